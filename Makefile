@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: setup demo test quick ci lint fuzz crash races soak interop wheel bench train clean
+.PHONY: setup demo test quick ci lint fuzz crash races interop wheel bench train clean
 
 setup:
 	@$(PYTHON) scripts/bootstrap.py
@@ -17,14 +17,15 @@ demo: setup
 WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# Before every commit.
 test: setup
-	$(PYTEST)
+	$(PYTEST) -m "not nightly"
 
-# After every change: 20 examples of each property, without Ray and what is marked slow.
+# After every change: without Ray and what else is marked slow.
 quick: setup
-	$(PYTEST) --hypothesis-profile quick -m "not slow"
+	$(PYTEST) -m "not slow and not nightly"
 
-# The same tests as `make test`, with the same examples at every run: one commit has one verdict.
+# Every test, with 50 examples of each property, the same ones at every run: one commit has one verdict.
 ci: setup
 	$(PYTEST) --hypothesis-profile ci
 
@@ -38,6 +39,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/shape.py --check
 
 # Mutated files of every kind that is read, CASES of them over all cores: hours. What fails is saved in runs/fuzz.
 CASES ?= 100000
@@ -47,10 +49,6 @@ fuzz: setup
 # Every command that writes, stopped at every write and in forward passes, and given again: half an hour or more.
 crash: setup
 	$(BIN)/python -m tests.robustness.crash
-
-# A search of an hour: memory and open files have to stay what they are.
-soak: setup
-	nice $(BIN)/python -m tests.robustness.soak
 
 # Other tools, each in an environment of its own, load what `kvsearch export --to` writes.
 interop: setup
@@ -77,8 +75,8 @@ bench: setup
 
 # About an hour on two cores for the bundled model, half an hour on one for the redundant one, which starts from it.
 train: setup
-	$(BIN)/python -m kvsearch.tasks.synthetic.train --out runs/bundled --minutes 60
-	$(BIN)/python -m kvsearch.tasks.synthetic.train --redundant --out runs/bundled-redundant --minutes 26 --threads 1
+	$(BIN)/python scripts/train_bundled.py --out runs/bundled --minutes 60
+	$(BIN)/python scripts/train_bundled.py --redundant --out runs/bundled-redundant --minutes 26 --threads 1
 
 clean:
 	rm -rf .venv runs build dist *.egg-info

@@ -17,9 +17,9 @@ import time
 import numpy as np
 
 from kvsearch.calibration.data import default_data, load_calibration_data
-from kvsearch.calibration.polykv.measure import calibrate_polykv
-from kvsearch.calibration.polykv.options import PolykvOptions
-from kvsearch.calibration.polykv.patterns import candidates
+from kvsearch.calibration.polykv.measure import PolykvCalibration
+from kvsearch.calibration.polykv.options import PolykvOptions, candidates
+from kvsearch.calibration.steps import StepCache
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.plan import Profile
@@ -36,12 +36,15 @@ def main() -> None:
     options = PolykvOptions(budgets=(args.budget,), batch=args.batch)
     policies, _ = candidates(("paper",), {}, options.measured_phases, options.budgets)
 
-    def timed(naive: bool) -> tuple[Profile, float]:
+    def timed(naive: bool, questions: int = args.samples) -> tuple[Profile, float]:
         started = time.process_time()
-        found = calibrate_polykv(loaded, data, options.model_copy(update={"naive": naive}), policies)
-        return found, time.process_time() - started
+        chosen = options.model_copy(update={"naive": naive})
+        some = data.limited(questions)
+        calibration = PolykvCalibration(loaded, some, policies, chosen)
+        profile = calibration.measure(calibration.prepare(), StepCache())
+        return profile, time.process_time() - started
 
-    calibrate_polykv(loaded, data.limited(1), options, policies)  # the first pass of a process is slow
+    timed(naive=False, questions=1)  # the first pass of a process is slow
     swept, fast = timed(naive=False)
     naive, slow = timed(naive=True)
     layers = len(describe(loaded.model).full_layers)

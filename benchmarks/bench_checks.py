@@ -19,18 +19,18 @@ from typing import Any
 
 import kvsearch
 import kvsearch.policies.ranking
-import kvsearch.runs.sums
-import kvsearch.runtime.demand
+import kvsearch.runs.ledger
+import kvsearch.runs.run
 import kvsearch.runtime.eviction
+import kvsearch.runtime.sharing
 import kvsearch.search.bank.prepared
-from kvsearch.runs.chain import Link
 
 CHECKS: dict[str, tuple[tuple[Any, str], ...]] = {
-    "checksum of a ledger line": ((Link, "seal"), (Link, "check")),
-    "checksums of finished files": ((kvsearch.runs.sums, "finish"),),
+    "checksum of a ledger line": ((kvsearch.runs.ledger, "sealed"), (kvsearch.runs.ledger, "_check_seal")),
+    "checksums of finished files": ((kvsearch.runs.run, "finish"),),
     "form and values of scores": (
         (kvsearch.policies.ranking, "check_scores"),
-        (kvsearch.runtime.demand, "lengths_after"),
+        (kvsearch.runtime.sharing, "lengths_after"),
         (kvsearch.runtime.eviction, "lengths_after"),
         (kvsearch.search.bank.prepared, "require_finite"),
     ),

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvsearch.evaluation.bench_programs import skewed_budgets
-from kvsearch.evaluation.speed import decode_seconds
+from kvsearch.benchmark.speed import decode_seconds, skewed_budgets
 from kvsearch.policies import keep_mask
 from kvsearch.policies.full import FullKV
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.storage import RaggedStore
+from kvsearch.runtime.store.storage import RaggedStore
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 8, 8, 4, 64
 Budgets = Callable[[int], list[int]]

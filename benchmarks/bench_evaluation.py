@@ -16,7 +16,7 @@ from collections.abc import Callable
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.loading import LoadOptions, load
-from kvsearch.plan.protocol import PROTOCOLS, Protocol
+from kvsearch.plan.schema import PROTOCOLS, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.tasks.encode import encode_tasks

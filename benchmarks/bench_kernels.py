@@ -27,12 +27,12 @@ import torch
 from fitted_policies import create
 from torch import Tensor
 
-from kvsearch.models.families import build
 from kvsearch.policies import Policy, policy_names
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import NAME, using
 from tests.device import counting
 from tests.device.accelerator import device
+from tests.families import build
 
 BUDGETS = {"even": counting.even, "ragged": counting.ragged, "flat": counting.ragged}
 

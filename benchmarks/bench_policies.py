@@ -24,15 +24,15 @@ from fitted_policies import create, share_of_prefill
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvsearch.evaluation.speed import decode_seconds, peak_bytes, prefill_seconds
+from kvsearch.benchmark.speed import decode_seconds, peak_bytes, prefill_seconds
 from kvsearch.models.architecture import describe, rotary
 from kvsearch.policies import Policy, keep_under, policy_names
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.collector import Collector
+from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.runtime.logits import Logits, OutputProjection
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.runtime.rule import decode_needs
 
 
 @dataclass

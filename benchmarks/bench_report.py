@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from kvsearch.core.canonical import sha256_of
 from kvsearch.plan import (
     GRID,
     ModelFingerprint,
@@ -32,12 +33,11 @@ from kvsearch.plan import (
     save_plan,
     save_profile,
 )
-from kvsearch.plan.canonical import sha256_of
 from kvsearch.plan.origin import provenance
-from kvsearch.runs.directory import LEDGER, begin, write_json
-from kvsearch.runs.identity import RunConfig
+from kvsearch.runs.identity import LEDGER, RunConfig
 from kvsearch.runs.lock import locked
-from kvsearch.search.ledger import SearchLedger
+from kvsearch.runs.run import begin, write_json
+from kvsearch.search.trials import TrialLog
 
 LENGTH, BUDGET, POPULATION, QUESTIONS = 8192, 512, 8, 24
 POLICY = {"name": "snapkv", "params": {}}
@@ -83,9 +83,9 @@ def timed(command: list[str]) -> float:
 
 def making(paths: Sequence[Path | str]) -> float:
     """Return the seconds of the processor that it takes to read runs and to draw their page."""
+    from kvsearch.report.artifacts import open_path
     from kvsearch.report.page.page import render
     from kvsearch.report.page.sheets import about, groups_of
-    from kvsearch.report.reader import open_path
 
     start = time.process_time()
     groups = groups_of([open_path(Path(path)) for path in paths])
@@ -133,12 +133,11 @@ def make_search(rng: np.random.Generator, model: ModelFingerprint, directory: Pa
     )  # fmt: skip
     begin(directory, config, (LEDGER,))
     best, least, length = draw(), np.inf, (model.layers + 3) // 4
-    with SearchLedger(directory / LEDGER) as ledger:
+    with TrialLog(directory / LEDGER) as ledger:
         ledger.begin("group 1")
         for generation in range(candidates // POPULATION):
             points = [rng.normal(size=length) for _ in range(POPULATION)]
             values = [float(1 + 3 * np.exp(-generation / 20) + rng.exponential(0.3)) for _ in points]
-            ledger.ask("group 1", generation, points)
             keys = [sha256_of([generation, at]) for at in range(POPULATION)]
             samples = [list(value + rng.normal(0, 0.1, QUESTIONS)) for value in values]
             ledger.append("result", keys=keys, outcome="ok", values=samples, message="", seconds=2.5, tokens=4000)

@@ -21,18 +21,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvsearch.arrays import Ints
+from kvsearch.core.arrays import Ints
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.models.shapes import random_model
-from kvsearch.plan.protocol import PROTOCOLS, Protocol
+from kvsearch.plan.schema import PROTOCOLS, Protocol
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import bank_samples
-from kvsearch.search.jobs import Job
+from kvsearch.search.candidates import TrialJob
 from kvsearch.tasks.base import Example, TokenCount
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from kvsearch.tasks.synthetic.suite import SyntheticTask
@@ -118,7 +118,7 @@ def compare(loaded: LoadedModel, policy: Policy, task: TaskPrompts, protocol: Pr
     print(f"\n{protocol}: papers' procedure {slow:.3f} s per candidate (mean of {args.naive}, "
           f"{SEARCH} extrapolated: {SEARCH * slow:,.0f} s); bank: prefill {prefill:.2f} s once")  # fmt: skip
     for objective in ("nll", "metric"):
-        job = Job(0, tuple(candidates[: args.population]), None, objective)
+        job = TrialJob(tuple(candidates[: args.population]), None, objective)
         fast = seconds_each(lambda job=job: bank.evaluate(job), args.population)
         whole = prefill + SEARCH * fast
         print(f"  {objective:6s} {1000 * fast:8.2f} ms per candidate: {slow / fast:6.1f}x; with the prefill, "

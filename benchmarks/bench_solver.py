@@ -20,9 +20,9 @@ import time
 
 import numpy as np
 
-from kvsearch.arrays import Floats
 from kvsearch.budgets.joint import JointSolver
 from kvsearch.budgets.lukv import MarginalSolver, profile_grid
+from kvsearch.core.arrays import Floats
 from kvsearch.plan import GRID
 
 

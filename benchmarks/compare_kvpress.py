@@ -37,7 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 from kvsearch.policies import Observation, Policy, QueryStatistics, create_policy
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.h2o import H2O
-from kvsearch.policies.scoring import pool_positions, window_sums
+from kvsearch.policies.scoring import pool_positions, window_rows
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -52,7 +52,11 @@ class PooledFirst(SnapKV):
     """SnapKV that pools every query head before it averages the group, as kvpress does."""
 
     def score(self, observation: Observation) -> Tensor:
-        attention = window_sums(observation, self.window) / self.window
+        keys = observation.keys
+        attention = keys.new_zeros(len(keys), keys.shape[1] * observation.group, keys.shape[2], dtype=torch.float32)
+        for part, probability in window_rows(observation, self.window):  # some kv heads at a time
+            sums = probability.sum(-2) / self.window
+            attention.view(len(keys), keys.shape[1], observation.group, -1)[part][..., : sums.shape[-1]] += sums
         pooled = pool_positions(attention, self.kernel, self.pooling, observation.candidates(0, self.window))
         return pooled.view(len(pooled), -1, observation.group, pooled.shape[-1]).mean(2)
 

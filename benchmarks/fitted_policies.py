@@ -4,23 +4,34 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors.numpy import save
 
-from kvsearch.calibration.polykv.cost import ModelSize
 from kvsearch.models.architecture import describe
 from kvsearch.models.fingerprint import fingerprint
 from kvsearch.plan import PolicySpec, Profile, ProfileMetadata
-from kvsearch.plan.contexts import ContextRecord
-from kvsearch.plan.origin import provenance
-from kvsearch.plan.weights import WEIGHTS, know
+from kvsearch.plan.origin import ContextRecord, provenance
+from kvsearch.plan.saved import WEIGHTS, know
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.probe import FEATURES
 
 WIDTH, BANK, WINDOW = 32, 64, 8  # hidden units of a probe, stored queries of a bank, query rows a probe looks at
-LLAMA_8B = ModelSize(32, tuple(range(32)), 4096, 14336, 32, 8, 128, 128256, 6_979_321_856)
+
+
+class ModelShape(NamedTuple):
+    """What the operations of a prefill depend on; `parameters` are those of all decoder layers."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    parameters: int
+
+
+LLAMA_8B = ModelShape(32, 4096, 32, 8, 128, 6_979_321_856)
 LENGTH = 32_768
 
 
@@ -52,7 +63,7 @@ def create(name: str, model: Any) -> Policy:
     return create_policy(name, {WEIGHTS: know(Profile(metadata, arrays).to_bytes(), Path(name))})
 
 
-def share_of_prefill(name: str, size: ModelSize = LLAMA_8B, length: int = LENGTH) -> float | None:
+def share_of_prefill(name: str, size: ModelShape = LLAMA_8B, length: int = LENGTH) -> float | None:
     """Return the operations of a fitted policy's scores as a share of those of the prefill; None: not counted.
 
     Per token and layer: matrix products alone, two operations for each product.

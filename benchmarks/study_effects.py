@@ -20,7 +20,7 @@ from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.prompts import Continuation, prompts_of
 from kvsearch.models.loading import BUNDLED, load
 from kvsearch.runtime.attention import running
-from kvsearch.signals.divergence import divergence
+from kvsearch.signals.predictions import divergence
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvsearch.errors import KvsearchError
+    from kvsearch.core.errors import KvsearchError
     from kvsearch.jobs.bench import bench
     from kvsearch.jobs.calibrate import calibrate
     from kvsearch.jobs.compress import compress
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # resolved on first use, so that `import kvsearch` stays light
 _HOMES = {
-    "KvsearchError": "kvsearch.errors", "Plan": "kvsearch.plan", "PlanCache": "kvsearch.runtime",
+    "KvsearchError": "kvsearch.core.errors", "Plan": "kvsearch.plan", "PlanCache": "kvsearch.runtime",
     "Profile": "kvsearch.plan", "attach": "kvsearch.runtime", "load_plan": "kvsearch.plan",
     "export_to": "kvsearch.jobs.export", "load_profile": "kvsearch.plan.profile",
     "write_report": "kvsearch.jobs.report",

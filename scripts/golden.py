@@ -60,7 +60,7 @@ calibrate-polykv
 calibrate-polykv-aware
     calibrate bundled --recipe polykv-bundled --patterns h2o,cake --policy h2o --budgets 64 --phases prefill
     --protocol question-aware --signals cosine,entropy --data inputs/calibration.json
-    --route cosine --budget-signal entropy -o runs/polykv-aware
+    -o runs/polykv-aware
 calibrate-polykv-dry
     calibrate bundled --method polykv --budgets 64 --dry-run --json -o runs/polykv-dry
 calibrate-lukv
@@ -75,9 +75,9 @@ calibrate-lava
 calibrate-cake
     calibrate bundled --method cake $window --protocol question-aware --questions 3 -o runs/cake
 calibrate-cake-fit
-    calibrate bundled --method cake --option exponents=fit --fit-ratio 0.9 --questions 4 -o runs/cake-fit
+    calibrate bundled --method cake --exponents fit --fit-ratio 0.9 --questions 4 -o runs/cake-fit
 calibrate-adakv
-    calibrate bundled --recipe adakv --policy snapkv $window --option floor_share=0.1 --questions 4 -o runs/adakv
+    calibrate bundled --recipe adakv --policy snapkv $window --floor-share 0.1 --questions 4 -o runs/adakv
 plan-even
     plan uniform bundled --policy snapkv --budget 64 $window -o plans/even.json
 plan-even-both
@@ -167,7 +167,7 @@ evaluate-reuse
     -o runs/reuse
 evolve-resume
     evolve bundled --budget 64 --parity --objective metric $window --group-size 3 $search --population 4
-    -o runs/evolve-parity --resume
+    -o runs/evolve-parity
 generate-plan
     generate bundled --plan plans/h2o-both.json --context @inputs/context.txt --prompt "? code silver"
     --max-new-tokens 8 --json
@@ -194,14 +194,11 @@ export-polykv-entropy
 export-polykv-mean
     export runs/polykv --budget 32 --route none --policy streaming --budget-signal nll-mean --phases decode
     -o plans/polykv-mean.json
-export-polykv-inverse
-    export runs/polykv --ratio 0.9 --route cosine --budget-signal ppl --inverse-route --inverse-budgets
-    -o plans/polykv-inverse.json
 export-polykv-full
     export runs/polykv-all --budget 400 --route error --budget-signal ppl-chosen --exclude cam,d2o --least 24
     --full-layers 1 --length 1020 --phases both --json -o plans/polykv-full.json
 export-polykv-aware
-    export runs/polykv-aware -o plans/polykv-aware.json
+    export runs/polykv-aware --route cosine --budget-signal entropy -o plans/polykv-aware.json
 export-polykv-naive
     export runs/naive --budget 64 --route nll --budget-signal error -o plans/polykv-naive.json
 scale-budget
@@ -276,7 +273,7 @@ CHOOSE = """
 select
     select runs/polykv --budget 64 $trio --top 2 -o plans/selected.json
 select-both
-    select runs/polykv --budget 64 --phases both --routes cosine,snapkv --allocators uniform,curves-joint,nll^0.5
+    select runs/polykv --budget 64 --phases both --routes cosine,snapkv --allocators uniform,curves-joint,nll
     --top 1 --margin 0.0 $pair --run runs/select-both --json -o plans/selected-both.json
 build-again
     plan build plans/polykv-entropy.yaml --json -o plans/polykv-built.json
@@ -286,8 +283,140 @@ refused-harmful
     export runs/polykv --budget 64 --route cosine --budget-signal entropy --phases decode -o plans/nonesuch.json
 """
 
-WAVES = (MEASURE, BUILD, USE, CHOOSE)
-EXIT_CODES = {"refused-lm-eval": 3}  # other jobs called refused-...: 2, all others: 0
+PUBLISH = """
+run
+    run bundled --budget 51 --length 512 --tasks synthetic:single,multikey --fit 2 --measure 2 --samples 8 --no-refine
+    -o runs/run
+report
+    report runs/both runs/evolve runs/lukv runs/select-both -o runs/page.html
+verify
+    verify runs/both runs/evolve runs/lukv runs/polykv
+verify-json
+    verify runs/both --json
+compress
+    compress bundled --plan plans/lukv-budget.json --context @inputs/context.txt -o runs/context.kv
+deploy
+    export plans/even.json --to folder --model bundled -o runs/folder
+deploy-lukv
+    export runs/lukv --to kvpress-lukv -o runs/curve.npy
+deploy-layers
+    export plans/falling.json --to kvpress-layers --lossy -o runs/kvpress-layers
+deploy-duo
+    export plans/even.json --to duo --lossy -o runs/duo
+deploy-trtllm
+    export plans/falling.json --to trtllm-windows --lossy -o runs/windows.yaml
+deploy-list
+    export --list
+recipes
+    recipes
+recipes-one
+    recipes run/bundled
+reproduce-list
+    reproduce --list
+show-run
+    show runs/run
+show-evaluation
+    show runs/both
+show-evaluation-json
+    show runs/both --json
+show-search
+    show runs/evolve
+show-search-json
+    show runs/evolve --json
+show-selection
+    show runs/select-both
+show-selection-json
+    show runs/select-both --json
+finished
+    evaluate bundled --methods uniform,h2o,cam,d2o,cake,lava --phases both --budgets 48 $window $pair -o runs/both
+refused-finished
+    evaluate bundled --methods uniform,h2o --phases both --budgets 48 $window $pair -o runs/both
+"""
+
+VERBS = (
+    "run calibrate validate select evolve export evaluate reproduce generate compress bench show verify report "
+    "headroom lm-eval policies tasks recipes doctor plan"
+)
+
+# What is refused, a command each: the message and the exit code are compared.
+REFUSALS = """
+nonesuch
+run
+run bundled
+run bundled --budget 0 -o runs/x
+run bundled --budget 51 --ratio 0.5 -o runs/x
+run no/such --budget 51 -o runs/x --offline
+run bundled --budget 51 --policies nonesuch -o runs/x
+run bundled --budget 51 --recipe nonesuch -o runs/x
+calibrate bundled --method nonesuch -o runs/x
+calibrate bundled --method lukv
+calibrate bundled --method lukv --policy nonesuch -o runs/x
+calibrate bundled --method lukv --data inputs/nonesuch.json -o runs/x
+calibrate bundled --method lukv --data inputs/text.txt -o runs/x
+calibrate bundled --method lukv --questions 0 -o runs/x
+calibrate bundled --method lukv --patterns snapkv -o runs/x
+calibrate bundled --method polykv --patterns nonesuch --budgets 64 -o runs/x
+calibrate bundled --method polykv --patterns snapkv -o runs/x
+calibrate bundled --method lukv --set snapkv.nonesuch=1 -o runs/x
+calibrate bundled --method lukv --set window=many -o runs/x
+calibrate bundled --method lukv --questions 4 -o plans
+validate runs/lukv --budget 64
+validate runs/nonesuch --budget 64
+validate runs/polykv --budget 64 --signals nonesuch
+select runs/lukv --budget 64
+select runs/polykv --budget 64 --routes nonesuch
+evolve bundled --budget 48
+evolve bundled -o runs/x
+evolve bundled --budget 48 --space nonesuch -o runs/x
+evolve bundled --budget 48 --optimiser nonesuch -o runs/x
+evolve bundled --budget 48 --generations 0 -o runs/x
+evolve bundled --budget 48 --start plans/nonesuch.json -o runs/x
+evolve bundled --budget 48 --population 1 -o runs/x
+export runs/nonesuch --ratio 0.5
+export runs/lukv --ratio 1.5 -o plans/x.json
+export runs/lukv --ratio 0.5 --budget 4 -o plans/x.json
+export runs/lukv --to nonesuch -o runs/x
+export plans/even.json --to trtllm-windows -o runs/x.yaml
+export plans/cake.json --to duo -o runs/x
+export runs/polykv --budget 64 --route nonesuch -o plans/x.json
+evaluate bundled
+evaluate bundled --methods nonesuch --budgets 64
+evaluate bundled --methods uniform
+evaluate bundled --methods uniform --budgets 64 --tasks nonesuch
+evaluate bundled --methods uniform --budgets 64 --tasks jsonl:inputs/nonesuch.jsonl
+evaluate bundled --methods uniform --budgets 64 --tasks jsonl:inputs/text.txt
+evaluate bundled --plan plans/nonesuch.json
+evaluate bundled --plan inputs/calibration.json
+evaluate bundled --methods lukv=runs/lava --budgets 64
+evaluate bundled --methods uniform --budgets 64 --length 100000
+evaluate bundled --methods uniform --budgets 64 --protocol nonesuch
+evaluate bundled --methods uniform --budgets 64 --seed -1
+evaluate bundled --methods uniform --budgets 64 --table runs/x.docx
+reproduce nonesuch --model bundled
+generate bundled --plan inputs/calibration.json --context abc --prompt b
+generate bundled --context @inputs/nonesuch.txt --prompt a
+generate bundled --plan runs/both/report.json --prompt a
+compress bundled --plan plans/even.json -o runs/x.kv
+bench bundled --ratio 2
+show runs/nonesuch
+show inputs/text.txt
+verify runs/nonesuch
+report runs/nonesuch -o runs/x.html
+report runs/both
+headroom bundled --ratio 2
+lm-eval bundled --tasks nonesuch
+policies nonesuch
+tasks nonesuch
+recipes nonesuch
+plan uniform bundled --policy snapkv -o plans/x.json
+plan scale plans/even.json -o plans/x.json
+plan diff plans/even.json plans/nonesuch.json
+plan merge --policies plans/even.json -o plans/x.json
+plan build inputs/calibration.json -o plans/x.json
+"""
+
+WAVES = (MEASURE, BUILD, USE, CHOOSE, PUBLISH)
+REFUSED = (2, 3, 4)  # exit codes of jobs called refused-...; all others: 0
 
 INPUTS, LOGS, PLANS, RUNS = "inputs", "logs", "plans", "runs"
 PROMPT = " {question}"
@@ -323,19 +452,20 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser("make", help="run all jobs")
     making.add_argument("directory", type=Path)
+    making.add_argument("--only", default="*", metavar="PATTERN", help="jobs by name, in a directory that has the rest")
     making.add_argument("--jobs", type=int, default=2, help="how many at a time (default: 2)")
     checking = commands.add_parser("check", help="compare two directories")
     checking.add_argument("old", type=Path)
     checking.add_argument("new", type=Path)
     args = parser.parse_args()
-    return make(args.directory, args.jobs) if args.command == "make" else check(args.old, args.new)
+    return make(args.directory, args.jobs, args.only) if args.command == "make" else check(args.old, args.new)
 
 
-def make(directory: Path, jobs: int) -> int:
-    """Run all jobs in an empty directory; return 1 if one of them did not end as it should."""
-    if directory.exists() and any(directory.iterdir()):
+def make(directory: Path, jobs: int, only: str) -> int:
+    """Run the jobs that `only` matches, all in an empty directory; return 1 if one did not end as it should."""
+    if only == "*" and directory.exists() and any(directory.iterdir()):
         sys.exit(f"{directory} is not empty")
-    waves = [parse_jobs(wave) for wave in WAVES]
+    waves = [*(parse_jobs(wave) for wave in WAVES), word_jobs()]
     for name in (INPUTS, LOGS, PLANS, RUNS):
         (directory / name).mkdir(parents=True, exist_ok=True)
     write_inputs(directory / INPUTS)
@@ -343,7 +473,8 @@ def make(directory: Path, jobs: int) -> int:
     started = time.monotonic()
     with ThreadPoolExecutor(jobs) as pool:
         for wave in waves:
-            well += pool.map(lambda job: run(job, directory), wave)
+            some = [job for job in wave if fnmatch(job.name, only)]
+            well += pool.map(lambda job: run(job, directory), some)
     print(f"{sum(well)} of {len(well)} jobs ended as they should, {time.monotonic() - started:.0f} s")
     return 0 if all(well) else 1
 
@@ -357,6 +488,13 @@ def parse_jobs(table: str) -> list[Job]:
     return found
 
 
+def word_jobs() -> list[Job]:
+    """Return the help of every verb, and what is refused."""
+    helps = [Job(f"help-{verb}", [verb, "--help"]) for verb in VERBS.split()]
+    commands = REFUSALS.strip().splitlines()
+    return helps + [Job(f"refused-{number:02}", shlex.split(line)) for number, line in enumerate(commands, 1)]
+
+
 def run(job: Job, directory: Path) -> bool:
     """Run a job and keep what it prints; return whether it ended as it should."""
     started = time.monotonic()
@@ -366,8 +504,9 @@ def run(job: Job, directory: Path) -> bool:
     (directory / LOGS / f"{job.name}{output}").write_bytes(done.stdout)
     (directory / LOGS / f"{job.name}.err").write_bytes(done.stderr)
     (directory / LOGS / f"{job.name}.code").write_text(f"{done.returncode}\n")
-    wanted = EXIT_CODES.get(job.name, 2 if job.name.startswith("refused-") else 0)
-    note = "" if done.returncode == wanted else f": exit code {done.returncode} instead of {wanted}"
+    refused = job.name.startswith("refused-")
+    wanted = REFUSED if refused else (0,)
+    note = "" if done.returncode in wanted else f": exit code {done.returncode}, not one of {wanted}"
     print(f"{time.monotonic() - started:5.1f} s  {job.name}{note}", flush=True)
     return not note
 
@@ -459,12 +598,18 @@ def read(path: Path) -> Any:
         if path.suffix == ".json":
             return json.loads(text)
         if path.suffix == ".jsonl":
-            return [json.loads(line) for line in text.splitlines()]
+            return [without_checksum(json.loads(line)) for line in text.splitlines()]
     except ValueError:
         return text.splitlines()  # of a job that failed, say
     if path.suffix == ".csv":
         return list(csv.DictReader(io.StringIO(text)))
     return [mask(line) for line in text.splitlines()]
+
+
+def without_checksum(line: Any) -> Any:
+    """Return a line of a ledger without its checksum, which is also of how long it took."""
+    ignored = ("sha256", "checksum")
+    return {key: value for key, value in line.items() if key not in ignored} if isinstance(line, dict) else line
 
 
 def mask(line: str) -> str:

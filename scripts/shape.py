@@ -1,4 +1,4 @@
-"""Print the shape of the code, with the standard library only:  python scripts/shape.py [ROOT] [--json]
+"""Print the shape of the code, with the standard library only:  python scripts/shape.py [ROOT] [--json | --check]
 
 Definitions; every *.py below ROOT outside hidden folders counts:
   code           lines that hold more than a docstring or a comment; a blank line within a string is not code
@@ -19,11 +19,30 @@ import argparse
 import ast
 import json
 import math
+import sys
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+# The most that --check, which `make lint` calls, lets the package have. A limit may only come down: put the figure of
+# today here when it is lower.
+GATES = {
+    "code lines": 37_200,
+    "files": 360,
+    "records": 477,
+    "public class names used twice": 0,
+    "module names used more than twice": 11,
+    "private helpers of at most 6 lines with one caller": 128,
+    "imports inside functions of jobs, commands and cli": 169,
+    "assignments of a tuple to a tuple": 377,
+    "lists repeated by a condition": 0,
+    "docstrings that only say See": 25,
+    "places that raise UsageError": 509,
+    "import circles": 0,
+    "test lines per 1000 lines of the package": 912,
+}
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -57,10 +76,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Print the shape of the code.")
     parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).resolve().parent.parent / "kvsearch")
     parser.add_argument("--json", action="store_true", help="print JSON, with each helper and each file that counts")
+    parser.add_argument("--check", action="store_true", help="compare with the limits that are set here; exit code 1")
     options = parser.parse_args()
     sources = read(options.root.resolve())
     if not sources:
         parser.error(f"no Python files below {options.root}")
+    if options.check:
+        sys.exit(check(gated(sources, read(options.root.resolve().parent / "tests"))))
     print(json.dumps(measure(sources), indent=2) if options.json else table(measure(sources)))
 
 
@@ -108,6 +130,83 @@ def measure(sources: list[Source]) -> Report:
         "each private helper called from one place: lines": helpers,
         "each file imported by one other file: by which": single,
     }
+
+
+def check(figures: Mapping[str, int]) -> int:
+    """Print every figure beside its limit; return 1 if one is above it."""
+    for name, figure in figures.items():
+        verdict = "ok" if figure <= GATES[name] else "ABOVE ITS LIMIT"
+        print(f"{name:<52}{figure:>8,} of {GATES[name]:>8,}  {verdict}")
+    return int(any(figure > GATES[name] for name, figure in figures.items()))
+
+
+def gated(sources: list[Source], tests: list[Source]) -> dict[str, int]:
+    """Work out the figures that have limits."""
+    nodes = [node for source in sources for node in source.nodes]
+    package_lines, test_lines = (sum(len(source.rows) for source in some) for some in (sources, tests))
+    modules = Counter(Path(source.path).stem for source in sources if not source.path.endswith("__init__.py"))
+    helpers = called_once(sources)
+    shell = [source for source in sources if source.path.startswith(("jobs/", "commands/", "cli/"))]
+    return {
+        "code lines": sum(code_lines(source) for source in sources),
+        "files": len(sources),
+        "records": count_records([node for node in nodes if isinstance(node, ast.ClassDef)]),
+        "public class names used twice": len(repeated_classes(sources)),
+        "module names used more than twice": sum(count > 2 for count in modules.values()),
+        "private helpers of at most 6 lines with one caller": sum(lines <= 6 for [lines] in helpers.values()),
+        "imports inside functions of jobs, commands and cli": sum(
+            isinstance(node, Import) and any(isinstance(outer, Function) for outer in source.nodes[node])
+            for source in shell
+            for node in source.nodes
+        ),
+        "assignments of a tuple to a tuple": sum(is_tuple_to_tuple(node) for node in nodes),
+        "lists repeated by a condition": sum(is_repeated_list(node) for node in nodes),
+        "docstrings that only say See": sum(only_says_see(node) for node in nodes),
+        "places that raise UsageError": sum(raises(node, "UsageError") for node in nodes),
+        "import circles": len(circles(import_graph(sources, deferred=True))),
+        "test lines per 1000 lines of the package": 1000 * test_lines // package_lines,
+    }
+
+
+def count_records(classes: list[ast.ClassDef]) -> int:
+    """Count the dataclasses, NamedTuples and models of data, and what inherits from one of them."""
+    names = {"NamedTuple", "TypedDict", "BaseModel"}
+    records: set[ast.ClassDef] = set()
+    while more := [node for node in classes if node not in records and is_record(node, names)]:
+        records.update(more)
+        names.update(node.name for node in more)
+    return len(records)
+
+
+def is_record(node: ast.ClassDef, bases: set[str]) -> bool:
+    """Return whether a class is a dataclass or has one of these bases."""
+    decorators = [outer.func if isinstance(outer, ast.Call) else outer for outer in node.decorator_list]
+    return "dataclass" in map(name_of, decorators) or any(name_of(base) in bases for base in node.bases)
+
+
+def is_tuple_to_tuple(node: ast.AST) -> bool:
+    """Return whether a statement assigns several values to several names."""
+    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple)
+
+
+def is_repeated_list(node: ast.AST) -> bool:
+    """Return whether an expression takes a list or nothing of it, by multiplying it with a condition."""
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and isinstance(node.left, ast.List)):
+        return False
+    called = isinstance(node.right, ast.Call) and name_of(node.right.func) == "bool"
+    return called or isinstance(node.right, ast.Compare | ast.BoolOp | ast.UnaryOp)
+
+
+def only_says_see(node: ast.AST) -> bool:
+    """Return whether a docstring does nothing but name another place."""
+    documented = isinstance(node, ast.Module | ast.ClassDef | Function)
+    text = (ast.get_docstring(node) or "") if documented else ""
+    return text.startswith("See `") and "\n" not in text
+
+
+def raises(node: ast.AST, error: str) -> bool:
+    """Return whether a statement raises an error of this name."""
+    return isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and name_of(node.exc.func) == error
 
 
 def length(node: ast.stmt) -> int:

@@ -49,7 +49,7 @@ def main(wheel: Path) -> None:
             subprocess.run([python, *words], cwd=folder, check=True)
 
         run("-c", HELP, str(folder))
-        run("-m", "kvsearch", "recipes", "cp", "run/bundled", "-o", "mine.yaml")
+        run("-m", "kvsearch", "recipes", "run/bundled")
         run("-m", "kvsearch", "plan", "uniform", "bundled", "--policy", "snapkv", "--budget", "64", "-o", "plan.json")
         run("-m", "kvsearch", "show", "plan.json")
         run("-m", "kvsearch", "generate", "bundled", "--plan", "plan.json", "--max-new-tokens", "3")

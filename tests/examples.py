@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-PROFILES = {"quick": 20, "default": 50, "ci": 50}
+PROFILES = {"default": 20, "ci": 50}
 
 for _name, _examples in PROFILES.items():  # no deadlines: how fast a machine is says nothing about the code
     settings.register_profile(_name, max_examples=_examples, deadline=None)
-# One commit, one verdict: CI draws the same examples at every run; the other profiles go on looking for new ones.
+# One commit, one verdict: CI draws the same examples at every run; the default goes on looking for new ones.
 settings.register_profile("ci", settings.get_profile("ci"), derandomize=True, database=None)
 settings.load_profile("default")
 

@@ -7,7 +7,7 @@ import re
 import unicodedata
 from collections.abc import Iterator
 
-from kvsearch.printed import UNSEEN
+from kvsearch.core.printed import UNSEEN
 
 COUNT = 500
 ATOMS = (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvsearch
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 
 VERBS = ("bench", "calibrate", "compress", "evaluate", "evolve", "export", "reproduce", "run", "select", "validate")
 
@@ -37,7 +37,7 @@ def test_a_verb_has_the_options_of_its_command(verb: str) -> None:
     for name in named.get(verb, ("seed", "device")):
         assert name in parameters
         assert f"--{name}" in flags
-    assert "talk" in parameters
+    assert "reporter" in parameters
 
 
 def test_calibrate_then_export(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ FOLDER = Path(__file__).parent / "device"
 
 @pytest.mark.slow
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="tests/device is collected itself")
-def test_on_device() -> None:
+def test_on_device(pytestconfig: pytest.Config) -> None:
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    # where tensors lie does not depend on rare examples: few are enough
-    options = "-p no:xdist -p no:cacheprovider --hypothesis-profile quick".split()
+    options = ["-p", "no:xdist", "-p", "no:cacheprovider", "-m", pytestconfig.getoption("markexpr")]
     command = [sys.executable, "-m", "pytest", *options, str(FOLDER)]
     ended = subprocess.run(command, env=own, capture_output=True, text=True)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.printed import (
+from kvsearch.core.printed import (
     FORMULA,
     LONGEST,
     PLAIN,

@@ -14,7 +14,7 @@ import torch
 from transformers import pipeline
 
 from kvsearch import PlanCache, attach
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.answer import answer
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan

@@ -252,3 +252,44 @@ def test_a_folder_without_code_is_an_error(tmp_path: Path) -> None:
 def test_no_file_of_kvsearch_imports_itself_through_others() -> None:
     report = json.loads(run(SCRIPT, "--json").stdout)
     assert report["import circles, all imports"] == {}
+
+
+GATED = """from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Pair(NamedTuple):
+    left: int
+
+
+class Plain:
+    def say(self, some: bool) -> list[int]:
+        \"\"\"See `Pair`.\"\"\"
+        a, b = 1, 2
+        c, d = self.say(some)
+        return [a] * some + [b] * (c > d) + [c] * bool(d) + [d] * 2
+
+    def refuse(self) -> None:
+        import json
+
+        raise UsageError(json)
+"""
+
+
+def test_figures_with_limits(tmp_path: Path) -> None:
+    (tmp_path / "pkg" / "jobs").mkdir(parents=True)
+    for name in ("pkg/__init__.py", "pkg/jobs/__init__.py"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "pkg" / "jobs" / "one.py").write_text(GATED)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_one.py").write_text("pass\n" * 11)
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "pkg"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1  # a list repeated by a condition is one too many
+    figures = [int(line[52:60].replace(",", "")) for line in done.stdout.splitlines()]
+    assert figures == [13, 3, 1, 0, 0, 0, 1, 1, 2, 1, 1, 0, 550]
+
+
+def test_the_package_keeps_its_limits() -> None:
+    subprocess.run([sys.executable, str(SCRIPT), "--check"], check=True, stdout=subprocess.DEVNULL)

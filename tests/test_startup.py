@@ -33,7 +33,7 @@ def loaded(code: str, ends: int = 0) -> tuple[str, list[str]]:
         ("--help", "calibrate"),
         ("policies", "StreamingLLM"),
         ("policies snapkv", "last 32 query rows"),
-        ("policies h2o --json", '"recent_of_1000": 500'),
+        ("policies h2o --json", "500 of 1000 stay"),
         ("policies --json", '"problems"'),
         ("tasks", "ruler:vt"),
         ("tasks gsm8k", "openai/gsm8k"),
@@ -60,14 +60,14 @@ def test_a_damaged_plan_is_refused_before_anything_that_computes_is_imported(ver
 
 
 def test_a_policy_that_computes_imports_torch() -> None:
-    code = "from kvsearch.policies.noise import uniform; print(uniform(7, 3).shape)"
+    code = "from kvsearch.policies.random import uniform; print(uniform(7, 3).shape)"
     out, found = loaded(code)
     assert out == "torch.Size([])\n"
     assert "torch" in found
 
 
 def test_results_are_shown_and_drawn_without_what_computed_them() -> None:
-    code = "import kvsearch.report.views, kvsearch.report.figures.make, kvsearch.report.page.page, kvsearch.jobs.report"
+    code = "import kvsearch.report.artifacts, kvsearch.report.page.page, kvsearch.jobs.report"
     code += ", kvsearch.report.integrity, kvsearch.strategies.from_yaml, kvsearch.budgets.plan_checks"
     _, found = loaded(code)
     assert not {"torch", "transformers", "datasets", "ray", "cma", "sklearn"} & set(found)

@@ -12,22 +12,21 @@ from typing import Any
 import torch
 
 from kvsearch.calibration.data import CalibrationData, Context, Pair
+from kvsearch.core.canonical import sha256_of
+from kvsearch.core.progress import Progress
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.fingerprint import fingerprint
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.plan.canonical import sha256_of
-from kvsearch.plan.contexts import ContextRecord
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
-from kvsearch.progress import Progress
+from kvsearch.plan.origin import ContextRecord
+from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime import Program
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.metrics import METRICS
 from kvsearch.tasks.synthetic.language import Document, Names, code_facts, compose
-from kvsearch.tasks.synthetic.tokenizer import tokenizer
-from kvsearch.tasks.synthetic.vocabulary import WORDS
+from kvsearch.tasks.synthetic.vocabulary import WORDS, tokenizer
 from tests.families import build
 from tests.plan.builders import PROVENANCE, make_plan
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import numpy as np
 
-from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.dynamic import Allocation, Order
-from kvsearch.errors import UsageError
-from kvsearch.plan.guard import round_down
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import UsageError
+from kvsearch.plan.size import round_down
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
@@ -97,11 +97,10 @@ class AdaKVAllocation(Allocation):
             raise UsageError(f"unknown variant {self.variant!r} (known: {', '.join(get_args(Variant))})")
 
     def order(self, ranked: Tensor, free: int) -> Order:
-        """See `Allocation.order`."""
         return head_order(normalized(ranked, free // len(ranked)) if self.normalize else ranked, free)
 
     def check(self, policy: Policy, name: str) -> None:
-        """See `Allocation.check`; normalising needs scores >= 0."""
+        """Raise UsageError for a policy whose entries cannot be shared: normalising needs scores >= 0."""
         super().check(policy, name)
         if self.normalize and policy.signed_scores:
             raise UsageError(
@@ -110,7 +109,6 @@ class AdaKVAllocation(Allocation):
             )
 
     def split(self, order: Order, free: int, rooms: Ints) -> Floats:
-        """See `Allocation.split`."""
         return split_heads(order, free, rooms, self.floor_share, self.variant)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from kvsearch.arrays import Ints
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import UsageError
+from kvsearch.plan.rounding import water_fill
 
 Signals = NDArray[np.floating[Any]]
 
@@ -34,3 +37,64 @@ class Allocator(Protocol):
         Raises:
             UsageError: `total` is outside [sum of floors, sum of caps], or the signals are unusable.
         """
+
+
+def check_bounds(total: int, floors: Ints, caps: Ints) -> tuple[Ints, Ints]:
+    """Return int64 [L, Hkv] bounds that admit `total`; UsageError if they cross, or their sums do not enclose it."""
+    low, high = np.asarray(floors, dtype=np.int64), np.asarray(caps, dtype=np.int64)
+    if low.ndim != 2 or low.shape != high.shape:
+        raise UsageError(f"floors and caps must be [layers, kv heads], got {list(low.shape)} and {list(high.shape)}")
+    wrong = np.argwhere((low < 0) | (low > high))
+    if wrong.size:
+        at = tuple(wrong[0].tolist())
+        raise UsageError(f"a floor must be in [0, cap]: head {list(at)} has floor {low[at]} and cap {high[at]}")
+    if not low.sum() <= total <= high.sum():
+        raise UsageError(
+            f"total {total} cannot be met by {low.size} budgets: at least {low.sum()}, at most {high.sum()}"
+        )
+    return low, high
+
+
+def lift_floors(least: int, total: int, floors: Ints, caps: Ints) -> Ints:
+    """Raise floors to `least` entries where the caps permit; if `total` does not reach that far, as evenly as it can.
+
+    Returns int64 [L, Hkv] between `floors` and `caps`, with a sum of at most `total`.
+    """
+    lifted = np.clip(least, floors, caps)
+    return lifted if lifted.sum() <= total else water_fill(np.ones(lifted.shape), total, floors, lifted)
+
+
+def share_above(weights: ArrayLike, total: int, floors: Ints, caps: Ints) -> Ints:
+    """Grant the floors and share the rest in proportion: floors + clamp(lam * weights, 0, caps - floors), rounded.
+
+    `weights` >= 0 broadcast to [L, Hkv]; a layer of equal heads gets equal budgets, but for the odd entries, which go
+    to its first heads. Zero weights get nothing until all others are full; all zero means equal shares.
+    """
+    room = caps - floors
+    return floors + water_fill(np.broadcast_to(np.asarray(weights), room.shape), total - int(floors.sum()), 0, room)
+
+
+def check_signals(signals: Signals, noun: str, least: float = -np.inf) -> Floats:
+    """Return signals as float64; UsageError names the first value that is not finite or below `least`."""
+    values = np.asarray(signals, dtype=np.float64)
+    wrong = np.argwhere(~(np.isfinite(values) & (values >= least)))
+    if wrong.size:
+        at = tuple(wrong[0].tolist())
+        rule = "finite" if np.isneginf(least) else f"finite and >= {least:g}"
+        raise UsageError(f"{noun} must be {rule}, got {values[at]} at {list(at)}")
+    return values
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """The same budget for every kv head, as far as the bounds allow; odd entries go to the first heads."""
+
+    name: ClassVar[str] = "uniform"
+
+    def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:  # noqa: ARG002
+        """Share `total` equally over the [L, Hkv] heads of `floors`; the signals are not read.
+
+        Raises:
+            UsageError: `total` is outside [sum of floors, sum of caps].
+        """
+        return water_fill(np.ones(np.shape(floors)), total, floors, caps)

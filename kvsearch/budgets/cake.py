@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvsearch.arrays import Floats, Ints
-from kvsearch.budgets.allocator import Signals
-from kvsearch.budgets.bounds import check_bounds, check_signals, share_above
+from kvsearch.budgets.allocator import Signals, check_bounds, check_signals, share_above
 from kvsearch.budgets.dynamic import Allocation
-from kvsearch.errors import UsageError
-from kvsearch.signals.dispersion import dispersion
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import UsageError
+from kvsearch.signals.entropy import dispersion
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsearch.arrays import Floats, Ints
-from kvsearch.budgets.bounds import lift_floors
-from kvsearch.errors import InternalError, UsageError
-from kvsearch.naming import unknown
-from kvsearch.plan.guard import GUARD
-from kvsearch.plan.parameters import typed_values
+from kvsearch.budgets.allocator import lift_floors
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import InternalError, UsageError
+from kvsearch.core.naming import unknown
 from kvsearch.plan.rounding import largest_remainder, water_fill, water_level
-from kvsearch.plan.schema import STATIC
+from kvsearch.plan.schema import STATIC, typed_values
+from kvsearch.plan.size import GUARD
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.lukv import MarginalSolver
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import UsageError
 
 
 class JointBudgets(NamedTuple):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.adakv import check_floor_share, head_order, split_heads
 from kvsearch.budgets.dynamic import Allocation, Heads, Layers, Order, check_modes
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import UsageError
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class LAVaAllocation(Allocation):
         return list(weights)
 
     def check(self, policy: Policy, name: str) -> None:
-        """See `Allocation.check`; where layers are shared scores must be >= 0."""
+        """Raise UsageError for a policy whose entries cannot be shared: layers need scores >= 0."""
         super().check(policy, name)
         if self.shares_layers and policy.signed_scores:
             raise UsageError(self._signed(policy, name))
@@ -93,9 +93,7 @@ class LAVaAllocation(Allocation):
         )
 
     def order(self, ranked: Tensor, free: int) -> Order:
-        """See `Allocation.order`."""
         return head_order(ranked, free)
 
     def split(self, order: Order, free: int, rooms: Ints) -> Floats:
-        """See `Allocation.split`."""
         return split_heads(order, free, rooms, self.floor_share)

@@ -8,14 +8,13 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from kvsearch.arrays import Floats, Ints
-from kvsearch.budgets.allocator import Signals
-from kvsearch.budgets.bounds import check_bounds, check_signals, lift_floors
-from kvsearch.errors import UsageError
+from kvsearch.budgets.allocator import Signals, check_bounds, check_signals, lift_floors
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import UsageError
 from kvsearch.plan.rounding import water_fill
 
 
-class Joint(NamedTuple):
+class JointCurves(NamedTuple):
     """Budgets and what to evict by, decided together."""
 
     budgets: Ints  # [L, Hkv]
@@ -77,7 +76,7 @@ class LossCurves:
         rows = zip(sums.tolist(), have, high, strict=True)
         return np.stack([water_fill(np.ones(low.shape[1]), kept, *bounds) for kept, *bounds in rows])
 
-    def allocate_jointly(self, losses: Floats, total: int, floors: Ints, caps: Ints) -> Joint:
+    def allocate_jointly(self, losses: Floats, total: int, floors: Ints, caps: Ints) -> JointCurves:
         """Allocate by the least of the losses [L, R, len(budgets) - 1] under R patterns, and choose the pattern to use.
 
         That is the one that loses least at the known budget nearest to the layer's, as ratios go; the first of equals.
@@ -85,7 +84,7 @@ class LossCurves:
         budgets = self.allocate(losses.min(axis=1), total, floors, caps)
         known = np.log(np.array(self.budgets[:-1], dtype=np.float64))
         nearest = np.abs(np.log(np.maximum(budgets.mean(axis=1), 1.0))[:, None] - known).argmin(axis=1)
-        return Joint(budgets, losses[np.arange(len(losses)), :, nearest].argmin(axis=1))
+        return JointCurves(budgets, losses[np.arange(len(losses)), :, nearest].argmin(axis=1))
 
     def curves(self, losses: Floats) -> tuple[Ints, Floats]:
         """Return the knots [K] of the curves, in entries per kv head, and convex losses there, [L, K]."""

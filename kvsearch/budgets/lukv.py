@@ -9,10 +9,9 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvsearch.arrays import Floats, Ints
-from kvsearch.budgets.convex import check_importance, merged, sorted_blocks
-from kvsearch.budgets.split import spend_leftover
-from kvsearch.errors import UsageError
+from kvsearch.budgets.convex import check_importance, merged, sorted_blocks, spend_leftover
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import UsageError
 from kvsearch.plan import GRID
 
 Split = Literal["best", "partial_block"]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvsearch.budgets.dynamic import Allocation, create_allocation
-from kvsearch.errors import UsageError
-from kvsearch.plan.parsing import list_problems
+from kvsearch.core.errors import UsageError
+from kvsearch.core.parsing import list_problems
 from kvsearch.plan.yaml import layer_ranges
 from kvsearch.policies.base import Policy
 from kvsearch.policies.registry import policy_of

@@ -7,12 +7,11 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
-from kvsearch.arrays import Floats, Ints
-from kvsearch.budgets.allocator import Signals
-from kvsearch.budgets.bounds import check_bounds, check_signals, lift_floors, share_above
-from kvsearch.errors import UsageError
-from kvsearch.plan.guard import round_half_up
+from kvsearch.budgets.allocator import Signals, check_bounds, check_signals, lift_floors, share_above
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import UsageError
 from kvsearch.plan.rounding import largest_remainder
+from kvsearch.plan.size import round_half_up
 
 Direction = Literal["forward", "inverse"]
 

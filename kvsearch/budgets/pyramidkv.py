@@ -8,11 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvsearch.arrays import Ints
-from kvsearch.budgets.allocator import Signals
-from kvsearch.budgets.bounds import check_bounds, lift_floors, share_above
-from kvsearch.errors import UsageError
-from kvsearch.plan.guard import round_down
+from kvsearch.budgets.allocator import Signals, check_bounds, lift_floors, share_above
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import UsageError
+from kvsearch.plan.size import round_down
 
 
 @dataclass(frozen=True)

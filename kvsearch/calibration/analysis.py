@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsearch.arrays import Floats
 from kvsearch.calibration.options import STABILITY_RATIOS
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Floats
+from kvsearch.core.errors import UsageError
+from kvsearch.core.parsing import shown
 from kvsearch.plan import Profile
-from kvsearch.plan.parsing import shown
-from kvsearch.plan.signals import BY_PATTERN, CONTEXT, ROWS_ENTROPY
+from kvsearch.plan.profile_arrays import BY_PATTERN, CONTEXT, ROWS_ENTROPY
 
 STABLE, DOUBTFUL = 0.8, 0.5
 

@@ -6,6 +6,7 @@ answers are teacher-forced while all layers see only what the policy keeps. The 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -15,27 +16,28 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.cake import CAKEAllocation, exponents, preference
 from kvsearch.calibration.analysis import least_loss
-from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.dynamic import calibrate_dynamic, full_pass
+from kvsearch.calibration.dynamic import DynamicCalibration, full_pass
 from kvsearch.calibration.options import CakeOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, check_lengths, prompts_of
+from kvsearch.calibration.steps import StepCache
 from kvsearch.calibration.tables import floor_entries
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.progress import Progress, counted
 from kvsearch.models.loading import LoadedModel
+from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
-from kvsearch.plan.guard import GUARD, round_half_up
 from kvsearch.plan.origin import extended
+from kvsearch.plan.size import GUARD, round_half_up
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.policies.checks import require_finite
-from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.observe import DensePass
-from kvsearch.signals.dispersion import dispersion
-from kvsearch.signals.divergence import divergence
+from kvsearch.signals.entropy import dispersion
+from kvsearch.signals.predictions import divergence
 
 Pair = tuple[float, float]
 
@@ -46,7 +48,7 @@ PAIRS = (PLAIN, *(pair for pair in product(TEMPERATURES, TEMPERATURES) if pair !
 
 
 @dataclass(frozen=True, eq=False)
-class Fit:
+class ExponentFit:
     """What the pairs (tau1, tau2) cost: `loss` [pairs, questions] fp32, nats that an answer diverges, over its tokens.
 
     Answers of which the eviction touches no token are left out.
@@ -69,34 +71,84 @@ class Dispersion(NamedTuple):
     ranks: Tensor  # [Hkv, T]
 
 
-def calibrate_cake(
-    loaded: LoadedModel,
-    data: CalibrationData,
-    policy: Policy,
-    options: CakeOptions | None = None,
-    progress: Progress | None = None,
-) -> Profile:
-    """Calibrate CAKE with exponents as `options` say.
+class CakeCalibration(DynamicCalibration[CakeOptions]):
+    """CAKE's decisions, with exponents as the options say.
 
     Fitted ones leave all that was tried in the profile: "fit_exponents", float64 [25, 2], (tau1, tau2) by row, and
-    "fit_loss", float32 [25, questions], see `Fit`.
-
-    Raises:
-        UsageError, IncompatibleError: see `fit_exponents` and `calibrate_dynamic`.
+    "fit_loss", float32 [25, questions], see `ExponentFit`.
     """
-    options = options or CakeOptions()
-    settings: dict[str, Any] = {"exponents": options.exponents}
-    arrays: dict[str, NDArray[Any]] = {}
-    pair, second = (options.tau1, options.tau2), progress
-    if options.exponents == "auto":
-        pair, settings["tuned_for"] = exponents(loaded.name, options.tuned_for), options.tuned_for
-    elif options.exponents == "fit":
-        first, second = _halves(progress)
-        fit = fit_exponents(loaded, data, policy, options, first)
-        pair, arrays = fit.chosen, {"fit_exponents": np.array(fit.pairs), "fit_loss": fit.loss}
-        settings |= {"fit_ratio": options.fit_ratio, "answer_tokens": options.answer_tokens}
-    profile = calibrate_dynamic(loaded, data, policy, CAKEAllocation(*pair, options.window), options, second)
-    return extended(profile, settings, arrays)
+
+    def prepare(self) -> list[CalibrationPrompt]:
+        if self.options.exponents == "fit":
+            self.prompts_to_fit()
+        return super().prepare()
+
+    def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
+        """Return the passes over the prompts and their tokens; of a fit, answers under at most all pairs, too."""
+        work = super().estimate(prompts)
+        if self.options.exponents == "fit":
+            lengths = [continuation.tokens.shape[1] for prompt in prompts for continuation in prompt.continuations]
+            answers = sum(min(length, self.options.answer_tokens) for length in lengths)
+            work += Work(work.passes, work.tokens + (1 + len(PAIRS)) * answers)
+        return work
+
+    def measure(
+        self,
+        prompts: Sequence[CalibrationPrompt],
+        steps: StepCache,  # noqa: ARG002
+        progress: Progress | None = None,
+    ) -> Profile:
+        options = self.options
+        settings: dict[str, Any] = {"exponents": options.exponents}
+        arrays: dict[str, NDArray[Any]] = {}
+        pair = options.tau1, options.tau2
+        if options.exponents == "auto":
+            pair = exponents(self.loaded.name, options.tuned_for)
+            settings["tuned_for"] = options.tuned_for
+        elif options.exponents == "fit":
+            first, progress = _halves(progress)
+            fit = self.fit(first)
+            pair = fit.chosen
+            arrays = {"fit_exponents": np.array(fit.pairs), "fit_loss": fit.loss}
+            settings |= {"fit_ratio": options.fit_ratio, "answer_tokens": options.answer_tokens}
+        profile = self.average(CAKEAllocation(*pair, options.window), prompts, progress)
+        return extended(profile, settings, arrays)
+
+    def fit(self, progress: Progress | None = None) -> ExponentFit:
+        """Measure what the answers lose under every pair of `PAIRS` at the global eviction ratio `fit_ratio`.
+
+        Raises:
+            UsageError: a prompt is too short, the ratio leaves less than what is always kept, or no answer is long
+                enough.
+            IncompatibleError: the model computes NaN, or a prompt and its answer do not fit its positions.
+        """
+        (policy,) = self.policies
+        prompts = self.prompts_to_fit()
+        results = self.loaded.map(partial(_losses, policy=policy, options=self.options), prompts)
+        losses = [loss for some in counted(results, len(prompts), progress) for loss in some]
+        if not losses:
+            raise UsageError(
+                "no answer is long enough to fit exponents: with the question in the prompt, eviction changes the "
+                "second token of an answer first; use protocol question-agnostic, or exponents auto or fixed"
+            )
+        return ExponentFit(PAIRS, np.stack(losses, 1).astype(np.float32))
+
+    def prompts_to_fit(self) -> list[CalibrationPrompt]:
+        """Return the prompts with their answers; errors as `fit`."""
+        (policy,) = self.policies
+        options = self.options
+        prompts = prompts_of(self.loaded, self.data, options.protocol, options.answer_tokens, options.max_length)
+        floor = partial(floor_entries, policy=policy, minimum=options.minimum)
+        check_lengths(prompts, policy, floor)
+        for prompt in prompts:
+            least = floor(prompt.length)
+            kept = (1 - options.fit_ratio) * prompt.length
+            if kept < least - GUARD:
+                raise UsageError(
+                    f"fit_ratio {options.fit_ratio:g} keeps {kept:g} entries per kv head of a calibration prompt of "
+                    f"{prompt.length} tokens, below the {least} that are always kept: lower it"
+                )
+        return prompts
 
 
 def _halves(progress: Progress | None) -> tuple[Progress | None, Progress | None]:
@@ -106,60 +158,19 @@ def _halves(progress: Progress | None) -> tuple[Progress | None, Progress | None
     return lambda done, total: progress(done, 2 * total), lambda done, total: progress(total + done, 2 * total)
 
 
-def fit_exponents(
-    loaded: LoadedModel,
-    data: CalibrationData,
-    policy: Policy,
-    options: CakeOptions | None = None,
-    progress: Progress | None = None,
-) -> Fit:
-    """Measure what the answers lose under every pair of `PAIRS` at the global eviction ratio `options.fit_ratio`.
-
-    Raises:
-        UsageError: a prompt is too short, the ratio leaves less than what is always kept, or no answer is long enough.
-        IncompatibleError: the model computes NaN, or a prompt and its answer do not fit its positions.
-    """
-    options = options or CakeOptions()
-    prompts = prompts_of(loaded, data, options.protocol, options.answer_tokens, options.max_length)
-
-    def floor(length: int) -> int:
-        return floor_entries(length, policy, options.minimum)
-
-    check_lengths(prompts, policy, floor)
-    for prompt in prompts:
-        least, kept = floor(prompt.length), (1 - options.fit_ratio) * prompt.length
-        if kept < least - GUARD:
-            raise UsageError(
-                f"fit_ratio {options.fit_ratio:g} keeps {kept:g} entries per kv head of a calibration prompt of "
-                f"{prompt.length} tokens, below the {least} that are always kept: lower it"
-            )
-    found = loaded.map(partial(_losses, policy=policy, options=options), prompts)
-    losses = [loss for some in counted(found, len(prompts), progress) for loss in some]
-    if not losses:
-        raise UsageError(
-            "no answer is long enough to fit exponents: with the question in the prompt, eviction changes the second "
-            "token of an answer first; use protocol question-agnostic, or exponents auto or fixed"
-        )
-    return Fit(PAIRS, np.stack(losses, 1).astype(np.float32))
-
-
 def _losses(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy, options: CakeOptions) -> list[Floats]:
     """Measure the loss of every pair, [pairs], for every answer after the prompt that eviction can change."""
-    with running(loaded.model):
-        return _losses_of(loaded, prompt, policy, options)
-
-
-def _losses_of(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy, options: CakeOptions) -> list[Floats]:
     floor = floor_entries(prompt.length, policy, options.minimum)
     rows = CAKEAllocation(window=options.window).needs(policy).query_rows
 
     def look(observation: Observation) -> Dispersion:
         entropy, variance = dispersion(observation, rows)
         ranks = rank_under(policy, observation)[0]
-        require_finite(observation.looks)
+        require_finite(observation.checks)
         return Dispersion(float(entropy[0]), float(variance[0]), ranks)
 
-    passed = full_pass(loaded, prompt, policy, Needs(query_rows=rows), look)
+    with running(loaded.model):
+        passed = full_pass(loaded, prompt, policy, Needs(query_rows=rows), look)
     entropy, variance = np.array([(layer.entropy, layer.variance) for layer in passed.noted]).T
     floors = np.full((len(passed.noted), len(passed.noted[0].ranks)), floor, dtype=np.int64)
     caps = np.full_like(floors, prompt.length)
@@ -167,7 +178,10 @@ def _losses_of(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy, o
     budgets = [
         CAKEAllocation(*pair).allocate(preference(entropy, variance, *pair), total, floors, caps) for pair in PAIRS
     ]
-    losses = [_of_answer(passed, after, budgets, loaded.device) for after in prompt.continuations if after.predicted]
+    with running(loaded.model):
+        losses = [
+            _of_answer(passed, after, budgets, loaded.device) for after in prompt.continuations if after.predicted
+        ]
     if not np.isfinite(losses).all():
         raise IncompatibleError(f"{loaded.name}: the model computes NaN after calibration context {prompt.context}")
     return losses

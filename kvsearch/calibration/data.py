@@ -10,17 +10,17 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import read_text
+from kvsearch.core.limits import MOST_DATA, MOST_PATH
+from kvsearch.core.parsing import describe_validation_error, read_json
+from kvsearch.core.resources import resource
 from kvsearch.models.loading import BUNDLED
-from kvsearch.plan.contexts import ContextSet, context_hash
-from kvsearch.plan.files import read_text
-from kvsearch.plan.limits import MOST_DATA, MOST_PATH
-from kvsearch.plan.parsing import describe_validation_error, read_json
-from kvsearch.resources import resource
+from kvsearch.plan.origin import ContextSet, context_hash
 from kvsearch.tasks.fields import Filled, NotEmpty
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
 
@@ -59,14 +59,23 @@ class Text(_Record):
     text: Filled | None = None
     text_file: Annotated[Filled, Field(max_length=MOST_PATH)] | None = None
     kind: Filled | None = None
-    questions: Annotated[tuple[Pair, ...], NotEmpty]
+    questions: Annotated[tuple[Pair, ...], Field(validate_default=True)] = ()
+
+    @field_validator("questions")
+    @classmethod
+    def _asks(cls, questions: tuple[Pair, ...], info: ValidationInfo) -> tuple[Pair, ...]:
+        context: Any = info.context
+        if not questions and not context["bare"]:
+            raise ValueError("must not be empty")
+        return questions
 
     @field_validator("text_file")
     @classmethod
     def _holds_text(cls, name: str | None, info: ValidationInfo) -> str | None:
-        if name is not None and info.context is not None:
+        context: Any = info.context
+        if name is not None:
             try:
-                _read_text(info.context / name)
+                _read_text(context["folder"] / name)
             except UsageError as error:
                 raise ValueError(str(error)) from error
         return name
@@ -76,12 +85,6 @@ class Text(_Record):
         if (self.text is None) == (self.text_file is None):
             raise ValueError("give either text or text_file")
         return self
-
-
-class BareText(Text):
-    """A context that may have no questions."""
-
-    questions: tuple[Pair, ...] = ()
 
 
 class CalibrationFile(_Record):
@@ -99,18 +102,12 @@ class CalibrationFile(_Record):
         return prompt
 
 
-class BareFile(CalibrationFile):
-    """The file format where contexts may have no questions."""
-
-    contexts: Annotated[tuple[BareText, ...], NotEmpty]
-
-
 @dataclass(frozen=True)
 class Context:
     """A context with its questions, ready to be tokenised.
 
     `prompt` is how a question follows it without a chat template (None: as in the whole data); `chat` says whether a
-    chat template is used where there is one. `recorded` is what the context is known by, see `kvsearch.plan.contexts`
+    chat template is used where there is one. `recorded` is what the context is known by, see `kvsearch.plan.origin`
     (none: its text). `taken` has for every question what is teacher-forced of the model's own reply, nothing where it
     is not right, and `ended` says whether a reply has ended; both in token ids. Without a metric every reply is taken.
     `kind` is the kind of text and of its questions that have none of their own (none: not known).
@@ -141,7 +138,7 @@ class CalibrationData:
 
     @property
     def hashes(self) -> list[str]:
-        """What each context is known by, see `kvsearch.plan.contexts`."""
+        """What each context is known by, see `kvsearch.plan.origin`."""
         return [found for one in self.contexts for found in one.recorded or (context_hash(one.text),)]
 
     @property
@@ -202,12 +199,11 @@ def load_calibration_data(path: str | Path, bare: bool = False) -> CalibrationDa
         texts = tuple(Context(_read_text(one), ()) for one in plain)
         name = Path(path).stem if len(plain) == 1 else f"{len(plain)} text files"
         return CalibrationData(name, PLAIN_PROMPT, texts, content_hash(PLAIN_PROMPT, texts))
-    raw = read_json(path, MOST_DATA)
+    folder = Path(path).parent
     try:
-        parsed = (BareFile if bare else CalibrationFile).model_validate(raw, context=Path(path).parent)
+        parsed = CalibrationFile.model_validate(read_json(path, MOST_DATA), context={"folder": folder, "bare": bare})
     except ValidationError as error:
         raise UsageError(describe_validation_error(error, str(path))) from error
-    folder = Path(path).parent
     contexts = tuple(
         Context(
             _read_text(folder / str(item.text_file)) if item.text is None else item.text, item.questions, kind=item.kind

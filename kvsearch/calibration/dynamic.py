@@ -8,69 +8,84 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsearch.arrays import Ints
 from kvsearch.budgets.adakv import AdaKVAllocation
+from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.dynamic import Allocation, LayerDemand, shared_budgets
-from kvsearch.budgets.uniform import Uniform
-from kvsearch.calibration.data import CalibrationData
+from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import DynamicOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
-from kvsearch.calibration.provenance import profile_metadata
+from kvsearch.calibration.steps import StepCache
 from kvsearch.calibration.tables import HELD_OUT, RatioTables, checkable, folds_of, grid_totals
+from kvsearch.core.arrays import Ints
+from kvsearch.core.progress import Progress, counted
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
-from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.cache import check_rotary
-from kvsearch.runtime.demand import LayerDemands
 from kvsearch.runtime.observe import DensePass, Noted
+from kvsearch.runtime.sharing import LayerDemands
+
+AnyDynamic = TypeVar("AnyDynamic", bound=DynamicOptions)
 
 
-def calibrate_dynamic(
-    loaded: LoadedModel,
-    data: CalibrationData,
-    policy: Policy,
-    allocation: Allocation,
-    options: DynamicOptions | None = None,
-    progress: Progress | None = None,
-) -> Profile:
-    """Average what `allocation` decides over the prompts of `data`, at 99 global eviction ratios.
+class DynamicCalibration(Calibration[AnyDynamic]):
+    """What a dynamic allocation decides for prompts, averaged at 99 global eviction ratios.
 
     The decisions are those of the runtime under even budgets of the same total. Besides the table of LU-KV's profiles
     there are "ratio_deviation", float32 [99, L, Hkv], the standard deviation over the prompts, and "question_length",
     int32 [M], the tokens of every prompt; "question_ratio" and "question_context" have a row per prompt.
-
-    Raises:
-        UsageError: a prompt is too short for the entries that are always kept, or the policy's scores cannot be shared
-            like this (lava: they are negative).
-        IncompatibleError: the model computes NaN, or a prompt does not fit its positions.
     """
-    options = options or DynamicOptions()
-    allocation.check(policy, f"method {allocation.name}")
-    tables = RatioTables(policy, options.minimum)
-    prompts = prompts_of(loaded, data, options.protocol, max_length=options.max_length)
-    check_lengths(prompts, policy, tables.floor)
-    found = loaded.map(partial(ratio_table, policy=policy, allocation=allocation, floor=tables.floor), prompts)
-    for prompt, table in zip(prompts, counted(found, len(prompts), progress), strict=True):
-        tables.add(table, prompt.length, prompt.context)
-    how = {"protocol": options.protocol, "minimum": options.minimum, "check": options.check}
-    settings = {**options.texts(data), **allocation.parameters(), **how}
-    seed, floor = options.seed, tables.floor(tables.length)
-    origin = profile_metadata(loaded, data, policy.spec, allocation.name, seed, settings, tables.lengths, floor)
-    spread = {
-        "ratio_deviation": tables.deviation(),
-        "question_length": np.array(tables.lengths, dtype=np.int32),
-    }
-    if options.check and checkable(data):
-        spread[HELD_OUT] = tables.held_out(folds_of(data))
-    return Profile(origin, {**tables.arrays(), **spread})
+
+    def prepare(self) -> list[CalibrationPrompt]:
+        (policy,) = self.policies
+        prompts = prompts_of(self.loaded, self.data, self.options.protocol, max_length=self.options.max_length)
+        check_lengths(prompts, policy, RatioTables(policy, self.options.minimum).floor)
+        return prompts
+
+    def measure(
+        self,
+        prompts: Sequence[CalibrationPrompt],
+        steps: StepCache,  # noqa: ARG002
+        progress: Progress | None = None,
+    ) -> Profile:
+        return self.average(self.options.make_allocation(), prompts, progress)
+
+    def average(
+        self, allocation: Allocation, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None
+    ) -> Profile:
+        """Return the profile of what `allocation` decides.
+
+        Raises:
+            UsageError: the policy's scores cannot be shared like this (lava: they are negative).
+            IncompatibleError: the model computes NaN.
+        """
+        (policy,) = self.policies
+        options = self.options
+        allocation.check(policy, f"method {allocation.name}")
+        tables = RatioTables(policy, options.minimum)
+        work = partial(ratio_table, policy=policy, allocation=allocation, floor=tables.floor)
+        decided = counted(self.loaded.map(work, prompts), len(prompts), progress)
+        for prompt, table in zip(prompts, decided, strict=True):
+            tables.add(table, prompt.length, prompt.context)
+        how = {"protocol": options.protocol, "minimum": options.minimum, "check": options.check}
+        settings = {**options.texts(self.data), **allocation.parameters(), **how}
+        floor = tables.floor(tables.length)
+        metadata = self.describe(policy.spec, allocation.name, settings, tables.lengths, floor)
+        spread = {
+            "ratio_deviation": tables.deviation(),
+            "question_length": np.array(tables.lengths, dtype=np.int32),
+        }
+        if options.check and checkable(self.data):
+            spread[HELD_OUT] = tables.held_out(folds_of(self.data))
+        return Profile(metadata, {**tables.arrays(), **spread})
 
 
 def ratio_table(
@@ -93,7 +108,7 @@ def observe_demands(
     """Read off one prompt what every full-attention layer demands; the model must run the attention "kvsearch".
 
     Raises:
-        UsageError, IncompatibleError: see `calibrate_dynamic`.
+        UsageError, IncompatibleError: see `DynamicCalibration.average`.
     """
     look = partial(LayerDemands, allocation, policy)
     return full_pass(loaded, prompt, policy, allocation.needs(policy), look).noted

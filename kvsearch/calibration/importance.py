@@ -1,33 +1,41 @@
 """One full-cache pass per context: policy ranks of its entries, then true importance from each question asked of it.
 
 The importance comes from the rows of the question and answer tokens only.
+
+What an answer loses when one layer alone sees nothing but protected entries says little where layers can stand in for
+each other: with three of them that retrieve the same, each alone may go. Integrated gradients share out what is lost
+together. Losses are -log p of the answer's tokens, in nats; `protected` [L, Hkv, T] bool are the entries that stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.graph import allow_mutation_on_saved_tensors
 
-from kvsearch.models.architecture import describe, output_projection
+from kvsearch.calibration.prompts import Continuation
+from kvsearch.models.architecture import describe
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.observe import DensePass
-from kvsearch.signals.divergence import divergence
-from kvsearch.signals.oracle import importance_rows, residual_weights
+from kvsearch.signals.attention_rows import importance_rows, residual_weights
+from kvsearch.signals.predictions import divergence, token_losses
+
+NODES = 11  # of the quadrature along the path
 
 
 @dataclass
 class QuestionImportance:
-    """What one question revealed: per layer the importance [Hkv, T] fp32 and the scale of the layer's signals."""
+    """What one question revealed."""
 
     importance: Tensor  # [L, Hkv, T] fp32, not normalised
-    output_norm: Tensor  # [L] mean L2 norm of the attention output of the question's rows
-    residual_norm: Tensor  # [L] mean L2 norm of the residual stream entering the layer
     logits: Tensor  # [K, vocabulary]
 
 
@@ -83,20 +91,15 @@ class ImportancePass(DensePass[RankedContext]):
     @torch.no_grad()
     def ask(self, tokens: Tensor) -> QuestionImportance:
         """Teacher-force `tokens` [1, K] (a question and its answer) after the context and measure what they look at."""
-        importance, output_norms, residual_norms = [], [], []
-        with self.following(tokens, output_hidden_states=True) as output:
+        importance = []
+        with self.following(tokens, output_hidden_states=self.plus) as output:
             for layer in self.continuations():
                 length, how = layer.prompt[0].shape[2], layer.logits
                 rows = (layer.query, layer.keys, layer.noted.norms, length, how.scaling, how.softcap, self.group)
-                states = output.hidden_states[layer.index]
-                weights = residual_weights(states) if self.plus else None
+                weights = residual_weights(output.hidden_states[layer.index]) if self.plus else None
                 importance.append(importance_rows(*rows, sinks=how.sinks, weights=weights)[0].cpu())
-                block = nn.functional.linear(layer.output.flatten(2), output_projection(layer.module).weight)
-                output_norms.append(block.float().norm(dim=-1).mean().cpu())
-                residual_norms.append(states[0].float().norm(dim=-1).mean().cpu())
             logits = output.logits[0]
-        norms = torch.stack(output_norms), torch.stack(residual_norms)
-        return QuestionImportance(torch.stack(importance), *norms, logits)
+        return QuestionImportance(torch.stack(importance), logits)
 
     def effects(self, tokens: Tensor, answer: int, logits: Tensor, protected: Tensor) -> Tensor:
         """Measure what the answer loses when one layer keeps only `protected` [L, Hkv, T] of the context, [L] nats.
@@ -108,3 +111,29 @@ class ImportancePass(DensePass[RankedContext]):
         predicting = slice(answer - 1, -1)  # the rows that predict the answer's tokens
         without = (self.logits_seeing(tokens, {row: keep})[predicting] for row, keep in enumerate(protected))
         return torch.tensor([divergence(logits[predicting], changed) for changed in without])
+
+
+@torch.enable_grad()
+def integrated_gradients(passed: ImportancePass, after: Continuation, protected: Tensor, nodes: int = NODES) -> Tensor:
+    """Return what each entry adds to the answer's loss on the way from all kept to all removed, [L, Hkv, T] fp32.
+
+    One gate for all entries that are not protected, in all layers, goes from 1 to 0, and the derivatives by each
+    entry's gate are summed up along the way (integrated gradients, arXiv 1703.01365, Eq. 1; Gauss-Legendre quadrature
+    of `nodes` points, as many passes forward and backward over the tokens). Their sum is the loss of removing all
+    together, up to quadrature, unless it jumps on the way, as where experts are chosen. Some may be below zero: the
+    answer is better without.
+    """
+    tokens = after.tokens.to(passed.model.device)
+    answer = after.tokens[0, max(after.answer, 1) :]
+    keep = dict(enumerate(protected))
+    found = torch.zeros(protected.shape)
+    # recurrent layers write their states in place; allowing for that is slow
+    recurrent = not all(hasattr(layer, "keys") for layer in passed.cache.layers)
+    for node, weight in zip(*np.polynomial.legendre.leggauss(nodes), strict=True):
+        gates = torch.full(protected.shape, (1 + float(node)) / 2, requires_grad=True)
+        writable = allow_mutation_on_saved_tensors() if recurrent else nullcontext()
+        with writable, passed.following(tokens, keep, dict(enumerate(gates))) as output:
+            loss = token_losses(output.logits[0][after.predicting], answer).sum()
+            (slope,) = torch.autograd.grad(loss, gates)
+        found -= float(weight) / 2 * slope
+    return found.masked_fill(protected, 0.0)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_a
 from pydantic import Field, model_validator
 
 from kvsearch.config.options import Listed, Option, Params, Seeded, with_params
-from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
-from kvsearch.plan.fields import refuse
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.core.errors import UsageError
+from kvsearch.core.fields import refuse
+from kvsearch.core.naming import suggest
+from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies.generic import SPREAD
 from kvsearch.policies.probe import FEATURES
 from kvsearch.tasks.base import Answers
@@ -26,25 +26,8 @@ if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
     from kvsearch.policies import Policy
 
-Normalization = Literal[
-    "integrated",
-    "integrated_entry",
-    "remeasured",
-    "shapley",
-    "effect",
-    "layer",
-    "layer_max",
-    "output",
-    "residual",
-    "none",
-]
-IN_NATS = (
-    "integrated",
-    "integrated_entry",
-    "remeasured",
-    "shapley",
-    "effect",
-)  # a layer's importance is what it adds to a loss
+Normalization = Literal["integrated", "layer", "effect", "none"]
+IN_NATS = ("integrated", "effect")  # a layer's importance is what it adds to a loss
 Aggregate = Literal["ratios", "importance"]
 Group = Literal["sum", "max"]
 Exponents = Literal["auto", "fixed", "fit"]
@@ -183,8 +166,8 @@ class CalibrationOptions(Seeded):
         Raises:
             UsageError: an unknown policy or parameter, or one that cannot be calibrated.
         """
-        from kvsearch.calibration.fitted import fitted_policy
         from kvsearch.policies import create_policy, policy_class
+        from kvsearch.policies.fitted import fitted_policy
 
         if self.policy in UNRANKED:
             raise UsageError(f"policy {self.policy!r} evicts nothing, so it has no budgets to calibrate")
@@ -211,14 +194,6 @@ class CalibrationOptions(Seeded):
             **self.model_dump(mode="json", include={"max_length", *self.option_names()}),
         }  # fmt: skip
 
-    def scope(self, data: CalibrationData) -> str:
-        """Return what of `data` is measured, in words."""
-        raise NotImplementedError(f"{type(self).__name__} does not say")
-
-    def work(self, data: CalibrationData) -> dict[str, int]:  # noqa: ARG002
-        """Return what the model has to generate first: replies and, at most, their tokens; nothing if nothing."""
-        return {}
-
 
 class AnsweredOptions(CalibrationOptions):
     """What methods have that measure importance: what is forced after a question, and how query heads add up."""
@@ -227,26 +202,15 @@ class AnsweredOptions(CalibrationOptions):
     answer_tokens: AnswerTokens = ANSWER_TOKENS
     group: Annotated[Group, Option("How the query heads of a kv head are combined: sum or max.", panel=LUKV)] = "sum"
 
-    def work(self, data: CalibrationData) -> dict[str, int]:
-        """See `CalibrationOptions.work`."""
-        if self.answers == "given":
-            return {}
-        pairs = [pair for context in data.contexts for pair in context.questions]
-        most = sum(pair.max_new_tokens or self.answer_tokens for pair in pairs)
-        return {"own_replies": len(pairs), "own_reply_tokens": most}
-
 
 class LukvOptions(AnsweredOptions):
     """What LU-KV's paper leaves open, and its ablations.
 
     `normalization` makes layers comparable, which the paper asks for without saying how. "integrated" measures it: what
     the answer loses when all layers see only the protected entries of the context is shared out to layers by integrated
-    gradients, and a layer's importance adds up to its part. "integrated_entry" shares it out to entries, in place of
-    importance. "effect" takes what the answer loses when one layer alone sees only protected entries, which is next to
-    nothing where layers can stand in for each other; "remeasured" measures that again under the plan that it makes, and
-    "shapley" is the slow yardstick: random orders of removing layers.
-    "layer" gives every layer the same mass, "layer_max" the same largest value, "output" and "residual" divide by the
-    mean norm of the attention output or of the residual stream it is added to, "none" takes importance as it is.
+    gradients, and a layer's importance adds up to its part. "effect" takes what the answer loses when one layer alone
+    sees only protected entries, which is next to nothing where layers can stand in for each other. "layer" gives every
+    layer the same mass, the usual reading of the paper, and "none" takes importance as it is.
 
     `aggregate` averages the questions' ratios (paper) or their importance before solving once. `group` is how the query
     heads of a kv head are combined. `gap=False` is the ablation that trusts the ranking. `answers` is what the
@@ -266,8 +230,7 @@ class LukvOptions(AnsweredOptions):
     normalization: Annotated[
         Normalization,
         Option(
-            "What makes layers comparable: integrated, integrated_entry, remeasured, shapley (slow), effect, layer, "
-            "layer_max, output, residual or none.",
+            "What makes layers comparable: integrated, layer (the usual reading of the paper), effect or none.",
             panel=LUKV,
         ),
     ] = "integrated"
@@ -305,7 +268,7 @@ class LukvOptions(AnsweredOptions):
         Raises:
             UsageError: an unknown policy, one that is measured already, or one that cannot protect these entries.
         """
-        from kvsearch.policies.settings import protecting_like
+        from kvsearch.policies.registry import protecting_like
 
         own = self.make_policy()
         others = [self.model_copy(update={"policy": name, "params": {}}).make_policy() for name in self.rivals]
@@ -317,7 +280,6 @@ class LukvOptions(AnsweredOptions):
         return found
 
     def policies(self) -> list[Policy]:
-        """See `CalibrationOptions.policies`."""
         return [*super().policies(), *self.make_rivals()]
 
     def settings(self) -> dict[str, Any]:
@@ -325,13 +287,8 @@ class LukvOptions(AnsweredOptions):
         return {name: value for name, value in super().settings().items() if name != "rivals"}
 
     def resolved(self) -> dict[str, Any]:
-        """See `CalibrationOptions.resolved`."""
         rivals = [{"name": policy.name, "params": policy.parameters()} for policy in self.make_rivals()]
         return {**super().resolved(), "rivals": rivals}
-
-    def scope(self, data: CalibrationData) -> str:
-        """See `CalibrationOptions.scope`."""
-        return f"{data.questions} questions" + (" by the model's own replies" if self.answers == "own" else "")
 
 
 class RankingOptions(AnsweredOptions):
@@ -383,12 +340,7 @@ class RankingOptions(AnsweredOptions):
         return [create_policy(name) for name in COMPARED]
 
     def resolved(self) -> dict[str, Any]:
-        """See `CalibrationOptions.resolved`."""
         return {"method": self.method, **self.model_dump(mode="json", include=set(self.option_names()))}
-
-    def scope(self, data: CalibrationData) -> str:
-        """See `CalibrationOptions.scope`."""
-        return f"{len(data.contexts)} contexts" + (f" with {data.questions} questions" if data.questions else "")
 
 
 class QueryBankOptions(RankingOptions):
@@ -445,10 +397,6 @@ class QueryStatisticsOptions(CalibrationOptions):
     method: Literal["query_statistics"] = "query_statistics"
     policy: Literal["expected_attention"] = "expected_attention"
 
-    def scope(self, data: CalibrationData) -> str:
-        """See `CalibrationOptions.scope`."""
-        return f"{len(data.contexts)} contexts without their questions"
-
 
 class DynamicOptions(CalibrationOptions):
     """What the methods have in common that decide budgets anew for every prompt: how decisions are collected.
@@ -474,12 +422,6 @@ class DynamicOptions(CalibrationOptions):
         policy = super().make_policy()
         self.make_allocation().check(policy, f"method {self.method}")
         return policy
-
-    def scope(self, data: CalibrationData) -> str:
-        """See `CalibrationOptions.scope`."""
-        if self.protocol == QUESTION_AGNOSTIC:
-            return f"{len(data.contexts)} contexts without their questions"
-        return f"{data.questions} contexts with a question"
 
 
 class LavaOptions(DynamicOptions):

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from kvsearch.calibration.data import CalibrationData, Context, Pair, TakenOf
-from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
+from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
+from kvsearch.core.progress import Progress
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Policy
-from kvsearch.progress import Progress
-from kvsearch.runtime.forced_answers import Asking, parted_replies
-from kvsearch.runtime.replies import Finished
+from kvsearch.runtime.decode.replies import Finished
+from kvsearch.runtime.replay.forced_answers import ForcedQuestions, parted_replies
 from kvsearch.tasks.encode import middle_cut, most_tokens
 from kvsearch.tasks.prompts import PromptFormat
 
@@ -196,13 +196,13 @@ def parted_own_replies(
         yield [found.get(prompt, prompt) for prompt in part]
 
 
-def _asking(prompt: CalibrationPrompt, place: str, most: int, limit: int) -> Asking:
+def _asking(prompt: CalibrationPrompt, place: str, most: int, limit: int) -> ForcedQuestions:
     questions = tuple(after.tokens[0, : after.answer] for after in prompt.continuations)
     room = [
         min(one.most or most, limit - prompt.length - len(question))
         for one, question in zip(prompt.continuations, questions, strict=True)
     ]
-    return Asking(prompt.ids[0], questions, tuple(room), place, prompt.ended)
+    return ForcedQuestions(prompt.ids[0], questions, tuple(room), place, prompt.ended)
 
 
 def _replied(after: Continuation, reply: list[int], most: int) -> Continuation:

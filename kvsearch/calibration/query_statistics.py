@@ -7,24 +7,25 @@ what TriAttention scores keys by.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvsearch.calibration.data import CalibrationData
+from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import QueryStatisticsOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
-from kvsearch.calibration.provenance import profile_metadata
-from kvsearch.errors import InternalError
+from kvsearch.calibration.steps import StepCache
+from kvsearch.core.errors import InternalError
+from kvsearch.core.progress import Progress, counted
 from kvsearch.models.architecture import describe, require_plain_rotary
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import PolicySpec, Profile
-from kvsearch.plan.profile import QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
+from kvsearch.plan import Profile
+from kvsearch.plan.profile_arrays import QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
-from kvsearch.progress import Progress, counted
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.collector import Moments, plain_queries
 from kvsearch.runtime.observe import DensePass
@@ -48,38 +49,41 @@ class QueryMoments(NamedTuple):
         return QueryMoments(self.moments.merged(other.moments), self.moduli + other.moduli)
 
 
-def calibrate_query_statistics(
-    loaded: LoadedModel,
-    data: CalibrationData,
-    policy: Policy,
-    options: QueryStatisticsOptions,
-    progress: Progress | None = None,
-) -> Profile:
-    """Measure queries of all context tokens behind the sinks of `policy`, by query head of every full layer.
+class QueryStatisticsCalibration(Calibration[QueryStatisticsOptions]):
+    """Queries of all context tokens behind the sinks of the policy, by query head of every full layer.
 
     The profile has "query_mean" [L, Hq, D], "query_cov" [L, Hq, D, D], divided by the number of queries, and
     "query_abs" [L, Hq, R/2], the mean modulus of pairs (i, i + R/2) of the R rotary dimensions.
-
-    Raises:
-        UsageError: a context is no longer than the sinks.
-        IncompatibleError: the model computes NaN, or its rotary embedding cannot be undone.
     """
-    require_plain_rotary(loaded.model, "query statistics")
-    prompts = prompts_of(loaded, data, max_length=options.max_length)
-    check_lengths(prompts, policy, lambda _: policy.sink_count)
-    # one after the other: covariances of all contexts at once would not fit a large model's host
-    found = reduce(_merged, counted(loaded.map(partial(_layers_of, policy=policy), prompts), len(prompts), progress))
-    statistics = [one.moments.statistics() for one in found]
-    arrays = {
-        QUERY_MEAN: torch.cat([one.mean for one in statistics]),
-        QUERY_COVARIANCE: torch.cat([one.covariance for one in statistics]),
-        QUERY_ABS: torch.stack([one.moduli / one.moments.rows.double() for one in found]),
-    }
-    spec = PolicySpec(name=policy.name, params=policy.parameters())
-    lengths = [prompt.length for prompt in prompts]
-    told = {"data": data.name, **options.settings(), "queries": int(found[0].moments.rows)}
-    metadata = profile_metadata(loaded, data, spec, options.method, options.seed, told, lengths, policy.floor)
-    return Profile(metadata, {name: array.float().cpu().numpy() for name, array in arrays.items()})
+
+    def prepare(self) -> list[CalibrationPrompt]:
+        (policy,) = self.policies
+        require_plain_rotary(self.loaded.model, "query statistics")
+        prompts = prompts_of(self.loaded, self.data, max_length=self.options.max_length)
+        check_lengths(prompts, policy, lambda _: policy.sink_count)
+        return prompts
+
+    def measure(
+        self,
+        prompts: Sequence[CalibrationPrompt],
+        steps: StepCache,  # noqa: ARG002
+        progress: Progress | None = None,
+    ) -> Profile:
+        (policy,) = self.policies
+        # one after the other: covariances of all contexts at once would not fit a large model's host
+        contexts = self.loaded.map(partial(_layers_of, policy=policy), prompts)
+        layers = reduce(_merged, counted(contexts, len(prompts), progress))
+        statistics = [layer.moments.statistics() for layer in layers]
+        arrays = {
+            QUERY_MEAN: torch.cat([layer.mean for layer in statistics]),
+            QUERY_COVARIANCE: torch.cat([layer.covariance for layer in statistics]),
+            QUERY_ABS: torch.stack([layer.moduli / layer.moments.rows.double() for layer in layers]),
+        }
+        lengths = [prompt.length for prompt in prompts]
+        queries = int(layers[0].moments.rows)
+        settings = {"data": self.data.name, **self.options.settings(), "queries": queries}
+        metadata = self.describe(policy.spec, self.options.method, settings, lengths, policy.floor)
+        return Profile(metadata, {name: array.float().cpu().numpy() for name, array in arrays.items()})
 
 
 def _layers_of(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy) -> list[QueryMoments]:

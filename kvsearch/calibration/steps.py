@@ -1,7 +1,7 @@
-"""What a calibration has finished, a file of arrays for each of its steps, so that it goes on where it was stopped.
+"""What an unfinished calibration has measured: a file of arrays for each finished step, so that it can go on.
 
-A file says what it was measured of. Steps are made in one order and depend on nothing but that and the steps before
-them, so a calibration that goes on ends as one that was never stopped.
+A file says what it was measured of, and has a digest of its arrays. A step depends on nothing but that and the steps
+before it, so a calibration that goes on ends as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -9,115 +9,42 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load, save
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import atomic_write, read_bytes
+from kvsearch.core.parsing import read_json
+from kvsearch.core.resources import version
+from kvsearch.plan.saved import PROFILE
+from kvsearch.runs.identity import CONFIG
 
-from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.prompts import CalibrationPrompt, parted_own_replies
-from kvsearch.calibration.sample_files import SAMPLES
-from kvsearch.errors import UsageError
-from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.files import atomic_write, read_bytes
-from kvsearch.resources import version
-from kvsearch.runtime.forced_answers import TOGETHER
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvsearch.calibration.data import CalibrationData
+    from kvsearch.calibration.prompts import CalibrationPrompt
+    from kvsearch.models.loading import LoadedModel
+
+    Arrays = Mapping[str, NDArray[Any]]
 
 T = TypeVar("T")
-Arrays = Mapping[str, NDArray[Any]]
-CONTENT = "content"  # of a file beside what it was measured of: the digest of its arrays
+SAMPLES = "samples"  # folder of a calibration: its finished steps
+IDENTITY = "measured of"  # of a file: the digest of all that its arrays depend on
+CONTENT = "content"  # of a file: the digest of its arrays
 
 
-def identity_of(
-    loaded: LoadedModel, data: CalibrationData, prompts: Sequence[CalibrationPrompt], options: Mapping[str, Any]
-) -> dict[str, str]:
-    """Return all that results depend on, by what to call it: the model, the texts, and `options`."""
-    # the texts, as the tokenizer and the options cut them
-    tokens = [
-        [one.ids[0].tolist(), [[after.answer, *after.tokens[0].tolist()] for after in one.continuations]]
-        for one in prompts
-    ]
-    kinds = [[after.kind for after in one.continuations] for one in prompts]  # `data.sha256` is of what is asked alone
-    return {
-        "model weights": loaded.fingerprint.weights_sha256,
-        "model configuration": loaded.fingerprint.config_sha256,
-        "dtype": str(loaded.model.dtype),
-        "device": loaded.device.type,
-        "data": data.sha256,
-        "prompts": hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
-        "kinds of questions": hashlib.sha256(json.dumps(kinds).encode()).hexdigest(),
-        **{name: json.dumps(value) for name, value in options.items()},
-    }
+class StepCache:
+    """The finished steps of a calibration in `directory`; without one nothing is stored.
 
+    Args:
+        directory: of the calibration.
+        identity: what the steps depend on, see `step_identity`.
+    """
 
-def read_arrays(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """Read the arrays of a file, and what it was measured of; UsageError if it is damaged."""
-    data = read_bytes(path)
-    try:
-        arrays: dict[str, NDArray[Any]] = load(data)
-    except (SafetensorError, KeyError, ValueError) as error:  # a type that numpy does not have, too many dimensions
-        raise damaged(path, " ".join(str(error).split())) from error
-    size = int.from_bytes(data[:8], "little")  # `load` has checked it
-    return arrays, json.loads(data[8 : 8 + size]).get("__metadata__") or {}
-
-
-def require_same(path: Path, there: Mapping[str, str], identity: Mapping[str, str]) -> None:
-    """Raise UsageError if what a file was measured of, `there`, is not `identity`."""
-    other = next((name for name, value in identity.items() if there.get(name) != value), None)
-    if other is not None:
-        raise UsageError(
-            f"{path} was measured with other {other}: give another directory, or start anew (--force) without the "
-            "samples that are there"
-        )
-
-
-def write_arrays(path: Path, arrays: Arrays, identity: Mapping[str, str]) -> None:
-    """Write what was measured of `identity`; it is on the disk when this returns."""
-    path.parent.mkdir(exist_ok=True)  # and none above it: a directory that was removed is not made again
-    atomic_write(path, save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, dict(identity)))
-
-
-def damaged(path: Path, problem: str) -> UsageError:
-    """Return what to say of a file that somebody changed."""
-    return UsageError(f"{path} is damaged ({problem}): remove it, and what it held is measured again")
-
-
-def kept_replies(
-    loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], most: int, done: Steps
-) -> list[CalibrationPrompt]:
-    """Return what `with_own_replies` does, a few contexts a step."""
-    parts = [prompts[first : first + TOGETHER] for first in range(0, len(prompts), TOGETHER)]
-
-    def make(some: Sequence[Sequence[CalibrationPrompt]]) -> Iterator[Arrays]:
-        for told in parted_own_replies(loaded, some, most):
-            yield {
-                f"{number}.{place}": after.tokens.numpy()
-                for number, prompt in enumerate(told)
-                for place, after in enumerate(prompt.continuations)
-            }
-
-    found = list[CalibrationPrompt]()
-    for part, made in zip(parts, done.stage(parts, make), strict=True):
-        for number, prompt in enumerate(part):
-            after = (
-                replace(one, tokens=torch.from_numpy(made[f"{number}.{place}"]))
-                for place, one in enumerate(prompt.continuations)
-            )
-            found.append(replace(prompt, continuations=tuple(after)))
-    return found
-
-
-class Steps:
-    """The steps of a calibration in `directory`; without one they are held in memory, and made anew every time."""
-
-    def __init__(self, directory: Path | None, identity: Mapping[str, str]) -> None:
+    def __init__(self, directory: Path | None = None, identity: str = "") -> None:
         self.folder = None if directory is None else directory / SAMPLES
-        self.identity = {**identity, "version of kvsearch": version("kvsearch")}
+        self.identity = identity
         self._stage = -1
 
     def stage(self, items: Sequence[T], make: Callable[[Sequence[T]], Iterator[Arrays]]) -> Iterator[Arrays]:
@@ -128,59 +55,132 @@ class Steps:
         Raises:
             UsageError: the file of a step is damaged, or of something else.
         """
+        if self.folder is None:
+            yield from make(items)
+            return
         self._stage += 1
-        paths = [self._path(self._stage, number) for number in range(len(items))]
-        there = [path is not None and path.exists() for path in paths]
-        made = make([item for item, known in zip(items, there, strict=True) if not known])
-        for path, known in zip(paths, there, strict=True):
-            if path is None:
-                yield next(made)
-                continue
-            if known:
+        paths = [self.folder / f"{self._stage:06d}-{number:04d}.safetensors" for number in range(len(items))]
+        known = [path.exists() for path in paths]
+        made = make([item for item, is_known in zip(items, known, strict=True) if not is_known])
+        for path, is_known in zip(paths, known, strict=True):
+            if is_known:
                 self._check(path)
             else:
-                arrays = next(made)
-                write_arrays(path, arrays, {**self.identity, CONTENT: _digest(arrays)})
+                self.store(path, next(made))
             yield _FileArrays(path)
 
-    def _path(self, stage: int, number: int) -> Path | None:
-        return None if self.folder is None else self.folder / f"{stage:06d}-{number:04d}.safetensors"
+    def store(self, path: Path, arrays: Arrays) -> None:
+        """Write a step; it is on the disk when this returns."""
+        import numpy as np
+        from safetensors.numpy import save
+
+        path.parent.mkdir(exist_ok=True)  # and none above it: a directory that was removed is not made again
+        metadata = {IDENTITY: self.identity, CONTENT: _digest(path.name, arrays)}
+        atomic_write(path, save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata))
 
     def _check(self, path: Path) -> None:
         """Raise UsageError if the file of a step is damaged, or of something else."""
-        arrays, there = read_arrays(path)
-        require_same(path, there, self.identity)
-        if there.get(CONTENT) != _digest(arrays):
-            raise damaged(path, "its arrays are not those that were written")
+        from safetensors import SafetensorError
+        from safetensors.numpy import load
+
+        content = read_bytes(path)
+        try:
+            arrays = load(content)
+        except (SafetensorError, KeyError, ValueError) as error:  # a type that numpy does not have, too many dimensions
+            raise _damaged(path, " ".join(str(error).split())) from error
+        size = int.from_bytes(content[:8], "little")  # `load` has checked it
+        metadata = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
+        if metadata.get(IDENTITY) != self.identity:
+            raise UsageError(
+                f"{path} was measured of another model or other texts, or by another version of kvsearch: choose "
+                "another --output, or --force to start anew"
+            )
+        if metadata.get(CONTENT) != _digest(path.name, arrays):
+            raise _damaged(path, "its arrays are not those that were written")
 
 
-def _digest(arrays: Arrays) -> str:
-    """Return the SHA-256 of arrays, by their names, shapes and types."""
-    found = hashlib.sha256()
+def step_identity(
+    loaded: LoadedModel, data: CalibrationData, prompts: Sequence[CalibrationPrompt], settings: Mapping[str, Any]
+) -> str:
+    """Return the SHA-256 of all that steps depend on: the model, the texts, and `settings`."""
+    # the texts, as the tokenizer and the options cut them; `data.sha256` is of what is asked alone
+    texts = [
+        [
+            prompt.ids[0].tolist(),
+            [[after.kind, after.answer, *after.tokens[0].tolist()] for after in prompt.continuations],
+        ]
+        for prompt in prompts
+    ]
+    weights = [loaded.fingerprint.weights_sha256, loaded.fingerprint.config_sha256]
+    device = [str(loaded.model.dtype), loaded.device.type]
+    content = [version("kvsearch"), weights, device, data.sha256, texts, dict(settings)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _damaged(path: Path, problem: str) -> UsageError:
+    return UsageError(f"{path} is damaged ({problem}): remove it, and what it held is measured again")
+
+
+def _digest(file_name: str, arrays: Arrays) -> str:
+    """Return the SHA-256 of a step: the name of its file, and its arrays by their names, shapes and types."""
+    import numpy as np
+
+    digest = hashlib.sha256(file_name.encode())
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
-        found.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        found.update(array.tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
-class _FileArrays(Mapping[str, NDArray[Any]]):
+class _FileArrays(Mapping[str, "NDArray[Any]"]):
     """The arrays of a file, each read when it is asked for: all of all files may be more than memory holds."""
 
     def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
         self.path = path
         with safe_open(path, "numpy") as file:
             self._names = tuple(sorted(file.keys()))
 
     def __getitem__(self, name: str) -> NDArray[Any]:
+        from safetensors import safe_open
+
         if name not in self._names:
             raise KeyError(name)
         with safe_open(self.path, "numpy") as file:
-            found: NDArray[Any] = file.get_tensor(name)
-        return found
+            array: NDArray[Any] = file.get_tensor(name)
+        return array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def count_steps(directory: Path) -> int:
+    """Return how many steps of an unfinished calibration are stored in `directory`."""
+    return len(list((directory / SAMPLES).glob("*.safetensors")))
+
+
+def calibration_content(directory: Path) -> dict[str, Any]:
+    """Return what the configuration in `directory` says of its calibration; nothing if there is none."""
+    path = directory / CONFIG
+    config: Any = read_json(path) if path.is_file() else {}
+    content = config.get("content", config) if isinstance(config, dict) else {}
+    return content if isinstance(content, dict) else {}
+
+
+def profile_file(path: Path) -> Path:
+    """Return the profile in a directory, or the file itself; UsageError if the calibration is unfinished."""
+    if not path.is_dir() or (path / PROFILE).exists():
+        return path / PROFILE if path.is_dir() else path
+    content = calibration_content(path)
+    recipe = content.get("recipe")
+    if isinstance(recipe, dict) and "method" in recipe:  # a config.json may be of anything
+        raise UsageError(
+            f"the calibration in {path} is not finished: repeat its command, kvsearch calibrate "
+            f"{content.get('model') or 'MODEL'} ... -o {path}, to go on"
+        )
+    return path / PROFILE

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsearch.arrays import Floats, Ints
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import STABILITY_RATIOS
+from kvsearch.core.arrays import Floats, Ints
 from kvsearch.plan import GRID
 from kvsearch.policies import Policy
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import partial
 
 from kvsearch.calibration.data import CalibrationData, Context, Pair, content_hash
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.contexts import ContextSet
-from kvsearch.runtime.forced_answers import Judge
+from kvsearch.plan.origin import ContextSet
+from kvsearch.runtime.replay.forced_answers import Judge
 from kvsearch.tasks.base import Example, Task
 from kvsearch.tasks.encode import Prompt, TaskPrompts, check_length, counter, encode, most_tokens, unused
+from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.prompts import PLAIN_PROMPT
-from kvsearch.tasks.texts import is_blank
 
 
 def data_of_tasks(

@@ -24,17 +24,21 @@ KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def command(
-    options: type[Checked], *, json: bool = True, dry_run: bool = False, eager: Mapping[str, Any] | None = None
+    options: type[Checked], *, dry_run: bool = False, eager: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[[Checked, Console], None]], Callable[..., None]]:
     """Make a command of a function that takes checked options and a console.
 
-    Errors become messages and exit codes. `json` and `dry_run` say whether the command has these flags; `eager` ones
-    have a callback of their own that answers them, before anything else is asked for.
+    Errors become messages and exit codes. `dry_run` says whether the command has this flag; `eager` ones have a
+    callback of their own that answers them, before anything else is asked for.
     """
-    left_out = {name for name, wanted in (("as_json", json), ("dry_run", dry_run)) if not wanted}
 
     def decorated(function: Callable[[Checked, Console], None]) -> Callable[..., None]:
-        general = list(_general(left_out))
+        hints = inspect.get_annotations(Console, eval_str=True)
+        general = [
+            inspect.Parameter(field.name, KEYWORD, default=field.default, annotation=hints[field.name])
+            for field in fields(Console)
+            if dry_run or field.name != "dry_run"
+        ]
         context = inspect.Parameter("typer_context", KEYWORD, annotation=typer.Context)
         answered = {
             name: inspect.Parameter(name, KEYWORD, default=False, annotation=Annotated[bool, about])
@@ -47,9 +51,11 @@ def command(
         @functools.wraps(function)
         def wrapped(typer_context: typer.Context, **values: Any) -> None:
             console = Console(**{one.name: values.pop(one.name) for one in general})
-            asked = (name for name in values if name not in answered and _is_typed(typer_context, name))
-            typed = {name: _number(values[name], numbers.get(name)) for name in asked}
-            typed |= {name: False for name in negated if name in typed}
+            typed: dict[str, Any] = {}
+            for name in values.keys() - answered.keys():
+                source = typer_context.get_parameter_source(name)
+                if source is not None and source.name != "DEFAULT":
+                    typed[name] = False if name in negated else _number(values[name], numbers.get(name))
             code = console.run(lambda: function(options.of(**typed), console))
             if code:
                 raise typer.Exit(code)
@@ -59,19 +65,6 @@ def command(
         return wrapped
 
     return decorated
-
-
-def _is_typed(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
-
-
-def _general(left_out: set[str]) -> Iterator[inspect.Parameter]:
-    """The options of the console."""
-    hints = inspect.get_annotations(Console, eval_str=True)
-    for field in fields(Console):
-        if field.name not in left_out:
-            yield inspect.Parameter(field.name, KEYWORD, default=field.default, annotation=hints[field.name])
 
 
 def _own(options: type[JobOptions]) -> Iterator[inspect.Parameter]:
@@ -138,6 +131,6 @@ def _about(field: FieldInfo, option: Option) -> dict[str, Any]:
     """The keyword arguments of `typer.Option` or `typer.Argument`."""
     plain = _shown_default(field)
     shown = option.shown or (plain is not None and not isinstance(plain, bool))
-    about: dict[str, Any] = {"help": option.help, "show_default": shown, "hidden": option.hidden}
+    about: dict[str, Any] = {"help": option.help, "show_default": shown}
     more = {"metavar": option.metavar or NUMBERS.get(_plain(field.annotation)), "rich_help_panel": option.panel}
     return about | {key: value for key, value in more.items() if value is not None}

@@ -1,44 +1,48 @@
-"""The console of a command: its two output channels, its exit codes, and the options of every command.
+"""The console of a command: its two output channels, its log, its exit codes, and the options of every command.
 
-Data goes to standard output, talk to standard error. Exit codes: 0 done, 1 our bug, 2 usage or configuration, 3 the
-environment, 4 model or data incompatible, 128 + n stopped by signal n (130 by Ctrl-C).
+Data goes to standard output, what is said of the work to standard error. Exit codes: 0 done, 1 our bug, 2 usage or
+configuration, 3 the environment, 4 model or data incompatible, 128 + n stopped by signal n (130 by Ctrl-C).
 """
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
+import logging
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from kvsearch.cli.ends import exit_code, stoppable
-from kvsearch.cli.log import LOGGER, SHOWN, set_up, tame
 from kvsearch.cli.progress import Count, bar, lines
-from kvsearch.errors import EnvironmentFault, KvsearchError, KvsearchWarning
+from kvsearch.cli.screen import Screen
+from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning
+from kvsearch.core.files import FileKind, check_target, require_kind
+from kvsearch.core.printed import brief, visible, visible_line, visible_reply
+from kvsearch.core.progress import Progress
 from kvsearch.models.memory import is_out_of_memory
-from kvsearch.printed import brief, visible, visible_line, visible_reply
-from kvsearch.progress import Progress
-
-if TYPE_CHECKING:
-    from kvsearch.cli.screen import Screen
+from kvsearch.report.screen import WIDEST
+from kvsearch.runs.lock import this_command
 
 GENERAL = "General"
 BUG = 1
-OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
+LOGGER = logging.getLogger("kvsearch")
+LOG_BEGINS = "kvsearch began"
+LOG_FILE = FileKind("a log of kvsearch", LOG_BEGINS.encode())
+SHOWN = {"shown": True}  # of a record that is on the screen already
 
 
 @dataclass(frozen=True)
 class Console:
-    """The options of all commands, and where their output goes; a `Talk` for jobs."""
+    """The options of all commands, and where their output goes; a `Reporter` for jobs."""
 
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=GENERAL)] = False
     dry_run: Annotated[
@@ -62,28 +66,23 @@ class Console:
     )
 
     @functools.cached_property
-    def talk(self) -> Screen:
+    def reporter(self) -> Screen:
         """The console for people, on standard error."""
-        from kvsearch.cli.screen import Screen
-
         return Screen(stderr=True, quiet=self.quiet)
 
     @functools.cached_property
     def out(self) -> Screen:
         """The console for results, on standard output; as wide as any table where it is not a terminal."""
-        from kvsearch.cli.screen import Screen
-        from kvsearch.report.fitting import WIDEST
-
         return Screen(width=None if sys.stdout.isatty() else WIDEST)
 
     def say(self, text: str) -> None:
         """Tell the user something that is not a result."""
-        self.talk.print(visible_line(text), soft_wrap=True)
+        self.reporter.print(visible_line(text), soft_wrap=True)
         LOGGER.info("%s", text, extra=SHOWN)
 
     def warn(self, text: str) -> None:
         """Tell the user of something doubtful, on one line."""
-        self.talk.print(brief(f"kvsearch: warning: {text}"), soft_wrap=True)
+        self.reporter.print(brief(f"kvsearch: warning: {text}"), soft_wrap=True)
         LOGGER.warning("%s", text, extra=SHOWN)
 
     def next(self, *words: object) -> None:
@@ -104,13 +103,12 @@ class Console:
 
     @contextmanager
     def loading(self, name: str) -> Iterator[None]:
-        """Keep transformers from printing while a model is loaded, unless more talk is wanted."""
+        """Keep transformers from printing while a model is loaded, unless more is to be said."""
         from transformers.utils import logging as transformers_logging
 
         if not self.verbose:
             transformers_logging.set_verbosity_error()
             transformers_logging.disable_progress_bar()
-        tame("transformers")
         count = Count(f"loading {name}")
         with self._timed(count), lines(count, self.say) if not self._on_terminal else nullcontext():
             yield
@@ -119,12 +117,12 @@ class Console:
     def progress(self, what: str) -> Iterator[Progress]:
         """Show how far something is: a bar on a terminal, a line every half minute elsewhere."""
         count = Count(what)
-        with self._timed(count), bar(count, self.talk) if self._on_terminal else lines(count, self.say) as shown:
+        with self._timed(count), bar(count, self.reporter) if self._on_terminal else lines(count, self.say) as shown:
             yield shown
 
     @property
     def _on_terminal(self) -> bool:
-        return self.talk.is_terminal and not self.quiet
+        return self.reporter.is_terminal and not self.quiet
 
     @contextmanager
     def _timed(self, count: Count) -> Iterator[None]:
@@ -137,7 +135,7 @@ class Console:
     @contextmanager
     def live(self, title: str) -> Iterator[Callable[[Sequence[str]], None]]:
         """Show facts that change in place, on a terminal; a line of them each time elsewhere."""
-        if self.quiet or not self.talk.is_terminal:
+        if self.quiet or not self.reporter.is_terminal:
             yield lambda facts: self.say(f"{facts[0]}: {', '.join(facts[1:])}")
             return
         from rich.box import SIMPLE
@@ -150,29 +148,30 @@ class Console:
                 made.add_row(fact)
             return made
 
-        with Live(console=self.talk, transient=True, refresh_per_second=4) as screen:
+        with Live(console=self.reporter, transient=True, refresh_per_second=4) as screen:
             yield lambda facts: screen.update(table(facts))
 
     def run(self, action: Callable[[], None]) -> int:
         """Run `action`; return the exit code and print one line about what went wrong, if anything."""
         try:
-            set_up(bool(self.verbose), self.log_file)
+            set_up_log(bool(self.verbose), self.log_file)
             with self._showing_warnings(), stoppable():
                 action()
         except KeyboardInterrupt as stop:
-            _complain(f"{f'stopped by {stop}' if str(stop) else 'interrupted'}: nothing half-written was left behind")
-            return exit_code(stop)
+            name = str(stop)
+            _complain(f"{f'stopped by {name}' if name else 'interrupted'}: nothing half-written was left behind")
+            return 128 + signal.Signals[name or "SIGINT"]
         except KvsearchError as error:
             return self._failed(str(error), error, error.exit_code)
         except BrokenPipeError:
             return 0  # whoever read our output has seen enough
         except OSError as error:
-            what = "the disk is full" if error.errno in OUT_OF_SPACE else error.strerror or str(error)
             where = f": {error.filename}" if error.filename else ""
-            return self._failed(f"{what}{where}", error, EnvironmentFault.exit_code)
+            return self._failed(f"{error.strerror or error}{where}", error, EnvironmentFault.exit_code)
         except Exception as error:  # noqa: BLE001 - the last line of defence: a bug must not look like a usage error
             if is_out_of_memory(error):
-                return self._failed("out of memory: use a smaller --batch, model or --dtype", error, 3)
+                message = "out of memory: use a smaller --batch, model or --dtype"
+                return self._failed(message, error, EnvironmentFault.exit_code)
             return self._failed(f"a bug in kvsearch, please report it ({type(error).__name__}: {error})", error, BUG)
         return 0
 
@@ -201,7 +200,7 @@ class Console:
 
 
 def _complain(message: str) -> None:
-    # errors are shown even when talk is not wanted
+    # errors are shown even with `--quiet`
     sys.stderr.write(f"{brief(f'kvsearch: error: {message}')}\n")
 
 
@@ -209,3 +208,75 @@ def _write(text: str) -> None:
     """Write to standard output at once, so that it stands before what follows on either stream."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+# --- signals that end a command -------------------------------------------------------------------------
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """End the command by SIGTERM and SIGHUP as by Ctrl-C, but for those that are ignored, as under nohup."""
+
+    def stop(number: int, _: object) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    handlers: dict[int, Any] = {}
+    endings: tuple[int, ...] = (signal.SIGTERM, signal.SIGHUP)
+    for number in endings:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is not signal.SIG_IGN:
+            handlers[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+# --- the log: --log-file has all that is said and done, with times; -v shows it -------------------------
+
+
+class Lines(logging.Formatter):
+    """Records that are shown as data: no message begins a line of its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name that logging calls
+        return visible_line(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return visible(super().formatException(ei))
+
+
+class LogFile(logging.FileHandler):
+    """A log that ends with one line on the screen where it cannot be written, as the disk is full."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, ARG002 - the name that logging calls
+        LOGGER.removeHandler(self)
+        error = sys.exc_info()[1]
+        sys.stderr.write(
+            f"kvsearch: warning: cannot write {brief(f'{self.baseFilename}: {error}')}; the log ends there\n"
+        )
+
+
+def set_up_log(verbose: bool, path: Path | None) -> None:
+    """Send what is logged from now on to the screen, if that is wanted, and to the end of a file.
+
+    Raises:
+        UsageError: the file cannot be written, or holds something else than logs of kvsearch.
+    """
+    LOGGER.propagate = False
+    for handler in LOGGER.handlers:
+        with suppress(OSError):
+            handler.close()
+    LOGGER.handlers = [logging.NullHandler()]
+    LOGGER.setLevel(logging.DEBUG if verbose or path is not None else logging.INFO)
+    if verbose:
+        screen = logging.StreamHandler()
+        screen.addFilter(lambda record: not hasattr(record, "shown"))
+        screen.setFormatter(Lines("%(asctime)s %(message)s", "%H:%M:%S"))
+        LOGGER.addHandler(screen)
+    if path is not None:
+        check_target(path)
+        require_kind(path, LOG_FILE)
+        file = LogFile(path, encoding="utf-8")
+        file.setFormatter(Lines("%(asctime)s %(levelname)s %(message)s"))
+        LOGGER.addHandler(file)
+        LOGGER.info("%s: %s", LOG_BEGINS, " ".join(this_command()), extra=SHOWN)

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
-from kvsearch.cli.command import command
 from kvsearch.cli.console import Console
-from kvsearch.cli.plan_output import make, say_next, written
-from kvsearch.jobs.export import ExportOptions
-from kvsearch.jobs.targets import PLAN
+from kvsearch.cli.plan import make, say_next, written
+from kvsearch.jobs.export import PLAN, ExportOptions
 
 if TYPE_CHECKING:
     from kvsearch.exporters.base import Exported
     from kvsearch.plan import PhasePlan
 
 
-def list_targets(asked: bool) -> None:
+def list_targets() -> None:
     """Say which targets there are and what of a plan they keep."""
-    if not asked:
-        return
     from kvsearch.exporters import TARGETS, exporter_of
     from kvsearch.report.screen import listing
 
@@ -29,30 +23,15 @@ def list_targets(asked: bool) -> None:
         target = exporter_of(name)
         table.add_row(name, target.tool, target.keeps)
     Console().out.print(table)
-    raise typer.Exit
 
 
-LIST = typer.Option("--list", is_eager=True, callback=list_targets, help="List the targets of --to, and stop.")
-
-
-@command(ExportOptions, dry_run=True, eager={"listed": LIST})
-def export(options: ExportOptions, console: Console) -> None:
-    """Write a plan that evicts a share of any prompt (--ratio) or keeps so many entries (--budget).
-
-    Of a PolyKV profile: every layer takes the pattern that its signals prefer, and the share of the budget that its
-    sensitivity asks for.
-
-    Examples: kvsearch export runs/snapkv --ratio 0.8 -o plan.json
-
-    kvsearch export runs/polykv --budget 512 --budget-signal entropy -o plan.json
-
-    kvsearch export plan.json --to folder -o deploy
-    """
+def run_export(options: ExportOptions, console: Console) -> None:
+    """Write a plan, or the files of a target, and say what was written."""
     from kvsearch.jobs import export as jobs
     from kvsearch.strategies.from_signals import SIGNAL_BUDGET
 
     if options.to != PLAN:
-        found = options.for_target(console) if console.dry_run else jobs.export_to(options, talk=console)
+        found = options.for_target(console) if console.dry_run else jobs.export_to(options, reporter=console)
         _say_target(found, options, console)
         return
     plan = make(jobs.export, options, console)

@@ -2,17 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
 import typer
 
 from kvsearch.cli.command import command
 from kvsearch.cli.console import Console
-from kvsearch.cli.plan_diff import diff
-from kvsearch.cli.plan_output import make_and_show
+from kvsearch.cli.registry import view_output
+from kvsearch.config.options import JobOptions, Option
 from kvsearch.jobs import plan as jobs
 
-plan = typer.Typer(
-    name="plan", help="Make plans without calibration, change plans, compare them.", no_args_is_help=True
-)
+if TYPE_CHECKING:
+    from kvsearch.cli.console import Console
+    from kvsearch.jobs.plan import PlanOptions
+    from kvsearch.plan import Plan
+
+plan = typer.Typer(name="plan", no_args_is_help=True)
+
+
+def make(job: Callable[..., Plan], options: PlanOptions, console: Console) -> Plan:
+    """Make a plan and, but for a dry run, write it."""
+    return options.make(console) if console.dry_run else job(options, reporter=console)
+
+
+def make_and_show(job: Callable[..., Plan], options: PlanOptions, console: Console) -> None:
+    """Make a plan, and say where it was, or in a dry run would be, written to, and how much it keeps."""
+    plan = make(job, options, console)
+    if console.as_json:
+        phases = "both" if plan.prefill and plan.decode else "prefill" if plan.prefill else "decode"
+        console.print_json(
+            {
+                "plan": str(options.output), "total": plan.total, "scaling": plan.scaling, "length": plan.length,
+                "phases": phases, "allocation": plan.allocation.name,
+            }
+        )  # fmt: skip
+        return
+    shared = "" if plan.allocation.name == "static" else f", shared out by {plan.allocation.name}"
+    console.say(f"{written(plan, options, console)}{shared}")
+    say_next(plan, options.output, console)
+
+
+def say_next(plan: Plan, path: Path, console: Console) -> None:
+    """Say what may be done with a plan that was written."""
+    if not console.dry_run:
+        console.next("show", path)
+        console.next("evaluate", plan.model.name, "--plan", path)
+
+
+def written(plan: Plan, options: PlanOptions, console: Console) -> str:
+    """Return where a plan is and how much it keeps, in words."""
+    part = plan.prefill or plan.phase("decode")
+    mean = plan.total / (len(part.planned_layers) * plan.model.kv_heads)
+    of = f" of a {plan.length}-token prompt" if plan.length else ""
+    verb = "would write" if console.dry_run else "wrote"
+    return f"{verb} {options.output}: {plan.total} entries, {mean:.1f} per kv head{of}, {plan.scaling}"
 
 
 @command(jobs.UniformOptions, dry_run=True)
@@ -55,8 +100,6 @@ def scale(options: jobs.ScaleOptions, console: Console) -> None:
 def convert(options: jobs.ConvertOptions, console: Console) -> None:
     """Write the entries that a plan made by --ratio keeps of prompts of one length, for that length only.
 
-    A profile, or the directory of one, is exported at --ratio first.
-
     Example: kvsearch plan convert plan.json --length 8192 -o plan8192.json
     """
     make_and_show(jobs.convert, options, console)
@@ -76,12 +119,10 @@ def merge(options: jobs.MergeOptions, console: Console) -> None:
 
 @command(jobs.BuildOptions, dry_run=True)
 def build(options: jobs.BuildOptions, console: Console) -> None:
-    """Write the plan of a YAML file; whatever is wrong with it is told with its line, what is doubtful is warned of.
+    """Write the plan of a YAML file; whatever is wrong with it is told with its line.
 
     Example: kvsearch plan build strategy.yaml -o plan.json
     """
-    for line in () if console.as_json else jobs.uncounted(options.read()):
-        console.say(line)
     make_and_show(jobs.build, options, console)
 
 
@@ -93,7 +134,7 @@ def yaml(options: jobs.YamlOptions, console: Console) -> None:
 
     Example: kvsearch plan yaml plan.json -o strategy.yaml
     """
-    text = options.make() if console.dry_run else jobs.yaml(options, talk=console)
+    text = options.make() if console.dry_run else jobs.yaml(options, reporter=console)
     if console.as_json:
         console.print_json({"yaml": str(options.output), "lines": text.count("\n")})
     else:
@@ -104,6 +145,33 @@ def yaml(options: jobs.YamlOptions, console: Console) -> None:
             console.next(
                 "plan", "build", output, "-o", made.with_stem(f"{made.stem}-edited") if made.exists() else made
             )
+
+
+class DiffOptions(JobOptions):
+    """The plans to compare."""
+
+    job: ClassVar[str] = "plan diff"
+
+    before: Annotated[Path, Option("A plan.", metavar="A", argument=True)]
+    after: Annotated[Path, Option("Another plan.", metavar="B", argument=True)]
+
+
+@command(DiffOptions)
+def diff(options: DiffOptions, console: Console) -> None:
+    """Show what differs between two plans: settings, policies and their parameters, and budgets layer by layer.
+
+    Where the plans come from is not compared. A setting that one of them does not state is shown as -.
+
+    With --json, an object with equal (true or false), settings and budgets (lists of objects with before and after)
+    and totals (by phase: those of A and B).
+
+    Example: kvsearch plan diff plan.json smaller.json
+    """
+    from kvsearch.plan import load_plan
+    from kvsearch.report.plan import DifferenceView
+
+    plans = load_plan(options.before), load_plan(options.after)
+    view_output(DifferenceView(plans, (str(options.before), str(options.after)))).print(console)
 
 
 for verb in (uniform, pyramid, scale, convert, merge, diff, yaml, build):

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvsearch.printed import visible_line
-from kvsearch.progress import Progress, clock_words
+from kvsearch.core.printed import visible_line
+from kvsearch.core.progress import Progress, clock_words
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from kvsearch.printed import visible_line
+from kvsearch.core.printed import visible_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from kvsearch.cli.console import Console
-    from kvsearch.report.screen import View
+    from kvsearch.report.screen import Part
 
 
-def show_view(view: View, console: Console) -> None:
-    """Print a view, as JSON if that is wanted."""
-    if console.as_json:
-        console.print_json(view.as_json())
-    else:
-        print_parts(view.parts(), console)
+def print_parts(parts: Iterable[Part | RenderableType], console: Console) -> None:
+    """Print lines and facts, which are never broken, tables and maps."""
+    from kvsearch.report.figures.data import Figure
+    from kvsearch.report.screen import facts, printable
+    from kvsearch.report.table import Table
 
-
-def print_parts(parts: Iterable[RenderableType], console: Console) -> None:
-    """Print lines, which are never broken, and tables."""
     for part in parts:
-        if isinstance(part, str):
-            console.out.print(visible_line(part), soft_wrap=True)
+        if isinstance(part, str | Mapping):
+            for line in [part] if isinstance(part, str) else facts(part):
+                console.out.print(visible_line(line), soft_wrap=True)
         else:
-            console.out.print(part)
+            console.out.print(printable(part) if isinstance(part, Table | Figure) else part)

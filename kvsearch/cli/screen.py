@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from kvsearch.printed import visible
+from kvsearch.core.printed import visible
 
 
 class Screen(Console):

@@ -9,21 +9,22 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from annotated_types import Le
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from kvsearch.config.recipes import find_recipe, read_recipe
-from kvsearch.errors import UsageError
-from kvsearch.plan.fields import Record, ScalarField
-from kvsearch.plan.limits import MOST_ENTRIES, MOST_NUMBER
-from kvsearch.plan.parsing import is_text, list_problems, problems_of
+from kvsearch.core.errors import UsageError
+from kvsearch.core.fields import Record, ScalarField
+from kvsearch.core.limits import MOST_ENTRIES, MOST_NUMBER
+from kvsearch.core.parsing import is_text, list_problems, problems_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,6 @@ class Option:
         negated: the flag turns the field off, as --no-gap does.
         repeated: every value has a flag of its own; else several are separated by commas.
         recorded: whether it is part of the configuration of a run, and may be in a recipe.
-        hidden: left out of the help.
     """
 
     help: str
@@ -54,7 +54,6 @@ class Option:
     negated: bool = False
     repeated: bool = False
     recorded: bool = True
-    hidden: bool = False
 
     def called(self, name: str) -> str:
         """Return what the field `name` is called on the command line."""
@@ -67,6 +66,8 @@ class JobOptions(Record):
     `recipes` is the folder of the recipes that are shipped for the job, `example` a line of such a recipe. A field
     without an `Option` is not offered on the command line.
     """
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     job: ClassVar[str]
     recipes: ClassVar[str | None] = None
@@ -92,14 +93,12 @@ class JobOptions(Record):
     @field_validator("*")
     @classmethod
     def _within_limits(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse numbers above all meaning, where a field says no limit of its own, and what is no text or number."""
+        """Refuse whole numbers above all meaning, where a field states no limit, and what is not UTF-8."""
         field = cls.model_fields[info.field_name or ""]
-        stated = next((limit.le for limit in field.metadata if isinstance(limit, Le)), MOST_ENTRIES)
-        for item in _scalars(value):
-            if isinstance(item, int) and abs(item) > stated:  # type: ignore[operator]
-                raise PydanticCustomError("limit", "Input should be at most {most}", {"most": stated})
-            if isinstance(item, float) and not math.isfinite(item):
-                raise PydanticCustomError("limit", "Input should be a finite number")
+        most = next((limit.le for limit in field.metadata if isinstance(limit, Le)), MOST_ENTRIES)
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, int) and abs(item) > most:  # type: ignore[operator]
+                raise PydanticCustomError("limit", "Input should be at most {most}", {"most": most})
             if isinstance(item, str) and not is_text(item):
                 raise PydanticCustomError("limit", "Input should be text, in UTF-8")
         return value
@@ -108,17 +107,17 @@ class JobOptions(Record):
     def offered(cls) -> dict[str, tuple[FieldInfo, Option]]:
         """Return the fields that are options, by name: those of the job first, then those it shares with others."""
         own = inspect.get_annotations(cls)
-        names = sorted(cls.model_fields, key=lambda name: name not in own)
-        found = {name: cls._option(name) for name in names}
-        return {name: (cls.model_fields[name], option) for name, option in found.items() if option is not None}
-
-    @classmethod
-    def _option(cls, name: str) -> Option | None:
-        """Return how a field is offered: as it says, or as the class says whose field it narrows."""
-        models = [one for one in cls.__mro__ if issubclass(one, JobOptions) and name in one.model_fields]
-        fields = [one.model_fields[name] for one in models]
-        stated = (item for field in fields for item in field.metadata if isinstance(item, Option))
-        return next(stated, None)
+        offered = {}
+        for name in sorted(cls.model_fields, key=lambda name: name not in own):
+            # a class that narrows a field of another leaves it offered as that says
+            models = (model for model in cls.__mro__ if issubclass(model, JobOptions) and name in model.model_fields)
+            stated = (
+                item for model in models for item in model.model_fields[name].metadata if isinstance(item, Option)
+            )
+            option = next(stated, None)
+            if option is not None:
+                offered[name] = (cls.model_fields[name], option)
+        return offered
 
     @classmethod
     def of(cls, recipe: str | Path | None = None, **given: Any) -> Self:
@@ -141,12 +140,33 @@ class JobOptions(Record):
             raise UsageError(f"{path}: {', '.join(unfit)} cannot be in a recipe: give it with the command")
         try:
             return model.model_validate(model.merged(dict(stated), typed))
-        except ValidationError as error:
-            raise model.refusal(error, stated, typed, path) from error
-        except UsageError as error:
-            if path is None or not model.is_refused_alone(stated, typed):
+        except (ValidationError, UsageError) as error:
+            if path is not None:
+                model._check_recipe(path, stated, typed)
+            if isinstance(error, UsageError):
                 raise
+            raise model._refusal(error) from error
+
+    @classmethod
+    def _check_recipe(cls, path: Path, stated: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        """Raise UsageError if what a recipe has `stated` is refused with no more than what has to be `given`."""
+        needed = {name for name, field in cls.model_fields.items() if field.is_required()}
+        try:
+            cls.model_validate(cls.merged(dict(stated), {name: given[name] for name in needed & given.keys()}))
+        except ValidationError as error:
+            raise UsageError(list_problems(problems_of(error), str(path))) from error
+        except UsageError as error:
             raise type(error)(f"{path}: {error}") from error
+
+    @classmethod
+    def _refusal(cls, error: ValidationError) -> UsageError:
+        """Return what is wrong with what was given, with flags in place of the names of fields."""
+        offered = cls.offered()
+        problems = []
+        for problem in problems_of(error):
+            name = re.split(r"[.:]", problem, maxsplit=1)[0]
+            problems.append(offered[name][1].called(name) + problem[len(name) :] if name in offered else problem)
+        return UsageError(problems[0] if len(problems) == 1 else list_problems(problems, "what was typed"))
 
     @classmethod
     def chosen(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:  # noqa: ARG003
@@ -158,44 +178,10 @@ class JobOptions(Record):
         """Return what a recipe has `stated` with what was `given` over it."""
         return {**stated, **given}
 
-    @classmethod
-    def is_refused_alone(cls, stated: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-        """Tell whether what a recipe has `stated` is refused with no more than what has to be `given`."""
-        needed = {name for name, field in cls.model_fields.items() if field.is_required()}
-        try:
-            cls.model_validate(cls.merged(dict(stated), {name: given[name] for name in needed & given.keys()}))
-        except (UsageError, ValidationError):
-            return True
-        return False
-
-    @classmethod
-    def refusal(
-        cls, error: ValidationError, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None
-    ) -> UsageError:
-        """Say what is wrong with the recipe at `path` alone, or else with what was given."""
-        if path is not None:
-            try:
-                needed = {name for name, field in cls.model_fields.items() if field.is_required()}
-                cls.model_validate(cls.merged(dict(stated), {name: given[name] for name in needed & given.keys()}))
-            except ValidationError as alone:
-                known = set(problems_of(error))
-                shared = [problem for problem in problems_of(alone) if problem in known]
-                if shared:
-                    return UsageError(list_problems(shared, str(path)))
-        offered, problems = cls.offered(), []
-        for problem in problems_of(error):  # with the flag in place of the field's name
-            name = re.split(r"[.:]", problem, maxsplit=1)[0]
-            problems.append(offered[name][1].called(name) + problem[len(name) :] if name in offered else problem)
-        if len(problems) == 1:
-            return UsageError(problems[0])
-        return UsageError(list_problems(problems, "what was typed" if path is None else f"what was typed over {path}"))
-
     def recorded(self) -> dict[str, Any]:
         """Return what config.json has as "options", to be given back as a recipe."""
-        offered = type(self).offered()
-        there = {name for name, (_, option) in offered.items() if option.recorded}
-        hidden = {name for name in type(self).model_fields if name not in offered}
-        return self.model_dump(mode="json", include=there | hidden, exclude_none=True)
+        left_out = {name for name, (_, option) in self.offered().items() if not option.recorded}
+        return self.model_dump(mode="json", exclude=left_out, exclude_none=True)
 
 
 class Seeded(JobOptions):
@@ -220,11 +206,6 @@ def parse_setting(text: str, flag: str = "--set") -> tuple[str, bool | int | flo
     return key.strip(), value
 
 
-def _scalars(value: object) -> Iterator[object]:
-    """Yield the values of a list, or the value itself; settings in a mapping are judged by those they are of."""
-    yield from value if isinstance(value, list | tuple) else (value,)
-
-
 def _listed(value: object) -> object:
     """Read names or numbers as they are typed, "a,b" or 64, as a list."""
     if isinstance(value, str):
@@ -247,15 +228,15 @@ def with_params(stated: dict[str, Any], given: Mapping[str, Any], own_policy: st
 
     Those of the recipe are of `own_policy`, and left out under another one; None: they are of all policies.
     """
-    typed, both = given.get("params", {}), {**stated, **given}
-    here = typed if isinstance(typed, Mapping) else dict(map(parse_setting, typed))
+    both = {**stated, **given}
+    if "params" not in both:
+        return both
+    typed = given.get("params", {})
+    changed = dict(typed) if isinstance(typed, Mapping) else dict(map(parse_setting, typed))
     own = stated.get("params", {}) if own_policy is None or given.get("policy", own_policy) == own_policy else {}
-    try:
-        there = _settings(own)
-    except ValueError:
-        there = own
-    if "params" in both:  # what is wrong in the recipe is left for the model to refuse
-        both["params"] = {**there, **here} if isinstance(there, dict) else there
+    with suppress(ValueError):  # what is wrong in the recipe is left for the model to refuse
+        own = _settings(own)
+    both["params"] = {**own, **changed} if isinstance(own, dict) else own
     return both
 
 
@@ -271,6 +252,11 @@ def above_zero(gigabytes: float | None) -> float | None:
     if gigabytes is not None and not 0 < gigabytes < math.inf:
         raise ValueError("must be above 0 GB")
     return gigabytes
+
+
+def bytes_of(gigabytes: float | None) -> int | None:
+    """Return gigabytes in bytes; None stays None."""
+    return None if gigabytes is None else int(gigabytes * 10**9)
 
 
 def as_repeated(value: object) -> object:

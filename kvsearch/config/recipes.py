@@ -6,10 +6,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from kvsearch.errors import UsageError
-from kvsearch.naming import did_you_mean, unknown
-from kvsearch.plan.parsing import read_json
-from kvsearch.resources import resource
+from kvsearch.core.errors import UsageError
+from kvsearch.core.naming import did_you_mean, unknown
+from kvsearch.core.parsing import read_json
+from kvsearch.core.resources import resource
 from kvsearch.runs.identity import SCHEMA
 
 FOLDERS = {job: f"recipes/{job}" for job in ("calibrate", "evaluate", "evolve", "run")}  # of the shipped ones
@@ -58,7 +58,7 @@ def shipped_recipe(name: str) -> tuple[str, Path]:
     if not found:
         names = [*known, *(full.partition("/")[2] for full in known)]
         near = did_you_mean(name, names) or ":"
-        raise UsageError(f"unknown recipe {name!r}{near} `kvsearch recipes ls` lists them")
+        raise UsageError(f"unknown recipe {name!r}{near} `kvsearch recipes` lists them")
     return found[0], known[found[0]]
 
 
@@ -84,7 +84,7 @@ def read_recipe(path: Path, job: str, example: str) -> dict[str, Any]:
         if isinstance(content, dict) and "schema" in content:
             return _of_run(content, path, job)
     else:
-        from kvsearch.plan.yaml_document import read_yaml
+        from kvsearch.core.yaml_document import read_yaml
 
         content = read_yaml(path)
     if not isinstance(content, dict):

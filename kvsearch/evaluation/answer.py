@@ -9,15 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvsearch.errors import UsageError
-from kvsearch.models.architecture import describe
+from kvsearch.core.errors import UsageError
+from kvsearch.models.architecture import describe, warn_beyond
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.positions import warn_beyond
 from kvsearch.plan import Plan
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
+from kvsearch.runtime.decode.replies import Replies, stop_tokens
 from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.replies import Replies, stop_tokens
 from kvsearch.runtime.shared_prefill import held_entries, read
 from kvsearch.tasks.prompts import PromptFormat
 
@@ -103,7 +102,7 @@ class CompressedContext:
 def answer(
     loaded: LoadedModel,
     plan: Plan | None,
-    context: str,
+    context: str | Path,
     prompts: Sequence[str],
     plain: str,
     max_new_tokens: int,
@@ -111,39 +110,25 @@ def answer(
     exact: bool = False,
     chunk: int | None = None,
 ) -> list[Reply]:
-    """Compress `context` as `plan` says (None: keep all), then answer each of the `prompts` greedily.
+    """Answer each of the `prompts` greedily from a context that is compressed as `plan` says (None: keep all).
+
+    A path is that of a file that `compress` wrote, which must be of `plan`, if given.
 
     Raises:
-        UsageError: there is no prompt, and of the context's tokens none is left to compress.
-        IncompatibleError, EnvironmentFault: see `CompressedContext.read`.
-    """
-    formatted = PromptFormat(loaded.tokenizer, plain)
-    ids = formatted.context(context)
-    questions = [formatted.question(prompt) for prompt in prompts]
-    if any(question.shape[1] == 0 for question in questions):  # a bare continuation: its last token starts it
-        ids, questions = ids[:, :-1], [ids[:, -1:]]
-    held = CompressedContext.read(loaded, plan, ids, exact=exact, chunk=chunk)
-    return [held.reply(formatted, question, max_new_tokens) for question in questions]
-
-
-def answer_from(
-    loaded: LoadedModel,
-    path: Path,
-    plan: Plan | None,
-    prompts: Sequence[str],
-    plain: str,
-    max_new_tokens: int,
-    *,
-    exact: bool = False,
-) -> list[Reply]:
-    """Answer each of the `prompts` greedily from a context that `compress` wrote, and that must be of `plan`, if given.
-
-    Raises:
-        UsageError: a prompt is empty; for the rest see `CompressedContext.load`.
+        UsageError: there is no prompt, and of the context's tokens none is left to compress, or it is in a file.
+        IncompatibleError, EnvironmentFault: see `CompressedContext.read` and `CompressedContext.load`.
     """
     formatted = PromptFormat(loaded.tokenizer, plain)
     questions = [formatted.question(prompt) for prompt in prompts]
-    if any(question.shape[1] == 0 for question in questions):
-        raise UsageError("there is nothing to ask: give a --prompt with --cache")
-    held = CompressedContext.load(loaded, path, plan, exact=exact)
+    is_bare = any(question.shape[1] == 0 for question in questions)
+    if isinstance(context, Path):
+        if is_bare:
+            raise UsageError("there is nothing to ask: give a --prompt with --cache")
+        held = CompressedContext.load(loaded, context, plan, exact=exact)
+    else:
+        ids = formatted.context(context)
+        if is_bare:  # a bare continuation: its last token starts it
+            questions = [ids[:, -1:]]
+            ids = ids[:, :-1]
+        held = CompressedContext.read(loaded, plan, ids, exact=exact, chunk=chunk)
     return [held.reply(formatted, question, max_new_tokens) for question in questions]

@@ -9,33 +9,83 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from kvsearch.errors import IncompatibleError
-from kvsearch.evaluation.averages import SizeBlock, blocks_of, named_averages
-from kvsearch.evaluation.footprint import Footprint
-from kvsearch.evaluation.identity import ReplyKeys, content_of, environment, metric_of
-from kvsearch.evaluation.reply_store import KeptReplies, ReplyStore
-from kvsearch.evaluation.runner import run_encoded
+from kvsearch.core.errors import IncompatibleError
+from kvsearch.core.progress import Progress
+from kvsearch.evaluation.identity import content_of, environment, metric_of
+from kvsearch.evaluation.reply_store import ReplyStore
+from kvsearch.evaluation.runner import KeptReplies, run_encoded
 from kvsearch.evaluation.samples import Contexts, Sample, context_of
-from kvsearch.evaluation.seen import Seen
-from kvsearch.evaluation.statistics import summarize
+from kvsearch.evaluation.statistics import SizeBlock, blocks_of, named_averages, summarize
 from kvsearch.evaluation.totals import check_totals, decode_entries
+from kvsearch.evaluation.values import Footprint
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work
-from kvsearch.plan.contexts import ContextSet
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
-from kvsearch.progress import Progress
+from kvsearch.plan.origin import USES, ContextRecord, ContextSet, Use
+from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runs.estimates import doubt_of
 from kvsearch.runs.identity import METRICS, Job, RunConfig
 from kvsearch.strategies.compared import ReadyMethod, different_settings
 from kvsearch.strategies.names import FULL as FULL
-from kvsearch.tasks.base import Task
-from kvsearch.tasks.coverage import Coverage
-from kvsearch.tasks.encode import TaskPrompts, contexts_of, encode_tasks, listed, most_tokens
-from kvsearch.tasks.readings import readings
+from kvsearch.tasks.base import Coverage, Task
+from kvsearch.tasks.encode import TaskPrompts, contexts_of, encode_tasks, listed, most_tokens, readings
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 
 ROUNDING = ("batch", "max_memory")  # settings that replies depend on by rounding alone
+UNKNOWN = "which contexts it was fitted and chosen on is not known"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The record of a method, None where it is not known, and how many of the `asked` contexts are in it, by use."""
+
+    record: ContextRecord | None
+    asked: int
+    shared: Mapping[Use, int]
+
+    @classmethod
+    def of(cls, record: ContextRecord | None, encoded: Sequence[TaskPrompts]) -> Seen:
+        """Compare a record with what is asked."""
+        prompts = [prompt.hashes for task in encoded for prompt in task.prompts]
+        known = record or ContextRecord()
+        shared = {use: sum(any(map(getattr(known, use).has, one)) for one in prompts) for use in USES}
+        return cls(record, len(prompts), shared)
+
+    @property
+    def warning(self) -> str | None:
+        """Why the score is not to be believed, if it is not."""
+        told = [f"{use} on {self.shared[use]}" for use in ("fitted", "chosen") if self.shared[use]]
+        if not told:
+            return None
+        return (
+            f"it was {' and '.join(told)} of the {self.asked} contexts asked here, so its score is too good: ask "
+            "others (--seed, --split or --tasks)"
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to be said of it beside its scores."""
+        if self.record is None:
+            return [f"{UNKNOWN} (it was written by hand or by an older version)"]
+        chosen, found = self.record.chosen, [] if self.warning is None else [self.warning]
+        if chosen.questions:
+            found.append(f"it was chosen on {chosen.questions} questions about {chosen.contexts} contexts")
+        if not self.record.complete:
+            found.append(f"of a part of what it was made of, {UNKNOWN}")
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all that is known; questions and contexts are those of the record, `asked_here` those in both."""
+        if self.record is None:
+            return {"known": False}
+        sets: dict[str, Any] = {
+            use: {
+                "contexts": getattr(self.record, use).contexts, "questions": getattr(self.record, use).questions,
+                "asked_here": self.shared[use],
+            }
+            for use in USES
+        }  # fmt: skip
+        return {"known": True, "complete": self.record.complete, **sets}
 
 
 @dataclass(frozen=True)
@@ -275,14 +325,14 @@ class Evaluation:
     ) -> list[Sample]:
         """Ask everything of some methods that is not in the store."""
         asked = self.settings
-        kept = None if store is None else KeptReplies(store, ReplyKeys(self.loaded, methods, asked.protocol))
+        kept = None if store is None else KeptReplies(store, self.loaded, methods, asked.protocol)
         programs = {method.label: method.program for method in methods}
         return run_encoded(
             self.loaded, programs, self.encoded, asked.protocol, asked.batch, progress, asked.max_memory, kept
         )
 
     def _decode_entries(self) -> dict[str, float]:
-        """See `Comparison`; layers that a plan leaves alone hold the prompt."""
+        """Return the entries held while decoding, by label; layers that a plan leaves alone hold the prompt."""
         shape, lengths = describe(self.loaded.model), _lengths(self.encoded, self.settings.protocol)
         phases = {one.label: one.program.decode for one in self.methods if one.program.decode is not None}
         return {

@@ -18,27 +18,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsearch.arrays import Ints
 from kvsearch.budgets.lukv import MarginalSolver
 from kvsearch.calibration.importance import ImportancePass
-from kvsearch.errors import IncompatibleError, InternalError
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import IncompatibleError
+from kvsearch.core.progress import Progress, counted
 from kvsearch.evaluation.runner import answer_all
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.guard import round_half_up
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC
 from kvsearch.plan.rounding import largest_remainder
+from kvsearch.plan.schema import QUESTION_AGNOSTIC
+from kvsearch.plan.size import round_half_up
 from kvsearch.policies import Observation, Policy, create_policy, rank_entries
-from kvsearch.progress import Progress, counted
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.forced_answers import Asked, ForcedAnswer, forced_answers
 from kvsearch.runtime.program import PhaseProgram, full_cache
+from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_answers
 from kvsearch.strategies.compared import baselines, equal_uniform
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import Prompt, TaskPrompts, encode_tasks, listed
-from kvsearch.tasks.readings import Reading, readings
+from kvsearch.tasks.encode import Prompt, Reading, TaskPrompts, encode_tasks, listed, readings
 
 ORACLE, ORACLE_UNIFORM, AGNOSTIC = "oracle", "oracle, uniform", "agnostic oracle"
 RECENT = (32, 8)  # recent entries that an oracle's allocation protects
@@ -216,8 +215,6 @@ def context_importance(
     loaded: LoadedModel, context: Tensor, asked: Sequence[Replied], others: Sequence[Replied] = ()
 ) -> ContextImportance:
     """Measure the importance of a context, token ids [T], for what is asked of it and up to `MANY` of the `others`."""
-    if not asked:
-        raise InternalError("a context without questions has no importance")
     passed = ImportancePass(loaded.model, [], context[None].to(loaded.device))
 
     own: list[Tensor] = []

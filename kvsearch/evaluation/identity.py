@@ -1,8 +1,4 @@
-"""What an evaluation is made of, by content: the configuration of a run, and a key for every reply in it.
-
-Two runs with equal configurations give equal reports. Two replies with equal keys are the same reply, but for rounding:
-which prompts share a batch, and which methods reply side by side, is not part of the key.
-"""
+"""What an evaluation is made of, by content; two runs with equal configurations give equal reports."""
 
 from __future__ import annotations
 
@@ -11,17 +7,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from kvsearch.core.canonical import sha256_of
+from kvsearch.core.resources import version
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.canonical import sha256_of
-from kvsearch.plan.protocol import Protocol
-from kvsearch.resources import version
-from kvsearch.runtime.replies import stop_tokens
+from kvsearch.plan.schema import Protocol
 from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import Prompt, Question, TaskPrompts, token_hash
-from kvsearch.tasks.facts import describe_tasks
-from kvsearch.tasks.ruler import RulerTask
-from kvsearch.tasks.synthetic.suite import SyntheticTask
+from kvsearch.tasks.encode import TaskPrompts, token_hash
 
 PACKAGES = ("kvsearch", "torch", "transformers")
 
@@ -56,10 +48,6 @@ def environment(loaded: LoadedModel) -> dict[str, Any]:
 
 def metric_of(task: Task) -> str:
     """Return the name of what scores a task's replies; of a task of one's own that names none, its class."""
-    if isinstance(task, RulerTask | SyntheticTask):
-        kind = "ruler" if isinstance(task, RulerTask) else "synthetic"
-        (facts,) = describe_tasks(f"{kind}:{task.name}")
-        return facts.metric
     return str(getattr(task, "metric", type(task).__name__))
 
 
@@ -79,35 +67,13 @@ def rows_hash(task: TaskPrompts) -> str:
     rows = [
         [
             prompt.key, question.number, token_hash(prompt.with_question(question)), len(prompt.context),
-            question.query.max_new_tokens, question.query.answers, question.query.options, *_written(question),
+            question.query.max_new_tokens, question.query.answers, question.query.options,
+            *([question.query.written] if question.query.written else []),
         ]
         for prompt in task.prompts
         for question in prompt.questions
     ]  # fmt: skip
     return sha256_of([rows, task.task.stops])
-
-
-def _written(question: Question) -> list[str]:
-    return [question.query.written] if question.query.written else []
-
-
-class ReplyKeys:
-    """The key of every reply of a run: SHA-256 of all that decides its text."""
-
-    def __init__(self, loaded: LoadedModel, methods: Sequence[ReadyMethod], protocol: Protocol) -> None:
-        shared = {**environment(loaded), "protocol": protocol, "stop_tokens": sorted(stop_tokens(loaded))}
-        for label in ("name", "revision"):  # of the model: they are for the reader
-            shared["model"].pop(label)
-        self._methods = {one.label: sha256_of({**shared, "method": one.definition}) for one in methods}
-
-    def of(self, task: TaskPrompts, prompt: Prompt, question: Question) -> dict[str, str]:
-        """Return the keys of the replies to one question, by the method's label."""
-        asked = {
-            "prompt": token_hash(prompt.with_question(question)), "context": len(prompt.context),
-            "max_new_tokens": question.query.max_new_tokens, "stops": task.task.stops,
-        }  # fmt: skip
-        told = sha256_of(asked)
-        return {label: sha256_of([method, told]) for label, method in self._methods.items()}
 
 
 def _task_config(task: TaskPrompts) -> dict[str, Any]:

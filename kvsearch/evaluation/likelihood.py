@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.fork import prefill_all
-from kvsearch.runtime.replies import NonFiniteError, left_padded, next_tokens
-from kvsearch.runtime.shared_prefill import held_entries
-from kvsearch.signals.perplexity import token_losses
+from kvsearch.runtime.decode.replies import NonFiniteError, left_padded, next_tokens
+from kvsearch.runtime.shared_prefill import held_entries, prefill_all
+from kvsearch.signals.predictions import token_losses
 
 
 class Likelihood(NamedTuple):

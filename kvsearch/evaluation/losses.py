@@ -14,24 +14,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsearch.errors import IncompatibleError, InternalError, UsageError
-from kvsearch.evaluation.layer_loss import LayerLoss
+from kvsearch.core.errors import IncompatibleError, InternalError, UsageError
+from kvsearch.core.progress import Progress, counted
+from kvsearch.evaluation.values import LayerLoss
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
+from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs
-from kvsearch.progress import Progress, counted
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.decoding import Decoding
+from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule, rules_need
-from kvsearch.runtime.forced_answers import Asked, ForcedAnswer, forced_answers
 from kvsearch.runtime.observe import DensePass, LayerContinuation
-from kvsearch.runtime.storage import RaggedStore
-from kvsearch.signals.output_loss import LossBounds, attention_change, loss_bounds, output_loss
+from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_answers
+from kvsearch.runtime.store.storage import RaggedStore
+from kvsearch.signals.attention_rows import LossBounds, attention_change, loss_bounds, output_loss
 from kvsearch.tasks.base import Answers, Task
-from kvsearch.tasks.encode import TaskPrompts, encode_tasks
-from kvsearch.tasks.readings import Reading, readings
+from kvsearch.tasks.encode import Reading, TaskPrompts, encode_tasks, readings
 
 
 class LayerRules(NamedTuple):

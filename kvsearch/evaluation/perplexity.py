@@ -15,17 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.evaluation.window_loss import Perplexity, WindowLoss
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.progress import Progress, counted
+from kvsearch.evaluation.values import Perplexity, WindowLoss
 from kvsearch.models.architecture import describe, text_config
 from kvsearch.models.loading import LoadedModel
-from kvsearch.progress import Progress, counted
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.fork import prefill_all
 from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.shared_prefill import held_entries, with_unplanned
-from kvsearch.signals.perplexity import token_losses
+from kvsearch.runtime.shared_prefill import held_entries, prefill_all, with_unplanned
+from kvsearch.signals.predictions import token_losses
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.perplexity import PerplexityText, Window
 from kvsearch.tasks.splits import draw

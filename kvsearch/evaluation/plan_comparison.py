@@ -6,24 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from kvsearch.errors import UsageError
-from kvsearch.evaluation.averages import MACRO, SizeBlock
+from kvsearch.core.canonical import sha256_of
+from kvsearch.core.errors import UsageError
+from kvsearch.core.progress import Progress
 from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, prepare
 from kvsearch.evaluation.reply_store import ReplyStore
-from kvsearch.evaluation.statistics import contrast
+from kvsearch.evaluation.statistics import MACRO, SizeBlock, contrast
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.plan.canonical import sha256_of
-from kvsearch.progress import Progress
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runtime import Program
-from kvsearch.runtime.key_norms import warn_unfit
+from kvsearch.runtime.program import warn_unfit
 from kvsearch.strategies.compared import ReadyMethod, full_method
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task
 
-KeptStage = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
-Keep = Callable[[str, Evaluation], KeptStage]  # what a stage, by its name, keeps replies in and tells how far it is
+OpenStage = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
+StageStore = Callable[[str, Evaluation], OpenStage]  # opens what keeps the replies of a stage, by its name
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,15 +72,16 @@ class PlanEvaluation:
         """Ask everything that is not in the store; see `Evaluation.run` for the errors."""
         return PlanComparison(self.evaluation.run(progress, store), self.labels)
 
-    def run_stage(self, name: str, keep: Keep | None, *, answered: bool = False) -> PlanComparison:
-        """Run as the stage `name`, whose replies are kept where `keep` says (None: nowhere); see `run`.
+    def run_stage(self, name: str, store: StageStore | None, *, answered: bool = False) -> PlanComparison:
+        """Run as the stage `name`, whose replies are kept in `store` (None: nowhere); see `run`.
 
         `answered`: only if the full cache can answer, see `Evaluation.require_answers`.
         """
-        with nullcontext((None, None)) if keep is None else keep(name, self.evaluation) as (store, progress):
+        stage: OpenStage = nullcontext((None, None)) if store is None else store(name, self.evaluation)
+        with stage as (replies, progress):
             if answered:
-                self.evaluation.require_answers(progress, store)
-            return self.run(progress, store)
+                self.evaluation.require_answers(progress, replies)
+            return self.run(progress, replies)
 
 
 def prepare_plans(

@@ -6,26 +6,28 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import NamedTuple
 
-from kvsearch.errors import IncompatibleError, KvsearchWarning
-from kvsearch.evaluation.reply_store import KeptReplies, Known
+from kvsearch.core.canonical import sha256_of
+from kvsearch.core.errors import IncompatibleError, KvsearchWarning
+from kvsearch.core.progress import Progress, counted
+from kvsearch.evaluation.identity import environment
+from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.samples import Cost, Place, Sample
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import free_memory, is_out_of_memory
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
-from kvsearch.progress import Progress, counted
+from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.replies import NonFiniteError, has_windows, stop_tokens
-from kvsearch.runtime.room import require_room
+from kvsearch.runtime.decode.replies import NonFiniteError, has_windows, stop_tokens
+from kvsearch.runtime.program import require_room
 from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
-from kvsearch.tasks.encode import Question, TaskPrompts, token_hash
+from kvsearch.strategies.compared import ReadyMethod
+from kvsearch.tasks.encode import Question, Reading, TaskPrompts, questions_of, readings, token_hash
+from kvsearch.tasks.metrics import score
 from kvsearch.tasks.prompts import cut
-from kvsearch.tasks.readings import Reading, questions_of, readings
-from kvsearch.tasks.scoring import score
 
 UNSCORED = 0.0  # finite, as all that is kept; scores of recalled replies are computed anew
 
@@ -67,7 +69,7 @@ def run_encoded(
     ]
     known = [Known() if kept is None else kept.recall(tasks[one.task], one.readings, programs) for one in work]
     left = [
-        one._replace(finished=frozenset(there.finished), left_out=frozenset(there.left_out))
+        one._replace(finished=frozenset(there.finished), lent=frozenset(there.lent))
         for one, there in zip(work, known, strict=True)
         if set(programs) - there.finished
     ]
@@ -93,7 +95,7 @@ class _Batch(NamedTuple):
     task: int
     readings: Sequence[Reading]
     finished: frozenset[str] = frozenset()
-    left_out: frozenset[str] = frozenset()
+    lent: frozenset[str] = frozenset()
 
 
 class _Answering:
@@ -105,7 +107,7 @@ class _Answering:
 
     def __call__(self, loaded: LoadedModel, batch: _Batch) -> Iterator[list[Sample]]:
         """Yield the replies of methods that reply together; they are not scored."""
-        wanted = {method: program for method, program in self.programs.items() if method not in batch.left_out}
+        wanted = {method: program for method, program in self.programs.items() if method not in batch.lent}
         with running(loaded.model):
             yield from self._that_fit(loaded, self.tasks[batch.task], batch.readings, wanted, batch.finished)
 
@@ -138,6 +140,75 @@ class _Answering:
         left = {method: program for method, program in programs.items() if method not in done}
         for half in (batch[:middle], batch[middle:]):
             yield from self._that_fit(loaded, task, half, left)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a batch: the samples of the `finished` methods, with scores that were computed earlier.
+
+    Of these, `lent` were done by another run, so what is left does not share its arithmetic with them.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    finished: set[str] = field(default_factory=set)
+    lent: set[str] = field(default_factory=set)
+
+
+class KeptReplies:
+    """The replies of an evaluation in a store: those that are there, or in another run where keys say so, are known.
+
+    The key of a reply is the SHA-256 of all that decides its text.
+    """
+
+    def __init__(
+        self, store: ReplyStore, loaded: LoadedModel, methods: Sequence[ReadyMethod], protocol: Protocol
+    ) -> None:
+        self.store = store
+        shared = {**environment(loaded), "protocol": protocol, "stop_tokens": sorted(stop_tokens(loaded))}
+        for label in ("name", "revision"):  # of the model: they are for the reader
+            shared["model"].pop(label)
+        self._methods = {method.label: sha256_of({**shared, "method": method.definition}) for method in methods}
+
+    def recall(self, task: TaskPrompts, batch: Sequence[Reading], methods: Iterable[str]) -> Known:
+        """Return what is known of a batch: methods all of whose replies are known. Lent ones are written down."""
+        known = Known()
+        for method in methods:
+            keyed = self.keys(task, batch, method)
+            is_lent = all(key in self.store.lent for key in keyed.values())
+            if any(pair not in self.store.samples for pair in keyed.items()):
+                if not is_lent:
+                    continue
+                self.store.add(
+                    [
+                        (key, replace(self.store.lent[key], category=task.task.category, **place._asdict()))
+                        for place, key in keyed.items()
+                    ]
+                )
+            known.samples.extend(self.store.samples[pair] for pair in keyed.items())
+            known.finished.add(method)
+            if is_lent:
+                known.lent.add(method)
+        return known
+
+    def keep(self, task: TaskPrompts, batch: Sequence[Reading], samples: Sequence[Sample]) -> None:
+        """Write samples that were finished together; errors as for `ReplyStore.add`."""
+        keys: dict[Place, str] = {}
+        for method in dict.fromkeys(sample.method for sample in samples):
+            keys |= self.keys(task, batch, method)
+        self.store.add([(keys[sample.place], sample) for sample in samples])
+
+    def keys(self, task: TaskPrompts, batch: Sequence[Reading], method: str) -> dict[Place, str]:
+        """Return the key of each reply of a method to a batch."""
+        keys = {}
+        for reading, question in questions_of(batch):
+            prompt = reading.prompt
+            asked = {
+                "prompt": token_hash(prompt.with_question(question)), "context": len(prompt.context),
+                "max_new_tokens": question.query.max_new_tokens, "stops": task.task.stops,
+            }  # fmt: skip
+            place = Place(task.task.name, prompt.key, question.number, method)
+            keys[place] = sha256_of([self._methods[method], sha256_of(asked)])
+        return keys
 
 
 def _scored_and_kept(

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from importlib.util import find_spec
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.plan.files import atomic_write, check_target
-from kvsearch.printed import csv_text
-
-CSV, PARQUET = ".csv", ".parquet"
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import atomic_write, check_target
+from kvsearch.core.printed import csv_text
 
 Contexts = Mapping[tuple[str, str], str]  # by task and key: what names the context, see `encoding.contexts_of`
 
@@ -80,38 +76,18 @@ def context_of(sample: Sample, contexts: Contexts | None) -> str:
 
 
 def check_samples_file(path: Path) -> None:
-    """Find out, before anything is computed, whether `write_samples` can write `path`.
-
-    Raises:
-        UsageError: the suffix is neither .csv nor .parquet, or there can be no such file.
-        EnvironmentFault: pyarrow is missing for parquet.
-    """
-    if path.suffix not in (CSV, PARQUET):
-        raise UsageError(f"cannot write samples to {path}: name a {CSV} or {PARQUET} file")
-    if path.suffix == PARQUET and find_spec("pyarrow") is None:
-        raise EnvironmentFault(f"cannot write {path}: parquet needs pyarrow, install it or name a {CSV} file")
+    """Raise UsageError, before anything is computed, if `write_samples` cannot write `path`."""
+    if path.suffix != ".csv":
+        raise UsageError(f"cannot write samples to {path}: name a .csv file")
     check_target(path)
 
 
 def write_samples(samples: Sequence[Sample], path: Path, overwrite: bool = True) -> None:
-    r"""Write a row per reply, all fields of `Sample`, as CSV or parquet by the suffix; see `check_samples_file`.
+    r"""Write a row per reply, all fields of `Sample`, as CSV; see `check_samples_file`.
 
-    Text is UTF-8. A lone surrogate, which has no place there, becomes its escape such as `\ud800`; CSV is that of
-    `csv_text`.
+    Text is UTF-8. A lone surrogate, which has no place there, becomes its escape such as `\ud800`; see `csv_text`.
     """
     check_samples_file(path)
     names = [column.name for column in fields(Sample)]
-    rows = [asdict(sample) for sample in samples]
-    if path.suffix == CSV:
-        atomic_write(path, csv_text([names, *([row[name] for name in names] for row in rows)]).encode(), overwrite)
-        return
-    import pandas
-
-    data = io.BytesIO()
-    encoded = [{name: _utf8(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows]
-    pandas.DataFrame(encoded, columns=names).to_parquet(data, index=False)
-    atomic_write(path, data.getvalue(), overwrite)
-
-
-def _utf8(text: str) -> str:
-    return text.encode("utf-8", errors="backslashreplace").decode()
+    rows = [[getattr(sample, name) for name in names] for sample in samples]
+    atomic_write(path, csv_text([names, *rows]).encode(), overwrite)

@@ -1,21 +1,30 @@
-"""Means, paired differences and their 95% intervals, by a seeded bootstrap over contexts."""
+"""Means, paired differences and their 95% intervals by a seeded bootstrap over contexts, and blocks of one size."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from kvsearch.arrays import Floats, Ints
-from kvsearch.errors import InternalError
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import InternalError
 from kvsearch.evaluation.samples import Contexts, Sample, context_of
+from kvsearch.plan import Size
 from kvsearch.runs.estimates import Difference, Estimate
+from kvsearch.strategies.names import FULL
+from kvsearch.tasks.base import Task
+from kvsearch.tasks.longbench import AVERAGES, LongBenchTask
+
+if TYPE_CHECKING:
+    from kvsearch.strategies.compared import ReadyMethod
 
 RESAMPLES = 2000
 LEVEL = 0.95
 AVERAGE = "average"
+MACRO = "macro"  # the plain mean over all tasks
 
 Kind = Literal["task", "category", "average"]
 
@@ -179,3 +188,72 @@ def _outcomes(differences: Sequence[Floats]) -> tuple[int, int, int]:
     """Return how many questions were won, tied and lost."""
     signs = np.sign(np.concatenate(differences))
     return int((signs > 0).sum()), int((signs == 0).sum()), int((signs < 0).sum())
+
+
+@dataclass(frozen=True)
+class SizeBlock:
+    """Methods of one size (None: of plans and their baselines), by name and label; the full cache is in all blocks.
+
+    The rows are the tasks, then categories if there are several, then the named averages.
+    """
+
+    size: Size | None
+    methods: dict[str, str]
+    subject: str  # its label
+    rows: list[Row]
+
+    @property
+    def overall(self) -> Row:
+        """The mean over all tasks."""
+        for row in self.rows:
+            if (row.kind, row.task) == ("average", MACRO):
+                return row
+        raise InternalError("a block without a mean over all tasks")
+
+    def difference(self, row: Row, label: str) -> Difference:
+        """Return a method minus the subject: the paired difference, and the questions it wins, ties and loses."""
+        found = row.differences[label]
+        # 0.0 - x, not -x: there is a zero with a sign
+        mean, low, high = (0.0 - value for value in (found.mean, found.high, found.low))
+        return Difference(mean, low, high, found.losses, found.ties, found.wins)
+
+
+def named_averages(tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
+    """Return the tasks of every average: of all tasks ("macro"), and of papers, where their datasets are there."""
+    found = {MACRO: tuple(task.name for task in tasks)}
+    known = {task.name for task in tasks if isinstance(task, LongBenchTask)}
+    return found | {name: datasets for name, datasets in AVERAGES.items() if known.issuperset(datasets)}
+
+
+def blocks_of(
+    samples: Sequence[Sample],
+    methods: Sequence[ReadyMethod],
+    subject: str,
+    averages: Mapping[str, Sequence[str]],
+    seed: int = 0,
+    contexts: Contexts | None = None,
+) -> list[SizeBlock]:
+    """Return a block per size, in the order of the methods; `subject` is a name, `contexts` as for `summarize`."""
+    others = [method for method in methods if method.name != FULL]
+    found = []
+    for size, group in groupby(others, key=lambda method: method.size):
+        labels = {method.name: method.label for method in group}
+        label = {**labels, FULL: FULL}[subject]
+        mine = [sample for sample in samples if sample.method in {FULL, *labels.values()}]
+        found.append(SizeBlock(size, labels, label, _averaged_rows(mine, label, averages, seed, contexts)))
+    return found
+
+
+def _averaged_rows(
+    samples: Sequence[Sample], subject: str, averages: Mapping[str, Sequence[str]], seed: int, contexts: Contexts | None
+) -> list[Row]:
+    whole = summarize(samples, subject, seed, contexts)
+    rows = [row for row in whole if row.kind != "average"]
+    known: dict[frozenset[str], Row] = {frozenset(averages[MACRO]): whole[-1]}
+    for name, tasks in averages.items():
+        chosen = frozenset(tasks)
+        if chosen not in known:
+            some = [sample for sample in samples if sample.task in chosen]
+            known[chosen] = summarize(some, subject, seed, contexts)[-1]
+        rows.append(replace(known[chosen], task=name, kind="average"))
+    return rows

@@ -1,18 +1,25 @@
-"""Whether methods hold what their sizes say of the prompts at hand, after the prompt and while they reply."""
+"""Whether methods hold what their sizes say of the prompts at hand, and whether they evict anything at all."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
+from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.compared import ReadyMethod
+from kvsearch.strategies.names import FULL
+from kvsearch.tasks.encode import readings
+
+if TYPE_CHECKING:
+    from kvsearch.evaluation.compare import Evaluation
 
 
 def check_totals(loaded: LoadedModel, methods: Sequence[ReadyMethod], lengths: Iterable[int]) -> list[str]:
@@ -78,3 +85,61 @@ def _short_prompts(method: ReadyMethod, size: Size, counts: Counter[int], heads:
         f"{method.name} at ratio {size}: {few} of {counts.total()} prompts ({short[0]} to {short[-1]} tokens) are "
         f"so short that it holds less than the {least} entries per kv head that {policy.name} always keeps"
     )
+
+
+def check_eviction(evaluation: Evaluation, size: Size) -> str | None:
+    """Return a note if some strategies evict nothing from prompts that are too short; None if all evict from all.
+
+    `size` is the size of all strategies, for the words.
+
+    Raises:
+        UsageError: no strategy evicts anything from any prompt.
+    """
+    programs = [method.program for method in evaluation.methods if method.label != FULL]
+    ends = _ends(evaluation)
+    idle = {end: [number for number, program in enumerate(programs) if not _evicts(program, *end)] for end in set(ends)}
+    whole = {number for numbers in idle.values() for number in numbers}
+    if not whole:
+        return None
+    if all(len(numbers) == len(programs) for numbers in idle.values()):
+        raise UsageError(
+            f"{size.words}: nothing would be evicted from any prompt, the longest has {max(ends)[0]} tokens; give a "
+            "smaller --budget, or longer contexts (--length of synthetic ones)"
+        )
+    short = [length for length, end in ends if idle[length, end]]
+    return (
+        f"{size.words}: {len(short)} of {len(ends)} prompts are so short, up to {max(short)} tokens, that "
+        f"{len(whole)} of {len(programs)} strategies evict nothing from them"
+    )
+
+
+def idle_methods(evaluation: Evaluation) -> list[str]:
+    """Return the labels of methods, the full cache aside, that evict nothing from any prompt."""
+    ends = set(_ends(evaluation))
+    return [
+        method.label
+        for method in evaluation.methods
+        if method.name != FULL and not any(_evicts(method.program, *end) for end in ends)
+    ]
+
+
+def _ends(evaluation: Evaluation) -> list[tuple[int, int]]:
+    """Return tokens of every prompt, and of it with its longest question and reply."""
+    return [
+        (
+            len(reading.ids),
+            len(reading.prompt.context)
+            + max(len(question.ids) + question.query.max_new_tokens for question in reading.questions),
+        )
+        for task in evaluation.encoded
+        for reading in readings(task.prompts, evaluation.settings.protocol)
+    ]
+
+
+def _evicts(program: Program, length: int, end: int) -> bool:
+    """Return whether a program drops anything from a prompt of `length` tokens until there are `end` of them."""
+    prefill, decode = program.prefill, program.decode
+    if prefill is not None and prefill.entries(length) < prefill.table(length).size * length:
+        return True
+    rows = () if decode is None else zip(decode.table(length).tolist(), sorted(decode.policies.items()), strict=True)
+    return any(budget < end and not policy.exempt(budget, end) for row, (_, policy) in rows for budget in row)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvsearch.errors import UsageError
-from kvsearch.naming import unknown
+from kvsearch.core.errors import UsageError
+from kvsearch.core.naming import unknown
 
 if TYPE_CHECKING:
     from kvsearch.exporters.base import Exporter
@@ -17,15 +17,15 @@ TARGETS = {
     "kvpress-layers": "kvsearch.exporters.kvpress:KvpressLayers",
     "kvpress-kvzap": "kvsearch.exporters.kvzap:KvpressKvzap",
     "kvpress-ea": "kvsearch.exporters.statistics:KvpressEA",
-    "duo": "kvsearch.exporters.heads:DuoAttention",
+    "duo": "kvsearch.exporters.heads:DuoAttentionGates",
     "headkv": "kvsearch.exporters.heads:HeadKV",
     "attention-matching": "kvsearch.exporters.heads:AttentionMatching",
     "sparse-vllm": "kvsearch.exporters.layers:SparseVLLM",
     "spectralkv": "kvsearch.exporters.layers:SpectralKV",
     "triattention": "kvsearch.exporters.statistics:TriAttention",
-    "trtllm-windows": "kvsearch.exporters.windows:TensorRTLLM",
-    "vllm-windows": "kvsearch.exporters.windows:VLLM",
-    "openvino": "kvsearch.exporters.windows:OpenVINO",
+    "trtllm-windows": "kvsearch.exporters.layers:TensorRTLLM",
+    "vllm-windows": "kvsearch.exporters.layers:VLLM",
+    "openvino": "kvsearch.exporters.layers:OpenVINO",
 }
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from kvsearch.arrays import Ints
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import Architecture
 from kvsearch.plan import LayerPlan, ModelFingerprint, Plan, PolicySpec, Profile, budgets_at
 from kvsearch.plan.schema import STATIC
@@ -35,13 +35,15 @@ class Exported:
     """What a target gets: files by name, what they cannot say, and how they are loaded.
 
     The file called `SINGLE` is written at the path itself, others into the folder at that path. In lines of `usage`,
-    {path} stands for it. `total` counts the entries of the plan.
+    {path} stands for it. `total` counts the entries of the plan. `at` is the prompt length at which the files are read
+    back, None: that of the plan.
     """
 
     files: Mapping[str, bytes]
-    losses: tuple[Loss, ...]
-    total: int
     usage: tuple[str, ...]
+    losses: Sequence[Loss] = ()
+    total: int = 0
+    at: int | None = None
 
     def describe(self) -> list[str]:
         """Return a line for every loss, with entries and percent where they were counted."""
@@ -126,15 +128,6 @@ class Budgets:
         return int(sum(row.sum() for layer, row in rows if layer is not None and differs(layer.policy)))
 
 
-class Exporter(ABC):
-    """A target: another tool, or a form in which a plan is handed on."""
-
-    name: ClassVar[str]
-    tool: ClassVar[str]  # who reads it
-    keeps: ClassVar[str]  # what survives, for people
-    needs_model: ClassVar[bool] = False
-
-
 @dataclass(frozen=True)
 class Inputs:
     """What a target is told besides a plan or profile.
@@ -163,11 +156,23 @@ class Inputs:
         return self.model
 
 
+NOTHING = Inputs()
+
+
+class Exporter(ABC):
+    """A target: another tool, or a form in which a plan is handed on."""
+
+    name: ClassVar[str]
+    tool: ClassVar[str]  # who reads it
+    keeps: ClassVar[str]  # what survives, for people
+    needs_model: ClassVar[bool] = False
+
+
 class PlanExporter(Exporter):
-    """A target that is told the budgets of a plan."""
+    """A target that is told a plan."""
 
     @abstractmethod
-    def export(self, plan: Plan, inputs: Inputs = Inputs()) -> Exported:
+    def export(self, plan: Plan, inputs: Inputs = NOTHING) -> Exported:
         """Make the files for prompts of `inputs.length` tokens, by default those of the plan.
 
         Raises:
@@ -180,11 +185,41 @@ class PlanExporter(Exporter):
         """Return the entries [L, Hkv] that the target makes of its files at a prompt of `length` tokens."""
 
 
+class BudgetExporter(PlanExporter):
+    """A target that is told the budgets of a plan: they are written, read back, and compared.
+
+    `coarser` says what becomes of budgets that are others then ({at} is the length), "" of a target whose files do not
+    tell. `ranks` are the policies that the target has, none where `write` says itself what is lost of policies.
+    `proportional` is as for `common_losses`.
+    """
+
+    coarser: ClassVar[str] = ""
+    ranks: ClassVar[tuple[str, ...]] = ()
+    proportional: ClassVar[bool | None] = False
+
+    def export(self, plan: Plan, inputs: Inputs = NOTHING) -> Exported:
+        """Write the budgets, and say what is lost of them, of policies, and of the plan."""
+        budgets = Budgets.of(plan, inputs.length)
+        written = self.write(budgets, inputs)
+        losses: list[Loss] = []
+        if self.coarser:
+            at = budgets.known_length if written.at is None else written.at
+            losses += budget_loss(budgets.entries, self.read(written.files, plan.model, at), self.coarser.format(at=at))
+        if self.ranks:
+            losses += ranks_as(budgets, *self.ranks)
+        losses += [*written.losses, *common_losses(budgets, proportional=self.proportional)]
+        return replace(written, losses=tuple(losses), total=budgets.total)
+
+    @abstractmethod
+    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:
+        """Return the files that say these budgets, and what is lost besides; errors as for `export`."""
+
+
 class ProfileExporter(Exporter):
     """A target that is told what was measured, for all sizes at once."""
 
     @abstractmethod
-    def export(self, profile: Profile, inputs: Inputs = Inputs()) -> Exported:
+    def export(self, profile: Profile, inputs: Inputs = NOTHING) -> Exported:
         """Make the files.
 
         Raises:
@@ -199,14 +234,9 @@ def ranks_as(budgets: Budgets, *names: str) -> list[Loss]:
     return [Loss(f"the target picks entries as {names[0]} does, other policies do not", other)] if other else []
 
 
-def written_off(planned: Ints, written: Ints) -> int:
-    """Count the entries of a plan that a target does not hold where they were planned."""
-    return int(np.maximum(planned - written, 0).sum())
-
-
 def budget_loss(planned: Ints, written: Ints, what: str) -> list[Loss]:
     """Return what is lost between two sets of budgets [L, Hkv], nothing if they are the same."""
-    return [] if np.array_equal(planned, written) else [Loss(what, written_off(planned, written))]
+    return [] if np.array_equal(planned, written) else [Loss(what, int(np.maximum(planned - written, 0).sum()))]
 
 
 def common_losses(budgets: Budgets, *, proportional: bool | None) -> list[Loss]:

@@ -6,14 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from kvsearch.arrays import Ints
-from kvsearch.exporters.base import Budgets, Exported, Inputs, PlanExporter
+from kvsearch.core.arrays import Ints
+from kvsearch.core.parsing import parse_json
+from kvsearch.core.printed import command_line, markdown_text
+from kvsearch.exporters.base import NOTHING, Budgets, Exported, Inputs, PlanExporter
 from kvsearch.plan import ModelFingerprint, Plan, canonical_json
-from kvsearch.plan.contexts import USES
-from kvsearch.plan.parsing import parse_json
-from kvsearch.plan.saved import FOLDER_PLAN
-from kvsearch.plan.weights import WEIGHTS, known_weights, weights_file
-from kvsearch.printed import command_line, markdown_text
+from kvsearch.plan.origin import USES
+from kvsearch.plan.saved import FOLDER_PLAN, WEIGHTS, known_weights, weights_file
 
 SCRIPT = '''\
 """Answer a prompt under the plan of this folder: python generate.py --prompt "..." [--context @FILE] [--model NAME]."""
@@ -49,7 +48,7 @@ class Folder(PlanExporter):
     tool: ClassVar[str] = "kvsearch itself, here or from the hub"
     keeps: ClassVar[str] = "everything"
 
-    def export(self, plan: Plan, inputs: Inputs = Inputs()) -> Exported:  # noqa: B008 - frozen
+    def export(self, plan: Plan, inputs: Inputs = NOTHING) -> Exported:
         """Make the folder; UsageError if the weights of a fitted ranking are not here."""
         places = [(spec, weights_file(spec, FOLDER_PLAN)) for spec in plan.policies]
         weights = {place.name: known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places if place}
@@ -60,7 +59,7 @@ class Folder(PlanExporter):
             "generate.py": SCRIPT.format(model=plan.model.name).encode(),
         }
         usage = ("python {path}/generate.py --prompt ...", "kvsearch.attach(model, kvsearch.load_plan({path!r}))")
-        return Exported(files, (), plan.total, usage)
+        return Exported(files, usage, total=plan.total)
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:  # noqa: ARG002
         """Read the budgets off the plan."""

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from kvsearch.arrays import Floats, Ints
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.exporters.base import (
+    NOTHING,
     SINGLE,
+    BudgetExporter,
     Budgets,
     Exported,
     Inputs,
     Loss,
-    PlanExporter,
     ProfileExporter,
-    common_losses,
     heads_lost,
     one_policy,
     same_for_heads,
 )
-from kvsearch.exporters.presses import press_of, protection_losses
-from kvsearch.plan import ModelFingerprint, Plan, Profile, canonical_json
-from kvsearch.plan.profile import EVICTED_RATIO, GRID
+from kvsearch.plan import ModelFingerprint, PolicySpec, Profile, canonical_json
+from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID
+from kvsearch.policies import Policy
+from kvsearch.policies.expected_attention import ExpectedAttention
+from kvsearch.policies.keydiff import KeyDiff
+from kvsearch.policies.knorm import Knorm
 from kvsearch.policies.registry import policy_of
+from kvsearch.policies.snapkv import SnapKV
+from kvsearch.policies.streaming import StreamingLLM
+from kvsearch.policies.tova import TOVA
 
 
 class KvpressLukv(ProfileExporter):
@@ -41,7 +47,7 @@ class KvpressLukv(ProfileExporter):
     tool: ClassVar[str] = "kvpress, LUKVPress"
     keeps: ClassVar[str] = "budgets of all heads at every ratio; one policy that kvpress has"
 
-    def export(self, profile: Profile, inputs: Inputs = Inputs()) -> Exported:  # noqa: ARG002, B008 - frozen
+    def export(self, profile: Profile, inputs: Inputs = NOTHING) -> Exported:  # noqa: ARG002
         """Make the table and the lines that set it on a press."""
         metadata = profile.metadata
         if EVICTED_RATIO not in profile.arrays:
@@ -57,24 +63,19 @@ class KvpressLukv(ProfileExporter):
             "press._budget_curves = np.load({path!r})",
         )
         total = metadata.length * metadata.shape[0] * metadata.shape[1]
-        return Exported({SINGLE: file.getvalue()}, tuple(map(Loss, press.differs)), total, usage)
-
-    def read(self, files: Mapping[str, bytes]) -> Floats:
-        """Return the evicted shares [99, L, Hkv]."""
-        found: Floats = np.load(io.BytesIO(files[SINGLE]), allow_pickle=False)
-        return found
+        return Exported({SINGLE: file.getvalue()}, usage, tuple(map(Loss, press.differs)), total)
 
 
-class KvpressLayers(PlanExporter):
+class KvpressLayers(BudgetExporter):
     """The list of L evicted shares for `PerLayerCompressionPress`, as JSON."""
 
     name: ClassVar[str] = "kvpress-layers"
     tool: ClassVar[str] = "kvpress, PerLayerCompressionPress"
     keeps: ClassVar[str] = "one budget per layer, as a share of the prompt; one policy that kvpress has"
+    proportional: ClassVar[bool | None] = True
 
-    def export(self, plan: Plan, inputs: Inputs = Inputs()) -> Exported:  # noqa: B008 - frozen
-        """Make the list; every share lies half an entry off, as the press cuts fractions of an entry off."""
-        budgets = Budgets.of(plan, inputs.length)
+    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
+        """Write the list; every share lies half an entry off, as the press cuts fractions of an entry off."""
         at, kept = budgets.known_length, budgets.per_layer
         evicted = [0.0 if entries >= at else 1 - (entries + 0.5) / at for entries in kept]
         press, policy = press_of(budgets.policy), policy_of(budgets.policy)
@@ -82,12 +83,72 @@ class KvpressLayers(PlanExporter):
             *heads_lost(budgets),
             *one_policy(budgets),
             *map(Loss, (*press.differs, *protection_losses(press, policy))),
-            *common_losses(budgets, proportional=True),
         ]
         usage = (f"press = PerLayerCompressionPress({press.code}, compression_ratios=json.load(open({{path!r}})))",)
-        return Exported({SINGLE: canonical_json(evicted)}, tuple(losses), budgets.total, usage)
+        return Exported({SINGLE: canonical_json(evicted)}, usage, losses)
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Cut fractions of an entry off, as a press does."""
         kept = [int(length * (1 - share)) for share in json.loads(files[SINGLE])]
         return same_for_heads(kept, model.kv_heads)
+
+
+class Press(NamedTuple):
+    """A press as Python code, the entries that it always keeps, and what it does differently."""
+
+    code: str
+    sinks: int
+    recent: int
+    differs: tuple[str, ...]
+
+
+def press_of(spec: PolicySpec) -> Press:
+    """Return the press that ranks as a policy does; IncompatibleError if kvpress has none."""
+    policy = policy_of(spec)
+    for kind, make in _PRESSES.items():
+        if isinstance(policy, kind):
+            return make(policy)
+    known = ", ".join(sorted(kind.name for kind in _PRESSES))
+    raise IncompatibleError(f"kvpress has no press that ranks as {spec.name} does: plan with {known}")
+
+
+def protection_losses(press: Press, policy: Policy) -> list[str]:
+    """Say which entries a press does not protect by itself, though the policy does."""
+    found = []
+    if policy.sink_count > press.sinks:
+        found.append(f"the press does not protect the first {policy.sink_count} entries")
+    if policy.recent_count > press.recent:
+        found.append(f"the press does not protect the last {policy.recent_count} entries")
+    return found
+
+
+def _snapkv(policy: SnapKV) -> Press:
+    differs = []
+    if policy.pooling != "avg":
+        differs.append(f"the press pools by the mean, the policy by {policy.pooling}")
+    if policy.group != "mean":
+        differs.append("the press takes the mean over the query group, the policy the largest")
+    if 0 <= policy.protect < policy.window:
+        differs.append(f"the press protects all {policy.window} queries that it looks at, the policy {policy.protect}")
+    code = f"SnapKVPress(window_size={policy.window}, kernel_size={policy.kernel})"
+    return Press(code, 0, policy.window, tuple(differs))
+
+
+def _expected_attention(policy: ExpectedAttention) -> Press:
+    code = (
+        f"ExpectedAttentionPress(n_future_positions={policy.future}, n_sink={policy.sinks}, "
+        f"use_covariance={policy.covariance}, use_vnorm={policy.value_norm}, epsilon={policy.epsilon})"
+    )
+    return Press(code, policy.sinks, 0, ())
+
+
+_PRESSES: dict[type[Policy], Callable[..., Press]] = {
+    SnapKV: _snapkv,
+    ExpectedAttention: _expected_attention,
+    KeyDiff: lambda _: Press("KeyDiffPress()", 0, 0, ()),
+    Knorm: lambda _: Press("KnormPress()", 0, 0, ()),
+    StreamingLLM: lambda policy: Press(
+        f"StreamingLLMPress(n_sink={policy.sinks})", policy.sinks, policy.recent_count, ()
+    ),
+    TOVA: lambda policy: Press("TOVAPress()", 0, 1, () if policy.protect_last else ("the press keeps the last token",)),
+}

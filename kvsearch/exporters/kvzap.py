@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor, nn
 
-from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.exporters.base import Exported, Inputs, Loss, ProfileExporter
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.exporters.base import NOTHING, Exported, Inputs, Loss, ProfileExporter
 from kvsearch.models.architecture import attention_modules
 from kvsearch.plan import Profile, canonical_json
 from kvsearch.policies.generic import SPREAD
@@ -25,7 +25,7 @@ LINEAR = ("key", "value")  # features that are linear in hidden states
 CHANGED = ("k_norm", "k_layernorm", "key_layernorm", "qk_norm", "v_norm")  # of an attention that makes them non-linear
 
 
-class Heads(NamedTuple):
+class HeadMaps(NamedTuple):
     """What a probe reads in one layer, standardised, as a linear map of hidden states: z = weight h + bias.
 
     Columns that are not linear in hidden states are zero.
@@ -47,7 +47,7 @@ class KvpressKvzap(ProfileExporter):
     keeps: ClassVar[str] = "the fitted scores of all heads, of a probe that looks at keys and values alone"
     needs_model: ClassVar[bool] = True
 
-    def export(self, profile: Profile, inputs: Inputs = Inputs()) -> Exported:  # noqa: B008 - frozen
+    def export(self, profile: Profile, inputs: Inputs = NOTHING) -> Exported:
         """Make the folder.
 
         Raises:
@@ -79,12 +79,7 @@ class KvpressKvzap(ProfileExporter):
             f"press.kvzap_model_name = 'nvidia/KVzap-{kind}-' + model.config.name_or_path.split('/')[-1]",
         )
         files = {WEIGHTS: save(tensors, {"format": "pt"}), CONFIG: canonical_json(config)}
-        return Exported(files, tuple(_losses(profile, features, fits)), 0, usage)
-
-    def read(self, files: Mapping[str, bytes]) -> dict[str, Tensor]:
-        """Return the weights by name."""
-        found: dict[str, Tensor] = load(files[WEIGHTS])
-        return found
+        return Exported(files, usage, tuple(_losses(profile, features, fits)))
 
     def _features(self, profile: Profile) -> list[str]:
         """Return what a probe looks at; UsageError if it is none, or looks at what is not linear in hidden states."""
@@ -107,7 +102,7 @@ def _fit(profile: Profile, row: int) -> dict[str, Tensor]:
     return {name: torch.from_numpy(profile.arrays[name][row].copy()).double() for name in ARRAYS}
 
 
-def _heads(module: Any, features: list[str], fit: Mapping[str, Tensor]) -> Heads:
+def _heads(module: Any, features: list[str], fit: Mapping[str, Tensor]) -> HeadMaps:
     """Return what is read of a layer; IncompatibleError if it is not linear in hidden states."""
     projections: list[Any] = [getattr(module, name, None) for name in ("k_proj", "v_proj")]
     changed = [name for name in CHANGED if getattr(module, name, None) is not None]
@@ -128,10 +123,10 @@ def _heads(module: Any, features: list[str], fit: Mapping[str, Tensor]) -> Heads
         weight.append(projection.weight.detach().cpu().double().view(count, -1, width))
         offset = weight[-1].new_zeros(count, weight[-1].shape[1])
         bias.append(offset if projection.bias is None else projection.bias.detach().cpu().double().view_as(offset))
-    return Heads(torch.cat(weight, 1) / fit["scale"][..., None], (torch.cat(bias, 1) - fit["center"]) / fit["scale"])
+    return HeadMaps(torch.cat(weight, 1) / fit["scale"][..., None], (torch.cat(bias, 1) - fit["center"]) / fit["scale"])
 
 
-def _linear(read: Heads, fit: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _linear(read: HeadMaps, fit: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the linear surrogate of a layer, weight [Hkv, d_model] and bias [Hkv]."""
     return {
         "weight": torch.einsum("hf,hfd->hd", fit["linear"], read.weight),
@@ -139,7 +134,7 @@ def _linear(read: Heads, fit: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _network(read: Heads, fit: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _network(read: HeadMaps, fit: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the network of a layer: the hidden units of all heads side by side, [Hkv * (K + 2)] of them."""
     straight = _linear(read, {**fit, "bias": torch.zeros_like(fit["bias"])})
     inner = torch.einsum("hfk,hfd->hkd", fit["hidden"], read.weight)

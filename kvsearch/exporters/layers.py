@@ -7,27 +7,26 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
+import yaml
 
-from kvsearch.arrays import Ints
+from kvsearch.core.arrays import Ints
+from kvsearch.core.yaml_document import parse_yaml
 from kvsearch.exporters.base import (
     SINGLE,
+    BudgetExporter,
     Budgets,
     Exported,
     Inputs,
     Loss,
-    PlanExporter,
-    budget_loss,
-    common_losses,
     heads_lost,
-    ranks_as,
     same_for_heads,
 )
-from kvsearch.plan import ModelFingerprint, Plan, canonical_json
+from kvsearch.plan import ModelFingerprint, canonical_json
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.policies.registry import policy_of
 
 
-class SparseVLLM(PlanExporter):
+class SparseVLLM(BudgetExporter):
     """The engine's settings of method "pyramidkv", with a ratio per KV layer in (0, 1].
 
     Layer l keeps sink_keep_tokens + int(decode_keep_tokens * ratio_l / ratio_0) + recent_keep_tokens entries.
@@ -36,10 +35,11 @@ class SparseVLLM(PlanExporter):
     name: ClassVar[str] = "sparse-vllm"
     tool: ClassVar[str] = "Sparse-vLLM, sparse_method pyramidkv"
     keeps: ClassVar[str] = "one budget per layer, in entries; ranks as SnapKV"
+    coarser: ClassVar[str] = "a layer has one budget for all heads"
+    ranks: ClassVar[tuple[str, ...]] = ("snapkv", "pyramidkv")
 
-    def export(self, plan: Plan, inputs: Inputs = Inputs()) -> Exported:  # noqa: B008 - frozen
-        """Make the settings; a quarter of an entry keeps cut-off fractions from costing one."""
-        budgets = Budgets.of(plan, inputs.length)
+    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
+        """Write the settings; a quarter of an entry keeps cut-off fractions from costing one."""
         policy = policy_of(budgets.policy)
         kept = budgets.per_layer
         sinks = min(policy.sink_count, *kept)
@@ -54,15 +54,8 @@ class SparseVLLM(PlanExporter):
             "decode_keep_tokens": base,
             "pyramid_layer_ratios": ratios,
         }
-        files = {SINGLE: canonical_json(settings)}
-        written = self.read(files, plan.model, int(budgets.entries.max()) + 1)
-        losses = [
-            *budget_loss(budgets.entries, written, "a layer has one budget for all heads"),
-            *ranks_as(budgets, "snapkv", "pyramidkv"),
-            *common_losses(budgets, proportional=False),
-        ]
         usage = ("LLM(model, **json.load(open({path!r})))",)
-        return Exported(files, tuple(losses), budgets.total, usage)
+        return Exported({SINGLE: canonical_json(settings)}, usage, at=int(budgets.entries.max()) + 1)
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Scale the kept entries of the first layer by the ratios, as the engine does."""
@@ -73,20 +66,20 @@ class SparseVLLM(PlanExporter):
         return same_for_heads(kept, model.kv_heads)
 
 
-class SpectralKV(PlanExporter):
+class SpectralKV(BudgetExporter):
     """A profile of layer weights that add up to 1: the layers' shares of all entries."""
 
     name: ClassVar[str] = "spectralkv"
     tool: ClassVar[str] = "SpectralKV, profiles/*.json"
     keeps: ClassVar[str] = "how entries are shared out between layers; not their number, not the policy"
     needs_model: ClassVar[bool] = True
+    proportional: ClassVar[bool | None] = None
 
-    def export(self, plan: Plan, inputs: Inputs = Inputs()) -> Exported:  # noqa: B008 - frozen
-        """Make the profile."""
-        budgets, shape = Budgets.of(plan, inputs.length), inputs.known_architecture
-        origin = plan.provenance
+    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:
+        """Write the profile."""
+        shape, origin = inputs.known_architecture, budgets.plan.provenance
         profile = {
-            "name": f"{plan.model.name} by kvsearch, {origin.method}",
+            "name": f"{budgets.plan.model.name} by kvsearch, {origin.method}",
             "architecture": {
                 "model_type": shape.model_type,
                 "num_hidden_layers": shape.layers,
@@ -100,10 +93,9 @@ class SpectralKV(PlanExporter):
         losses = [
             *heads_lost(budgets),
             Loss("no policy: the tool ranks by a rule of its own", budgets.total),
-            *common_losses(budgets, proportional=None),
         ]
         usage = (f"profile {{path}}, and a total of {budgets.total} entries",)
-        return Exported({SINGLE: canonical_json(profile)}, tuple(losses), budgets.total, usage)
+        return Exported({SINGLE: canonical_json(profile)}, usage, losses)
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Share out as many entries as the heads could hold of a prompt of `length` tokens."""
@@ -111,3 +103,102 @@ class SpectralKV(PlanExporter):
         total = length * model.layers * model.kv_heads
         layers = largest_remainder(weights * total, total)
         return np.stack([largest_remainder(np.full(model.kv_heads, layer / model.kv_heads), layer) for layer in layers])
+
+
+BLOCK = 32  # tokens of a cache block of OpenVINO on a CPU, of which its sizes are multiples
+
+
+class Windows(BudgetExporter):
+    """A target whose layers see the most recent entries of a prompt only."""
+
+    coarser: ClassVar[str] = "budgets are windows of whole layers"
+    ranks: ClassVar[tuple[str, ...]] = ("streaming",)
+    through: ClassVar[tuple[Loss, ...]] = (
+        Loss("the prompt itself is read through the windows: a plan reads it whole and evicts afterwards"),
+    )
+
+
+class TensorRTLLM(Windows):
+    """TensorRT-LLM's `kv_cache_config` with a window per layer, as YAML."""
+
+    name: ClassVar[str] = "trtllm-windows"
+    tool: ClassVar[str] = "TensorRT-LLM, kv_cache_config.max_attention_window"
+    keeps: ClassVar[str] = "one window per layer"
+
+    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
+        """Give every layer the mean of its heads, and the sinks of its policy."""
+        cache = {"max_attention_window": budgets.per_layer, "sink_token_length": policy_of(budgets.policy).sink_count}
+        config = yaml.safe_dump({"kv_cache_config": cache}).encode()
+        return Exported({SINGLE: config}, ("trtllm-serve MODEL --config {path}",), self.through)
+
+    def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
+        """Hold as much of a prompt as the windows."""
+        windows = parse_yaml(files[SINGLE], SINGLE).data["kv_cache_config"]["max_attention_window"]
+        return same_for_heads([min(window, length) for window in windows], model.kv_heads)
+
+
+class VLLM(Windows):
+    """vLLM's overrides of a model's configuration: which layers have a sliding window, and the one size of it."""
+
+    name: ClassVar[str] = "vllm-windows"
+    tool: ClassVar[str] = "vLLM, --hf-overrides, for models whose code reads layer_types"
+    keeps: ClassVar[str] = "which layers keep everything; one window for all others"
+
+    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
+        """Choose the layers that keep everything so that the fewest entries are in the wrong place."""
+        kept, at = np.array(budgets.per_layer), budgets.known_length
+        order = np.argsort(-kept, kind="stable")
+
+        def wrong(whole: int) -> int:
+            return int((at - kept[order[:whole]]).sum() + np.abs(kept[order[whole:]] - window(whole)).sum())
+
+        def window(whole: int) -> int:
+            return max(1, int(np.median(kept[order[whole:]])))
+
+        whole = min(range(len(order)), key=wrong)
+        kinds = np.full(len(order), "sliding_attention", dtype=object)
+        kinds[order[:whole]] = "full_attention"
+        overrides = {"layer_types": kinds.tolist(), "sliding_window": window(whole)}
+        usage = ('vllm serve MODEL --hf-overrides "$(cat {path})"',)
+        return Exported({SINGLE: canonical_json(overrides)}, usage, self.through)
+
+    def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
+        """Hold the whole prompt in full layers, the window in the others."""
+        overrides = json.loads(files[SINGLE])
+        window = min(overrides["sliding_window"], length)
+        return same_for_heads(
+            [length if kind == "full_attention" else window for kind in overrides["layer_types"]], model.kv_heads
+        )
+
+
+class OpenVINO(BudgetExporter):
+    """OpenVINO GenAI's `CacheEvictionConfig`: three sizes for all layers and heads, in whole blocks."""
+
+    name: ClassVar[str] = "openvino"
+    tool: ClassVar[str] = "OpenVINO GenAI, CacheEvictionConfig"
+    keeps: ClassVar[str] = "the mean number of entries, and how many first and recent ones are protected"
+    coarser: ClassVar[str] = f"one budget for all layers and heads, in blocks of {BLOCK}"
+    ranks: ClassVar[tuple[str, ...]] = ("h2o",)
+
+    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
+        """Write the sizes: whole blocks, with at least one between the first and the recent entries."""
+        policy = policy_of(budgets.policy)
+        start, recent = (max(1, -(-count // BLOCK)) * BLOCK for count in (policy.sink_count, policy.recent_count))
+        mean = budgets.total / budgets.entries.size
+        sizes = {
+            "start_size": start,
+            "recent_size": recent,
+            "max_cache_size": max(start + recent + BLOCK, round(mean / BLOCK) * BLOCK),
+            "aggregation_mode": "NORM_SUM",
+        }
+        usage = (
+            "sizes = json.load(open({path!r})); mode = getattr(AggregationMode, sizes.pop('aggregation_mode'))",
+            "SchedulerConfig: use_cache_eviction = True, "
+            "cache_eviction_config = CacheEvictionConfig(**sizes, aggregation_mode=mode)",
+        )
+        return Exported({SINGLE: canonical_json(sizes)}, usage)
+
+    def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
+        """Hold the largest size in every head."""
+        kept = min(length, json.loads(files[SINGLE])["max_cache_size"])
+        return same_for_heads([kept] * model.layers, model.kv_heads)

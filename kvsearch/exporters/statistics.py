@@ -9,14 +9,14 @@ from typing import ClassVar
 import numpy as np
 from safetensors.numpy import load, save
 
-from kvsearch.arrays import Floats
-from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.exporters.base import Exported, Inputs, ProfileExporter
+from kvsearch.core.arrays import Floats
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.printed import markdown_text
+from kvsearch.exporters.base import NOTHING, Exported, Inputs, ProfileExporter
 from kvsearch.plan import Profile, canonical_json
-from kvsearch.plan.profile import QUERIES, QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
+from kvsearch.plan.profile_arrays import QUERIES, QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.registry import policy_of
-from kvsearch.printed import markdown_text
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 STATISTICS = "statistics.safetensors"
@@ -50,7 +50,7 @@ class KvpressEA(ProfileExporter):
     tool: ClassVar[str] = "kvpress, ExpectedAttentionStatsPress(stats_folder=)"
     keeps: ClassVar[str] = "mean and covariance of the queries of all heads"
 
-    def export(self, profile: Profile, inputs: Inputs = Inputs()) -> Exported:  # noqa: ARG002, B008 - frozen
+    def export(self, profile: Profile, inputs: Inputs = NOTHING) -> Exported:  # noqa: ARG002
         """Make the folder."""
         arrays, metadata = statistics_of(profile, self.name), profile.metadata
         policy = policy_of(metadata.policy)
@@ -71,7 +71,7 @@ class KvpressEA(ProfileExporter):
             f"n_future_positions={policy.future}, use_covariance={policy.covariance}, use_vnorm={policy.value_norm}, "
             f"epsilon={policy.epsilon}, stats_folder={{path!r}})",
         )
-        return Exported(files, (), 0, usage)
+        return Exported(files, usage)
 
     def read(self, files: Mapping[str, bytes]) -> dict[str, Floats]:
         """Return mean [L, Hq, D] and covariance [L, Hq, D, D]."""
@@ -91,7 +91,7 @@ class TriAttention(ProfileExporter):
     tool: ClassVar[str] = "TriAttention, TensorRT-LLM's calibration file"
     keeps: ClassVar[str] = "mean and mean modulus of the rotated pairs of all query heads"
 
-    def export(self, profile: Profile, inputs: Inputs = Inputs()) -> Exported:  # noqa: ARG002, B008 - frozen
+    def export(self, profile: Profile, inputs: Inputs = NOTHING) -> Exported:  # noqa: ARG002
         """Make the folder.
 
         Raises:
@@ -119,12 +119,7 @@ class TriAttention(ProfileExporter):
         told = {"metadata": json.dumps(about)}
         card = _CARD.format(model=markdown_text(profile.metadata.model.name))
         files = {STATISTICS: save(named, told), CARD: card.encode()}
-        return Exported(files, (), 0, ("the script in {path}/README.md makes the .pt file that the tools read",))
-
-    def read(self, files: Mapping[str, bytes]) -> dict[str, Floats]:
-        """Return all arrays by name."""
-        found: dict[str, Floats] = load(files[STATISTICS])
-        return found
+        return Exported(files, ("the script in {path}/README.md makes the .pt file that the tools read",))
 
 
 _CARD = """\

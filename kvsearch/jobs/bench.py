@@ -9,20 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from kvsearch.config.options import Option, Repeated
-from kvsearch.errors import EnvironmentFault, IncompatibleError, UsageError
-from kvsearch.jobs.groups import GIGABYTE, Loading, Numbers
+from kvsearch.config.options import Option, Repeated, bytes_of
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
+from kvsearch.jobs.groups import Loading, Numbers
+from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
-from kvsearch.jobs.talk import Talk
-from kvsearch.plan.size import Size
+from kvsearch.jobs.reporter import Reporter
+from kvsearch.models.loading import LoadedModel
+from kvsearch.models.memory import default_memory, free_bytes
+from kvsearch.models.shapes import device_of, random_model
+from kvsearch.plan import Size, phases_of
+from kvsearch.policies import create_policy
+from kvsearch.report.speed import SpeedView
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.cache_costs import CacheCosts
-    from kvsearch.models.loading import LoadedModel
-    from kvsearch.report.speed import SpeedView
+    from kvsearch.benchmark.cache_costs import CacheCosts
+    from kvsearch.benchmark.speed import Workload
     from kvsearch.runtime import Program
 
-LENGTH = 1024
 GPU_SHARE = 0.95  # of what is free, for the largest batch
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1, strict=True)], ...], Numbers, Field(min_length=1)]
 
@@ -60,17 +64,9 @@ class BenchOptions(Loading):
         Option("With --largest-batch: gigabytes for caches.", shown="8 on a CPU, what a GPU has free"),
     ] = None
     batch: Annotated[Sizes, Option("Prompts at a time; several are measured in turn.", metavar="N[,N...]")] = (1,)
-    length: Annotated[
-        Sizes | None,
-        Option("Tokens of a prompt; several are measured in turn.", metavar="N[,N...]", shown=str(LENGTH)),
-    ] = None
+    length: Annotated[Sizes, Option("Tokens of a prompt; several are measured in turn.", metavar="N[,N...]")] = (1024,)
     new_tokens: Annotated[int, Field(ge=1), Option("Tokens that are decoded in every round.")] = 32
     rounds: Annotated[int, Field(ge=1), Option("Rounds that are counted; one more warms up.")] = 5
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The lengths of prompts, in tokens."""
-        return self.length or (LENGTH,)
 
     @property
     def size(self) -> Size | None:
@@ -79,42 +75,50 @@ class BenchOptions(Loading):
 
     def check(self) -> None:
         """Raise UsageError unless there is one model, and something to measure on it."""
-        if (self.model is None) == (self.shape is None):
-            raise UsageError("give a MODEL or a --shape, one of them")
-        if self.layers is not None and self.shape is None:
-            raise UsageError("--layers is of a --shape")
-        if self.shape is not None and self.plan:
-            raise UsageError(
+        size = self.size
+        mistakes = (
+            ((self.model is None) == (self.shape is None), "give a MODEL or a --shape, one of them"),
+            (self.layers is not None and self.shape is None, "--layers is of a --shape"),
+            (
+                self.shape is not None and bool(self.plan),
                 "a plan is of one model, and a --shape has random weights: give the MODEL of the plan, or --policy and "
-                "--budget in place of the plan"
-            )
-        if self.budget is not None and self.ratio is not None:
-            raise UsageError("--budget and --ratio are two sizes: give one of them")
-        if not self.plan and self.size is None:
-            raise UsageError("there is nothing to compare with the full cache: give --plan, --budget or --ratio")
-        if self.size is None and (self.skewed or self.phases != "prefill"):
-            raise UsageError("--skewed and --phases are of --policy: give its --budget or --ratio")
-        if self.max_memory is not None and not self.largest_batch:
-            raise UsageError("--max-memory is for --largest-batch, which is not given")
+                "--budget in place of the plan",
+            ),
+            (
+                not self.plan and size is None,
+                "there is nothing to compare with the full cache: give --plan, --budget or --ratio",
+            ),
+            (
+                size is None and (self.skewed or self.phases != "prefill"),
+                "--skewed and --phases are of --policy: give its --budget or --ratio",
+            ),
+            (
+                self.max_memory is not None and not self.largest_batch,
+                "--max-memory is for --largest-batch, which is not given",
+            ),
+        )
+        for is_made, mistake in mistakes:
+            if is_made:
+                raise UsageError(mistake)
 
 
 @job(BenchOptions, dry=True)
-def dry_run(options: BenchOptions, talk: Talk) -> dict[str, Any]:
+def dry_run(options: BenchOptions, reporter: Reporter) -> dict[str, Any]:
     """Return what would be measured and the bytes that it takes at most, as JSON; errors as `bench`.
 
     A model is loaded, and plans are checked against it; a `shape` takes no memory.
     """
-    loaded, programs = _prepared(options, talk, weights=False)
-    largest = _required_memory(options, loaded, programs)
+    loaded, programs = _load(options, reporter, weights=False)
+    largest = _required_memory(loaded, programs, options.device, _largest(options))
     return {
-        "model": loaded.name, "batch": list(options.batch), "length": list(options.lengths),
+        "model": loaded.name, "batch": list(options.batch), "length": list(options.length),
         "new_tokens": options.new_tokens, "rounds": options.rounds, **largest,
     }  # fmt: skip
 
 
 @job(BenchOptions)
-def bench(options: BenchOptions, talk: Talk) -> SpeedView:
-    """Measure plans and the full cache side by side: see `kvsearch.evaluation.speed.CacheCosts`.
+def bench(options: BenchOptions, reporter: Reporter) -> SpeedView:
+    """Measure plans and the full cache side by side: see `kvsearch.benchmark.speed.CacheCosts`.
 
     Raises:
         UsageError: no model, no plan, or a plan that cannot be used.
@@ -123,87 +127,72 @@ def bench(options: BenchOptions, talk: Talk) -> SpeedView:
     """
     for name, level in (("KINETO_LOG_LEVEL", "99"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, level)  # read as torch is loaded: its profiler talks on standard error
-    loaded, programs = _prepared(options, talk)
-    _required_memory(options, loaded, programs)
-    from kvsearch.evaluation.speed import Workload, cache_kinds, measure
-    from kvsearch.report.speed import SpeedView
+    loaded, programs = _load(options, reporter)
+    _required_memory(loaded, programs, options.device, _largest(options))
+    from kvsearch.benchmark.speed import Workload, cache_kinds, measure
 
-    found: list[CacheCosts] = []
     steps = options.new_tokens
-    with talk.progress("measurements") as progress:
-        for length in options.lengths:
+    rounds = options.rounds
+    costs: list[CacheCosts] = []
+    with reporter.progress("measurements") as progress:
+        for length in options.length:
             kinds = cache_kinds(loaded.model, programs, length + steps)
             for batch in options.batch:
-                found += measure(loaded.model, kinds, Workload(batch, length, steps, options.rounds), progress)
+                costs += measure(loaded.model, kinds, Workload(batch, length, steps, rounds), progress)
     if options.largest_batch:
-        found = _with_capacities(options, loaded, programs, found, talk)
-    return SpeedView.of(loaded, found, steps, options.rounds)
+        prompts = [Workload(1, length, steps, rounds) for length in options.length]
+        costs = _with_capacities(loaded, programs, costs, prompts, bytes_of(options.max_memory), reporter)
+    return SpeedView.of(loaded, costs, steps, rounds)
 
 
-def _with_capacities(
-    options: BenchOptions, loaded: LoadedModel, programs: dict[str, Program], costs: list[CacheCosts], talk: Talk
-) -> list[CacheCosts]:
-    """Return costs with the largest batch of each cache at each length; EnvironmentFault if none fits."""
-    from kvsearch.evaluation.capacity import PROBED, largest_batch
-    from kvsearch.evaluation.speed import Workload, cache_kinds
-    from kvsearch.models.memory import default_memory
-    from kvsearch.runtime.attention import using
-
-    model, steps = loaded.model, options.new_tokens
-    given = None if options.max_memory is None else int(options.max_memory * GIGABYTE)
-    memory = default_memory(model.device, gpu_share=GPU_SHARE) if given is None else given
-    kinds = [
-        (length, kind) for length in options.lengths for kind in cache_kinds(model, programs, length + steps + PROBED)
-    ]
-    found = {}
-    with talk.progress("largest batches") as progress, using(model, model.config._attn_implementation):
-        for number, (length, kind) in enumerate(kinds, 1):
-            found[length, kind.name] = largest_batch(model, kind, Workload(1, length, steps, options.rounds), memory)
-            progress(number, len(kinds))
-    return [
-        replace(one, largest_batch=at.batch, largest_tokens_per_second=at.tokens_per_second)
-        for one in costs
-        for at in [found[one.length, one.cache]]
-    ]
-
-
-def _prepared(options: BenchOptions, talk: Talk, *, weights: bool = True) -> tuple[LoadedModel, dict[str, Program]]:
+def _load(options: BenchOptions, reporter: Reporter, *, weights: bool = True) -> tuple[LoadedModel, dict[str, Program]]:
     """Return the model, a shape only with its `weights` if these are wanted, and what is measured on it, by name."""
-    from kvsearch.jobs.plan_files import checked_plan
-
     options.check()
     plans = {str(path): checked_plan(path) for path in options.plan}
-    loaded = _model(options, talk, weights=weights)
+    if options.shape is None:
+        loaded = options.load(str(options.model), reporter)
+    else:
+        with reporter.loading(options.shape):
+            dtype = options.loading().dtype
+            loaded = random_model(options.shape, options.layers, options.device, dtype, weights=weights)
+    from kvsearch.benchmark.speed import program_at
+    from kvsearch.models.architecture import describe
     from kvsearch.runtime import Program
 
     programs = {name: Program.from_plan(loaded.model, plan) for name, plan in plans.items()}
-    if options.size is not None:
-        programs |= _in_place_of_a_plan(options, loaded, options.size)
-    _check_length(loaded, max(options.lengths) + options.new_tokens)
+    size = options.size
+    if size is not None:
+        words = [options.policy, f"{100 * size.ratio:g}% evicted" if size.ratio else f"{size.budget} per head"]
+        if options.skewed:
+            words.append("skewed")
+        if options.phases != "prefill":
+            words.append(options.phases)
+        policy = create_policy(options.policy)
+        program = program_at(loaded.model, policy, size, phases_of(options.phases), options.skewed)
+        programs[", ".join(words)] = program
+    tokens = max(options.length) + options.new_tokens
+    limit = describe(loaded.model).max_positions
+    if limit and tokens > limit:
+        raise IncompatibleError(f"{loaded.name} takes {limit} tokens, not {tokens}: lower --length or --new-tokens")
     return loaded, programs
 
 
-def _model(options: BenchOptions, talk: Talk, *, weights: bool) -> LoadedModel:
-    if options.shape is None:
-        return options.load(str(options.model), talk)
-    from kvsearch.models.shapes import random_model
+def _largest(options: BenchOptions) -> Workload:
+    from kvsearch.benchmark.speed import Workload
 
-    dtype = options.loading().dtype
-    with talk.loading(options.shape):
-        return random_model(options.shape, options.layers, options.device, dtype, weights=weights)
+    return Workload(max(options.batch), max(options.length), options.new_tokens, options.rounds)
 
 
-def _required_memory(options: BenchOptions, loaded: LoadedModel, programs: dict[str, Program]) -> dict[str, Any]:
-    """Return what the caches of the largest workload take, and what is free; EnvironmentFault if that is less."""
-    from kvsearch.evaluation.speed import Workload, cache_bytes
-    from kvsearch.models.memory import free_bytes
-    from kvsearch.models.shapes import device_of
+def _required_memory(loaded: LoadedModel, programs: dict[str, Program], device: str, work: Workload) -> dict[str, Any]:
+    """Return what the caches of a workload take, and what is free; EnvironmentFault if that is less."""
+    from kvsearch.benchmark.speed import cache_bytes
 
-    work = Workload(max(options.batch), max(options.lengths), options.new_tokens, options.rounds)
     caches = cache_bytes(loaded.model, programs, work)
-    weights = sum(one.nbytes for one in loaded.model.parameters() if one.is_meta)  # that will be there, too
-    devices = {one.device for one in loaded.model.parameters() if not one.is_meta} or {device_of(options.device)}
-    free, needed = sum(map(free_bytes, devices)) - weights, sum(caches.values())
+    parameters = list(loaded.model.parameters())
+    weights = sum(tensor.nbytes for tensor in parameters if tensor.is_meta)  # that will be there, too
+    devices = {tensor.device for tensor in parameters if not tensor.is_meta} or {device_of(device)}
+    free = sum(map(free_bytes, devices)) - weights
+    needed = sum(caches.values())
     if needed > free:
         raise EnvironmentFault(
             f"the caches of batch {work.batch} at {work.length:,} tokens, all in memory at once, take "
@@ -212,20 +201,31 @@ def _required_memory(options: BenchOptions, loaded: LoadedModel, programs: dict[
     return {"bytes": caches, "needed_bytes": needed, "free_bytes": free}
 
 
-def _in_place_of_a_plan(options: BenchOptions, loaded: LoadedModel, size: Size) -> dict[str, Program]:
-    from kvsearch.evaluation.bench_programs import program_at
-    from kvsearch.plan import phases_of
-    from kvsearch.policies import create_policy
+def _with_capacities(
+    loaded: LoadedModel,
+    programs: dict[str, Program],
+    costs: list[CacheCosts],
+    prompts: list[Workload],
+    memory: int | None,
+    reporter: Reporter,
+) -> list[CacheCosts]:
+    """Return costs with the largest batch of each cache at each length; EnvironmentFault if none fits."""
+    from kvsearch.benchmark.capacity import PROBED, largest_batch
+    from kvsearch.benchmark.speed import cache_kinds
+    from kvsearch.runtime.attention import using
 
-    at = f"{size.budget} per head" if size.ratio is None else f"{100 * size.ratio:g}% evicted"
-    phases = phases_of(options.phases)
-    name = ", ".join([options.policy, at, *["skewed"] * options.skewed, *[options.phases] * (phases != ("prefill",))])
-    return {name: program_at(loaded.model, create_policy(options.policy), size, phases, options.skewed)}
-
-
-def _check_length(loaded: LoadedModel, tokens: int) -> None:
-    from kvsearch.models.architecture import describe
-
-    limit = describe(loaded.model).max_positions
-    if limit and tokens > limit:
-        raise IncompatibleError(f"{loaded.name} takes {limit} tokens, not {tokens}: lower --length or --new-tokens")
+    model = loaded.model
+    available = default_memory(model.device, gpu_share=GPU_SHARE) if memory is None else memory
+    kinds = [
+        (work, kind) for work in prompts for kind in cache_kinds(model, programs, work.length + work.steps + PROBED)
+    ]
+    capacities = {}
+    with reporter.progress("largest batches") as progress, using(model, model.config._attn_implementation):
+        for number, (work, kind) in enumerate(kinds, 1):
+            capacities[work.length, kind.name] = largest_batch(model, kind, work, available)
+            progress(number, len(kinds))
+    return [
+        replace(cost, largest_batch=batch, largest_tokens_per_second=rate)
+        for cost in costs
+        for batch, rate in [capacities[cost.length, cost.cache]]
+    ]

@@ -7,19 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from kvsearch.calibration.directory import HOW, calibrated_model
+from kvsearch.calibration.steps import calibration_content
 from kvsearch.config.options import Option, asked_by_name, one_of
-from kvsearch.errors import UsageError
-from kvsearch.jobs.groups import ASKED, Batching, Loading, WithTasks, WithWorkers
-from kvsearch.plan.protocol import Protocol, find_protocol
+from kvsearch.core.errors import UsageError
+from kvsearch.jobs.groups import ASKED, RATIO, Batching, Loading, WithTasks, WithWorkers
 from kvsearch.plan.saved import PROFILE
+from kvsearch.plan.schema import Protocol, find_protocol
 from kvsearch.runs.identity import CONFIG
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Settings
-    from kvsearch.jobs.talk import Talk
+    from kvsearch.jobs.reporter import Reporter
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Profile
+
+
+HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
 
 
 class OnSignals(WithTasks, Batching, WithWorkers):
@@ -36,7 +39,7 @@ class OnSignals(WithTasks, Batching, WithWorkers):
             "A hub id, a local directory, `bundled` or `bundled-redundant`.", metavar="MODEL", shown="as calibrated"
         ),
     ] = None
-    ratio: Annotated[float | None, Option("Share of the cache to evict, 0 to 1, in place of a budget.")] = None
+    ratio: Annotated[float | None, RATIO] = None
     protocol: Annotated[
         Protocol | None,
         asked_by_name(find_protocol),
@@ -51,19 +54,25 @@ class OnSignals(WithTasks, Batching, WithWorkers):
     @property
     def measured(self) -> str | None:
         """The name of the model; None where it cannot be told."""
-        return calibrated_model(self.directory).name if self.model is None else self.model
+        return _stated(self.directory, "model") if self.model is None else self.model
 
     def settings(self, profile: Profile) -> Settings:
         """Return how questions are asked: on contexts that nothing was fitted on, by default in its protocol."""
-        from kvsearch.plan.contexts import ContextRecord
+        from kvsearch.plan.origin import ContextRecord
         from kvsearch.signals.table import SignalTable
 
         asked = self.asking(self.protocol or find_protocol(SignalTable(profile).axes.protocol))
         return replace(asked, used=(profile.metadata.provenance.contexts or ContextRecord()).used)
 
-    def load_calibrated(self, profile: Profile, talk: Talk) -> LoadedModel:
+    def load_calibrated(self, profile: Profile, reporter: Reporter) -> LoadedModel:
         """Load the model that was calibrated; see the function of this name."""
-        return load_calibrated(self, self.directory, self.model, profile, talk)
+        return load_calibrated(self, self.directory, self.model, profile, reporter)
+
+
+def _stated(directory: Path, name: str) -> str | None:
+    """Return what the configuration of a calibration says of the model that was measured; None: nothing."""
+    value = calibration_content(directory).get(name)
+    return value if isinstance(value, str) else None
 
 
 def load_signals(directory: Path) -> Profile:
@@ -83,7 +92,9 @@ def load_signals(directory: Path) -> Profile:
     return SignalTable(load_profile(directory / PROFILE)).profile
 
 
-def load_calibrated(loading: Loading, directory: Path, model: str | None, profile: Profile, talk: Talk) -> LoadedModel:
+def load_calibrated(
+    loading: Loading, directory: Path, model: str | None, profile: Profile, reporter: Reporter
+) -> LoadedModel:
     """Load the model of a calibration, in the dtype and revision that were measured unless others are given.
 
     Raises:
@@ -91,14 +102,16 @@ def load_calibrated(loading: Loading, directory: Path, model: str | None, profil
         IncompatibleError: it is another model than the one that was measured.
         EnvironmentFault: it cannot be loaded here.
     """
-    known, instead = calibrated_model(directory), dict[str, Any]()
-    if loading.dtype == "auto" and known.dtype is not None:
-        instead["dtype"] = known.dtype
-    if loading.revision is None and model is None and known.revision is not None:
-        instead["revision"] = known.revision
-    name = known.name if model is None else model
+    instead: dict[str, Any] = {}
+    dtype = _stated(directory, "dtype")
+    revision = _stated(directory, "revision")
+    if loading.dtype == "auto" and dtype is not None:
+        instead["dtype"] = dtype
+    if loading.revision is None and model is None and revision is not None:
+        instead["revision"] = revision
+    name = _stated(directory, "model") if model is None else model
     if name is None:
         raise UsageError(f"{directory / CONFIG} does not say which model was calibrated: give --model")
-    loaded = loading.load(name, talk, **instead)
+    loaded = loading.load(name, reporter, **instead)
     profile.metadata.model.require(loaded.fingerprint, f"the profile in {directory}")
     return loaded

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from kvsearch.config.options import Option, Seeded
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import CACHE_FILE, check_output
 from kvsearch.jobs.groups import WithModel
+from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
-from kvsearch.jobs.talk import Talk
-from kvsearch.plan.files import CACHE_FILE, check_output
-
-if TYPE_CHECKING:
-    from kvsearch.plan import Plan
+from kvsearch.jobs.reporter import Reporter
+from kvsearch.models.loading import BUNDLED
+from kvsearch.plan import Plan
+from kvsearch.tasks.given import example_for, given_text
+from kvsearch.tasks.prompts import PromptFormat
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,6 @@ class CompressOptions(WithModel, Seeded):
 
     def read(self) -> tuple[Plan, str]:
         """Return plan and context; UsageError if a file is missing, or there is nothing to read."""
-        from kvsearch.jobs.plan_files import checked_plan
-        from kvsearch.models.loading import BUNDLED
-        from kvsearch.tasks.given import example_for, given_text
-
         check_output(self.output, self.force, CACHE_FILE)
         plan = checked_plan(self.plan)
         if self.context is not None:
@@ -65,14 +63,14 @@ class CompressOptions(WithModel, Seeded):
 
 
 @job(CompressOptions, dry=True)
-def dry_run(options: CompressOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
+def dry_run(options: CompressOptions, reporter: Reporter) -> dict[str, Any]:  # noqa: ARG001 - as others have it
     """Return what would be read and written, as JSON; UsageError if something is missing."""
     _, context = options.read()
     return {"context": context, "output": str(options.output)}
 
 
 @job(CompressOptions)
-def compress(options: CompressOptions, talk: Talk) -> SavedContext:
+def compress(options: CompressOptions, reporter: Reporter) -> SavedContext:
     """Read a context into the cache that a plan allows, and write that to a file: see `PlanCache.save`.
 
     `kvsearch generate --cache` and `PlanCache.load` answer from it with the tokens that follow without the detour.
@@ -84,9 +82,8 @@ def compress(options: CompressOptions, talk: Talk) -> SavedContext:
     """
     plan, context = options.read()  # what is wrong with them is told before anything large is imported
     from kvsearch.evaluation.answer import CompressedContext
-    from kvsearch.tasks.prompts import PromptFormat
 
-    loaded = options.load(options.model, talk)
+    loaded = options.load(options.model, reporter)
     ids = PromptFormat(loaded.tokenizer).context(context)
     held = CompressedContext.read(loaded, plan, ids, chunk=options.chunk)
     size = held.save(options.output, overwrite=options.force)

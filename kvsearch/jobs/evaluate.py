@@ -1,4 +1,4 @@
-"""kvsearch evaluate: methods and plans on the same samples, at the same number of entries."""
+"""kvsearch evaluate: methods and plans on the same samples, or a text, at the same number of entries."""
 
 from __future__ import annotations
 
@@ -11,23 +11,36 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from kvsearch.config.options import Option, Repeated
-from kvsearch.errors import UsageError
-from kvsearch.jobs.foretell import foretold
-from kvsearch.jobs.groups import ASKED, KEPT, PERPLEXITY, Asking, WithModel, WithTasks, WithWorkers
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import check_output, read_bytes
+from kvsearch.core.progress import Progress
+from kvsearch.evaluation.reply_store import ReplyStore, check_run, open_run
+from kvsearch.evaluation.samples import check_samples_file, write_samples
+from kvsearch.evaluation.values import LayerLoss
+from kvsearch.jobs.groups import ASKED, KEPT, Asking, WithModel, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
-from kvsearch.jobs.stages import FINISHED, going_on, on_interruption
-from kvsearch.jobs.talk import Talk
-from kvsearch.progress import Progress
+from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, going_on, on_interruption
+from kvsearch.report.evaluation import Columns, write_tables
+from kvsearch.report.table import check_table_file
+from kvsearch.results.evaluation import EvaluationResult
+from kvsearch.results.perplexity import PerplexityResult, TextPerplexity
+from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES, RunConfig
+from kvsearch.runs.run import Run, write_json
+from kvsearch.strategies.names import FULL
+from kvsearch.tasks.perplexity import PerplexityText
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Comparison, Evaluation
-    from kvsearch.evaluation.layer_loss import LayerLoss
-    from kvsearch.evaluation.reply_store import ReplyStore
-    from kvsearch.jobs.perplexity import MeasuredPerplexity
-    from kvsearch.report.evaluation import Columns
-    from kvsearch.strategies.request import Request
+    from kvsearch.strategies.compared import Request
     from kvsearch.tasks.base import Task
 
+PERPLEXITY = "ppl:"  # what a spec of tasks begins with that asks for the perplexity of a text
+CONTEXT = 1024  # tokens, of a text
+CONTINUATION = 128
+NOT_OF_TEXTS = (
+    "subject", "protocol", "max_length", "max_memory", "output", "force", "reuse", "samples_file", "table", "columns",
+    "losses",
+)  # fmt: skip
 COMPARED = "What is compared"
 
 
@@ -128,9 +141,9 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, Asking):
             recorded=False,
         ),
     ] = None
-    samples_file: Annotated[
-        Path | None, Option("Write every reply to this .csv or .parquet file.", panel=KEPT, recorded=False)
-    ] = None
+    samples_file: Annotated[Path | None, Option("Write every reply to this .csv file.", panel=KEPT, recorded=False)] = (
+        None
+    )
     table: Annotated[
         Path | None,
         Option(
@@ -141,7 +154,7 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, Asking):
         ),
     ] = None
     columns: Annotated[
-        str | None,
+        Columns | None,
         Option(
             "Columns of the tables: tasks (and means), categories (and averages) or averages.",
             panel=KEPT,
@@ -154,17 +167,16 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, Asking):
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """See `JobOptions.directories`."""
         return () if self.output is None else (self.output,)
 
     @property
-    def asks_perplexity(self) -> bool:
+    def is_of_text(self) -> bool:
         """Whether the perplexity of a text is asked for, and no replies."""
         return self.tasks is not None and self.tasks.startswith(PERPLEXITY)
 
     def request(self) -> Request:
         """Return what is compared, checked; see `read_request` for the errors."""
-        from kvsearch.strategies.request import read_request
+        from kvsearch.strategies.compared import read_request
 
         return read_request(
             self.plan, self.methods, self.budgets, self.ratios, self.phases, self.settings, self.baselines, self.subject
@@ -175,66 +187,50 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, Asking):
 
         A finished run that is repeated finds the files that it has written itself.
         """
-        from kvsearch.evaluation.reply_store import REPORT
-        from kvsearch.evaluation.samples import check_samples_file
-        from kvsearch.plan.files import check_output
-        from kvsearch.report.table import check_table_file
-
+        check_run(self.output, self.reuse)
+        if self.force and self.output is self.samples_file is self.table is None:
+            raise UsageError("--force is for --output, --table and --samples-file: there is nothing to replace")
         if self.samples_file is not None:
             check_samples_file(self.samples_file)
         if self.table is not None:
             check_table_file(self.table)
-        there = None if self.force or self.output is None else self.output
+        is_finished = self.output is not None and (self.output / REPORT).exists() and not self.force
         for path in (self.samples_file, self.table):
-            if path is None or (there is not None and (there / REPORT).exists()):
-                continue
-            if there is not None and there.exists() and path.exists():
-                raise UsageError(
-                    f"{path} exists: choose another file, or delete it; --force starts the run in {there} anew, too"
-                )
-            check_output(path, self.force)
-
-    def columns_of_tables(self) -> Columns | None:
-        """Return which columns tables have (None: what suits); UsageError if there are no such columns."""
-        from kvsearch.report.evaluation import find_columns
-
-        return None if self.columns is None else find_columns(self.columns)
+            if path is not None and not is_finished:
+                check_output(path, self.force)
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A finished evaluation, with the output losses of layers where they were measured."""
+    """A finished evaluation: its replies and summary, and the result that is written."""
 
     comparison: Comparison
-    losses: list[LayerLoss] | None
-    columns: Columns | None
+    result: EvaluationResult
 
     def as_json(self) -> dict[str, Any]:
         """Return everything that was found."""
-        from kvsearch.report.evaluation import as_json
-
-        return as_json(self.comparison, self.losses)
+        return self.result.as_json()
 
 
 @job(EvaluateOptions, dry=True)
-def dry_run(options: EvaluateOptions, talk: Talk) -> dict[str, Any]:
+def dry_run(options: EvaluateOptions, reporter: Reporter) -> dict[str, Any]:
     """Return what would be compared and asked, and how long that takes, as JSON; errors as `evaluate` before it asks.
 
     Perplexity is checked without the model.
     """
-    if options.asks_perplexity:
-        from kvsearch.jobs import perplexity
-
-        return perplexity.dry_run(options)
-    request, evaluation = _prepared(options, talk)
-    told = {"tasks": [task.task.name for task in evaluation.encoded], "protocol": options.protocol}
-    contexts = sum(task.coverage.contexts for task in evaluation.encoded)
-    count = {"contexts": contexts, "replies": evaluation.replies}
-    return {**told, **request.as_json(), **count, **foretold(evaluation.loaded, evaluation.work, talk)}
+    if options.is_of_text:
+        request, text, context, continuation = _read_text(options)
+        return {"text": text.name, "context": context, "continuation": continuation, **request.as_json()}
+    request, evaluation = _prepare(options, reporter)
+    return {
+        "tasks": [task.task.name for task in evaluation.encoded], "protocol": options.protocol, **request.as_json(),
+        "contexts": sum(task.coverage.contexts for task in evaluation.encoded), "replies": evaluation.replies,
+        **estimate_cost(evaluation.loaded, evaluation.work, reporter),
+    }  # fmt: skip
 
 
 @job(EvaluateOptions)
-def evaluate(options: EvaluateOptions, talk: Talk) -> Evaluated | MeasuredPerplexity:
+def evaluate(options: EvaluateOptions, reporter: Reporter) -> Evaluated | PerplexityResult:
     """Score methods or plans on the same questions as the full cache, all at the same size.
 
     With `output`, a run that is interrupted goes on where it stopped when the same call is repeated. Tasks "ppl:FILE"
@@ -245,138 +241,142 @@ def evaluate(options: EvaluateOptions, talk: Talk) -> Evaluated | MeasuredPerple
         UsageError: options that do not go together, or files that cannot be read or written.
         IncompatibleError: plans, profiles or questions do not fit the model.
     """
-    if options.asks_perplexity:
-        from kvsearch.jobs import perplexity
-
-        return perplexity.measure(options, talk)
-    from kvsearch.evaluation.reply_store import REPORT, WRITTEN
-    from kvsearch.runs.identity import CONFIG
-    from kvsearch.runs.sums import finish
-
-    was_finished = options.output is not None and not options.force and (options.output / REPORT).exists()
-    _, evaluation = _prepared(options, talk)
+    if options.is_of_text:
+        return _measure_text(options, reporter)
+    _, evaluation = _prepare(options, reporter)
+    directory = options.output
+    config = evaluation.config().with_options(options.recorded())
     tasks = [task.task for task in evaluation.encoded]
-    with _replies(evaluation, options, talk) as store, talk.progress("batches") as progress:
-        kept = 0 if store is None else store.count
+    with (
+        _open_replies(directory, config, options.force, options.reuse, evaluation.replies, reporter) as (run, store),
+        reporter.progress("batches") as progress,
+    ):
+        earlier = 0 if store is None else store.count
         comparison = evaluation.run(progress, store)
-        losses = _output_losses(evaluation, tasks, options, progress)
-        found = Evaluated(comparison, losses, options.columns_of_tables())
-        _write(found, options)
-        if options.output is not None:
-            finish(options.output, (CONFIG, *WRITTEN))
-        if was_finished and store is not None and store.count == kept:
-            talk.say(FINISHED)
-    return found
+        losses = _output_losses(evaluation, tasks, directory, options.losses, progress)
+        result = EvaluationResult.of(comparison, losses)
+        columns = options.columns or "tasks"
+        if directory is not None:
+            write_samples(comparison.samples, directory / SAMPLES)
+            write_tables(result, directory / TABLES, columns)
+            write_json(directory / REPORT, result.as_json())
+        if options.samples_file is not None:
+            write_samples(comparison.samples, options.samples_file, options.force)
+        if options.table is not None:
+            write_tables(result, options.table, columns, options.force)
+        if run is not None and store is not None:
+            run.finish()
+            if run.state == "finished" and store.count == earlier:
+                reporter.say(FINISHED)
+    return Evaluated(comparison, result)
 
 
-def _prepared(options: EvaluateOptions, talk: Talk) -> tuple[Request, Evaluation]:
+def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Evaluation]:
     """Return what is compared, and the evaluation with its model; warns of what makes it say little."""
-    from kvsearch.evaluation.check_evicts import idle_methods
+    for name in ("continuation", "stride"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name} is for --tasks ppl:FILE")
+    request = options.request()
+    options.check_files()
+    tasks = options.find_tasks(options.model, options.split)
     from kvsearch.evaluation.compare import prepare
+    from kvsearch.evaluation.totals import idle_methods
 
-    request, tasks = _checked(options)
-    loaded = options.load(options.model, talk)
+    loaded = options.load(options.model, reporter)
     evaluation = prepare(loaded, request.ready(loaded), request.subject, tasks, options.asking(options.protocol))
     for name, seen in evaluation.seen.items():
         if seen.warning is not None:
-            talk.warn(f"{name}: {seen.warning}")
+            reporter.warn(f"{name}: {seen.warning}")
     if idle := idle_methods(evaluation):
-        talk.warn(
+        reporter.warn(
             f"{', '.join(idle)}: nothing is evicted from any prompt, so this is the full cache: keep fewer entries"
         )
     return request, evaluation
 
 
-def _checked(options: EvaluateOptions) -> tuple[Request, list[Task]]:
-    """Return what is compared and what is asked, once all is checked that can be without a model."""
-    from kvsearch.evaluation.reply_store import check_run
-
-    for name in ("continuation", "stride"):
-        if getattr(options, name) is not None:
-            raise UsageError(f"--{name} is for --tasks ppl:FILE")
-    request = options.request()
-    check_run(options.output, options.reuse)
-    if options.force and options.output is options.samples_file is options.table is None:
-        raise UsageError("--force is for --output, --table and --samples-file: there is nothing to replace")
-    options.check_files()
-    options.columns_of_tables()
-    return request, options.find_tasks(options.model, options.split)
-
-
 @contextmanager
-def _replies(evaluation: Evaluation, options: EvaluateOptions, talk: Talk) -> Iterator[ReplyStore | None]:
-    """Open the replies of the run, if it is kept; see `going_on`."""
-    from kvsearch.evaluation.reply_store import open_run
-
-    if options.output is None:
-        with on_interruption(
-            talk, lambda: "nothing is kept without --output DIR, with which a run can go on where it stopped"
-        ):
-            yield None
+def _open_replies(
+    directory: Path | None, config: RunConfig, force: bool, reuse: Path | None, replies: int, reporter: Reporter
+) -> Iterator[tuple[Run, ReplyStore] | tuple[None, None]]:
+    """Open the run and its replies, if they are kept; see `going_on`."""
+    if directory is None:
+        unkept = "nothing is kept without --output DIR, with which a run can go on where it stopped"
+        with on_interruption(reporter, lambda: unkept):
+            yield None, None
         return
-    config = evaluation.config().with_options(options.recorded())
-    with (
-        open_run(options.output, config, options.force, options.reuse) as store,
-        going_on(options.output, store, evaluation.replies, talk),
-    ):
-        yield store
+    with open_run(directory, config, force, reuse) as (run, store), going_on(directory, store, replies, reporter):
+        yield run, store
 
 
 def _output_losses(
-    evaluation: Evaluation, tasks: list[Task], options: EvaluateOptions, progress: Progress
+    evaluation: Evaluation, tasks: list[Task], directory: Path | None, wanted: bool, progress: Progress
 ) -> list[LayerLoss] | None:
     """Return the output losses of all methods but the full cache, if they are wanted; a kept run measures them once."""
-    from kvsearch.evaluation.losses import measure_losses
-    from kvsearch.evaluation.reply_store import LOSSES
-    from kvsearch.runs.directory import write_json
-    from kvsearch.strategies.names import FULL
-
-    place = None if options.output is None else options.output / LOSSES
-    if place is not None and place.exists():
-        return _read_losses(place, evaluation)
-    if not options.losses:
+    file = None if directory is None else directory / LOSSES
+    if file is not None and file.exists():
+        return read_losses(file)
+    if not wanted:
         return None
-    how = evaluation.settings
-    programs = {one.label: one.program for one in evaluation.methods if one.name != FULL}
+    from kvsearch.evaluation.losses import measure_losses
+
+    settings = evaluation.settings
+    programs = {method.label: method.program for method in evaluation.methods if method.name != FULL}
     losses = measure_losses(
-        evaluation.loaded, programs, tasks, how.samples, how.seed, progress,
-        protocol=how.protocol, max_length=how.max_length,
+        evaluation.loaded, programs, tasks, settings.samples, settings.seed, progress,
+        protocol=settings.protocol, max_length=settings.max_length,
     )  # fmt: skip
-    if place is not None:
-        write_json(place, [asdict(row) for row in losses])
+    if file is not None:
+        write_json(file, list(map(asdict, losses)))
     return losses
 
 
-def _read_losses(path: Path, evaluation: Evaluation) -> list[LayerLoss]:
-    """Return the losses that a run has kept; UsageError if the file is damaged or of something else."""
-    from kvsearch.evaluation.layer_loss import LayerLoss
-    from kvsearch.plan.files import read_bytes
-    from kvsearch.strategies.names import FULL
-
-    remedy = "delete the file and give --losses to measure them again"
+def read_losses(path: Path) -> list[LayerLoss]:
+    """Return the losses that a run has kept; UsageError if the file is damaged."""
     try:
-        losses = TypeAdapter(list[LayerLoss]).validate_json(read_bytes(path), strict=True)
+        return TypeAdapter(list[LayerLoss]).validate_json(read_bytes(path), strict=True)
     except ValidationError as error:
-        raise UsageError(f"{path} is damaged ({error.errors()[0]['msg']}): {remedy}") from error
-    asked = {task.task.name for task in evaluation.encoded}, {one.label for one in evaluation.methods} - {FULL}
-    if ({row.task for row in losses}, {row.method for row in losses}) != asked:
-        raise UsageError(f"{path} is not of the tasks and methods of this run: {remedy}")
-    return losses
+        raise UsageError(
+            f"{path} is damaged ({error.errors()[0]['msg']}): delete it and give --losses to measure them again"
+        ) from error
 
 
-def _write(found: Evaluated, options: EvaluateOptions) -> None:
-    """Write what is to be kept: the results into the directory of the run, replies and tables into files."""
-    from kvsearch.evaluation.reply_store import REPORT, SAMPLES, TABLES
-    from kvsearch.evaluation.samples import write_samples
-    from kvsearch.report.evaluation import write_tables
-    from kvsearch.runs.directory import write_json
+# --- perplexity of a text ---------------------------------------------------------------------------------------------
 
-    result, columns = found.comparison, found.columns or "tasks"
-    if options.output is not None:
-        write_samples(result.samples, options.output / SAMPLES)
-        write_tables(result, options.output / TABLES, columns)
-        write_json(options.output / REPORT, found.as_json())
-    if options.samples_file is not None:
-        write_samples(result.samples, options.samples_file, options.force)
-    if options.table is not None:
-        write_tables(result, options.table, columns, options.force)
+
+def _read_text(options: EvaluateOptions) -> tuple[Request, PerplexityText, int, int]:
+    """Return what is compared, the text, and tokens of a context and of its continuation."""
+    others = [name for name in options.task_options(options.split).given if name != "lengths"]
+    unread = [name for name in NOT_OF_TEXTS if name in options.model_fields_set] + others
+    if unread:
+        raise UsageError(f"ppl:FILE takes no --{unread[0].replace('_', '-')}: it prints its result")
+    request = options.request()
+    lengths = options.length or (CONTEXT,)
+    if len(lengths) > 1:
+        raise UsageError("ppl:FILE takes one --length, the tokens of a context: measure one after the other")
+    text = PerplexityText.load(Path(str(options.tasks).removeprefix(PERPLEXITY)))
+    return request, text, lengths[0], options.continuation or CONTINUATION
+
+
+def _measure_text(options: EvaluateOptions, reporter: Reporter) -> PerplexityResult:
+    """Return the loss of `options.samples` windows of a text under every method."""
+    request, text, context, continuation = _read_text(options)
+    from kvsearch.evaluation.identity import environment
+    from kvsearch.evaluation.perplexity import measure_perplexity
+    from kvsearch.evaluation.totals import check_totals
+    from kvsearch.strategies.compared import different_settings
+
+    loaded = options.load(options.model, reporter)
+    methods = request.ready(loaded)
+    if remark := different_settings(methods):
+        reporter.say(remark)
+    check_totals(loaded, methods, [context + len(loaded.tokenizer("")["input_ids"])])
+    evicting = [method for method in methods if method.name != FULL]
+    with reporter.progress("batches") as progress:
+        perplexity = measure_perplexity(
+            loaded, {method.label: method.program for method in evicting}, text, context, continuation,
+            stride=options.stride, windows=options.samples, batch=options.batch, seed=options.seed, progress=progress,
+        )  # fmt: skip
+    return PerplexityResult(
+        phases=", ".join(sorted({method.phases for method in evicting})), batch=options.batch,
+        environment=environment(loaded), perplexity=TextPerplexity.of(perplexity),
+    )  # fmt: skip

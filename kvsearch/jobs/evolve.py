@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from kvsearch.config.options import Option, Params, Repeated, one_of, with_params
-from kvsearch.errors import UsageError
-from kvsearch.jobs.evolve_progress import watching
+from kvsearch.core.errors import UsageError
+from kvsearch.core.fields import Entries, Samples, refuse
+from kvsearch.core.limits import MOST_NUMBER
+from kvsearch.jobs.display import watching
 from kvsearch.jobs.following import evaluation, following
-from kvsearch.jobs.foretell import foretold
 from kvsearch.jobs.groups import (
     ASKED,
     BUDGET,
-    DEFAULT_TASKS,
-    TASKS,
+    TASKS_OPTION,
     Asking,
     Numbers,
     TaskDetails,
@@ -28,24 +28,34 @@ from kvsearch.jobs.groups import (
     WithWorkers,
     default_tasks,
 )
+from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
-from kvsearch.jobs.stages import FINISHED, kept_replies
-from kvsearch.jobs.talk import Talk
-from kvsearch.plan.fields import Entries, Samples, refuse
-from kvsearch.plan.limits import MOST_NUMBER
-from kvsearch.search.settings import WHAT, WORK, EvolveSettings, SearchLimits
+from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, kept_replies
+from kvsearch.plan import save_plan
+from kvsearch.plan.schema import PHASES
+from kvsearch.policies import create_policy
+from kvsearch.policies.fitted import fitted_policy
+from kvsearch.policies.registry import policy_of
+from kvsearch.report.search import decision, front_result, search_result, tables
+from kvsearch.runs.contexts import write_contexts
+from kvsearch.runs.identity import CONFIG, LEDGER, REPORT, RunConfig
+from kvsearch.runs.ledger import read_lines
+from kvsearch.runs.run import Run, require_same, run_in
+from kvsearch.search.names import FILES, FRONT, PLAN
+from kvsearch.search.settings import WHAT, EvolveSettings, SearchLimits
+from kvsearch.search.trials import TrialLog
+from kvsearch.tasks.catalog import find_tasks
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
-    from kvsearch.evaluation.plan_comparison import Keep, KeptStage
+    from kvsearch.evaluation.plan_comparison import OpenStage, StageStore
     from kvsearch.plan import Plan
     from kvsearch.policies import Policy
     from kvsearch.report.table import Table
-    from kvsearch.runs.identity import RunConfig
+    from kvsearch.results.search import AnySearch
+    from kvsearch.search.candidates import Executor
     from kvsearch.search.evolve import Evolved, PreparedSearch
-    from kvsearch.search.jobs import Executor
-    from kvsearch.search.ledger import SearchRun, Spent
-    from kvsearch.workers.cluster import RayWorkers
+    from kvsearch.search.trials import Spent
 
 LIMITS = "When to stop"
 DEFAULT_POLICY = "snapkv"
@@ -94,13 +104,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, TaskDetails, Asking, Evolve
     ] = Field(default_factory=dict)
     tasks: Annotated[
         str | None,
-        Option(
-            "KIND or KIND:NAME,NAME, several joined by +: synthetic, ruler, longbench, infinitebench, gsm8k, niah, "
-            "jsonl:FILE; see `kvsearch tasks`.",
-            metavar="SPEC",
-            panel=TASKS,
-            shown=DEFAULT_TASKS,
-        ),
+        TASKS_OPTION,
     ] = None
     samples: Annotated[Samples, Option("Contexts per task in each of the three splits.", panel=ASKED)] = 10
     max_evals: Annotated[int | None, Field(ge=1), Option("Different candidates.", panel=LIMITS)] = None
@@ -110,11 +114,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, TaskDetails, Asking, Evolve
     max_tokens: Annotated[
         int | None, Field(ge=1, le=MOST_NUMBER), Option("Tokens read under candidates.", panel=LIMITS)
     ] = None
-    job_timeout: Annotated[
-        float | None,
-        Option("Seconds after which the job of a Ray worker has failed.", panel=WORK, recorded=False),
-    ] = None
-    resume: Annotated[bool, Option("Go on with the run in the directory.", recorded=False)] = False
+    resume: Annotated[bool, Option("Does nothing: a search goes on by itself.", recorded=False)] = False
     method: Literal["evolkv"] = "evolkv"
 
     @model_validator(mode="after")
@@ -126,9 +126,8 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, TaskDetails, Asking, Evolve
     @classmethod
     def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """See `JobOptions.merged`; a size takes the place of sizes, parameters are added to those of the policy."""
-        for key, name in (("job", "together"), ("lambda", "lam")):
-            if key in stated:
-                stated[name] = stated.pop(key)
+        if "lambda" in stated:
+            stated["lam"] = stated.pop("lambda")
         stated = one_of(stated, given, ("budget", "budgets"))
         return with_params(stated, given, stated.get("policy") or DEFAULT_POLICY)
 
@@ -137,95 +136,109 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, TaskDetails, Asking, Evolve
         stated = "group_size" in self.model_fields_set
         return {key: value for key, value in super().recorded().items() if stated or key != "group_size"}
 
-    @classmethod
-    def _of_workers(cls) -> tuple[str, ...]:
-        """See `WithWorkers`."""
-        return (*super()._of_workers(), "job_timeout")
-
-    def ray_workers(self) -> RayWorkers | None:
-        """See `WithWorkers.ray_workers`."""
-        wanted = super().ray_workers()
-        return None if wanted is None else replace(wanted, job_timeout=self.job_timeout)
-
     @property
     def limits(self) -> SearchLimits:
         """Where the search stops."""
         return SearchLimits(self.max_evals, self.max_time, self.max_tokens)
+
+    @property
+    def settings(self) -> EvolveSettings:
+        """All that decides the result but sizes, questions and start plans; what was stated stays stated."""
+        stated = {name: getattr(self, name) for name in EvolveSettings.model_fields if name in self.model_fields_set}
+        return EvolveSettings.model_validate({**stated, "seed": self.seed, "protocol": self.protocol})
+
+    def config(self, searches: Sequence[PreparedSearch]) -> RunConfig:
+        """Return the configuration of searches that share their questions and a directory."""
+        workers = self.ray_workers()
+        execution = {"limits": asdict(self.limits), "workers": None if workers is None else asdict(workers)}
+        return RunConfig(
+            job="evolve", options=self.recorded(), content=describe_searches(searches), execution=execution
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Evolution:
     """A finished search: what was found at each budget, and what it took."""
 
-    options: EvolveOptions
     found: list[Evolved]
     spent: Spent
 
     @property
-    def is_front(self) -> bool:
-        """Whether several budgets were asked for."""
-        return self.options.budgets is not None
-
-    @property
     def plans(self) -> dict[int, Plan]:
         """The plan that was chosen, by budget."""
-        return {one.budget: one.choice.plan for one in self.found}
+        return {evolved.budget: evolved.choice.plan for evolved in self.found}
+
+    @property
+    def files(self) -> dict[int, str]:
+        """The names of the plan files, by budget."""
+        several = len(self.found) > 1
+        return {budget: f"plan-{budget}.json" if several else PLAN for budget in self.plans}
 
     def as_json(self) -> dict[str, Any]:
         """Return everything that was found."""
-        from kvsearch.report.search import as_json, front_as_json
+        return self.result.as_json()
 
-        return front_as_json(self.found, self.spent) if self.is_front else as_json(self.found[0], self.spent)
+    @property
+    def result(self) -> AnySearch:
+        """What is written of what was found."""
+        several = len(self.found) > 1
+        return front_result(self.found, self.spent) if several else search_result(self.found[0], self.spent)
 
     def tables(self) -> list[Table]:
         """Return what was found as tables."""
-        from kvsearch.report.files.search import read_search
-        from kvsearch.report.search import tables
+        return tables(self.result)
 
-        return tables(read_search(self.as_json(), self.options.output))
-
-    def remarks(self) -> Iterator[str]:
+    def remarks(self, options: EvolveOptions) -> Iterator[str]:
         """Say what was chosen and why, what it took, and where it was written."""
-        from kvsearch.report.search import decision
-        from kvsearch.search.ledger import FRONT, PLAN, REPORT
-
-        directory, spent = self.options.output, self.spent
-        first = directory / (f"plan-{self.found[0].budget}.json" if self.is_front else PLAN)
-        for one in self.found:
-            yield f"{f'{one.budget} entries per kv head: ' if self.is_front else ''}{decision(one)}"
+        directory = options.output
+        several = len(self.found) > 1
+        for evolved in self.found:
+            yield f"{f'{evolved.budget} entries per kv head: ' if several else ''}{decision(evolved)}"
+        spent = self.spent
         used = f"{spent.evaluations} candidates, {spent.tokens:,} tokens, {spent.seconds:.0f} s"
-        written = f"{directory / FRONT} and a plan for each budget"
-        yield f"{used}; wrote {written if self.is_front else f'{directory / PLAN} and {directory / REPORT}'}"
+        written = f"{directory / PLAN} and {directory / REPORT}"
+        if several:
+            written = f"{directory / FRONT} and a plan for each budget"
+        yield f"{used}; wrote {written}"
+        first = directory / next(iter(self.files.values()))
         yield following("show", first)
-        yield following(*evaluation(self.options, self.options.model, first, self.options.tasks))
+        yield following(*evaluation(options, options.model, first, options.tasks))
 
 
 @job(EvolveOptions, dry=True)
-def dry_run(options: EvolveOptions, talk: Talk) -> dict[str, Any]:
+def dry_run(options: EvolveOptions, reporter: Reporter) -> dict[str, Any]:
     """Return what would be searched, as JSON; errors as `evolve`, before anything is searched."""
-    searches = _prepared(_going_on(options), talk)
-    encoded = searches[0].encoded
-    questions = {name: sum(task.coverage.questions for task in split) for name, split in encoded.items()}
-    how = "stored prompts" if searches[0].base.in_prefill else "whole runs"
-    filtered = searches[0].settings.hard_below is not None
-    hard = {"replies_before_the_search": 2 * len(searches[0].samples)} if filtered else {}
+    searches = _prepare(options, reporter)
+    first = searches[0]
+    samples = len(first.samples)
     candidates = sum(search.most_candidates for search in searches)
     if options.max_evals is not None:
         candidates = min(candidates, options.max_evals)
-    talk.say(f"at most {candidates:,} candidates on {len(searches[0].samples)} questions")
-    estimate = foretold(searches[0].base.loaded, searches[0].work(candidates), talk)
-    told = {"questions": questions, "measured_by": how, "most_candidates": candidates, **estimate}
-    return {**_content(searches), **told, **hard, **_own_replies(searches[0])}
+    reporter.say(f"at most {candidates:,} candidates on {samples} questions")
+    content = {
+        **describe_searches(searches),
+        "questions": {name: sum(task.coverage.questions for task in tasks) for name, tasks in first.encoded.items()},
+        "measured_by": "stored prompts" if first.base.in_prefill else "whole runs",
+        "most_candidates": candidates,
+        **estimate_cost(first.base.loaded, first.work(candidates), reporter),
+    }
+    if first.settings.hard_below is not None:
+        content["replies_before_the_search"] = 2 * samples
+    if first.needs_replies:
+        content["own_replies"] = samples
+        content["own_reply_tokens"] = sum(sample.limit for sample in first.samples)
+    return content
 
 
 @job(EvolveOptions)
-def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
+def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
     """Search the budgets that serve a task best, at an exact total; a start plan is kept unless one found beats it.
 
     Searched on split train, chosen on split select, reported on split report, on contexts that no start plan was fitted
     or chosen on. What is found is written if its lead over the best start plan on split select is beyond chance, or
     with `parity` whatever it scores. Writes plan.json, report.json and a
-    ledger to the directory `output`; an interrupted search goes on with `resume`.
+    ledger to the directory `output`; the same call goes on with an interrupted search, and of a finished one it repeats
+    the result.
 
     Raises:
         UsageError: options, tasks and start plans that do not go together, or a directory that is in use.
@@ -233,158 +246,115 @@ def evolve(options: EvolveOptions, talk: Talk) -> Evolution:
             scores next to nothing.
         EnvironmentFault: Ray is missing, the disk is full, or more than half of a generation failed.
     """
-    from kvsearch.plan import save_plan
-    from kvsearch.runs.contexts import write_contexts
-    from kvsearch.runs.directory import CONFIG, write_json
-    from kvsearch.runs.sums import finish
-    from kvsearch.search.evolve import Evolved
-    from kvsearch.search.front import search_front
-    from kvsearch.search.ledger import FRONT, PLAN, REPORT, WRITTEN
+    from kvsearch.search.evolve import run_searches
 
-    options, was_finished = _going_on(options), _is_finished(options)
-    searches, limits = _prepared(options, talk), options.limits
-    if not options.resume:
-        with talk.progress("batches of the full cache") as progress:
+    limits = options.limits
+    searches = _prepare(options, reporter)
+    if options.force or not (options.output / CONFIG).exists():
+        with reporter.progress("batches of the full cache") as progress:
             searches[0].require_answers(progress)
-    searches = _on_hard_questions(searches, talk)
+    searches = _keep_hard_questions(searches, reporter)
     with (
-        opened(options, searches, talk) as (searches, executor, run),
-        watching(talk, run, limits, len(searches)) as watcher,
+        open_search(options, searches, FILES, reporter) as (searches, executor, run, log),
+        watching(reporter, log, limits, len(searches)) as watcher,
     ):
-        kept, keep = run.ledger.count, _keep(run.directory, talk)
+        lines_before = log.count
         write_contexts(run.directory, searches[0].hashes)
-        if options.budgets is not None:
-            found = search_front(searches, executor, run.ledger, limits, watcher, keep)
-            for one in found:
-                save_plan(one.choice.plan, run.directory / f"plan-{one.budget}.json", overwrite=True)
-        else:
-            (search,) = searches
-            outcome = search.search(executor, run.ledger, limits, watcher)
-            executor.close()  # its memory is for the replies now
-            choice = search.choose(outcome, keep)
-            save_plan(choice.plan, run.directory / PLAN, overwrite=True)
-            found = [Evolved(search, outcome, choice, search.report(choice, keep))]
-        result = Evolution(options, found, run.ledger.spent)
-        write_json(run.directory / (FRONT if result.is_front else REPORT), result.as_json())
-        finish(run.directory, (CONFIG, *WRITTEN, "*.safetensors"))
-        if was_finished and run.ledger.count == kept:
-            talk.say(FINISHED)
+        found = run_searches(searches, executor, log, limits, watcher, _stage_store(run.directory, reporter))
+        result = Evolution(found, log.spent)
+        for budget, plan in result.plans.items():
+            save_plan(plan, run.directory / result.files[budget], overwrite=True)
+        run.write(FRONT if len(found) > 1 else REPORT, result.as_json())
+        run.finish()
+        if run.state == "finished" and log.count == lines_before:
+            reporter.say(FINISHED)
         return result
 
 
-def configuration(options: EvolveOptions, searches: Sequence[PreparedSearch]) -> RunConfig:
-    """Return the configuration of searches that share their questions and a directory."""
-    from kvsearch.runs.identity import RunConfig
-
-    workers = options.ray_workers()
-    execution = {"limits": asdict(options.limits), "workers": None if workers is None else asdict(workers)}
-    return RunConfig(job="evolve", options=options.recorded(), content=_content(searches), execution=execution)
-
-
 @contextmanager
-def opened(
-    options: EvolveOptions, searches: tuple[PreparedSearch, ...], talk: Talk
-) -> Iterator[tuple[tuple[PreparedSearch, ...], Executor, SearchRun]]:
+def open_search(
+    options: EvolveOptions, searches: tuple[PreparedSearch, ...], files: Sequence[str], reporter: Reporter
+) -> Iterator[tuple[tuple[PreparedSearch, ...], Executor, Run, TrialLog]]:
     """Decide what is teacher-forced, read the prompts, and open the directory: all that comes before candidates.
 
+    `files` are patterns of what is written there, see `Run.open`.
+
     Raises:
-        UsageError: with `resume`, another search is in the directory; see also `open_search`.
+        UsageError: another search is in the directory; see also `Run.open`.
         EnvironmentFault, IncompatibleError: see `make_executor`.
     """
-    from kvsearch.search.ledger import open_search, require_same
-
-    if options.resume:
-        require_same(options.output, configuration(options, searches), unknown=SEARCHED)
-    searches = _answered(searches, talk)
-    config = configuration(options, searches)
-    if options.resume:
+    if not options.force:
+        require_same(options.output, options.config(searches), unknown=(SEARCHED,))
+    searches = _decide_answers(searches, reporter)
+    config = options.config(searches)
+    if not options.force:
         require_same(options.output, config)
     # who evaluates comes first: with --force the old run is gone only once the new one can begin
     with (
-        _executor(searches, options, talk) as executor,
-        open_search(options.output, config, options.resume, options.force) as run,
+        _make_executor(searches, options.workers, options.memory_bytes, reporter) as executor,
+        Run.open(options.output, config, force=options.force, files=files) as run,
+        run.open_ledger(TrialLog) as log,
     ):
-        yield searches, executor, run
+        yield searches, executor, run, log
 
 
-def _is_finished(options: EvolveOptions) -> bool:
-    """Tell whether the very search that is asked for is in its directory, finished."""
-    from kvsearch.search.ledger import is_repeated
-
-    return not options.force and is_repeated(options.output, options.recorded())
-
-
-def _going_on(options: EvolveOptions) -> EvolveOptions:
-    """Return the options, with `resume` where there is nothing to go on with: the search is finished."""
-    return options if options.resume or not _is_finished(options) else options.model_copy(update={"resume": True})
-
-
-def _prepared(options: EvolveOptions, talk: Talk) -> tuple[PreparedSearch, ...]:
+def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch, ...]:
     """Check all that can be checked without a model, then load it, and prepare a search for each budget."""
-    from kvsearch.calibration.fitted import fitted_policy
-    from kvsearch.plan.schema import PHASES
-    from kvsearch.policies import create_policy
-    from kvsearch.search.evolve import Splits, prepare_search
-    from kvsearch.search.front import prepare_front
-    from kvsearch.search.ledger import check_search
+    from kvsearch.search.evolve import Splits, prepare_searches
     from kvsearch.search.start_plans import Base
-    from kvsearch.tasks.catalog import find_tasks
 
-    if options.budget is None and not options.budgets:
+    budgets = (options.budgets or ()) if options.budget is None else (options.budget,)
+    if not budgets:
         raise UsageError("how many entries may a kv head keep on average? Give --budget, or several with --budgets")
-    options.ray_workers()  # told before anything is read
     spec = options.tasks or default_tasks(options.model)
     splits = Splits(*(find_tasks(spec, options.task_options(split)) for split in SPLITS))
-    asked = options.asking(options.protocol)
-    check_search(options.output, options.resume, options.force)
-    plans = _start_plans(options.start)
-    policies: list[Policy] = []
-    if options.space == "joint":
-        policies = _choices(options, plans)
-    elif options.policy is None and plans:
-        if options.params:
-            raise UsageError("--set is for a --policy: the policies of --start plans have their own parameters")
-        policy: Any = next(iter(plans.values()))
-    else:
-        name, fitted = fitted_policy(options.policy or DEFAULT_POLICY)
-        policy = create_policy(name, {**fitted, **options.params})
+    run_in(options.output, "evolve")
+    if not options.force and (options.output / LEDGER).exists():
+        list(read_lines(options.output / LEDGER, TrialLog.parse))  # a damaged one is told before a model is loaded
+    plans = _read_start_plans(options.start)
+    policies = _find_policies(options.space, options.policy, options.params, plans)
     for name, plan in plans.items():
         if plan.provenance.contexts is None or not plan.provenance.contexts.complete:
-            talk.warn(
+            reporter.warn(
                 f"start plan {name} does not say what it was fitted and chosen on, or not all of it: it may have seen "
                 "questions of this search"
             )
-    loaded = options.load(options.model, talk)
-    base = Base.choosing(loaded, policies) if policies else Base.of(loaded, policy, PHASES[options.phases])
-    if options.budget is not None:
-        return (prepare_search(base, options.budget, options, splits, asked, plans),)
-    return prepare_front(base, options.budgets or (), options, splits, asked, plans)
+    loaded = options.load(options.model, reporter)
+    if options.space == "joint":
+        base = Base.choosing(loaded, policies)
+    else:
+        base = Base.of(loaded, policies[0] if policies else next(iter(plans.values())), PHASES[options.phases])
+    asked = options.asking(options.protocol)
+    return prepare_searches(base, budgets, options.settings, splits, asked, plans)
 
 
-def _choices(options: EvolveOptions, plans: Mapping[str, Plan]) -> list[Policy]:
-    """Return the policies that a layer may have: those of the start plans, then those that are named."""
-    from kvsearch.calibration.fitted import fitted_policy
-    from kvsearch.policies import create_policy
-    from kvsearch.policies.registry import policy_of
+def _find_policies(space: str, names: str | None, params: Mapping[str, Any], plans: Mapping[str, Plan]) -> list[Policy]:
+    """Return the policy of all layers, or those that a layer may have; none where those of the start plan count."""
+    if space == "joint":
+        if not plans:
+            raise UsageError("space joint begins with the policies of a plan: give one with --start")
+        known = [policy_of(spec) for plan in plans.values() for spec in plan.policies]
+        named = [fitted_policy(name) for name in (names or "").split(",") if name]
+        return [*known, *(create_policy(name, {**fitted, **params}) for name, fitted in named)]
+    if names is None and plans:
+        if params:
+            raise UsageError("--set is for a --policy: the policies of --start plans have their own parameters")
+        return []
+    name, fitted = fitted_policy(names or DEFAULT_POLICY)
+    return [create_policy(name, {**fitted, **params})]
 
-    if not plans:
-        raise UsageError("space joint begins with the policies of a plan: give one with --start")
-    named = [fitted_policy(name) for name in (options.policy or "").split(",") if name]
-    known = [policy_of(spec) for plan in plans.values() for spec in plan.policies]
-    return [*known, *(create_policy(name, {**fitted, **options.params}) for name, fitted in named)]
 
-
-def _on_hard_questions(searches: tuple[PreparedSearch, ...], talk: Talk) -> tuple[PreparedSearch, ...]:
+def _keep_hard_questions(searches: tuple[PreparedSearch, ...], reporter: Reporter) -> tuple[PreparedSearch, ...]:
     """Leave the questions that are hard, if these alone are to be searched on."""
     from kvsearch.search.difficulty import with_hard_questions
 
     settings = searches[0].settings
     if settings.hard_below is None:
         return searches
-    with talk.progress("how hard questions are") as progress:
+    with reporter.progress("how hard questions are") as progress:
         searches, found = with_hard_questions(searches, progress)
     if found is not None:
-        talk.say(
+        reporter.say(
             f"searching on {len(found.kept)} of {found.asked} questions: the full cache answers {found.right} right, "
             f"{found.hard} of these score below {settings.hard_below:g} under even budgets of "
             f"{searches[0].budget} entries"
@@ -392,29 +362,21 @@ def _on_hard_questions(searches: tuple[PreparedSearch, ...], talk: Talk) -> tupl
     return searches
 
 
-def _answered(searches: Sequence[PreparedSearch], talk: Talk) -> tuple[PreparedSearch, ...]:
+def _decide_answers(searches: Sequence[PreparedSearch], reporter: Reporter) -> tuple[PreparedSearch, ...]:
     """Decide what is teacher-forced after the questions, which all searches share."""
     if not searches[0].needs_replies:
         return tuple(searches)
-    with talk.progress("own replies") as progress:
+    with reporter.progress("own replies") as progress:
         first = searches[0].answered(progress)
     found = first.answers or {}
     own = sum(answer.own for answer in found.values())
-    talk.say(f"the model's own reply is right and teacher-forced after {own} of {len(found)} questions, the right "
+    reporter.say(f"the model's own reply is right and teacher-forced after {own} of {len(found)} questions, the right "
              "answer after the others")  # fmt: skip
     return (first, *(replace(one, answers=found) for one in searches[1:]))
 
 
-def _own_replies(search: PreparedSearch) -> dict[str, int]:
-    """Return how many replies the model makes before the search, and how many tokens they have at most."""
-    if not search.needs_replies:
-        return {}
-    return {"own_replies": len(search.samples), "own_reply_tokens": sum(sample.limit for sample in search.samples)}
-
-
-def _start_plans(paths: Iterable[Path]) -> dict[str, Plan]:
+def _read_start_plans(paths: Iterable[Path]) -> dict[str, Plan]:
     """Read start plans, by the names of their files."""
-    from kvsearch.jobs.plan_files import checked_plan
     from kvsearch.search.start_plans import check_names
 
     check_names(path.stem for path in paths)
@@ -426,7 +388,7 @@ def _start_plans(paths: Iterable[Path]) -> dict[str, Plan]:
     return found
 
 
-def _content(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
+def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
     """Return all that decides the result, as JSON."""
     from kvsearch.evaluation.identity import environment, metric_of, rows_hash
 
@@ -444,27 +406,30 @@ def _content(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
     }
 
 
-def _executor(searches: Sequence[PreparedSearch], options: EvolveOptions, talk: Talk) -> Executor:
+def _make_executor(
+    searches: Sequence[PreparedSearch], workers: int | None, max_memory: int | None, reporter: Reporter
+) -> Executor:
     """Return who evaluates candidates, with the prompts read."""
     from kvsearch.search.workers import make_executor
 
     first = searches[0]
-    who = "" if options.workers is None else f" by each of {options.workers} workers"
+    who = "" if workers is None else f" by each of {workers} workers"
     if first.base.in_prefill:
-        talk.say(f"reading {len(first.samples)} questions once for all candidates{who}")
+        reporter.say(f"reading {len(first.samples)} questions once for all candidates{who}")
     else:
-        talk.say(f"every candidate is run whole on {len(first.samples)} questions{who}: budgets of the decode phase")
+        reporter.say(
+            f"every candidate is run whole on {len(first.samples)} questions{who}: budgets of the decode phase"
+        )
     cap = max(search.cap for search in searches)
-    with talk.progress("prompts") as progress:
-        return make_executor(first, cap, options.memory_bytes, progress)
+    with reporter.progress("prompts") as progress:
+        return make_executor(first, cap, max_memory, progress)
 
 
-def _keep(directory: Path, talk: Talk) -> Keep:
+def _stage_store(directory: Path, reporter: Reporter) -> StageStore:
     """Return what keeps the replies of choice and report in `directory`; those of other finalists are thrown away."""
 
-    def keep(stage: str, evaluation: Evaluation) -> KeptStage:
-        again = "give the same command with --resume to go on"
-        place, config = directory / stage, evaluation.config()
-        return kept_replies(place, config, evaluation.replies, True, talk, f"{stage}: batches", again)
+    def open_stage(stage: str, evaluation: Evaluation) -> OpenStage:
+        config = evaluation.config()
+        return kept_replies(directory / stage, config, evaluation.replies, True, reporter, f"{stage}: batches")
 
-    return keep
+    return open_stage

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from kvsearch.calibration.directory import profile_file
+from kvsearch.calibration.steps import profile_file
 from kvsearch.config.options import Option, Repeated
-from kvsearch.errors import UsageError
-from kvsearch.jobs.groups import BUDGET, Names
-from kvsearch.jobs.plan_files import PlanOptions, Sized
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
+from kvsearch.core.files import atomic_write
+from kvsearch.jobs.groups import BUDGET, RATIO, Loading, Names
+from kvsearch.jobs.plan import PlanOptions, Sized
 from kvsearch.jobs.public import job
-from kvsearch.jobs.talk import Talk
-from kvsearch.jobs.targets import PLAN, Targeted, upload, write_files
+from kvsearch.jobs.reporter import Reporter
+from kvsearch.runs.lock import locked
+from kvsearch.runs.run import finish, unfinish
 
 if TYPE_CHECKING:
-    from kvsearch.exporters.base import Exported
-    from kvsearch.plan import Plan, Profile, Size
+    from kvsearch.exporters.base import Exported, Inputs
+    from kvsearch.plan import ModelFingerprint, Plan, Profile, Size
     from kvsearch.strategies.from_signals import Strategy
+
+TOOLS_PANEL = "Other tools"
+
+
+PLAN = "plan"  # the target of every other kind of export: one plan file
+
 
 PANEL = "PolyKV"
 
@@ -29,7 +37,7 @@ def _is_given(value: object) -> bool:
     return value is not None and value is not False  # 0 is
 
 
-class ExportOptions(PlanOptions, Sized, Targeted):
+class ExportOptions(PlanOptions, Sized, Loading):
     """The profile, the size of the plan, how PolyKV's signals become one, and who it is for."""
 
     job: ClassVar[str] = "export"
@@ -45,7 +53,7 @@ class ExportOptions(PlanOptions, Sized, Targeted):
             repeated=True,
         ),
     ] = ()
-    ratio: Annotated[float | None, Option("Share of the cache to evict, 0 to 1.")] = None
+    ratio: Annotated[float | None, RATIO] = None
     budget: Annotated[int | None, Field(ge=1), replace(BUDGET, shown="polykv: that of the calibration")] = None
     length: Annotated[int | None, Field(ge=1), Option("Prompt length the integer budgets are for.")] = None
     route: Annotated[
@@ -53,7 +61,7 @@ class ExportOptions(PlanOptions, Sized, Targeted):
         Option(
             "What every layer chooses its pattern by: cosine, error, ppl or nll; none: --policy everywhere.",
             panel=PANEL,
-            shown="as calibrated, or the first that was measured",
+            shown="the first that was measured",
         ),
     ] = None
     budget_signal: Annotated[
@@ -62,15 +70,13 @@ class ExportOptions(PlanOptions, Sized, Targeted):
             "What shares the budget out between layers: uniform, entropy, ppl, error, cosine, nll or one of these "
             "with -chosen or -mean.",
             panel=PANEL,
-            shown="as calibrated, or uniform",
+            shown="uniform",
         ),
     ] = None
     phases: Annotated[
         str | None,
-        Option("When to evict: prefill, decode or both.", panel=PANEL, shown="as calibrated, or prefill"),
+        Option("When to evict: prefill, decode or both.", panel=PANEL, shown="prefill, if measured"),
     ] = None
-    inverse_route: Annotated[bool, Option("A control: the worst pattern.", panel=PANEL)] = False
-    inverse_budgets: Annotated[bool, Option("A control: least for the most sensitive.", panel=PANEL)] = False
     policy: Annotated[
         str | None,
         Option(
@@ -96,8 +102,73 @@ class ExportOptions(PlanOptions, Sized, Targeted):
     allow_harmful: Annotated[
         bool, Option("Use signals that `validate` judged harmful, or a table that loses to even budgets.")
     ] = False
+    to: Annotated[
+        str, Option("plan: a plan file; or a target of --list.", metavar="TARGET", panel=TOOLS_PANEL, recorded=False)
+    ] = PLAN
+    lossy: Annotated[
+        bool, Option("Write it though the target cannot express all of the plan.", panel=TOOLS_PANEL, recorded=False)
+    ] = False
+    model: Annotated[
+        str | None,
+        Option(
+            "The model, for targets that are told of its query heads or weights.", panel=TOOLS_PANEL, recorded=False
+        ),
+    ] = None
+    scores: Annotated[
+        Path | None,
+        Option(
+            "--to folder: directory of `evaluate -o` or `run` with what the plan scores, for its card.",
+            shown="the run that is exported",
+            panel=TOOLS_PANEL,
+            recorded=False,
+        ),
+    ] = None
+    push_to_hub: Annotated[
+        str | None,
+        Option(
+            "With --to folder: upload the folder to this repository of the hub, made private if it is new.",
+            metavar="USER/NAME",
+            panel=TOOLS_PANEL,
+            recorded=False,
+        ),
+    ] = None
 
-    def for_target(self, talk: Talk) -> Exported:
+    def inputs(self, model: ModelFingerprint, length: int | None, reporter: Reporter) -> Inputs:
+        """Return what the target is told besides a plan or profile of this `model`, which is loaded where it needs it.
+
+        Raises:
+            UsageError: there is no such target.
+            IncompatibleError: `--model` is another one.
+        """
+        from kvsearch.exporters import exporter_of
+        from kvsearch.exporters.base import Inputs
+
+        if self.model is None or not exporter_of(self.to).needs_model:
+            return Inputs(length)
+        from kvsearch.models.architecture import describe
+
+        loaded = self.load(self.model, reporter)
+        model.require(loaded.fingerprint, "what is exported")
+        return Inputs(length, describe(loaded.model), loaded.model)
+
+    def scores_of(self, plan: Plan, place: Path) -> str | None:
+        """Return what is known of the scores of a plan from `place`, where the target has a word for them.
+
+        Raises:
+            UsageError: `--scores` is for another target, or of another plan.
+        """
+        if self.to != "folder":
+            if self.scores is not None:
+                raise UsageError(f"--scores is for --to folder, and target {self.to} has no card")
+            return None
+        from kvsearch.report.artifacts import WHOLE_RUN
+        from kvsearch.report.plan_scores import plan_scores
+
+        of_run = place if place.is_dir() else place.parent
+        source = self.scores or (of_run if (of_run / WHOLE_RUN).exists() else None)
+        return None if source is None else plan_scores(source, plan)
+
+    def for_target(self, reporter: Reporter) -> Exported:
         """Make the files of the target, of a profile, of a plan, or of the plan that a profile gives; no file yet.
 
         Raises:
@@ -119,25 +190,29 @@ class ExportOptions(PlanOptions, Sized, Targeted):
             if of_plan:
                 raise UsageError(f"target {self.to} is made of a profile: give the directory of one")
             profile = load_profile(profile_file(path))
-            found = exporter.export(profile, self.inputs(profile.metadata.model, self.length, talk))
+            found = exporter.export(profile, self.inputs(profile.metadata.model, self.length, reporter))
         else:
             assert isinstance(exporter, PlanExporter)
-            plan = load_plan(path) if of_plan else self.make(talk)
-            inputs = self.inputs(plan.model, self.length, talk)
+            plan = load_plan(path) if of_plan else self.make(reporter)
+            inputs = self.inputs(plan.model, self.length, reporter)
             found = exporter.export(plan, replace(inputs, scores=self.scores_of(plan, path)))
-        self.refuse_loss(found)
+        if found.losses and not self.lossy:
+            raise IncompatibleError(
+                f"target {self.to} cannot express all of the plan: {'; '.join(found.describe())}; --lossy to write it "
+                "all the same"
+            )
         return found
 
-    def make(self, talk: Talk) -> Plan:
+    def make(self, reporter: Reporter) -> Plan:
         """Look the plan up in the profile, or follow its signals; warns of signals that were judged harmful."""
         from kvsearch.plan import load_profile
-        from kvsearch.strategies.from_profile import plan_from_profile
+        from kvsearch.strategies.build import plan_from_profile
 
         if self.to == PLAN:
             self.check_output()
         profile = load_profile(profile_file(self.profile))
         if profile.metadata.signals is not None and not self.join:
-            return self._of_signals(profile, talk)
+            return self._of_signals(profile, reporter)
         several = bool(self.join) or profile.metadata.policies is not None
         of_polykv = (
             (name, option)
@@ -151,21 +226,21 @@ class ExportOptions(PlanOptions, Sized, Targeted):
                 f"{profile.metadata.method}"
             )
         if several:
-            return self._joint(profile, talk)
-        from kvsearch.choose.table_check import harmful_table
+            return self._joint(profile, reporter)
+        from kvsearch.selection.table_check import harmful_table
 
         plan, pool = plan_from_profile(profile, self.size), self.size.pool(profile.metadata)
-        self._refuse_harmful(harmful_table(profile, 1 - pool.mean / pool.length), talk)
+        self._refuse_harmful(harmful_table(profile, 1 - pool.mean / pool.length), reporter)
         return plan
 
-    def _refuse_harmful(self, warning: str | None, talk: Talk) -> None:
+    def _refuse_harmful(self, warning: str | None, reporter: Reporter) -> None:
         """Raise the UsageError of what was judged harmful, if it is not allowed."""
         if warning is not None and not self.allow_harmful:
             raise UsageError(f"{warning}; --allow-harmful to write it all the same")
         if warning is not None:
-            talk.warn(warning)
+            reporter.warn(warning)
 
-    def _joint(self, profile: Profile, talk: Talk) -> Plan:
+    def _joint(self, profile: Profile, reporter: Reporter) -> Plan:
         """Choose a policy for every layer, and budgets."""
         from kvsearch.plan import load_profile
         from kvsearch.strategies.joint import joint_plan, policy_curves
@@ -174,15 +249,15 @@ class ExportOptions(PlanOptions, Sized, Targeted):
         if self.policy is not None:
             curves = curves.only([self.policy])
         elif seen := curves.fitted_here:
-            talk.warn(f"{', '.join(seen)}: fitted on contexts that the budgets are measured on, so it looks better "
+            reporter.warn(f"{', '.join(seen)}: fitted on contexts that the budgets are measured on, so it looks better "
                       "than it is: calibrate lukv on others, see --data and --tasks")  # fmt: skip
         found = joint_plan(curves, self.size)
-        talk.say(found.words)
+        reporter.say(found.words)
         return found.plan
 
-    def _of_signals(self, profile: Profile, talk: Talk) -> Plan:
+    def _of_signals(self, profile: Profile, reporter: Reporter) -> Plan:
         from kvsearch.budgets.plan_checks import check_plan
-        from kvsearch.choose import verdicts
+        from kvsearch.results import validation
         from kvsearch.strategies.from_signals import strategy_plan
 
         size = self.size_in(profile)
@@ -191,9 +266,9 @@ class ExportOptions(PlanOptions, Sized, Targeted):
         check_plan(plan, "the plan of this strategy")
         directory = self.profile if self.profile.is_dir() else self.profile.parent
         warning = None
-        if (directory / verdicts.FILE).exists():
-            warning = verdicts.harmful(directory, strategy, size.pool(profile.metadata).mean)
-        self._refuse_harmful(warning, talk)
+        if (directory / validation.FILE).exists():
+            warning = validation.harmful(directory, strategy, size.pool(profile.metadata).mean)
+        self._refuse_harmful(warning, reporter)
         return plan
 
     def size_in(self, profile: Profile) -> Size:
@@ -208,37 +283,27 @@ class ExportOptions(PlanOptions, Sized, Targeted):
         )
 
     def strategy(self, profile: Profile) -> Strategy:
-        """Return what was asked for, or else what the calibration was told, or else the defaults of a strategy."""
+        """Return what was asked for, or else the defaults of a strategy in what was measured."""
         from kvsearch.signals.table import SignalTable
         from kvsearch.strategies.from_signals import UNIFORM, Strategy
 
         table = SignalTable(profile)
-        route = next(iter(table.routes), "none")  # cosine, the paper's, where it was measured
-        asked: dict[str, Any] = {"route": route, "budget_signal": UNIFORM, "phases": "prefill"}
-        for source in (table.recorded, dict(self)):
-            asked |= {name: value for name in asked if isinstance(value := source.get(name), str)}
-        if self.least is not None and asked["budget_signal"] == UNIFORM:
+        route = self.route or next(iter(table.routes), "none")  # cosine, the paper's, where it was measured
+        if self.least is not None and self.budget_signal in (None, UNIFORM):
             raise UsageError("--least is for budgets by a signal: name a --budget-signal")
-        try:
-            return Strategy(
-                route=None if asked["route"] == "none" else asked["route"],
-                budgets=asked["budget_signal"],
-                phases=asked["phases"],
-                inverse_route=self.inverse_route,
-                inverse_budgets=self.inverse_budgets,
-                policy=self.policy,
-                exclude=self.exclude or (),
-                least=self.least,
-                full_layers=self.full_layers or 0,
-            )
-        except UsageError as error:
-            if any(_is_given(getattr(self, name)) for name in asked):
-                raise
-            raise UsageError(f"{self.profile}: what the calibration was told cannot be followed: {error}") from error
+        return Strategy(
+            route=None if route == "none" else route,
+            budgets=self.budget_signal or UNIFORM,
+            phases=self.phases or table.axes.phases[0],
+            policy=self.policy,
+            exclude=self.exclude or (),
+            least=self.least,
+            full_layers=self.full_layers or 0,
+        )
 
 
 @job(ExportOptions)
-def export(options: ExportOptions, talk: Talk) -> Plan:
+def export(options: ExportOptions, reporter: Reporter) -> Plan:
     """Write a plan that evicts a share of any prompt (`ratio`) or keeps so many entries (`budget`).
 
     Of several policies that were measured alike (`rivals` of the calibration, or `join`): every layer takes the policy
@@ -254,11 +319,11 @@ def export(options: ExportOptions, talk: Talk) -> Plan:
     """
     if options.to != PLAN:
         raise UsageError(f"export() writes plan files: call export_to() for target {options.to!r}")
-    return options.write(talk)
+    return options.write(reporter)
 
 
 @job(ExportOptions)
-def export_to(options: ExportOptions, talk: Talk) -> Exported:
+def export_to(options: ExportOptions, reporter: Reporter) -> Exported:
     """Write a plan, or what a profile knows, in the files of another tool (`to`), and return what that loses.
 
     Raises:
@@ -266,10 +331,53 @@ def export_to(options: ExportOptions, talk: Talk) -> Exported:
         IncompatibleError: the target cannot express all of it, and `lossy` is off.
         EnvironmentFault: a file cannot be written, or the hub does not take the folder.
     """
-    found = options.for_target(talk)
+    found = options.for_target(reporter)
     for line in found.describe():
-        talk.warn(f"lost: {line}")
+        reporter.warn(f"lost: {line}")
     write_files(found, options.output, options.force)
     if options.push_to_hub is not None:
-        talk.say(f"uploaded to {upload(options.output, options.push_to_hub)}")
+        reporter.say(f"uploaded to {upload(options.output, options.push_to_hub)}")
     return found
+
+
+def upload(path: Path, repository: str) -> str:
+    """Upload a folder to the Hugging Face hub, into a private repository if it is new; returns its address.
+
+    Raises:
+        EnvironmentFault: nobody is logged in, or the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    hub = HfApi(library_name="kvsearch")
+    try:
+        address = hub.create_repo(repository, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=repository, folder_path=path, commit_message="Plan made by kvsearch")
+    except Exception as error:  # of the hub, of its HTTP library, of the network
+        reason = " ".join(str(error).split())[:300]
+        raise EnvironmentFault(f"{path} is written, but cannot be uploaded to {repository}: {reason}") from error
+    return str(address)
+
+
+def write_files(found: Exported, path: Path, force: bool) -> None:
+    """Write the files of a target at `path`, or into the folder at `path`, with their checksums.
+
+    Raises:
+        UsageError: something is there already, and `force` is off, or it is a folder in place of a file or vice versa;
+            another process is writing to the folder.
+        EnvironmentFault: they cannot be written.
+    """
+    from kvsearch.exporters.base import SINGLE
+
+    if SINGLE in found.files:
+        atomic_write(path, found.files[SINGLE], overwrite=force)
+        return
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file, and the target is a folder: choose another path")
+    with locked(path):
+        taken = [name for name in found.files if (path / name).exists()]
+        if taken and not force:
+            raise UsageError(f"{path / taken[0]} exists: choose another folder, or --force to replace it")
+        unfinish(path, tuple(found.files))
+        for name, data in found.files.items():
+            atomic_write(path / name, data)
+        finish(path, tuple(found.files))

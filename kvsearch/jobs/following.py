@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvsearch.config.options import JobOptions
+from kvsearch.core.printed import command_line
 from kvsearch.jobs.groups import Asking, Loading, TaskDetails
-from kvsearch.printed import command_line
 
 
 def following(*words: object) -> str:

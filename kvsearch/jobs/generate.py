@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 from pydantic import Field
 
 from kvsearch.config.options import Option, Repeated, Seeded
-from kvsearch.errors import UsageError
-from kvsearch.jobs.foretell import foretold
+from kvsearch.core.errors import UsageError
 from kvsearch.jobs.groups import WithModel
+from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
-from kvsearch.jobs.talk import Talk
+from kvsearch.jobs.reporter import Reporter, estimate_cost
+from kvsearch.models.loading import BUNDLED
+from kvsearch.models.speed import Work
+from kvsearch.plan import Plan
+from kvsearch.tasks.given import example_for, given_text
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.answer import Reply
-    from kvsearch.models.loading import LoadedModel
-    from kvsearch.plan import Plan
 
 
 class Texts(NamedTuple):
@@ -52,9 +54,6 @@ class GenerateOptions(WithModel, Seeded):
 
     def read(self) -> Texts:
         """Return what is read and asked, and under which plan; UsageError if a file or a text is missing."""
-        from kvsearch.jobs.plan_files import checked_plan
-        from kvsearch.tasks.given import example_for, given_text
-
         if self.cache is not None and self.context is not None:
             raise UsageError("--cache holds a context already: leave --context out, or --cache")
         if self.cache is not None and self.chunk is not None:
@@ -64,8 +63,7 @@ class GenerateOptions(WithModel, Seeded):
         plan = None if self.plan is None else checked_plan(self.plan)
         prompts = [given_text(text) for text in self.prompt]
         if self.cache is not None:
-            from kvsearch.models.loading import BUNDLED
-            from kvsearch.runtime.cache_file import read_header
+            from kvsearch.runtime.store.cache_file import read_header
 
             read_header(self.cache)  # what is wrong with the file is told before a model is loaded
             if not prompts and self.model not in BUNDLED:
@@ -78,23 +76,23 @@ class GenerateOptions(WithModel, Seeded):
 
 
 @job(GenerateOptions, dry=True)
-def dry_run(options: GenerateOptions, talk: Talk) -> dict[str, Any]:
+def dry_run(options: GenerateOptions, reporter: Reporter) -> dict[str, Any]:
     """Return what would be read and asked, and how long that takes, as JSON; errors as `generate`."""
-    texts = options.read()
-    from kvsearch.models.speed import Work
+    plan, context, prompts, _ = options.read()
     from kvsearch.tasks.encode import counter
 
-    prompt = texts.prompts[0] if len(texts.prompts) == 1 else texts.prompts
-    source = {"context": texts.context} if options.cache is None else {"cache": str(options.cache)}
-    loaded = _loaded(options, texts.plan, talk)
-    count = counter(loaded.tokenizer)
-    asked = sum(map(count, texts.prompts)) + (count(texts.context) if options.cache is None else 0)
-    work = Work(1, asked, len(texts.prompts) * options.max_new_tokens)
-    return {**source, "prompt": prompt, **foretold(loaded, work, talk)}
+    source = {"context": context} if options.cache is None else {"cache": str(options.cache)}
+    loaded = options.load(options.model, reporter)
+    if plan is not None:
+        plan.model.require(loaded.fingerprint, f"the plan {options.plan}")
+    texts = prompts if options.cache is not None else [context, *prompts]
+    work = Work(1, sum(map(counter(loaded.tokenizer), texts)), len(prompts) * options.max_new_tokens)
+    prompt = prompts[0] if len(prompts) == 1 else prompts
+    return {**source, "prompt": prompt, **estimate_cost(loaded, work, reporter)}
 
 
 @job(GenerateOptions)
-def generate(options: GenerateOptions, talk: Talk) -> list[Reply]:
+def generate(options: GenerateOptions, reporter: Reporter) -> list[Reply]:
     """Read a context into the cache that a plan allows, or take it from a file, then answer each prompt (greedy).
 
     Raises:
@@ -102,23 +100,17 @@ def generate(options: GenerateOptions, talk: Talk) -> list[Reply]:
         IncompatibleError: the model and the plan, the file or the context do not fit.
     """
     plan, context, prompts, plain = options.read()  # what is wrong with them is told before anything large is imported
-    from kvsearch.evaluation.answer import answer, answer_from
+    from kvsearch.evaluation.answer import answer
 
-    loaded = _loaded(options, plan, talk)
-    rest = (prompts, plain, options.max_new_tokens)
-    if options.cache is not None:
-        return answer_from(loaded, options.cache, plan, *rest, exact=options.exact)
-    replies = answer(loaded, plan, context, *rest, exact=options.exact, chunk=options.chunk)
-    if plan is not None and replies[0].entries == replies[0].full_entries:
-        talk.warn(
+    loaded = options.load(options.model, reporter)
+    if plan is not None:
+        plan.model.require(loaded.fingerprint, f"the plan {options.plan}")
+    source = options.cache or context
+    replies = answer(
+        loaded, plan, source, prompts, plain, options.max_new_tokens, exact=options.exact, chunk=options.chunk
+    )
+    if options.cache is None and plan is not None and replies[0].entries == replies[0].full_entries:
+        reporter.warn(
             f"nothing was evicted: the plan {options.plan} keeps all {replies[0].context_tokens} tokens of this context"
         )
     return replies
-
-
-def _loaded(options: GenerateOptions, plan: Plan | None, talk: Talk) -> LoadedModel:
-    """Load the model; IncompatibleError if the plan is of another one."""
-    loaded = options.load(options.model, talk)
-    if plan is not None:
-        plan.model.require(loaded.fingerprint, f"the plan {options.plan}")
-    return loaded

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationInfo, model_validator
 
-from kvsearch.config.options import JobOptions, Option, Seeded, above_zero, asked_by_name
-from kvsearch.errors import UsageError
-from kvsearch.jobs.talk import Silent, Talk
-from kvsearch.models.loading import LoadOptions
-from kvsearch.plan.fields import Samples
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol, find_protocol
+from kvsearch.config.options import JobOptions, Option, Seeded, above_zero, asked_by_name, bytes_of
+from kvsearch.core.errors import UsageError
+from kvsearch.core.fields import Samples
+from kvsearch.jobs.reporter import Reporter, Silent
+from kvsearch.models import loading
+from kvsearch.models.loading import BUNDLED, LoadedModel, LoadOptions
+from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol, find_protocol
 from kvsearch.search.settings import WORK
+from kvsearch.tasks.base import Task
+from kvsearch.tasks.catalog import NO_QA, SYNTHETIC, TaskOptions, find_tasks
+from kvsearch.workers.cluster import RayWorkers, import_ray
+from kvsearch.workers.models import ModelWorkers
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Settings
-    from kvsearch.models.loading import LoadedModel
-    from kvsearch.tasks.base import Task
-    from kvsearch.tasks.catalog import TaskOptions
-    from kvsearch.workers.cluster import RayWorkers
-    from kvsearch.workers.models import ModelWorkers
 
 ASKED, KEPT, TASKS, LOADING = "How it is asked", "What is kept and shown", "Tasks", "The model"
-PhaseNames = Literal["prefill", "decode", "both"]
-GIGABYTE = 10**9
 DEFAULT_TASKS = "synthetic for the bundled models, ruler:no-qa for others"
-PERPLEXITY = "ppl:"  # what a spec of tasks begins with that asks for the perplexity of a text
 
 
 def _numbers(value: object) -> object:
@@ -55,6 +52,15 @@ Numbers = BeforeValidator(_numbers)
 WholeNumbers = Annotated[tuple[Annotated[int, Field(strict=True)], ...], Numbers]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 BUDGET = Option("Entries to keep per kv head, on average.")
+RATIO = Option("Share of the cache to evict, above 0 and below 1.")
+TASKS_OPTION = Option(
+    "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, synthetic:sparse, ruler, "
+    "ruler:no-qa, longbench, longbench:english, longbench:e, infinitebench, gsm8k, niah, jsonl:FILE; see "
+    "`kvsearch tasks`.",
+    metavar="SPEC",
+    panel=TASKS,
+    shown=DEFAULT_TASKS,
+)
 
 
 class Loading(JobOptions):
@@ -85,18 +91,14 @@ class Loading(JobOptions):
 
     def without_weights(self, name: str) -> Self:
         """Return the options with the shape of a model, which is all that is loaded: see `load_shape`."""
-        from kvsearch.models.loading import load_shape
+        return self if self._loaded is not None else self.with_model(loading.load_shape(name, self.loading()))
 
-        return self if self._loaded is not None else self.with_model(load_shape(name, self.loading()))
-
-    def load(self, name: str, talk: Talk | None = None, **instead: Any) -> LoadedModel:
+    def load(self, name: str, reporter: Reporter | None = None, **instead: Any) -> LoadedModel:
         """Load the model of that name as these options say, but for those given `instead`; errors: see `load`."""
-        from kvsearch.models.loading import load
-
         if self._loaded is not None:
             return cast("LoadedModel", self._loaded)
-        with (talk or Silent()).loading(name):
-            return load(name, replace(self.loading(), **instead))
+        with (reporter or Silent()).loading(name):
+            return loading.load(name, replace(self.loading(), **instead))
 
 
 class WithWorkers(Loading):
@@ -121,28 +123,18 @@ class WithWorkers(Loading):
 
     @model_validator(mode="after")
     def _workers_are_named(self) -> Self:
-        for name in self._of_workers():
-            if self.workers is None and getattr(self, name) is not None:
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag} is for Ray workers: say how many with --workers")
+        if self.workers is None and self.ray_address is not None:
+            raise UsageError("--ray-address is for Ray workers: say how many with --workers")
         return self
 
-    @classmethod
-    def _of_workers(cls) -> tuple[str, ...]:
-        """Name the options of workers."""
-        return ("ray_address",)
-
     def ray_workers(self) -> RayWorkers | None:
-        """Return the Ray workers that are asked for; UsageError if options of theirs are out of range."""
-        from kvsearch.workers.cluster import RayWorkers
-
+        """Return the Ray workers that are asked for."""
         return None if self.workers is None else RayWorkers(self.workers, address=self.ray_address)
 
     def without_work(self) -> Self:
-        """See `JobOptions.without_work`: nobody has to do it."""
-        return self.model_copy(update={"workers": None, **dict.fromkeys(self._of_workers())})
+        return self.model_copy(update={"workers": None, "ray_address": None})
 
-    def load(self, name: str, talk: Talk | None = None, **instead: Any) -> LoadedModel:
+    def load(self, name: str, reporter: Reporter | None = None, **instead: Any) -> LoadedModel:
         """See `Loading.load`; the workers load the model, too, when there is something to do.
 
         Raises:
@@ -150,17 +142,13 @@ class WithWorkers(Loading):
         """
         wanted = self.ray_workers() if self._loaded is None else None
         if wanted is None:
-            return super().load(name, talk, **instead)
-        from kvsearch.workers.cluster import import_ray
-        from kvsearch.workers.models import ModelWorkers
-
+            return super().load(name, reporter, **instead)
         import_ray()  # before a model is loaded
-        loaded = super().load(name, talk, **instead)
+        loaded = super().load(name, reporter, **instead)
         self._opened.append(ModelWorkers(loaded, replace(self.loading(), **instead), wanted))
         return replace(loaded, workers=self._opened[-1])
 
     def close(self) -> None:
-        """See `JobOptions.close`: the workers end."""
         while self._opened:
             self._opened.pop().close()
 
@@ -179,7 +167,6 @@ class WithRun(JobOptions):
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """See `JobOptions.directories`."""
         return (self.output,)
 
 
@@ -188,9 +175,6 @@ def default_tasks(model: str | None) -> str:
 
     Both are generated, so nothing is downloaded, and the latter is as long in the tokens of any model.
     """
-    from kvsearch.models.loading import BUNDLED
-    from kvsearch.tasks.entries import NO_QA, SYNTHETIC
-
     return SYNTHETIC if model in BUNDLED else NO_QA
 
 
@@ -240,10 +224,6 @@ class TaskDetails(JobOptions):
         ),
     ] = None
     shots: Annotated[int | None, Option("gsm8k: how many worked examples.", panel=TASKS, shown="4")] = None
-    shots_from: Annotated[
-        str | None,
-        Option("gsm8k: training rows to take them from, as --data.", panel=TASKS, shown="kvsearch's own"),
-    ] = None
     metric: Annotated[
         str | None,
         Option(
@@ -255,8 +235,6 @@ class TaskDetails(JobOptions):
 
     def task_options(self, split: str | None = None) -> TaskOptions:
         """Return what tasks are made with, of one split (None: the default of each)."""
-        from kvsearch.tasks.catalog import TaskOptions
-
         details = {name: getattr(self, name) for name in TaskDetails.model_fields if name != "length"}
         return TaskOptions(lengths=self.length, split=split, **details)
 
@@ -266,20 +244,11 @@ class WithTasks(TaskDetails):
 
     tasks: Annotated[
         str | None,
-        Option(
-            "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, synthetic:sparse, ruler, "
-            "ruler:no-qa, longbench, longbench:english, longbench:e, infinitebench, gsm8k, niah, jsonl:FILE; see "
-            "`kvsearch tasks`.",
-            metavar="SPEC",
-            panel=TASKS,
-            shown=DEFAULT_TASKS,
-        ),
+        TASKS_OPTION,
     ] = None
 
     def find_tasks(self, model: str | None, split: str | None = None) -> list[Task]:
         """Return the tasks for a model, of one split; see `kvsearch.tasks.catalog.find_tasks` for the errors."""
-        from kvsearch.tasks.catalog import find_tasks
-
         return find_tasks(self.tasks or default_tasks(model), self.task_options(split))
 
 
@@ -310,7 +279,7 @@ class Batches(Seeded):
     @property
     def memory_bytes(self) -> int | None:
         """`max_memory` in bytes."""
-        return None if self.max_memory is None else int(self.max_memory * GIGABYTE)
+        return bytes_of(self.max_memory)
 
 
 class Batching(Batches):

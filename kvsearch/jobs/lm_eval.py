@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -13,14 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from kvsearch.config.options import Option, Repeated, Seeded
+from kvsearch.core.files import atomic_write, check_output
 from kvsearch.jobs.groups import WithModel
-from kvsearch.jobs.plan_files import checked_plan
+from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
-from kvsearch.jobs.talk import Talk
+from kvsearch.jobs.reporter import Reporter
+from kvsearch.plan import Plan
 
 if TYPE_CHECKING:
     from kvsearch.lm_eval.tasks import TaskNames
-    from kvsearch.plan import Plan
 
 
 class LmEvalOptions(WithModel, Seeded):
@@ -51,38 +51,29 @@ class LmEvalOptions(WithModel, Seeded):
     force: Annotated[bool, Option("Replace the file of --log-samples.", recorded=False)] = False
 
 
-def prepare_harness(offline: bool, quiet: bool, verbose: int) -> None:
-    """Set what the harness and its packages read once, when they are imported."""
-    if offline:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-    if quiet or not sys.stderr.isatty():
-        os.environ["TQDM_DISABLE"] = "1"
-    logging.getLogger("lm_eval").setLevel(logging.WARNING if verbose else logging.ERROR)
-
-
 @job(LmEvalOptions, dry=True)
-def dry_run(options: LmEvalOptions, talk: Talk) -> dict[str, Any]:  # noqa: ARG001 - as others have it
+def dry_run(options: LmEvalOptions, reporter: Reporter) -> dict[str, Any]:  # noqa: ARG001 - as others have it
     """Return what would be run, as JSON; errors as `lm_eval` before a model is loaded."""
-    _, names = _checked(options)
+    _, names = _check(options)
     return {"tasks": list(names.names), "limit": options.limit, "num_fewshot": options.num_fewshot}
 
 
 @job(LmEvalOptions)
-def lm_eval(options: LmEvalOptions, talk: Talk) -> dict[str, Any]:
+def lm_eval(options: LmEvalOptions, reporter: Reporter) -> dict[str, Any]:
     """Run tasks of lm-evaluation-harness on the cache that a plan leaves, and return what the harness reports.
 
     Raises:
         UsageError: unknown tasks, a plan that cannot be used, or a file that cannot be written.
         EnvironmentFault: the extra `lm-eval` is missing.
     """
-    plan, names = _checked(options)
+    plan, names = _check(options)
     from kvsearch.lm_eval.tasks import evaluate_tasks
-    from kvsearch.plan.files import atomic_write
 
-    chosen = names.load()
-    with talk.progress("batches") as progress:
+    tasks = names.load()
+    loaded = options.load(options.model, reporter)
+    with reporter.progress("batches") as progress:
         results: dict[str, Any] = evaluate_tasks(
-            options.load(options.model, talk), plan, chosen, limit=options.limit, num_fewshot=options.num_fewshot,
+            loaded, plan, tasks, limit=options.limit, num_fewshot=options.num_fewshot,
             chat_template=options.apply_chat_template, samples=options.log_samples is not None, seed=options.seed,
             batch=options.batch, max_length=options.max_length, progress=progress,
         )  # fmt: skip
@@ -92,14 +83,15 @@ def lm_eval(options: LmEvalOptions, talk: Talk) -> dict[str, Any]:
         lines = (json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
         atomic_write(options.log_samples, "".join(lines).encode())
     for doubt in _doubts(results):
-        talk.warn(doubt)
+        reporter.warn(doubt)
     return results
 
 
-def _checked(options: LmEvalOptions) -> tuple[Plan, TaskNames]:
+def _check(options: LmEvalOptions) -> tuple[Plan, TaskNames]:
     """Return the plan and the names of the tasks, once all is checked that can be without a model."""
+    os.environ["TQDM_DISABLE"] = "1"  # read when the harness is imported: progress is shown here
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from kvsearch.lm_eval.tasks import TaskNames
-    from kvsearch.plan.files import check_output
 
     plan = checked_plan(options.plan)
     if options.log_samples is not None:

@@ -2,24 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
 from kvsearch.config.options import JobOptions, Option, Params
-from kvsearch.errors import UsageError
-from kvsearch.jobs.groups import WithModel
-from kvsearch.jobs.plan_files import PlanOptions, Sized, checked_plan
+from kvsearch.core.files import PLAN_FILE, check_output
+from kvsearch.jobs.groups import BUDGET, RATIO, WithModel
 from kvsearch.jobs.public import job
-from kvsearch.jobs.talk import Talk
+from kvsearch.jobs.reporter import Reporter
 
 if TYPE_CHECKING:
+    from kvsearch.budgets.allocator import Uniform
     from kvsearch.budgets.pyramidkv import Pyramid
-    from kvsearch.budgets.uniform import Uniform
-    from kvsearch.plan import PhasePlan, Plan
+    from kvsearch.plan import Plan, Size
     from kvsearch.policies import Policy
+
+
+class Sized(JobOptions):
+    """How much a plan keeps."""
+
+    ratio: Annotated[float | None, RATIO] = None
+    budget: Annotated[int | None, Field(ge=1), BUDGET] = None
+    length: Annotated[int | None, Field(ge=1), Option("Prompt length that a ratio's integer budgets are for.")] = None
+
+    @property
+    def size(self) -> Size:
+        """The size of the plan; UsageError if there is none, or two, or one out of range."""
+        from kvsearch.plan import Size
+
+        return Size(self.budget, self.ratio, self.length)
+
+
+class PlanOptions(JobOptions):
+    """Where a plan is written to."""
+
+    output: Annotated[Path, Option("The plan file.", short="-o", recorded=False)]
+    force: Annotated[bool, Option("Replace the plan file.", recorded=False)] = False
+
+    @abstractmethod
+    def make(self, reporter: Reporter) -> Plan:
+        """Make the plan, which is what a dry run does."""
+
+    def write(self, reporter: Reporter) -> Plan:
+        """Make the plan and write it; EnvironmentFault if it cannot be written."""
+        from kvsearch.plan import save_plan
+
+        plan = self.make(reporter)
+        save_plan(plan, self.output, overwrite=self.force)
+        return plan
+
+    def check_output(self) -> None:
+        """Raise UsageError if no plan can be written, found out before there is one."""
+        check_output(self.output, self.force, PLAN_FILE)
+
+    def checked(self, plan: Plan) -> Plan:
+        """Return the plan; UsageError if its parts do not fit together."""
+        from kvsearch.budgets.plan_checks import check_plan
+
+        check_plan(plan, f"the plan for {self.output}")
+        return plan
+
+
+def checked_plan(path: Path) -> Plan:
+    """Read a plan file and check its policies; what is wrong with the file is told before torch is loaded.
+
+    Raises:
+        UsageError: the file, a policy or a budget of it cannot be used.
+    """
+    from kvsearch.plan import load_plan
+
+    plan = load_plan(path)
+    from kvsearch.budgets.plan_checks import check_plan
+
+    check_plan(plan, str(path))
+    return plan
 
 
 class UniformOptions(PlanOptions, Sized, WithModel):
@@ -40,23 +99,23 @@ class UniformOptions(PlanOptions, Sized, WithModel):
         ),
     ] = "static"
 
-    def make(self, talk: Talk) -> Plan:
+    def make(self, reporter: Reporter) -> Plan:
         """Make the plan; what can be checked without a model is checked before one is loaded."""
-        from kvsearch.calibration.fitted import fitted_policy
         from kvsearch.plan import phases_of
         from kvsearch.policies import create_policy
-        from kvsearch.strategies.direct import check_request, direct_plan, parse_allocation
+        from kvsearch.policies.fitted import fitted_policy
+        from kvsearch.strategies.methods import check_request, direct_plan, parse_allocation
 
         name, fitted = fitted_policy(self.policy)
         policy, allocation = create_policy(name, {**fitted, **(self.settings or {})}), parse_allocation(self.allocation)
         phases, allocator, size = phases_of(self.phases), self.allocator(policy), self.size
         check_request(policy, size, allocation)
         self.check_output()
-        return self.checked(direct_plan(self.load(self.model, talk), policy, size, phases, allocator, allocation))
+        return self.checked(direct_plan(self.load(self.model, reporter), policy, size, phases, allocator, allocation))
 
     def allocator(self, policy: Policy) -> Uniform | Pyramid:  # noqa: ARG002 - as a pyramid has it
         """Return what shares the total out between layers and kv heads."""
-        from kvsearch.budgets.uniform import Uniform
+        from kvsearch.budgets.allocator import Uniform
 
         return Uniform()
 
@@ -87,7 +146,7 @@ class ScaleOptions(PlanOptions, Sized):
         int | None, Field(ge=1), Option("Prompt length the integer budgets are for.", shown="that of the plan")
     ] = None
 
-    def make(self, talk: Talk) -> Plan:  # noqa: ARG002
+    def make(self, reporter: Reporter) -> Plan:  # noqa: ARG002
         """Scale the plan."""
         from kvsearch.plan import scale
 
@@ -97,34 +156,19 @@ class ScaleOptions(PlanOptions, Sized):
 
 
 class ConvertOptions(PlanOptions):
-    """The plan or profile, and the prompts it is for."""
+    """The plan, and the prompts it is for."""
 
     job: ClassVar[str] = "plan convert"
 
-    plan: Annotated[Path, Option("A plan that scales with the prompt, or a profile with --ratio.", argument=True)]
+    plan: Annotated[Path, Option("A plan that scales with the prompt.", argument=True)]
     length: Annotated[int, Field(ge=1), Option("Prompt length, in tokens.")]
-    ratio: Annotated[float | None, Option("With a profile: share of the cache to evict.")] = None
 
-    def make(self, talk: Talk) -> Plan:  # noqa: ARG002
-        """Convert the plan, or that of the profile at the ratio."""
-        from kvsearch.plan import Size, convert, load_profile
-        from kvsearch.plan.saved import PROFILE
-        from kvsearch.strategies.from_profile import plan_from_profile
+    def make(self, reporter: Reporter) -> Plan:  # noqa: ARG002
+        """Convert the plan."""
+        from kvsearch.plan import convert
 
         self.check_output()
-        file = self.plan / PROFILE if self.plan.is_dir() else self.plan
-        if file.suffix == Path(PROFILE).suffix:
-            profile = load_profile(file)
-            if self.ratio is None:
-                raise UsageError(f"{file} is a profile: give the --ratio at which to make a plan of it")
-            plan = plan_from_profile(profile, Size(ratio=self.ratio))
-        else:
-            plan = checked_plan(file)
-            if self.ratio is not None:
-                raise UsageError(
-                    f"{file} is a plan, and --ratio is for profiles: give another ratio by `kvsearch plan scale`"
-                )
-        return self.checked(convert(plan, self.length))
+        return self.checked(convert(checked_plan(self.plan), self.length))
 
 
 class MergeOptions(PlanOptions):
@@ -135,7 +179,7 @@ class MergeOptions(PlanOptions):
     policies: Annotated[Path, Option("Take the policies of this plan.")]
     budgets: Annotated[Path, Option("Take the budgets of this plan, and all else.")]
 
-    def make(self, talk: Talk) -> Plan:  # noqa: ARG002
+    def make(self, reporter: Reporter) -> Plan:  # noqa: ARG002
         """Merge the plans."""
         from kvsearch.plan import merge
 
@@ -150,21 +194,14 @@ class BuildOptions(PlanOptions):
 
     strategy: Annotated[Path, Option("A YAML file as `plan yaml` writes it.", argument=True)]
 
-    def read(self) -> Plan:
+    def make(self, reporter: Reporter) -> Plan:  # noqa: ARG002
         """Read the YAML; UsageError if no plan can be written, or says all that is wrong with it."""
-        from kvsearch.plan.files import read_bytes
-        from kvsearch.plan.limits import MOST_YAML
+        from kvsearch.core.files import read_bytes
+        from kvsearch.core.limits import MOST_YAML
         from kvsearch.strategies.from_yaml import plan_from_yaml
 
         self.check_output()
-        return plan_from_yaml(read_bytes(self.strategy, MOST_YAML), str(self.strategy))
-
-    def make(self, talk: Talk) -> Plan:
-        """Read the YAML; warns of what is doubtful."""
-        plan = self.read()
-        for line in _disagreements(plan):
-            talk.warn(line)
-        return self.checked(plan)
+        return self.checked(plan_from_yaml(read_bytes(self.strategy, MOST_YAML), str(self.strategy)))
 
 
 class YamlOptions(JobOptions):
@@ -178,8 +215,8 @@ class YamlOptions(JobOptions):
 
     def make(self) -> str:
         """Return the text of the file; UsageError if it cannot be written."""
+        from kvsearch.core.files import STRATEGY_FILE, check_output
         from kvsearch.plan import load_plan
-        from kvsearch.plan.files import STRATEGY_FILE, check_output
         from kvsearch.plan.yaml import plan_to_yaml
 
         check_output(self.output, self.force, STRATEGY_FILE)
@@ -187,87 +224,51 @@ class YamlOptions(JobOptions):
 
 
 @job(UniformOptions)
-def uniform(options: UniformOptions, talk: Talk) -> Plan:
+def uniform(options: UniformOptions, reporter: Reporter) -> Plan:
     """Write a plan of one policy with the same budget for every layer and kv head.
 
     Raises:
         UsageError: an unknown policy or setting, a size that it does not allow, or a file that cannot be written.
         IncompatibleError: the model cannot be loaded.
     """
-    return options.write(talk)
+    return options.write(reporter)
 
 
 @job(PyramidOptions)
-def pyramid(options: PyramidOptions, talk: Talk) -> Plan:
+def pyramid(options: PyramidOptions, reporter: Reporter) -> Plan:
     """Write a plan of one policy with PyramidKV's budgets; errors as for `uniform`."""
-    return options.write(talk)
+    return options.write(reporter)
 
 
 @job(ScaleOptions)
-def scale(options: ScaleOptions, talk: Talk) -> Plan:
+def scale(options: ScaleOptions, reporter: Reporter) -> Plan:
     """Write a plan with the shape of another at another size; UsageError if it cannot be scaled to it."""
-    return options.write(talk)
+    return options.write(reporter)
 
 
 @job(ConvertOptions)
-def convert(options: ConvertOptions, talk: Talk) -> Plan:
-    """Write the entries that a plan made by a ratio keeps of prompts of one length.
-
-    Raises:
-        UsageError: the plan was not made by a ratio, or is a profile and no ratio is given.
-    """
-    return options.write(talk)
+def convert(options: ConvertOptions, reporter: Reporter) -> Plan:
+    """Write the entries that a plan of a ratio keeps of prompts of one length; UsageError if it is of none."""
+    return options.write(reporter)
 
 
 @job(MergeOptions)
-def merge(options: MergeOptions, talk: Talk) -> Plan:
+def merge(options: MergeOptions, reporter: Reporter) -> Plan:
     """Write a plan with the policies of one plan and the budgets of another; UsageError if they do not fit together."""
-    return options.write(talk)
+    return options.write(reporter)
 
 
 @job(BuildOptions)
-def build(options: BuildOptions, talk: Talk) -> Plan:
+def build(options: BuildOptions, reporter: Reporter) -> Plan:
     """Write the plan of a YAML file; UsageError says all that is wrong with it, with its lines."""
-    return options.write(talk)
+    return options.write(reporter)
 
 
 @job(YamlOptions)
-def yaml(options: YamlOptions, talk: Talk) -> str:  # noqa: ARG001
+def yaml(options: YamlOptions, reporter: Reporter) -> str:  # noqa: ARG001
     """Write a plan in YAML to read and edit, and return the text; UsageError if a file cannot be read or written."""
-    from kvsearch.plan.files import atomic_write
+    from kvsearch.core.files import atomic_write
 
     text = options.make()
     atomic_write(options.output, text.encode(), overwrite=options.force)
     return text
-
-
-def uncounted(plan: Plan) -> Iterator[str]:
-    """Say what no total counts, by phase."""
-    for name, part in _phases(plan):
-        if whole := len(part.layers) - len(part.planned_layers):
-            keep = "layer keeps its" if whole == 1 else "layers keep their"
-            yield f"{name}: {whole} {keep} full cache, which no total counts"
-
-
-def _disagreements(plan: Plan) -> Iterator[str]:
-    """Say where phases, budgets and length do not fit together, which may be meant."""
-    totals = {name: part.total for name, part in _phases(plan)}
-    if len(set(totals.values())) > 1:
-        yield (
-            f"prefill budgets add up to {totals['prefill']} entries, decode budgets to {totals['decode']}: the total "
-            "of the plan is that of prefill alone"
-        )
-    for name, part in _phases(plan):
-        kept = [(layer.policy.name, entries) for layer in part.layers if layer for entries in layer.budget]
-        above = sum(plan.length is not None and entries > plan.length for _, entries in kept)
-        if above:
-            yield (
-                f"{name}: {above} budgets are above the length of {plan.length} tokens, so the total counts more than "
-                "there is to keep"
-            )
-        if plan.length is None and any(policy == "full" for policy, _ in kept):
-            yield f"{name}: policy full keeps a whole prompt, whatever its budget counts: give a length to check it by"
-
-
-def _phases(plan: Plan) -> list[tuple[str, PhasePlan]]:
-    return [(name, part) for name in ("prefill", "decode") if (part := getattr(plan, name)) is not None]

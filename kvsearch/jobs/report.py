@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 
 from kvsearch.config.options import JobOptions, Option, Repeated
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import atomic_write, check_target, read_bytes
 from kvsearch.jobs.public import job
-from kvsearch.jobs.talk import Talk
-from kvsearch.plan.files import atomic_write, check_target, read_bytes
+from kvsearch.jobs.reporter import Reporter
 
 if TYPE_CHECKING:
-    from kvsearch.report.page.page import Group
+    from kvsearch.report.page.page import ModelGroup
 
 
 class ReportOptions(JobOptions):
@@ -33,16 +33,13 @@ class ReportOptions(JobOptions):
     output: Annotated[Path, Option("The HTML file.", short="-o", recorded=False)] = Path("report.html")
     figures: Annotated[
         Path | None,
-        Option(
-            "A directory to write every figure to as PDF, PNG and CSV, too (needs the extra `report`).", recorded=False
-        ),
+        Option("A directory to write every figure to as PDF, PNG and CSV, too.", recorded=False),
     ] = None
     title: Annotated[str, Option("The heading of the page.")] = "kvsearch report"
     force: Annotated[bool, Option("Replace a file that is no report of kvsearch.", recorded=False)] = False
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """See `JobOptions.directories`."""
         return () if self.figures is None else (self.figures,)
 
     def check_output(self) -> None:
@@ -59,7 +56,7 @@ class Report:
     """What was written: a page of so many `bytes`, and the files of its figures."""
 
     output: Path
-    groups: list[Group]
+    groups: list[ModelGroup]
     bytes: int
     files: list[Path]
 
@@ -69,16 +66,16 @@ class Report:
 
 
 @job(ReportOptions)
-def write_report(options: ReportOptions, talk: Talk) -> Report:  # noqa: ARG001 - there is nothing to say meanwhile
+def write_report(options: ReportOptions, reporter: Reporter) -> Report:  # noqa: ARG001 - there is nothing to say meanwhile
     """Write one HTML page about runs of any kind, grouped by their models; what is unfinished shows what is there.
 
     Raises:
         UsageError: nothing can be read at one of the paths, or the file is something else than a report.
-        EnvironmentFault: a file cannot be written, or figures are asked for without the extra `report`.
+        EnvironmentFault: a file cannot be written.
     """
+    from kvsearch.report.artifacts import open_path
     from kvsearch.report.page.page import render
     from kvsearch.report.page.sheets import about, groups_of
-    from kvsearch.report.reader import open_path
 
     options.check_output()
     if options.figures is not None:
@@ -92,7 +89,7 @@ def write_report(options: ReportOptions, talk: Talk) -> Report:  # noqa: ARG001 
     return Report(options.output, groups, len(page), files)
 
 
-def _write_figures(groups: list[Group], directory: Path) -> list[Path]:
+def _write_figures(groups: list[ModelGroup], directory: Path) -> list[Path]:
     """Write all figures; of several runs those of each in a folder of its own."""
     from kvsearch.report.figures.draw import write_figures
 

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from kvsearch.config.options import Option
-from kvsearch.errors import UsageError
-from kvsearch.jobs.following import following
-from kvsearch.jobs.groups import ASKED, BUDGET, TASKS, Batches, Numbers, WithTasks, WithWorkers
+from kvsearch.core.canonical import canonical_json
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.fields import Entries, Samples
+from kvsearch.core.files import atomic_write
+from kvsearch.jobs.display import overall
+from kvsearch.jobs.groups import ASKED, BUDGET, TASKS, Batches, Loading, Numbers, TaskDetails, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reproduce_cost import told, work
-from kvsearch.jobs.reproduce_stages import Stages, options_read
-from kvsearch.jobs.run_progress import overall
-from kvsearch.jobs.stages import FINISHED, on_interruption
-from kvsearch.jobs.talk import Talk
-from kvsearch.papers.catalog import find_table, model_of
-from kvsearch.papers.table import Ask, PaperTable, Scale
-from kvsearch.plan.fields import Entries, Samples
-
-if TYPE_CHECKING:
-    from kvsearch.report.reproduced import Reproduced
-    from kvsearch.report.table import Table
+from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption
+from kvsearch.models.loading import BUNDLED, LoadedModel
+from kvsearch.papers.tables import ASKING, STAGES, Ask, PaperTable, Scale, Stage, StageJob, find_table, model_of
+from kvsearch.plan.saved import PROFILE
+from kvsearch.report.artifacts import open_path
+from kvsearch.report.paper_table import FinishedStage, reproduced
+from kvsearch.report.reproduced import Reproduced
+from kvsearch.report.table import latex, markdown
+from kvsearch.runs.lock import require_lock
+from kvsearch.runs.run import finish, unfinish
+from kvsearch.tasks.base import Task
+from kvsearch.tasks.catalog import TaskOptions, find_entries, find_tasks
 
 RUNS = Path("runs") / "reproduce"
 FORMS = ".json", ".csv", ".md", ".tex"
+PLAN, REPORT, SELECTION, VALIDATION = "plan.json", "report.json", "selection.json", "validation/validation.json"
+DECIDING = ("model", "seed", "max_length", "dtype", "revision")  # what every stage depends on
+MADE: frozenset[StageJob] = frozenset({"export", "scale"})  # a file, made in a moment
+KEPT: frozenset[StageJob] = frozenset({"evolve", "select"})  # what is finished is not run again
+
+
+# what a stage has found, by its job: a file in its directory
+RESULTS: Mapping[StageJob, str] = {
+    "calibrate": PROFILE, "evolve": PLAN, "select": SELECTION, "validate": VALIDATION, "evaluate": REPORT,
+}  # fmt: skip
+LAST = {**RESULTS, "evolve": REPORT}  # the last file that it writes
 
 
 class ReproduceOptions(WithTasks, WithWorkers, Batches):
@@ -73,38 +90,35 @@ class ReproduceOptions(WithTasks, WithWorkers, Batches):
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """See `JobOptions.directories`."""
         return (self.place,) if self.model else ()
 
     @property
     def is_short(self) -> bool:
         """Whether the table has its short form: that is for the bundled models."""
-        from kvsearch.models.loading import BUNDLED
-
         return self.model in BUNDLED
 
     def chosen_table(self) -> PaperTable:
         """Return the table; UsageError if there is none of that name, or no model."""
         if not self.table:
             raise UsageError("which table? Give its name and a model; kvsearch reproduce --list names all")
-        found = find_table(self.table)
+        table = find_table(self.table)
         if not self.model:
             raise UsageError(
-                f"{found.name} of which model? Give a hub id, a local directory or bundled; --list says all of it"
+                f"{table.name} of which model? Give a hub id, a local directory or bundled; --list says all of it"
             )
-        return found
+        return table
 
     def scale(self, table: PaperTable) -> Scale:
         """Return how much is asked: as the table has it for this model, but for what was given."""
         scale = table.bundled if self.is_short else table.paper
-        asks, searches = self._asks(scale.asks), self._asks(scale.searches, search=True)
+        scale = replace(scale, asks=self._asks(scale.asks), searches=self._asks(scale.searches, search=True))
         if self.budgets is None:
-            return replace(scale, asks=asks, searches=searches)
+            return scale
         if not scale.budgets:
             raise UsageError(f"{table.name} evicts shares of the prompts: leave --budgets out")
         if len(self.budgets) != len(scale.budgets) and len(scale.budgets) == 1:
             raise UsageError(f"{table.name} has one budget: give one with --budgets")
-        return replace(scale, asks=asks, searches=searches, budgets=tuple(sorted(self.budgets)))
+        return replace(scale, budgets=tuple(sorted(self.budgets)))
 
     def _asks(self, asks: Sequence[Ask], search: bool = False) -> tuple[Ask, ...]:
         """Return what is asked in place of `asks`, each once; a search keeps its own number of samples."""
@@ -115,54 +129,262 @@ class ReproduceOptions(WithTasks, WithWorkers, Batches):
             given |= {"length": self.length}
         if self.samples is not None and not search:
             given |= {"samples": self.samples}
-        return tuple(dict.fromkeys(self._fitting(ask, given) for ask in asks))
-
-    def _fitting(self, ask: Ask, given: Mapping[str, Any]) -> Ask:
-        """Return what is asked with what was given of it; a length only where tasks have one."""
-        changed = replace(ask, **given)
-        return changed if "length" in options_read(changed.tasks) else replace(changed, length=())
+        changed = [replace(ask, **given) for ask in asks]
+        has_length = ["length" in options_read(ask.tasks) for ask in changed]
+        fitting = [ask if has else replace(ask, length=()) for ask, has in zip(changed, has_length, strict=True)]
+        return tuple(dict.fromkeys(fitting))
 
 
-@dataclass(frozen=True, eq=False)
-class Reproduction:
-    """A table that was made again, and the files that it is in."""
+def options_read(spec: str) -> set[str]:
+    """Return which options the tasks of a spec read, by the names of fields; UsageError for an unknown task."""
+    return {"length" if option == "lengths" else option for entry in find_entries(spec) for option in entry.reads}
 
-    options: ReproduceOptions
-    found: Reproduced
-    files: tuple[Path, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return all of it."""
-        return self.found.as_json()
+# --- stages -----------------------------------------------------------------------------------------------------------
 
-    def tables(self) -> list[Table]:
-        """Return it as tables, more than one where its blocks have nothing in common."""
-        return self.found.tables()
 
-    def remarks(self) -> Iterator[str]:
-        """Say where it is, and how it is shown again."""
-        yield f"wrote {', '.join(map(str, self.files))}"
-        yield following("show", self.files[0])
+class Stages:
+    """The stages of a table on one model, in their order, each run by the job that it names and kept by its options.
+
+    `finished` are those that were run; `impossible` says why the model has none of a stage, by its name.
+
+    Raises:
+        UsageError: unknown tasks, or details of tasks that none of the stages reads.
+    """
+
+    def __init__(self, options: ReproduceOptions, stages: Sequence[Stage]) -> None:
+        self.options = options
+        self.all = tuple(stages)
+        self.keys: dict[str, str] = {}
+        self.finished: list[FinishedStage] = []
+        self.impossible: dict[str, str] = {}
+        for stage in self.all:
+            self.keys[stage.name] = self._key(stage)
+        read = {option for stage in self.asking for option in options_read(stage.options["tasks"])}
+        for stage in self.asking:
+            self.tasks_of(stage)
+        for name in TaskDetails.model_fields:
+            if getattr(options, name) is not None and name not in read:
+                raise UsageError(f"--{name.replace('_', '-')}: no task of {options.table} reads it, leave it out")
+
+    @property
+    def asking(self) -> list[Stage]:
+        """The stages that ask tasks."""
+        return [stage for stage in self.all if stage.job in ASKING]
+
+    def tasks_of(self, stage: Stage) -> list[Task]:
+        """Return what a stage asks: of its split, or of one where it has several."""
+        options = stage.options
+        made_of = TaskOptions(options.get("length"), options.get("split"), **self._details(stage))
+        return find_tasks(options["tasks"], made_of)
+
+    def _details(self, stage: Stage) -> dict[str, Any]:
+        """Return the options but lengths that say what tasks are made of, those that these tasks read."""
+        read = options_read(stage.options["tasks"]) - {"length"}
+        given = {name: getattr(self.options, name) for name in TaskDetails.model_fields if name in read}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def require_data(self, loaded: LoadedModel) -> None:
+        """Find out before the first stage whether the rows of all tasks are here: a context of each is read."""
+        from kvsearch.tasks.encode import counter
+
+        for task in (task for stage in self.asking for task in self.tasks_of(stage)):
+            task.examples(1, self.options.seed, counter(loaded.tokenizer))
+
+    def _key(self, stage: Stage) -> str:
+        """Return a short hash of all that a stage is asked for, those before it included."""
+        content = {
+            "job": stage.job, "options": _filled(stage.options, self.keys),
+            "methods": _filled(stage.methods, self.keys),
+            "details": self._details(stage) if stage.job in ASKING else {},
+            **{name: getattr(self.options, name) for name in DECIDING},
+        }  # fmt: skip
+        return sha256(canonical_json(json.loads(json.dumps(content, default=str)))).hexdigest()[:8]
+
+    # --- where they are kept ------------------------------------------------------------------------------------------
+
+    def place(self, stage: Stage) -> Path:
+        """Return the directory of a stage, or its file; a validation is kept with its calibration."""
+        if stage.job in MADE:
+            return self.plan_file(stage)
+        name = "polykv" if stage.job == "validate" else stage.name
+        return self.options.place / STAGES / f"{name}-{self.keys[name]}"
+
+    def plan_file(self, stage: Stage) -> Path:
+        """Return the file of a plan that has the name of its stage, by which an evaluation calls it."""
+        return self.options.place / "plans" / self.keys[stage.name] / f"{stage.name}.json"
+
+    def output(self, stage: Stage) -> Path:
+        """Return what a stage gives to later ones: the directory of a profile, or a plan."""
+        if stage.job == "select":
+            return self.plan_file(stage)
+        return self.place(stage) / (PLAN if stage.job == "evolve" else "")
+
+    @property
+    def outputs(self) -> dict[str, str]:
+        """What stages give, by their names."""
+        return {stage.name: str(self.output(stage)) for stage in self.all}
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Return what every stage did and where it is kept."""
+        return [
+            {"name": stage.name, "job": stage.job, "options": dict(stage.options), "kept": str(self.place(stage))}
+            for stage in self.all
+        ]
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def run(self, stage: Stage, loaded: LoadedModel, reporter: Reporter) -> None:
+        """Run a stage, or read what it has left; one whose model cannot do it is noted in `impossible`."""
+        left_out: dict[str, str] = {}
+        remarks: Sequence[str] = ()
+        usable = stage
+        if stage.job == "evaluate":
+            usable, left_out = self.usable(stage, loaded)
+        elif (lost := self._lost(stage.options)) is not None:
+            self.impossible[stage.name] = lost
+            return
+        place = self.place(stage)
+        is_finished = stage.job in KEPT and (place / LAST[stage.job]).exists() and self.output(stage).exists()
+        if not is_finished:
+            module = import_module(f"kvsearch.jobs.{'plan' if stage.job == 'scale' else stage.job}")
+            try:
+                options = getattr(module, f"{stage.job.capitalize()}Options").of(**self._given(usable))
+                if stage.options.get("method") == "polykv":
+                    remarks = options.remarks()
+                if stage.job not in MADE:
+                    options = options.with_model(loaded)
+                getattr(module, stage.job)(options, reporter=reporter)
+            except IncompatibleError as error:
+                if stage.job != "calibrate":
+                    raise
+                self.impossible[stage.name] = str(error)
+                return
+        opened = open_path(place / RESULTS.get(stage.job, ""))
+        result = opened.data if stage.job in ASKING - {"evolve"} else opened.content
+        self.finished.append(FinishedStage(stage, result, left_out, remarks))
+
+    def _lost(self, value: object) -> str | None:
+        """Return why the model has none of an earlier stage that options name; None: it has them all."""
+        text = json.dumps(value, default=str)
+        return next((why for name, why in self.impossible.items() if f"{{{name}}}" in text), None)
+
+    def _given(self, stage: Stage) -> dict[str, Any]:
+        """Return all options of a stage's job; the folder of a plan is made."""
+        own = self.options
+        place = self.place(stage)
+        output = self.output(stage)
+        options = _filled(stage.options, self.outputs)
+        if output == self.plan_file(stage):
+            require_lock(own.place)
+            output.parent.mkdir(parents=True, exist_ok=True)
+        if stage.job in MADE:
+            return {**options, "output": place, "force": True}
+        named = (*Loading.model_fields, "model", "seed", "max_length")
+        given = {**{name: getattr(own, name) for name in named}, **options}
+        if stage.job in ASKING:
+            given |= {**self._details(stage), "batch": own.batch, "max_memory": own.max_memory}
+        if stage.job == "select":
+            return {**given, "output": output, "run": place, "force": output.exists()}
+        if stage.job == "validate":
+            return given
+        if stage.job == "evaluate":
+            given["methods"] = ",".join(_filled(stage.methods, self.outputs))
+        return {**given, "output": place}
+
+    def usable(self, stage: Stage, loaded: LoadedModel) -> tuple[Stage, dict[str, str]]:
+        """Return an evaluation without the methods that the model cannot run, and why it cannot, by their names.
+
+        Raises:
+            IncompatibleError: it can run none of them.
+        """
+        from kvsearch.runtime.cache import check_rotary
+        from kvsearch.strategies.method_list import find_methods, find_sizes
+
+        options = stage.options
+        lost = {method: self._lost(method) for method in stage.methods}
+        left_out = {method.partition("=")[0]: why for method, why in lost.items() if why is not None}
+        kept = [method for method, why in lost.items() if why is None]
+        plans = tuple(plan for plan in options.get("plan", ()) if self._lost(plan) is None)
+        methods = find_methods(",".join(_filled(kept, self.outputs)), options.get("settings", ())) if kept else []
+        sizes = find_sizes(options.get("budgets"), options.get("ratios"))
+        for method in methods:
+            try:
+                method.check(sizes)
+                check_rotary(loaded.model, [method.policy])
+                for size in sizes:
+                    method.program(loaded, size, options.get("phases", "prefill"))
+            except UsageError as error:
+                left_out[method.name] = str(error)
+        usable = tuple(text for text, method in zip(kept, methods, strict=True) if method.name not in left_out)
+        if not usable:
+            raise IncompatibleError(f"this model can run none of the methods: {next(iter(left_out.values()))}")
+        return replace(stage, methods=usable, options={**options, "plan": plans}), left_out
+
+    # --- what they read -----------------------------------------------------------------------------------------------
+
+    def describe(self, stage: Stage) -> dict[str, Any]:
+        """Return what a stage does, whether it is finished, and what it reads of tasks."""
+        place = self.place(stage)
+        is_finished = stage.job != "validate" and (place / LAST.get(stage.job, "")).exists()
+        state = "finished" if is_finished else "begun" if place.exists() else "to do"
+        described = {"name": stage.name, "job": stage.job, "what": stage.words, "kept": str(place), "state": state}
+        if stage.job not in ASKING:
+            return described
+        contexts = self._contexts(stage)
+        return {
+            **described,
+            "contexts": contexts,
+            "tokens": contexts * max(stage.options.get("length") or (stage.tokens,)),
+        }
+
+    def _contexts(self, stage: Stage) -> int:
+        """Return how many contexts a stage reads, at most, on all splits that it asks."""
+        if stage.job not in ASKING:
+            return 0
+        splits = {"evolve": 3, "select": 2}.get(stage.job, 1)
+        return splits * len(self.tasks_of(stage)) * int(stage.options["samples"])
+
+    @property
+    def work(self) -> dict[str, float]:
+        """About how long stages take, beside each other, by their names."""
+        return {stage.name: 1.0 + self._contexts(stage) for stage in self.all}
+
+
+def _filled(value: Any, outputs: Mapping[str, str]) -> Any:
+    """Return options with what earlier stages give in the place of their names in braces."""
+    if isinstance(value, str):
+        for name, path in outputs.items():
+            value = value.replace(f"{{{name}}}", path)
+        return value
+    if isinstance(value, Mapping):
+        return {key: _filled(inner, outputs) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_filled(inner, outputs) for inner in value)
+    return value
+
+
+# --- the job ----------------------------------------------------------------------------------------------------------
 
 
 @job(ReproduceOptions, dry=True)
-def dry_run(options: ReproduceOptions, talk: Talk) -> dict[str, Any]:
+def dry_run(options: ReproduceOptions, reporter: Reporter) -> dict[str, Any]:
     """Return the stages with what they cost, as JSON.
 
     Of the model its configuration and tokenizer are read, of all tasks a context; errors as `reproduce`.
     """
     table = options.chosen_table()
     stages = Stages(options, table.stages(options.scale(table)))
-    stages.require_data(options.without_weights(options.model).load(options.model, talk))
+    stages.require_data(options.without_weights(options.model).load(options.model, reporter))
     return {
         "table": table.name, "model": options.model, "directory": str(options.place),
         "paper_numbers": model_of(table, options.model) is not None,
-        "stages": [told(stages, stage) for stage in stages.all],
+        "stages": list(map(stages.describe, stages.all)),
     }  # fmt: skip
 
 
 @job(ReproduceOptions)
-def reproduce(options: ReproduceOptions, talk: Talk) -> Reproduction:
+def reproduce(options: ReproduceOptions, reporter: Reporter) -> Reproduced:
     """Make a table of a paper again: calibrate, search and ask as it did, as far as that is known, on any model.
 
     Writes TABLE.json, .csv, .md and .tex to the directory; every stage has a directory of its own there, named by its
@@ -174,42 +396,29 @@ def reproduce(options: ReproduceOptions, talk: Talk) -> Reproduction:
         IncompatibleError: the model computes NaN, or it can run none of the methods.
         EnvironmentFault: the disk is full, or the model cannot be loaded here.
     """
-    from kvsearch.report.paper_captions import reproduced
-    from kvsearch.runs.sums import finish, unfinish
-
     table = options.chosen_table()
-    stages, files = Stages(options, table.stages(options.scale(table))), tuple(map(table.name.__add__, FORMS))
-    loaded = options.load(options.model, talk)
+    stages = Stages(options, table.stages(options.scale(table)))
+    files = [f"{table.name}{suffix}" for suffix in FORMS]
+    loaded = options.load(options.model, reporter)
     stages.require_data(loaded)
     unfinish(options.place, files)
     again = f"what is finished is kept in {options.place}: give the same command again to go on"
-    with on_interruption(talk, lambda: again), overall(talk, work(stages)) as whole:
+    with on_interruption(reporter, lambda: again), overall(reporter, stages.work) as whole:
         for stage in stages.all:
             with whole.stage(stage.name, stage.words) as part:
                 stages.run(stage, loaded, part)
     stated = {"model": options.model, "options": options.recorded(), "stages": stages.as_json()}
     found = reproduced(table, options.model, options.is_short, stages.finished, stated, options.tasks is not None)
-    place = options.place / f"{found.name}.json"
+    tables = found.tables()
+    place = options.place / files[0]
     before = place.read_bytes() if place.exists() else None
-    written = write(options.place, found)
-    finish(options.place, files)
-    if before == place.read_bytes():
-        talk.say(FINISHED)
-    return Reproduction(options, found, written)
-
-
-def write(place: Path, found: Reproduced) -> tuple[Path, ...]:
-    """Write a table in all its forms, in place of what an earlier call has left; return the files, the last first."""
-    from kvsearch.plan.canonical import canonical_json
-    from kvsearch.plan.files import atomic_write
-    from kvsearch.report.table import latex, markdown
-
-    made = found.tables()
     texts = (
         canonical_json(found.as_json()), found.csv().encode(),
-        "\n".join(map(markdown, made)).encode(), "\n".join(map(latex, made)).encode(),
+        "\n".join(map(markdown, tables)).encode(), "\n".join(map(latex, tables)).encode(),
     )  # fmt: skip
-    files = {place / f"{found.name}{suffix}": text for suffix, text in zip(FORMS, texts, strict=True)}
-    for path, text in reversed(files.items()):
-        atomic_write(path, text)
-    return tuple(files)
+    for name, text in reversed([*zip(files, texts, strict=True)]):
+        atomic_write(options.place / name, text)
+    finish(options.place, files)
+    if before == place.read_bytes():
+        reporter.say(FINISHED)
+    return replace(found, files=tuple(options.place / name for name in files))

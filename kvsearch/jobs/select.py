@@ -9,24 +9,37 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.config.options import Option, one_of
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
+from kvsearch.core.fields import Entries, Samples, refuse
+from kvsearch.core.files import PLAN_FILE, check_output, read_bytes
+from kvsearch.core.naming import unknown
+from kvsearch.evaluation.reply_store import check_place
 from kvsearch.jobs.calibrated import OnSignals, load_signals
-from kvsearch.jobs.following import evaluation
-from kvsearch.jobs.foretell import foretold
+from kvsearch.jobs.following import evaluation, following
 from kvsearch.jobs.groups import ASKED, BUDGET, Names, Numbers
 from kvsearch.jobs.public import job
-from kvsearch.jobs.stages import FINISHED, kept_replies
-from kvsearch.jobs.talk import Talk
-from kvsearch.plan.fields import Entries, Samples, refuse
+from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, kept_replies
+from kvsearch.models.speed import Work
+from kvsearch.plan import PHASES, Size, canonical_json, save_plan
+from kvsearch.report.selection import selection_result, tables
+from kvsearch.results.selection import SelectionsResult
+from kvsearch.runs.contexts import write_contexts
+from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
+from kvsearch.runs.run import Run, run_in
+from kvsearch.selection.acceptance import Rule
+from kvsearch.selection.verdicts import SETTINGS
+from kvsearch.signals.table import SignalTable
 
 if TYPE_CHECKING:
-    from kvsearch.choose.select import PreparedSelection
-    from kvsearch.choose.selection import Selection
     from kvsearch.evaluation.compare import Evaluation
-    from kvsearch.evaluation.plan_comparison import KeptStage
-    from kvsearch.plan import Profile, Size
+    from kvsearch.evaluation.plan_comparison import OpenStage, StageStore
+    from kvsearch.plan import Profile
     from kvsearch.report.table import Table
+    from kvsearch.results.selection import SelectionResult
+    from kvsearch.selection.selection import Selection
+    from kvsearch.selection.selection_job import SelectionJob
 
 ALL = "all"
 CHOICE = "What is chosen from, and how"
@@ -75,8 +88,7 @@ class SelectOptions(OnSignals):
     allocators: Annotated[
         Names | None,
         Option(
-            "Only these budgets: uniform, pyramid, curves, curves-joint, or a signal such as entropy or nll-chosen, "
-            "also to a power: nll-chosen^2, nll-chosen^0.5.",
+            "Only these budgets: uniform, pyramid, curves, curves-joint, or a signal such as entropy or nll-chosen.",
             metavar="NAME,...",
             panel=CHOICE,
             shown="those of --explore",
@@ -102,7 +114,7 @@ class SelectOptions(OnSignals):
         ),
     ] = None
     force: Annotated[
-        bool, Option("Replace the plan file, and replies to other questions in the run's directory.", recorded=False)
+        bool, Option("Replace the plan file, and start anew, whatever run is in the directory.", recorded=False)
     ] = False
 
     @model_validator(mode="after")
@@ -115,14 +127,12 @@ class SelectOptions(OnSignals):
 
     @classmethod
     def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """See `JobOptions.merged`; one size takes the place of others."""
+        """Return the options; one size takes the place of others."""
         return {**one_of(stated, given, ("budget", "budgets", "ratio")), **given}
 
     @property
     def directories(self) -> tuple[Path, ...]:
         """See `JobOptions.directories`; the profile says where they are if the options do not."""
-        from kvsearch.evaluation.reply_store import check_place
-
         places = self.places(load_signals(self.directory))
         for place in places:
             check_place(place)
@@ -143,9 +153,6 @@ class SelectOptions(OnSignals):
 
     def sizes(self, profile: Profile) -> list[Size]:
         """Return the sizes that were given, or the one that was measured; UsageError if there are several of these."""
-        from kvsearch.plan import Size
-        from kvsearch.signals.table import SignalTable
-
         measured = SignalTable(profile).axes.budgets
         if self.budgets is not None:
             return [Size(budget) for budget in self.budgets]
@@ -161,76 +168,79 @@ class SelectOptions(OnSignals):
 
     def phase_settings(self) -> tuple[str, ...]:
         """Return the phase settings to try; UsageError if there is none of that name."""
-        from kvsearch.naming import unknown
-        from kvsearch.plan import PHASES
-
         if self.phases not in (*PHASES, ALL):
             raise UsageError(unknown("phases", self.phases, [*PHASES, ALL]))
         return tuple(PHASES) if self.phases == ALL else (self.phases,)
 
 
 @dataclass(frozen=True)
-class AtSize:
-    """A finished selection at one size, the file of its plan, and the file of everything that was found."""
-
-    selection: Selection
-    plan: Path
-    file: Path
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything that was found."""
-        from kvsearch.report.selection import as_json
-
-        return {**as_json(self.selection), "plan": str(self.plan)}
-
-
-@dataclass(frozen=True)
 class Selected:
-    """Finished selections, one for each size; `several` if budgets were asked for by that option."""
+    """Finished selections, one for each size, with their plan files and the files of what was found.
 
-    found: tuple[AtSize, ...]
+    `several` if budgets were asked for by that option.
+    """
+
+    selections: tuple[Selection, ...]
+    plans: tuple[Path, ...]
+    files: tuple[Path, ...]
     several: bool
+
+    @property
+    def results(self) -> list[SelectionResult]:
+        """What was found at each size."""
+        return [
+            selection_result(selection, plan=str(plan))
+            for selection, plan in zip(self.selections, self.plans, strict=True)
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """Return everything that was found, of several budgets by budget."""
-        from kvsearch.report.selection import SEVERAL
-
         if not self.several:
-            return self.found[0].as_json()
-        return {"schema": SEVERAL, "budgets": {str(one.selection.size): one.as_json() for one in self.found}}
+            return self.results[0].as_json()
+        by_size = {str(result.size): result.as_json() for result in self.results}
+        return {"schema": SelectionsResult.SCHEMA, "budgets": by_size}
 
     def tables(self) -> list[Table]:
         """Return what was found as tables."""
-        from kvsearch.report.selection import tables
+        return tables(*self.results)
 
-        return tables(*(one.selection for one in self.found))
+    def remarks(self, options: SelectOptions) -> Iterator[str]:
+        """Say what was written, and what to do with it."""
+        for plan, file in zip(self.plans, self.files, strict=True):
+            yield f"wrote {plan} and {file}"
+        yield following("show", self.plans[0])
+        model = options.measured
+        if model is not None:
+            yield following(*evaluation(options, model, self.plans[0], options.tasks))
 
 
 @job(SelectOptions, dry=True)
-def dry_run(options: SelectOptions, talk: Talk) -> dict[str, Any]:
+def dry_run(options: SelectOptions, reporter: Reporter) -> dict[str, Any]:
     """Return what would be compared and asked, as JSON; errors as `select` before anything is asked."""
-    from kvsearch.models.speed import Work
-
-    found: dict[str, dict[str, Any]] = {}
-    selections = _prepared(options, talk)
-    for prepared, place, _ in selections:
-        counted = {
-            one.found.phases: {
-                "candidates": len(one.found.candidates), "baselines": list(one.found.baselines),
-                "notes": list(one.found.notes),
+    by_size: dict[str, dict[str, Any]] = {}
+    selections = _prepare(options, reporter)
+    for place, _, selection in selections:
+        phases = {}
+        for comparison in selection.comparisons:
+            plans = comparison.candidate_set
+            phases[plans.phases] = {
+                "candidates": len(plans.candidates),
+                "baselines": list(plans.baselines),
+                "notes": list(plans.notes),
             }
-            for one in prepared.contests
-        }  # fmt: skip
-        tasks = [task.name for task in prepared.questions.selection]
-        asked = {"tasks": tasks, "most_replies": prepared.replies}
-        found[str(prepared.size)] = {"phases": counted, **asked, "run": str(place)}
-    work = sum((prepared.work for prepared, *_ in selections), Work(0, 0))
-    told = {"budgets": found} if options.budgets is not None else next(iter(found.values()))
-    return {**told, **foretold(selections[0][0].loaded, work, talk)}
+        by_size[str(selection.size)] = {
+            "phases": phases,
+            "tasks": [task.task.name for task in selection.selection_prompts],
+            "most_replies": selection.replies,
+            "run": str(place),
+        }
+    work = sum((selection.work for *_, selection in selections), Work(0, 0))
+    content = {"budgets": by_size} if options.budgets is not None else next(iter(by_size.values()))
+    return {**content, **estimate_cost(selections[0][2].loaded, work, reporter)}
 
 
 @job(SelectOptions)
-def select(options: SelectOptions, talk: Talk) -> Selected:
+def select(options: SelectOptions, reporter: Reporter) -> Selected:
     """Choose the best strategy of a PolyKV calibration, unless a single-policy baseline is as good: then choose that.
 
     The plan is written to `output`, everything that was found to selection.json in `run`, where finished replies are
@@ -242,87 +252,67 @@ def select(options: SelectOptions, talk: Talk) -> Selected:
         IncompatibleError: model, profile and questions do not fit together, or the full cache itself scores next to
             nothing.
     """
-    selections = _prepared(options, talk)
-    were_finished = not options.force and all(output.exists() for *_, output in selections)
-    found = tuple(_select_at(options, talk, *one) for one in selections)
+    prepared = _prepare(options, reporter)
+    recorded = options.recorded()
+    selections = []
+    were_finished = True
+    for place, output, selection in prepared:
+        were_finished &= output.exists()
+        config = RunConfig(job="select", options=recorded, content=selection.content)
+        with Run.open(place, config, force=options.force, files=(SELECTION, CONTEXTS, *SETTINGS)) as run:
+            found = selection.run(_stage_store(place, selection, reporter), answered=True)
+            _write(run, selection, found, output, options.force)
+            were_finished &= run.state == "finished"
+        selections.append(found)
     if were_finished:
-        talk.say(FINISHED)
-    return Selected(found, options.budgets is not None)
+        reporter.say(FINISHED)
+    places, plans, _ = zip(*prepared, strict=True)
+    files = tuple(place / SELECTION for place in places)
+    return Selected(tuple(selections), plans, files, options.budgets is not None)
 
 
-def following_commands(options: SelectOptions, done: Selected) -> Iterator[list[object]]:
-    """Yield the words of commands that use the first plan."""
-    plan, model = done.found[0].plan, options.measured
-    yield ["show", plan]
-    if model is not None:
-        yield list(evaluation(options, model, plan, options.tasks))
+def _stage_store(place: Path, selection: SelectionJob, reporter: Reporter) -> StageStore:
+    """Return what keeps the replies of all stages in a directory."""
+
+    def open_stage(stage: str, evaluation: Evaluation) -> OpenStage:
+        what = f"{selection.size}, {stage.replace('/', ', ')}: batches"
+        return kept_replies(place / stage, selection.config(evaluation), evaluation.replies, False, reporter, what)
+
+    return open_stage
 
 
-def _select_at(options: SelectOptions, talk: Talk, prepared: PreparedSelection, place: Path, output: Path) -> AtSize:
-    """Choose at one size, and write what was found, the plan last: it has its evidence beside it."""
-    from kvsearch.budgets.plan_checks import check_plan
-    from kvsearch.choose.verdicts import SETTINGS
-    from kvsearch.plan import canonical_json, save_plan
-    from kvsearch.plan.files import read_bytes
-    from kvsearch.report.selection import FILE, as_json
-    from kvsearch.runs.contexts import CONTEXTS, write_contexts
-    from kvsearch.runs.directory import write_json
-    from kvsearch.runs.sums import finish, unfinish
-
-    def keep(stage: str, evaluation: Evaluation) -> KeptStage:
-        kept, config = place / stage, prepared.config(evaluation).with_options(options.recorded())
-        what = f"{kept.parent.name}, {kept.name}: batches"
-        if options.budgets is not None:
-            what = f"{prepared.size} entries, {what}"
-        return kept_replies(kept, config, evaluation.replies, options.force, talk, what)
-
-    written = (FILE, CONTEXTS, *SETTINGS)
-    unfinish(place, written)
-    result = prepared.run(keep, answered=True)
-    check_plan(result.plan, f"the plan for {output}")
-    if not options.force and output.exists() and read_bytes(output) != canonical_json(result.plan):
+def _write(run: Run, selection: SelectionJob, found: Selection, output: Path, force: bool) -> None:
+    """Write what was found, then the plan: it has its evidence beside it."""
+    check_plan(found.plan, f"the plan for {output}")
+    if not force and output.exists() and read_bytes(output) != canonical_json(found.plan):
         raise UsageError(f"{output} is another plan than is chosen now: choose another file, or --force to replace it")
-    write_contexts(place, prepared.hashes)
-    write_json(place / FILE, as_json(result))
-    finish(place, written)
-    save_plan(result.plan, output, overwrite=options.force)
-    return AtSize(result, output, place / FILE)
+    write_contexts(run.directory, selection.hashes)
+    run.write(SELECTION, selection_result(found).as_json())
+    save_plan(found.plan, output, overwrite=True)
+    run.finish()
 
 
-def _prepared(options: SelectOptions, talk: Talk) -> list[tuple[PreparedSelection, Path, Path]]:
-    """Check everything and load the model; return the selections, the directories they are kept in, and their plans."""
-    from kvsearch.choose.acceptance import Rule
-    from kvsearch.choose.candidates import explore
-    from kvsearch.choose.select import prepare_selection
-    from kvsearch.choose.splits import Questions
-    from kvsearch.plan.files import PLAN_FILE, check_output
-    from kvsearch.runs.directory import CONFIG, other_kind
+def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Path, SelectionJob]]:
+    """Check everything and load the model; return where each selection is kept, its plan file, and the selection."""
+    from kvsearch.selection.selection_job import prepare_selection
+    from kvsearch.selection.signal_candidates import explore
 
     profile = load_signals(options.directory)
-    rule, sizes, phases = Rule(options.top, margin=options.margin), options.sizes(profile), options.phase_settings()
+    rule = Rule(options.top, margin=options.margin)
+    sizes = options.sizes(profile)
+    phases = options.phase_settings()
     explored = [explore(profile, size, options.explore, options.routes, options.allocators) for size in sizes]
-    questions = Questions(*(options.find_tasks(options.measured, split) for split in ("select", "report")))
+    tasks, reported = (options.find_tasks(options.measured, split) for split in ("select", "report"))
     settings = options.settings(profile)
-    places, outputs = options.places(profile), options.outputs(profile)
+    places = options.places(profile)
+    outputs = options.outputs(profile)
     for place, output in zip(places, outputs, strict=True):
-        if not _is_repeated(options, place):
+        run_in(place, "select")
+        if options.force or not (place / SELECTION).exists():
             check_output(output, options.force, PLAN_FILE)
-        if (place / CONFIG).exists():  # of a run of another kind: here every stage has a directory of its own
-            raise other_kind(place, "select")
-    loaded = options.load_calibrated(profile, talk)
+    loaded = options.load_calibrated(profile, reporter)
     selections = [
-        prepare_selection(loaded, profile, size, questions, settings, phases, candidates, rule)
+        prepare_selection(loaded, profile, size, tasks, reported, settings, phases, candidates, rule)
         for size, candidates in zip(sizes, explored, strict=True)
     ]
-    return list(zip(selections, places, outputs, strict=True))
-
-
-def _is_repeated(options: SelectOptions, place: Path) -> bool:
-    """Tell whether a finished selection that was asked for by the same options is in `place`."""
-    from kvsearch.report.selection import FILE
-    from kvsearch.runs.identity import CONFIG, read_config
-
-    if options.force or not (place / FILE).exists():
-        return False
-    there = next(filter(None, (read_config(path.parent) for path in sorted(place.rglob(CONFIG)))), None)
-    return there is not None and there.options == there.with_options(options.recorded()).options
+    return list(zip(places, outputs, selections, strict=True))

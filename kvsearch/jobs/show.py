@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvsearch.config.options import JobOptions, Option
-from kvsearch.errors import UsageError
-from kvsearch.jobs.plan_files import checked_plan
+from kvsearch.core.errors import UsageError
+from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
-from kvsearch.jobs.talk import Talk
+from kvsearch.jobs.reporter import Reporter
 
 if TYPE_CHECKING:
     from kvsearch.report.screen import View
@@ -29,23 +31,25 @@ class ShowOptions(JobOptions):
 
 
 @job(ShowOptions)
-def show(options: ShowOptions, talk: Talk) -> View:  # noqa: ARG001 - there is nothing to say meanwhile
+def show(options: ShowOptions, reporter: Reporter) -> View:  # noqa: ARG001 - there is nothing to say meanwhile
     """Read what kvsearch wrote, and return a view of it.
 
     Raises:
         UsageError: no such file, a damaged one, nothing of ours, or a plan for a profile that cannot judge it.
         IncompatibleError: the profile is of another model than the plan.
     """
-    from kvsearch.report.reader import open_path
+    from kvsearch.report.artifacts import open_path
 
     opened = open_path(options.path)
     if opened.kind != "profile" and options.model_fields_set & {"plan", "ratio"}:
         raise UsageError(f"--plan and --ratio are for profiles: {options.path} is a {opened.kind}")
-    from kvsearch.plan import Plan
-    from kvsearch.report.views import view_of
-
-    if isinstance(opened.content, Plan):
+    if opened.kind == "plan":
         from kvsearch.budgets.plan_checks import check_plan
 
         check_plan(opened.content, str(options.path))
-    return view_of(opened, options.ratio, None if options.plan is None else checked_plan(options.plan))
+    if opened.kind == "profile":
+        from kvsearch.report.profile import profile_parts
+
+        plan = None if options.plan is None else checked_plan(options.plan)
+        opened = replace(opened, view=partial(profile_parts, opened.content, options.ratio, plan))
+    return opened

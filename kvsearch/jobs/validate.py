@@ -9,19 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from kvsearch.config.options import Option
-from kvsearch.errors import UsageError
 from kvsearch.jobs.calibrated import OnSignals, load_signals
-from kvsearch.jobs.foretell import foretold
 from kvsearch.jobs.groups import BUDGET, TASKS, Names
 from kvsearch.jobs.public import job
-from kvsearch.jobs.stages import FINISHED, kept_replies
-from kvsearch.jobs.talk import Talk
+from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, kept_replies
+from kvsearch.models.speed import Work
+from kvsearch.plan import Size
+from kvsearch.results.validation import FILE, ValidationResult, load_validation
+from kvsearch.runs.identity import RunConfig
+from kvsearch.runs.run import Run, require_same
+from kvsearch.signals.table import SignalTable
 
 if TYPE_CHECKING:
-    from kvsearch.choose.validate import PreparedValidation
-    from kvsearch.choose.verdicts import AtBudget, Validation
+    from kvsearch.selection.validate import PreparedValidation
+    from kvsearch.selection.verdicts import AtBudget
 
-JUDGED, REPLIES = "What is judged", "validation"
+JUDGED = "What is judged"
 
 
 class ValidateOptions(OnSignals):
@@ -62,12 +65,12 @@ class ValidateOptions(OnSignals):
     )
     force: Annotated[
         bool,
-        Option("Replace what was found, and replies, about other questions or another profile.", recorded=False),
+        Option("Start anew, whatever was found before.", recorded=False),
     ] = False
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """See `JobOptions.directories`; one that is not there is not made."""
+        """The directory of the calibration, which is not made if it is not there."""
         return (self.directory,) if self.directory.is_dir() else ()
 
 
@@ -75,89 +78,100 @@ class ValidateOptions(OnSignals):
 class Validated:
     """All verdicts that the file at `path` has now; those at the sizes in `now` are of this run."""
 
-    found: Validation
+    found: ValidationResult
     now: tuple[AtBudget, ...]
     path: Path
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of the file."""
-        from kvsearch.choose.verdicts import as_json
-
-        return as_json(self.found)
+        return self.found.as_json()
 
 
 @job(ValidateOptions, dry=True)
-def dry_run(options: ValidateOptions, talk: Talk) -> dict[str, Any]:
+def dry_run(options: ValidateOptions, reporter: Reporter) -> dict[str, Any]:
     """Return what would be judged and asked, as JSON; errors as `validate` before anything is asked."""
-    from kvsearch.models.speed import Work
-
-    prepared = _prepared(options, talk)
-    _found_before(prepared[0], options)
-    conditions = prepared[0].conditions
-    work = sum((one.evaluation.work for one in prepared), Work(0, 0))
+    prepared = _prepare(options, reporter)
+    first = prepared[0]
+    if not options.force:
+        require_same(_place(options), _config(options, first))
+    work = sum((validation.evaluation.work for validation in prepared), Work(0, 0))
+    budgets = [
+        {
+            "budget": validation.budget,
+            "ratio": validation.size.ratio,
+            "strategies": validation.strategies,
+            "replies": validation.evaluation.replies,
+        }
+        for validation in prepared
+    ]
     return {
-        **foretold(prepared[0].evaluation.loaded, work, talk),
-        "tasks": list(conditions.tasks),
-        "split": conditions.split,
-        "protocol": conditions.protocol,
-        "signals": [use._asdict() for use in prepared[0].compared],
-        "budgets": [
-            {
-                "budget": one.budget, "ratio": one.size.ratio, "strategies": one.strategies,
-                "replies": one.evaluation.replies,
-            }
-            for one in prepared
-        ],
-    }  # fmt: skip
+        **estimate_cost(first.evaluation.loaded, work, reporter),
+        "tasks": list(first.conditions.tasks),
+        "split": first.conditions.split,
+        "protocol": first.conditions.protocol,
+        "signals": [use._asdict() for use in first.compared],
+        "budgets": budgets,
+    }
 
 
 @job(ValidateOptions)
-def validate(options: ValidateOptions, talk: Talk) -> Validated:
+def validate(options: ValidateOptions, reporter: Reporter) -> Validated:
     """Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same size.
 
-    What was found is kept in the directory of the calibration, and finished replies beside it, so the same call goes on
-    where it stopped.
+    What was found is kept in the directory validation of the calibration, with finished replies, so the same call goes
+    on where it stopped, and other signals and sizes join what is there.
 
     Raises:
-        UsageError: no calibration, signals that were not measured, too few questions or controls, or another validation
-            that is kept there.
+        UsageError: no calibration, signals that were not measured, too few questions or controls, or a validation by
+            other questions that is kept there.
         IncompatibleError: model, profile and questions do not fit together, or the full cache itself scores next to
             nothing.
     """
-    from kvsearch.choose.verdicts import FILE, save_validation
-    from kvsearch.runs.sums import finish, unfinish
-
-    prepared = _prepared(options, talk)
-    path, protocol = options.directory / FILE, prepared[0].evaluation.settings.protocol
-    before = found = _found_before(prepared[0], options)
-    unfinish(options.directory, (FILE, REPLIES))
-    for one in prepared:
-        size = str(one.size.budget) if one.size.budget is not None else f"ratio-{one.size.ratio}"
-        replies = one.evaluation.replies
-        many = f"{one.strategies} strategies and the full cache"
-        talk.say(f"{many} at {one.budget:g} entries per kv head: {replies} replies")
-        place = options.directory / REPLIES / f"{size}-{protocol}"
-        with kept_replies(place, one.config().with_options(options.recorded()), replies, options.force, talk) as (
-            store,
-            progress,
-        ):
-            one.evaluation.require_answers(progress, store)
-            result = one.run(progress, store)
-        found = so_far = result if found is None else result.merged(found)
-        save_validation(so_far, path)
-    finish(options.directory, (FILE, REPLIES))
+    prepared = _prepare(options, reporter)
+    conditions = prepared[0].conditions
+    path = options.directory / FILE
+    protocol = conditions.protocol
+    reads = {path.name: "restore it, or --force to start anew"}
+    config = _config(options, prepared[0])
+    with Run.open(
+        _place(options), config, force=options.force, files=(path.name, "[0-9r]*-question-*"), reads=reads
+    ) as run:
+        before = found = load_validation(path)
+        for validation in prepared:
+            size = validation.size
+            name = str(size.budget) if size.budget is not None else f"ratio-{size.ratio}"
+            replies = validation.evaluation.replies
+            many = f"{validation.strategies} strategies and the full cache"
+            reporter.say(f"{many} at {validation.budget:g} entries per kv head: {replies} replies")
+            place = run.directory / f"{name}-{protocol}"
+            with kept_replies(place, validation.config(), replies, False, reporter) as (store, progress):
+                validation.evaluation.require_answers(progress, store)
+                result = ValidationResult.of(conditions, validation.run(progress, store))
+            found = result if found is None else result.merged(found)
+            run.write(path.name, found.as_json())
+        run.finish()
+    assert found is not None
     if found == before:
-        talk.say(FINISHED)
-    sizes = [(one.budget, one.size.ratio) for one in prepared]
-    return Validated(so_far, tuple(at for at in so_far.budgets if (at.budget, at.ratio) in sizes), path)
+        reporter.say(FINISHED)
+    sizes = [(validation.budget, validation.size.ratio) for validation in prepared]
+    return Validated(found, tuple(at for at in found.budgets if (at.budget, at.ratio) in sizes), path)
 
 
-def _prepared(options: ValidateOptions, talk: Talk) -> list[PreparedValidation]:
+def _place(options: ValidateOptions) -> Path:
+    """Return the directory of the validation."""
+    return (options.directory / FILE).parent
+
+
+def _config(options: ValidateOptions, prepared: PreparedValidation) -> RunConfig:
+    """Return the configuration of the run: validations of other signals and sizes are the same one."""
+    content = prepared.conditions.model_dump(mode="json", exclude={"model"})  # the profile has it
+    return RunConfig(job="validate", options=options.recorded(), content=content)
+
+
+def _prepare(options: ValidateOptions, reporter: Reporter) -> list[PreparedValidation]:
     """Check everything and load the model; return what is to be judged at every size."""
-    from kvsearch.choose.splits import refuse_reported
-    from kvsearch.choose.validate import check_permutations, find_uses, prepare_validation
-    from kvsearch.plan import Size
-    from kvsearch.signals.table import SignalTable
+    from kvsearch.selection.splits import refuse_reported
+    from kvsearch.selection.validate import check_permutations, find_uses, prepare_validation
 
     check_permutations(options.permutations)
     tasks = options.find_tasks(options.measured, options.split)
@@ -169,29 +183,11 @@ def _prepared(options: ValidateOptions, talk: Talk) -> list[PreparedValidation]:
     if options.budget is not None or options.ratio is not None:
         sizes = [Size(options.budget, options.ratio)]
     settings = options.settings(profile)
-    loaded = options.load_calibrated(profile, talk)
+    loaded = options.load_calibrated(profile, reporter)
     prepared = [
         prepare_validation(loaded, profile, size, tasks, settings, uses, options.permutations) for size in sizes
     ]
-    for note in (note for one in prepared for note in one.notes):
-        talk.warn(note)
+    for validation in prepared:
+        for note in validation.notes:
+            reporter.warn(note)
     return prepared
-
-
-def _found_before(prepared: PreparedValidation, options: ValidateOptions) -> Validation | None:
-    """Return what the file has already; with `force`, only if it was found under the same conditions."""
-    from kvsearch.choose.verdicts import FILE, load_validation
-    from kvsearch.runs.sums import require_unchanged
-
-    path = options.directory / FILE
-    try:
-        require_unchanged(options.directory, FILE, "restore it, or --force to replace it")
-        found = load_validation(path)
-    except UsageError:
-        if options.force:
-            return None
-        raise
-    changed = None if found is None else prepared.conditions.difference(found)
-    if changed is not None and not options.force:
-        raise UsageError(f"{path} is about other questions or another profile: {changed}; --force replaces it")
-    return found if changed is None else None

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from kvsearch.config.options import JobOptions, Option, Repeated
 from kvsearch.jobs.public import job
-from kvsearch.jobs.talk import Talk
+from kvsearch.jobs.reporter import Reporter
 
 if TYPE_CHECKING:
     from kvsearch.report.integrity import Verification
@@ -30,8 +30,8 @@ class VerifyOptions(JobOptions):
 
 
 @job(VerifyOptions)
-def verify(options: VerifyOptions, talk: Talk) -> Verification:  # noqa: ARG001 - there is nothing to say meanwhile
-    """Check every artefact of runs: checksums, the chain of the ledger, schema, sums, weights, results and ledger.
+def verify(options: VerifyOptions, reporter: Reporter) -> Verification:  # noqa: ARG001 - there is nothing to say meanwhile
+    """Check every artefact of runs: checksums, lines of ledgers, schemas, totals of plans, hashes of weights.
 
     Nothing is written, and a run that works on is not disturbed. What is not finished is told as that, and not damaged.
 

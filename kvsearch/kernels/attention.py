@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvsearch.kernels.blocks import power_of_two, whole_blocks
-from kvsearch.kernels.chunked import Chunked
+from kvsearch.kernels.blocks import Chunked, power_of_two, whole_blocks
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,10 @@ def attend(
 
     query = query if query.stride(-1) == 1 else query.contiguous()
     segments, count, _ = query.shape
-    keys, values, columns, flat = entries.keys, entries.values, entries.columns, entries.flat
+    keys = entries.keys
+    values = entries.values
+    columns = entries.columns
+    flat = entries.flat
     ragged = entries.lengths is not None
     made = Chunked(query, values.shape[-1], columns, scaling, softcap, sinks, want_row)
     starts, lengths, positions = (

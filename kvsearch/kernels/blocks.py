@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kvsearch.kernels.dispatch import processors
 
@@ -15,7 +18,7 @@ LEAST_CHUNK = 256  # columns
 WAVES = 4  # programs for each multiprocessor: segments are of different lengths
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """Block sizes of attention: all powers of two, 16 at least."""
 
     rows: int  # queries
@@ -26,9 +29,10 @@ class Blocks(NamedTuple):
     stages: int
 
     @classmethod
-    def of(cls, queries: int, dim: int, value_dim: int, dtype: torch.dtype) -> Blocks:
+    def of(cls, queries: int, dim: int, value_dim: int, dtype: torch.dtype) -> BlockSizes:
         """Choose blocks that fit the registers of a program and, with `stages` steps, 99 KiB of shared memory."""
-        padded, padded_values = power_of_two(dim), power_of_two(value_dim)
+        padded = power_of_two(dim)
+        padded_values = power_of_two(value_dim)
         widest = max(padded, padded_values) * dtype.itemsize  # bytes: 512 for 128 numbers of fp32 or 256 of bf16
         most = MOST_ROWS if dtype.itemsize == 2 else LEAST  # fp32 is not for tensor cores
         rows = min(most, power_of_two(queries))
@@ -53,3 +57,101 @@ def chunks(columns: int, programs: int, block: int, device: torch.device) -> tup
     most = min(MOST_CHUNKS, max(1, columns // LEAST_CHUNK))
     chunk = whole_blocks(-(-columns // max(1, min(wanted, most))), block) * block
     return max(1, -(-columns // chunk)), chunk
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """Queries [S, M, D] that attend to segments of `columns` entries at most; `logits` says whether these are kept."""
+
+    query: Tensor
+    value_dim: int
+    columns: int
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None  # [S, G] fp32
+    keeps_logits: bool
+
+    @cached_property
+    def blocks(self) -> BlockSizes:
+        return BlockSizes.of(self.query.shape[1], self.query.shape[2], self.value_dim, self.query.dtype)
+
+    @cached_property
+    def chunks(self) -> tuple[int, int]:
+        """How many chunks there are, and their columns."""
+        return chunks(self.columns, len(self.query) * self.tiles, self.blocks.columns, self.query.device)
+
+    @property
+    def splits(self) -> int:
+        return self.chunks[0]
+
+    @property
+    def tiles(self) -> int:
+        return whole_blocks(self.query.shape[1], self.blocks.rows)
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is one chunk, so that the first launch writes the output."""
+        return self.splits == 1
+
+    @cached_property
+    def output(self) -> Tensor:
+        """[S, M, Dv]."""
+        return self.query.new_empty(*self.query.shape[:2], self.value_dim)
+
+    @cached_property
+    def partial(self) -> Tensor:
+        """[S, splits, M, Dv], or the output."""
+        segments, count, _ = self.query.shape
+        return self.output if self.whole else self.scratch(segments, self.splits, count, self.value_dim)
+
+    @cached_property
+    def statistics(self) -> Tensor:
+        """Maximum and sum of every chunk's softmax, [S, splits, 2, M], where something reads them."""
+        segments, count, _ = self.query.shape
+        read = self.keeps_logits or not self.whole
+        return self.scratch(segments, self.splits, 2, count) if read else self.output
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """[S, M, columns], where they are kept."""
+        return self.scratch(*self.query.shape[:2], self.columns) if self.keeps_logits else self.output
+
+    @cached_property
+    def beside(self) -> Tensor:
+        """The sinks, or something in their place."""
+        return self.output if self.sinks is None else self.sinks.contiguous()
+
+    def scratch(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.query.device)
+
+    def launch(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        pointers: tuple[Tensor, Tensor, Tensor],
+        strides: tuple[int, int, int],
+        arriving: tuple[Tensor, ...],
+        rows: int = 1,
+        **kinds: bool,
+    ) -> None:
+        """Run `attend_chunks`: `pointers` are starts, lengths and positions, `strides` those of segments.
+
+        Strides are of keys, values and positions; `arriving` are the token's key and value, slots, clock and pauses.
+        """
+        from kvsearch.kernels.jit.attention import attend_chunks
+
+        blocks = self.blocks
+        query = self.query
+        dim = self.query.shape[2]
+        splits, chunk = self.chunks
+        k_seg, v_seg, p_seg = strides
+        sizes: dict[str, Any] = {"BM": blocks.rows, "BN": blocks.columns, "BD": blocks.dim, "BDV": blocks.value_dim}
+        attend_chunks[(len(query), splits, self.tiles)](
+            query, keys, values, *pointers, self.beside, self.output, self.partial, self.statistics, self.logits,
+            *arriving, self.scaling, 1.0 if self.softcap is None else self.softcap, self.columns, chunk,
+            query.shape[1], splits, query.stride(0), query.stride(1), k_seg, keys.stride(-2), v_seg, values.stride(-2),
+            p_seg, self.columns,
+            ROWS=rows, D=dim, DV=self.value_dim, **sizes, SOFTCAP=self.softcap is not None,
+            SINKS=self.sinks is not None, WHOLE=self.whole, LOGITS=self.keeps_logits, **kinds,
+            num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip

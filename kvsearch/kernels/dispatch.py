@@ -1,19 +1,17 @@
 """Which calls the kernels serve: those on CUDA that they are written for, where Triton is installed.
 
-On the CPU they are served in Triton's interpreter, and only where `interpreted` asks for it: that is for tests.
+On the CPU they are served in Triton's interpreter, and only while `Interpreter.serves`: that is for tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from kvsearch.errors import InternalError, warn_once
+from kvsearch.core.errors import warn_once
 from kvsearch.kernels.compiled import constant
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -21,34 +19,16 @@ WIDEST = 256  # head dimension
 INTERPRETED_PROCESSORS = 4  # of the device that the interpreter stands for
 
 
-class _Interpreter:
+class Interpreter:
     """Whether Triton's interpreter serves CPU tensors now: an attribute, which compiled steps can look at."""
 
     serves = False
 
 
-@contextmanager
-def interpreted(serve: bool = True) -> Iterator[None]:
-    """Let kernels serve CPU tensors, in Triton's interpreter, for a while; or not, where they do.
-
-    Raises:
-        InternalError: Triton is not interpreting: TRITON_INTERPRET=1 must be set before it is first imported.
-    """
-    from triton import knobs
-
-    if not knobs.runtime.interpret:
-        raise InternalError("kernels run on the CPU only with TRITON_INTERPRET=1")
-    before, _Interpreter.serves = _Interpreter.serves, serve
-    try:
-        yield
-    finally:
-        _Interpreter.serves = before
-
-
 def serves(*states: Tensor) -> bool:
     """Return whether kernels take these queries, keys and values [..., D]; each reason for a no is said once."""
     device = states[0].device
-    if device.type != "cuda" and not (device.type == "cpu" and _Interpreter.serves):
+    if device.type != "cuda" and not (device.type == "cpu" and Interpreter.serves):
         return False
     reason = _unserved(states)
     if reason is not None and not torch.compiler.is_compiling():
@@ -62,6 +42,11 @@ def processors(device: torch.device) -> int:
     return INTERPRETED_PROCESSORS if device.type == "cpu" else _multiprocessors(device)
 
 
+def needs_gradients(*states: Tensor) -> bool:
+    """Return whether gradients are recorded for some of these tensors."""
+    return torch.is_grad_enabled() and any(state.requires_grad for state in states)
+
+
 def _unserved(states: tuple[Tensor, ...]) -> str | None:
     """Say why kernels do not take these tensors; None: they do."""
     if any(state.dtype != states[0].dtype or state.dtype not in DTYPES for state in states):
@@ -70,7 +55,7 @@ def _unserved(states: tuple[Tensor, ...]) -> str | None:
     for state in states:
         if state.shape[-1] > WIDEST:
             return f"they are not written for heads of {state.shape[-1]} numbers, {WIDEST} at most"
-    if torch.is_grad_enabled() and any(state.requires_grad for state in states):
+    if needs_gradients(*states):
         return "they have no backward pass"
     return _lacking(states[0].device, states[0].dtype)
 
@@ -80,7 +65,8 @@ def _lacking(device: torch.device, dtype: torch.dtype) -> str | None:
     """Say what the machine lacks for kernels on these numbers."""
     if not _installed():
         return "Triton is not installed (pip install 'kvsearch[gpu]')"
-    needed, found = (8, 0) if dtype == torch.bfloat16 else (7, 5), _capability(device)
+    needed = (8, 0) if dtype == torch.bfloat16 else (7, 5)
+    found = _capability(device)
     if found >= needed:
         return None
     name = str(dtype).removeprefix("torch.")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvsearch.kernels.blocks import Blocks, chunks, whole_blocks
+from kvsearch.kernels.blocks import BlockSizes, chunks, whole_blocks
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Rows:
         from kvsearch.kernels.jit.scoring import normalise_rows
 
         batch, heads, length, _ = self.keys.shape
-        rows, group = self.queries.shape[2], self.group
+        rows = self.queries.shape[2]
+        group = self.group
         states, strides, blocks = self._shape(rows * group)
         tiles = whole_blocks(rows * group, blocks.rows)
         splits, chunk = chunks(length, batch * heads * tiles, blocks.columns, self.keys.device)
@@ -79,17 +80,17 @@ class Rows:
             G=self.group, CAUSAL=self.causal, SOFTCAP=self.softcap is not None, HOW=how, **_launch(blocks, self.keys),
         )  # fmt: skip
 
-    def _shape(self, rows: int) -> tuple[tuple[Tensor, Tensor], tuple[int, ...], Blocks]:
+    def _shape(self, rows: int) -> tuple[tuple[Tensor, Tensor], tuple[int, ...], BlockSizes]:
         states = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in (self.queries, self.keys))
         strides = tuple(stride for state in states for stride in state.stride()[:3])
         dim = self.keys.shape[-1]
-        blocks = Blocks.of(rows, dim, dim, self.keys.dtype)
+        blocks = BlockSizes.of(rows, dim, dim, self.keys.dtype)
         return (states[0], states[1]), (*strides, self.columns.stride(0), self.places.stride(0)), blocks
 
     def _numbers(self) -> tuple[float, float]:
         return self.scaling, 1.0 if self.softcap is None else self.softcap
 
 
-def _launch(blocks: Blocks, keys: Tensor) -> dict[str, Any]:
+def _launch(blocks: BlockSizes, keys: Tensor) -> dict[str, Any]:
     sizes = {"D": keys.shape[-1], "BM": blocks.rows, "BN": blocks.columns, "BD": blocks.dim}
     return {**sizes, "num_warps": blocks.warps, "num_stages": blocks.stages}

@@ -8,8 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvsearch.kernels.blocks import power_of_two, whole_blocks
-from kvsearch.kernels.chunked import Chunked
+from kvsearch.kernels.blocks import Chunked, power_of_two, whole_blocks
 
 RANKED = 512  # slots that a program looks at together
 
@@ -80,10 +79,13 @@ def step(
     """
     from kvsearch.kernels.jit.step import finish_step
 
-    keys, values, positions = slots.keys, slots.values, slots.positions
+    keys = slots.keys
+    values = slots.values
+    positions = slots.positions
     weighs = rule in WEIGHING
     made = Chunked(query.contiguous(), values.shape[-1], width, scaling, softcap, sinks, weighs)
-    output, paused = made.output, slots.slot if active is None else active
+    output = made.output
+    paused = slots.slot if active is None else active
     made.launch(
         keys, values, (keys, keys, positions), (keys.stride(0), values.stride(0), positions.stride(0)),
         (key.contiguous(), value.contiguous(), slots.slot, slots.clock, paused),
@@ -93,11 +95,14 @@ def step(
         _spread(made, positions, width, layer)
     scores = None if arriving is None else arriving()
     scored = scores is not None
-    given, more = output if scores is None else scores.contiguous(), output
+    given = output if scores is None else scores.contiguous()
+    more = output
     if layer is not None:
-        given, more = layer.first, layer.sums
+        given = layer.first
+        more = layer.sums
     elif rule == "pooled":
-        given, more = positions[:, :width].argsort(-1), made.scratch(len(query), width)
+        given = positions[:, :width].argsort(-1)
+        more = made.scratch(len(query), width)
     state, more, ring = (*slots.state, *(output, more, output)[len(slots.state) :])
     merges = not made.whole and layer is None
     finish_step[(len(query), query.shape[1] + 1 if merges else 1)](

@@ -10,25 +10,22 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvsearch.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
-from kvsearch.lm_eval.model import ROLLING, Holding, PlannedLM
-from kvsearch.lm_eval.package import (
-    DEFAULT_OTHER_SEED,
-    DEFAULT_RANDOM_SEED,
-    Group,
-    Task,
-    TaskManager,
-    handle_non_serializable,
-    simple_evaluate,
-)
-from kvsearch.lm_eval.requests import Generation
+from lm_eval import simple_evaluate
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+from lm_eval.tasks.manager import TaskManager
+from lm_eval.utils import handle_non_serializable
+
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
+from kvsearch.core.naming import suggest
+from kvsearch.core.progress import Progress
+from kvsearch.core.resources import version
+from kvsearch.lm_eval.model import ROLLING, Generation, Holding, PlannedLM
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.naming import suggest
 from kvsearch.plan import Plan, sha256_of
-from kvsearch.plan.protocol import QUESTION_AWARE
-from kvsearch.progress import Progress
-from kvsearch.resources import version
+from kvsearch.plan.schema import QUESTION_AWARE
 from kvsearch.runtime import Program
 
 NEAR = 5  # names to suggest: the harness has thousands

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvsearch.errors import IncompatibleError
-from kvsearch.models.families import FAMILIES, family_of
+from kvsearch.core.errors import IncompatibleError, KvsearchWarning
+
+# families, by the model_type of their configuration without "_text" at the end, whose queries can be turned back to
+# position 0, which some policies need: no interleaved rotary embedding, and no norm with weights behind it
+UNROTATED = (
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "apertus", "arcee", "bitnet", "gemma",
+    "gpt_neox", "granite", "granitemoe", "mixtral", "nemotron", "olmo", "olmo2", "persimmon", "phi", "phimoe",
+    "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "minimax_m2", "gpt_oss", "jamba",
+    "lfm2", "llama4", "minimax", "qwen3_5", "qwen3_next",
+)  # fmt: skip
+# families whose code in transformers does not go on from a prompt with several tokens at once as with one by one
+FORGETFUL = ("jamba",)
+
+
+def family_of(config: Any) -> str:
+    """Return the family of a text model's configuration."""
+    return str(config.model_type).removesuffix("_text")
+
 
 FULL = "full_attention"
 LEFT_ALONE = {  # kinds of layers that keep the cache transformers gives them, in words
@@ -55,9 +72,7 @@ def describe(model: nn.Module) -> Architecture:
     """Read the architecture off a model; IncompatibleError in one line where the runtime cannot serve it."""
     config = text_config(model)
     if problem := unsupported(model):
-        raise IncompatibleError(
-            f"{type(model).__name__} is not supported: {problem} (`kvsearch doctor --families` lists what is)"
-        )
+        raise IncompatibleError(f"{type(model).__name__} is not supported: {problem} (docs/models.md lists what is)")
     heads = config.num_attention_heads
     kinds = layer_kinds(config)
     full = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
@@ -110,7 +125,7 @@ def require_continuation(module: nn.Module, tokens: int) -> None:
     `module` is an attention layer; its neighbours forget their running state, and nothing would tell.
     """
     config: Any = getattr(module, "config", None)
-    if tokens > 1 and config is not None and (family := family_of(config)) is not None and not family.continues:
+    if tokens > 1 and config is not None and family_of(config) in FORGETFUL:
         raise IncompatibleError(
             f"transformers' code for {config.model_type} forgets its running state when several tokens follow a prompt "
             "at once: put the question into the prompt (--protocol question-aware), or feed tokens one by one"
@@ -122,12 +137,10 @@ def require_plain_rotary(model: nn.Module, what: str) -> None:
     config = text_config(model)
     parameters = getattr(config, "rope_parameters", None) or {}
     kind = parameters.get(FULL, parameters).get("rope_type", "default")
-    family = family_of(config)
-    if family is None or not family.unrotates or kind in ("dynamic", "longrope"):
-        verified = [name for name, family in FAMILIES.items() if family.unrotates and not family.refused]
+    if family_of(config) not in UNROTATED or kind in ("dynamic", "longrope"):
         raise IncompatibleError(
             f"{what} turns queries back to position 0, which is not verified for {config.model_type} with {kind} "
-            f"rotary embedding: use another policy; verified families: {', '.join(verified)}"
+            f"rotary embedding: use another policy; verified families: {', '.join(UNROTATED)}"
         )
 
 
@@ -153,32 +166,35 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     return {index: module for index, module in found.items() if module is not None}
 
 
-def rotary(model: nn.Module, layer: int) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Make cosine and sine tables of a full-attention layer: positions [N] -> two tensors [N, rotary dims], fp32.
+@dataclass(frozen=True)
+class RotaryTables:
+    """Cosines and sines of a full-attention layer by the model's rotary embedding; None: no rotation."""
 
-    A layer without a rotary embedding has those of no rotation.
-    """
-    module: Any = getattr(decoder(model), "rotary_emb", None)
-    if module is None or not getattr(attention_modules(model)[layer], "use_rope", True):
-        return _no_rotation
-    per_type = hasattr(module, f"{FULL}_inv_freq")
+    module: Any
 
     @torch.no_grad()
-    def tables(positions: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return two tensors [N, rotary dims] fp32 for positions [N]."""
+        if self.module is None:
+            cos = torch.ones(len(positions), 2, device=positions.device)
+            return cos, torch.zeros_like(cos)
+        per_type = hasattr(self.module, f"{FULL}_inv_freq")
         probe = torch.empty(0, dtype=torch.float32, device=positions.device)
         extra = {"layer_type": FULL} if per_type else {}
-        cos, sin = module(probe, position_ids=positions[None], **extra)
-        if not per_type and cos.shape[-1] == module.inv_freq.shape[-1]:  # each angle once
+        cos, sin = self.module(probe, position_ids=positions[None], **extra)
+        if not per_type and cos.shape[-1] == self.module.inv_freq.shape[-1]:  # each angle once
             cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
         # on several devices accelerate runs this module, and leaves its result, where its weights are
         return cos[0].to(positions.device), sin[0].to(positions.device)
 
-    return tables
+    def __deepcopy__(self, memo: dict[int, Any]) -> RotaryTables:
+        return self  # it is the model's
 
 
-def _no_rotation(positions: Tensor) -> tuple[Tensor, Tensor]:
-    cos = torch.ones(len(positions), 2, device=positions.device)
-    return cos, torch.zeros_like(cos)
+def rotary(model: nn.Module, layer: int) -> RotaryTables:
+    """Return the cosine and sine tables of a full-attention layer."""
+    rotates = getattr(attention_modules(model)[layer], "use_rope", True)
+    return RotaryTables(getattr(decoder(model), "rotary_emb", None) if rotates else None)
 
 
 def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -205,3 +221,18 @@ def output_weight(module: nn.Module, heads: int) -> Tensor:
     """Return W_O of one attention layer per query head, [Hq, Dv, d_model] fp32."""
     weight: Tensor = output_projection(module).weight
     return weight.float().reshape(weight.shape[0], heads, -1).permute(1, 2, 0)
+
+
+def check_length(model: Any, tokens: int) -> None:
+    """Raise an IncompatibleError if a prompt of so many tokens leaves the model no position for a reply."""
+    limit = describe(model).max_positions
+    if limit and tokens >= limit:
+        raise IncompatibleError(f"a context has {tokens} tokens, the model takes at most {limit}: shorten it")
+
+
+def warn_beyond(model: Any, tokens: int) -> None:
+    """Warn if a sequence of so many tokens, evicted ones counted, is longer than the model has positions for."""
+    limit = describe(model).max_positions
+    if limit and tokens > limit:
+        problem = f"{tokens} tokens have passed, evicted ones counted, and the model has positions for {limit}"
+        warnings.warn(f"{problem}: what it says beyond them is not to be relied on", KvsearchWarning, stacklevel=3)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.canonical import sha256_of
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.parsing import describe_validation_error
 from kvsearch.models.architecture import describe, text_config
-from kvsearch.models.offloaded import refuse_offloaded
+from kvsearch.models.memory import refuse_offloaded
 from kvsearch.plan import ModelFingerprint
-from kvsearch.plan.canonical import sha256_of
-from kvsearch.plan.parsing import describe_validation_error
 
 # how a model is loaded does not make it another model
 VOLATILE = frozenset(
@@ -37,7 +37,7 @@ def fingerprint(
 
     Raises:
         EnvironmentFault: weights are asked for, and some are not on a device; see `refuse_offloaded`.
-        IncompatibleError: it has more layers, heads or dimensions than `kvsearch.plan.limits` allows, or text in its
+        IncompatibleError: it has more layers, heads or dimensions than `kvsearch.core.limits` allows, or text in its
             configuration that cannot be written.
     """
     shape = describe(model)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from kvsearch.errors import EnvironmentFault, IncompatibleError, InternalError, KvsearchError, UsageError
-from kvsearch.models.memory import accelerator, is_out_of_memory
-from kvsearch.models.offloaded import refuse_offloaded
-from kvsearch.naming import did_you_mean
-from kvsearch.plan.limits import MOST_LAYERS
-from kvsearch.resources import resource
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError, InternalError, KvsearchError, UsageError
+from kvsearch.core.limits import MOST_LAYERS
+from kvsearch.core.naming import did_you_mean
+from kvsearch.core.resources import resource
+from kvsearch.models.memory import accelerator, is_out_of_memory, refuse_offloaded
 
 if TYPE_CHECKING:
     from kvsearch.plan import ModelFingerprint
@@ -99,8 +100,6 @@ def load(name: str, options: LoadOptions | None = None) -> LoadedModel:
         EnvironmentFault: no such model here (and no network), no such device, or too little room on it.
     """
     options = options or LoadOptions()
-    if options.offline:
-        os.environ["HF_HUB_OFFLINE"] = "1"
     from kvsearch.models.fingerprint import fingerprint
 
     _refuse_misspelt(name)
@@ -134,8 +133,6 @@ def load_shape(name: str, options: LoadOptions | None = None) -> LoadedModel:
     The fingerprint has the hash of no weights. Errors as `load`.
     """
     options = options or LoadOptions()
-    if options.offline:
-        os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -251,3 +248,34 @@ def _revision(source: str, options: LoadOptions) -> str | None:
 
     cached = try_to_load_from_cache(source, "config.json", revision=options.revision or "main")
     return Path(cached).parent.name if isinstance(cached, str) else options.revision
+
+
+# of huggingface_hub, transformers and datasets, which read them when they are imported
+VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+IMPORTED = ("huggingface_hub.constants", "datasets.config")
+
+
+@contextmanager
+def stay_offline(wanted: bool) -> Iterator[None]:
+    """While this lasts, these packages read what is on the disk only, whether they are imported yet or not."""
+    if not wanted:
+        yield
+        return
+    before = {name: os.environ.get(name) for name in VARIABLES}
+    modules = {name: sys.modules[name] for name in IMPORTED if name in sys.modules}
+    states = {name: module.HF_HUB_OFFLINE for name, module in modules.items()}
+    os.environ.update(dict.fromkeys(VARIABLES, "1"))
+    for module in modules.values():
+        module.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for variable, value in before.items():
+            if value is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = value
+        asked = any((value or "").upper() in ("1", "ON", "YES", "TRUE") for value in before.values())
+        for name in IMPORTED:
+            if name in sys.modules:  # imported meanwhile: it has read our variables
+                sys.modules[name].HF_HUB_OFFLINE = states.get(name, asked)  # type: ignore[attr-defined]

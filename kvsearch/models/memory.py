@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvsearch.core.errors import EnvironmentFault
+
 if TYPE_CHECKING:
     import torch
 
@@ -63,3 +65,23 @@ def free_memory() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+MB = 10**6
+
+
+def refuse_offloaded(model: Any, name: str) -> None:
+    """Raise EnvironmentFault if weights were left on the host or the disk, as device maps do with what does not fit.
+
+    They are brought one by one while the model runs and are nowhere in between: policies that read a projection, and
+    the fingerprint, would find nothing there.
+    """
+    if not any(one.is_meta for one in model.parameters()):
+        return
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    missing = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
+    raise EnvironmentFault(
+        f"model {name!r} does not fit: {missing / MB:,.1f} of its {total / MB:,.1f} MB of weights were left outside of "
+        f"the device, where plans cannot be made or run: free {missing / MB:,.1f} MB there, or use more GPUs "
+        "(--device-map auto), --dtype bfloat16, a smaller or quantised model, or --device cpu"
+    )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.core.naming import unknown
 from kvsearch.models.loading import LoadedModel, require_device
 from kvsearch.models.memory import free_bytes
-from kvsearch.naming import unknown
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.progress import clock_words
+from kvsearch.core.progress import clock_words
 
 if TYPE_CHECKING:
     from kvsearch.models.loading import LoadedModel

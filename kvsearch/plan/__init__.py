@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvsearch.plan.canonical import canonical_json, sha256_of
-from kvsearch.plan.files import atomic_write
-from kvsearch.plan.guard import round_half_up
-from kvsearch.plan.parsing import describe_validation_error
+from kvsearch.core.canonical import canonical_json, sha256_of
+from kvsearch.core.files import atomic_write
+from kvsearch.core.parsing import describe_validation_error
+from kvsearch.plan.origin import Provenance
 from kvsearch.plan.saved import load_plan, save_plan
 from kvsearch.plan.schema import (
     PHASES,
@@ -16,19 +16,19 @@ from kvsearch.plan.schema import (
     LayerPlan,
     ModelFingerprint,
     Phase,
+    PhaseNames,
     PhasePlan,
     Plan,
     PolicySpec,
-    Provenance,
     phases_of,
 )
+from kvsearch.plan.size import Size, round_half_up
 
 if TYPE_CHECKING:
-    from kvsearch.plan.arithmetic import budgets_at, convert, merge, scale
-    from kvsearch.plan.differences import BudgetChange, PlanDiff, SettingChange, diff
-    from kvsearch.plan.profile import GRID, Profile, ProfileMetadata, load_profile, save_profile
+    from kvsearch.plan.arithmetic import BudgetChange, PlanDiff, SettingChange, budgets_at, convert, diff, merge, scale
+    from kvsearch.plan.profile import Profile, ProfileMetadata, load_profile, save_profile
+    from kvsearch.plan.profile_arrays import GRID
     from kvsearch.plan.rounding import largest_remainder, water_fill
-    from kvsearch.plan.size import Size
 
 __all__ = [
     "GRID",
@@ -38,6 +38,7 @@ __all__ = [
     "LayerPlan",
     "ModelFingerprint",
     "Phase",
+    "PhaseNames",
     "PhasePlan",
     "Plan",
     "PlanDiff",
@@ -68,10 +69,9 @@ __all__ = [
 
 _LAZY = {
     **dict.fromkeys(("budgets_at", "convert", "merge", "scale"), "arithmetic"),
-    **dict.fromkeys(("BudgetChange", "PlanDiff", "SettingChange", "diff"), "differences"),
+    **dict.fromkeys(("BudgetChange", "PlanDiff", "SettingChange", "diff"), "arithmetic"),
     **dict.fromkeys(("GRID", "Profile", "ProfileMetadata", "load_profile", "save_profile"), "profile"),
     **dict.fromkeys(("largest_remainder", "water_fill"), "rounding"),
-    "Size": "size",
 }
 
 

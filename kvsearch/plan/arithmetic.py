@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from kvsearch.arrays import Ints
-from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.plan.canonical import sha256_of
-from kvsearch.plan.guard import round_half_up
-from kvsearch.plan.limits import MOST_ENTRIES
+from kvsearch.core.arrays import Ints
+from kvsearch.core.canonical import sha256_of
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.fields import Scalar
+from kvsearch.core.limits import MOST_ENTRIES
 from kvsearch.plan.origin import changed, with_policies_of
 from kvsearch.plan.rounding import water_fill
-from kvsearch.plan.schema import LayerPlan, Phase, PhasePlan, Plan
+from kvsearch.plan.schema import PHASES, AllocationSpec, LayerPlan, Phase, PhasePlan, Plan, PolicySpec
+from kvsearch.plan.size import round_half_up
 
 Scaling = Literal["fixed", "proportional"]
 
@@ -33,7 +35,7 @@ def budgets_at(plan: Plan, phase: Phase, length: int, clip: bool = True) -> Ints
     """
     if length < 1:
         raise UsageError(f"a prompt has at least one token, got a length of {length}")
-    wanted = _table(plan.phase(phase))
+    wanted = plan.phase(phase).table
     if plan.scaling == "fixed" or plan.length is None:
         return np.minimum(wanted, length) if phase == "prefill" and clip else wanted
     if length == plan.length:
@@ -72,8 +74,8 @@ def scale(
     Raises:
         UsageError: no size or several, a ratio without a length, or a size that the bounds make impossible.
     """
-    phases = _phases(plan)
-    heads = _table(next(iter(phases.values()))).size
+    phases = plan.phases
+    heads = next(iter(phases.values())).table.size
     at = plan.length if length is None else length
     scaling: Scaling = "fixed" if ratio is None else "proportional"
     wanted = _entries(heads, total, budget, ratio, at)
@@ -102,7 +104,7 @@ def convert(plan: Plan, length: int) -> Plan:
         raise UsageError('the plan is "fixed" already: its budgets are entries, the same for prompts of every length')
     return _with_budgets(
         plan,
-        {name: budgets_at(plan, name, length) for name in _phases(plan)},
+        {name: budgets_at(plan, name, length) for name in plan.phases},
         length=length,
         scaling="fixed",
         floor=min(plan.floor, length),
@@ -123,12 +125,12 @@ def merge(policies: Plan, budgets: Plan) -> Plan:
     difference = budgets.model.mismatch(policies.model)
     if difference is not None:
         raise IncompatibleError(f"cannot merge plans of different models: {difference}")
-    theirs, ours = _phases(policies), _phases(budgets)
+    theirs, ours = policies.phases, budgets.phases
     if theirs.keys() != ours.keys():
         phases = [" and ".join(names) for names in (theirs, ours)]
         raise UsageError(f"cannot merge policies of {phases[0]} with budgets of {phases[1]}: both need the same phases")
     joined = {name: _joined(theirs[name], ours[name], name) for name in ours}
-    smallest = min(int(_table(phase).min()) for phase in ours.values())
+    smallest = min(int(phase.table.min()) for phase in ours.values())
     change = f"merged: policies of plan {sha256_of(policies)}, all else of plan {sha256_of(budgets)}"
     return _remade(
         budgets,
@@ -157,7 +159,7 @@ def _entries(heads: int, total: int | None, budget: int | None, ratio: float | N
 
 def _most(plan: Plan, name: Phase, length: int | None, scaling: Scaling) -> Ints:
     """Return the most a head may be scaled to, [planned layers, Hkv]; without `length` that of the plan holds."""
-    budgets = _table(plan.phase(name))
+    budgets = plan.phase(name).table
     known = plan.length if length is None else length
     if known is None or (name == "decode" and scaling == "fixed"):
         return np.full_like(budgets, MOST_ENTRIES)
@@ -178,7 +180,7 @@ def _scaled(plan: Plan, name: Phase, total: int, most: Ints) -> Ints:
             f"a {name} total of {total} is above the {most.sum()} entries that prompts of this length have for "
             f"{heads} kv heads: keep less, or give a longer --length"
         )
-    return water_fill(_table(plan.phase(name)), total, low, most)
+    return water_fill(plan.phase(name).table, total, low, most)
 
 
 def _joined(policies: PhasePlan, budgets: PhasePlan, name: Phase) -> PhasePlan:
@@ -187,17 +189,6 @@ def _joined(policies: PhasePlan, budgets: PhasePlan, name: Phase) -> PhasePlan:
         raise UsageError(f"cannot merge: only one of the plans has layers {only} in its {name} phase")
     pairs = zip(policies.layers, budgets.layers, strict=True)
     return PhasePlan(layers=tuple(LayerPlan(policy=a.policy, budget=b.budget) if a and b else None for a, b in pairs))
-
-
-def _phases(plan: Plan) -> dict[Phase, PhasePlan]:
-    """Return the phases the plan has; the first is the one its total belongs to."""
-    phases: dict[Phase, PhasePlan | None] = {"prefill": plan.prefill, "decode": plan.decode}
-    return {name: phase for name, phase in phases.items() if phase is not None}
-
-
-def _table(phase: PhasePlan) -> Ints:
-    """Return the budgets [planned layers, Hkv]."""
-    return np.array([budget for budget in phase.budgets if budget is not None], dtype=np.int64)
 
 
 def _with_budgets(plan: Plan, tables: Mapping[Phase, Ints], **changes: Any) -> Plan:
@@ -221,3 +212,112 @@ def _remade(plan: Plan, **changes: Any) -> Plan:
 def _times(total: int, numerator: int, denominator: int) -> int:
     """Round total * numerator / denominator, halves up, in whole numbers."""
     return (2 * total * numerator + denominator) // (2 * denominator)
+
+
+_MODEL = ("model_type", "config_sha256", "weights_sha256", "head_dim")
+
+
+class BudgetChange(NamedTuple):
+    """A kv head's budget in two plans, in entries; None where its layer keeps the full cache or the phase is absent."""
+
+    phase: Phase
+    layer: int
+    head: int
+    before: int | None
+    after: int | None
+
+
+class SettingChange(NamedTuple):
+    """Something else that differs between two plans; None where a plan does not state it.
+
+    `name` is a field of the plan ("length", "model.weights_sha256"), "allocation" or "policy", or a parameter of these
+    ("allocation.layers", "policy.window"). `phase` is set for what belongs to a phase: its "total", and policies, which
+    are stated once for all `layers` with the same change.
+    """
+
+    name: str
+    before: Scalar | None
+    after: Scalar | None
+    phase: Phase | None = None
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlanDiff:
+    """All differences of two plans; false if there are none. Where the plans come from is not compared."""
+
+    settings: tuple[SettingChange, ...] = ()
+    budgets: tuple[BudgetChange, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether the plans differ."""
+        return bool(self.settings or self.budgets)
+
+
+def diff(a: Plan, b: Plan) -> PlanDiff:
+    """Compare two plans: settings of the whole, then of each phase (prefill first), and budgets by layer and kv head.
+
+    Plans of models that differ in more than their name but have the same layers and kv heads can be compared; that
+    they do is one of the differences.
+
+    Raises:
+        IncompatibleError: the plans' models differ in layers or kv heads.
+    """
+    if (a.model.layers, a.model.kv_heads) != (b.model.layers, b.model.kv_heads):
+        raise IncompatibleError(
+            f"cannot compare plans of {a.model.short()} and {b.model.short()}: other layers or heads"
+        )
+    settings = [SettingChange(*change) for change in _changes(_whole(a), _whole(b))]
+    for phase in PHASES["both"]:
+        settings += _phase_settings(a.phases.get(phase), b.phases.get(phase), phase, a.model.layers)
+    return PlanDiff(
+        tuple(settings), tuple(change for phase in PHASES["both"] for change in _budget_changes(a, b, phase))
+    )
+
+
+def _whole(plan: Plan) -> dict[str, Scalar | None]:
+    model = {f"model.{field}": getattr(plan.model, field) for field in _MODEL}
+    own = {"scaling": plan.scaling, "length": plan.length, "floor": plan.floor}
+    return {**model, **own, **_named("allocation", plan.allocation)}
+
+
+def _phase_settings(a: PhasePlan | None, b: PhasePlan | None, phase: Phase, layers: int) -> Iterator[SettingChange]:
+    totals = [{"total": part.total if part else None} for part in (a, b)]
+    for change in _changes(*totals):
+        yield SettingChange(*change, phase)
+    where: dict[tuple[str, Scalar | None, Scalar | None], list[int]] = {}
+    for layer, (before, after) in enumerate(zip(_layers(a, layers), _layers(b, layers), strict=True)):
+        for change in _changes(_policy(before), _policy(after)):
+            where.setdefault(change, []).append(layer)
+    for change, found in where.items():
+        yield SettingChange(*change, phase, tuple(found))
+
+
+def _budget_changes(a: Plan, b: Plan, phase: Phase) -> Iterator[BudgetChange]:
+    nothing = (None,) * a.model.kv_heads
+    pairs = zip(_layers(a.phases.get(phase), a.model.layers), _layers(b.phases.get(phase), b.model.layers), strict=True)
+    for layer, (before, after) in enumerate(pairs):
+        heads = zip(before.budget if before else nothing, after.budget if after else nothing, strict=True)
+        for head, (old, new) in enumerate(heads):
+            if old != new:
+                yield BudgetChange(phase, layer, head, old, new)
+
+
+def _changes(
+    before: Mapping[str, Scalar | None], after: Mapping[str, Scalar | None]
+) -> Iterator[tuple[str, Scalar | None, Scalar | None]]:
+    for name in dict.fromkeys([*before, *after]):
+        if before.get(name) != after.get(name):
+            yield name, before.get(name), after.get(name)
+
+
+def _policy(layer: LayerPlan | None) -> dict[str, Scalar]:
+    return {} if layer is None else _named("policy", layer.policy)
+
+
+def _named(what: str, spec: PolicySpec | AllocationSpec) -> dict[str, Scalar]:
+    return {what: spec.name, **{f"{what}.{key}": value for key, value in spec.params.items()}}
+
+
+def _layers(part: PhasePlan | None, layers: int) -> tuple[LayerPlan | None, ...]:
+    return (None,) * layers if part is None else part.layers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,35 +21,22 @@ from pydantic import (
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
-from kvsearch.errors import UsageError
-from kvsearch.plan.canonical import canonical_json
-from kvsearch.plan.fields import Count, Entries, Floor, Index, Record, Text, refuse
-from kvsearch.plan.files import atomic_write, read_bytes
-from kvsearch.plan.fingerprint import ModelFingerprint
-from kvsearch.plan.limits import MOST_ARRAYS, MOST_DIMENSIONS, MOST_LAYERS, MOST_MEASURED
-from kvsearch.plan.measured import measured_problems
+from kvsearch.core.canonical import canonical_json
+from kvsearch.core.errors import UsageError
+from kvsearch.core.fields import Count, Entries, Floor, Index, Record, Text, refuse
+from kvsearch.core.files import atomic_write, read_bytes
+from kvsearch.core.limits import MOST_ARRAYS, MOST_DIMENSIONS, MOST_LAYERS
+from kvsearch.core.parsing import list_problems, parse_json, problems_of, require_header, shown
 from kvsearch.plan.origin import Provenance
-from kvsearch.plan.parsing import list_problems, parse_json, problems_of, require_header, shown
-from kvsearch.plan.schema import PolicySpec
-from kvsearch.plan.signals import SignalAxes, signal_problems
-from kvsearch.plan.weights import find_weights, put_weights
+from kvsearch.plan.profile_arrays import DTYPES, EVICTED_RATIO, GRID, TABLED, SignalAxes, array_problems, value_problems
+from kvsearch.plan.saved import find_weights, put_weights
+from kvsearch.plan.schema import ModelFingerprint, PolicySpec
 
 Array = NDArray[Any]
 
 PROFILE_FORMAT = "kvsearch.profile"
 PROFILE_VERSION = 1
-# Row i of a table of local ratios is the global eviction ratio (i + 1) / 100.
-GRID = 99
-TABLED = ("lukv", "lava", "cake", "adakv")  # methods whose profiles have such a table
-EVICTED_RATIO = "evicted_ratio"
-KEPT = "kept"  # importance kept by policy, see `Profile`
-QUERY_MEAN, QUERY_COVARIANCE, QUERY_ABS = "query_mean", "query_cov", "query_abs"  # by query head, see `Profile`
-QUERIES = "query_statistics"  # the method whose profiles have them
-SIGNALLED = "polykv"  # the method whose profiles have signals by pattern
-
 _HEADER_KEY = "kvsearch"
-_DTYPES: dict[str, Any] = {"F32": np.float32, "F64": np.float64, "I32": np.int32, "I64": np.int64}
-_SLACK = 1e-3
 
 
 class TableCheck(Record):
@@ -159,8 +145,8 @@ class Profile:
     [0, 1] of each layer and kv head (arXiv 2602.08585). Where several policies were measured, "kept" [P, L, Hkv, K + 1]
     is what each head keeps of the importance, in units that compare, at budgets of 0, 1/K, ... 1 of a context.
 
-    PolyKV (method "polykv") has the arrays of `kvsearch.plan.signals`, which `kvsearch.signals.table.SignalTable`
-    reads.
+    PolyKV (method "polykv") has signals, which `kvsearch.signals.table.SignalTable` reads. The axes and ranges of all
+    arrays are in `kvsearch.plan.profile_arrays`.
 
     Raises:
         UsageError: arrays of a wrong type, shape or value; all problems in one message.
@@ -170,7 +156,7 @@ class Profile:
     arrays: dict[str, Array]
 
     def __post_init__(self) -> None:
-        problems = list(_array_problems(self.arrays, self.metadata))
+        problems = list(value_problems(self.arrays)) or list(array_problems(self.arrays, self.metadata))
         if problems:
             raise UsageError(list_problems(problems, "the profile"))
         frozen = {name: _read_only(array) for name, array in sorted(self.arrays.items())}
@@ -231,13 +217,13 @@ def load_profile(path: str | Path) -> Profile:
 def read_profile(data: bytes, name: str) -> Profile:
     """Read and check the bytes of a profile file, called `name`; UsageError as `load_profile`."""
     header, arrays, problems = _read(data, name)
-    metadata: ProfileMetadata | None = None
+    problems += value_problems(arrays)
     try:
         metadata = ProfileMetadata.model_validate(header)
     except ValidationError as error:
-        problems = [*problems_of(error), *problems]
-    problems += _array_problems(arrays, metadata)
-    if metadata is None or problems:
+        raise UsageError(list_problems([*problems_of(error), *problems], name)) from error
+    problems = problems or list(array_problems(arrays, metadata))
+    if problems:
         raise UsageError(list_problems(problems, name))
     return Profile(metadata, arrays)
 
@@ -258,93 +244,11 @@ def _read(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Array], lis
     for key, tensor in sorted(tensors.items()):
         if len(tensor["shape"]) > MOST_DIMENSIONS:
             problems.append(f"arrays.{key}: has {len(tensor['shape'])} dimensions, {MOST_DIMENSIONS} are the most")
-        elif tensor["dtype"] in _DTYPES:
-            arrays[key] = np.frombuffer(tensor["data"], _DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+        elif tensor["dtype"] in DTYPES:
+            arrays[key] = np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
         else:
-            problems.append(f"arrays.{key}: has type {tensor['dtype']}, must be one of {', '.join(_DTYPES)}")
+            problems.append(f"arrays.{key}: has type {tensor['dtype']}, must be one of {', '.join(DTYPES)}")
     return require_header(metadata, PROFILE_FORMAT, PROFILE_VERSION, name), arrays, problems
-
-
-def _array_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata | None) -> Iterator[str]:
-    """Find what is wrong with the arrays, as far as it can be told without valid metadata."""
-    for name, array in sorted(arrays.items()):
-        if array.dtype.newbyteorder("=") not in list(_DTYPES.values()):
-            yield f"arrays.{name}: has type {array.dtype}, must be float32, float64, int32 or int64"
-        elif not np.isfinite(array).all():
-            yield f"arrays.{name}: {np.count_nonzero(~np.isfinite(array))} of {array.size} values are not finite"
-        elif array.dtype.kind == "f" and array.size and max(array.max(), -array.min()) > MOST_MEASURED:
-            yield f"arrays.{name}: has values beyond {MOST_MEASURED:g}, which nothing measures"
-    if EVICTED_RATIO in arrays:
-        yield from (f"arrays.{EVICTED_RATIO}: {what}" for what in _table_problems(arrays[EVICTED_RATIO], metadata))
-    elif metadata is not None and metadata.method in TABLED:
-        yield f"arrays.{EVICTED_RATIO}: is missing, a {metadata.method} profile needs it"
-    if metadata is not None and (metadata.method in TABLED or EVICTED_RATIO in arrays):
-        yield from measured_problems(arrays, metadata.questions, metadata.shape)
-    if metadata is not None and (metadata.policies is not None or KEPT in arrays):
-        yield from _kept_problems(arrays, metadata)
-    if metadata is not None and metadata.method == QUERIES:
-        yield from _query_problems(arrays, metadata)
-    if metadata is not None and metadata.method == SIGNALLED:
-        yield from signal_problems(arrays, metadata.signals, len(metadata.layers))
-    elif metadata is not None and metadata.signals is not None:
-        yield f"signals: only a {SIGNALLED} profile has them, and this is one of method {shown(metadata.method)}"
-
-
-def _kept_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata) -> Iterator[str]:
-    """Find where what is kept under several policies does not fit to them."""
-    if metadata.policies is None or KEPT not in arrays:
-        yield f"arrays.{KEPT}: goes together with the policies of the header: restore the file"
-        return
-    shape, wanted = arrays[KEPT].shape, (len(metadata.policies), *metadata.shape)
-    if len(shape) != 4 or shape[:3] != wanted or shape[3] < 2:
-        yield f"arrays.{KEPT}: has shape {list(shape)}, must be {[*wanted, 'budgets']}"
-    elif (arrays[KEPT] < 0).any() or (arrays[KEPT] > 1.01 * arrays[KEPT][..., -1:]).any():
-        yield f"arrays.{KEPT}: a part of the context has more importance than the whole, or less than none"
-
-
-def _query_problems(arrays: Mapping[str, Array], metadata: ProfileMetadata) -> Iterator[str]:
-    """Find where statistics of queries are missing, or do not fit each other."""
-    mean = arrays.get(QUERY_MEAN)
-    if mean is None or mean.ndim != 3 or len(mean) != len(metadata.layers):
-        yield f"arrays.{QUERY_MEAN}: is missing, or is not [layers, query heads, head dimension]"
-        return
-    heads, size = mean.shape[:2], mean.shape[2]
-    for name, ends in ((QUERY_COVARIANCE, [(size, size)]), (QUERY_ABS, [(n,) for n in range(1, size // 2 + 1)])):
-        shape = arrays[name].shape if name in arrays else ()
-        if shape not in [(*heads, *end) for end in ends]:
-            yield f"arrays.{name}: has shape {list(shape)}, which does not fit {QUERY_MEAN} of {list(mean.shape)}"
-        elif (np.diagonal(arrays[name], axis1=-2, axis2=-1) if len(ends[0]) == 2 else arrays[name]).min(initial=0) < 0:
-            yield f"arrays.{name}: has a {'variance' if len(ends[0]) == 2 else 'value'} below 0"
-
-
-def _table_problems(table: Array, metadata: ProfileMetadata | None) -> Iterator[str]:
-    if table.dtype.newbyteorder("=") != np.float32:
-        yield f"has type {table.dtype}, must be float32"
-    if table.dtype.kind not in "fiu":
-        return
-    expected = (GRID, *metadata.shape) if metadata is not None else (GRID, *table.shape[1:])
-    if table.ndim != 3 or table.shape != expected:
-        shape = list(expected) if metadata is not None else f"[{GRID}, layers, kv heads]"
-        yield f"has shape {list(table.shape)}, must be {shape}"
-    outside = np.count_nonzero((table < 0) | (table > 1))
-    if outside:
-        yield f"{outside} of {table.size} ratios are outside [0, 1]"
-    elif metadata is not None and table.shape == expected:
-        yield from _mean_problems(table, metadata.length, metadata.floor)
-
-
-def _mean_problems(table: Array, length: int, floor: int) -> Iterator[str]:
-    """Check that the mean of each row is its global ratio, up to one entry per head and rounding.
-
-    Ratios that would leave heads less than the floor stay at what the floor allows.
-    """
-    wanted = np.minimum(np.arange(1, GRID + 1) / (GRID + 1), 1 - min(floor, length) / length)
-    means = table.mean(axis=(1, 2), dtype=np.float64)
-    wrong = np.flatnonzero(np.abs(means - wanted) > 1 / length + _SLACK)  # a row with NaN is reported as not finite
-    if wrong.size:
-        row = int(wrong[0])
-        example = f"row {row} ({wanted[row]:.2f}) to {means[row]:.4f}"
-        yield f"{wrong.size} of {GRID} rows do not average to their global ratio, e.g. {example}"
 
 
 def _row(table: NDArray[np.float64], position: int) -> NDArray[np.float64]:

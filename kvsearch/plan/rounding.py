@@ -7,9 +7,9 @@ import operator
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvsearch.arrays import Floats, Ints
-from kvsearch.errors import UsageError
-from kvsearch.plan.guard import GUARD
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import UsageError
+from kvsearch.plan.size import GUARD
 
 _DECIMALS = 9  # those that `GUARD` leaves: equal remainders tie despite float noise
 _LARGEST = 2.0**53

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.plan.canonical import canonical_json
-from kvsearch.plan.files import atomic_write, check_target
-from kvsearch.plan.parsing import describe_validation_error, read_json, require_header
-from kvsearch.plan.schema import PLAN_FORMAT, PLAN_VERSION, Plan
-from kvsearch.plan.weights import find_weights, put_weights
+from kvsearch.core.canonical import canonical_json
+from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.core.files import atomic_write, check_target, read_bytes
+from kvsearch.core.parsing import describe_validation_error, read_json, require_header
+from kvsearch.plan.schema import PLAN_FORMAT, PLAN_VERSION, Plan, PolicySpec
 
 PROFILE = "profile.safetensors"  # of the directory of a calibration
 FOLDER_PLAN = "plan.json"  # the plan of a folder that `export --to folder` wrote
@@ -79,3 +80,61 @@ def _checked(data: dict[str, object], name: str) -> Plan:
         return Plan.model_validate(data)
     except ValidationError as error:
         raise UsageError(describe_validation_error(error, name)) from error
+
+
+WEIGHTS = "weights"  # the parameter
+_known: dict[str, tuple[Path, bytes]] = {}  # by SHA-256: where they were read, and what they are
+
+
+def know(data: bytes, path: Path) -> str:
+    """Make weights known to this process, and return their SHA-256."""
+    digest = hashlib.sha256(data).hexdigest()
+    _known.setdefault(digest, (path, data))
+    return digest
+
+
+def known_weights(digest: str) -> tuple[Path, bytes]:
+    """Return where weights were read and their bytes; UsageError if no file with them was."""
+    if digest not in _known:
+        raise UsageError(
+            f"the weights {digest[:12]}... are not here: they lie in a file beside the plan or profile that names them"
+        )
+    return _known[digest]
+
+
+def weights_file(spec: PolicySpec, beside: str | Path) -> Path | None:
+    """Return where the weights of a policy lie beside a file; None if it has none."""
+    digest = spec.params.get(WEIGHTS)
+    return Path(beside).parent / f"{spec.name}-{digest[:12]}.safetensors" if isinstance(digest, str) else None
+
+
+def find_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:
+    """Make the weights known that a file's policies name.
+
+    Raises:
+        UsageError: they are not beside it, and unknown to this process, or they are others than it names.
+        EnvironmentFault: they cannot be read.
+    """
+    for spec, path in _with_weights(specs, beside):
+        wanted = str(spec.params[WEIGHTS])
+        if wanted in _known:
+            continue
+        if not path.exists():
+            raise UsageError(f"{beside} needs the weights {path.name} beside it: copy them from where it was written")
+        data = read_bytes(path)
+        if hashlib.sha256(data).hexdigest() != wanted:
+            raise UsageError(f"{path} has other weights than {beside} names: copy both from where they were written")
+        know(data, path)
+
+
+def put_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:
+    """Write the weights that a file's policies name beside it; raises as `known_weights` and `atomic_write`."""
+    for spec, path in _with_weights(specs, beside):
+        _, data = known_weights(str(spec.params[WEIGHTS]))
+        if not path.exists() or path.read_bytes() != data:
+            atomic_write(path, data)
+
+
+def _with_weights(specs: Iterable[PolicySpec], beside: str | Path) -> list[tuple[PolicySpec, Path]]:
+    places = [(spec, weights_file(spec, beside)) for spec in specs]
+    return [(spec, path) for spec, path in places if path is not None]

@@ -2,37 +2,124 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import FailFast, Field, ValidationInfo, field_validator
+from pydantic import FailFast, Field, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer
 
-from kvsearch.errors import UsageError
-from kvsearch.naming import unknown
-from kvsearch.plan.fields import Entries, Floor, Record, ScalarField, Text, Total, few, refuse
-from kvsearch.plan.fingerprint import ModelFingerprint
-from kvsearch.plan.limits import MOST_HEADS, MOST_LAYERS, MOST_PARAMETERS
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.fields import (
+    Entries,
+    Floor,
+    Heads,
+    Layers,
+    Record,
+    ScalarField,
+    Sha256,
+    Text,
+    Total,
+    Width,
+    refuse,
+)
+from kvsearch.core.limits import MOST_ENTRIES, MOST_HEADS, MOST_LAYERS, MOST_OF, MOST_PARAMETERS
+from kvsearch.core.naming import suggest, unknown
+from kvsearch.core.parsing import shown
 from kvsearch.plan.origin import Provenance
 
-__all__ = [
-    "PHASES",
-    "STATIC",
-    "AllocationSpec",
-    "LayerPlan",
-    "ModelFingerprint",
-    "Phase",
-    "PhasePlan",
-    "Plan",
-    "PolicySpec",
-    "Provenance",
-    "phases_of",
-]
+if TYPE_CHECKING:
+    from kvsearch.core.arrays import Ints
+
+_COMPARED = {
+    "model_type": "architecture", "config_sha256": "configuration", "weights_sha256": "weights", "layers": "layers",
+    "kv_heads": "kv heads per layer", "head_dim": "dimensions of a head",
+}  # fmt: skip
+
+
+_ROUNDING = "float16"  # in which small weights, and so their hash, are others than in float32 and bfloat16
+
+
+_DIGITS = 12  # of a hash
+
+
+class ModelFingerprint(Record):
+    """A model by content: hashes of its configuration and weights, and the shape of its KV cache.
+
+    `name`, `revision` and `dtype`, in which it was loaded, are for the reader and never compared; a file that does not
+    say the dtype is older than this field. `layers` counts all layers of the model, `kv_heads`
+    the kv heads of each, `head_dim` the width of one of them.
+    """
+
+    name: Text
+    model_type: Text
+    config_sha256: Sha256
+    weights_sha256: Sha256
+    revision: Text | None = None
+    layers: Layers
+    kv_heads: Heads
+    head_dim: Width
+    dtype: Text | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_unknown(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave an unknown dtype out: a file without it keeps its bytes."""
+        written: dict[str, Any] = handler(self)
+        if self.dtype is None:
+            written.pop("dtype", None)
+        return written
+
+    def mismatch(self, other: ModelFingerprint, weights: bool = True) -> str | None:
+        """Say on one line what differs between two models, or None; `weights=False` lets the weights differ."""
+        found = []
+        for field, words in _COMPARED.items():
+            mine, yours = getattr(self, field), getattr(other, field)
+            if mine != yours and (weights or field != "weights_sha256"):
+                if field.endswith("sha256"):
+                    mine, yours = mine[:_DIGITS], yours[:_DIGITS]
+                found.append(f"other {words} ({mine}, here {yours})")
+        return ", ".join(found) or None
+
+    def short(self) -> str:
+        """Render the fingerprint on one line, hashes cut."""
+        shape = f"{self.layers} layers x {self.kv_heads} kv heads x {self.head_dim}"
+        hashes = f"config {self.config_sha256[:_DIGITS]}, weights {self.weights_sha256[:_DIGITS]}"
+        return f"{self.name!r} ({self.model_type}, {hashes}, {shape})"
+
+    def require(self, other: ModelFingerprint, what: str, weights: bool = True) -> None:
+        """Refuse `other`, the model at hand, unless it is the one that `what` (a plan, a file) was made for.
+
+        Raises:
+            IncompatibleError: they are different models, or the same one in another dtype; the message says which.
+        """
+        difference = self.mismatch(other, weights)
+        if difference is None:
+            return
+        only_weights = self.mismatch(other, weights=False) is None
+        if only_weights and self.name == other.name and self._rounds_otherwise(other):
+            raise IncompatibleError(
+                f"{what} was made in {self.dtype}, and this model is loaded in {other.dtype}: {_ROUNDING} rounds small "
+                f"weights, so that it has {difference}; load it with --dtype {self.dtype}, or make {what} again"
+            )
+        names = f"{self.name!r}, and this is {other.name!r}"
+        if self.name == other.name:
+            names = f"which is called {self.name!r} as this one is"
+        hint = ", or load it in the --dtype of then" if only_weights and self.dtype is None else ""
+        raise IncompatibleError(
+            f"{what} was made for another model, {names}: it has {difference}; use it with that one{hint}"
+        )
+
+    def _rounds_otherwise(self, other: ModelFingerprint) -> bool:
+        """Tell whether one of two models is known to be in float16 and the other in another dtype."""
+        dtypes = {self.dtype, other.dtype}
+        return None not in dtypes and len(dtypes) == 2 and _ROUNDING in dtypes
+
 
 PLAN_FORMAT = "kvsearch.plan"
 PLAN_VERSION = 1
 STATIC = "static"
 
 Phase = Literal["prefill", "decode"]
+PhaseNames = Literal["prefill", "decode", "both"]  # as options have them
 PHASES: dict[str, tuple[Phase, ...]] = {
     "prefill": ("prefill",),
     "decode": ("decode",),
@@ -53,27 +140,27 @@ class PolicySpec(Record):
     """An eviction policy by its registered name, with the hyper-parameters that differ from its defaults."""
 
     name: Text
-    params: Annotated[dict[Text, ScalarField], few(MOST_PARAMETERS)] = Field(default_factory=dict)
+    params: dict[Text, ScalarField] = Field(default_factory=dict, max_length=MOST_PARAMETERS)
 
 
 class AllocationSpec(Record):
     """How the totals of a plan become budgets of a prompt: "static" as written, or by a registered dynamic rule."""
 
     name: Text = STATIC
-    params: Annotated[dict[Text, ScalarField], few(MOST_PARAMETERS)] = Field(default_factory=dict)
+    params: dict[Text, ScalarField] = Field(default_factory=dict, max_length=MOST_PARAMETERS)
 
 
 class LayerPlan(Record):
     """What one layer keeps: `budget` is in entries per kv head, protected entries (sinks, window) included."""
 
     policy: PolicySpec
-    budget: Annotated[tuple[Entries, ...], FailFast(), few(MOST_HEADS)]
+    budget: Annotated[tuple[Entries, ...], FailFast()] = Field(max_length=MOST_HEADS)
 
 
 class PhasePlan(Record):
     """One phase, an item per model layer; None leaves a layer its full cache (say, one with its own sliding window)."""
 
-    layers: Annotated[tuple[LayerPlan | None, ...], few(MOST_LAYERS)]
+    layers: tuple[LayerPlan | None, ...] = Field(max_length=MOST_LAYERS)
 
     @property
     def planned_layers(self) -> tuple[int, ...]:
@@ -89,6 +176,13 @@ class PhasePlan(Record):
     def total(self) -> int:
         """The sum of all budgets, in entries."""
         return sum(sum(budget) for budget in self.budgets if budget is not None)
+
+    @property
+    def table(self) -> Ints:
+        """The budgets [planned layers, Hkv]."""
+        import numpy as np
+
+        return np.array([budget for budget in self.budgets if budget is not None], dtype=np.int64)
 
 
 class Plan(Record):
@@ -116,18 +210,21 @@ class Plan(Record):
     total: Total
     provenance: Provenance
 
+    @property
+    def phases(self) -> dict[Phase, PhasePlan]:
+        """The phases that the plan has, by name; its total is that of the first."""
+        phases: dict[Phase, PhasePlan | None] = {"prefill": self.prefill, "decode": self.decode}
+        return {name: phase for name, phase in phases.items() if phase is not None}
+
     def phase(self, name: Phase) -> PhasePlan:
         """Select the part of the plan for "prefill" or "decode".
 
         Raises:
             UsageError: the plan has no such phase.
         """
-        phases: dict[str, PhasePlan | None] = {"prefill": self.prefill, "decode": self.decode}
-        found = phases.get(name)
-        if found is None:
-            present = " and ".join(phase for phase, plan in phases.items() if plan is not None)
-            raise UsageError(f"the plan has no {name!r} phase, only {present}")
-        return found
+        if name not in self.phases:
+            raise UsageError(f"the plan has no {name!r} phase, only {' and '.join(self.phases)}")
+        return self.phases[name]
 
     def budgets(self, phase: Phase) -> Budgets:
         """List entries per kv head of each model layer, None where it keeps its full cache; UsageError as `phase`."""
@@ -136,8 +233,7 @@ class Plan(Record):
     @property
     def policies(self) -> tuple[PolicySpec, ...]:
         """The policies of all phases and layers, each once."""
-        phases = [phase for phase in (self.prefill, self.decode) if phase is not None]
-        specs = [layer.policy for phase in phases for layer in phase.layers if layer is not None]
+        specs = [layer.policy for phase in self.phases.values() for layer in phase.layers if layer is not None]
         return tuple(spec for number, spec in enumerate(specs) if spec not in specs[:number])
 
     def planned_layers(self, phase: Phase) -> tuple[int, ...]:
@@ -200,3 +296,41 @@ def _budget_problems(
 
 def _listed(budget: tuple[int, ...], heads: list[int]) -> str:
     return ", ".join(f"{budget[head]} at head {head}" for head in heads)
+
+
+def typed_values(given: Mapping[str, object], defaults: Mapping[str, object], owner: str, noun: str) -> dict[str, Any]:
+    """Return parameters checked against the types of their `defaults`; whole numbers become floats where these are.
+
+    A default of `dataclasses.MISSING` permits any type. What a number may be at most is the same wherever a parameter
+    has that name, see `limits.MOST_OF`; what else it may be, its policy says.
+
+    Raises:
+        UsageError: `owner` has no such `noun`, its type is another one, or it is out of all range.
+    """
+    values = dict(given)
+    for key, value in values.items():
+        if key not in defaults:
+            raise UsageError(f"{owner} has no {noun} {key!r}{suggest(key, list(defaults))}")
+        most = MOST_OF.get(key, MOST_ENTRIES)
+        if isinstance(value, int) and abs(value) > most:
+            raise UsageError(f"{owner}: {key} must be {most} or less, got {shown(value)}")
+        wanted = type(defaults[key])
+        if wanted is float and type(value) is int:
+            values[key] = float(value)
+        elif type(value) is not wanted and defaults[key] is not dataclasses.MISSING:
+            raise UsageError(f"{owner}: {key} must be {wanted.__name__}, got {shown(value)}")
+    return values
+
+
+Protocol = Literal["question-agnostic", "question-aware"]
+QUESTION_AGNOSTIC: Protocol = "question-agnostic"
+QUESTION_AWARE: Protocol = "question-aware"
+PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
+
+
+def find_protocol(name: str) -> Protocol:
+    """Return the protocol of that name; UsageError if there is none."""
+    for protocol in PROTOCOLS:
+        if name == protocol:
+            return protocol
+    raise UsageError(unknown("protocol", name, PROTOCOLS))

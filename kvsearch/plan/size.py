@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvsearch.errors import UsageError
-from kvsearch.plan.guard import round_half_up
+from kvsearch.core.errors import UsageError
 
 if TYPE_CHECKING:
     from kvsearch.plan.profile import ProfileMetadata
+
+
+GUARD = 1e-9  # shares are read to nine decimals
+
+
+def round_half_up(value: float) -> int:
+    """Round to the nearest integer, halves upward, e.g. the entries a ratio of a length stands for."""
+    return math.floor(value + 0.5 + GUARD)
+
+
+def round_down(value: float) -> int:
+    """Round to the integer below, e.g. the part of a budget that a share of it stands for."""
+    return math.floor(value + GUARD)
 
 
 class Pool(NamedTuple):

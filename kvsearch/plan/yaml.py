@@ -9,14 +9,14 @@
         8: {policy: tova, budget: [600, 700]}  # per kv head
         9-11: full  # whole cache, which no total counts
 
-Parameters that several entries share stand once under `policies`, by the name of the policy; an entry with `params` of
-its own does not read them. Whatever a plan holds is in its YAML, except for the total, which follows from the budgets:
-so reading what was written gives the same plan, byte by byte. Provenance is kept as it is when budgets are edited.
+Parameters that several entries share may stand once under `policies`, by the name of the policy; an entry with `params`
+of its own does not read them. Whatever a plan holds is in its YAML, except for the total, which follows from the
+budgets: so reading what was written gives the same plan, byte by byte. Provenance is kept as it is when
+budgets are edited.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -35,12 +35,9 @@ _HEADER = f"""\
 """
 _WIDTH = 120
 
-Params = dict[str, Any]
-
 
 def plan_to_yaml(plan: Plan) -> str:
     """Render a plan as YAML; equal plans give equal texts, and reading them gives the plan again."""
-    shared = _shared(plan)
     model, provenance = plan.model.model_dump(exclude_none=True), plan.provenance.model_dump(exclude_none=True)
     provenance["settings"] = dict(sorted(plan.provenance.settings.items()))
     if not provenance["settings"]:
@@ -53,9 +50,7 @@ def plan_to_yaml(plan: Plan) -> str:
         "scaling": plan.scaling,
         "floor": plan.floor,
         "allocation": None if plan.allocation == AllocationSpec() else _Line(plan.allocation.model_dump()),
-        "policies": {name: _Line(sorted(params.items())) for name, params in sorted(shared.items())} or None,
-        "prefill": _phase(plan.prefill, shared),
-        "decode": _phase(plan.decode, shared),
+        **{name: _phase(phase) for name, phase in plan.phases.items()},
         "fingerprint": model,
         "provenance": provenance,
     }
@@ -100,44 +95,23 @@ _Dumper.add_representer(_Line, _line)
 _Dumper.add_representer(tuple, _list)
 
 
-def _shared(plan: Plan) -> dict[str, Params]:
-    """Return the parameters by policy that at least two entries have; of several, those that most have."""
-    uses: Counter[tuple[str, bytes]] = Counter()
-    found: dict[tuple[str, bytes], Params] = {}
-    for phase in (plan.prefill, plan.decode):
-        for _, entry in _entries(phase):
-            if entry is not None and entry.policy.params:
-                key = (entry.policy.name, canonical_json(entry.policy.params))
-                uses[key] += 1
-                found[key] = entry.policy.params
-    shared: dict[str, Params] = {}
-    for key, count in sorted(uses.items(), key=lambda use: (-use[1], use[0])):
-        if count > 1:
-            shared.setdefault(key[0], found[key])
-    return shared
-
-
-def _entries(phase: PhasePlan | None) -> Iterator[tuple[list[int], LayerPlan | None]]:
+def _entries(phase: PhasePlan) -> Iterator[tuple[list[int], LayerPlan | None]]:
     """Yield runs of layers with equal content."""
-    if phase is None:
-        return
     for _, run in groupby(enumerate(phase.layers), key=lambda item: canonical_json(item[1])):
         pairs = list(run)
         yield [index for index, _ in pairs], pairs[0][1]
 
 
-def _phase(phase: PhasePlan | None, shared: dict[str, Params]) -> dict[str, Any] | None:
-    if phase is None:
-        return None
-    entries = {_range(layers): _entry(layer, shared) for layers, layer in _entries(phase)}
+def _phase(phase: PhasePlan) -> dict[str, Any]:
+    entries = {_range(layers): _entry(layer) for layers, layer in _entries(phase)}
     return {"layers": {int(key) if key.isdecimal() else key: entry for key, entry in entries.items()}}
 
 
-def _entry(layer: LayerPlan | None, shared: dict[str, Params]) -> _Line | str:
+def _entry(layer: LayerPlan | None) -> _Line | str:
     if layer is None:
         return WHOLE
-    name, params, budget = layer.policy.name, layer.policy.params, layer.budget
-    entry = _Line(policy=name, budget=budget[0] if len(set(budget)) == 1 else budget)
-    if canonical_json(params) != canonical_json(shared.get(name, {})):  # 1 == 1.0 == True would not do
-        entry["params"] = dict(sorted(params.items()))
+    budget = layer.budget
+    entry = _Line(policy=layer.policy.name, budget=budget[0] if len(set(budget)) == 1 else budget)
+    if layer.policy.params:
+        entry["params"] = dict(sorted(layer.policy.params.items()))
     return entry

@@ -13,14 +13,13 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from kvsearch.errors import InternalError, UsageError
+from kvsearch.core.errors import InternalError, UsageError
 from kvsearch.plan.schema import ModelFingerprint, PolicySpec
 from kvsearch.policies.decoding import Cached, State, Step
-from kvsearch.policies.plugins import guard, is_ours
 from kvsearch.policies.tensors import Tensor
 
 if TYPE_CHECKING:
-    from kvsearch.policies.checks import Finding
+    from kvsearch.policies.checks import DeferredCheck
 
 # hidden states that enter the attention of a layer [B, q, d_model], its index -> something of each entry [B, Hkv, q]
 OfHidden = Callable[[Tensor, int], Tensor]
@@ -53,14 +52,21 @@ class Needs:
 
     def describe(self) -> list[str]:
         """Return the needs in words, for people."""
-        last = "last query row" if self.query_rows == 1 else f"last {self.query_rows} query rows"
-        words = [last] if self.query_rows else []
+        words: list[str] = []
+        if self.query_rows:
+            words.append("last query row" if self.query_rows == 1 else f"last {self.query_rows} query rows")
         if self.query_statistics_from is not None:
             words.append(f"query mean and covariance from position {self.query_statistics_from} on")
-        words += ["attention column sums"] * self.column_sums + ["projected value norms"] * self.projection
-        words += ["keys at position 0"] * self.unrotated
-        words += ["hidden states"] if self.hidden is not None else []
-        words += [f"the prompt read again, {self.reread.chunk} tokens at a time"] if self.reread else []
+        if self.column_sums:
+            words.append("attention column sums")
+        if self.projection:
+            words.append("projected value norms")
+        if self.unrotated:
+            words.append("keys at position 0")
+        if self.hidden is not None:
+            words.append("hidden states")
+        if self.reread:
+            words.append(f"the prompt read again, {self.reread.chunk} tokens at a time")
         return words
 
 
@@ -107,7 +113,7 @@ class Observation:
     sinks: Tensor | None = None  # [Hkv, G] fp32, or [B, 1, G] of one kv head each: logits that are no entry (gpt-oss)
     heads: Tensor | None = None  # [B] kv head of each row, where rows are of one head each; default: all, in order
     # what was noted of the prompt and of scores that policies gave, until the host looks at it; None: nothing is noted
-    looks: list[Finding] | None = field(default_factory=list, compare=False, repr=False)
+    checks: list[DeferredCheck] | None = field(default_factory=list, compare=False, repr=False)
     _memo: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property
@@ -214,11 +220,6 @@ class Policy(ABC):
     # whether scores may be below 0: they have no shares and no entropy
     signed_scores: ClassVar[bool] = False
     signed_priorities: ClassVar[bool | None] = None  # whether what `step` returns may be; None: as scores
-
-    def __init_subclass__(cls, **more: Any) -> None:
-        super().__init_subclass__(**more)
-        if not is_ours(cls):
-            guard(cls)
 
     def __post_init__(self) -> None:
         """Raise UsageError for a parameter that is out of range: here those that this class reads."""

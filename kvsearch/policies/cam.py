@@ -8,9 +8,8 @@ from typing import ClassVar
 from kvsearch.policies.base import Needs, Observation, Policy, Row
 from kvsearch.policies.decoding import Cached, State, Step, by_position
 from kvsearch.policies.h2o import H2O, MASS
-from kvsearch.policies.merging import fold, in_parts, taken
-from kvsearch.policies.noise import uniform
-from kvsearch.policies.scoring import SCRATCH_BYTES
+from kvsearch.policies.random import uniform
+from kvsearch.policies.scoring import SCRATCH_BYTES, fold, in_parts, taken
 from kvsearch.policies.streaming import StreamingLLM
 from kvsearch.policies.tensors import F, Tensor, torch
 from kvsearch.policies.wrapper import Wrapper

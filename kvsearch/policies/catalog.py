@@ -6,16 +6,47 @@ import dataclasses
 import inspect
 import math
 import sys
+from dataclasses import dataclass
 
 from kvsearch.policies.base import Policy
-from kvsearch.policies.facts import DecodeRule, Parameter, PolicyFacts, PolicyFault
-from kvsearch.policies.plugins import package_of
-from kvsearch.policies.registry import BUILT_IN, is_required, policy_class, policy_names, third_party
+from kvsearch.policies.registry import BUILT_IN, is_required, package_of, policy_class, policy_names, third_party
 
 HOME = "kvsearch"
 ROWS = {"group": "mean over the query group", "layer": "mean over the layer's heads"}
 LONG = 2**20  # tokens, for what does not depend on the length
 BUDGET = 1000  # entries, for what depends on the budget
+
+
+@dataclass(frozen=True)
+class PolicyFacts:
+    """A policy under its default parameters.
+
+    `phases` are those in which it evicts, `stages` how many scores choose what stays of the prompt. `needs`, `sinks`,
+    `window`, `stages` and `decode` are None where parameters without a default decide them.
+    """
+
+    name: str
+    package: str  # "kvsearch", or the distribution that brings the policy
+    implementation: str  # module:Class
+    source: str
+    title: str
+    formula: str
+    parameters: dict[str, bool | int | float | str | None]  # defaults; None where a value must be given
+    phases: tuple[str, ...]
+    stages: int | None
+    needs: tuple[str, ...] | None  # besides keys and values
+    sinks: int | None
+    window: int | None
+    decode: str | None  # how entries are chosen while decoding
+
+
+@dataclass(frozen=True)
+class PolicyFault:
+    """A registered policy that cannot be used, and why, on one line."""
+
+    name: str
+    package: str
+    error: str
 
 
 def catalog() -> tuple[list[PolicyFacts], list[PolicyFault]]:
@@ -43,7 +74,7 @@ def describe_policy(name: str) -> PolicyFacts:
         source=found.source,
         title=title,
         formula=_docstring(found),
-        parameters=tuple(_parameter(field) for field in fields),
+        parameters={field.name: _default(field) for field in fields},
         phases=_phases(policy),
         stages=None if policy is None else 1 + bool(policy.quota(BUDGET)),
         needs=None if policy is None else tuple(policy.needs().describe()),
@@ -59,23 +90,24 @@ def _phases(policy: Policy | None) -> tuple[str, ...]:
     return () if _evicts_nothing(policy) else ("prefill",) if policy.no_decode_rule() else ("prefill", "decode")
 
 
-def _decode_rule(policy: Policy) -> DecodeRule:
-    recent, leave = policy.recent_at(BUDGET), policy.drop_at(BUDGET)
+def _decode_rule(policy: Policy) -> str:
     if policy.no_decode_rule():
-        return DecodeRule("none: it is for prefill alone", online=False, every=None, row=None, recent_of_1000=recent,
-                          leave_of_1000=leave, merges=False)  # fmt: skip
+        return "none: it is for prefill alone"
     if _evicts_nothing(policy):
-        return DecodeRule("keeps everything", policy.online, None, None, recent, leave, merges=False)
-    every = None if policy.online else policy.refresh_interval
+        return "keeps everything"
     if policy.online:
         reads = f"reads one attention row, {ROWS.get(policy.row, policy.row)}" if policy.row else "reads no attention"
         rule = f"own rule every step, {reads}"
     else:
+        every = policy.refresh_interval
         rule = "scored anew every step" if every == 1 else f"scored anew every {every} steps"
-    rule += f"; the most recent {recent} of {BUDGET} stay" if recent != policy.recent_count else ""
-    rule += f"; {leave} of {BUDGET} leave at once" if leave > 1 else ""
-    rule += "; what leaves is merged" if policy.merges else ""
-    return DecodeRule(rule, policy.online, every, policy.row, recent, leave, policy.merges)
+    recent = policy.recent_at(BUDGET)
+    leaving = policy.drop_at(BUDGET)
+    if recent != policy.recent_count:
+        rule += f"; the most recent {recent} of {BUDGET} stay"
+    if leaving > 1:
+        rule += f"; {leaving} of {BUDGET} leave at once"
+    return rule + ("; what leaves is merged" if policy.merges else "")
 
 
 def _evicts_nothing(policy: Policy) -> bool:
@@ -83,14 +115,13 @@ def _evicts_nothing(policy: Policy) -> bool:
     return policy.exempt(1, LONG)
 
 
-def _parameter(field: dataclasses.Field[object]) -> Parameter:
+def _default(field: dataclasses.Field[object]) -> bool | int | float | str | None:
     if is_required(field):
-        return Parameter(field.name, str(field.type), None)
+        return None
     factory = field.default_factory
     default = field.default if factory is dataclasses.MISSING else factory()
     finite = isinstance(default, float) and math.isfinite(default)
-    shown = default if finite or isinstance(default, bool | int | str) else repr(default)
-    return Parameter(field.name, type(default).__name__, shown)  # type: ignore[arg-type]
+    return default if finite or isinstance(default, bool | int | str) else repr(default)  # type: ignore[return-value]
 
 
 def _docstring(found: type[Policy]) -> str:
@@ -110,9 +141,8 @@ def _hidden() -> list[PolicyFault]:
     taken = dict.fromkeys(BUILT_IN, HOME)
     hidden = []
     for point in third_party():
-        if point.name in taken:
-            hidden.append(
-                PolicyFault(point.name, package_of(point), f"not used: {taken[point.name]} has a policy of that name")
-            )
-        taken.setdefault(point.name, package_of(point))
+        package = package_of(point)
+        first = taken.setdefault(point.name, package)
+        if first != package:
+            hidden.append(PolicyFault(point.name, package, f"not used: {first} has a policy of that name"))
     return hidden

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvsearch.errors import IncompatibleError, KvsearchError, UsageError
-from kvsearch.policies.plugins import fault, is_ours
+from kvsearch.core.errors import IncompatibleError, KvsearchError, UsageError
+from kvsearch.models.memory import is_out_of_memory
+from kvsearch.policies.registry import fault, is_ours
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
@@ -17,50 +20,54 @@ if TYPE_CHECKING:
 LENGTHS = "lengths on the host"  # what they are shared by
 
 
-class Finding(Protocol):
-    """What may be wrong, as is known on a device and looked at later."""
+class DeferredCheck(NamedTuple):
+    """What may be wrong, a 0-dim bool on its device that is looked at later, and what to raise if it is.
 
-    @property
-    def wrong(self) -> Tensor:
-        """Whether it is, 0-dim bool."""
+    The error is made by what pickles know, as caches are pickled with their checks.
+    """
 
-    def error(self) -> KvsearchError:
-        """Return what to raise then."""
-
-
-class EndsPadded(NamedTuple):
-    """Whether a prompt ends with padding: a bool on its device."""
-
-    wrong: Tensor  # 0-dim
-
-    def error(self) -> KvsearchError:
-        """Return what to raise if it does."""
-        return UsageError("a prompt ends with padding: pad batches on the left (padding_side='left')")
+    wrong: Tensor
+    error: Callable[[], KvsearchError]
 
 
-class ReadPadding(NamedTuple):
-    """Whether padding was read again as part of a prompt: a bool on its device."""
-
-    wrong: Tensor  # 0-dim
-
-    def error(self) -> KvsearchError:
-        """Return what to raise if it was."""
-        return UsageError("padding was read again as part of a prompt (kvzip): give `generate` the attention_mask")
+def ends_padded(wrong: Tensor) -> DeferredCheck:
+    """Return the check of whether a prompt ends with padding."""
+    problem = "a prompt ends with padding: pad batches on the left (padding_side='left')"
+    return DeferredCheck(wrong, partial(UsageError, problem))
 
 
-class Look(NamedTuple):
-    """Scores of a policy in a layer, and whether some that are compared are NaN or infinite: a bool on their device."""
+def reads_padding(wrong: Tensor) -> DeferredCheck:
+    """Return the check of whether padding was read again as part of a prompt."""
+    problem = "padding was read again as part of a prompt (kvzip): give `generate` the attention_mask"
+    return DeferredCheck(wrong, partial(UsageError, problem))
 
-    policy: Policy
-    layer: int
-    wrong: Tensor  # 0-dim
 
-    def error(self) -> KvsearchError:
-        """Return what to raise where they are."""
-        if is_ours(type(self.policy)):
-            named = f"layer {self.layer}: the scores of {self.policy.name}"
-            return IncompatibleError(f"{named} are not finite: the model computes NaN or infinity")
-        return fault(type(self.policy), f"gave scores that are NaN or infinite in layer {self.layer}")
+def not_finite(policy: Policy, layer: int, wrong: Tensor) -> DeferredCheck:
+    """Return the check of whether scores of a policy that are compared are NaN or infinite."""
+    return DeferredCheck(wrong, partial(_score_error, policy, layer))
+
+
+def _score_error(policy: Policy, layer: int) -> KvsearchError:
+    if is_ours(type(policy)):
+        named = f"layer {layer}: the scores of {policy.name}"
+        return IncompatibleError(f"{named} are not finite: the model computes NaN or infinity")
+    return fault(type(policy), f"gave scores that are NaN or infinite in layer {layer}")
+
+
+@contextmanager
+def calling(policy: Policy, method: str) -> Iterator[None]:
+    """Name the package of a policy that is none of kvsearch in what its `method` raises.
+
+    Raises:
+        EnvironmentFault: it raised something else than a KvsearchError or for want of memory.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, KvsearchError) or is_out_of_memory(error) or is_ours(type(policy)):
+            raise
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise fault(type(policy), f"failed in {method}() ({said})") from error
 
 
 def check_form(policy: Policy, what: str, found: object, shape: Sequence[int], beside: Tensor) -> Tensor:
@@ -81,8 +88,10 @@ def check_form(policy: Policy, what: str, found: object, shape: Sequence[int], b
     return found
 
 
-def check_state(policy: Policy, state: State, observation: Observation) -> State:
+def start_state(policy: Policy, observation: Observation) -> State:
     """Return the state that `start` made, once its tensors [B, Hkv, T, ...] and [B, Hkv, ...] are seen to be that."""
+    with calling(policy, "start"):
+        state = policy.start(observation)
     shape, device = observation.keys.shape[:3], observation.keys.device
     for tensors, size in ((state.entries, 3), (state.heads, 2)):
         for name, tensor in tensors.items():
@@ -93,32 +102,33 @@ def check_state(policy: Policy, state: State, observation: Observation) -> State
 
 
 def check_scores(policy: Policy, observation: Observation, what: str, scores: object) -> Tensor:
-    """Return scores [B, Hkv, T] once their form is checked, and note in `observation.looks` whether they are finite.
+    """Return scores [B, Hkv, T] once their form is checked, and note in `observation.checks` whether they are finite.
 
     Padding and what the policy protects may have any score: they are not compared.
     """
     found = check_form(policy, what, scores, observation.keys.shape[:3], observation.keys)
-    if observation.looks is not None:
+    if observation.checks is not None:
         wrong = ~found.isfinite() & observation.candidates(policy.sink_count, policy.recent_count)[:, None]
-        observation.looks.append(Look(policy, observation.layer, wrong.any()))
+        observation.checks.append(not_finite(policy, observation.layer, wrong.any()))
     return found
 
 
-def require_finite(looks: Iterable[Finding] | None) -> None:
+def require_finite(checks: Iterable[DeferredCheck] | None) -> None:
     """Raise for the first scores that are not finite; waits for a device."""
-    if found := list(looks or ()):
-        _raise_first(found, torch.stack([one.wrong for one in found]).tolist())
+    pending = list(checks or ())
+    if pending:
+        _raise_first(pending, torch.stack([check.wrong for check in pending]).tolist())
 
 
 def lengths_after(observation: Observation) -> list[int]:
     """Return the real entries per sequence; `require_finite` of what was noted of scores, in the same read."""
-    looks, lengths = observation.looks, observation.lengths
-    if not looks:
+    checks, lengths = observation.checks, observation.lengths
+    if not checks:
         return lengths_of(observation)
-    wrong = torch.stack([one.wrong for one in looks])
+    wrong = torch.stack([check.wrong for check in checks])
     read: list[int] = torch.cat([lengths, wrong.to(lengths.dtype)]).tolist()
-    _raise_first(looks, read[len(lengths) :])
-    looks.clear()
+    _raise_first(checks, read[len(lengths) :])
+    checks.clear()
     return observation.shared(LENGTHS, lambda: read[: len(lengths)])
 
 
@@ -127,7 +137,7 @@ def lengths_of(observation: Observation) -> list[int]:
     return observation.shared(LENGTHS, lambda: list(map(int, observation.lengths.tolist())))
 
 
-def _raise_first(looks: Sequence[Finding], wrong: Sequence[int | bool]) -> None:
-    for one, is_wrong in zip(looks, wrong, strict=True):
+def _raise_first(checks: Sequence[DeferredCheck], wrong: Sequence[int | bool]) -> None:
+    for check, is_wrong in zip(checks, wrong, strict=True):
         if is_wrong:
-            raise one.error()
+            raise check.error()

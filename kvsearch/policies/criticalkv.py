@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
-from kvsearch.plan.guard import round_down
+from kvsearch.plan.size import round_down
 from kvsearch.policies.base import AS_WINDOW, Needs, Norm, Observation, Policy
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.snapkv import SnapKV

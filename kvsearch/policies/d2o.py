@@ -9,8 +9,7 @@ from typing import ClassVar
 from kvsearch.policies.base import Observation
 from kvsearch.policies.decoding import Cached, State, by_position
 from kvsearch.policies.h2o import H2O
-from kvsearch.policies.merging import fold, in_parts, taken
-from kvsearch.policies.scoring import chunk_bytes
+from kvsearch.policies.scoring import chunk_bytes, fold, in_parts, taken
 from kvsearch.policies.tensors import F, Tensor, torch
 
 TAU = "tau"

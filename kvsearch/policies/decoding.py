@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvsearch.errors import InternalError
+from kvsearch.core.errors import InternalError
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.errors import InternalError
+from kvsearch.core.errors import InternalError
 from kvsearch.policies.base import Needs, Observation, Policy
 from kvsearch.policies.scoring import softmax
 from kvsearch.policies.tensors import Tensor, torch

@@ -6,14 +6,17 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvsearch.errors import InternalError, UsageError
-from kvsearch.plan.parsing import shown
+from kvsearch.core.errors import InternalError, UsageError
+from kvsearch.core.files import read_bytes
+from kvsearch.core.parsing import shown
 from kvsearch.policies.base import Needs, Observation, Policy, Running
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.generic import GENERIC, SPREAD, generic_needs, generic_scores, sharing
 from kvsearch.policies.ranking import scored
+from kvsearch.policies.registry import FITTED, policy_class
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
@@ -57,13 +60,13 @@ class Fitted(Policy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Take the weights along to another process, which may not see the file."""
-        from kvsearch.plan.weights import known_weights
+        from kvsearch.plan.saved import known_weights
 
         return {**self.__dict__, _FILE: known_weights(self.weights)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make the weights known to the process that this came to."""
-        from kvsearch.plan.weights import know
+        from kvsearch.plan.saved import know
 
         path, data = state.pop(_FILE)
         know(data, path)
@@ -75,7 +78,7 @@ class Fitted(Policy):
         """Raise UsageError if the weights of this SHA-256 are not here, or are none of this policy."""
 
     def needs(self) -> Needs:
-        """See `Policy.needs`; with a share, those of the generic ranking, too."""
+        """Return what the fitted ranking reads, and with a share what the generic one reads."""
         own = self.fitted_needs()
         if not self.share:
             return own
@@ -103,7 +106,7 @@ class Fitted(Policy):
         """Return the scores of the fit alone, [B, Hkv, T] fp32."""
 
     def parameters(self) -> dict[str, int | float | bool | str]:
-        """See `Policy.parameters`; a share of nothing is not stated."""
+        """Return the hyper-parameters as a plan stores them, without a share of nothing."""
         stated = super().parameters()
         return stated if self.share else {name: one for name, one in stated.items() if name not in ("generic", "share")}
 
@@ -133,7 +136,7 @@ class Fitted(Policy):
 
 
 @dataclass(frozen=True)
-class Calibrated(Fitted):
+class CalibratedRanking(Fitted):
     """A policy whose weights are a profile that `calibrate` wrote for one model.
 
     With a `refresh` all entries are scored anew every so many decode steps, in place of each new token once.
@@ -155,6 +158,54 @@ class Calibrated(Fitted):
         return not self.refresh
 
 
+def fitted_policy(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the policy that NAME=DIR, as in "probe=DIR", or a plain name stands for, and the parameters this says.
+
+    They are the weights, and what entries were protected where they were fitted.
+
+    DIR is a directory with the policy's weights, or their file there.
+
+    Raises:
+        UsageError: another policy than the fitted ones with a directory, no such file, or one without weights of it;
+            a fit that every built-in ranking is better than, unless it was made with --allow-harmful.
+    """
+    from kvsearch.plan.saved import PROFILE, WEIGHTS, know
+
+    name, given, source = text.partition("=")
+    if name not in FITTED:
+        if given:
+            known = ", ".join(f"{one}=DIR" for one in FITTED)
+            raise UsageError(f"policy {text!r}: only {known} are read from a directory")
+        return name, {}
+    policy = policy_class(name)
+    assert issubclass(policy, Fitted)
+    if not given:
+        raise UsageError(f"policy {name} is fitted: give {name}=DIR, a directory that {policy.made_by} wrote")
+    path = Path(source)
+    path = path / (policy.published or PROFILE) if path.is_dir() else path
+    digest = know(read_bytes(path), path)
+    policy.check_weights(digest)
+    if policy.published:
+        return name, {WEIGHTS: digest}
+    profile = profile_of(digest, name)
+    _refuse_last(profile, text)
+    return name, {**profile.metadata.policy.params, WEIGHTS: digest}
+
+
+def _refuse_last(profile: Profile, text: str) -> None:
+    """Raise UsageError if a fit loses to every ranking that it was compared with, and was not insisted on."""
+    settings = profile.metadata.provenance.settings
+    loss = profile.arrays.get("loss")  # [P, B], the fit first; older fits did not measure it
+    if loss is None or settings.get("allow_harmful"):
+        return
+    mean = loss.mean(1)
+    if bool((mean[1:] < mean[0]).all()):
+        raise UsageError(
+            f"policy {text}: on contexts that it never saw every built-in ranking is better than this fit: fit on more "
+            f"contexts, or insist with calibrate --method {profile.metadata.method} --allow-harmful"
+        )
+
+
 @lru_cache(maxsize=16)
 def profile_of(digest: str, method: str) -> Profile:
     """Return the profile of a `method` that has the weights of this SHA-256.
@@ -163,7 +214,7 @@ def profile_of(digest: str, method: str) -> Profile:
         UsageError: they are not here, or the file is no profile of that method, or for another version of the policy.
     """
     from kvsearch.plan.profile import read_profile
-    from kvsearch.plan.weights import known_weights
+    from kvsearch.plan.saved import known_weights
 
     path, data = known_weights(digest)
     found = read_profile(data, str(path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.plan.guard import round_down
+from kvsearch.plan.size import round_down
 from kvsearch.policies.base import Needs, Observation, Policy, Row, Running
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.tensors import Tensor

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, ClassVar
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.kernels.compiled import constant
-from kvsearch.plan.fingerprint import ModelFingerprint
-from kvsearch.plan.parsing import read_json
+from kvsearch.plan.schema import ModelFingerprint
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.fitted import Fitted
 from kvsearch.policies.tensors import F, Tensor
 
-CONFIG = "config.json"
-SIZES = ("input_dim", "hidden_dim", "output_dim", "n_modules")  # hidden_dim: null where layers are linear
 MOST_LOG = 60.0  # scores stay finite in fp32
 
 
@@ -46,8 +42,8 @@ class KVzap(Fitted):
     """score[i] = exp(f_l(h_i)), with h_i what enters the attention of layer l at token i, after its normalisation.
 
     f_l is a linear map or two with a GELU between them, to a log score for every kv head: what KVzip+ would say, fitted
-    by its authors. It is read as published: a directory with `config.json` (input_dim, hidden_dim, output_dim,
-    n_modules) and `model.safetensors` (`layers.0.weight`, or `layers.0.0.weight` and `layers.0.2.weight`, with biases).
+    by its authors. It is read as published: a directory with `model.safetensors` (`layers.0.weight`, or
+    `layers.0.0.weight` and `layers.0.2.weight`, with biases).
     The file does not say which model it is for: layers, kv heads and the width of hidden states must be the model's.
 
     While decoding a new token gets its score when it comes, once, as every entry of the prompt did.
@@ -60,7 +56,7 @@ class KVzap(Fitted):
 
     @classmethod
     def check_weights(cls, digest: str) -> None:
-        """See `Fitted.check_weights`; a configuration beside the file must agree with it."""
+        """Raise UsageError if they do not fit."""
         _layers(digest, "cpu")
 
     def check_model(self, model: ModelFingerprint) -> None:
@@ -79,7 +75,6 @@ class KVzap(Fitted):
         return Surrogate(self.weights)
 
     def fitted_needs(self) -> Needs:
-        """See `Fitted.fitted_needs`."""
         return Needs(hidden=self.surrogate)
 
     def fitted_score(self, observation: Observation) -> Tensor:
@@ -87,7 +82,6 @@ class KVzap(Fitted):
         return _score(observation.of_hidden(self.surrogate))
 
     def arriving(self, step: Step) -> Tensor:
-        """See `Fitted.arriving`."""
         hidden = step.arrived.of_hidden(self.surrogate).flatten(0, 1) if step.hidden is None else step.hidden[:, None]
         return _score(hidden)
 
@@ -111,29 +105,25 @@ def _read(digest: str, device: Any) -> tuple[Steps, ...]:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    from kvsearch.plan.weights import known_weights
+    from kvsearch.plan.saved import known_weights
 
     path, data = known_weights(digest)
     try:
         tensors = load(data)
     except SafetensorError as error:
         raise UsageError(f"{path} is no complete safetensors file: {error}") from error
+    tensors = {name: tensor.float() for name, tensor in tensors.items()}
     found: list[Steps] = []
     while (steps := _maps(tensors, f"layers.{len(found)}")) is not None:
         found.append(steps)
-    used = 2 * sum(map(len, found))
-    if not found or used != len(tensors) or len({_shapes(steps) for steps in found}) > 1:
+    shapes = {tuple(weight.shape for weight, _ in steps) for steps in found}
+    if len(shapes) != 1 or 2 * sum(map(len, found)) != len(tensors):
         raise UsageError(
             f"{path} has no weights of KVzap: they are layers.0.weight and layers.0.bias, or those of layers.0.0 and "
             "layers.0.2, alike for every layer"
         )
-    wrong = next((part.dtype for part in tensors.values() if not part.is_floating_point()), None)
-    if wrong is not None:
-        raise UsageError(f"{path}: some of its weights are of type {wrong}, not floating-point numbers")
-    found = [tuple((weight.float(), bias.float()) for weight, bias in steps) for steps in found]
-    if not all(bool(part.isfinite().all()) for steps in found for pair in steps for part in pair):
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
         raise UsageError(f"{path}: some of its weights are not finite")
-    _check_config(path, found)
     return tuple(tuple((weight.to(device), bias.to(device)) for weight, bias in steps) for steps in found)
 
 
@@ -146,21 +136,3 @@ def _maps(tensors: dict[str, Tensor], name: str) -> Steps | None:
     if len(steps) < len(parts) or not sound or (len(steps) > 1 and steps[0][0].shape[0] != steps[1][0].shape[1]):
         return None
     return steps
-
-
-def _shapes(steps: Steps) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(weight.shape) for weight, _ in steps)
-
-
-def _check_config(path: Path, found: list[Steps]) -> None:
-    """Raise a UsageError if a configuration beside the weights says something else."""
-    config = path.parent / CONFIG
-    if not config.is_file():
-        return  # beside a plan there is none: the shapes say it all
-    stated = read_json(config)
-    steps = found[0]
-    hidden = steps[0][0].shape[0] if len(steps) > 1 else None
-    sizes = dict(zip(SIZES, (steps[0][0].shape[1], hidden, steps[-1][0].shape[0], len(found)), strict=True))
-    if not isinstance(stated, dict) or any(stated.get(key) != size for key, size in sizes.items()):
-        told = ", ".join(f"{key} {size}" for key, size in sizes.items())
-        raise UsageError(f"{config} does not go with {path.name}, which has {told}: take both from one place")

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.kernels.compiled import constant
 from kvsearch.policies import keydiff
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.fitted import Calibrated, heads_of, plain_keys, profile_of, require_arrays
+from kvsearch.policies.fitted import CalibratedRanking, heads_of, plain_keys, profile_of, require_arrays
 from kvsearch.policies.generic import SINKS, SPREAD, WINDOW, generic_scores
 from kvsearch.policies.tensors import F, Tensor, torch
 
@@ -118,7 +118,7 @@ _FEATURES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Probe(Calibrated):
+class Probe(CalibratedRanking):
     """score[i] = exp(fitted log importance of entry i), an estimate of max_k A[k, i] |v_i W_O| over later queries k.
 
     The fit is a regression per kv head on the entry's key, value and simple scores, by `calibrate --method probe`;
@@ -138,11 +138,9 @@ class Probe(Calibrated):
 
     @classmethod
     def check_weights(cls, digest: str) -> None:
-        """See `Fitted.check_weights`."""
         _weights(digest)
 
     def fitted_needs(self) -> Needs:
-        """See `Fitted.fitted_needs`."""
         return needs_of(self.fitted.features)
 
     def fitted_score(self, observation: Observation) -> Tensor:
@@ -159,7 +157,6 @@ class Probe(Calibrated):
         return state
 
     def arriving(self, step: Step) -> Tensor:
-        """See `Fitted.arriving`."""
         seen = step.arrived
         shape = seen.keys.shape[:3]
         fitted, first = self._on(seen), 0

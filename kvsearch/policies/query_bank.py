@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.kernels.compiled import constant
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.fitted import Calibrated, heads_of, plain_keys, profile_of, require_arrays
+from kvsearch.policies.fitted import CalibratedRanking, heads_of, plain_keys, profile_of, require_arrays
 from kvsearch.policies.generic import even_places
 from kvsearch.policies.scoring import chunk_bytes
 from kvsearch.policies.tensors import Tensor, torch
@@ -23,7 +23,7 @@ MEAN = "mean"  # running state: of the scores of the prompt's entries that are r
 NORMALISER = "normaliser"  # running state: log of the sum of exponentials over the prompt, of every query
 
 
-class Weights(NamedTuple):
+class BankWeights(NamedTuple):
     """The queries, heads that are ranked evenly instead (older files have none), and the model layer of each row."""
 
     queries: Tensor  # [L, Hkv, G, N, D]
@@ -32,7 +32,7 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QueryBank(Calibrated):
+class QueryBank(CalibratedRanking):
     """score[i] = max_n sum_g A[g, n, i] |v_i W_O[g]|, with A[g, n, :] = softmax_i(s q[g, n].k_i) over the entries i.
 
     q[g, n] are the N queries per query head that `calibrate --method query_bank` stored; the query heads g of a kv
@@ -55,11 +55,9 @@ class QueryBank(Calibrated):
 
     @classmethod
     def check_weights(cls, digest: str) -> None:
-        """See `Fitted.check_weights`."""
         _bank(digest)
 
     def fitted_needs(self) -> Needs:
-        """See `Fitted.fitted_needs`."""
         return Needs(projection=True, unrotated=True)
 
     def fitted_score(self, observation: Observation) -> Tensor:
@@ -75,7 +73,6 @@ class QueryBank(Calibrated):
         return state
 
     def arriving(self, step: Step) -> Tensor:
-        """See `Fitted.arriving`."""
         seen, state = step.arrived, step.cached.state.heads
         logits, shape = torch.cat(list(self._logits(seen)), 3), seen.keys.shape[:2]  # [B, Hkv, G, N, K]
         taken = (logits - state[NORMALISER].view(*shape, *logits.shape[2:4], 1)).sigmoid()
@@ -132,7 +129,7 @@ class QueryBank(Calibrated):
                 logits = observation.softcap * torch.tanh(logits / observation.softcap)
             yield logits.masked_fill(hidden, float("-inf"))
 
-    def _on(self, observation: Observation) -> Weights:
+    def _on(self, observation: Observation) -> BankWeights:
         """Return the weights where an observation is; UsageError if they are not here, or not for its layer."""
         found = _bank(self.weights, observation.keys.device)
         if observation.layer not in found.layers:
@@ -150,17 +147,17 @@ def _amplitude(observation: Observation) -> Tensor:
 
 
 @constant
-def _bank(digest: str, device: Any = "cpu") -> Weights:
+def _bank(digest: str, device: Any = "cpu") -> BankWeights:
     """Return what a file has, as `_read` does; compiled code has it for a constant."""
     return _read(digest, device)
 
 
 @lru_cache(maxsize=16)
-def _read(digest: str, device: Any) -> Weights:
+def _read(digest: str, device: Any) -> BankWeights:
     """Return what a file has; UsageError if it is not here, or its arrays have other shapes."""
     profile = profile_of(digest, METHOD)
     tails = {QUERIES: ("G", "N", "D"), **({EVEN: ()} if EVEN in profile.arrays else {})}
     require_arrays(profile, tails, {"D": profile.metadata.model.head_dim})
     queries = torch.from_numpy(profile.arrays[QUERIES].copy()).float()
     even = torch.from_numpy(profile.arrays[EVEN] > 0) if EVEN in profile.arrays else torch.zeros(queries.shape[:2]) > 0
-    return Weights(queries.to(device), even.to(device), profile.metadata.layers)
+    return BankWeights(queries.to(device), even.to(device), profile.metadata.layers)

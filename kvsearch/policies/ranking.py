@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from kvsearch.policies.base import Observation, Policy
-from kvsearch.policies.checks import check_scores, lengths_of
+from kvsearch.policies.checks import calling, check_scores, lengths_of
 from kvsearch.policies.tensors import Tensor, torch
 
 
@@ -80,7 +80,9 @@ def scored(policy: Policy, observation: Observation) -> Tensor:
     """
 
     def compute() -> Tensor:
-        return check_scores(policy, observation, "score", policy.score(observation))
+        with calling(policy, "score"):
+            scores = policy.score(observation)
+        return check_scores(policy, observation, "score", scores)
 
     return observation.shared(("scores", _identity(policy)), compute)
 
@@ -89,7 +91,8 @@ def first_staged(policy: Policy, observation: Observation) -> Tensor | None:
     """Return the policy's first stage [B, Hkv, T], as `scored`; None where it has none."""
 
     def compute() -> Tensor | None:
-        found = policy.first_stage(observation)
+        with calling(policy, "first_stage"):
+            found = policy.first_stage(observation)
         return None if found is None else check_scores(policy, observation, "first_stage", found)
 
     return observation.shared(("first stage", _identity(policy)), compute)
@@ -182,8 +185,3 @@ def _two_stage_order(first: list[int], second: list[int], quota: list[int]) -> l
 def keep_mask(ranks: Tensor, budgets: Tensor, valid: Tensor) -> Tensor:
     """Mark what is kept at `budgets` ([Hkv] or [B, Hkv]), [B, Hkv, T] bool: exactly min(length, budget) a head."""
     return (ranks < budgets.to(ranks.device).view(-1, ranks.shape[1], 1)) & valid[:, None]
-
-
-def kept_indices(ranks: Tensor, budget: int, row: int = 0, head: int = 0) -> list[int]:
-    """Return the positions kept in one head at `budget`, ascending (for inspection and tests)."""
-    return torch.nonzero(ranks[row, head] < budget).flatten().tolist()

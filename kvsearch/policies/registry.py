@@ -8,38 +8,18 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
-from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.naming import unknown
-from kvsearch.plan.limits import MOST_ROWS
-from kvsearch.plan.parameters import typed_values
-from kvsearch.plan.schema import PolicySpec
+from kvsearch.core.errors import EnvironmentFault, InternalError, KvsearchError, UsageError
+from kvsearch.core.limits import MOST_ROWS
+from kvsearch.core.naming import unknown
+from kvsearch.plan.schema import PolicySpec, typed_values
 from kvsearch.policies.base import Policy
-from kvsearch.policies.plugins import GROUP, package_of
 
+GROUP = "kvsearch.policies"
 FITTED = ("probe", "query_bank", "kvzap")  # whose weights lie in a file; they are given as NAME=DIR
-BUILT_IN = {
-    "full": "kvsearch.policies.full:FullKV",
-    "streaming": "kvsearch.policies.streaming:StreamingLLM",
-    "h2o": "kvsearch.policies.h2o:H2O",
-    "tova": "kvsearch.policies.tova:TOVA",
-    "snapkv": "kvsearch.policies.snapkv:SnapKV",
-    "pyramidkv": "kvsearch.policies.pyramidkv:PyramidKV",
-    "scissorhands": "kvsearch.policies.scissorhands:Scissorhands",
-    "cam": "kvsearch.policies.cam:CaM",
-    "d2o": "kvsearch.policies.d2o:D2O",
-    "cake": "kvsearch.policies.cake:CAKE",
-    "vatp": "kvsearch.policies.vatp:VATP",
-    "lava": "kvsearch.policies.lava:LAVa",
-    "keydiff": "kvsearch.policies.keydiff:KeyDiff",
-    "expected_attention": "kvsearch.policies.expected_attention:ExpectedAttention",
-    "criticalkv": "kvsearch.policies.criticalkv:CriticalKV",
-    "knorm": "kvsearch.policies.knorm:Knorm",
-    "probe": "kvsearch.policies.probe:Probe",
-    "query_bank": "kvsearch.policies.query_bank:QueryBank",
-    "kvzap": "kvsearch.policies.kvzap:KVzap",
-    "kvzip": "kvsearch.policies.kvzip:KVzip",
-    "duo_attention": "kvsearch.policies.duo_attention:DuoAttention",
-}
+BUILT_IN = (
+    "full", "streaming", "h2o", "tova", "snapkv", "pyramidkv", "scissorhands", "cam", "d2o", "cake", "vatp", "lava",
+    "keydiff", "expected_attention", "criticalkv", "knorm", "probe", "query_bank", "kvzap", "kvzip", "duo_attention",
+)  # fmt: skip  # each is the module of its class
 
 
 def policy_names() -> list[str]:
@@ -60,9 +40,9 @@ def policy_class(name: str) -> type[Policy]:
         EnvironmentFault: a third-party package is broken.
     """
     if name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name].partition(":")
-        found: type[Policy] = getattr(import_module(module), attribute)
-        return found
+        module = import_module(f"kvsearch.policies.{name}")
+        members = (member for member in vars(module).values() if inspect.isclass(member) and issubclass(member, Policy))
+        return next(policy for policy in members if getattr(policy, "name", None) == name)
     for point in third_party():
         if point.name == name:
             return _load(point)
@@ -111,3 +91,41 @@ def _load(point: EntryPoint) -> type[Policy]:
 def _broken(point: EntryPoint, problem: str) -> EnvironmentFault:
     advice = "repair or uninstall that package"
     return EnvironmentFault(f"policy {point.name} of {package_of(point)} {problem}: {advice}")
+
+
+def package_of(point: EntryPoint) -> str:
+    """Return the distribution an entry point comes from, with its version, or else its module."""
+    return f"{point.dist.name} {point.dist.version}" if point.dist else point.module
+
+
+def is_ours(policy: type[Policy]) -> bool:
+    """Return whether a policy is a part of kvsearch."""
+    return policy.__module__.partition(".")[0] == "kvsearch"
+
+
+def fault(policy: type[Policy], problem: str) -> KvsearchError:
+    """Return the error that says what is wrong with a policy, and whose it is."""
+    if is_ours(policy):
+        return InternalError(f"policy {policy.name} {problem}: a bug in kvsearch, please report it")
+    packages = (
+        package_of(point)
+        for point in third_party()
+        if (point.module, point.attr) == (policy.__module__, policy.__qualname__)
+    )
+    package = next(packages, policy.__module__)
+    return EnvironmentFault(f"policy {policy.name} of {package} {problem}: repair it, or use another policy")
+
+
+def protecting_like(policy: Policy, other: Policy) -> Policy:
+    """Return a policy that protects as many sinks and recent entries as another one; UsageError if it cannot."""
+    known = {field.name for field in dataclasses.fields(policy)}
+    recent = next((name for name in ("protect", "recent", "window") if name in known), "")
+    wanted = {"sinks": other.sink_count, recent: other.recent_count}
+    alike = {name: value for name, value in wanted.items() if name in known}
+    matched = create_policy(policy.name, {**policy.parameters(), **alike})
+    if (matched.sink_count, matched.recent_count) != (other.sink_count, other.recent_count):
+        raise UsageError(
+            f"policy {policy.name} cannot keep the {other.sink_count} first and {other.recent_count} last entries that "
+            f"{other.name} always keeps, so the two cannot be compared: leave one out"
+        )
+    return matched

@@ -1,4 +1,4 @@
-"""What several policies compute: attention rows, column sums, aggregation over the query group, pooling."""
+"""What several policies compute: attention rows and sums, pooling, norms of values, entries folded into others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import TYPE_CHECKING
 
-from kvsearch.policies.base import Observation
+from kvsearch.policies.base import Norm, Observation
+from kvsearch.policies.decoding import Cached, entries_at
 from kvsearch.policies.tensors import F, Tensor, torch
 
 if TYPE_CHECKING:
@@ -139,12 +140,6 @@ def mean_window_attention(observation: Observation, window: int, group: str = "m
     return observation.shared(("window", window, group), compute)
 
 
-def window_sums(observation: Observation, window: int) -> Tensor:
-    """Return the attention received from the last `window` query rows by every query head, [B, Hq, T] fp32."""
-    rows = served_rows(observation, window)
-    return _window_sums(observation, window) if rows is None else rows.received("heads")
-
-
 def _window_sums(observation: Observation, window: int) -> Tensor:
     batch, heads, length, _ = observation.keys.shape
     total = observation.keys.new_zeros(batch, heads, observation.group, length, dtype=torch.float32)
@@ -235,3 +230,61 @@ def pool_positions(scores: Tensor, kernel: int, pooling: str, candidates: Tensor
     if candidates is not None:
         scores = scores.masked_fill(~candidates[:, None], empty)
     return (F.max_pool1d if pooling == "max" else F.avg_pool1d)(scores, kernel, 1, kernel // 2)
+
+
+def in_parts(cached: Cached, leaving: Tensor, size: int) -> Iterator[tuple[Cached, Tensor]]:
+    """Yield some segments at a time, as views, so that scratch of `size` bytes per segment stays bounded."""
+    step = max(1, SCRATCH_BYTES // size)
+    for first in range(0, len(leaving), step):
+        some = slice(first, first + step)
+        yield cached.segments(some), leaving[some]
+
+
+def taken(states: Tensor, slots: Tensor) -> Tensor:
+    """Return the states [S, C, D] at slots [S, K], [S, K, D] fp32."""
+    return entries_at(states, slots).float()
+
+
+def fold(
+    states: Tensor, targets: Tensor, own: Tensor, into: Tensor, sources: Tensor, weights: Tensor, active: Tensor
+) -> None:
+    """Make states[targets[r]] its `own[r]`-fold plus the sum over into[k] = r of weights[k] * states[sources[k]].
+
+    In place on `states` [S, C, D], fp32 inside. `targets` [S, R] are different slots, none a source, and `own` is
+    [S, R] fp32, 1 where nothing goes into; the others are [S, K]. Only what is `active` counts.
+    """
+    before = taken(states, targets)
+    added = torch.zeros_like(before)
+    step = max(1, SCRATCH_BYTES // (8 * len(states) * states.shape[-1]))
+    for first in range(0, into.shape[1], step):
+        some = slice(first, first + step)
+        part = taken(states, sources[:, some]).mul_(weights[:, some, None]).masked_fill_(~active[:, some, None], 0.0)
+        added.scatter_add_(1, into[:, some, None].expand_as(part), part)
+    after = added.addcmul_(before, own[..., None]).to(states.dtype)
+    states.scatter_(1, targets[..., None].expand_as(after), after)
+
+
+def projected_norms(values: Tensor, output_weight: Tensor, order: Norm) -> Tensor:
+    """Return |v_i W_O[q]|, L1 or L2 by `order`, of every entry under each query head of its group, [B, Hkv, G, T] fp32.
+
+    `values` is [B, Hkv, T, Dv], `output_weight` [Hq, Dv, d_model]. L2 norms come from the Gram matrix W W^T, so that
+    each costs Dv^2 instead of Dv * d_model. Works on one query head and a few entries at a time: nothing of size
+    T x d_model is made.
+    """
+    batch, heads, length, dim = values.shape
+    weight = output_weight.float()
+    factors = weight @ weight.transpose(-1, -2) if order == "l2" else weight
+    factors = factors.reshape(heads, -1, dim, factors.shape[-1])
+    norms = values.new_empty(batch, heads, factors.shape[1], length, dtype=torch.float32)
+    step = max(1, SCRATCH_BYTES // (4 * batch * (dim + factors.shape[-1])))
+    for head, group in enumerate(factors):
+        for first in range(0, length, step):
+            part = slice(first, first + step)
+            states = values[:, head, part].float()
+            for member, factor in enumerate(group):
+                product = states @ factor  # v W, or v W W^T
+                if order == "l1":
+                    norms[:, head, member, part] = torch.linalg.vector_norm(product, ord=1, dim=-1)
+                else:  # rounding may leave a square just below zero
+                    norms[:, head, member, part] = product.mul_(states).sum(-1).clamp(min=0).sqrt()
+    return norms

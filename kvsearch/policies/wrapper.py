@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.policies.base import Needs, Observation, Policy, Row
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.tensors import Tensor

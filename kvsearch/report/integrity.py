@@ -1,29 +1,45 @@
-"""Whether all that a run has written is whole: every artefact, what it is, and what to do where it is not."""
+"""Whether all that runs have written is whole: checksums, the schema of every artefact, weights, totals of plans."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from kvsearch.errors import KvsearchError, UsageError
-from kvsearch.plan.temporary import TEMPORARY
-from kvsearch.report.agreement import disagreements
-from kvsearch.report.artefacts import describe, is_ours
-from kvsearch.runs.directory import LEDGER
-from kvsearch.runs.identity import CONFIG
-from kvsearch.runs.sums import SUMS, read_sums, sha256_of_file
+from kvsearch.calibration.steps import SAMPLES as MEASURED
+from kvsearch.core.errors import EnvironmentFault, KvsearchError, UsageError
+from kvsearch.core.files import TEMPORARY, read_bytes
+from kvsearch.core.parsing import read_json
+from kvsearch.evaluation.reply_store import ReplyStore
+from kvsearch.plan import Plan, Profile
+from kvsearch.plan.saved import PROFILE, WEIGHTS, weights_file
+from kvsearch.plan.schema import PolicySpec
+from kvsearch.policies.registry import BUILT_IN, FITTED, policy_of
+from kvsearch.report.artifacts import CACHE, open_path
+from kvsearch.report.numbers import counted
+from kvsearch.report.table import Table
+from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, SUMS, read_config, read_identity
+from kvsearch.runs.ledger import parsed_lines
+from kvsearch.runs.run import NOUNS, read_sums, sha256_of_file
+from kvsearch.search.names import BEST
+from kvsearch.search.trials import TrialLog
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from kvsearch.report.screen import Part
 
 State = Literal["whole", "unfinished", "damaged"]
 SCHEMA: Final = "kvsearch.verification/1"
 CHANGED = f"it was changed since it was finished: its SHA-256 is not that of {SUMS}"
 RESTORE = "restore it, or write it again with the command that wrote it"
 ANEW = "restore it, or start anew with another --output or --force"
+REFINED = "found.json"  # of the searches that refine a run
+WITHOUT_SCHEMA = (BEST, REFINED, LOSSES)
+READ = (".json", ".yaml", ".yml", ".safetensors", CACHE)  # what can be told from the file itself
+MARK, HEAD = b"kvsearch", 1 << 20  # what our files have in their first bytes
+_WEIGHTS = re.compile(r"[a-z0-9_]+-([0-9a-f]{12})\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -47,30 +63,25 @@ class Verification:
     @cached_property
     def damaged(self) -> tuple[Artefact, ...]:
         """Those that do not hold what they should."""
-        return tuple(one for one in self.artefacts if one.state == "damaged")
+        return tuple(artefact for artefact in self.artefacts if artefact.state == "damaged")
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, for programs."""
-        rows = [{**asdict(one), "path": str(one.path)} for one in self.artefacts]
+        rows = [{**asdict(artefact), "path": str(artefact.path)} for artefact in self.artefacts]
         return {"schema": SCHEMA, "whole": not self.damaged, "artefacts": rows}
 
-    def parts(self) -> Iterator[RenderableType]:
+    def parts(self) -> Iterator[Part]:
         """Yield a table with a row for every artefact, what is to be done, and how many are whole."""
-        from rich.text import Text
-
-        from kvsearch.report.screen import listing
-
-        table = listing("", ("artefact", "what", "state", "checksum"))
-        for one in self.artefacts:
-            table.add_row(*map(Text, (str(one.path), one.what, one.state, "fits" if one.sealed else "")))
-        yield table
+        columns = ("artefact", "what", "state", "checksum")
+        rows = [(str(one.path), one.what, one.state, "fits" if one.sealed else "") for one in self.artefacts]
+        yield Table.plain("", columns, rows, words=columns)
         for one in self.artefacts:
             if one.problem:
                 yield f"{one.path}: {one.state}: {one.problem}{f'; {one.remedy}' if one.remedy else ''}"
-        states: Mapping[State, int] = {
-            state: sum(one.state == state for one in self.artefacts) for state in ("whole", "unfinished", "damaged")
-        }
-        yield ", ".join(f"{count} {state}" for state, count in states.items() if count)
+        states = [artefact.state for artefact in self.artefacts]
+        yield ", ".join(
+            f"{states.count(state)} {state}" for state in ("whole", "unfinished", "damaged") if state in states
+        )
 
 
 def verify_paths(paths: Iterable[Path]) -> Verification:
@@ -80,71 +91,134 @@ def verify_paths(paths: Iterable[Path]) -> Verification:
         UsageError: nothing is there that kvsearch has written.
         EnvironmentFault: a directory cannot be read.
     """
-    found: dict[Path, Artefact] = {}
+    artefacts: dict[Path, Artefact] = {}
     for path in paths:
-        artefacts = list(_at(path))
-        if not artefacts:
+        if not path.exists():
+            raise UsageError(f"there is nothing at {path}: check the path")
+        sums = _sums_over(path)
+        files = _artefacts_in(path, sums) if path.is_dir() else [path]
+        if not files:
             raise UsageError(f"{path} has nothing in it that kvsearch can verify: name a run, or a file of one")
-        found |= {one.path: one for one in artefacts}
-    return Verification(tuple(found.values()))
+        artefacts |= {file: _check(file, sums) for file in files}
+    return Verification(tuple(artefacts.values()))
 
 
-def _at(path: Path) -> Iterator[Artefact]:
-    if not path.exists():
-        raise UsageError(f"there is nothing at {path}: check the path")
-    files = sorted(_files(path)) if path.is_dir() else [path]
-    sums = _sums_over(path, files)
-    listed = {name for name in sums if path.is_dir() and name.is_relative_to(path.absolute())}
-    for file in sorted({file.absolute(): file for file in files} | {name: path / name.relative_to(path.absolute())
-                                                                    for name in listed}, key=str):  # fmt: skip
-        shown = path / file.relative_to(path.absolute()) if path.is_dir() else path
-        if path == shown or file in sums or (shown.exists() and is_ours(shown)):
-            yield _checked(shown, sums)
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    return (file for file in directory.rglob("*") if file.is_file() and not file.name.startswith(TEMPORARY))
-
-
-def _sums_over(path: Path, files: Sequence[Path]) -> dict[Path, str]:
+def _sums_over(path: Path) -> dict[Path, str]:
     """Return the checksums of finished files, by absolute path; those of folders inside win over those above."""
     place = path.absolute()
-    folders = [*reversed(place.parents), *(file.absolute().parent for file in files if file.name == SUMS)]
-    found: dict[Path, str] = {}
-    for folder in folders:
+    sums: dict[Path, str] = {}
+    for folder in [*reversed(place.parents), *(file.parent for file in sorted(place.rglob(SUMS)))]:
         try:
-            found |= {folder / name: digest for name, digest in read_sums(folder).items()}
+            sums |= {folder / name: digest for name, digest in read_sums(folder).items()}
         except KvsearchError:  # told of the file itself, where it is asked about
             continue
-    return found
+    return sums
 
 
-def _checked(path: Path, sums: Mapping[Path, str]) -> Artefact:
-    """Check one file against what is in it, what is beside it, and its checksum."""
+def _artefacts_in(directory: Path, sums: Mapping[Path, str]) -> list[Path]:
+    """Return the files in a directory that kvsearch wrote, and those that have a checksum and are missing."""
+    place = directory.absolute()
+    files = {file for file in place.rglob("*") if file.is_file() and (file in sums or _is_ours(file))}
+    files |= {file for file in sums if file.is_relative_to(place)}
+    return [directory / file.relative_to(place) for file in sorted(files)]
+
+
+def _is_ours(path: Path) -> bool:
+    """Return True for a file that kvsearch writes, by its name or by what is in it."""
+    if path.name.startswith(TEMPORARY):
+        return False
+    if path.name in (LEDGER, SUMS, PROFILE) or path.suffix == CACHE or _WEIGHTS.fullmatch(path.name):
+        return True
+    if path.suffix not in READ:
+        return False
+    try:
+        with path.open("rb") as file:
+            return path.parent.name == MEASURED or MARK in file.read(HEAD)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+
+
+def _check(path: Path, sums: Mapping[Path, str]) -> Artefact:
+    """Check one file against what should be in it and its checksum."""
     digest = sums.get(path.absolute())
     if not path.is_file():
         return Artefact(path, "a file", "damaged", "it is missing", RESTORE)
+    what, problem = "a file", ""
     try:
-        what = describe(path)
-        problem = "" if _is_changed(path.absolute().parent / LEDGER, sums) else next(disagreements(path), "")
+        what = _describe(path)
     except KvsearchError as error:
-        what, problem = "a file", " ".join(str(error).split())
+        problem = " ".join(str(error).split()).removeprefix(f"{path}, ").removeprefix(f"{path} ")
     sealed = digest is not None and sha256_of_file(path) == digest
-    if problem or (digest is not None and not sealed):
-        return _damaged(path, what, problem or CHANGED)
+    if digest is not None and not sealed and not problem:
+        problem = CHANGED
+    if problem:
+        return Artefact(path, what, "damaged", problem, ANEW if path.name in (CONFIG, LEDGER) else RESTORE)
     if path.name == CONFIG and digest is None:
         return Artefact(path, what, "unfinished", "its command has not ended", "repeat it to go on: config.json has it")
     return Artefact(path, what, sealed=sealed)
 
 
-def _is_changed(path: Path, sums: Mapping[Path, str]) -> bool:
-    """Tell whether a file is there that is not as it was finished."""
-    return path in sums and path.exists() and sha256_of_file(path) != sums[path]
+def _describe(path: Path) -> str:
+    """Return what a file is; UsageError if it does not hold what it should."""
+    if path.name == CONFIG:
+        config = read_config(path.parent)
+        if config is None:
+            raise UsageError(f"{path} is no configuration of a run")
+        return NOUNS[config.job]
+    if path.name == LEDGER:
+        return _describe_ledger(path)
+    if path.name == SUMS:
+        return f"checksums of {counted(len(read_sums(path.parent)), 'file')}"
+    if path.name in WITHOUT_SCHEMA:
+        read_json(path)
+        return "results"
+    if (match := _WEIGHTS.fullmatch(path.name)) is not None:
+        if not sha256_of_file(path).startswith(match[1]):
+            raise UsageError(f"{path} has other weights than its name says")
+        return "weights of a fitted ranking"
+    if path.parent.name == MEASURED and path.suffix == ".safetensors":
+        return _describe_measured(path)
+    return _describe_artefact(path) if path.suffix in READ else "a file"
 
 
-def _damaged(path: Path, what: str, problem: str) -> Artefact:
-    remedy = ANEW if path.name == CONFIG else RESTORE
-    if path.name == LEDGER and problem != CHANGED:
-        what, (problem, _, remedy) = "ledger", problem.removeprefix(f"{path}, ").partition("): ")
-        return Artefact(path, what, "damaged", f"{problem})", remedy)
-    return Artefact(path, what, "damaged", problem.removeprefix(f"{path} "), remedy)
+def _describe_ledger(path: Path) -> str:
+    config = read_config(path.parent)
+    parse = TrialLog.parse if config is not None and config.job == "evolve" else ReplyStore.parse
+    lines: list[tuple[Any, int]] = list(parsed_lines(read_bytes(path), path, parse, read_identity(path.parent)))
+    is_cut = sum(size for _, size in lines) < path.stat().st_size
+    return f"ledger, {counted(len(lines), 'line')}{'; one more was cut short and is done again' if is_cut else ''}"
+
+
+def _describe_measured(path: Path) -> str:
+    from safetensors import SafetensorError, deserialize
+
+    try:
+        deserialize(read_bytes(path))  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        raise UsageError(f"{path} is no complete safetensors file: {error}") from error
+    return "measured so far"
+
+
+def _describe_artefact(path: Path) -> str:
+    """Return the kind of what `show` reads; a plan or a profile names weights, which are checked, too."""
+    if path.suffix == CACHE:
+        from kvsearch.runtime.store.tensor_file import read_tensors
+
+        read_tensors(path)
+    artefact = open_path(path)
+    if isinstance(artefact.content, Plan):
+        _check_policies(artefact.content.policies, path)
+        return f"a plan of {artefact.content.total:,} entries" if artefact.content.total else "a plan"
+    if isinstance(artefact.content, Profile):
+        _check_policies(artefact.content.metadata.measured_policies, path)
+    return f"{'an' if artefact.kind[0] in 'aeiou' else 'a'} {artefact.kind}"
+
+
+def _check_policies(specs: Iterable[PolicySpec], path: Path) -> None:
+    """Check parameters, and the weights beside the file, which may be known to this process from elsewhere."""
+    for spec in specs:
+        beside = weights_file(spec, path)
+        if beside is not None and sha256_of_file(beside) != spec.params[WEIGHTS]:
+            raise UsageError(f"{beside} has other weights than {path} names")
+        if spec.name in BUILT_IN and spec.name not in FITTED:  # others may be of a package that is not here
+            policy_of(spec)

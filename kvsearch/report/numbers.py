@@ -1,8 +1,15 @@
-"""How numbers are printed: scores in percent, intervals, and how often one of two methods won."""
+"""How numbers are printed: scores in percent, intervals, how often one of two methods won, and what was asked."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from kvsearch.results.evaluation import Outcomes
+    from kvsearch.runs.estimates import Difference
+    from kvsearch.selection.selection import QuestionCount
+    from kvsearch.tasks.base import Coverage
 
 
 class Interval(Protocol):
@@ -16,19 +23,6 @@ class Interval(Protocol):
 
     @property
     def high(self) -> float: ...
-
-
-class Counts(Protocol):
-    """On how many questions a method won, tied and lost."""
-
-    @property
-    def wins(self) -> int: ...
-
-    @property
-    def ties(self) -> int: ...
-
-    @property
-    def losses(self) -> int: ...
 
 
 def percent(share: float, digits: int = 2) -> str:
@@ -51,7 +45,7 @@ def interval(found: Interval, form: str = ".2f", unit: float = 100, noun: str = 
     return f"{unit * found.mean:{form}}{noun} {bounds(found, form, unit)}"
 
 
-def outcomes(found: Counts) -> str:
+def outcomes(found: Difference | Outcomes) -> str:
     """Write how many questions were won, tied and lost."""
     return f"{found.wins} / {found.ties} / {found.losses}"
 
@@ -64,3 +58,26 @@ def counted(number: int, noun: str) -> str:
 def or_dash(value: float | None, form: str) -> str:
     """Write a number in a format, None and NaN as a dash."""
     return "-" if value is None or value != value else f"{value:{form}}"
+
+
+def asked_words(coverage: Sequence[Coverage]) -> str:
+    """Say what was asked of some tasks; lengths and splits as far as they are known."""
+    lengths = [length for task in coverage for length in (task.shortest, task.longest)]
+    questions = sum(task.questions for task in coverage)
+    words = _about(questions, sum(task.contexts for task in coverage), lengths)
+    splits = dict.fromkeys(task.split for task in coverage if task.split is not None)
+    return f"{words}, split {' and '.join(splits)}" if splits else words
+
+
+def asked(count: QuestionCount) -> str:
+    """Say how many questions about how many contexts were asked."""
+    return _about(count.questions, count.contexts, (count.shortest, count.longest))
+
+
+def _about(questions: int, contexts: int, lengths: Sequence[int | None]) -> str:
+    words = f"{counted(questions, 'question')} about {counted(contexts, 'context')}"
+    known = [length for length in lengths if length is not None]
+    if not known:
+        return words
+    low, high = min(known), max(known)
+    return f"{words} of {counted(low, 'token') if low == high else f'{low} to {high} tokens'}"

@@ -1,55 +1,131 @@
-"""What `show` says of a plan: its settings, and a heat map of the budgets of each phase."""
+"""What `show` says of a plan and of what holds one: settings, budgets of each phase, differences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.plan import PHASES, Plan
+import numpy as np
+
+from kvsearch.plan import PHASES, Phase, Plan, diff
 from kvsearch.plan.schema import STATIC
-from kvsearch.report.heatmap import heatmap
-from kvsearch.report.screen import facts
+from kvsearch.plan.yaml import layer_ranges
+from kvsearch.report.figures.data import Figure, layer_map
+from kvsearch.report.numbers import counted
+from kvsearch.report.table import Cell, Table
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from kvsearch.report.screen import Part
+    from kvsearch.runtime.store.cache_file import CacheHeader
 
 
-@dataclass(frozen=True)
-class PlanView:
-    """A plan, phase by phase."""
+def plan_parts(plan: Plan) -> Iterator[Mapping[str, Any] | Figure]:
+    """Yield the settings of each phase and a map of its budgets, rows with their policy where there are several."""
+    allocation = plan.allocation
+    settings: dict[str, Any] = {
+        "model": plan.model.short(), "method": plan.provenance.method, "scaling": plan.scaling, "length": plan.length,
+        "floor": plan.floor,
+    }  # fmt: skip
+    if allocation.name != STATIC:
+        meaning = "budgets say what the entries of a prompt are shared out from, not what a head keeps"
+        settings["allocation"] = f"{allocation.name} {allocation.params}: {meaning}"
+    for phase in PHASES["both"]:
+        part = getattr(plan, phase)
+        if part is None:
+            continue
+        specs = [layer.policy for layer in part.layers if layer is not None]
+        names = [spec.name for spec in specs]
+        described = [f"{spec.name} {spec.params}" for spec in specs]
+        policies = sorted(set(described))
+        own = {"phase": phase, "total": f"{part.total} entries", "policy": "; ".join(policies)}
+        alone = [index for index, layer in enumerate(part.layers) if layer is None]
+        yield {**settings, **own, **({"layers left alone": alone} if alone else {})}
+        if len(set(names)) < len(policies):
+            names = described  # of one pattern there are several settings
+        rows = [str(layer) for layer in part.planned_layers]
+        if len(policies) > 1:
+            rows = [f"{layer} {name}" for layer, name in zip(rows, names, strict=True)]
+        budgets = np.array([part.budgets[layer] for layer in part.planned_layers])
+        body = layer_map({"": budgets}, rows, "entries", total="sum")
+        caption = f"{plan.model.name}: {plan.provenance.method}, {part.total} entries in all"
+        yield Figure(f"budgets-{phase}", f"{phase}: entries per layer and kv head", caption, body)
 
-    plan: Plan
+
+def plan_headline(plan: Plan) -> str:
+    """Say how much a plan keeps."""
+    length = f" of a prompt of {plan.length:,} tokens" if plan.length else ""
+    return f"{plan.total:,} entries{length}"
+
+
+def cache_parts(header: CacheHeader) -> Iterator[Part]:
+    """Yield what a compressed cache holds, in which numbers, and the plan that it was read under."""
+    yield {
+        "cache of": f"{counted(header.sequences, 'sequence')} of {counted(header.length, 'token')}",
+        "numbers": header.dtype,
+        "written by": f"kvsearch {header.kvsearch}, torch {header.torch}, transformers {header.transformers}",
+    }
+    yield from plan_parts(header.plan)
+
+
+class DifferenceView:
+    """What differs between two plans: settings, and budgets layer by layer; errors are those of `diff`."""
+
+    def __init__(self, plans: tuple[Plan, Plan], names: tuple[str, str]) -> None:
+        self.plans = plans
+        self.names = names
+        self.differences = diff(*plans)
 
     def as_json(self) -> dict[str, Any]:
-        """See `View.as_json`."""
-        return self.plan.model_dump(mode="json")
+        """Return everything, for programs."""
+        totals = {phase: self._totals(phase) for phase in PHASES["both"]}
+        return {
+            "equal": not self.differences,
+            "settings": [change._asdict() for change in self.differences.settings],
+            "budgets": [change._asdict() for change in self.differences.budgets],
+            "totals": {phase: values for phase, values in totals.items() if values != [None, None]},
+        }
 
-    def parts(self) -> Iterator[RenderableType]:
-        """See `View.parts`."""
-        import numpy as np
-
-        plan, allocation = self.plan, self.plan.allocation
-        settings: dict[str, Any] = {
-            "model": plan.model.short(), "method": plan.provenance.method, "scaling": plan.scaling,
-            "length": plan.length, "floor": plan.floor,
-        }  # fmt: skip
-        if allocation.name != STATIC:
-            meaning = "budgets say what the entries of a prompt are shared out from, not what a head keeps"
-            settings["allocation"] = f"{allocation.name} {allocation.params}: {meaning}"
+    def parts(self) -> Iterator[Part]:
+        """Yield the names of the plans, a table of settings, and one of budgets for each phase."""
+        if not self.differences:
+            yield "the plans are equal"
+            return
+        yield dict(zip("AB", self.names, strict=True))
+        # totals are with the budgets
+        settings = [change for change in self.differences.settings if change.name != "total"]
+        if settings:
+            columns = ("phase", "layers", "setting", "A", "B")
+            rows = []
+            for change in settings:
+                values = ("-" if value is None else str(value) for value in (change.before, change.after))
+                rows.append([change.phase or "", ", ".join(layer_ranges(change.layers)), change.name, *values])
+            yield Table.plain("settings", columns, rows, words=columns)
         for phase in PHASES["both"]:
-            part = getattr(plan, phase)
-            if part is None:
-                continue
-            specs = [layer.policy for layer in part.layers if layer is not None]
-            each = [f"{spec.name} {spec.params}" for spec in specs]
-            policies = sorted(set(each))
-            own = {"phase": phase, "total": f"{part.total} entries", "policy": "; ".join(policies)}
-            alone = [index for index, layer in enumerate(part.layers) if layer is None]
-            yield from facts({**settings, **own, **({"layers left alone": alone} if alone else {})})
-            budgets = np.array([part.budgets[layer] for layer in part.planned_layers])
-            names = [spec.name for spec in specs]
-            if len(set(names)) < len(policies):
-                names = each  # of one pattern there are several settings
-            title = f"{phase}: entries per layer and kv head"
-            yield heatmap(title, budgets, part.planned_layers, patterns=names if len(policies) > 1 else None)
+            layers = sorted({change.layer for change in self.differences.budgets if change.phase == phase})
+            if layers:
+                yield self._budgets(phase, layers)
+
+    def _budgets(self, phase: Phase, layers: Sequence[int]) -> Table:
+        """Return sums of the layers that differ, their heads' budgets where these differ in a layer, and totals."""
+        parts = [getattr(plan, phase) for plan in self.plans]
+        budgets = {layer: [None if part is None else part.budgets[layer] for part in parts] for layer in layers}
+        by_head = any(len(set(heads)) > 1 for pair in budgets.values() for heads in pair if heads)
+        rows = []
+        for layer, pair in budgets.items():
+            heads = [" ".join(map(str, budget)) if budget else "-" for budget in pair]
+            sums = _numbers([sum(budget) if budget else None for budget in pair])
+            rows.append([Cell(str(layer)), *sums, *(map(Cell, heads) if by_head else ())])
+        rows.append([Cell("total", best=True), *_numbers(self._totals(phase))])
+        columns = ["layer", "A", "B", "B - A", *(("A by head", "B by head") if by_head else ())]
+        return Table.plain(f"{phase} entries", columns, rows)
+
+    def _totals(self, phase: Phase) -> list[int | None]:
+        parts = [getattr(plan, phase) for plan in self.plans]
+        return [None if part is None else part.total for part in parts]
+
+
+def _numbers(pair: list[int | None]) -> list[Cell]:
+    """Return two numbers and by how much the second is larger."""
+    before, after = pair
+    change = None if before is None or after is None else after - before
+    return [Cell.number(before, "d"), Cell.number(after, "d"), Cell.number(change, "+d")]

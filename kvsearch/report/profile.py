@@ -1,38 +1,247 @@
-"""Which view of a profile there is: by what was measured, or by what its method decides."""
+"""What `show` says of a profile: of local ratios, by LU-KV or a dynamic rule, of query statistics, and of others."""
 
 from __future__ import annotations
 
-from kvsearch.errors import UsageError
-from kvsearch.plan import Plan, Profile
-from kvsearch.plan.profile import QUERIES
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvsearch.calibration.analysis import fit_gain, lost_mass, misplaced, ranking_gap, stability
+from kvsearch.calibration.options import RECALL_AT
+from kvsearch.core.arrays import Floats
+from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.plan import Plan, Profile, ProfileMetadata
+from kvsearch.plan.profile_arrays import QUERIES, QUERY_COVARIANCE, QUERY_MEAN
+from kvsearch.plan.schema import STATIC
 from kvsearch.policies.registry import FITTED
-from kvsearch.report.dynamic import DynamicView, is_dynamic
-from kvsearch.report.lukv import LukvView
-from kvsearch.report.query_statistics import QueryStatisticsView
+from kvsearch.report.figures.data import Figure, layer_map
+from kvsearch.report.numbers import percent
 from kvsearch.report.ranking import RankingView
-from kvsearch.report.screen import View
-from kvsearch.report.signals import SignalsView
+from kvsearch.report.signals import signal_parts
+from kvsearch.report.table import Cell, Table
 from kvsearch.signals.table import SignalTable
 
+if TYPE_CHECKING:
+    from kvsearch.report.screen import Part
 
-def profile_view(profile: Profile, ratio: float, plan: Plan | None = None) -> View:
-    """Return the view of a profile at a global eviction ratio, which signals do not depend on.
+RATIO: Final = 0.8  # the global eviction ratio at which a profile is shown
+RATIOS_SHOWN = (0.5, RATIO, 0.9)
+BUDGETS_SHOWN = (1, 2, 5, 10, 20, 50)  # percent
+
+
+def profile_parts(profile: Profile, ratio: float = RATIO, plan: Plan | None = None) -> Iterator[Part]:
+    """Yield what a profile says at a global eviction ratio, and what a plan of its model loses by it.
 
     Raises:
-        UsageError: a plan is to be judged by a profile without the importance of entries.
+        UsageError: the ratio is out of range, or a plan is to be judged by a profile without the importance of entries.
+        IncompatibleError: the plan is of another model.
     """
+    method = profile.metadata.method
+    is_lukv = not (method in FITTED or method == QUERIES or profile.metadata.signals or is_dynamic(profile))
+    if plan is not None and not is_lukv:
+        raise UsageError(f"--plan needs a LU-KV profile: a {method} profile does not say what entries are worth")
+    yield _origin(profile.metadata)
+    if method in FITTED:
+        yield from RankingView(profile).parts()
+    elif method == QUERIES:
+        yield _query_table(profile)
+    elif profile.metadata.signals is not None:
+        yield from signal_parts(SignalTable(profile))
+    elif is_dynamic(profile):
+        yield from _dynamic_parts(profile, ratio)
+    else:
+        yield from _lukv_parts(profile, ratio, plan)
+    yield from remarks(profile)
+
+
+def is_dynamic(profile: Profile) -> bool:
+    """Return whether a profile is the mean of what a dynamic rule decided."""
+    return "ratio_deviation" in profile.arrays
+
+
+def remarks(profile: Profile) -> Iterator[str]:
+    """Yield what there is to say about a profile before it is used, one line each."""
+    if profile.metadata.method in FITTED:
+        yield from RankingView(profile).remarks()
+    if is_dynamic(profile):
+        yield from _dynamic_remarks(profile)
+    yield from choice_lines(profile)
+
+
+def eviction_losses(profile: Profile, ratio: float, plan: Plan | None = None) -> dict[str, Floats]:
+    """Return the importance that is evicted with equal budgets, with those of the profile, and with those of a plan."""
     metadata = profile.metadata
-    if metadata.method in FITTED:
-        if plan is not None:
-            raise UsageError("--plan needs a LU-KV profile: this is a fitted ranking")
-        return RankingView(profile)
-    if metadata.method == QUERIES and plan is None:
-        return QueryStatisticsView(profile)
-    has_signals = metadata.signals is not None
-    if plan is not None and (has_signals or is_dynamic(profile) or metadata.method == QUERIES):
-        raise UsageError(
-            f"--plan needs a LU-KV profile: a {metadata.method} profile does not say what entries are worth"
+    ratios = profile.local_ratios(ratio)
+    losses = {
+        "uniform": lost_mass(profile, np.full(ratios.shape, 1 - ratio)),
+        metadata.method: lost_mass(profile, 1 - ratios),
+    }
+    if plan is not None:
+        metadata.model.require(plan.model, "this profile")
+        if (name := plan.allocation.name) != STATIC:
+            warning = f"the loss shown for the plan is that of its budgets without allocation {name}"
+            warnings.warn(warning, KvsearchWarning, stacklevel=2)
+        budgets = plan.budgets("prefill")
+        length = plan.length or metadata.length
+        everything = (length,) * metadata.model.kv_heads  # what a layer outside the plan keeps
+        entries = np.array([budgets[layer] or everything for layer in metadata.layers], dtype=float)
+        losses["plan"] = lost_mass(profile, entries / length)
+    return losses
+
+
+def choice_lines(profile: Profile) -> list[str]:
+    """Say what a parameter that decides recalls at each of its values, and which is better; nothing if none does."""
+    recall = profile.arrays.get("choice_recall")
+    if recall is None:
+        return []
+    stated = profile.metadata.provenance.settings["choices"]
+    names = stated if isinstance(stated, tuple) else (stated,)
+    shares = ", ".join(f"{share:.0%}" for share in RECALL_AT)
+    recalls = "; ".join(
+        f"{name} {', '.join(f'{value:.3f}' for value in row)}" for name, row in zip(names, recall, strict=True)
+    )
+    lines = [f"importance kept at {shares} of the context, even budgets: {recalls}"]
+    best = names[int(recall.mean(1).argmax())]
+    if best != names[0]:
+        lines.append(f"{best} recalls more than {names[0]}: calibrate with --set {best}")
+    return lines
+
+
+def _origin(metadata: ProfileMetadata) -> dict[str, Any]:
+    """Return what a profile is of, and what it was measured on."""
+    settings = metadata.provenance.settings
+    noun = "contexts" if metadata.method in (*FITTED, QUERIES) else "questions"
+    facts: dict[str, Any] = {
+        "model": metadata.model.short(), "method": metadata.method, noun: metadata.questions,
+        "policy": f"{metadata.policy.name} {metadata.policy.params}", "length": f"{metadata.length} tokens",
+    }  # fmt: skip
+    for name in ("data", "answers", "protocol", "targets", "features", "bank", "chosen_by", "queries"):
+        value = settings.get(name)
+        if value is not None:
+            facts[name] = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+    return facts
+
+
+def _query_table(profile: Profile) -> Table:
+    """Return the length of the mean query, and how queries spread around it, mean over the heads of a layer."""
+    lengths = np.linalg.norm(profile.arrays[QUERY_MEAN], axis=-1).mean(1)
+    spreads = np.sqrt(np.trace(profile.arrays[QUERY_COVARIANCE], axis1=-2, axis2=-1)).mean(1)
+    rows = [
+        [layer, Cell.number(float(length), ".3g"), Cell.number(float(spread), ".3g")]
+        for layer, length, spread in zip(profile.metadata.layers, lengths, spreads, strict=True)
+    ]
+    title = "queries before their rotary embedding, mean over heads"
+    return Table.plain(title, ["layer", "|mean|", "spread"], rows)
+
+
+def _local_ratios(profile: Profile, ratio: float) -> Figure:
+    body = layer_map({"": profile.local_ratios(ratio)}, profile.metadata.layers, "eviction ratio", "{:.2f}")
+    return Figure("local-ratios", f"local eviction ratio at {ratio:g}", caption(profile), body)
+
+
+def caption(profile: Profile) -> str:
+    """Say what figures of a profile are of."""
+    metadata = profile.metadata
+    return f"{metadata.model.name}: {metadata.method}, {metadata.questions} questions of {metadata.length} tokens"
+
+
+# --- LU-KV ------------------------------------------------------------------------------------------------------------
+
+
+def _lukv_parts(profile: Profile, ratio: float, plan: Plan | None) -> Iterator[Part]:
+    """Yield local ratios and whether they are stable, the ranking's gap to the oracle's, and eviction losses."""
+    yield _local_ratios(profile, ratio)
+    if "recall" not in profile.arrays:
+        return
+    layers = profile.metadata.layers
+    gap = layer_map({"": ranking_gap(profile)}, layers, "recall lost", "{:.3f}")
+    yield Figure("ranking-gap", "recall lost to the oracle ranking", caption(profile), gap)
+    losses = eviction_losses(profile, ratio, plan)
+    rows = [
+        [layer, *(Cell.number(float(loss[row].sum()), ".4f") for loss in losses.values())]
+        for row, layer in enumerate(layers)
+    ]
+    rows.append(["all", *(Cell.number(float(loss.sum()), ".4f") for loss in losses.values())])
+    yield Table.plain(f"importance evicted at {ratio:g}, share of the model's", ["layer", *losses], rows)
+    rows = []
+    for label, name in (("policy", "recall"), ("oracle", "oracle_recall")):
+        curve = profile.arrays[name].mean(axis=(0, 1))
+        rows.append([label, *(Cell.number(float(curve[budget]), ".3f") for budget in BUDGETS_SHOWN)])
+    columns = ["ranking", *(f"{budget}%" for budget in BUDGETS_SHOWN)]
+    yield Table.plain("importance kept at a budget, mean over heads", columns, rows)
+    yield from _stability_parts(profile, "questions")
+
+
+def _stability_parts(profile: Profile, noun: str) -> Iterator[str | Table]:
+    """Yield a table of how stable local ratios are over what they were measured on, and a verdict."""
+    stabilities = [stability(profile, ratio) for ratio in RATIOS_SHOWN]
+    rows = []
+    for found in stabilities:
+        values = (found.questions, found.texts, found.left_out, found.halves)
+        rows.append([f"{found.ratio:g}", *(Cell.number(value, ".2f") for value in values)])
+    columns = ["ratio", f"{noun} of one text", "texts", "a text and the others", f"odd/even {noun}"]
+    yield Table.plain("rank correlation of local ratios", columns, rows)
+    yield f"at {RATIO:g}: {stabilities[1].verdict}"
+
+
+# --- dynamic rules ----------------------------------------------------------------------------------------------------
+
+
+def _dynamic_parts(profile: Profile, ratio: float) -> Iterator[Part]:
+    """Yield the static table of a dynamic rule, and what it loses against that."""
+    yield _local_ratios(profile, ratio)
+    deviations = profile.arrays["ratio_deviation"]
+    deviation = deviations[min(max(round(100 * ratio), 1), len(deviations)) - 1]
+    body = layer_map({"": deviation}, profile.metadata.layers, "standard deviation", "{:.3f}")
+    title = "standard deviation of the local eviction ratio over the prompts"
+    yield Figure("ratio-deviation", title, caption(profile), body)
+    rows = []
+    for at in RATIOS_SHOWN:
+        found = misplaced(profile, at)
+        shares = (found.static, found.worst, found.unseen, found.even)
+        rows.append([f"{found.ratio:g}", *(Cell.number(100 * share, ".1f", "%") for share in shares)])
+    columns = ["ratio", "static table", "worst prompt", "prompt not in it", "even budgets"]
+    yield Table.plain("entries placed elsewhere than by the dynamic rule", columns, rows)
+    yield from _stability_parts(profile, "prompts")
+
+
+def _dynamic_remarks(profile: Profile) -> Iterator[str]:
+    """Yield where CAKE's exponents come from, what fitting them gains, and what a static table misplaces."""
+    settings = profile.metadata.provenance.settings
+    if profile.metadata.method == "cake":
+        yield f"exponents tau1 {settings['tau1']:.3g}, tau2 {settings['tau2']:.3g}: {_source(profile)}"
+    gain = fit_gain(profile)
+    if gain is not None:
+        on_others = f"chosen on one half of the questions, {gain.held_out:+.3g} on the other"
+        if gain.held_out != gain.held_out:
+            on_others = "one question cannot tell what it gains on others"
+        yield (
+            f"fit gains {gain.seen:.3g} nats per answer over (1, 1), which loses {gain.plain:.3g} at ratio "
+            f"{settings['fit_ratio']:g}; {on_others}"
         )
-    if has_signals:
-        return SignalsView(SignalTable(profile))
-    return DynamicView(profile, ratio) if is_dynamic(profile) else LukvView(profile, ratio, plan)
+    if profile.metadata.questions < 2:
+        yield (
+            "one prompt cannot tell what a static table loses against the dynamic rule: calibrate on more contexts, or "
+            "with --protocol question-aware"
+        )
+    else:
+        found = misplaced(profile, RATIO)
+        yield (
+            f"at ratio {found.ratio:g} a static table moves {percent(found.static, 1)}% of the entries that the "
+            f"dynamic rule would place elsewhere ({percent(found.unseen, 1)}% of a prompt that is not in it, even "
+            f"budgets {percent(found.even, 1)}%)"
+        )
+
+
+def _source(profile: Profile) -> str:
+    """Say where CAKE's exponents come from."""
+    settings = profile.metadata.provenance.settings
+    source = settings.get("exponents", "fixed")
+    if source != "auto":
+        return "fitted" if source == "fit" else "as given"
+    if (settings["tau1"], settings["tau2"]) == (1, 1):
+        name = profile.metadata.model.name
+        return f"CAKE's authors tuned none for {name} at {settings['tuned_for']} entries per kv head"
+    return f"tuned by CAKE's authors for {settings['tuned_for']} entries per kv head"

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from kvsearch.arrays import Floats
+from kvsearch.core.arrays import Floats
 from kvsearch.plan import Profile
-from kvsearch.report.lukv import origin
 from kvsearch.report.numbers import counted
-from kvsearch.report.screen import facts, screen_table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
+from kvsearch.report.table import Cell, Table
 
 UNSEEN = "without the kind"  # the fit that never saw it
 
 
 @dataclass(frozen=True, eq=False)
-class LeftOut:
+class LeftOutKind:
     """How rankings do on a kind of question that the first of them never saw; the second is the whole fit.
 
     `recall` and `loss` are by ranking and budget, [P + 1, B]; `questions` of that kind were asked.
@@ -83,13 +78,13 @@ class RankingView:
         return None if found is None else np.asarray(found, np.float64)
 
     @property
-    def left_out(self) -> LeftOut | None:
+    def left_out(self) -> LeftOutKind | None:
         """What was measured of a kind of question that was left out; None: nothing."""
         if "kind_loss" not in self.profile.arrays:
             return None
         recall, loss = (np.asarray(self.profile.arrays[name], np.float64) for name in ("kind_recall", "kind_loss"))
         kind, questions = self.settings["left_out"], self.settings["left_out_questions"]
-        return LeftOut(kind, questions, (UNSEEN, *self.settings["rankings"]), recall.mean((2, 3)), loss)
+        return LeftOutKind(kind, questions, (UNSEEN, *self.settings["rankings"]), recall.mean((2, 3)), loss)
 
     def _about_kinds(self) -> Iterator[str]:
         """Yield whether the ranking carries over to other kinds of questions; of older fits nothing is known."""
@@ -135,53 +130,29 @@ class RankingView:
         elif (better := self.loses_to()) is not None:
             yield f"{better} ranks better than the fit on contexts that it never saw: use {better}, or fit on more"
 
-    def as_json(self) -> dict[str, Any]:
-        """See `View.as_json`."""
-        names, at, apart = self.settings["rankings"], self.settings["at"], self.left_out
-        kinds = {} if apart is None else {"left_out": {
-            "kind": apart.kind, "questions": apart.questions, "carries_over": apart.carries_over,
-            "recall": _by_budget(apart.rankings, at, apart.recall), "loss": _by_budget(apart.rankings, at, apart.loss),
-        }}  # fmt: skip
-        return {
-            "metadata": self.profile.metadata.model_dump(mode="json"),
-            "recall": _by_budget(names, at, self.recall),
-            **({} if self.loss is None else {"loss": _by_budget(names, at, self.loss)}), **kinds,
-            "recall_by_layer": self.profile.arrays["recall"].mean(3).tolist(), "remarks": list(self.remarks()),
-        }  # fmt: skip
-
-    def parts(self) -> Iterator[RenderableType]:
-        """See `View.parts`."""
-        metadata, at = self.profile.metadata, self.settings["at"]
-        told = {**origin(metadata, "contexts"), "asked for": ", ".join(self.settings["targets"])}
-        if (features := self.settings.get("features")) is not None:
-            told["features"] = ", ".join(features)
-        if self.settings.get("bank") is not None:
-            told["bank"] = f"{self.settings['bank']} queries for every head, chosen by {self.settings['chosen_by']}"
-        yield from facts(told)
-        columns, names = ["ranking", *(f"{budget:.0%}" for budget in at)], self.settings["rankings"]
-        lost, kept = (
-            "how far replies move with even budgets (total variation)",
-            "importance kept, of what the oracle keeps",
-        )
+    def parts(self) -> Iterator[str | Table]:
+        """Yield tables of how replies move and of recall, by budget and by layer."""
+        at = self.settings["at"]
+        names = self.settings["rankings"]
+        lost = "how far replies move with even budgets (total variation)"
+        kept = "importance kept, of what the oracle keeps"
         tables = [(lost, names, self.loss), (f"{kept}; mean over heads and layers", names, self.recall)]
         if (apart := self.left_out) is not None:
             on = f"on questions of the kind {apart.kind}"
             tables += [(f"{lost}, {on}", apart.rankings, apart.loss), (f"{kept}, {on}", apart.rankings, apart.recall)]
-        for title, rankings, found in tables:
-            if found is not None:
-                table = screen_table(title, columns)
-                for name, row in zip(rankings, found, strict=True):
-                    table.add_row(name, *(f"{value:.3f}" for value in row))
-                yield table
-        layers = self.profile.arrays["recall"].mean(3)  # [P, B, L]
-        table = screen_table(f"by layer at {at[0]:.0%}", ["layer", metadata.method, "the best other policy"])
-        for row, layer in enumerate(metadata.layers):
-            best = int(layers[1:, 0, row].argmax()) + 1
-            other = f"{layers[best, 0, row]:.3f} ({self.settings['rankings'][best]})"
-            table.add_row(str(layer), f"{layers[0, 0, row]:.3f}", other)
-        yield table
-        yield from self.remarks()
-
-
-def _by_budget(names: Sequence[str], at: Sequence[float], found: Floats) -> dict[str, dict[str, float]]:
-    return {name: dict(zip(map(str, at), row.tolist(), strict=True)) for name, row in zip(names, found, strict=True)}
+        columns = ["ranking", *(f"{budget:.0%}" for budget in at)]
+        for title, rankings, values in tables:
+            if values is not None:
+                rows = [
+                    [name, *(Cell.number(float(value), ".3f") for value in row)]
+                    for name, row in zip(rankings, values, strict=True)
+                ]
+                yield Table.plain(title, columns, rows)
+        layers = self.profile.arrays["recall"].mean(3)[:, 0]  # [P, L]
+        rows = []
+        for row, layer in enumerate(self.profile.metadata.layers):
+            best = int(layers[1:, row].argmax()) + 1
+            other = Cell(f"{layers[best, row]:.3f} ({names[best]})", value=float(layers[best, row]))
+            rows.append([layer, Cell.number(float(layers[0, row]), ".3f"), other])
+        columns = ["layer", self.profile.metadata.method, "the best other policy"]
+        yield Table.plain(f"by layer at {at[0]:.0%}", columns, rows)

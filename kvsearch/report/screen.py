@@ -1,43 +1,185 @@
-"""What results on the screen are made of: tables in one style, facts with their names, and views."""
+"""Results on the screen: tables and heat maps that fit any page, of which nothing is ever cut, and facts with names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from rich.box import SIMPLE
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Column
+from rich.table import Table as RichTable
+from rich.text import Text
 
-    from kvsearch.report.fitting import FittingTable
+from kvsearch.core.printed import visible, visible_line
+from kvsearch.report.figures.data import Figure, HeatMap, Panel, is_light, shade
+from kvsearch.report.table import Table
+
+WIDEST = 10_000  # columns of a page on which any table fits
+MOST_BLOCKS = 2  # of columns; a map in more of them is none
+MOST_CELLS = 2**14  # of a map; a larger one shows rows only
+
+Part = str | Mapping[str, Any] | Table | Figure  # of what is shown: a line, facts, a table, or a figure of maps
 
 
 class View(Protocol):
-    """Something to show: to programs as JSON, to people part by part; a text is a line that is never broken."""
+    """Something to show: to programs as JSON, to people part by part."""
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, for programs."""
         ...
 
-    def parts(self) -> Iterator[RenderableType]:
-        """Yield lines and tables from top to bottom."""
+    def parts(self) -> Iterable[Part]:
+        """Yield lines, facts, tables and maps from top to bottom."""
         ...
-
-
-def screen_table(title: str, columns: Sequence[str], left: Sequence[str] = (), **style: Any) -> FittingTable:
-    """Return an empty table in the style of all results, see `FittingTable`."""
-    from kvsearch.report.fitting import FittingTable
-
-    return FittingTable(title, columns, left, **style)
-
-
-def listing(title: str, columns: Sequence[str]) -> FittingTable:
-    """Return an empty table of words, as narrow as it can be; the names in its first column are never broken."""
-    table = screen_table(title, columns, left=columns, padding=(0, 1, 0, 0), pad_edge=False)
-    table.columns[0].no_wrap = True
-    return table
 
 
 def facts(named: Mapping[str, Any]) -> Iterator[str]:
     """Yield names and values, one pair a line, values aligned."""
     width = max(map(len, named))
     yield from (f"{name:<{width}}  {value}" for name, value in named.items())
+
+
+def printable(part: Table | Figure) -> RenderableType:
+    """Return a table or the maps of a figure for the screen."""
+    return on_screen(part) if isinstance(part, Table) else ScreenMap(part)
+
+
+def on_screen(table: Table) -> Group:
+    """Return a table for the screen, between its title and its notes."""
+    style: dict[str, Any] = {}
+    header = table.header
+    if table.tight:
+        style = {"padding": (0, 0, 0, 1), "show_edge": False, "pad_edge": False}
+        header = [name.replace("_", "_\n") for name in header]
+    shown = FittingTable("", header, left=(*header[:1], *table.words), **style)
+    for group in table.groups:
+        if group.heading:
+            shown.add_row(words(group.heading, "italic"))
+        for row in group.rows:
+            shown.add_row(*(words(cell.text, "bold" if cell.best else "") for cell in row))
+        shown.add_section()
+    return Group(words(table.title, "italic"), *map(words, table.above), shown, *map(words, table.notes))
+
+
+def listing(title: str, columns: Sequence[str]) -> FittingTable:
+    """Return an empty table of words, as narrow as it can be; the names in its first column are never broken."""
+    table = FittingTable(title, columns, left=columns, padding=(0, 1, 0, 0), pad_edge=False)
+    table.columns[0].no_wrap = True
+    return table
+
+
+def words(text: str, style: str = "") -> Text:
+    """Return data in a style, all of it visible; rich itself drops what rings, returns or goes back."""
+    return Text(visible_line(text), style)
+
+
+class FittingTable(RichTable):
+    """A table in the style of all results: numbers at the right, columns named in `left` at the left.
+
+    Where the page is too narrow, columns are shown in as few blocks as fit, with about as many in each and the first
+    column in all of them. A column that is too wide by itself is folded.
+    """
+
+    def __init__(self, title: str, columns: Sequence[str], left: Sequence[str] = (), **style: object) -> None:
+        super().__init__(**{"title": title, "box": SIMPLE, **style})  # type: ignore[arg-type]
+        for column in columns:
+            # folded: on a narrow page, too, every digit is shown
+            self.add_column(column, justify="left" if column in left else "right", overflow="fold")
+
+    def blocks(self, console: Console, options: ConsoleOptions) -> list[RichTable]:
+        """Return the tables that are shown on a page, without title."""
+        first, *others = self.columns
+        wide = options.update(max_width=WIDEST)
+        blocks = [self._of([first, *others])]
+        for count in range(2, len(others) + 1):
+            if all(Measurement.get(console, wide, block).maximum <= options.max_width for block in blocks):
+                break
+            ends = [len(others) * part // count for part in range(count + 1)]
+            blocks = [self._of([first, *others[begin:end]]) for begin, end in pairwise(ends)]
+        return blocks
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield title and blocks from top to bottom."""
+        if self.title:
+            yield words(str(self.title), "italic")
+        for block in self.blocks(console, options):
+            yield from RichTable.__rich_console__(block, console, options)
+
+    def add_row(self, *cells: RenderableType | None, **how: Any) -> None:
+        """Add a row; a text is shown on one line, as it is."""
+        super().add_row(*(visible(cell, keep="") if isinstance(cell, str) else cell for cell in cells), **how)
+
+    def _of(self, columns: Sequence[Column]) -> RichTable:
+        """Return a plain table of some of the columns."""
+        block = copy.copy(self)
+        block.__class__ = RichTable  # type: ignore[assignment]
+        block.columns = [replace(column, _index=at) for at, column in enumerate(columns)]
+        block.title = None
+        return block
+
+
+class ScreenMap:
+    """The maps of a figure, one below the other: a row per row, a coloured cell per column, and the row's total.
+
+    On a page too narrow for `MOST_BLOCKS` blocks of columns, a cell is a digit: tenths of the range of all values. Of
+    more than `MOST_CELLS` cells there are the totals alone.
+    """
+
+    def __init__(self, figure: Figure) -> None:
+        assert isinstance(figure.body, HeatMap)
+        self.title = figure.title
+        self.body = figure.body
+        self.low, self.high = figure.body.ends
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield every map as it fits."""
+        body = self.body
+        count = len(body.rows) * len(body.columns)
+        for panel in body.panels:
+            title = f"{self.title}, {panel.name}" if panel.name else self.title
+            if count > MOST_CELLS:
+                yield self._table(title, [], panel, [[] for _ in body.rows])
+                yield f"{count:,} cells are too many for a map: --json has them all"
+                continue
+            cells = [[self._cell(f" {_text(value, body.form)} ", value) for value in row] for row in panel.values]
+            numbers = self._table(title, [f" {column} " for column in body.columns], panel, cells)
+            if len(numbers.blocks(console, options)) <= MOST_BLOCKS:
+                yield numbers
+                continue
+            digits = [
+                [Text.assemble(*(self._cell(self._digit(value), value) for value in row))] for row in panel.values
+            ]
+            shades = self._table(title, [f"{body.columns[0]} to {body.columns[-1]}"], panel, digits)
+            shades.columns[1].justify = "left"
+            yield shades
+            ends = f"from {body.form.format(self.low)} (0) to {body.form.format(self.high)} (9)"
+            yield f"a digit is a tenth of the way {ends}; numbers: a wider screen, a pipe, or --json"
+
+    def _table(self, title: str, columns: Sequence[str], panel: Panel, cells: Sequence[Sequence[Text]]) -> FittingTable:
+        table = FittingTable(title, [f"{self.body.row_label} ", *columns, f"  {self.body.total}"], padding=(0, 0))
+        for name, row, values in zip(self.body.rows, cells, panel.values, strict=True):
+            known = [value for value in values if value is not None]
+            total = sum(known) / (len(known) if self.body.total == "mean" else 1) if known else None
+            table.add_row(f"{name} ", *row, f"  {_text(total, self.body.form)}")
+        return table
+
+    def _share(self, value: float) -> float:
+        return (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+
+    def _digit(self, value: float | None) -> str:
+        return " -" if value is None else f"{min(int(10 * self._share(value)), 9):>2}"
+
+    def _cell(self, text: str, value: float | None) -> Text:
+        if value is None:
+            return Text(text)
+        red, green, blue = shade(self._share(value))
+        return Text(text, f"{'black' if is_light((red, green, blue)) else 'white'} on rgb({red},{green},{blue})")
+
+
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)

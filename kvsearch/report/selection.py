@@ -1,49 +1,39 @@
-"""What a selection found: as JSON, the decision in words, and tables."""
+"""What a selection or a run found: the decisions in words, and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from kvsearch.choose.acceptance import Rule
-from kvsearch.choose.decomposition import BUDGETS_ALONE, POLICIES_ALONE
-from kvsearch.choose.selection import MethodResult, PhaseResult, QuestionCount, Reported, Selection, SelectionResult
-from kvsearch.report.asked import about
-from kvsearch.report.numbers import chance_of, counted, interval, outcomes, percent
+from kvsearch.report.numbers import asked, bounds, chance_of, counted, interval, outcomes, percent
 from kvsearch.report.table import Cell, RowGroup, Table
-from kvsearch.runs.estimates import Estimate
+from kvsearch.results.selection import PhaseOutcome, RunChoice, RunResult, SelectionResult
+from kvsearch.runs.estimates import Difference, Estimate
+from kvsearch.selection.acceptance import Rule
+from kvsearch.selection.selection import (
+    BUDGETS_ALONE,
+    POLICIES_ALONE,
+    MethodResult,
+    PhaseResult,
+    Reported,
+    Selection,
+)
 from kvsearch.strategies.names import FULL
 
-SCHEMA, SEVERAL, FILE = "kvsearch.selection/1", "kvsearch.selections/1", "selection.json"
+if TYPE_CHECKING:
+    from kvsearch.selection.selection_job import Smallest
+
 SHOWN = 10  # rows of the table of a first stage
-DECODE_ONLY = (
-    "decode-only strategies hold the full cache at the end of prefill: their peak memory is that of no eviction"
-)
 
 
-def as_json(selection: Selection) -> dict[str, Any]:
-    """Return everything; scores are in [0, 1]."""
+def selection_result(selection: Selection, plan: str | None = None) -> SelectionResult:
+    """Return everything that a selection found, with the file of its plan."""
+    return SelectionResult.of(selection, *told(selection), plan=plan)
 
-    def result_json(result: PhaseResult) -> dict[str, Any]:
-        fields = asdict(result)
-        standings = fields.pop("methods")
-        return {**fields, "standings": standings, "written": result.written, "decision": decision(result)}
 
-    chosen, report = selection.chosen, selection.report
-    held = {name: found._asdict() for name, found in report.held.items()}
-    return {
-        "schema": SCHEMA, "model": selection.model, **selection.size.as_json(), "protocol": selection.protocol,
-        "seed": selection.seed, "rule": asdict(selection.rule), "outcomes": list(map(result_json, selection.results)),
-        "written": {
-            "phases": chosen.phases, "name": chosen.written, "fallback": chosen.winner is None,
-            "total": selection.plan.total,
-        },
-        "report": {
-            **asdict(report), "held": held, "baseline": chosen.best, "uniform": selection.even, "words": gap(selection),
-        },
-        "notes": notes(selection),
-    }  # fmt: skip
+def told(selection: Selection) -> tuple[list[str], str]:
+    """Say what was decided in each phase setting, and what the report split says of the choice."""
+    return [decision(result) for result in selection.results], gap(selection)
 
 
 def decision(result: PhaseResult) -> str:
@@ -73,7 +63,7 @@ def decision(result: PhaseResult) -> str:
     )
 
 
-def gap(selection: SelectionResult) -> str:
+def gap(selection: Selection) -> str:
     """Say what the report split says of the choice, in one sentence."""
     report, best = selection.report, selection.chosen.best
     fresh = f"{asked(report.asked)} of the report split"
@@ -88,14 +78,6 @@ def gap(selection: SelectionResult) -> str:
     return f"{selection.chosen.winner} minus {best} on {fresh}: {lead}; {share}"
 
 
-def notes(selection: SelectionResult) -> list[str]:
-    """Return what is not as it was asked, or not of equal size, each once."""
-    said = [note for result in selection.results for note in result.notes] + list(selection.report.notes)
-    if any(result.phases == "decode" for result in selection.results):
-        said.append(DECODE_ONLY)
-    return list(dict.fromkeys(said))
-
-
 def tables(*selections: SelectionResult) -> list[Table]:
     """Return both stages and the report of every selection, then what all report on the candidates, by size.
 
@@ -103,45 +85,28 @@ def tables(*selections: SelectionResult) -> list[Table]:
     """
     found = [table for one in selections for table in stage_tables(one)]
     leading = [one for one in selections if one.chosen.leader is not None]
-    return [*found, *([_top_table(leading), _budget_table(leading), _part_table(leading)] if leading else [])]
+    return [*found, *([_budget_table(leading), _part_table(leading)] if leading else [])]
 
 
 def stage_tables(selection: SelectionResult) -> list[Table]:
     """Return both stages of every phase setting, and the report."""
-    stages = [table for result in selection.results for table in _stages(selection, result)]
+    stages = [table for outcome in selection.outcomes for table in _stages(selection, outcome)]
     return [*stages, report_table(selection)]
-
-
-def _top_table(selections: Sequence[SelectionResult]) -> Table:
-    """Return the leader against the best baseline at every size (PolyKV, Table 1)."""
-    rows = []
-    for one in selections:
-        report, chosen, leader = one.report, one.chosen, one.chosen.leader
-        scores = [report.scores[found.name].mean for found in chosen.finalists]
-        if leader is not None and report.lead is not None:
-            rows.append([
-                one.size.words, percent(report.scores[FULL].mean), _named(report, chosen.best),
-                _named(report, leader.name), f"{percent(min(scores))} to {percent(max(scores))}",
-                interval(report.lead, "+.2f"),
-            ])  # fmt: skip
-    header = ["", "full", "best baseline", "top 1", "finalists", "top 1 minus the best baseline"]
-    note = "top 1: the accepted candidate, or else the finalist with the highest score in the second stage"
-    return Table.plain(f"report split: the best candidates ({_where(selections[0])})", header, rows, (note,))
 
 
 def _budget_table(selections: Sequence[SelectionResult]) -> Table:
     """Return the best candidates with equal budgets and with budgets of their own at every size (PolyKV, Table 2)."""
-    rows = []
+    rows: list[list[str | Cell]] = []
     for one in selections:
         report, found = one.report, one.report.by_budgets
         if found is not None:
             rows.append([
                 one.size.words, _named(report, one.chosen.best), _named(report, found.equal), _named(report, found.own),
-                "" if found.gain is None else interval(found.gain, "+.2f"),
+                "" if found.gain is None else Cell.mean(found.gain, "+.2f"),
             ])  # fmt: skip
     header = ["", "best baseline", "equal budgets", "own budgets", "own minus equal"]
     note = "the best candidate of either kind: by the second stage if one of the kind is a finalist, else by the first"
-    return Table.plain(f"report split: what budgets bring ({_where(selections[0])})", header, rows, (note,))
+    return Table.plain(f"report split: what budgets bring ({_where(selections[0])})", header, rows, notes=(note,))
 
 
 def _part_table(selections: Sequence[SelectionResult]) -> Table:
@@ -150,12 +115,12 @@ def _part_table(selections: Sequence[SelectionResult]) -> Table:
     for one in selections:
         if (parts := one.report.parts) is not None:
             rows = [
-                ["policies", interval(parts.policies.alone, "+.2f"), interval(parts.policies.beside, "+.2f")],
-                ["budgets", interval(parts.budgets.alone, "+.2f"), interval(parts.budgets.beside, "+.2f")],
-                ["both", interval(parts.both, "+.2f"), ""],
+                [Cell("policies"), Cell.mean(parts.policies.alone, "+.2f"), Cell.mean(parts.policies.beside, "+.2f")],
+                [Cell("budgets"), Cell.mean(parts.budgets.alone, "+.2f"), Cell.mean(parts.budgets.beside, "+.2f")],
+                [Cell("both"), Cell.mean(parts.both, "+.2f"), Cell("")],
             ]
             heading = f"{one.size.words}: {parts.strategy} minus {parts.control}"
-            groups.append(RowGroup(heading, [[Cell(text) for text in row] for row in rows]))
+            groups.append(RowGroup(heading, rows))
     title = f"report split: gains in points over the best single pattern with equal budgets ({_where(selections[0])})"
     return Table(title, ["by its", "alone", "beside the other"], groups)
 
@@ -169,25 +134,28 @@ def _where(selection: SelectionResult) -> str:
     return f"{selection.protocol}, {asked(selection.report.asked)}"
 
 
-def _stages(selection: SelectionResult, result: PhaseResult) -> list[Table]:
+def _stages(selection: SelectionResult, result: PhaseOutcome) -> list[Table]:
     where = f"{selection.size.words}, {selection.protocol}, phases: {result.phases}"
     ranked = sorted(result.methods, key=lambda one: -one.first.mean)
-    first = [[one.name, one.kind, percent(one.first.mean)] for one in ranked[:SHOWN]]
+    first: list[list[str | Cell]] = [
+        [one.name, one.kind, Cell(percent(one.first.mean), value=one.first.mean)] for one in ranked[:SHOWN]
+    ]
     left = (f"{len(ranked) - SHOWN} more",) if len(ranked) > SHOWN else ()
     second = []
     for one in result.methods:
         if one.second is not None:
-            cells = [Cell(one.name, one.name == result.written), Cell(one.kind), Cell(interval(one.second))]
-            lead = ["", "", ""]
+            score = Cell.mean(one.second)
+            lead = [Cell(""), Cell(""), Cell("")]
             if one.lead is not None and one.chance is not None:
-                accepted = "yes" if one.accepted else "no"
-                lead = [f"{_points(one)} {outcomes(one.lead)}", chance_of(one.chance), accepted]
-            second.append([*cells, *map(Cell, lead)])
+                ahead = Cell(f"{_points(one)} {outcomes(one.lead)}", value=one.lead.mean)
+                chance = Cell(chance_of(one.chance), value=one.chance)
+                lead = [ahead, chance, Cell("yes" if one.accepted else "no")]
+            second.append([Cell(one.name, one.name == result.written), Cell(one.kind), score, *lead])
     title = f"first stage: {asked(result.first)} ({where})"
     header = ["second stage", "kind", "score", f"minus {result.best} (won / tied / lost)", "chance", "accepted"]
     return [
-        Table.plain(title, ["first stage", "kind", "score"], first, left),
-        Table(f"second stage: {asked(result.second)}", header, [RowGroup("", second)], (decision(result),)),
+        Table.plain(title, ["first stage", "kind", "score"], first, notes=left),
+        Table(f"second stage: {asked(result.second)}", header, [RowGroup("", second)], (result.decision,)),
     ]
 
 
@@ -195,21 +163,21 @@ def report_table(selection: SelectionResult) -> Table:
     report, chosen = selection.report, selection.chosen
     told = [
         (FULL, "no eviction"), (chosen.winner, "winner"), (chosen.best, "best baseline"),
-        (None if report.parts is None else report.parts.control, "best pattern"), (selection.even, "uniform"),
+        (None if report.parts is None else report.parts.control, "best pattern"), (report.uniform, "uniform"),
         (POLICIES_ALONE, "part of top 1"), (BUDGETS_ALONE, "part of top 1"),
     ]  # fmt: skip
     kinds = {one.name: one.kind for one in chosen.methods}
     roles = {name: ", ".join(role for whose, role in told if whose == name) or kinds[name] for name in report.scores}
     rows = [
         [
-            Cell(name, name == chosen.written), Cell(roles[name]), Cell(interval(score)),
-            Cell(f"{report.held[name].entries:.0f}"), Cell(f"{report.held[name].most:.0f}"),
+            Cell(name, name == chosen.written), Cell(roles[name]), Cell.mean(score),
+            Cell.number(report.held[name].entries, ".0f"), Cell.number(report.held[name].most, ".0f"),
         ]
         for name, score in best_first(report.scores)
     ]  # fmt: skip
     header = ["report", "what it is", "score", "entries", "most entries"]
     title = f"report split: {asked(report.asked)}, phases: {chosen.phases}"
-    return Table(title, header, [RowGroup("", rows)], (gap(selection), *notes(selection)))
+    return Table(title, header, [RowGroup("", rows)], (report.words, *selection.notes))
 
 
 def best_first(scores: Mapping[str, Estimate]) -> list[tuple[str, Estimate]]:
@@ -221,7 +189,67 @@ def _points(one: MethodResult) -> str:
     return "" if one.lead is None else interval(one.lead, "+.2f", noun=" points")
 
 
-def asked(count: QuestionCount) -> str:
-    """Say how many questions about how many contexts were asked."""
-    lengths = [length for length in (count.shortest, count.longest) if length is not None]
-    return about(count.questions, count.contexts, lengths)
+def run_result(found: Sequence[Selection], files: Sequence[str], smallest: Smallest | None = None) -> RunResult:
+    """Return everything by size; `files` are the names of the plans, `smallest` is how a size was found."""
+    sizes = {
+        str(one.size): RunChoice.of(one, *told(one), loss=one.loss, plan=file, words=tuple(sentences(one)))
+        for one, file in zip(found, files, strict=True)
+    }
+    return RunResult(sizes=sizes, tried=() if smallest is None else smallest.tried)
+
+
+def run_tables(found: Sequence[SelectionResult]) -> list[Table]:
+    """Return both stages and the report of every size."""
+    return [table for one in found for table in stage_tables(one)]
+
+
+def run_parts(content: RunResult) -> Iterator[str | Table]:
+    """Yield what was chosen at each size, in words and as tables, and what was tried to find the size."""
+    for one in content.choices:
+        yield from one.words
+    yield from run_tables(content.choices)
+    if content.tried:
+        rows = [
+            [step.budget, step.name, percent(step.loss), "second stage" if step.confirmed else "first stage"]
+            for step in content.tried
+        ]
+        columns = ["budget", "best", "points lost", "asked"]
+        yield Table.plain("budgets that were tried", columns, rows, words=("best", "asked"))
+
+
+def smallest_words(found: Smallest, within: float, loss: Difference) -> str:
+    """Say which budget is the smallest that loses at most `within` points, how that was found, and what is in doubt.
+
+    `loss` is what the plan loses on the report split.
+    """
+    last = found.tried[-1]
+    longest = found.selection.longest
+    judged = sum(one.confirmed for one in found.tried)
+    steps = ", ".join(f"{one.budget}: {100 * one.loss:+.1f}" for one in found.tried)
+    asked = "questions that the budget was not found by"
+    if judged > 1:
+        asked = f"questions that {judged} budgets were judged by, this the first to hold"
+    verdict = "leaves that in doubt"
+    if 100 * loss.high <= within:
+        verdict = "confirms that"
+    elif 100 * loss.low > within:
+        verdict = "contradicts that: keep more"
+    return (
+        f"{last.budget} entries per kv head, {percent(last.budget / longest, 0)}% of {longest} tokens, are the fewest "
+        f"of those tried at which the chosen plan loses at most {within:g} points: {100 * last.loss:+.1f} on {asked} "
+        f"(points lost by what was tried: {steps}); the report split {verdict}"
+    )
+
+
+def sentences(one: Selection, *, several: bool = False) -> Iterator[str]:
+    """Say what was chosen and why, then what it scores on the report split beside what it is compared with."""
+    chosen = one.chosen
+    report = one.report
+    yield f"{f'{one.size.words}: ' if several else ''}{decision(chosen)}"
+    written, best, full = (report.scores[name] for name in (chosen.written, chosen.best, FULL))
+    parts = [f"{chosen.written} {percent(written.mean, 1)} {bounds(written, '.1f')}"]
+    if chosen.winner:
+        parts.append(f"{chosen.best}, the best baseline, {percent(best.mean, 1)} {bounds(best, '.1f')}")
+    parts.append(f"full cache {percent(full.mean, 1)} {bounds(full, '.1f')}")
+    behind = interval(one.loss, "+.1f", noun=" points")
+    yield f"report split, {asked(report.asked)}: {'; '.join(parts)}; full cache minus plan {behind}"

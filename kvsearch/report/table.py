@@ -1,20 +1,18 @@
-"""A table of a result, and how it is written: on the screen, as Markdown, and as LaTeX with booktabs."""
+"""A table of a result, and how it is written: as Markdown, CSV, and LaTeX with booktabs."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
-from kvsearch.errors import UsageError
-from kvsearch.plan.files import atomic_write, check_target
-from kvsearch.printed import markdown_text, visible
-from kvsearch.report.screen import screen_table
-
-if TYPE_CHECKING:
-    from rich.console import Group as Screen
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import atomic_write, check_target
+from kvsearch.core.printed import csv_text, markdown_text, visible
+from kvsearch.report.numbers import Interval, interval
 
 MARKDOWN, CSV, LATEX = ".md", ".csv", ".tex"
 # of LaTeX; the backslash first, the others bring new ones
@@ -22,10 +20,28 @@ SPECIAL = {"\\": r"\textbackslash{}", **{mark: f"\\{mark}" for mark in "&%$#_{}"
 
 
 class Cell(NamedTuple):
-    """Text, and whether it is the best of its block."""
+    """Text, whether it is the best of its block, and the number that it says where it says one."""
 
     text: str
     best: bool = False
+    value: float | None = None
+
+    @classmethod
+    def of(cls, value: str | int) -> Cell:
+        """Return a text or a count."""
+        return cls(value) if isinstance(value, str) else cls(str(value), value=value)
+
+    @classmethod
+    def number(cls, value: float | None, form: str, unit: str = "") -> Cell:
+        """Return a number in a format and its unit; None and NaN are a dash."""
+        if value is None or not math.isfinite(value):
+            return cls("-" if value is None or value != value else str(value))
+        return cls(f"{value:{form}}{unit}", value=value)
+
+    @classmethod
+    def mean(cls, estimate: Interval, form: str = ".2f") -> Cell:
+        """Return a mean in percent with its interval."""
+        return cls(interval(estimate, form), value=estimate.mean)
 
 
 @dataclass(frozen=True)
@@ -38,21 +54,34 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Table:
-    """A table before it is written; the first column is of names, the others are of numbers.
+    """A table before it is written; the first column and those in `words` are of names, the others of numbers.
 
-    `notes` stand below it; what must be known to read it stands `above`.
+    `notes` stand below it; what must be known to read it stands `above`. On the screen, `tight` columns are close.
     """
 
     title: str
-    header: list[str]
-    groups: list[RowGroup]
+    header: Sequence[str]
+    groups: Sequence[RowGroup]
     notes: tuple[str, ...] = ()
     above: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    tight: bool = False
 
     @classmethod
-    def plain(cls, title: str, header: list[str], rows: Iterable[Sequence[str]], notes: tuple[str, ...] = ()) -> Table:
-        """Return a table of one group in which nothing is marked."""
-        return cls(title, header, [RowGroup("", [[Cell(text) for text in row] for row in rows])], notes)
+    def plain(cls, title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], **details: Any) -> Table:
+        """Return a table of one group; what is no cell is printed as it is."""
+        cells = [[cell if isinstance(cell, Cell) else Cell.of(cell) for cell in row] for row in rows]
+        return cls(title, header, [RowGroup("", cells)], **details)
+
+    @property
+    def rows(self) -> list[list[Cell]]:
+        """The rows of all groups."""
+        return [row for group in self.groups for row in group.rows]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the title and the rows by column, numbers in full."""
+        rows = [[cell.text if cell.value is None else cell.value for cell in row] for row in self.rows]
+        return {"title": self.title, "header": list(self.header), "rows": rows, "notes": [*self.above, *self.notes]}
 
 
 def check_table_file(path: Path) -> None:
@@ -68,20 +97,14 @@ def write_tables(tables: Iterable[Table], path: Path, overwrite: bool = True) ->
     atomic_write(path, "\n".join(map(render, tables)).encode(), overwrite)
 
 
-def on_screen(table: Table) -> Screen:
-    """Return a table for the screen, between its title and its notes."""
-    from rich.console import Group as Screen
-
-    from kvsearch.report.fitting import words
-
-    made = screen_table("", table.header, left=table.header[:1])
+def csv(table: Table) -> str:
+    """Return a table as CSV, the headings of its groups in a column of their own where it has any."""
+    grouped = any(group.heading for group in table.groups)
+    rows = [["group", *table.header] if grouped else table.header]
     for group in table.groups:
-        if group.heading:
-            made.add_row(words(group.heading, "italic"))
-        for row in group.rows:
-            made.add_row(*(words(text, "bold" if best else "") for text, best in row))
-        made.add_section()
-    return Screen(words(table.title, "italic"), *map(words, table.above), made, *map(words, table.notes))
+        heading = [group.heading] if grouped else []
+        rows += [[*heading, *(cell.text for cell in row)] for row in group.rows]
+    return csv_text(rows)
 
 
 def markdown(table: Table) -> str:

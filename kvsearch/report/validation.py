@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
 
-from kvsearch.choose.verdicts import AtBudget, Validation
 from kvsearch.report.numbers import bounds, percent
-from kvsearch.report.screen import screen_table
-
-if TYPE_CHECKING:
-    from rich.console import Group, RenderableType
+from kvsearch.report.table import Table
+from kvsearch.results.validation import ValidationResult
+from kvsearch.selection.verdicts import AtBudget
 
 SCORES = ("signal", "kind", "phases", "forward", "inverse", "uniform", "random", "verdict")
 GAINS = ("signal", "kind", "phases", "forward minus", "difference", "95% interval")
-TEXTS = ("signal", "kind", "phases", "verdict", "forward minus")
+WORDS = ("signal", "kind", "phases", "verdict", "forward minus")
 
 
-def validation_tables(found: Validation, at: AtBudget) -> tuple[Group, Group]:
+def validation_tables(found: ValidationResult, at: AtBudget) -> tuple[Table, Table]:
     """Return scores at one size in percent with the verdicts, and what every strategy gains on its controls.
 
     They are two, and narrow, so that 80 columns show them whole.
@@ -38,15 +35,21 @@ def validation_tables(found: Validation, at: AtBudget) -> tuple[Group, Group]:
             named = ("", "", "")  # what is judged is named in the first row
     note = f"{questions} questions of {', '.join(found.tasks)}; paired differences, 95% intervals over contexts"
     return (
-        _titled(title, SCORES, scores, "random: mean of the random controls\n"),
-        _titled("forward minus its controls, in points", GAINS, gains, note),
+        Table.plain(title, SCORES, scores, notes=("random: mean of the random controls",), words=WORDS, tight=True),
+        Table.plain("forward minus its controls, in points", GAINS, gains, notes=(note,), words=WORDS, tight=True),
     )
 
 
-def parts(found: Validation, at: AtBudget) -> Iterator[RenderableType]:
+def parts(found: ValidationResult, at: AtBudget) -> Iterator[str | Table]:
     """Yield both tables at one size, and why every signal got its verdict."""
     yield from validation_tables(found, at)
     yield from verdict_lines(at)
+
+
+def all_parts(found: ValidationResult) -> Iterator[str | Table]:
+    """Yield both tables and the verdicts at every size."""
+    for at in found.budgets:
+        yield from parts(found, at)
 
 
 def verdict_lines(at: AtBudget) -> Iterator[str]:
@@ -58,15 +61,3 @@ def verdict_lines(at: AtBudget) -> Iterator[str]:
         controls = "other orders of these budgets" if judged.exact else "random controls"
         rank = f"{judged.lower} of {len(judged.random)} {controls} score lower, {spread}"
         yield f"{judged.words} is {judged.verdict}{advice}: {judged.reason}; {rank}"
-
-
-def _titled(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> Group:
-    """Return a table between its title and its note."""
-    from rich.console import Group
-
-    from kvsearch.report.fitting import words
-
-    table = screen_table("", columns, left=TEXTS, padding=(0, 1, 0, 0), show_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    return Group(words(title, "italic"), table, words(note, "italic"))

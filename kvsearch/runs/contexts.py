@@ -1,6 +1,6 @@
 """The contexts that a run asked, all of them, in its directory: what a plan's record has no room for.
 
-A record in a plan has the Merkle root of each set (`kvsearch.plan.contexts`), which tells whether this file is its own.
+A record in a plan has the Merkle root of each set (`kvsearch.plan.origin`), which tells whether this file is its own.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from kvsearch.errors import UsageError
-from kvsearch.plan.canonical import canonical_json
-from kvsearch.plan.contexts import Use
-from kvsearch.plan.fields import Record, Sha256
-from kvsearch.plan.files import atomic_write
-from kvsearch.plan.parsing import describe_validation_error, read_json, require_header
+from kvsearch.core.canonical import canonical_json
+from kvsearch.core.errors import UsageError
+from kvsearch.core.fields import Record, Sha256
+from kvsearch.core.files import atomic_write
+from kvsearch.core.parsing import describe_validation_error, read_json, require_header
+from kvsearch.plan.origin import Use
+from kvsearch.runs.identity import CONTEXTS
 from kvsearch.runs.lock import require_lock
 
-CONTEXTS = "contexts.json"
 CONTEXTS_FORMAT, CONTEXTS_VERSION = "kvsearch.contexts", 1
 
 

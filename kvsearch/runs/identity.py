@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from kvsearch.errors import UsageError
-from kvsearch.plan.canonical import canonical_json, sha256_of
-from kvsearch.plan.fields import Record
-from kvsearch.plan.parsing import describe_validation_error, parse_json, read_json
-from kvsearch.runs.holder import this_command
+from kvsearch.core.canonical import canonical_json, sha256_of
+from kvsearch.core.errors import UsageError
+from kvsearch.core.fields import Record
+from kvsearch.core.parsing import describe_validation_error, parse_json, read_json
+from kvsearch.runs.lock import this_command
+
+CONFIG: Final = "config.json"  # what is run, see `RunConfig`
+LEDGER: Final = "ledger.jsonl"  # what is done so far, see `kvsearch.runs.ledger`
+SUMS: Final = "SHA256SUMS"  # of what is finished, see `kvsearch.runs.run`
+CONTEXTS: Final = "contexts.json"  # what was asked, see `kvsearch.runs.contexts`
+REPORT: Final = "report.json"  # the results, as `--json` prints them
+SELECTION: Final = "selection.json"  # what was chosen at one size, and why
+SAMPLES: Final = "samples.csv"  # a row per reply, with the seconds it took
+TABLES: Final = "tables.md"  # the tables of the results
+LOSSES: Final = "losses.json"  # output losses of an evaluation, where they were asked for
 
 METRICS = "metrics"  # of what a run executes with: what scores each task, which makes no other run
-SCHEMA, CONFIG = "kvsearch.run/1", "config.json"
+SCHEMA = "kvsearch.run/1"
 Job = Literal["calibrate", "evaluate", "validate", "select", "evolve", "run"]
 _SHOWN = 40  # letters of a value in a message
 
@@ -43,6 +53,11 @@ class RunConfig(Record):
     def with_options(self, options: Mapping[str, Any]) -> RunConfig:
         """Return the configuration with the `options` that it was made of."""
         return RunConfig(**{**dict(self), "options": dict(options)})
+
+    def without(self, keys: Collection[str]) -> RunConfig:
+        """Return the configuration without some keys of its content."""
+        content = {key: value for key, value in self.content.items() if key not in keys}
+        return RunConfig(**{**dict(self), "content": content})
 
     def to_bytes(self) -> bytes:
         """Return the content of the file: equal configurations have equal bytes."""
@@ -83,34 +98,22 @@ def read_identity(directory: Path) -> str:
 
 
 def difference(there: object, now: object, place: str = "") -> str | None:
-    """Say where two JSON values first differ, by sorted keys; None if they are written in the same way.
-
-    Short lists are shown whole, of others the first item that differs.
-    """
+    """Say where two JSON values first differ, by sorted keys; None if they are written in the same way."""
     if isinstance(there, dict) and isinstance(now, dict):
         for key in sorted({*there, *now}):
             inner = f"{place}.{key}" if place else key
             if key not in there or key not in now:
                 return f"{inner} is only {'there' if key in there else 'here'}"
-            found = difference(there[key], now[key], inner)
-            if found is not None:
-                return found
+            if words := difference(there[key], now[key], inner):
+                return words
         return None
     if canonical_json(there) == canonical_json(now):  # 1 and 1.0 are two identities
         return None
-    if isinstance(there, list) and isinstance(now, list) and max(len(repr(there)), len(repr(now))) > _SHOWN:
-        for index, (old, new) in enumerate(zip(there, now, strict=False)):
-            if found := difference(old, new, f"{place}.{index}"):
-                return found
-        return f"{place} has {len(there)} items there, {len(now)} here"
-    old, new = repr(there), repr(now)
-    pairs = enumerate(zip(old, new, strict=False))
-    first = next((at for at, (mine, yours) in pairs if mine != yours), min(len(old), len(new)))
-    return f"{place} is {_short(old, first)} there, {_short(new, first)} here"
-
-
-def _short(text: str, first: int) -> str:
-    """Return a text, cut; what it has at `first` is shown."""
-    begin = 0 if first < _SHOWN else first - _SHOWN // 2
-    part = text[begin : begin + _SHOWN]
-    return f"{'...' if begin else ''}{part}{'...' if begin + _SHOWN < len(text) else ''}"
+    if isinstance(there, list) and isinstance(now, list) and len(there) == len(now):
+        pairs = enumerate(zip(there, now, strict=True))
+        return next(words for at, pair in pairs if (words := difference(*pair, f"{place}.{at}")))
+    old = repr(there)
+    new = repr(now)
+    return f"{place} is {old if len(old) <= _SHOWN else f'{old[:_SHOWN]}...'} there, " + (
+        f"{new if len(new) <= _SHOWN else f'{new[:_SHOWN]}...'} here"
+    )

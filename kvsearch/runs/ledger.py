@@ -1,36 +1,45 @@
 """What a run has done so far: a file of one JSON object per line, to which lines are only ever appended.
 
 A line is on the disk before the run goes on. A last line that was cut short, that of a process which was killed, is
-dropped: what it held is done again. Any other line that is not what its ledger has written, in this place and for this
-run, is refused: see `kvsearch.runs.chain`.
+dropped: what it held is done again. The last two fields of a line are its number, from 1, and its checksum:
+
+    {"text": "what the ledger says", "line": 2, "checksum": "9f86d081884c7d65"}
+
+The checksum is the beginning of the SHA-256 of the identity of the run and of the bytes of the line up to the comma
+before "checksum". So a line that was changed, dropped, moved or added is found, and a ledger of another run. It is no
+signature: whoever can write the file can also compute checksums.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from abc import abstractmethod
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
-from kvsearch.closing import Closing
-from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.plan.files import read_bytes, write_fault
-from kvsearch.runs.chain import Link, Unfit, unchained
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import read_bytes, write_fault
+from kvsearch.core.resources import Closing
 from kvsearch.runs.identity import read_identity
-from kvsearch.runs.lock import require_standing
 
 Line = TypeVar("Line")
+NUMBER = "line"
+CHECKSUM = "checksum"
+DIGITS = 16
+
+
+class LedgerFormatError(Exception):
+    """A line that is none of its ledger; the message says why."""
 
 
 class Ledger(Closing, Generic[Line]):
     """The lines of a run, in the file `path`, which stays open until `close`.
 
-    Of the lines nothing stays in memory but where they are: what has to be known of all of them is up to `_note`, and a
-    single one is read again with `line`. So a run may have any number of them.
+    Of the lines nothing stays in memory but what `_note` takes in, so a run may have any number of them.
 
     The caller has the lock of the directory, see `kvsearch.runs.lock`. `identity` is that of the run, see `RunConfig`;
     empty for lines that belong to none.
@@ -41,15 +50,18 @@ class Ledger(Closing, Generic[Line]):
     """
 
     def __init__(self, path: Path, identity: str = "") -> None:
-        self.path, self._ends, self._last = path, array("Q"), Link(0, identity)
+        self.path = path
+        self._identity = identity
+        self.count = 0  # of lines
+        self._size = 0
         try:
             self._file = path.open("a+b", buffering=0)  # a buffer would be written again after a failure
         except OSError as error:
             raise write_fault(error, path, self.go_on) from error
         try:
             data = path.read_bytes()
-            for found in parsed_lines(data, path, self.parse, identity):
-                self._take(found.line, found.size, found.link)
+            for line, size in parsed_lines(data, path, self.parse, identity):
+                self._take(line, size)
             if self._size < len(data):
                 self._file.truncate(self._size)
         except BaseException:
@@ -60,21 +72,10 @@ class Ledger(Closing, Generic[Line]):
         """Let go of the file."""
         self._file.close()
 
-    @property
-    def count(self) -> int:
-        """How many lines there are."""
-        return len(self._ends)
-
-    def line(self, number: int) -> Line:
-        """Return a line, counted from 1, as it is in the file."""
-        start = self._ends[number - 2] if number > 1 else 0
-        content = json.loads(os.pread(self._file.fileno(), self._ends[number - 1] - start, start))
-        return self.parse(unchained(content))
-
     @staticmethod
     @abstractmethod
     def parse(content: dict[str, Any]) -> Line:
-        """Return the line of what JSON has, without number and checksum; raises `Unfit` if it is none."""
+        """Return the line of what JSON has, without number and checksum; raises `LedgerFormatError` if it is none."""
 
     @property
     @abstractmethod
@@ -87,9 +88,7 @@ class Ledger(Closing, Generic[Line]):
         Raises:
             EnvironmentFault: the disk is full or the file cannot be written; what was written before is kept.
         """
-        self._require_there()
-        sealed, link = self._last.seal(text)
-        data = sealed + b"\n"
+        data = sealed(text, self.count + 1, self._identity) + b"\n"
         left = memoryview(data)
         try:
             while left:
@@ -101,26 +100,11 @@ class Ledger(Closing, Generic[Line]):
             if isinstance(error, OSError):
                 raise write_fault(error, self.path, self.go_on) from error
             raise
-        self._take(line, len(data), link)
+        self._take(line, len(data))
 
-    def _require_there(self) -> None:
-        """Raise EnvironmentFault if the file, or the lock, is not where it was: what is written would be lost."""
-        require_standing(self.path.parent)
-        with suppress(OSError):
-            if os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
-                return
-        raise EnvironmentFault(
-            f"{self.path} was removed or replaced while this command was writing there: give the same command again to "
-            "begin anew"
-        )
-
-    @property
-    def _size(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def _take(self, line: Line, size: int, link: Link) -> None:
-        self._ends.append(self._size + size)
-        self._last = link
+    def _take(self, line: Line, size: int) -> None:
+        self.count += 1
+        self._size += size
         self._note(line)
 
     @abstractmethod
@@ -128,25 +112,44 @@ class Ledger(Closing, Generic[Line]):
         """Take in what has to be known of a line that was read or written; its number is the `count`."""
 
 
-class Parsed(NamedTuple, Generic[Line]):
-    """A line that was read, where it stands in the chain, and its size in bytes."""
+def sealed(text: str, number: int, identity: str = "") -> bytes:
+    """Return a line of a ledger: the fields of `text`, a JSON object, then its number and checksum."""
+    comma = "" if text == "{}" else ", "
+    body = f'{text[:-1]}{comma}"{NUMBER}": {number}'.encode()
+    return body + _end(body, identity)
 
-    line: Line
-    link: Link
-    size: int
+
+def _end(body: bytes, identity: str) -> bytes:
+    checksum = hashlib.sha256(identity.encode() + body).hexdigest()[:DIGITS]
+    return f', "{CHECKSUM}": "{checksum}"}}'.encode()
+
+
+def _check_seal(line: bytes, content: Any, number: int, identity: str) -> None:
+    """Raise LedgerFormatError if a line, whose JSON is `content`, is not the one that was written with this number."""
+    if not isinstance(content, dict) or not {NUMBER, CHECKSUM} <= content.keys():
+        raise LedgerFormatError("it has no number and checksum")
+    if content[NUMBER] != number or type(content[NUMBER]) is not int:
+        raise LedgerFormatError(f"it does not say that it is line {number}: one was removed, added or moved")
+    body, _, _ = line.rpartition(f', "{CHECKSUM}": '.encode())
+    if line != body + _end(body, identity):
+        raise LedgerFormatError("its checksum does not fit: it was changed, or is that of another run")
+
+
+def _without_seal(content: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if key not in (NUMBER, CHECKSUM)}
 
 
 def parsed_lines(
     data: bytes, path: Path, parse: Callable[[dict[str, Any]], Line], identity: str = ""
-) -> Iterator[Parsed[Line]]:
-    """Yield the complete lines of a ledger as `parse` makes them of their JSON.
+) -> Iterator[tuple[Line, int]]:
+    """Yield the complete lines of a ledger as `parse` makes them of their JSON, and their sizes in bytes.
 
     The last one may be broken: it is left out.
 
     Raises:
-        UsageError: any other line is no JSON, is not chained to the one before it, or `parse` raises `Unfit` for it.
+        UsageError: any other line is no JSON, was changed or moved, or `parse` raises `LedgerFormatError` for it.
     """
-    lines, link = data.split(b"\n"), Link(0, identity)
+    lines = data.split(b"\n")
     for number, line in enumerate(lines[:-1], 1):
         try:
             content = json.loads(line)
@@ -155,11 +158,11 @@ def parsed_lines(
                 return
             raise damaged(path, number, "it is no JSON") from None
         try:
-            link = link.check(line, content)
-            found = parse(content)
-        except Unfit as problem:
+            _check_seal(line, content, number, identity)
+            parsed = parse(_without_seal(content))
+        except LedgerFormatError as problem:
             raise damaged(path, number, str(problem)) from None
-        yield Parsed(found, link, len(line) + 1)
+        yield parsed, len(line) + 1
 
 
 def read_lines(path: Path, parse: Callable[[dict[str, Any]], Line]) -> Iterator[Line]:
@@ -169,7 +172,7 @@ def read_lines(path: Path, parse: Callable[[dict[str, Any]], Line]) -> Iterator[
         UsageError: as for `parsed_lines`, there is no such file, or the configuration of the run is damaged.
         EnvironmentFault: it cannot be read.
     """
-    return (found.line for found in parsed_lines(read_bytes(path), path, parse, read_identity(path.parent)))
+    return (line for line, _ in parsed_lines(read_bytes(path), path, parse, read_identity(path.parent)))
 
 
 def damaged(path: Path, line: int, problem: str) -> UsageError:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import deepcopy
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvsearch.errors import UsageError
-from kvsearch.models.offloaded import refuse_offloaded
-from kvsearch.models.positions import warn_beyond
+from kvsearch.core.errors import UsageError
+from kvsearch.models.architecture import warn_beyond
+from kvsearch.models.memory import refuse_offloaded
 from kvsearch.runtime.attention import NAME, NO_DRAFTS
 from kvsearch.runtime.cache import PlanCache
-from kvsearch.runtime.fork import prefill_all
+from kvsearch.runtime.decode.steps import stepping
 from kvsearch.runtime.observe import reread
-from kvsearch.runtime.program import Program
-from kvsearch.runtime.room import require_room
-from kvsearch.runtime.steps import stepping
+from kvsearch.runtime.program import Program, require_room
+from kvsearch.runtime.shared_prefill import prefill_all
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan
@@ -32,7 +32,10 @@ class PlannedModel:
     """
 
     def __init__(self, model: Any, program: Program, *, exact: bool = False, graphs: bool = True) -> None:
-        self.model, self.program, self.exact, self.graphs = model, program, exact, graphs
+        self.model = model
+        self.program = program
+        self.exact = exact
+        self.graphs = graphs
         self.cache: PlanCache | None = None
         self._before: list[str] = []
 
@@ -76,25 +79,31 @@ class PlannedModel:
         prefill_all(self.model, [cache], input_ids, mask, chunk)
         return cache
 
-    def generate(self, input_ids: Any = None, **kwargs: Any) -> Any:
+    def generate(self, input_ids: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Run `model.generate` under the plan; arguments and result are those of transformers.
 
         The cache used stays in `self.cache`. Pass it back as `past_key_values` to continue a conversation. On CUDA,
-        greedy and sampled decode steps are captured in graphs and replayed, see `kvsearch.runtime.steps`.
+        greedy and sampled decode steps are captured in graphs and replayed, see `kvsearch.runtime.decode.steps`.
 
         Raises:
             UsageError: outside the context, or with a cache option the plan cannot honour.
             EnvironmentFault: the device has too little memory for what is kept of the prompt.
         """
         self._require_attached()
-        self._refuse_options(kwargs)
+        config = generation_config or self.model.generation_config
+        self._refuse_options(config, kwargs)
+        kwargs.pop("cache_implementation", None)
+        if config.cache_implementation is not None:
+            generation_config = config = deepcopy(config)
+            config.cache_implementation = None  # transformers takes a cache or the name of one
         if input_ids is None:
             input_ids = kwargs.pop("inputs", None)
         cache = kwargs.pop("past_key_values", None)
         self.cache = self.new_cache() if cache is None else cache
+        if not self.cache.attention.config:
+            self.cache.bind(self.model)
         prompt = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
         if prompt is not None and not self.cache.get_seq_length():
-            config = kwargs.get("generation_config") or self.model.generation_config
             chunk = kwargs.get("prefill_chunk_size") or config.prefill_chunk_size
             require_room(self.model, {"the plan": self.program}, [prompt.shape[1]] * prompt.shape[0], chunk)
         if prompt is not None:
@@ -105,10 +114,9 @@ class PlannedModel:
             for index, found in reread(self.model, needs, input_ids, kwargs.get("attention_mask")).items():
                 if index in planned:
                     planned[index].rereads = found
-        config = kwargs.get("generation_config") or self.model.generation_config
         tokens = kwargs.get("max_new_tokens") or config.max_new_tokens
         with stepping(self.model, self.cache, tokens) if self.graphs else nullcontext(self.model) as model:
-            output = model.generate(input_ids, past_key_values=self.cache, **kwargs)
+            output = model.generate(input_ids, generation_config, *args, past_key_values=self.cache, **kwargs)
         self.cache.check_scores()
         warn_beyond(self.model, self.cache.get_seq_length())
         return output
@@ -117,10 +125,9 @@ class PlannedModel:
         if self.model.config._attn_implementation != NAME:
             raise UsageError("use attach(...) as a context manager: `with attach(model, plan) as planned:`")
 
-    def _refuse_options(self, kwargs: dict[str, Any]) -> None:
-        config = kwargs.get("generation_config") or self.model.generation_config
+    def _refuse_options(self, config: Any, kwargs: dict[str, Any]) -> None:
         asked = kwargs.get("cache_implementation") or config.cache_implementation
-        if asked is not None:
+        if asked not in (None, "dynamic"):
             raise UsageError(f"cache_implementation={asked!r} and a plan exclude each other: drop the option")
         if (config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]) is False:
             raise UsageError("use_cache=False and a plan exclude each other: drop the option")

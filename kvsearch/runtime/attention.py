@@ -16,17 +16,18 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from kvsearch.errors import KvsearchWarning, UsageError
+from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.kernels import attention as kernels
 from kvsearch.kernels.dispatch import serves
 from kvsearch.policies.decoding import Cached
-from kvsearch.runtime.blocks import AnyBlock
 from kvsearch.runtime.logits import Logits
-from kvsearch.runtime.storage import RaggedStore
+from kvsearch.runtime.store.flat import AnyBlock
+from kvsearch.runtime.store.storage import RaggedStore
 
 NAME = "kvsearch"
 TAG = "_kvsearch_layer"
@@ -79,8 +80,10 @@ def dense_attention(
         sdpa: Output = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
         return sdpa
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    rows, length = query.shape[2], key.shape[2]
-    step, outputs = max(1, EAGER_LOGITS // (query.shape[0] * query.shape[1] * length)), []
+    rows = query.shape[2]
+    length = key.shape[2]
+    step = max(1, EAGER_LOGITS // (query.shape[0] * query.shape[1] * length))
+    outputs = []
     for first in range(0, rows, step):
         part = query[:, :, first : first + step]
         if mask is None:
@@ -116,21 +119,22 @@ def valid_keys(mask: Tensor | None, batch: int, length: int, device: torch.devic
 def rotary_positions(kwargs: dict[str, Any], valid: Tensor, count: int) -> Tensor:
     """Return rotary positions of the last `count` rows, [B, count]: those given to the model, else token indices."""
     index = (valid.cumsum(-1) - 1).clamp(min=0)[:, -count:]
-    given = kwargs.get("position_ids")
-    return index if given is None else given.expand_as(index)
+    positions = kwargs.get("position_ids")
+    return index if positions is None else positions.expand_as(index)
 
 
-def ragged_attention(store: RaggedStore, query: Tensor, logits: Logits) -> Tensor:
+def ragged_attention(store: RaggedStore, query: Tensor, logits: Logits, visible: Tensor | None = None) -> Tensor:
     """Attend with the last q tokens to a store that already holds them, [B, Hq, q, D] -> [B, Hq, q, Dv].
 
-    The query heads of a kv head are packed into one matrix, so keys and values are read once.
+    The query heads of a kv head are packed into one matrix, so keys and values are read once. `visible` [B, T] bool
+    says which tokens are seen, by their index in the sequence (None: all).
     """
     batch, query_heads, rows, dim = query.shape
     parts = store.split(query.reshape(batch * store.heads, 1, -1, dim))
     output = store.join(
         [
             _block_attention(block, part, rows, logits, store.heads)
-            for block, part in zip(store.blocks, parts, strict=True)
+            for block, part in zip(store.showing(visible), parts, strict=True)
         ]
     )
     return output.view(batch, query_heads, rows, -1)
@@ -144,7 +148,8 @@ def _block_attention(held: AnyBlock, query: Tensor, rows: int, how: Logits, head
         return made.unsqueeze(1)
     block = held.aligned()
     count = block.columns
-    keys, values = block.keys.narrow(1, 0, count).unsqueeze(1), block.values.narrow(1, 0, count).unsqueeze(1)
+    keys = block.keys.narrow(1, 0, count).unsqueeze(1)
+    values = block.values.narrow(1, 0, count).unsqueeze(1)
     bias = block.bias
     if bias is not None:
         bias = bias[:, None, None]
@@ -175,7 +180,8 @@ def slot_attention(
     a slot has no entry, else 0, in fp32 if the row is wanted, else in the keys' dtype; None: every slot has one. The
     row is the mean over the group, [S, C] fp32, written to `into` if that is given.
     """
-    keys, values = cached.keys, cached.values
+    keys = cached.keys
+    values = cached.values
     if serves(query, keys, values):
         held = kernels.Entries(keys, values, keys.shape[1], positions=None if full else cached.positions)
         sinks = logits.sinks_of(cached.heads)
@@ -184,14 +190,39 @@ def slot_attention(
         mask = None if bias is None else bias[:, None, None]
         states = (query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1))
         return F.scaled_dot_product_attention(*states, attn_mask=mask, scale=logits.scaling).squeeze(1), None
-    weights = logits.softmax(logits.of(query, keys, None if bias is None else bias[:, None]), cached.heads)
+    weights = logits.softmax(logits.of(query, keys, None if bias is None else bias[:, None].float()), cached.heads)
     output = weights.to(values.dtype) @ values
     if not want_row:
         return output, None
+    weights = weights.detach()
     if into is not None and into.is_contiguous():
         return output, torch.mean(weights, 1, out=into)
     row = weights.mean(1)
     return output, row if into is None else into.copy_(row)
+
+
+class RunningAttention:
+    """The name of the attention implementation that the model of a cache runs now.
+
+    A pickle leaves the model behind: what is made of it has to be bound to one anew.
+    """
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = config
+
+    def __call__(self) -> str:
+        if self.config is None:
+            raise UsageError(
+                "the cache was unpickled and knows no model: call cache.bind(model), or give it to generate of "
+                "attach(model, plan)"
+            )
+        return str(self.config._attn_implementation)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RunningAttention:
+        return self
+
+    def __reduce__(self) -> tuple[type[RunningAttention], tuple[()]]:
+        return RunningAttention, ()
 
 
 def require_attention(what: str, runs: str) -> None:
@@ -219,10 +250,70 @@ def running(model: Any) -> AbstractContextManager[None]:
     return using(model, NAME)
 
 
+def checked_mask(**given: Any) -> Tensor | None:
+    """Make SDPA's mask of the attention mask [B, T] that a model was given, whose length transformers does not check.
+
+    Raises:
+        UsageError: it is not as long as what was read and what comes.
+    """
+    mask = given.get("attention_mask")
+    read = given.get("q_offset")
+    come = given.get("q_length")
+    if mask is not None and isinstance(read, int) and isinstance(come, int):
+        columns = mask.shape[-1]
+        keys = given["kv_length"] + given.get("kv_offset", 0)
+        if columns not in (read + come, keys):  # static caches have more keys
+            raise UsageError(
+                f"attention_mask has {columns} columns: {read} tokens were read and {come} come, so it takes "
+                f"{read + come}"
+            )
+    made: Tensor | None = sdpa_mask(**given)
+    return made
+
+
 def register() -> None:
     """Make the name "kvsearch" known to transformers, with SDPA's masks (without them padding would be ignored)."""
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, checked_mask)
 
 
 register()
+
+
+HELD_LOGITS = 2**21  # of a layer that are held for the backward pass: 8 MiB, several times
+
+
+def gated_attention(states: tuple[Tensor, Tensor, Tensor], keep: Tensor, gates: Tensor, logits: Logits) -> Tensor:
+    """Attend with K tokens to a prompt of T tokens through gates; [1, K, Hq, Dv].
+
+    `states` are the tokens' queries [1, Hq, K, D], and keys [1, Hkv, T + K, D] and values [1, Hkv, T + K, Dv] of prompt
+    and tokens. `keep` [Hkv, T] bool are entries without a gate; every other entry gets its share of attention times its
+    gate, [Hkv, T] in [0, 1], and what the gates hold back goes to the entries without one, in proportion. So gates of 1
+    are the full cache, gates of 0 a cache without these entries, and the output is linear in between.
+
+    Where it is large, backward passes compute attention again, so that no more than one layer's is there at a time.
+    """
+    query, keys, _ = states
+    if query.shape[1] * query.shape[2] * keys.shape[2] <= HELD_LOGITS:
+        return _gated(*states, keep, gates, logits)
+    output: Tensor = checkpoint(_gated, *states, keep, gates, logits, use_reentrant=False)
+    return output
+
+
+def _gated(query: Tensor, keys: Tensor, values: Tensor, keep: Tensor, gates: Tensor, how: Logits) -> Tensor:
+    heads = keys.shape[1]
+    rows = query.shape[2]
+    length = keep.shape[1]
+    scores = how.of(query.reshape(heads, -1, query.shape[-1]), keys[0]).view(heads, -1, rows, keys.shape[2])
+    own = causal_mask(rows, rows, query.device)[None, None]
+    everyone = torch.arange(heads, device=query.device)
+
+    def attention(prompt: Tensor) -> Tensor:
+        shown = torch.cat([prompt[:, None, None].expand(-1, 1, rows, -1), own.expand(heads, -1, -1, -1)], -1)
+        return how.softmax(scores.masked_fill(~shown, float("-inf")), everyone)
+
+    through = attention(torch.ones_like(keep))[..., :length] * gates.masked_fill(keep, 0.0)[:, None, None]
+    weights = attention(keep) * (1 - through.sum(-1, keepdim=True))
+    weights = torch.cat([weights[..., :length] + through, weights[..., length:]], -1)
+    output = weights.flatten(1, 2).to(values.dtype) @ values[0]
+    return output.reshape(1, query.shape[1], rows, -1).transpose(1, 2)

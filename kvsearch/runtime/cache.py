@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -11,22 +11,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.models.architecture import describe, require_plain_rotary, rotary, text_config
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.models.architecture import require_plain_rotary, rotary, text_config
 from kvsearch.models.fingerprint import fingerprint
-from kvsearch.models.offloaded import refuse_offloaded
+from kvsearch.models.memory import refuse_offloaded
 from kvsearch.policies import Policy
 from kvsearch.policies.checks import require_finite
-from kvsearch.runtime.cache_file import read_cache, write_cache
-from kvsearch.runtime.decoding import Decoding
+from kvsearch.runtime.attention import RunningAttention
+from kvsearch.runtime.collector import watch
+from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule
-from kvsearch.runtime.hidden import watch
 from kvsearch.runtime.layer import EvictingLayer, Mark
-from kvsearch.runtime.own_caches import cache_class
 from kvsearch.runtime.program import PhaseProgram, Program
+from kvsearch.runtime.read_mask import ReadMask
 from kvsearch.runtime.sharing import Sharing
+from kvsearch.runtime.stock import cache_class, layer_state, stateful_layers, stock_layers, stock_nbytes
+from kvsearch.runtime.store.cache_file import fill_layers, read_cache, write_cache
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan
@@ -54,8 +56,8 @@ class PlanCache(Cache):  # type: ignore[misc]
     """
 
     def __new__(cls, model: Any = None, *_: Any, **__: Any) -> PlanCache:  # no model where one is copied
-        made: PlanCache = super().__new__(cls if model is None else cache_class(model, cls))
-        return made
+        cache: PlanCache = super().__new__(cls if model is None else cache_class(model, cls))
+        return cache
 
     def __init__(
         self, model: Any, plan: Plan | Program, *, prompt_length: int | None = None, exact: bool = False
@@ -63,8 +65,10 @@ class PlanCache(Cache):  # type: ignore[misc]
         refuse_offloaded(model, type(model).__name__)
         program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
         check_rotary(model, program.policies)
-        layers, config = stock_layers(model), text_config(model)
+        layers = stock_layers(model)
+        self.attention = RunningAttention(text_config(model))
         sharing = None if program.allocation is None else Sharing(program.allocation, program)
+        self.read_mask = ReadMask()
         for index in program.layers:
             if type(layers[index]) is not DynamicLayer:
                 raise IncompatibleError(f"layer {index} is a {type(layers[index]).__name__}: it cannot be planned")
@@ -72,14 +76,15 @@ class PlanCache(Cache):  # type: ignore[misc]
                 index,
                 _phase_rule(program.prefill, index),
                 _phase_rule(program.decode, index),
-                lambda: str(config._attn_implementation),
+                self.attention,
                 rotary(model, index),
+                self.read_mask,
                 sharing=sharing,
                 prompt_length=prompt_length,
                 exact=exact,
             )
-        watch(model, (need for layer in layers if isinstance(layer, EvictingLayer) for need in layer.needs()))
         Cache.__init__(self, layers=layers)
+        self._watch(model)
         self.program = program
         self.tokens: Tensor | None = None  # of a cache from a file: what it has read, [B, T], and where it is padded
         self.mask: Tensor | None = None
@@ -98,22 +103,23 @@ class PlanCache(Cache):  # type: ignore[misc]
             exact: see the class.
 
         Returns:
-            A cache whose `tokens` and `mask` [B, T] are those given to `save`, on the CPU, or None.
+            A cache whose `tokens` and `mask` [B, T] are those that it has read, on the CPU: None where `save` was not
+            given the tokens, or nothing is padding.
 
         Raises:
             UsageError: there is no such file, or it is damaged, of another kind or version, or weights are missing.
             IncompatibleError: it is of another model, dtype or plan.
             EnvironmentFault: it cannot be read.
         """
-        found = read_cache(path)
-        if plan is not None:
-            found.require_plan(plan)
-        found.header.plan.model.require(fingerprint(model), str(path))
-        found.require_dtype(model)
-        made = cls(model, found.header.plan, exact=exact)
-        found.fill(model, made.layers)
-        made.tokens, made.mask = found.read
-        return made
+        header, tensors = read_cache(path)
+        header.require(path, model, plan)
+        cache = cls(model, header.plan, exact=exact)
+        fill_layers(path, header, tensors, model, cache.layers)
+        cache.tokens = tensors.get("tokens")
+        cache.mask = tensors.get("mask")
+        if cache.mask is not None and not bool(cache.mask.all()):
+            cache.read_mask.real = cache.mask.bool()
+        return cache
 
     def save(
         self, path: str | Path, tokens: Tensor | None = None, mask: Tensor | None = None, overwrite: bool = False
@@ -123,7 +129,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         Args:
             path: the file, in the safetensors format; weights of fitted rankings are written beside it.
             tokens: ids [B, T] of all that was read, padding included, to be kept with it.
-            mask: [B, T], 0 where these are padding; None: nowhere.
+            mask: [B, T], 0 where these are padding; None: as they were read.
             overwrite: replace a file that is there.
 
         Raises:
@@ -132,7 +138,26 @@ class PlanCache(Cache):  # type: ignore[misc]
         """
         if self.program.plan is None:
             raise UsageError("a cache can be saved if it was made of a Plan, which says how to go on: this one was not")
-        return write_cache(path, self.program.plan, self.layers, (tokens, mask), overwrite)
+        return write_cache(path, self.program.plan, self.layers, self.read_mask, (tokens, mask), overwrite)
+
+    def bind(self, model: Any) -> None:
+        """Let a cache that was unpickled go on with `model`, which it was made for.
+
+        Raises:
+            IncompatibleError: it was made for another model.
+        """
+        if self.program.plan is not None:
+            self.program.plan.model.require(fingerprint(model), "this cache")
+        self._watch(model)
+        self.attention.config = text_config(model)
+
+    def _watch(self, model: Any) -> None:
+        watch(model, (need for layer in self.planned.values() for need in layer.needs()))
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """Yield keys, values and the window of every layer, as stock caches do; UsageError where entries are gone."""
+        for layer in self.layers:
+            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
 
     @property
     def planned(self) -> dict[int, EvictingLayer]:
@@ -168,9 +193,9 @@ class PlanCache(Cache):  # type: ignore[misc]
             IncompatibleError: one of kvsearch did: the model computes NaN or infinity.
         """
         rules = [layer.holder.rule for layer in self.planned.values() if isinstance(layer.holder, Decoding)]
-        require_finite(one for rule in rules for one in rule.looks)
+        require_finite(check for rule in rules for check in rule.checks)
         for rule in rules:
-            rule.looks.clear()
+            rule.checks.clear()
 
     def kept_positions(self, layer: int, row: int = 0, head: int = 0) -> list[int]:
         """Return the indices, among the tokens of sequence `row`, of the entries that one kv head holds, ascending."""
@@ -199,6 +224,27 @@ class PlanCache(Cache):  # type: ignore[misc]
                 "and assisted decoding do not work with this model; elsewhere cache.mark() and rewind())"
             )
         super().crop(tokens_to_remove)
+        self.read_mask.crop(self.get_seq_length())
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.read_mask.crop(0)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take sequences `beam_idx` [B'] in the place of those that are there."""
+        super().reorder_cache(beam_idx)
+        self.read_mask.rearrange(lambda real: real[beam_idx.to(real.device)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep sequences `indices`, numbers or [B] bool."""
+        super().batch_select_indices(indices)
+        self.read_mask.rearrange(lambda real: real[indices.to(real.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Have every sequence so many times, copies side by side."""
+        super().batch_repeat_interleave(repeats)
+        self.read_mask.rearrange(lambda real: real.repeat_interleave(repeats, 0))
 
     def _check_sliding(self, tokens: int) -> None:
         for index, layer in enumerate(self.layers):
@@ -220,16 +266,16 @@ class PlanCache(Cache):  # type: ignore[misc]
     def ahead(self, positions: Tensor) -> Iterator[None]:
         """Do the host's part of one token per sequence, at rotary `positions` [B or 1, 1]; room is reserved for it.
 
-        What the model does with it is the device's part: see `EvictingLayer.foresee`.
+        What the model does with it is the device's part: see `EvictingLayer.prepare_step`.
         """
         layers = self.planned.values()
         for layer in layers:
-            layer.foresee(positions)
+            layer.prepare_step(positions)
         try:
             yield
         finally:
             for layer in layers:
-                layer.tidy()
+                layer.finish_step()
 
     @property
     def asked(self) -> bool:
@@ -263,6 +309,7 @@ class PlanCache(Cache):  # type: ignore[misc]
                 vars(layer).update(deepcopy(mark.states[index]))
             elif tokens:
                 layer.crop(-tokens)
+        self.read_mask.crop(mark.seen)
 
 
 class CacheMark(NamedTuple):
@@ -277,44 +324,6 @@ def _phase_rule(phase: PhaseProgram | None, layer: int) -> PhaseRule | None:
     if phase is None or layer not in phase.policies:
         return None
     return PhaseRule(phase.policies[layer], partial(phase.budgets, layer))
-
-
-def stock_layers(model: Any) -> list[Any]:
-    """Return the layers of transformers' own cache for `model`; IncompatibleError if it is not supported."""
-    shape = describe(model)
-    return DynamicCache(config=text_config(model)).layers or [DynamicLayer() for _ in range(shape.layers)]
-
-
-def stateful_layers(layers: Sequence[Any]) -> list[int]:
-    """Return the indices of layers that carry a running state from token to token (linear attention, convolutions)."""
-    return [index for index, layer in enumerate(layers) if hasattr(layer, "recurrent_states")]
-
-
-def layer_state(layer: Any) -> dict[str, Any]:
-    """Return the attributes of a stock layer as they are now, whatever it takes in later.
-
-    A running state is copied, as it is written in place; keys and values are replaced when others come.
-    """
-    return deepcopy(vars(layer)) if stateful_layers([layer]) else dict(vars(layer))
-
-
-def join_states(states: Sequence[Any]) -> Any:
-    """Join running states, or dictionaries of them, as one batch; what is no tensor is that of the first."""
-    first = states[0]
-    if isinstance(first, dict):
-        return {key: join_states([state[key] for state in states]) for key in first}
-    return torch.cat(list(states)) if isinstance(first, Tensor) else first
-
-
-def stock_nbytes(layer: Any) -> int:
-    """Return the bytes of cache storage allocated now, in a layer of transformers' own."""
-    return sum(tensor.untyped_storage().nbytes() for tensor in _tensors(vars(layer)))
-
-
-def _tensors(state: dict[str, Any]) -> Iterator[Tensor]:
-    for value in state.values():
-        parts = value.values() if isinstance(value, dict) else (value,)
-        yield from (part for part in parts if isinstance(part, Tensor))
 
 
 def check_rotary(model: Any, policies: Iterable[Policy]) -> None:

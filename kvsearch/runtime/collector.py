@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from kvsearch.errors import InternalError
-from kvsearch.models.architecture import require_continuation, unrotate
+from kvsearch.core.errors import IncompatibleError, InternalError
+from kvsearch.models.architecture import attention_modules, require_continuation, unrotate
 from kvsearch.policies.base import Needs, Observation, OfHidden, QueryStatistics
-from kvsearch.policies.checks import EndsPadded, require_finite
+from kvsearch.policies.checks import ends_padded, require_finite
 from kvsearch.policies.scoring import column_sums
 from kvsearch.runtime.attention import Output, dense_attention, rotary_positions, valid_keys
-from kvsearch.runtime.hidden import entering
 from kvsearch.runtime.logits import Logits
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -102,7 +102,8 @@ class DensePrompt:
     """A prompt on its way through one layer, whole or in chunks: seen by the model's own attention, and gathered."""
 
     def __init__(self, needs: Sequence[Needs], rotary: Rotary, layer: int) -> None:
-        self.collector, self.layer = Collector(needs, rotary), layer
+        self.collector = Collector(needs, rotary)
+        self.layer = layer
         self.states: tuple[Tensor, Tensor] | None = None  # keys [B, Hkv, T, D] and values [B, Hkv, T, Dv] so far
 
     def attend(
@@ -111,10 +112,13 @@ class DensePrompt:
         """Take in the next chunk, which sees all that came before it."""
         if self.states is not None:
             require_continuation(module, query.shape[2])
-            key, value = torch.cat([self.states[0], key], 2), torch.cat([self.states[1], value], 2)
+            key = torch.cat([self.states[0], key], 2)
+            value = torch.cat([self.states[1], value], 2)
         output = dense_attention(module, query, key, value, mask, **kwargs)
-        self.states, self._logits = (key, value), Logits.of_call(module, query, key, kwargs)
-        self._valid, self._masked = valid_keys(mask, key.shape[0], key.shape[2], key.device), mask is not None
+        self.states = (key, value)
+        self._logits = Logits.of_call(module, query, key, kwargs)
+        self._valid = valid_keys(mask, key.shape[0], key.shape[2], key.device)
+        self._masked = mask is not None
         self._positions = rotary_positions(kwargs, self._valid, query.shape[2])
         self.collector.add(query, key, self._positions, self._valid, self._logits)
         self.collector.add_hidden(module, query.shape[2], self.layer)
@@ -128,11 +132,11 @@ class DensePrompt:
         if self.states is None:
             raise InternalError("a prompt was asked for before it passed")
         seen = self.collector.observation(*self.states, self._valid, self._positions, self._logits, self.layer)
-        if self._masked and seen.looks is not None:
-            seen.looks.append(EndsPadded(~self._valid[:, -1].all()))
+        if self._masked and seen.checks is not None:
+            seen.checks.append(ends_padded(~self._valid[:, -1].all()))
             if seen.keys.device.type == "cpu":
-                require_finite(seen.looks)
-                seen.looks.clear()
+                require_finite(seen.checks)
+                seen.checks.clear()
         return seen
 
 
@@ -170,3 +174,41 @@ class Moments(NamedTuple):
     def statistics(self) -> QueryStatistics:
         """Return the mean and covariance (divided by N); zero where there is nothing."""
         return QueryStatistics(self.mean, self.scatter / self.rows.clamp(min=1)[:, None, None, None])
+
+
+_watched: WeakSet[nn.Module] = WeakSet()
+_entering: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+
+
+def watch(model: nn.Module, needs: Iterable[Needs]) -> None:
+    """See to it that `entering` knows the hidden states of `model` from now on, if one of the needs wants them."""
+    if not any(need.hidden is not None for need in needs):
+        return
+    for module in attention_modules(model).values():
+        if module not in _watched:
+            _watched.add(module)
+            module.register_forward_pre_hook(_enter, with_kwargs=True)
+            module.register_forward_hook(_leave, always_call=True)
+
+
+def entering(module: nn.Module, tokens: slice) -> Tensor:
+    """Return the hidden states of some of the tokens that `module`, which is computing now, was given, [B, q, d_model].
+
+    Raises:
+        IncompatibleError: it was given none, or is not watched.
+    """
+    if module not in _entering:
+        raise IncompatibleError(
+            f"{type(module).__name__} does not show the hidden states that a policy wants (kvzap): use another policy"
+        )
+    return _entering[module][:, tokens]
+
+
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    states = kwargs.get("hidden_states", args[0] if args else None)
+    if isinstance(states, Tensor):
+        _entering[module] = states
+
+
+def _leave(module: nn.Module, *_: Any) -> None:
+    _entering.pop(module, None)

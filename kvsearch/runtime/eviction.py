@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsearch.arrays import Ints
+from kvsearch.core.arrays import Ints
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs
-from kvsearch.policies.checks import check_state, lengths_after, lengths_of
+from kvsearch.policies.checks import lengths_after, lengths_of, start_state
 from kvsearch.policies.decoding import State, slots_of
 from kvsearch.policies.ranking import at_each, first_staged, keep_at, limits_under, scored
 from kvsearch.runtime.collector import Rotary
-from kvsearch.runtime.decoding import Decoding
-from kvsearch.runtime.rule import UNBOUNDED, Limits, StepRule, decode_needs
-from kvsearch.runtime.slots import segments_of
-from kvsearch.runtime.storage import RaggedStore
+from kvsearch.runtime.decode.decoding import Decoding
+from kvsearch.runtime.decode.rule import UNBOUNDED, Limits, StepRule, decode_needs
+from kvsearch.runtime.store.slots import segments_of
+from kvsearch.runtime.store.storage import RaggedStore
 
 Budgets = Callable[[list[int]], Tensor]
 
@@ -57,18 +57,20 @@ def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRul
     rule = None if decode is None else StepRule.after(decode.policy, limits_of(decode, lengths), observation, rotary)
     limits = None if prefill is None else limits_under(prefill.policy, prefill.budgets(lengths), lengths)
     tables = ([] if limits is None else [limits]) + ([] if rule is None else [Limits.table(rule.policy, rule.budgets)])
-    there = _placed(tables, observation.keys.device)
-    keep, state = observation.valid[:, None].expand(observation.keys.shape[:3]), None
+    placed = _placed(tables, observation.keys.device)
+    keep = observation.valid[:, None].expand(observation.keys.shape[:3])
+    state = None
     counts: Ints = np.repeat(np.array(lengths)[:, None], keep.shape[1], 1)
     if prefill is not None and limits is not None:
-        keep = keep_at(prefill.policy, observation, there[0])
-        whole, counts = counts, np.minimum(counts, limits[0].numpy())
+        keep = keep_at(prefill.policy, observation, placed[0])
+        whole = counts
+        counts = np.minimum(counts, limits[0].numpy())
         if prefill.policy.merges_prompt:
             gone = int((whole - counts).max())
             observation, state = merged(prefill.policy, observation, keep, gone, int(counts.max()))
     if rule is None or decode is None:
         return Kept(observation, keep, counts, None, State())
-    rule.there = there[-1]
+    rule.there = placed[-1]
     if state is None or prefill is None or prefill.policy != decode.policy:
         state = rule.start(observation)
     return Kept(observation, keep, counts, rule, state)
@@ -90,7 +92,8 @@ def evict(
     left = select(observation, prefill, decode, rotary)
     if left.rule is not None:
         return Decoding.begin(left.observation, left.keep, left.counts, left.rule, left.state)
-    states, known = (left.observation.keys, left.observation.values), (left.counts, lengths_of(observation))
+    states = (left.observation.keys, left.observation.values)
+    known = (left.counts, lengths_of(observation))
     return RaggedStore.pack(*states, left.keep, observation.index, known)
 
 
@@ -109,12 +112,15 @@ def merged(policy: Policy, observation: Observation, keep: Tensor, most: int, st
 
     `most` entries leave a head and `stay` stay, or fewer. Works on copies: the observation's tensors stay as they are.
     """
-    given = segments_of(observation, check_state(policy, policy.start(observation), observation))
-    state = given.state.changed(torch.clone, torch.clone)
-    cached = replace(given, keys=given.keys.clone(), values=given.values.clone(), state=state, most_staying=stay)
+    segments = segments_of(observation, start_state(policy, observation))
+    state = segments.state.changed(torch.clone, torch.clone)
+    cached = replace(
+        segments, keys=segments.keys.clone(), values=segments.values.clone(), state=state, most_staying=stay
+    )
     leaving = cached.held & ~keep.flatten(0, 1)
     if most:
-        policy.merge(cached, slots_of(leaving, cached.positions, most))
+        with torch.no_grad():  # how much is merged is not learned
+            policy.merge(cached, slots_of(leaving, cached.positions, most))
 
     def whole(tensor: Tensor) -> Tensor:
         return tensor.view(*keep.shape[:2], *tensor.shape[1:])

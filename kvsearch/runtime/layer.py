@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
 
-from kvsearch.errors import InternalError, UsageError
+from kvsearch.core.errors import InternalError, KvsearchError, UsageError
+from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import require_continuation
 from kvsearch.policies.base import Needs, Observation, Rereading
-from kvsearch.policies.checks import ReadPadding
+from kvsearch.policies.checks import lengths_of, reads_padding
 from kvsearch.runtime.attention import (
     Output,
     causal_mask,
@@ -20,16 +22,16 @@ from kvsearch.runtime.attention import (
     ragged_attention,
     require_attention,
     tag,
-    valid_keys,
 )
-from kvsearch.runtime.collector import DensePrompt, Rotary
-from kvsearch.runtime.decoding import Decoding
+from kvsearch.runtime.collector import DensePrompt, Rotary, entering
+from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule, evict, rules_need
-from kvsearch.runtime.hidden import entering
 from kvsearch.runtime.logits import Logits
+from kvsearch.runtime.read_mask import ReadMask
 from kvsearch.runtime.sharing import Sharing
-from kvsearch.runtime.stock_states import StockStates
-from kvsearch.runtime.storage import RaggedStore
+from kvsearch.runtime.store.storage import RaggedStore
+
+States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some tokens
 
 
 class Mark(NamedTuple):
@@ -40,13 +42,13 @@ class Mark(NamedTuple):
     decoding: Decoding | None
 
 
-class EvictingLayer(StockStates):
+class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     """Ragged per-sequence, per-kv-head storage of one full-attention layer.
 
     `prefill` is applied right after the layer's dense attention over the prompt, which ends when `prompt_length` tokens
     have been seen (default: with the first forward pass); `decode` after every token that follows. None: nothing is
     evicted in that phase. With `sharing`, budgets come from there. `implementation` tells which attention the model
-    runs now.
+    runs now, `read_mask` what masks say of the tokens that were read; all layers of a cache share it.
     """
 
     is_sliding = False
@@ -60,15 +62,22 @@ class EvictingLayer(StockStates):
         decode: PhaseRule | None,
         implementation: Callable[[], str],
         rotary: Rotary,
+        read_mask: ReadMask,
         *,
         sharing: Sharing | None = None,
         prompt_length: int | None = None,
         exact: bool = False,
     ) -> None:
         super().__init__()
-        self.index, self.prefill, self.decode = index, prefill, decode
-        self.implementation, self.rotary = implementation, rotary
-        self.sharing, self.prompt_length, self.exact = sharing, prompt_length, exact
+        self.index = index
+        self.prefill = prefill
+        self.decode = decode
+        self.implementation = implementation
+        self.rotary = rotary
+        self.read_mask = read_mask
+        self.sharing = sharing
+        self.prompt_length = prompt_length
+        self.exact = exact
         self._clear()
 
     def _clear(self) -> None:
@@ -106,8 +115,45 @@ class EvictingLayer(StockStates):
 
     # --- what transformers asks of a cache layer -----------------------------------------------------------------
 
+    @property
+    def keys(self) -> Tensor | None:
+        """All keys [B, Hkv, T, D] in the order of the tokens, as stock layers have them: None before the first token.
+
+        Raises:
+            UsageError: entries were evicted, or padding was left out, so that there is no such tensor.
+        """
+        states = self._states()
+        return None if states is None else states[0]
+
+    @keys.setter
+    def keys(self, states: None) -> None:
+        """Nothing is stored here: transformers says so of a new layer."""
+
+    @property
+    def values(self) -> Tensor | None:
+        """All values [B, Hkv, T, Dv], as `keys`."""
+        states = self._states()
+        return None if states is None else states[1]
+
+    @values.setter
+    def values(self, states: None) -> None:
+        """Nothing is stored here, as for `keys`."""
+
+    def _states(self) -> tuple[Tensor, Tensor] | None:
+        if self.holder is None:
+            return self._prompt.states
+        if (whole := self.holder.dense(self.seen)) is not None:
+            return whole
+        held = self.holder.entries()
+        raise UsageError(
+            f"layer {self.index} of the cache has no tensor of all keys and values: of {self.seen} tokens its heads "
+            f"hold {int(held.min())} to {int(held.max())} entries, each its own; cache.entries() and "
+            "cache.kept_positions(layer, row, head) say which"
+        )
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype = key_states.dtype
+        self.device = key_states.device
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -191,7 +237,8 @@ class EvictingLayer(StockStates):
         """Remember what is held now, for `rewind`."""
         if not isinstance(self.holder, Decoding):
             return Mark(self.seen, 0 if self.holder is None else self.holder.batch, None)
-        saved, self.holder = self.holder, self.holder.copy()
+        saved = self.holder
+        self.holder = self.holder.copy()
         return Mark(self.seen, saved.batch, saved)
 
     def rewind(self, mark: Mark) -> None:
@@ -210,40 +257,44 @@ class EvictingLayer(StockStates):
             self.holder = mark.decoding.copy()
         self.seen = mark.seen
 
-    # --- one token in two parts: `foresee` and `tidy` on the host, what `attend` does in between on the device --------
+    # --- one token in two parts: `prepare_step` and `finish_step` on the host, `attend` between them on the device ----
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens ahead of time, whenever there is none; 0: as they come."""
         self._whole().reserve(tokens)
 
-    def foresee(self, positions: Tensor) -> None:
+    def prepare_step(self, positions: Tensor) -> None:
         """Do the host's part of one token per sequence at rotary `positions` [B or 1, 1]; room is reserved for it.
 
         `attend` then changes tensors in place, binds none, and neither waits for the device nor decides anything.
         """
-        self._whole().foresee()
+        self._whole().prepare_step()
         self.ahead = positions
 
-    def tidy(self) -> None:
+    def finish_step(self) -> None:
         """End the token that was foreseen."""
-        self.ahead, self.asked = None, False
+        self.ahead = None
+        self.asked = False
         self.seen += 1
-        self._whole().tidy()
+        self._whole().finish_step()
 
     def _whole(self) -> RaggedStore | Decoding:
         if self.holder is None:
             raise InternalError("a cache layer was asked to continue a prompt that it has not seen")
         return self.holder
 
-    def _step(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Output:
-        logits, holder = Logits.of_call(module, query, key, kwargs), self._whole()
+    def _step(
+        self, ahead: Tensor, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+    ) -> Output:
+        logits = Logits.of_call(module, query, key, kwargs)
+        holder = self._whole()
         if isinstance(holder, RaggedStore):
             holder.put(key, value)
             output = ragged_attention(holder, query, logits)
-        elif self.ahead is not None:
+        else:
             hidden = self._of_hidden(holder, module, 1)
             states = None if hidden is None else hidden[:, :, 0]
-            output = holder.step(query, key, value, self.ahead, logits, states)
+            output = holder.step(query, key, value, ahead, logits, states)
         return output.transpose(1, 2).contiguous(), None
 
     # --- attention -----------------------------------------------------------------------------------------------
@@ -253,23 +304,16 @@ class EvictingLayer(StockStates):
     ) -> Output:
         """Attend and evict: densely for the prompt, over the ragged store for every later token."""
         if self.ahead is not None:
-            return self._step(module, query, key, value, **kwargs)
+            return self._step(self.ahead, module, query, key, value, **kwargs)
         if self.holder is not None:
             return self._continue(module, query, key, value, mask, **kwargs)
         length = self.seen if self.prompt_length is None else self.prompt_length
         if self.seen <= length:
             return self._prefill(module, query, key, value, mask, **kwargs)
-        return self._prefill_and_continue(length, module, query, key, value, mask, **kwargs)
+        return self._prefill_and_continue(length, module, (query, key, value), mask, **kwargs)
 
     def _prefill_and_continue(
-        self,
-        length: int,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        **kwargs: Any,
+        self, length: int, module: nn.Module, states: States, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         """Take in a prompt with the first draft of assisted decoding: the draft must see what eviction leaves."""
         if self.sharing is not None and self.sharing.waits:
@@ -278,51 +322,44 @@ class EvictingLayer(StockStates):
                 "plan's layers share their entries: run the prompt first, or use a static plan"
             )
         drafted = self.seen - length
-        cut = query.shape[2] - drafted
-        given = kwargs.pop("position_ids", None)
+        cut = states[0].shape[2] - drafted
+        (query, new_query), (key, new_key), (value, new_value) = (
+            (tensor[:, :, :cut], tensor[:, :, cut:]) for tensor in states
+        )
+        positions = kwargs.pop("position_ids", None)
+        own_positions = None if positions is None else positions[:, :cut]
+        own_mask = None if mask is None else mask[:, :, :cut, :-drafted]
         self.seen = length
-        prompt, _ = self._prefill(
-            module,
-            query[:, :, :cut],
-            key[:, :, :cut],
-            value[:, :, :cut],
-            None if mask is None else mask[:, :, :cut, :-drafted],
-            position_ids=None if given is None else given[:, :cut],
-            **kwargs,
-        )
+        prompt, _ = self._prefill(module, query, key, value, own_mask, position_ids=own_positions, **kwargs)
         self.seen = length + drafted
-        draft, _ = self._continue(
-            module,
-            query[:, :, cut:],
-            key[:, :, cut:],
-            value[:, :, cut:],
-            None if mask is None else mask[:, :, cut:],
-            **kwargs,
-        )
+        new_mask = None if mask is None else mask[:, :, cut:]
+        draft, _ = self._continue(module, new_query, new_key, new_value, new_mask, **kwargs)
         return torch.cat([prompt, draft], 1), None
 
     def _continue(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         count = query.shape[2]
-        require_continuation(module, count)
-        valid = None
-        if count > 1 and mask is not None:
-            valid = valid_keys(mask, key.shape[0], count, key.device)
-            valid = None if bool(valid.all()) else valid
-        logits = Logits.of_call(module, query, key, kwargs)
-        if isinstance(self.holder, Decoding):
+        try:
+            require_continuation(module, count)
+            visible = self.read_mask.read(mask, key.shape[0], self.seen, count)
+        except KvsearchError:
+            self.seen -= count  # what is refused has not come
+            raise
+        logits = Logits.of_call(module, query, key, kwargs, learned=True)
+        holder = self._whole()
+        if isinstance(holder, Decoding):
             positions = kwargs.get("position_ids")
             if positions is None:
                 positions = torch.arange(self.seen - count, self.seen, device=key.device)[None]
-            hidden = self._of_hidden(self.holder, module, count)
-            output = self.holder.attend(query, key, value, valid, positions, logits, hidden)
-        elif self.holder is not None:
-            self.holder.append(key, value, valid)
-            output = ragged_attention(self.holder, query, logits)
+            hidden = self._of_hidden(holder, module, count)
+            output = holder.attend(query, key, value, visible, positions, logits, hidden)
         else:
-            raise InternalError("a cache layer was asked to continue a prompt that it has not seen")
-        if self.exact and (dense := self.holder.dense(self.seen)) is not None:
+            if needs_gradients(query, key, value):
+                holder.separate()
+            holder.append(key, value, visible.arrived)
+            output = ragged_attention(holder, query, logits, visible.tokens)
+        if self.exact and (dense := holder.dense(self.seen)) is not None:
             if mask is None and count > 1:
                 mask = causal_mask(count, self.seen, key.device)[None, None]
             return dense_attention(module, query, *dense, mask, **kwargs)
@@ -330,18 +367,27 @@ class EvictingLayer(StockStates):
 
     def _of_hidden(self, holder: Decoding, module: nn.Module, count: int) -> Tensor | None:
         """Return what the policy makes of the last hidden states, [B, Hkv, count], where it wants them."""
-        what = holder.rule.needs.hidden
-        return None if what is None else what(entering(module, slice(-count, None)), self.index)
+        of_hidden = holder.rule.needs.hidden
+        return None if of_hidden is None else of_hidden(entering(module, slice(-count, None)), self.index)
 
     def _prefill(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         output = self._prompt.attend(module, query, key, value, mask, **kwargs)
         if self.prompt_length is None or self.seen >= self.prompt_length:
-            observation = self._prompt.observation()
-            self.conclude(_with_rereads(observation, self.rereads))
+            self.conclude(self._with_rereads(self._prompt.observation()))
             self._prompt = self._new_prompt()
         return output
+
+    def _with_rereads(self, observation: Observation) -> Observation:
+        """Add what the prompts got when they were read again; that padding was, too, is noted in `checks`."""
+        valid = observation.valid
+        rereads = {}
+        for how, scores in self.rereads.items():
+            rereads[how] = scores.repeat_interleave(len(valid) // len(scores), 0)  # beams are copies of a prompt
+            if observation.checks is not None:
+                observation.checks.append(reads_padding(rereads[how].masked_fill(valid[:, None], 0).any()))
+        return replace(observation, rereads=rereads)
 
     def conclude(self, observation: Observation) -> None:
         """Evict, or state what this layer wants of what all layers share: the prompt has passed."""
@@ -349,6 +395,8 @@ class EvictingLayer(StockStates):
             self.holder = evict(observation, self.prefill, self.decode, self.rotary)
         else:
             self.sharing.end(self.index, observation, self.rotary)
+        if not self.read_mask.begun:
+            self.read_mask.begin(observation.valid, lengths_of(observation))
 
     def most_entries(self) -> Tensor:
         """Return the most entries held at a time since the prompt passed, [B, Hkv] int64."""
@@ -362,16 +410,3 @@ class EvictingLayer(StockStates):
             return self.holder.nbytes()
         dense = sum(states.untyped_storage().nbytes() for states in self._prompt.states or ())
         return dense + (0 if self.sharing is None else self.sharing.nbytes(self.index))
-
-
-def _with_rereads(observation: Observation, rereads: Mapping[Rereading, Tensor]) -> Observation:
-    """Add what prompts got when they were read again: beams are copies of a prompt.
-
-    Whether padding was read again is noted in the observation's `looks`.
-    """
-    valid, found = observation.valid, {}
-    for how, scores in rereads.items():
-        found[how] = scores.repeat_interleave(len(valid) // len(scores), 0)
-        if observation.looks is not None:
-            observation.looks.append(ReadPadding(found[how].masked_fill(valid[:, None], 0).any()))
-    return replace(observation, rereads=found)

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvsearch.arrays import Ints
+from kvsearch.core.arrays import Ints
+from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import output_projection, output_weight
 from kvsearch.policies.base import Norm
-from kvsearch.policies.projection import projected_norms
-from kvsearch.policies.scoring import chunk_bytes, softmax
+from kvsearch.policies.scoring import chunk_bytes, projected_norms, softmax
 
 FEW = 32  # entries whose norms are two small products
 
@@ -45,7 +45,9 @@ class OutputProjection:
     """The output projection of one attention layer, for norms of projected values."""
 
     def __init__(self, module: nn.Module, query_heads: int, kv_heads: int) -> None:
-        self.module, self.query_heads, self.group = module, query_heads, query_heads // kv_heads
+        self.module = module
+        self.query_heads = query_heads
+        self.group = query_heads // kv_heads
 
     def __call__(self, values: Tensor, order: Norm) -> Tensor:
         """Return norms |v W_O[q]| of values [B, Hkv, T, Dv], [B, Hkv, G, T] fp32."""
@@ -65,8 +67,8 @@ class OutputProjection:
 
     def _made_factors(self) -> Tensor:
         by_head = output_weight(self.module, self.query_heads)
-        made = by_head @ by_head.transpose(-1, -2)
-        return made.view(-1, self.group, *made.shape[1:])
+        products = by_head @ by_head.transpose(-1, -2)
+        return products.view(-1, self.group, *products.shape[1:])
 
     def of_heads(self, heads: Tensor, of: HeadRows) -> Callable[[Tensor, Norm], Tensor]:
         """Do the same for values [S, 1, T, Dv] of which row s belongs to kv head `heads[s]`, as `of` has them, too."""
@@ -74,11 +76,9 @@ class OutputProjection:
         def projected(values: Tensor, order: Norm) -> Tensor:
             if order == "l2" and values.shape[2] <= FEW:  # as in decode steps
                 return _norms_of_few(values, self.factors()[heads][:, None])
-            weight, group, count = (
-                output_weight(self.module, self.query_heads),
-                self.group,
-                self.query_heads // self.group,
-            )
+            weight = output_weight(self.module, self.query_heads)
+            group = self.group
+            count = self.query_heads // self.group
             if of.rows is None:
                 whole = projected_norms(values.view(-1, count, *values.shape[2:]), weight, order)
                 return whole.view(len(values), 1, *whole.shape[2:])
@@ -111,14 +111,22 @@ class Logits:
     sinks: Tensor | None = None
 
     @classmethod
-    def of_call(cls, module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Logits:
-        """Read them off the arguments that a model hands to its attention function; its default scale is D^-1/2."""
-        scaling, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
+    def of_call(
+        cls, module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any], *, learned: bool = False
+    ) -> Logits:
+        """Read them off the arguments that a model hands to its attention function; its default scale is D^-1/2.
+
+        Gradients of the sinks are recorded where they are `learned`: for attention, not for scores.
+        """
+        scaling = kwargs.get("scaling")
+        sinks = kwargs.get("s_aux")
+        if sinks is not None and not learned:
+            sinks = sinks.detach()
         return cls(
             float(query.shape[-1] ** -0.5 if scaling is None else scaling),
             kwargs.get("softcap"),
             OutputProjection(module, query.shape[1], key.shape[1]),
-            None if sinks is None else sinks.detach().float().view(key.shape[1], -1),
+            None if sinks is None else sinks.float().view(key.shape[1], -1),
         )
 
     @property
@@ -154,13 +162,13 @@ def products(query: Tensor, keys: Tensor, scaling: float, bias: Tensor | None = 
     elsewhere half precision is cast, some matrices at a time, so that what is cast stays in a CPU's cache.
     """
     shape = (*query.shape[:-1], keys.shape[-2])
-    rows, columns = query.flatten(0, -3), keys.flatten(0, -3).transpose(-1, -2)
+    rows = query.flatten(0, -3)
+    columns = keys.flatten(0, -3).transpose(-1, -2)
     added = rows.new_empty(1, 1, 1, dtype=torch.float32) if bias is None else bias.flatten(0, -3)
     beta = 0 if bias is None else 1
     if query.dtype == torch.float32 == keys.dtype:
         return torch.baddbmm(added, rows, columns, beta=beta, alpha=scaling).view(shape)
-    learning = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad)
-    if query.is_cuda and not learning and query.dtype == keys.dtype:
+    if query.is_cuda and not needs_gradients(query, keys) and query.dtype == keys.dtype:
         return torch.baddbmm(added, rows, columns, out_dtype=torch.float32, beta=beta, alpha=scaling).view(shape)
     step = max(1, chunk_bytes(keys.device) // (8 * columns[0].numel()))
     if step >= len(rows):  # as in most decode steps, where what is beside the product would cost as much again

@@ -16,21 +16,17 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kvsearch.errors import IncompatibleError, InternalError
+from kvsearch.core.errors import IncompatibleError, InternalError
 from kvsearch.models.architecture import describe, output_weight, require_continuation, rotary
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs, Rereading
-from kvsearch.runtime.attention import Output, causal_mask, dense_attention, require_attention, tag
-from kvsearch.runtime.cache import layer_state, stock_layers
-from kvsearch.runtime.collector import DensePrompt, Rotary
+from kvsearch.runtime.attention import Output, causal_mask, dense_attention, gated_attention, require_attention, tag
+from kvsearch.runtime.collector import DensePrompt, Rotary, entering, watch
 from kvsearch.runtime.eviction import PhaseRule
-from kvsearch.runtime.gates import gated_attention
-from kvsearch.runtime.hidden import entering, watch
 from kvsearch.runtime.logits import Logits
-from kvsearch.runtime.own_caches import cache_class
-from kvsearch.runtime.replay import Replay, replay
-from kvsearch.runtime.replay_start import Followed, at_rows
-from kvsearch.signals.oracle import importance_rows, residual_weights
+from kvsearch.runtime.replay.replay import Followed, Replay, at_rows, replay
+from kvsearch.runtime.stock import cache_class, layer_state, stock_layers
+from kvsearch.signals.attention_rows import importance_rows, residual_weights
 
 Noted = TypeVar("Noted")
 Rereads = Mapping[int, Mapping[Rereading, Tensor]]  # by model layer: what entries got of each rereading, [B, Hkv, T]
@@ -54,7 +50,9 @@ class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
         length: int | None = None,
     ) -> None:
         super().__init__()
-        self.index, self.look, self.length = index, look, length
+        self.index = index
+        self.look = look
+        self.length = length
         self._passed = 0  # tokens
         self._prompt: DensePrompt | None = DensePrompt(needs, rotary, index)
         self._noted: Noted | None = None
@@ -83,7 +81,8 @@ class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
             raise InternalError(f"layer {self.index} is given a second prompt")
         output = self._prompt.attend(module, query, key, value, mask, **kwargs)
         if self.length is None or self._passed >= self.length:
-            self._noted, self._prompt = self.look(self._prompt.observation()), None
+            self._noted = self.look(self._prompt.observation())
+            self._prompt = None
         return output
 
 
@@ -165,16 +164,18 @@ class ObservedLayer(PromptLayer[Noted]):
     ) -> Output:
         """Attend to the prompts, or to what `keep` leaves of them and to the tokens that follow."""
         if not self.is_initialized:
-            if self.refusal is not None and not all(bool(one.isfinite().all()) for one in (query, key, value)):
+            if self.refusal is not None and not all(bool(states.isfinite().all()) for states in (query, key, value)):
                 raise IncompatibleError(self.refusal)
             output = super().attend(module, query, key, value, mask, **kwargs)
             self.lazy_initialization(key, value)
-            self.keys, self.values = key, value
+            self.keys = key
+            self.values = value
             return output
         require_continuation(module, query.shape[2])
         logits = Logits.of_call(module, query, key, kwargs)
         if self.keep is not None and self.gates is not None:
-            keys, values = torch.cat([self.keys, key], 2), torch.cat([self.values, value], 2)
+            keys = torch.cat([self.keys, key], 2)
+            values = torch.cat([self.values, value], 2)
             gated = (self.keep.to(query.device), self.gates.to(query.device))
             return gated_attention((query, keys, values), *gated, logits), None
         if self.keep is not None:
@@ -233,7 +234,8 @@ class DensePass(Generic[Noted]):
         for index, wanted in needs.items():
             layers[index] = self.layer(index, wanted, rotary(model, index), seen if again else look, refusal)
         self.observed: list[ObservedLayer[Noted]] = [layers[index] for index in sorted(needs)]
-        self.model, self.cache = model, cache_class(model, Cache)(layers=layers)
+        self.model = model
+        self.cache = cache_class(model, Cache)(layers=layers)
         self.mask = mask
         real = torch.ones_like(prompts) if mask is None else mask
         self.lengths: Tensor = real.sum(-1)
@@ -319,18 +321,19 @@ def reread(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor | N
     wanted = {need.reread for need in needs if need.reread is not None}
     if not wanted:
         return {}
-    length, full = prompts.shape[1], describe(model).full_layers
+    length = prompts.shape[1]
+    full = describe(model).full_layers
     rows: list[dict[int, dict[Rereading, Tensor]]] = []
     counts = [length] * len(prompts) if mask is None else (mask > 0).sum(-1).tolist()
     for ids, count in zip(prompts, counts, strict=True):
         real = ids[None, length - count :]
         needed = [Needs(projection=any(how.plus for how in wanted))]
         passed = DensePass(model, dict.fromkeys(full, needed), _norms, real)
-        found: dict[int, dict[Rereading, Tensor]] = {layer: {} for layer in full}
+        again: dict[int, dict[Rereading, Tensor]] = {layer: {} for layer in full}
         for how in wanted:
             for layer, scores in _reread(passed, real, how).items():
-                found[layer][how] = nn.functional.pad(scores, (length - count, 0))
-        rows.append(found)
+                again[layer][how] = nn.functional.pad(scores, (length - count, 0))
+        rows.append(again)
     return {layer: {how: torch.cat([row[layer][how] for row in rows]) for how in wanted} for layer in full}
 
 
@@ -340,7 +343,8 @@ def _norms(prompt: Observation) -> tuple[Tensor | None]:
 
 def _reread(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Rereading) -> dict[int, Tensor]:
     """Return what the entries of a prompt [1, T] get when it is read again, by layer [1, Hkv, T]."""
-    length, limit = ids.shape[1], describe(passed.model).max_positions
+    length = ids.shape[1]
+    limit = describe(passed.model).max_positions
     chunk = min(how.chunk, limit - length - LED_BY) if limit else how.chunk
     if chunk < min(how.chunk, LEAST_CHUNK):
         raise IncompatibleError(
@@ -352,7 +356,8 @@ def _reread(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Rereading
         tokens = ids[:, max(0, first - LED_BY) : first + chunk]
         with passed.following(tokens, output_hidden_states=how.plus) as output:
             for layer in passed.continuations():
-                logits, weights = layer.logits, None
+                logits = layer.logits
+                weights = None
                 if how.plus:
                     weights = residual_weights(output.hidden_states[layer.index])
                 scores = importance_rows(

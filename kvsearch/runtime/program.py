@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -12,12 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvsearch.budgets.dynamic import Allocation, create_allocation
-from kvsearch.errors import IncompatibleError
-from kvsearch.models.architecture import FULL, describe
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchWarning
+from kvsearch.models.architecture import FULL, attention_modules, describe
+from kvsearch.models.memory import free_bytes, free_memory
 from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.registry import policy_of
-from kvsearch.runtime.rule import decode_needs
+from kvsearch.runtime.decode.rule import decode_needs
 
 if TYPE_CHECKING:
     from kvsearch.plan import Phase, Plan
@@ -92,7 +96,6 @@ class Program:
         """
         from kvsearch.budgets.plan_checks import check_plan
         from kvsearch.models.fingerprint import fingerprint
-        from kvsearch.runtime.key_norms import warn_unfit
 
         plan.model.require(fingerprint(model, plan.model.name), "this plan")
         check_plan(plan, "this plan")
@@ -115,10 +118,8 @@ class Program:
     ) -> Program:
         """Use one policy and prefill budget in all full-attention layers and heads; `entries` maps length to budget."""
         shape = describe(model)
-        size = (len(shape.full_layers), shape.kv_heads)
-        return cls.of_policy(
-            model, policy, {"prefill": lambda length: np.full(size, entries(length), np.int64)}, allocation=allocation
-        )
+        table = partial(_even_table, (len(shape.full_layers), shape.kv_heads), entries)
+        return cls.of_policy(model, policy, {"prefill": table}, allocation=allocation)
 
     @classmethod
     def of_policy(
@@ -150,14 +151,18 @@ class Program:
         return tuple(policy for phase in self.phases for policy in phase.policies.values())
 
 
+def _even_table(size: tuple[int, int], entries: Callable[[int], int], length: int) -> NDArray[np.int64]:
+    return np.full(size, entries(length), np.int64)
+
+
 def full_cache(model: nn.Module) -> Program:
     """Return the program that evicts nothing."""
-    return Program.uniform(model, create_policy("full"), lambda length: length)
+    return Program.uniform(model, create_policy("full"), int)
 
 
 def _phase(plan: Plan, name: Phase, kinds: Sequence[str], clip: bool) -> PhaseProgram | None:
     """Return the phase "prefill" or "decode"; `clip`: no head gets more than the prompt has."""
-    phase = plan.prefill if name == "prefill" else plan.decode
+    phase = plan.phases.get(name)
     if phase is None:
         return None
     foreign = [layer for layer in phase.planned_layers if kinds[layer] != FULL]
@@ -168,4 +173,74 @@ def _phase(plan: Plan, name: Phase, kinds: Sequence[str], clip: bool) -> PhasePr
             f"{FULL} can be planned"
         )
     policies = {index: policy_of(layer.policy) for index, layer in enumerate(phase.layers) if layer is not None}
-    return PhaseProgram(policies, lambda length: budgets_at(plan, name, length, clip), max(plan.floor, 1))
+    return PhaseProgram(policies, partial(budgets_at, plan, name, clip=clip), max(plan.floor, 1))
+
+
+KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")  # what transformers calls the normalisation of keys
+# Rank by the length of a key; a third-party class says so by `key_norms = True`. KeyDiff is not among them: it compares
+# directions, which do not change when every key gets the same length.
+BY_KEY_NORM = ("knorm",)
+_warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+
+def warn_unfit(model: nn.Module, policies: Iterable[Policy]) -> None:
+    """Warn of policies that can say little on this model (KvsearchWarning), once per model and policy."""
+    named = {policy.name for policy in policies if policy.name in BY_KEY_NORM or getattr(policy, "key_norms", False)}
+    warned = _warned.setdefault(model, set())
+    for name in sorted(named - warned) if normalises_keys(model) else ():
+        warned.add(name)
+        warnings.warn(
+            f"{type(model).__name__} normalises its keys, so their norms are nearly equal and say little about what "
+            f"matters: policy {name} ranks by them, another policy will likely keep more",
+            KvsearchWarning,
+            stacklevel=3,
+        )
+
+
+def normalises_keys(model: nn.Module) -> bool:
+    """Tell whether an attention layer of `model` normalises keys before it caches them, as in Qwen3 and Gemma3."""
+    norms = (getattr(module, name, None) for module in attention_modules(model).values() for name in KEY_NORMS)
+    return any(isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) for norm in norms)
+
+
+def prompt_bytes(model: Any, program: Program, lengths: Sequence[int]) -> int:
+    """Return about the bytes that compressed prompts take: keys, values and positions of full-attention layers."""
+    shape = describe(model)
+    phase = program.prefill
+    layers = len(shape.full_layers)
+    entries = 0
+    for length in lengths:
+        planned = 0 if phase is None else phase.entries(length)
+        unplanned = layers - (0 if phase is None else len(phase.policies))
+        entries += planned + unplanned * shape.kv_heads * length
+    return int(entries * (2 * shape.head_dim * model.dtype.itemsize + 4))
+
+
+def read_bytes(model: Any, program: Program, lengths: Sequence[int], chunk: int | None = None) -> int:
+    """Return about the bytes that reading prompts takes at least, beside the weights.
+
+    That is what is kept of them, and the dense keys and values of one layer; of all layers where prompts are read in
+    chunks, as what leaves is known only when the last one has passed.
+    """
+    shape = describe(model)
+    layer = int(len(lengths) * max(lengths) * shape.kv_heads * 2 * shape.head_dim * model.dtype.itemsize)
+    if chunk is not None and chunk < max(lengths):
+        return layer * len(shape.full_layers)
+    return prompt_bytes(model, program, lengths) + layer
+
+
+def require_room(model: Any, programs: Mapping[str, Program], lengths: Sequence[int], chunk: int | None = None) -> None:
+    """Raise an EnvironmentFault if a batch of prompts of these lengths does not fit under one of the programs."""
+    needed = {name: read_bytes(model, program, lengths, chunk) for name, program in programs.items()}
+    name, most = max(needed.items(), key=lambda item: item[1])
+    devices = {one.device for one in model.parameters() if not one.is_meta}
+    if most <= sum(map(free_bytes, devices)):
+        return
+    free_memory()  # what torch holds for later is free, too
+    if most > (free := sum(map(free_bytes, devices))):
+        prompts = f"{len(lengths)} prompts of up to" if len(lengths) > 1 else "a prompt of"
+        raise EnvironmentFault(
+            f"{name} needs {most / 1e9:.2f} GB beside the weights for {prompts} {max(lengths):,} tokens, and "
+            f"{', '.join(sorted(map(str, devices)))} has {free / 1e9:.2f} GB free: {(most - free) / 1e9:.2f} GB are "
+            "missing; keep fewer entries, shorten the prompt, or spread the model with --device-map auto"
+        )

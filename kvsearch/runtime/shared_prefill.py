@@ -8,19 +8,27 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
 
-from kvsearch.models.architecture import describe
+from kvsearch.core.errors import UsageError
+from kvsearch.models.architecture import check_length, describe, rotary
 from kvsearch.models.memory import default_memory
-from kvsearch.models.positions import check_length
-from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.fork import can_join, joined, prefill_all
-from kvsearch.runtime.replies import Finished, Replies, left_padded, next_tokens
-from kvsearch.runtime.room import prompt_bytes, require_room
+from kvsearch.policies import Observation
+from kvsearch.runtime.attention import require_attention
+from kvsearch.runtime.cache import PlanCache
+from kvsearch.runtime.decode.replies import Finished, Replies, left_padded, next_tokens
+from kvsearch.runtime.layer import EvictingLayer
+from kvsearch.runtime.observe import PromptLayer, Rereads, reread
+from kvsearch.runtime.program import Program, prompt_bytes, require_room
+from kvsearch.runtime.stock import cache_class, join_states, layer_state, stateful_layers, stock_layers
+from kvsearch.runtime.store.storage import RaggedStore
 
 T = TypeVar("T")
 
@@ -69,9 +77,9 @@ def compressed(
     ids, mask = left_padded(prompts, pad, model.device)
     check_length(model, ids.shape[1])
     lengths = [len(prompt) for prompt in prompts]
-    for some in _portions(model, programs, lengths, memory):
+    for portion in _portions(model, programs, lengths, memory):
         started = perf_counter()
-        caches = {method: PlanCache(model, program) for method, program in some.items()}
+        caches = {method: PlanCache(model, program) for method, program in portion.items()}
         logits = prefill_all(model, list(caches.values()), ids, mask)
         first = next_tokens(logits)
         held = {
@@ -141,13 +149,100 @@ def _portions(
 ) -> Iterator[dict[str, Program]]:
     """Yield programs, in order, whose compressed caches fit into `memory` together; at least one at a time."""
     limit = default_memory(model.device) if memory is None else memory
-    some: dict[str, Program] = {}
+    portion: dict[str, Program] = {}
     taken = 0
     for method, program in programs.items():
         size = 2 * prompt_bytes(model, program, lengths)  # twice, for as long as caches are put together
-        if some and taken + size > limit:
-            yield some
-            some, taken = {}, 0
-        some[method] = program
+        if portion and taken + size > limit:
+            yield portion
+            portion = {}
+            taken = 0
+        portion[method] = program
         taken += size
-    yield some
+    yield portion
+
+
+def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tensor, chunk: int | None = None) -> Tensor:
+    """Run the prompt `ids` [B, T] once and leave every (empty) cache as if it had been run under it alone.
+
+    `mask` [B, T] is 0 where padding (on the left). The model must run the attention implementation "kvsearch".
+
+    With `chunk`, so many tokens are read at a time, which bounds what the model computes with. Every layer evicts when
+    the last of them has passed, as policies look at the whole prompt, so the keys and values of all layers are there
+    until then; what is kept is the same.
+
+    Returns:
+        Logits of the last position, [B, 1, V].
+
+    Raises:
+        UsageError: a cache is not empty.
+    """
+    if any(cache.get_seq_length() for cache in caches):
+        raise UsageError("a prompt is shared by empty caches only: make new ones")
+    require_attention("a shared prompt", model.config._attn_implementation)
+    planned = [layer for cache in caches for layer in cache.planned.values()]
+    again = reread(model, (need for layer in planned for need in layer.needs()), ids, mask)
+    layers = stock_layers(model)
+    for index in describe(model).full_layers:
+        targets = [cache.layers[index] for cache in caches]
+        needs = [need for target in targets if isinstance(target, EvictingLayer) for need in target.needs()]
+        look = partial(_hand_on, targets, again)
+        layers[index] = PromptLayer(index, needs, rotary(model, index), look, ids.shape[1])
+    shared = cache_class(model, Cache)(layers=layers)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    size = chunk or ids.shape[1]
+    for first in range(0, ids.shape[1], size):
+        part = slice(first, first + size)
+        with torch.no_grad():
+            output = model(
+                input_ids=ids[:, part],
+                attention_mask=mask[:, : part.stop],
+                position_ids=positions[:, part],
+                past_key_values=shared,
+                logits_to_keep=1,
+            )
+    for index, layer in enumerate(shared.layers):
+        if not isinstance(layer, PromptLayer):
+            for cache in caches:
+                vars(cache.layers[index]).update(layer_state(layer))
+    logits: Tensor = output.logits
+    return logits
+
+
+def _hand_on(targets: Sequence[Any], again: Rereads, prompt: Observation) -> None:
+    """Let every target evict; those without a plan take the prompt as it is."""
+    prompt = replace(prompt, rereads=again.get(prompt.layer, {}))
+    for target in targets:
+        if isinstance(target, EvictingLayer):
+            target.lazy_initialization(prompt.keys, prompt.values)
+            target.seen = prompt.keys.shape[2]
+            target.conclude(prompt)
+        else:
+            target.update(prompt.keys, prompt.values)
+
+
+def can_join(cache: PlanCache) -> bool:
+    """Tell whether a cache can become part of a larger batch: nothing leaves it while decoding."""
+    return all(isinstance(layer.holder, RaggedStore) for layer in cache.planned.values())
+
+
+def joined(caches: Sequence[PlanCache]) -> PlanCache:
+    """Join caches that hold the same prompts under different plans, with the sequences of all of them as its batch.
+
+    Several caches must plan the same layers and `can_join`; they are used up.
+    """
+    joint = caches[0]
+    if len(caches) == 1:
+        return joint
+    joint.read_mask.rearrange(lambda real: real.repeat(len(caches), 1))  # all have read the same prompts
+    stateful = stateful_layers(joint.layers)
+    for index, layer in enumerate(joint.layers):
+        others = [cache.layers[index] for cache in caches]
+        if isinstance(layer, EvictingLayer):
+            layer.holder = RaggedStore.joined([other.holder for other in others])
+        elif index in stateful:
+            vars(layer).update(join_states([vars(other) for other in others]))
+        elif isinstance(layer, DynamicLayer) and layer.keys is not None:
+            layer.keys = torch.cat([other.keys for other in others])
+            layer.values = torch.cat([other.values for other in others])
+    return joint

@@ -7,42 +7,34 @@ that deciding at the end would keep, and never more than one dense layer is aliv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from kvsearch.arrays import Ints
-from kvsearch.budgets.dynamic import Allocation, Shares
-from kvsearch.policies import Observation, Policy
+from kvsearch.budgets.dynamic import Allocation, LayerDemand, Order, Shares
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import IncompatibleError
+from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
+from kvsearch.policies.checks import lengths_after, lengths_of
+from kvsearch.policies.ranking import rank_scored, scored
 from kvsearch.runtime.collector import Rotary
-from kvsearch.runtime.decoding import Decoding
-from kvsearch.runtime.demand import LayerDemands
+from kvsearch.runtime.decode.decoding import Decoding
+from kvsearch.runtime.decode.rule import StepRule
 from kvsearch.runtime.eviction import PhaseRule, evict
-from kvsearch.runtime.pool import EntryPool
 from kvsearch.runtime.program import PhaseProgram, Program
-from kvsearch.runtime.rule import StepRule
-from kvsearch.runtime.slots import pack
-from kvsearch.runtime.storage import RaggedStore
+from kvsearch.runtime.store.pool import EntryPool
+from kvsearch.runtime.store.slots import pack
+from kvsearch.runtime.store.storage import RaggedStore
+
+if TYPE_CHECKING:
+    from kvsearch.plan import Phase
 
 NO_CAP = 2**31 - 1  # entries a head may hold while decoding
-
-
-class Phases(NamedTuple):
-    """Something of the prefill and of the decode phase; None where a phase does nothing."""
-
-    prefill: PhaseShares | None
-    decode: PhaseShares | None
-
-
-class Waiting(NamedTuple):
-    """A layer until its budgets are known: what it holds, its decode rule, and the columns of its prompt."""
-
-    pool: EntryPool
-    rule: StepRule | None
-    columns: int
 
 
 class PhaseShares:
@@ -52,7 +44,12 @@ class PhaseShares:
         self.lasting = lasting  # whether the budgets hold while the sequences grow
         self.rows = {layer: row for row, layer in enumerate(sorted(phase.policies))}
         self.policies = phase.policies
-        self.of_sequence = [_shares(allocation, phase, length) for length in lengths]
+        self.of_sequence: list[Shares] = []
+        for length in lengths:
+            planned = phase.table(length)
+            least = [max(policy.protected(length), phase.floor) for _, policy in sorted(phase.policies.items())]
+            floors = np.repeat(np.array(least, dtype=np.int64)[:, None], planned.shape[1], 1)
+            self.of_sequence.append(Shares(allocation, planned, floors, np.full_like(planned, length)))
 
     def add(self, layer: int, demands: LayerDemands) -> None:
         """Take in what a layer demands, for every sequence."""
@@ -80,20 +77,15 @@ class PhaseShares:
         return shares.spare if self.lasting else np.zeros_like(shares.spare)
 
 
-def _shares(allocation: Allocation, phase: PhaseProgram, length: int) -> Shares:
-    planned = phase.table(length)
-    least = [max(policy.protected(length), phase.floor) for _, policy in sorted(phase.policies.items())]
-    floors = np.repeat(np.array(least, dtype=np.int64)[:, None], planned.shape[1], 1)
-    return Shares(allocation, planned, floors, np.full_like(planned, length))
-
-
 class Sharing:
     """The dynamic allocation of one cache; layers end their prompts in ascending order."""
 
     def __init__(self, allocation: Allocation, program: Program) -> None:
-        self.allocation, self.program = allocation, program
-        self._phases = Phases(None, None)
-        self.waiting: dict[int, Waiting] = {}
+        self.allocation = allocation
+        self.program = program
+        self._phases: dict[Phase, PhaseShares] = {}
+        # a layer until its budgets are known: what it holds, its decode rule, and the columns of its prompt
+        self.waiting: dict[int, tuple[EntryPool, StepRule | None, int]] = {}
         self._ready: dict[int, RaggedStore | Decoding] = {}
 
     @property
@@ -111,19 +103,21 @@ class Sharing:
         layers = self.program.layers
         if index == layers[0]:
             self.waiting.clear()
-            lengths, prefill, decode = observation.lengths.tolist(), self.program.prefill, self.program.decode
-            self._phases = Phases(
-                None if prefill is None else PhaseShares(self.allocation, prefill, lengths, lasting=False),
-                None if decode is None else PhaseShares(self.allocation, decode, lengths, lasting=True),
-            )
+            lengths = lengths_of(observation)
+            phases: dict[Phase, PhaseProgram | None] = {"prefill": self.program.prefill, "decode": self.program.decode}
+            self._phases = {
+                name: PhaseShares(self.allocation, phase, lengths, lasting=name == "decode")
+                for name, phase in phases.items()
+                if phase is not None
+            }
         demands = LayerDemands(self.allocation, self._policy(index), observation)
-        for phase in self._phases:
-            if phase is not None and index in phase.rows:
+        for phase in self._phases.values():
+            if index in phase.rows:
                 phase.add(index, demands)
         if not self.waits:
             self._ready[index] = self._now(index, observation, rotary)
             return
-        shared = self._phases.prefill
+        shared = self._phases.get("prefill")
         for earlier, (pool, _, _) in self.waiting.items():  # first, so that this layer's entries find room
             if shared is not None and earlier in shared.rows:
                 pool.trim(shared.most(earlier))
@@ -142,46 +136,94 @@ class Sharing:
 
     def nbytes(self, index: int) -> int:
         """Return the bytes held for a layer until it takes them."""
-        return self.waiting[index].pool.nbytes() if index in self.waiting else 0
+        return self.waiting[index][0].nbytes() if index in self.waiting else 0
 
     def _policy(self, layer: int) -> Policy:
         """Return the policy whose scores are compared: that of the prefill phase, if there is one."""
-        found = [phase.policies[layer] for phase in self.program.phases if layer in phase.policies]
-        return found[0]
+        policies = [phase.policies[layer] for phase in self.program.phases if layer in phase.policies]
+        return policies[0]
 
     def _now(self, index: int, observation: Observation, rotary: Rotary) -> RaggedStore | Decoding:
         """Evict at once."""
 
-        def rule(phase: PhaseShares | None) -> PhaseRule | None:
+        def rule(name: Phase) -> PhaseRule | None:
+            phase = self._phases.get(name)
             if phase is None or index not in phase.rows:
                 return None
             budgets = torch.from_numpy(phase.of_layer(index))
             return PhaseRule(phase.policies[index], lambda _: budgets)
 
-        return evict(observation, rule(self._phases.prefill), rule(self._phases.decode), rotary)
+        return evict(observation, rule("prefill"), rule("decode"), rotary)
 
-    def _pool(self, index: int, observation: Observation, demands: LayerDemands, rotary: Rotary) -> Waiting:
-        rule, state = None, None
-        decode, prefill = self._phases.decode, self._phases.prefill
+    def _pool(
+        self, index: int, observation: Observation, demands: LayerDemands, rotary: Rotary
+    ) -> tuple[EntryPool, StepRule | None, int]:
+        rule = state = None
+        prefill = self._phases.get("prefill")
+        decode = self._phases.get("decode")
         if decode is not None and index in decode.rows:
             unknown = torch.full(observation.keys.shape[:2], NO_CAP)  # binds nothing
             rule = StepRule.after(decode.policies[index], unknown, observation, rotary)
             state = rule.start(observation)
-        lengths = np.array(observation.lengths.tolist())[:, None]
+        lengths = np.array(lengths_of(observation))[:, None]
         whole = np.repeat(lengths, observation.keys.shape[1], 1)
         most = prefill.most(index) if prefill is not None and index in prefill.rows else whole
-        return Waiting(EntryPool.take(observation, demands.ranks(), most, state), rule, observation.keys.shape[2])
+        return (EntryPool.take(observation, demands.ranks(), most, state), rule, observation.keys.shape[2])
 
     def _finish(self) -> None:
-        prefill, decode = (None if phase is None else phase.budgets() for phase in self._phases)
+        budgets = {name: phase.budgets() for name, phase in self._phases.items()}
+        prefill = budgets.get("prefill", {})
+        decode = budgets.get("decode", {})
         for index in list(self.waiting):
             pool, rule, columns = self.waiting.pop(index)
-            if prefill is not None and index in prefill:
+            if index in prefill:
                 pool.trim(prefill[index])
-            if rule is None or decode is None:
+            if rule is None:
                 self._ready[index] = pool.store()
                 continue
             rule.bound(decode[index])
             store = pack(pool.sources(), rule, pool.batch, pool.heads)
             self._ready[index] = Decoding(store, rule, store.used(), columns)
-        self._phases = Phases(None, None)
+        self._phases = {}
+
+
+class LayerDemands:
+    """The demands of one layer, per sequence of a batch: its entries by score, and how much it wants."""
+
+    def __init__(self, allocation: Allocation, policy: Policy, observation: Observation) -> None:
+        self.allocation = allocation
+        self.policy = policy
+        self.observation = observation
+        scores = scored(policy, observation)
+        self.by_score = rank_scored(policy, observation)
+        # [B, Hkv, T], protected entries first, then the candidates from the highest score on, then padding
+        self.ordered = torch.empty_like(scores).scatter_(-1, self.by_score.long(), scores)
+        self.lengths = lengths_after(observation)
+        self._orders: dict[tuple[int, int, int], Order] = {}
+        self.weights = [1.0] * len(self.lengths)
+        if allocation.shares_layers:
+            candidates = [
+                self.ordered[sequence, :, policy.protected(length) : length]
+                for sequence, length in enumerate(self.lengths)
+            ]
+            self.weights = allocation.weight(policy, observation, candidates)
+            if not all(weight < math.inf for weight in self.weights):  # nor NaN; -inf is the logarithm of nothing
+                raise IncompatibleError(
+                    f"layer {observation.layer}: the scores of {policy.name} give it no finite weight, so its budgets "
+                    "cannot be decided: the model computes NaN or infinity"
+                )
+
+    def of(self, sequence: int, floor: int, free: int) -> LayerDemand:
+        """Return the demand of a sequence whose heads have `floor` entries each, for at least `free` beyond them."""
+        if not self.allocation.shares_heads:
+            return LayerDemand(self.weights[sequence], np.zeros(0, dtype=np.uint8))
+        key = (sequence, floor, free)
+        if key not in self._orders:
+            length = self.lengths[sequence]
+            ranked = self.ordered[sequence, :, max(floor, self.policy.protected(length)) : length]
+            self._orders[key] = self.allocation.order(ranked, free)
+        return LayerDemand(self.weights[sequence], self._orders[key])
+
+    def ranks(self) -> Tensor:
+        """Return the rank of every entry in its head, [B, Hkv, T]."""
+        return rank_under(self.policy, self.observation)

@@ -1,18 +1,52 @@
-"""What was measured: candidates, the pool of the best, and whether the budgets matter at all."""
+"""Candidates of a search: jobs that measure them, the pool of the best, and whether the budgets matter at all.
+
+A candidate that cannot be evaluated is no error of the search. Only what would fail for every candidate, a request that
+cannot be carried out or a broken installation, is raised.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvsearch.arrays import Ints
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.canonical import sha256_of
+from kvsearch.workers import base
 
 FLAT = 1e-6  # relative; values that differ by less are the same
-MOST = 1024  # candidates of a pool beside the start plans
+MAX_POOL = 1024  # candidates of a pool beside the start plans
 STARTS = "start"  # where they were found
 
-Minibatch = tuple[int, ...] | None  # samples that a generation sees; None: all
+Minibatch = tuple[int, ...] | None  # numbers of samples; None: all
+
+
+class TrialJob(NamedTuple):
+    """Candidates, tables of budgets [L, Hkv], to be evaluated together: values [P, S] of P candidates on S samples.
+
+    `objective` says what is measured on the samples. Numbers of samples and objective together have one meaning in a
+    run: samples of several splits are numbered through.
+    """
+
+    candidates: tuple[Ints, ...]
+    samples: Minibatch
+    objective: str
+
+    @property
+    def keys(self) -> list[str]:
+        """The `candidate_key` of each candidate."""
+        return [candidate_key(candidate, self.objective, self.samples) for candidate in self.candidates]
+
+
+JobOutcome = base.Outcome[Floats]
+Evaluator = base.Evaluator[TrialJob, Floats]
+Executor = base.Executor[TrialJob, Floats]
+
+
+def candidate_key(candidate: Ints, objective: str, samples: Minibatch) -> str:
+    """Return the SHA-256 of all that decides a candidate's values in a run: budgets, objective and samples."""
+    return sha256_of({"budgets": candidate.tolist(), "objective": objective, "samples": samples})
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,15 +78,16 @@ class SearchOutcome:
     ended: str = "all stages are finished"
     flat: bool = False
 
-    def take(self, found: Iterable[Candidate]) -> None:
+    def add(self, candidates: Iterable[Candidate]) -> None:
         """Add candidates with finite values to the pool; of equal ones the better stays, else the first."""
-        pool = {one.table.tobytes(): one for one in self.pool}
-        for one in found:
-            key = one.table.tobytes()
-            if math.isfinite(one.value) and (key not in pool or one.value < pool[key].value):
-                pool[key] = one
-        ranked = sorted(pool.values(), key=lambda one: one.value)
-        self.pool = [*ranked[:MOST], *(one for one in ranked[MOST:] if one.where.startswith(STARTS))]
+        pool = {candidate.table.tobytes(): candidate for candidate in self.pool}
+        for candidate in candidates:
+            key = candidate.table.tobytes()
+            if math.isfinite(candidate.value) and (key not in pool or candidate.value < pool[key].value):
+                pool[key] = candidate
+        ranked = sorted(pool.values(), key=lambda candidate: candidate.value)
+        starts = [candidate for candidate in ranked[MAX_POOL:] if candidate.where.startswith(STARTS)]
+        self.pool = [*ranked[:MAX_POOL], *starts]
 
 
 class Flatness:

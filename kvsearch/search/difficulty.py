@@ -10,23 +10,15 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
+from kvsearch.core.progress import Progress
 from kvsearch.evaluation.runner import run_encoded
-from kvsearch.progress import Progress
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import full_cache
 from kvsearch.search.evolve import PreparedSearch
 from kvsearch.search.names import UNIFORM
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.scoring import is_right
-
-
-@dataclass(frozen=True)
-class Difficulty:
-    """The scores of a question, 0 to 1: with the full cache, and under even budgets of the size that is searched."""
-
-    full: float
-    even: float
+from kvsearch.tasks.metrics import is_right
 
 
 @dataclass(frozen=True)
@@ -39,32 +31,34 @@ class HardQuestions:
     hard: int
 
 
-def hard_questions(scores: Mapping[str, Difficulty], below: float, most: int | None, seed: int) -> HardQuestions:
+def hard_questions(
+    scores: Mapping[str, Mapping[str, float]], below: float, most: int | None, seed: int
+) -> HardQuestions:
     """Choose questions that the full cache gets right and even budgets below a bound.
 
     Args:
-        scores: of every question.
+        scores: of every question, 0 to 1: with the full cache, and under even budgets of the size that is searched.
         below: the bound, in percent.
         most: how many to keep at most, drawn by `seed`; None: all.
         seed: of the draw.
     """
-    right = [name for name, one in scores.items() if is_right(one.full)]
-    hard = [name for name in right if 100 * scores[name].even < below]
+    right = [name for name, score in scores.items() if is_right(score[FULL])]
+    hard = [name for name in right if 100 * scores[name][UNIFORM] < below]
     kept = hard if most is None or most >= len(hard) else random.Random(f"{seed}/hard").sample(hard, most)
     return HardQuestions(frozenset(kept), len(scores), len(right), len(hard))
 
 
-def measure_difficulty(prepared: PreparedSearch, progress: Progress | None = None) -> dict[str, Difficulty]:
-    """Ask everything that may be searched on, with the full cache and under even budgets; errors as `run_encoded`."""
+def measure_difficulty(prepared: PreparedSearch, progress: Progress | None = None) -> dict[str, dict[str, float]]:
+    """Return the scores of all questions with the full cache and under even budgets; errors as `run_encoded`."""
     model, asked = prepared.base.loaded.model, prepared.asked
     even = Program.from_plan(model, prepared.plan(prepared.starts[UNIFORM], {}))
     programs = {FULL: full_cache(model), UNIFORM: even}
     tasks, protocol = prepared.encoded["search"], prepared.settings.protocol
     replies = run_encoded(prepared.base.loaded, programs, tasks, protocol, asked.batch, progress, asked.max_memory)
-    found: dict[str, dict[str, float]] = {}
+    scores: dict[str, dict[str, float]] = {}
     for reply in replies:
-        found.setdefault(reply.prompt_sha256, {})[reply.method] = reply.score
-    return {name: Difficulty(one[FULL], one[UNIFORM]) for name, one in found.items()}
+        scores.setdefault(reply.prompt_sha256, {})[reply.method] = reply.score
+    return scores
 
 
 def with_hard_questions(

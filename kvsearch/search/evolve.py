@@ -2,7 +2,7 @@
 
 1. Search, on the first split: start plans, then the stages of `loop`, by a cheap loss or by the task's metric.
 2. Choice, on the second split, whose contexts nothing at hand was searched, fitted or chosen on: the best candidates
-   and all start plans answer by themselves. A candidate is the result if the rule of `kvsearch.choose.acceptance`
+   and all start plans answer by themselves. A candidate is the result if the rule of `kvsearch.selection.acceptance`
    accepts it over the best start plan, else that start is. So the result never scores below a start plan there, and a
    candidate takes the place of one only if its lead is beyond chance, the best of several counted as that. With parity
    the result is the paper's, whatever scores above it.
@@ -11,43 +11,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from kvsearch.arrays import Ints
-from kvsearch.budgets.uniform import Uniform
-from kvsearch.choose.acceptance import Rule, Scores, accepted
-from kvsearch.choose.splits import shared_contexts, shared_questions
-from kvsearch.errors import UsageError
+from kvsearch.budgets.allocator import Uniform
+from kvsearch.core.arrays import Ints
+from kvsearch.core.canonical import sha256_of
+from kvsearch.core.errors import UsageError
+from kvsearch.core.progress import Progress
 from kvsearch.evaluation.compare import Settings
-from kvsearch.evaluation.plan_comparison import Keep, PlanComparison, prepare_plans
+from kvsearch.evaluation.plan_comparison import PlanComparison, StageStore, prepare_plans
 from kvsearch.models.speed import Work
 from kvsearch.plan import Phase, Plan, Size
-from kvsearch.plan.canonical import sha256_of
-from kvsearch.plan.contexts import ContextRecord, Use, joined
+from kvsearch.plan.origin import ContextRecord, Use, joined
 from kvsearch.policies import create_policy
-from kvsearch.progress import Progress
-from kvsearch.runtime.forced_answers import Asked, ForcedAnswer, forced_answers
+from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_answers
 from kvsearch.search.bank.samples import BankSample, bank_samples, kept_of
-from kvsearch.search.candidates import STARTS, Candidate, Minibatch, SearchOutcome
-from kvsearch.search.jobs import Executor
-from kvsearch.search.ledger import SearchLedger
+from kvsearch.search.candidates import STARTS, Candidate, Executor, Minibatch, SearchOutcome
 from kvsearch.search.loop import Search, Watcher
-from kvsearch.search.names import EVOLVED, STREAMING
-from kvsearch.search.objectives import find_objective
+from kvsearch.search.names import EVOLVED, EXPANDED, STREAMING, UNIFORM
+from kvsearch.search.objectives import OBJECTIVES
 from kvsearch.search.optimisers import default_population
-from kvsearch.search.scoring import Scoring
 from kvsearch.search.settings import JOINT_OPTIMISER, EvolveSettings, SearchLimits
 from kvsearch.search.stages import Frame, stages_of
 from kvsearch.search.start_plans import Base, start_tables
-from kvsearch.strategies.direct import direct_plan
+from kvsearch.search.trials import TrialLog, TrialRunner
+from kvsearch.selection.acceptance import Rule
+from kvsearch.selection.candidates import CandidateSet
+from kvsearch.selection.comparison import Decision, StagedComparison
+from kvsearch.selection.splits import refuse_shared
+from kvsearch.strategies.methods import direct_plan
+from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set, encode_tasks
 
+JOB_SIZE = 4  # candidates that a worker takes at a time, at most
 SPLIT_USES: dict[str, Use] = {"search": "fitted", "choice": "chosen", "report": "reported"}
 
 
@@ -65,18 +68,20 @@ class Choice:
     """What was chosen on the second split: its name, budgets and plan, and the comparison of all finalists by name.
 
     `finalists` are the start plans by their names, and the best candidates as "#1", "#2", ...; `best` is the one with
-    the highest score, of equal ones the lower loss, then the first, and `start` the best start plan. `verdicts` are of
-    the candidates: the chance of a lead over it like theirs, and whether they are accepted, see `accepted`.
+    the highest score, of equal ones the lower loss, then the first. Baselines of the `decision` are start plans.
     """
 
     name: str
     table: Ints
     plan: Plan
-    comparison: PlanComparison
     finalists: Mapping[str, Candidate]
     best: str
-    start: str
-    verdicts: Mapping[str, tuple[float, bool]]
+    decision: Decision
+
+    @property
+    def comparison(self) -> PlanComparison:
+        """The scores of all finalists."""
+        return self.decision.stages[-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +111,7 @@ class PreparedSearch:
     @property
     def needs_replies(self) -> bool:
         """Whether the model's own replies decide what is teacher-forced; `answered` makes them."""
-        return self.settings.answers == "own" and not find_objective(self.settings.objective).free_running
+        return self.settings.answers == "own" and not OBJECTIVES[self.settings.objective].free_running
 
     def answered(self, progress: Progress | None = None) -> PreparedSearch:
         """Return the search with what is teacher-forced decided, if replies decide it; errors as `forced_answers`."""
@@ -158,10 +163,11 @@ class PreparedSearch:
     def work(self, candidates: int) -> Work:
         """Return what the model has to do to evaluate candidates; prompts are read once where plans evict in them."""
         free, once = self.settings.objective == "metric", self.base.in_prefill
-        prompts = {one.prompt_sha256: len(one.prompt) for one in self.samples} if once else {}
-        each = sum(len(one.asked) if free else len(one.following) for one in self.samples)
-        each += 0 if once else sum(len(one.prompt) for one in self.samples)
-        replies = sum(one.limit for one in self.samples) if free else 0
+        prompts = {sample.prompt_sha256: len(sample.prompt) for sample in self.samples} if once else {}
+        each = sum(len(sample.asked) if free else len(sample.following) for sample in self.samples)
+        if not once:
+            each += sum(len(sample.prompt) for sample in self.samples)
+        replies = sum(sample.limit for sample in self.samples) if free else 0
         passes = len(prompts) + candidates * len(self.samples)
         return Work(passes, sum(prompts.values()) + candidates * each, candidates * replies)
 
@@ -170,19 +176,22 @@ class PreparedSearch:
         prepare_plans(self.base.loaded, {}, self.splits.search, self.asked).evaluation.require_answers(progress)
 
     def search(
-        self, executor: Executor, ledger: SearchLedger, limits: SearchLimits, watcher: Watcher, name: str = ""
+        self, executor: Executor, log: TrialLog, limits: SearchLimits, watcher: Watcher, name: str = ""
     ) -> SearchOutcome:
         """Do the first part; `name` and errors as for `Search`."""
         free = self.settings.objective == "metric"
-        counts = [len(one.asked) + one.limit if free else len(one.following) for one in self.samples]
-        if not self.base.in_prefill:  # prompts are read again
-            counts = [count + len(one.prompt) for count, one in zip(counts, self.samples, strict=True)]
+        counts = []
+        for sample in self.samples:
+            count = len(sample.asked) + sample.limit if free else len(sample.following)
+            if not self.base.in_prefill:  # prompts are read again
+                count += len(sample.prompt)
+            counts.append(count)
 
         def tokens(chosen: Minibatch) -> int:
             return sum(counts) if chosen is None else sum(counts[number] for number in chosen)
 
-        scoring = Scoring(executor, ledger, self.settings.objective, self.settings.together, limits, tokens)
-        return Search(self.settings, self.frame, self.starts, scoring, len(counts), watcher, name).run()
+        trials = TrialRunner(executor, log, self.settings.objective, JOB_SIZE, limits, tokens)
+        return Search(self.settings, self.frame, self.starts, trials, len(counts), watcher, name).run()
 
     def plan(self, table: Ints, settings: Mapping[str, Any], contexts: ContextRecord | None = None) -> Plan:
         """Return the plan of budgets [phases * L, Hkv]; `settings` and `contexts` go to its provenance."""
@@ -190,7 +199,7 @@ class PreparedSearch:
 
     @property
     def hashes(self) -> dict[Use, list[str]]:
-        """What the contexts of the splits are known by, by what they are for; see `kvsearch.plan.contexts`."""
+        """What the contexts of the splits are known by, by what they are for; see `kvsearch.plan.origin`."""
         return {use: asked_hashes(self.encoded[split]) for split, use in SPLIT_USES.items()}
 
     def record(self, searched: bool) -> ContextRecord:
@@ -198,39 +207,45 @@ class PreparedSearch:
 
         One that was not `searched` is a start plan, which owes nothing to what is searched on.
         """
-        asked = {use: asked_set(self.encoded[split]) for split, use in SPLIT_USES.items()}
-        return self.before.with_more(**{use: found for use, found in asked.items() if searched or use != "fitted"})
+        contexts = {use: asked_set(self.encoded[split]) for split, use in SPLIT_USES.items()}
+        if not searched:
+            del contexts["fitted"]
+        return self.before.with_more(**contexts)
 
-    def compare(self, plans: Mapping[str, Plan], tasks: Sequence[Task], name: str, keep: Keep | None) -> PlanComparison:
+    def compare(
+        self, plans: Mapping[str, Plan], tasks: Sequence[Task], name: str, store: StageStore | None
+    ) -> PlanComparison:
         """Score plans on a split; `name` is what their replies are kept under."""
-        return prepare_plans(self.base.loaded, plans, tasks, self.asked).run_stage(name, keep)
+        return prepare_plans(self.base.loaded, plans, tasks, self.asked).run_stage(name, store)
 
-    def choose(self, outcome: SearchOutcome, keep: Keep | None = None, name: str = "choice") -> Choice:
+    def choose(self, outcome: SearchOutcome, store: StageStore | None = None, store_name: str = "choice") -> Choice:
         """Choose on the second split: a candidate that is accepted over the best start plan, or else that one.
 
         Of several the one with the highest score; with parity the paper's result whatever it scores. See `Choice`.
         """
         finalists = self._finalists(outcome)
         settings = {**self.as_json(), "samples": len(self.samples), "ended": outcome.ended}
-        plans = {name: self.plan(found.table, settings) for name, found in finalists.items()}
-        result = self.compare(plans, self.splits.choice, name, keep)
-        values = {name: 0.0 if outcome.flat else -found.value for name, found in finalists.items()}
-
-        def highest(names: Iterable[str]) -> str:
-            return max(names, key=lambda name: (round(result.score(name).mean, 9), values[name]))
-
-        start = highest(self.starts)
-        leads = {name: result.gain(name, [start]) for name in finalists if name not in self.starts}
-        scores = Scores.of(result.comparison.samples, result.comparison.contexts)
-        verdicts = accepted(scores, leads, start, list(self.starts), Rule(), self.settings.seed)
-        good = [name for name, (_, is_good) in verdicts.items() if is_good]
-        taken = highest(good) if good else start
+        plans = {name: self.plan(finalist.table, settings) for name, finalist in finalists.items()}
+        ranked = list(finalists)
+        if not outcome.flat:  # of equal scores the lower loss is the better one
+            ranked.sort(key=lambda name: finalists[name].value)
+        candidates = {name: plans[name] for name in ranked if name not in self.starts}
+        starts = {name: plans[name] for name in ranked if name in self.starts}
+        candidate_set = CandidateSet(self.settings.phases, candidates, starts, even=UNIFORM)
+        stages = (store_name,)
+        comparison = StagedComparison(self.base.loaded, candidate_set, self.splits.choice, self.asked, Rule(), stages)
+        decision = comparison.decide(store)
+        scores = decision.stages[-1]
+        chosen = decision.winner or decision.best
         if outcome.result is not None:
-            taken = _named(finalists, outcome.result.table)
-        table = finalists[taken].table
-        chosen = {**settings, "chosen": taken, "found": finalists[taken].where, "score": result.score(taken).mean}
-        plan = self.plan(table, chosen, self.record(searched=taken not in self.starts))
-        return Choice(taken, table, plan, result, finalists, highest(finalists), start, verdicts)
+            chosen = _find_name(finalists, outcome.result.table)
+        table = finalists[chosen].table
+        origin = {
+            **settings, "chosen": chosen, "found": finalists[chosen].where, "score": scores.score(chosen).mean,
+        }  # fmt: skip
+        plan = self.plan(table, origin, self.record(searched=chosen not in self.starts))
+        best = max(ranked, key=lambda name: round(scores.score(name).mean, 9))
+        return Choice(chosen, table, plan, finalists, best, decision)
 
     def reported_plans(self, choice: Choice) -> dict[str, Plan]:
         """Return what the report compares: the choice as "evolved", start plans, and StreamingLLM with even budgets.
@@ -246,23 +261,21 @@ class PreparedSearch:
             plans[STREAMING] = direct_plan(self.base.loaded, streaming, size, self.base.phases, Uniform())
         return plans
 
-    def report(self, choice: Choice, keep: Keep | None = None) -> PlanComparison:
-        """Score the `reported_plans` on the third split."""
-        return self.compare(self.reported_plans(choice), self.splits.report, "report", keep)
-
     def _finalists(self, outcome: SearchOutcome) -> dict[str, Candidate]:
-        values = {tuple(one.table.ravel()): one for one in outcome.pool}
-        found: dict[str, Candidate] = {}
+        values = {candidate.table.tobytes(): candidate.value for candidate in outcome.pool}
+        finalists: dict[str, Candidate] = {}
         for name, table in self.starts.items():
-            known = values.get(tuple(table.ravel()))
-            found[name] = Candidate(table, known.value if known else float("inf"), f"start {name}")
-        searched = [one for one in outcome.pool if not one.where.startswith(STARTS)][: self.settings.finalists]
-        taken = {tuple(table.ravel()) for table in self.starts.values()}
-        for one in [*searched, *([] if outcome.mean is None else [outcome.mean])]:
-            if tuple(one.table.ravel()) not in taken:
-                taken.add(tuple(one.table.ravel()))
-                found[f"#{len(found) - len(self.starts) + 1}"] = one
-        return found
+            finalists[name] = Candidate(table, values.get(table.tobytes(), math.inf), f"start {name}")
+        searched = [candidate for candidate in outcome.pool if not candidate.where.startswith(STARTS)]
+        searched = searched[: self.settings.finalists]
+        if outcome.mean is not None:
+            searched.append(outcome.mean)
+        known = {table.tobytes() for table in self.starts.values()}
+        for candidate in searched:
+            if candidate.table.tobytes() not in known:
+                known.add(candidate.table.tobytes())
+                finalists[f"#{len(finalists) - len(self.starts) + 1}"] = candidate
+        return finalists
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,25 +334,80 @@ def prepare_search(
     prepared = PreparedSearch(base, budget, settings, asked, starts, splits, encoded, before)
     if len(prepared.samples) < 2:
         raise UsageError("one question to search on: the result would fit that one alone, give more --samples")
-    for one in (*shared_questions(encoded), *shared_contexts(encoded)):
-        raise UsageError(
-            f"{one.place} is in the {one.first} and in the {one.second} split: what is searched or chosen on must not "
-            "be reported on, give tasks with splits"
-        )
+    refuse_shared(encoded)
     check_budget(prepared)
     return prepared
 
 
-def at_size(search: PreparedSearch, budget: int, plans: Mapping[str, Plan]) -> PreparedSearch:
+def resize_search(search: PreparedSearch, budget: int, plans: Mapping[str, Plan]) -> PreparedSearch:
     """Return a search of the same questions at another size, from these start plans; errors as `prepare_search`."""
-    found = replace(search, budget=budget, starts=start_tables(search.base, budget, plans))
-    check_budget(found)
-    return found
+    resized = replace(search, budget=budget, starts=start_tables(search.base, budget, plans))
+    check_budget(resized)
+    return resized
 
 
-def _named(finalists: Mapping[str, Candidate], table: Ints) -> str:
+def prepare_searches(
+    base: Base,
+    budgets: Sequence[int],
+    settings: EvolveSettings,
+    splits: Splits,
+    asked: Settings,
+    plans: Mapping[str, Plan],
+) -> tuple[PreparedSearch, ...]:
+    """Prepare a search of the same questions at every budget, ascending; the rest is as for `prepare_search`.
+
+    Raises:
+        UsageError: several budgets are the same one.
+    """
+    sizes = sorted(set(budgets))
+    if len(sizes) < min(len(budgets), 2):
+        raise UsageError("a front needs two different budgets or more: give a single one with --budget")
+    first = prepare_search(base, sizes[0], settings, splits, asked, plans)
+    return (first, *(resize_search(first, size, plans) for size in sizes[1:]))
+
+
+def run_searches(
+    searches: Sequence[PreparedSearch],
+    executor: Executor,
+    log: TrialLog,
+    limits: SearchLimits,
+    watcher: Watcher,
+    store: StageStore | None = None,
+) -> list[Evolved]:
+    """Search and choose at every budget, then report on all; limits are for all budgets together.
+
+    Budgets share one bank and one log, and none knows of the others' results. The report split is asked once, at the
+    end, of the result of each budget, and beside it of the plan of the smallest budget scaled to that size: these are
+    the optimised and the extrapolated plans of EvolKV (sections 4.2.1 and C.4). Errors are those of `Search.run`.
+    """
+    is_front = len(searches) > 1
+    finished: list[tuple[PreparedSearch, SearchOutcome, Choice]] = []
+    for number, search in enumerate(searches, 1):
+        outcome = search.search(executor, log, limits, watcher, f"budget {search.budget}: " if is_front else "")
+        if number == len(searches):
+            executor.close()  # its memory is for the replies now
+        choice = search.choose(outcome, store, f"choice-{search.budget}" if is_front else "choice")
+        finished.append((search, outcome, choice))
+    smallest = finished[0][2].table
+    plans: dict[str, Plan] = {}
+    asked: list[dict[str, str]] = []  # the names in the report, by the name at one budget
+    for search, _, choice in finished:
+        compared = search.reported_plans(choice)
+        if plans:
+            compared[EXPANDED] = search.plan(search.frame.complete(smallest), {})
+        asked.append({name: f"{name}-{search.budget}" if is_front else name for name in compared})
+        plans |= {asked[-1][name]: plan for name, plan in compared.items()}
+    report = searches[0].compare(plans, searches[0].splits.report, "report", store)
+    evolved = []
+    for (search, outcome, choice), names in zip(finished, asked, strict=True):
+        labels = {FULL: report.labels[FULL], **{name: report.labels[name_asked] for name, name_asked in names.items()}}
+        evolved.append(Evolved(search, outcome, choice, PlanComparison(report.comparison, labels)))
+    return evolved
+
+
+def _find_name(finalists: Mapping[str, Candidate], table: Ints) -> str:
     """Return the name of the finalist with that table."""
-    return next(name for name, found in finalists.items() if np.array_equal(found.table, table))
+    return next(name for name, finalist in finalists.items() if np.array_equal(finalist.table, table))
 
 
 def questions_hash(samples: Sequence[BankSample]) -> str:

@@ -1,7 +1,7 @@
 """The search itself: start plans first, then one stage after the other, each an optimiser in a space.
 
-Everything that is measured goes through the ledger. A search that is resumed runs from its beginning again and finds
-what it knows there, so an optimiser comes to the state it was in, in the middle of a generation if need be.
+Everything that is measured goes through the log of trials. A search that is resumed runs from its beginning again and
+finds what it knows there, so an optimiser comes to the state it was in, in the middle of a generation if need be.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from kvsearch.arrays import Ints
+from kvsearch.core.arrays import Ints
 from kvsearch.search.candidates import STARTS, Candidate, Flatness, Minibatch, SearchOutcome
 from kvsearch.search.objectives import cache_score, fitness, loss_score
-from kvsearch.search.optimisers import Optimiser, create_optimiser
-from kvsearch.search.population import worst_of
-from kvsearch.search.scoring import LimitReachedError, Scoring
+from kvsearch.search.optimisers import OPTIMISERS, Optimiser, Problem
 from kvsearch.search.settings import WITH_POPULATION, EvolveSettings
 from kvsearch.search.stages import Frame, SearchStage, stages_of
+from kvsearch.search.trials import LimitReachedError, TrialRunner
 
 COMPLETED = "completed"
 ALL_LAYERS = slice(None)
 
 
 @dataclass(frozen=True)
-class Part:
+class StageProgress:
     """One stage, `number` of `count`, with at most so many generations."""
 
     number: int
@@ -45,7 +45,7 @@ class Part:
 class Watcher(Protocol):
     """Told how a search goes; it decides nothing."""
 
-    def stage(self, name: str, part: Part | None = None) -> None:
+    def stage(self, name: str, part: StageProgress | None = None) -> None:
         """Hear that something begins; `part`: which of the search."""
         ...
 
@@ -59,16 +59,16 @@ class Watcher(Protocol):
 
 
 class Search:
-    """One search; `run` may be interrupted at any time and repeated with the same ledger.
+    """One search; `run` may be interrupted at any time and repeated with the same log.
 
     Args:
         settings: what is searched.
         frame: floors and caps of the budgets, and the budget that is shared.
         starts: candidates that are measured first, by name; the first is uniform.
-        scoring: what candidates are worth; its ledger has everything that the search does.
+        trials: what candidates are worth; its log has everything that the search does.
         samples: how many there are.
         watcher: told how it goes.
-        name: in front of the names of stages, where one ledger has several searches.
+        name: in front of the names of stages, where one log has several searches.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Search:
         settings: EvolveSettings,
         frame: Frame,
         starts: Mapping[str, Ints],
-        scoring: Scoring,
+        trials: TrialRunner,
         samples: int,
         watcher: Watcher,
         name: str = "",
     ) -> None:
         self.settings, self.frame, self.starts = settings, frame, dict(starts)
-        self.scoring, self.samples, self.watcher, self.name = scoring, samples, watcher, name
-        self.ledger, self.outcome = scoring.ledger, SearchOutcome()
+        self.trials, self.samples, self.watcher, self.name = trials, samples, watcher, name
+        self.log, self.outcome = trials.log, SearchOutcome()
         self._current = Candidate(next(iter(self.starts.values())), math.inf, STARTS)  # where the next stage begins
         self._state: Candidate | None = None  # of all that stages tried, the best on all samples
         self._flatness = Flatness(settings.objective)
@@ -96,13 +96,13 @@ class Search:
         """
         try:
             self.watcher.stage(f"{self.name}start plans")
-            line, where = self.ledger.begin(self.name + STARTS), [f"start {name}" for name in self.starts]
+            line, where = self.log.begin(self.name + STARTS), [f"start {name}" for name in self.starts]
             values = self._measure(list(self.starts.values()), line, where, ALL_LAYERS)
             if not self.settings.parity:  # the paper begins with even budgets, and with no fitness
                 self._current = self.outcome.pool[0]
             self.watcher.generation(STARTS, 0, values, self.outcome.pool[0])
             for stage in stages_of(self.settings, self.frame, self.starts, lambda: self._current.table):
-                part = Part(stage.number, stage.count, self.settings.generations)
+                part = StageProgress(stage.number, stage.count, self.settings.generations)
                 self.watcher.stage(f"{self.name}{stage.name} ({stage.number} of {stage.count})", part)
                 self._current = self._run_stage(stage, self._current)
                 if self.outcome.flat:
@@ -122,19 +122,19 @@ class Search:
         for generation in range(self.settings.generations):
             if optimiser.finished is not None or self.outcome.flat:
                 break
-            best = _better(best, self._run_generation(stage, generation, optimiser))
+            best = _choose_better(best, self._run_generation(stage, generation, optimiser))
         if self.settings.parity or self.outcome.flat:  # the paper's procedure has no use for the mean
             return best
         where, mean = f"{stage.name}, mean", stage.space.budgets(optimiser.best_guess)
-        (value,) = self._measure([mean], self.ledger.begin(self.name + where), [where], stage.rows)
+        (value,) = self._measure([mean], self.log.begin(self.name + where), [where], stage.rows)
         self.outcome.mean = Candidate(mean, value, where)
-        return _better(best, self.outcome.mean)
+        return _choose_better(best, self.outcome.mean)
 
     def _run_generation(self, stage: SearchStage, generation: int, optimiser: Optimiser) -> Candidate:
         """Ask, measure, tell; return the best candidate."""
         where = f"{stage.name}, generation {generation}"
         points = optimiser.ask()
-        line = self.ledger.ask(self.name + stage.name, generation, points)
+        line = self.log.begin(self.name + where)
         tables = [stage.space.budgets(point) for point in points]
         samples = self._minibatch(stage.name, generation)
         values = self._measure(tables, line, [where] * len(tables), stage.rows, samples)
@@ -142,11 +142,11 @@ class Search:
         told = [value if math.isfinite(value) else worst for value in values]
         projected = [stage.space.project(point) for point in points]
         optimiser.tell(projected, told)
-        self.ledger.tell(self.name + stage.name, generation, projected, told)
+        self.log.tell(self.name + stage.name, generation, projected, told)
         first = int(np.argmin(told))
         best = Candidate(tables[first], values[first], where)
         if samples is not None:
-            line = self.ledger.begin(f"{self.name}{where}, on all samples")
+            line = self.log.begin(f"{self.name}{where}, on all samples")
             (value,) = self._measure([best.table], line, [where], stage.rows)
             best = replace(best, value=value)
         if (verdict := self._flatness.verdict) is not None:
@@ -158,8 +158,7 @@ class Search:
         space, settings = stage.space, self.settings
         name = "golden" if space.dimension == 1 else settings.optimiser
         seed = f"{settings.seed}/{self.name}{stage.name}"
-        optimiser = create_optimiser(
-            name,
+        problem = Problem(
             space.point_of(start),
             space.lower,
             space.upper,
@@ -169,6 +168,7 @@ class Search:
             tolerance=0.5 / self.frame.budget,  # half an entry: smaller steps change no budget
             categories=space.categories,
         )
+        optimiser = OPTIMISERS[name](problem)
         optimiser.inject([space.point_of(table) for table in stage.inject])
         return optimiser
 
@@ -184,38 +184,38 @@ class Search:
     ) -> list[float]:
         """Return values to minimise; those on all samples go to the pool, also where a limit cuts in."""
         try:
-            values = self.scoring(tables, since, samples)
+            values = self.trials.measure(tables, since, samples)
         except LimitReachedError:
-            self._take(tables, self.scoring.known(tables, samples), where, rows, samples)
+            self._note_values(tables, self.trials.values(tables, samples), where, rows, samples)
             raise
-        return self._take(tables, values, where, rows, samples)
+        return self._note_values(tables, values, where, rows, samples)
 
-    def _take(
+    def _note_values(
         self, tables: Sequence[Ints], values: Sequence[float], where: Sequence[str], rows: slice, samples: Minibatch
     ) -> list[float]:
         self._flatness.add(tables, values, samples)
-        fitting = self._fitness(tables, values, rows)
+        fitting = self._fit_values(tables, values, rows)
         if samples is None:
-            found = [Candidate(*one) for one in zip(tables, fitting, where, strict=True)]
-            self.outcome.take(found)
-            for one in found if rows != ALL_LAYERS else ():
-                if math.isfinite(one.value) and (self._state is None or one.value < self._state.value):
-                    self._state = one
+            candidates = list(map(Candidate, tables, fitting, where))
+            self.outcome.add(candidates)
+            for candidate in candidates if rows != ALL_LAYERS else ():
+                if math.isfinite(candidate.value) and (self._state is None or candidate.value < self._state.value):
+                    self._state = candidate
             if self.outcome.pool:
-                self.ledger.keep_best(self.outcome.pool[0], self.name)
+                self.log.record_best(self.outcome.pool[0], self.name)
         return fitting
 
-    def _fitness(self, tables: Sequence[Ints], values: Sequence[float], rows: slice) -> list[float]:
+    def _fit_values(self, tables: Sequence[Ints], values: Sequence[float], rows: slice) -> list[float]:
         """Return values to minimise; the paper's have the cache term of the layers that a stage varies in them."""
         settings = self.settings
         if not settings.parity:
             return list(values)
-        found = []
+        fitting = []
         for table, value in zip(tables, values, strict=True):
             score = -value if settings.objective == "metric" else loss_score(value)
             cache = cache_score(float(table[rows].mean()), self.frame.budget, settings.gamma)
-            found.append(-fitness(score, cache, settings.lam))
-        return found
+            fitting.append(-fitness(score, cache, settings.lam))
+        return fitting
 
     def _complete(self) -> None:
         """Do the paper's last step: the best group state is completed to the total.
@@ -223,20 +223,24 @@ class Search:
         So are the next best, to be shown beside it; all are measured by the objective alone.
         """
         state = [] if self._state is None else [self._state]
-        known = {table.tobytes() for table in (*self.starts.values(), *(one.table for one in state))}
-        others = [one for one in self.outcome.pool if one.table.tobytes() not in known]
+        known = {table.tobytes() for table in self.starts.values()}
+        known |= {candidate.table.tobytes() for candidate in state}
+        others = [candidate for candidate in self.outcome.pool if candidate.table.tobytes() not in known]
         searched = [*state, *others][: self.settings.finalists]
-        frames = (replace(self.frame, caps=np.maximum(self.frame.caps, one.table)) for one in searched)
-        completed = [frame.complete(one.table) for frame, one in zip(frames, searched, strict=True)]
+        completed = []
+        for candidate in searched:
+            frame = replace(self.frame, caps=np.maximum(self.frame.caps, candidate.table))
+            completed.append(frame.complete(candidate.table))
         tables = [*self.starts.values(), *completed]
         with suppress(LimitReachedError):
-            self.scoring(tables, self.ledger.begin(self.name + COMPLETED))
-        where = [*(f"start {name}" for name in self.starts), *(f"{one.where}, {COMPLETED}" for one in searched)]
-        values = [value if math.isfinite(value) else math.inf for value in self.scoring.known(tables)]
-        found = [Candidate(*one) for one in zip(tables, values, where, strict=True)]
-        first = found[len(self.starts) :][: len(state)]
-        rest = [one for one in found if one not in first]
-        self.outcome.pool = [*first, *sorted(rest, key=lambda one: one.value)]
+            self.trials.measure(tables, self.log.begin(self.name + COMPLETED))
+        where = [f"start {name}" for name in self.starts]
+        where += [f"{candidate.where}, {COMPLETED}" for candidate in searched]
+        values = [value if math.isfinite(value) else math.inf for value in self.trials.values(tables)]
+        candidates = list(map(Candidate, tables, values, where))
+        first = candidates[len(self.starts) :][: len(state)]
+        rest = [candidate for candidate in candidates if candidate not in first]
+        self.outcome.pool = [*first, *sorted(rest, key=lambda candidate: candidate.value)]
         self.outcome.result = None if self.outcome.flat else next(iter(first), None)
 
     def _minibatch(self, stage: str, generation: int) -> Minibatch:
@@ -247,5 +251,16 @@ class Search:
         return tuple(sorted(rng.sample(range(self.samples), size)))
 
 
-def _better(one: Candidate, other: Candidate) -> Candidate:
-    return other if other.value < one.value else one
+def worst_of(values: Iterable[float]) -> float:
+    """Return the finite value of a failed candidate: above (worse than) all finite `values` of its generation.
+
+    The distance is the spread of the finite values, but at least 1 and at least the size of the largest: enough for any
+    optimiser to turn away, not so much that a fitted surface has nothing else in it.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    most, least = max(finite), min(finite)
+    return min(most + max(most - least, abs(most), 1.0), sys.float_info.max)
+
+
+def _choose_better(first: Candidate, second: Candidate) -> Candidate:
+    return second if second.value < first.value else first

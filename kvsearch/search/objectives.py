@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import Final
 
-from kvsearch.errors import UsageError
-from kvsearch.naming import unknown
 from kvsearch.search.settings import ObjectiveName
 
 
@@ -50,13 +48,6 @@ OBJECTIVES: Final[dict[str, Objective]] = {
 }
 
 
-def find_objective(name: str) -> Objective:
-    """Return the objective of that name; UsageError if there is none."""
-    if name not in OBJECTIVES:
-        raise UsageError(unknown("objective", name, get_args(ObjectiveName)))
-    return OBJECTIVES[name]
-
-
 def cache_score(mean: float, budget: float, gamma: float = 0.2) -> float:
     """Return how well a mean budget keeps to the target c, in [0, 1] (Eq. 2).
 
@@ -67,14 +58,7 @@ def cache_score(mean: float, budget: float, gamma: float = 0.2) -> float:
             mean over the whole model, the paper is of two minds.
         budget: c, entries per kv head.
         gamma: discount for what is left unused, (0, 1].
-
-    Raises:
-        UsageError: an argument is out of range.
     """
-    if not (0 <= mean < math.inf and 0 < budget < math.inf):
-        raise UsageError(f"budgets must be finite, the target above 0: got a mean of {mean} for a target of {budget}")
-    if not 0 < gamma <= 1:
-        raise UsageError(f"gamma must be in (0, 1], got {gamma}")
     if mean > budget:
         return max(0.0, 1 - (mean - budget) / budget)
     return 1 - gamma * (1 - mean / budget)
@@ -87,16 +71,7 @@ def fitness(score: float, cache: float, lam: float = 0.3) -> float:
         score: f, 0 or more, larger is better; see `loss_score` for losses. NaN, of a candidate that failed, stays NaN.
         cache: `cache_score`, in [0, 1].
         lam: weight of the cache term, 0 or more; 0 ranks by the score alone.
-
-    Raises:
-        UsageError: an argument is out of range.
     """
-    if score < 0 or math.isinf(score):
-        raise UsageError(f"a score must be finite and 0 or more, got {score}: turn losses into scores first")
-    if not 0 <= cache <= 1:
-        raise UsageError(f"a cache score must be in [0, 1], got {cache}")
-    if not 0 <= lam < math.inf:
-        raise UsageError(f"lam must be finite and 0 or more, got {lam}")
     return score * (1 + lam * cache)
 
 

@@ -14,22 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsearch.arrays import Floats
-from kvsearch.errors import IncompatibleError, UsageError
-from kvsearch.models.positions import check_length
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC
-from kvsearch.progress import Progress, counted
+from kvsearch.core.arrays import Floats
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.progress import Progress, counted
+from kvsearch.models.architecture import check_length
+from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
+from kvsearch.runtime.decode.replies import NonFiniteError, has_windows, stop_tokens
 from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.replies import NonFiniteError, has_windows, stop_tokens
 from kvsearch.runtime.shared_prefill import JointReplies, compressed
+from kvsearch.search.bank.memory import SampleBlock, Splitting
 from kvsearch.search.bank.passes import PAD, forced_loss
 from kvsearch.search.bank.samples import BankSample, require_answers
-from kvsearch.search.jobs import Job
-from kvsearch.search.objectives import Objective, find_objective
+from kvsearch.search.candidates import TrialJob
+from kvsearch.search.objectives import OBJECTIVES, Objective
 from kvsearch.search.start_plans import Base
-from kvsearch.signals.perplexity import answer_losses
+from kvsearch.signals.predictions import answer_losses
 
 FULL = "full"
 Context = list[int]  # the samples that share a prompt
@@ -70,39 +71,43 @@ class PlanRuns:
             check_length(self.model, len(sample.prompt) + len(sample.following))
         # on a model with sliding windows nothing may be padded between a prompt and what follows it
         self.batch, self.memory = 1 if has_windows(self.model) else batch, max_memory
-        self._spent = 0
+        self._splitting = Splitting()
+        self.tokens_spent = 0  # that the model has read: prompts, and what followed them under every candidate
         self._full: dict[int, Tensor] = {}  # log-probabilities [1, rows, V] under the full cache, by sample
         if full:
             self._note_full(progress)
 
-    @property
-    def tokens_spent(self) -> int:
-        """Tokens that the model has read so far: prompts, and what followed them under every candidate."""
-        return self._spent
-
-    def evaluate(self, job: Job) -> Floats:
+    def evaluate(self, job: TrialJob) -> Floats:
         """Judge every candidate of a job on its samples by its objective, float64 [P, S]; NaN where the model gives it.
 
         Raises:
-            UsageError: no such objective or sample, or a sample without an answer.
+            UsageError: a sample without an answer.
             IncompatibleError: the model emits NaN for a prompt.
         """
-        objective = find_objective(job.objective)
+        objective = OBJECTIVES[job.objective]
         chosen = list(range(len(self.samples)) if job.samples is None else job.samples)
         if not objective.free_running:
             require_answers(objective, [self.samples[index] for index in chosen])
-        if objective.needs_full and not self._full:
-            raise UsageError(f"{objective.name} compares with the full cache: make this with full=True")
-        programs = {
-            str(number): Program.from_plan(self.model, self.base.plan(np.asarray(table), {}, 0))
-            for number, table in enumerate(job.candidates)
-        }
+        programs = [Program.from_plan(self.model, self.base.plan(np.asarray(table), {}, 0)) for table in job.candidates]
         values = np.full((len(programs), len(self.samples)), np.nan)
+        batches = list(self._batches(chosen))
+        contexts = [context for batch in batches for context in batch]
+
+        def load(numbers: list[int]) -> list[Context]:
+            return [contexts[number] for number in numbers]
+
+        def measure(batch: list[Context], _: list[int], candidates: slice) -> None:
+            numbers = range(candidates.start, candidates.stop)
+            for joint in self._read({str(number): programs[number] for number in numbers}, batch):
+                for method, index, value in self._measured(joint, batch, objective):
+                    values[int(method), index] = value
+
+        first = 0
         with running(self.model):
-            for contexts in self._batches(chosen):
-                for joint in self._read(programs, contexts):
-                    for method, index, value in self._measured(joint, contexts, objective):
-                        values[int(method), index] = value
+            for batch in batches:
+                block = SampleBlock(list(range(first, first + len(batch))), len(programs))
+                self._splitting.run(block, len(programs), load, measure)
+                first += len(batch)
         return values[:, chosen]
 
     def close(self) -> None:
@@ -129,7 +134,7 @@ class PlanRuns:
             for joint in compressed(self.model, programs, prompts, PAD, stop, firsts[0].finished, self.memory):
                 if joint.logits is not known:
                     known = joint.logits
-                    self._spent += sum(map(len, prompts))
+                    self.tokens_spent += sum(map(len, prompts))
                 yield joint
         except NonFiniteError as error:
             raise IncompatibleError(f"{firsts[error.row].place}: {error}") from error
@@ -159,7 +164,7 @@ class PlanRuns:
                 made = replies.reply(limits)
         except NonFiniteError:
             return [math.nan] * len(samples)
-        self._spent += sum(len(sample.asked) + len(reply) for sample, reply in zip(samples, made, strict=True))
+        self.tokens_spent += sum(len(sample.asked) + len(reply) for sample, reply in zip(samples, made, strict=True))
         return [sample.score(reply) for sample, reply in zip(samples, made, strict=True)]
 
     def _losses(self, joint: JointReplies, asked: Context, objective: Objective) -> list[float]:
@@ -170,7 +175,7 @@ class PlanRuns:
             full = [self._full[index] for index in asked] if objective.needs_full else None
             logits = joint.replies.force([sample.following for sample in samples], rows)
             sums += forced_loss(samples, full, self.model.device)(logits)
-            self._spent += sum(len(sample.following) for sample in samples)
+            self.tokens_spent += sum(len(sample.following) for sample in samples)
         for row, sample in enumerate(samples):
             if not objective.needs_full and len(sample.answer) > sample.predicting:  # the prompt predicts the first
                 last = joint.logits[row % len(joint.logits)]
@@ -195,4 +200,4 @@ class PlanRuns:
         for row, (index, sample) in enumerate(zip(asked, samples, strict=True)):
             said = torch.zeros(1, 0, 1) if logits is None else logits[row : row + 1, rows - sample.predicting :]
             self._full[index] = said.float().log_softmax(-1).cpu()
-            self._spent += len(sample.following)
+            self.tokens_spent += len(sample.following)

@@ -9,17 +9,18 @@ from pydantic import Field, model_validator
 
 from kvsearch.calibration.options import ANSWERS
 from kvsearch.config.options import Option
-from kvsearch.naming import suggest
-from kvsearch.plan.fields import Entries, Record, Text, refuse
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
-from kvsearch.search.candidates import MOST
+from kvsearch.core.fields import Entries, Record, refuse
+from kvsearch.plan import PhaseNames
+from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
+from kvsearch.search.candidates import MAX_POOL
 from kvsearch.tasks.base import Answers
 
-PhaseNames = Literal["prefill", "decode", "both"]
 SpaceName = Literal["groups", "layers", "heads", "basis", "joint"]
-JOINT_OPTIMISER = "mixed"
+OptimiserName = Literal["cma", "coordinate", "golden", "mixed", "random"]
+JOINT_OPTIMISER: OptimiserName = "mixed"
 ObjectiveName = Literal["nll", "kl", "metric"]
 WITH_POPULATION = ("cma", "mixed", "random")  # optimisers whose generations may have any size
+FEWEST_OF_CMA = 4  # points of a generation that the update of the covariance works with
 WHAT, WORK = "What is searched", "Who does the work"  # headings of the help
 
 
@@ -38,7 +39,7 @@ class EvolveSettings(Record):
     Candidates hold c entries per kv head exactly. With `parity` they may hold what they like, as in the paper: fitness
     has the term 1 + lam * CacheScore of the group's budgets (Eq. 1 and 2), the best fitness is carried from group to
     group, and the result is completed to the total at the end. With `minibatch` every candidate of a generation sees
-    the same samples. `together` changes no result but by rounding.
+    the same samples.
     """
 
     space: Annotated[
@@ -60,7 +61,7 @@ class EvolveSettings(Record):
     ] = "prefill"
     group_size: Annotated[int, Field(ge=1), Option("Layers of a group.", panel=WHAT, shown="8, or all")] = 8
     optimiser: Annotated[
-        Text,
+        OptimiserName,
         Option(
             "cma, random, coordinate, mixed, or golden for groups of one layer; space joint needs mixed.", panel=WHAT
         ),
@@ -114,20 +115,12 @@ class EvolveSettings(Record):
         Option("Questions that a generation sees; its best is measured on all.", panel=WHAT, shown="all"),
     ] = None
     finalists: Annotated[
-        int, Field(ge=1, le=MOST), Option("Candidates that are judged by the metric at the end.", panel=WHAT)
+        int, Field(ge=1, le=MAX_POOL), Option("Candidates that are judged by the metric at the end.", panel=WHAT)
     ] = 8
-    together: Annotated[
-        int,
-        Field(ge=1, serialization_alias="job"),
-        Option("Candidates of one job, at most: what a worker takes at a time.", panel=WORK),
-    ] = 4
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
     def _fits_together(self) -> EvolveSettings:
-        from kvsearch.search.optimisers import optimiser_names  # numpy: not for a look at the options
-        from kvsearch.search.optimisers.cma import FEWEST
-
         problems: list[tuple[tuple[str | int, ...], str]] = []
         if self.parity and self.space != "groups":
             problems.append((("parity",), f"is the paper's procedure, which searches groups, not {self.space}"))
@@ -136,18 +129,14 @@ class EvolveSettings(Record):
         problems += [((name,), "is of the paper's cache term: give --parity, too") for name in stated]
         if self.hard_most is not None and self.hard_below is None:
             problems.append((("hard_most",), "is how many of the hard questions: say which are with --hard-below"))
-        if self.optimiser not in optimiser_names():
-            problems.append(
-                (("optimiser",), f"{self.optimiser!r} is unknown{suggest(self.optimiser, optimiser_names())}")
-            )
-        elif self.space == "joint" and "optimiser" in self.model_fields_set and self.optimiser != JOINT_OPTIMISER:
+        if self.space == "joint" and "optimiser" in self.model_fields_set and self.optimiser != JOINT_OPTIMISER:
             problems.append((("optimiser",), f"{self.optimiser} searches numbers: space joint needs {JOINT_OPTIMISER}"))
         elif self.optimiser == "golden" and (self.space != "groups" or self.group_size > 1):
             problems.append((("optimiser",), "golden searches one dimension: it needs space groups and group_size 1"))
         if self.population is not None and self.optimiser not in WITH_POPULATION:
             problems.append((("population",), f"{self.optimiser} has no population: leave it out"))
-        elif self.population is not None and self.optimiser == "cma" and self.population < FEWEST:
-            problems.append((("population",), f"cma needs {FEWEST} or more, got {self.population}"))
+        elif self.population is not None and self.optimiser == "cma" and self.population < FEWEST_OF_CMA:
+            problems.append((("population",), f"cma needs {FEWEST_OF_CMA} or more, got {self.population}"))
         if self.space == "joint" and self.phases != "prefill":
             problems.append((("phases",), "space joint is of the prefill phase, whose prompts all policies share"))
         refuse(problems)

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvsearch.arrays import Ints
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import UsageError
 from kvsearch.plan import Phase
 from kvsearch.plan.rounding import water_fill
 from kvsearch.search.settings import EvolveSettings
-from kvsearch.search.space import Basis, Group, Heads, Joint, Layers, Parity, Phases, Space, basis_from_tables
+from kvsearch.search.space.base import Phases, Space
+from kvsearch.search.space.group import Group, Layers, Parity
+from kvsearch.search.space.heads import Basis, Heads, basis_from_tables
+from kvsearch.search.space.joint import Joint
 
 EVEN = ("uniform", "pyramid")  # start plans that need no measurement
 
@@ -59,8 +62,9 @@ class Frame:
         largest remainders, so that the sum is T: [120, 60, 36, 24]. Each phase has its own T, and layers keep their
         policies.
         """
-        there = table.any(axis=1, keepdims=True) if self.choices > 1 else np.ones_like(table)
-        low, high = self.floors * there, self.caps * there
+        used = table.any(axis=1, keepdims=True) if self.choices > 1 else np.ones_like(table)
+        low = self.floors * used
+        high = self.caps * used
         filled = [water_fill(table[part], self.total, low[part], high[part]) for part in self.parts]
         return np.concatenate(filled)
 
@@ -111,14 +115,15 @@ def stages_of(
 
 def _of_group(settings: EvolveSettings, frame: Frame, table: Ints, part: slice, rows: slice) -> Space:
     """Return the space of a group of layers of one phase; the other phases stay as the best table has them."""
-    members, floors, caps = list(range(rows.start, rows.stop)), frame.floors[part], frame.caps[part]
+    members = np.arange(rows.start, rows.stop)
+    floors = frame.floors[part]
     space: Space
     if settings.parity:
         space = Parity(table[part], members, frame.budget, floors)
     elif len(members) == frame.layers:
-        space = Layers(frame.total, floors, caps)
+        space = Layers(frame.total, floors, frame.caps[part])
     else:
-        space = Group(table[part], members, floors, caps)
+        space = Group(table[part], members, floors, frame.caps[part])
     if len(frame.parts) == 1:
         return space
     return Phases([space if other == part else table[other] for other in frame.parts])

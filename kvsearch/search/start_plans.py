@@ -8,22 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from kvsearch.arrays import Ints
+from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.budgets.uniform import Uniform
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import UsageError
+from kvsearch.core.limits import MOST_ENTRIES
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Phase, PhasePlan, Plan
 from kvsearch.plan.arithmetic import scale
-from kvsearch.plan.contexts import ContextRecord
-from kvsearch.plan.limits import MOST_ENTRIES
-from kvsearch.plan.origin import provenance
+from kvsearch.plan.origin import ContextRecord, provenance
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import policy_of
-from kvsearch.runtime.rule import decode_needs
+from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.search.names import PYRAMID, STREAMING, UNIFORM
 from kvsearch.search.space.joint import chosen_of, placed
 from kvsearch.strategies.build import Chosen, build_plan
@@ -211,12 +210,10 @@ def _joint_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[st
 
 def _require_static(loaded: LoadedModel, plan: Plan, name: str, phases: Sequence[Phase]) -> list[PhasePlan]:
     plan.model.require(loaded.fingerprint, name)
-    found = {"prefill": plan.prefill, "decode": plan.decode}
-    there = [phase for phase, part in found.items() if part is not None]
-    if there != list(phases) or plan.allocation.name != STATIC:
+    if list(plan.phases) != list(phases) or plan.allocation.name != STATIC:
         what = f"the {phases[0]} phase alone" if len(phases) == 1 else "both phases"
         raise UsageError(f"{name} is no static plan of {what}, which is what is searched: see --phases")
-    parts = [part for part in found.values() if part is not None]
+    parts = list(plan.phases.values())
     if any(set(describe(loaded.model).full_layers) - set(part.planned_layers) for part in parts):
         raise UsageError(f"{name} leaves layers their full cache: a search shares a total among all of them")
     return parts

@@ -1,4 +1,4 @@
-"""How scattered the attention of a layer is: PolyKV's budget signal, arXiv 2606.15157, Eq. 4, and another reading.
+"""How scattered the attention of a layer is: PolyKV's budget signal (arXiv 2606.15157, Eq. 4), and CAKE's preference.
 
 Eq. 4 is the entropy of the mean row, which is high for two heads that look at one place each. The mean of the rows'
 entropies is low for them.
@@ -9,8 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsearch.policies.scoring import column_sums
-from kvsearch.signals.rows import attention_rows, score_rows
+from kvsearch.policies.base import Observation
+from kvsearch.policies.cake import row_moments
+from kvsearch.policies.scoring import column_sums, window_rows, window_size
+from kvsearch.signals.attention_rows import attention_rows, score_rows
+
+TINY = 1e-10  # added inside the logarithm, as in the official code
 
 
 def row_entropy(
@@ -71,3 +75,26 @@ def _visible(query: Tensor, keys: Tensor, valid: Tensor | None) -> Tensor:
         valid = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
     seen = valid.cumsum(-1).masked_fill(~valid, 0)
     return seen[:, keys.shape[2] - query.shape[2] :]
+
+
+def dispersion(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
+    """Return entropy and variance of the attention of the last `window` real rows to what came before them, [B] each.
+
+    Entropy is -sum a * log(a + 1e-10), the mean over the rows, variance the unbiased variance of a over the rows, both
+    summed over query heads and candidates, fp32 (CAKE, arXiv 2503.12491, Eq. 5 and 6 as in the official code: the
+    window's own columns are left out and the rest is not normalised again; the code adds the rows up, which is the same
+    where all layers have as many). Where there is no candidate both are 0.
+    """
+    inside = observation.candidates(0, window)
+    outside = ~inside[:, None, None, None]
+    entropy = observation.keys.new_zeros(len(inside), dtype=torch.float32)
+    for (some, _), probability in window_rows(observation, window):
+        terms = (
+            probability.add(TINY)
+            .log_()
+            .mul_(probability)
+            .masked_fill_(outside[some, ..., : probability.shape[-1]], 0.0)
+        )
+        entropy[some] -= terms.sum((1, 2, 3, 4))
+    variance = row_moments(observation, window)[1].masked_fill(~inside[:, None, None], 0.0).sum((1, 2, 3))
+    return entropy.clamp(min=0.0) / window_size(observation, window), variance

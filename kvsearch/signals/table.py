@@ -7,7 +7,7 @@ measured budget that is nearest to the one asked for, as ratios go.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,17 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsearch.arrays import Floats
-from kvsearch.errors import UsageError
-from kvsearch.naming import unknown
+from kvsearch.core.arrays import Floats
+from kvsearch.core.errors import UsageError
+from kvsearch.core.naming import unknown
 from kvsearch.plan import Phase, Profile
-from kvsearch.plan.signals import FULL_NLL, LITERAL_ENTROPY, MEAN_ENTROPY, ROWS_ENTROPY, TOKENS, SignalAxes
+from kvsearch.plan.profile_arrays import FULL_NLL, MEAN_ENTROPY, ROWS_ENTROPY, TOKENS, SignalAxes
 
 # the array that each measure is computed from
 MEASURES = {"cosine": "cosine", "error": "relative_error", "ppl": "nll", "nll": "nll"}
 ROUTES = tuple(MEASURES)
-ENTROPIES = {"entropy": MEAN_ENTROPY, "entropy-rows": ROWS_ENTROPY, "entropy-literal": LITERAL_ENTROPY}
-UNMEASURED = "entropy-literal"  # in older profiles only
+ENTROPIES = {"entropy": MEAN_ENTROPY, "entropy-rows": ROWS_ENTROPY}
 OVER = {"": "the worst pattern", "-chosen": "the pattern that is used", "-mean": "the mean over the patterns"}
 SENSITIVITIES = (*ENTROPIES, *(measure + over for measure in MEASURES for over in OVER))
 CONSTANT = 1e-9  # relative spread below which a signal says nothing
@@ -74,8 +73,7 @@ class SignalTable:
     def axes(self) -> SignalAxes:
         """Patterns, phases and measured budgets."""
         axes = self.profile.metadata.signals
-        if axes is None:
-            raise UsageError("this profile has no signals")
+        assert axes is not None
         return axes
 
     @property
@@ -130,9 +128,8 @@ class SignalTable:
         """Return how much of the budget each layer should get, [L], higher is more, in the unit of its measure.
 
         "entropy": entropy of the mean attention row in nats (Eq. 4); "entropy-rows": mean entropy of the last rows, as
-        a share of the largest possible; "entropy-literal": entropy of the mean of the last rows. Others are a measure
-        (1 - cosine for "cosine") of the worst pattern ("ppl" is Eq. 5), with "-chosen" of the patterns `chosen` [L]
-        (indices), with "-mean" of all patterns.
+        a share of the largest possible. Others are a measure (1 - cosine for "cosine") of the worst pattern ("ppl" is
+        Eq. 5), with "-chosen" of the patterns `chosen` [L] (indices), with "-mean" of all patterns.
 
         Raises:
             UsageError: there is no such signal, or it or the phase was not measured.
@@ -174,14 +171,6 @@ class SignalTable:
                 numbers = harm[row, at], usual[row, at], shares[row, at], without[row, 0]
                 found.append(Explosion(name, phase, seen, layer, *map(float, numbers)))
         return found
-
-    @property
-    def recorded(self) -> Mapping[str, Any]:
-        """What the calibration was told; `entropy` of a profile from before it was that of the mean row is its own."""
-        settings = self.profile.metadata.provenance.settings
-        if settings.get("budget_signal") == "entropy" and MEAN_ENTROPY not in self.profile.arrays:
-            return {**settings, "budget_signal": "entropy-rows"}
-        return settings
 
     def _array(self, name: str, signal: str) -> Floats:
         found = self.profile.arrays.get(name)

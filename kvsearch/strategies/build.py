@@ -1,4 +1,4 @@
-"""The one way from policies and budgets of layers to a plan."""
+"""From policies and budgets of layers to a plan, and from the table of a profile to its budgets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsearch.budgets.dynamic import Allocation
-from kvsearch.plan import AllocationSpec, LayerPlan, ModelFingerprint, Phase, PhasePlan, Plan, PolicySpec, Provenance
+from kvsearch.core.errors import UsageError
+from kvsearch.plan import (
+    AllocationSpec,
+    LayerPlan,
+    ModelFingerprint,
+    Phase,
+    PhasePlan,
+    Plan,
+    PolicySpec,
+    Profile,
+    Provenance,
+    Size,
+)
+from kvsearch.plan.origin import provenance
+from kvsearch.plan.rounding import water_fill
+from kvsearch.plan.size import Pool
 
 
 class Chosen(NamedTuple):
@@ -50,3 +65,50 @@ def _phase_plan(chosen: Chosen, layers: Sequence[int], count: int) -> PhasePlan:
     for layer, policy, budget in zip(layers, chosen.policies, chosen.budgets.tolist(), strict=True):
         planned[layer] = LayerPlan(policy=policy, budget=tuple(budget))
     return PhasePlan(layers=tuple(planned))
+
+
+def plan_from_profile(profile: Profile, size: Size) -> Plan:
+    """Return the static plan of a profile at `size`: interpolated lookup, one global exact rounding.
+
+    Raises:
+        UsageError: the size is below the protected entries or above the length.
+    """
+    metadata = profile.metadata
+    _, total, length = pool = size.pool(metadata)
+    heads = metadata.shape[0] * metadata.shape[1]
+    floor = max(metadata.floor, 1)
+    check_pool(pool, floor)
+    ratios = profile.local_ratios(1 - total / (length * heads) if size.ratio is None else size.ratio)
+    budgets = round_ratios(ratios, length, total, floor)
+    origin = metadata.provenance
+    settings = {"ratio": size.ratio, "budget": size.budget, **origin.settings}
+    return build_plan(
+        metadata.model,
+        metadata.layers,
+        {"prefill": Chosen((metadata.policy,) * len(budgets), budgets)},
+        provenance(origin.method, origin.seed, origin.data_sha256, settings, origin.contexts),
+        floor,
+        size.scaling,
+        length,
+    )
+
+
+def check_pool(pool: Pool, floor: int = 0) -> None:
+    """Raise UsageError if what may be kept is below the floor of every head, or is all of a prompt."""
+    heads = pool.shape[0] * pool.shape[1]
+    if pool.total < floor * heads:
+        raise UsageError(
+            f"{pool.mean:g} entries per kv head is below the {floor} that are always kept "
+            f"(sinks, recent entries, minimum share): keep more, or calibrate with a smaller --set protect or window"
+        )
+    if pool.total >= pool.length * heads:
+        raise UsageError(
+            f"{pool.mean:g} entries per kv head is all of a {pool.length}-token prompt: nothing would be evicted; "
+            f"lower the budget or give the --length of your prompts"
+        )
+
+
+def round_ratios(ratios: NDArray[np.float64], length: int, total: int, floor: int) -> NDArray[np.int64]:
+    """Round local eviction ratios [L, Hkv] to integer budgets [L, Hkv] in [floor, length] that sum to `total`."""
+    budgets: NDArray[np.int64] = water_fill((1.0 - ratios) * length, total, floor, length)
+    return budgets

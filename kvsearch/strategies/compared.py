@@ -1,33 +1,39 @@
-"""What is compared: the full cache, methods or plans of one or several sizes, and baselines of a plan's size."""
+"""What is compared: the full cache, methods or plans of one or several sizes, and baselines of a plan's size.
+
+`read_request` reads what a user asks to compare, before a model is loaded; `Request.ready` makes it ready to run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.budgets.plan_checks import check_plan
+from kvsearch.core.canonical import sha256_of
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.naming import unknown
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.naming import unknown
-from kvsearch.plan import PHASES, Phase, Plan, Size
-from kvsearch.plan.canonical import sha256_of
-from kvsearch.plan.contexts import ContextRecord
+from kvsearch.plan import PHASES, Phase, Plan, Size, load_plan, phases_of
+from kvsearch.plan.origin import ContextRecord
 from kvsearch.plan.rounding import largest_remainder
-from kvsearch.plan.weights import WEIGHTS
+from kvsearch.plan.saved import WEIGHTS
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
-from kvsearch.runtime.key_norms import warn_unfit
-from kvsearch.runtime.program import BudgetTable, PhaseProgram, full_cache
+from kvsearch.runtime.program import BudgetTable, PhaseProgram, full_cache, warn_unfit
+from kvsearch.strategies.method_list import find_methods, find_sizes
 from kvsearch.strategies.methods import Method
 from kvsearch.strategies.names import FULL, RANDOM
 
 Total = Callable[[int], int]  # entries of all layers and heads, by prompt length
 BASELINES = ("uniform", "snapkv", "streaming", "random")
+DEFAULT_BASELINES = "uniform,snapkv,streaming"
 SNAPKV_SINKS = 4
 ALIKE = ("sinks", "window", "protect", "kernel", "pooling", "group")  # parameters that mean the same in every policy
 
@@ -59,12 +65,152 @@ class ReadyMethod:
         return next((name for name, phases in PHASES.items() if phases == mine), "none")
 
 
+@dataclass(frozen=True)
+class Request:
+    """A checked request; without methods, plans are compared with baselines of their size.
+
+    `subject` is the name of what the others are compared with.
+    """
+
+    subject: str
+    methods: Sequence[Method] = ()
+    sizes: Sequence[Size] = ()
+    phases: str = "prefill"
+    plans: Mapping[str, Plan] = field(default_factory=dict)
+    baselines: tuple[str, ...] = ()
+
+    def ready(self, loaded: LoadedModel) -> list[ReadyMethod]:
+        """Return everything to run on a model; see `sweep` and `with_baselines` for the errors."""
+        if not self.methods:
+            return with_baselines(loaded, self.plans, self.baselines, self.subject)
+        return sweep(loaded, self.methods, self.sizes, self.phases, self.plans)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the request in names."""
+        told: dict[str, Any] = {"subject": self.subject, "plans": list(self.plans)}
+        if not self.methods:
+            return {**told, "baselines": list(self.baselines)}
+        sizes = [size.as_json() for size in self.sizes]
+        return {**told, "methods": [method.name for method in self.methods], "sizes": sizes, "phases": self.phases}
+
+
+def read_request(
+    plans: Sequence[Path] = (),
+    methods: str | None = None,
+    budgets: str | None = None,
+    ratios: str | None = None,
+    phases: str | None = None,
+    settings: Sequence[str] = (),
+    baselines: str | None = None,
+    subject: str | None = None,
+) -> Request:
+    """Read what was typed, and find what is wrong with it before a model is loaded.
+
+    Raises:
+        UsageError: nothing to compare, options that do not go together, and what `find_methods`, `find_sizes`,
+            `Method.check` and `check_plans` refuse; a plan beside methods of other phases, or of none of their sizes.
+    """
+    stated = {path.stem: load_plan(path) for path in plans}
+    if methods is None:
+        unused = [
+            f"--{name}"
+            for name, value in (("budgets", budgets), ("ratios", ratios), ("phases", phases), ("set", settings or None))
+            if value is not None
+        ]
+        if unused:
+            raise UsageError(f"{' and '.join(unused)} are for --methods: a plan has its own")
+        if not plans:
+            raise UsageError("nothing to compare: give --methods with --budgets or --ratios, or --plan")
+        names = tuple(name for name in (DEFAULT_BASELINES if baselines is None else baselines).split(",") if name)
+        check_plans(stated, plans, names, subject)
+        return Request(subject or next(iter(stated)), plans=stated, baselines=names)
+    if baselines is not None:
+        raise UsageError("--baselines go with --plan alone: beside --methods, name them as methods")
+    phases = phases or "prefill"
+    phases_of(phases)
+    chosen = find_methods(methods, settings)
+    sizes = find_sizes(budgets, ratios)
+    for method in chosen:
+        method.check(sizes)
+    names = tuple(method.name for method in chosen)
+    _check_files(stated, plans, (FULL, *names), "a method")
+    for label, plan in stated.items():
+        _find_size(label, plan, sizes, phases)
+    known = [*names, *(stated if len(sizes) == 1 else ()), FULL]
+    if subject is not None and subject not in known:
+        raise UsageError(f"{unknown('subject', subject, known)}: it is compared at every size")
+    return Request(subject or known[0], chosen, sizes, phases, stated)
+
+
+def check_plans(
+    plans: Mapping[str, Plan], paths: Sequence[Path], names: Sequence[str], subject: str | None = None
+) -> None:
+    """Check plans that are compared with each other and with the baselines `names`.
+
+    Raises:
+        UsageError: two plans of one name, different totals, unknown policies or baselines, a subject that is no plan.
+    """
+    for name in names:
+        if name not in BASELINES:
+            raise UsageError(unknown("baseline", name, BASELINES))
+    _check_files(plans, paths, (FULL, *BASELINES), "a baseline")
+    if subject is not None and subject not in plans:
+        raise UsageError(f"{unknown('plan', subject, list(plans))}: the subject is one of the plans")
+    totals = {label: _list_entries(_count_entries(plan)) for label, plan in plans.items()}
+    scalings = {
+        label: "whatever the prompt"
+        if plan.scaling == "fixed"
+        else f"those of {plan.length} tokens, in proportion for others"
+        for label, plan in plans.items()
+    }
+    for shown, which in ((totals, "these"), (scalings, "of other prompts than those they are for these")):
+        if len(set(shown.values())) > 1:
+            listed = ", ".join(f"{label}: {words}" for label, words in shown.items())
+            raise UsageError(f"plans are compared at equal entries, {which} have different totals ({listed})")
+
+
+def _check_files(plans: Mapping[str, Plan], paths: Sequence[Path], taken: Collection[str], by: str) -> None:
+    if len(plans) != len(paths):
+        raise UsageError("two plan files have the same name: rename one, the name labels its results")
+    for (label, plan), path in zip(plans.items(), paths, strict=True):
+        if label in taken:
+            raise UsageError(f"a plan file cannot be called {label}.json: the name is taken by {by}")
+        check_plan(plan, str(path))
+
+
+def _find_size(label: str, plan: Plan, sizes: Sequence[Size], phases: str) -> Size:
+    """Return which of the sizes a plan has that is compared with methods; UsageError for none, or other phases."""
+    totals = _count_entries(plan)
+    if tuple(totals) != PHASES[phases]:
+        raise UsageError(
+            f"plan {label} evicts in {' and '.join(totals)}, the methods in {' and '.join(PHASES[phases])}: compare "
+            "the same --phases"
+        )
+    length = None if plan.scaling == "fixed" else plan.length
+    heads = {name: len(plan.planned_layers(name)) * plan.model.kv_heads for name in PHASES[phases]}
+    for size in sizes:
+        alike = (length is None) == (size.ratio is None)
+        if alike and all(totals[name] == size.held(length or 0, count) for name, count in heads.items()):
+            return size
+    known = ", ".join(size.words for size in sizes)
+    raise UsageError(f"plan {label} holds {_list_entries(totals)}, which is none of the sizes to compare ({known})")
+
+
+def _count_entries(plan: Plan) -> dict[str, int]:
+    """Return the entries of each phase of a plan."""
+    return {name: phase.total for name, phase in plan.phases.items()}
+
+
+def _list_entries(totals: Mapping[str, int]) -> str:
+    return " and ".join(f"{total} in {name}" for name, total in totals.items())
+
+
 def sweep(
     loaded: LoadedModel,
     methods: Sequence[Method],
     sizes: Sequence[Size],
     phases: str = "prefill",
-    plans: Mapping[str, tuple[Plan, Size]] | None = None,
+    plans: Mapping[str, Plan] | None = None,
 ) -> list[ReadyMethod]:
     """Return the full cache, then at every size all methods and the plans of that size.
 
@@ -77,10 +223,10 @@ def sweep(
         for method in methods:
             program = method.program(loaded, size, phases)
             found.append(ReadyMethod(method.name, program, method.definition(size, phases), size, method.contexts))
-        for name, (plan, at) in (plans or {}).items():
-            if at == size:
+        for name, plan in (plans or {}).items():
+            if _find_size(name, plan, sizes, phases) == size:
                 program = Program.from_plan(loaded.model, plan)
-                _check_whole(loaded, name, program)
+                _require_all_layers(loaded, name, program)
                 found.append(ReadyMethod(name, program, {"plan": sha256_of(plan)}, size, plan.provenance.contexts))
     warn_unfit(loaded.model, {policy for one in found for policy in one.program.policies})
     return found
@@ -173,13 +319,13 @@ def baselines(model: Any, plan: Program, names: tuple[str, ...] = BASELINES) -> 
     for name in names:
         if name == "uniform" and len(policies) > 1:
             continue  # a plan of several policies has no uniform counterpart of its own
-        policy = next(iter(policies)) if name == "uniform" else _policy(name)
+        policy = next(iter(policies)) if name == "uniform" else _baseline_policy(name)
         if policy not in made.values():
             made[name] = policy
     return {name: equal_uniform(model, policy, totals) for name, policy in made.items()}
 
 
-def _policy(name: str) -> Policy:
+def _baseline_policy(name: str) -> Policy:
     if name == "random":
         return RandomEviction()
     if name == "snapkv":
@@ -189,7 +335,7 @@ def _policy(name: str) -> Policy:
     raise UsageError(unknown("baseline", name, list(BASELINES)))
 
 
-def _check_whole(loaded: LoadedModel, name: str, program: Program) -> None:
+def _require_all_layers(loaded: LoadedModel, name: str, program: Program) -> None:
     """Raise IncompatibleError if a plan is not of all full-attention layers: it holds more than its budgets say."""
     for phase in program.phases:
         left = sorted(set(describe(loaded.model).full_layers) - set(phase.policies))

@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsearch.arrays import Ints
+from kvsearch.budgets.allocator import Uniform, share_above
 from kvsearch.budgets.polykv import Direction, Proportional
-from kvsearch.budgets.uniform import Uniform
-from kvsearch.errors import KvsearchWarning, UsageError
-from kvsearch.naming import suggest
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.core.naming import suggest
 from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size
 from kvsearch.plan.origin import provenance
 from kvsearch.plan.size import Pool
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.signals.table import MEASURES, ROUTES, SENSITIVITIES, SignalTable, is_constant
-from kvsearch.strategies.build import Chosen, build_plan
+from kvsearch.strategies.build import Chosen, build_plan, check_pool
 
 UNIFORM = "uniform"
 SIGNAL_BUDGET = "signal_budget"  # in the provenance of plans by signals: the measured budget that was read
@@ -42,8 +42,6 @@ class Strategy:
         budgets: "uniform", or the sensitivity of `SENSITIVITIES` that shares out what is above the floors.
         phases: when to evict: "prefill", "decode" or "both". Patterns are chosen in each phase by itself, budgets once:
             with both by the sensitivities of prefill.
-        inverse_route: take the worst pattern of every layer instead, as a control.
-        inverse_budgets: give the most sensitive layer the smallest budget, as a control.
         policy: the pattern of a strategy without a route; default: the policy of the profile.
         exclude: patterns that no layer may take. The sensitivities over all patterns still count them.
         least: b_min of budgets by sensitivity, in entries per head; default: a tenth of the mean. The floor of a layer
@@ -58,8 +56,6 @@ class Strategy:
     route: str | None = "cosine"
     budgets: str = UNIFORM
     phases: str = "prefill"
-    inverse_route: bool = False
-    inverse_budgets: bool = False
     policy: str | None = None
     exclude: tuple[str, ...] = ()
     least: int | None = None
@@ -78,8 +74,6 @@ class Strategy:
                 self.route is not None and self.policy is not None,
                 f"policy {self.policy!r} is for route none: every layer takes it",
             ),
-            (self.route is None and self.inverse_route, "route none has no inverse: name a route"),
-            (self.budgets == UNIFORM and self.inverse_budgets, "uniform budgets have no inverse: name a budget signal"),
             (self.least is not None and self.least < 0, f"least must be 0 entries or more, got {self.least}"),
             (self.full_layers < 0, f"full layers must be 0 or more, got {self.full_layers}"),
             (
@@ -93,10 +87,9 @@ class Strategy:
     @property
     def name(self) -> str:
         """What the strategy is called in tables, e.g. "cosine + entropy"; the phases are not part of it."""
-        route = self.route or self.policy or "policy"
-        parts = [route + " inverse" * self.inverse_route]
+        parts = [self.route or self.policy or "policy"]
         if self.budgets != UNIFORM:
-            parts.append(self.budgets + " inverse" * self.inverse_budgets)
+            parts.append(self.budgets)
         details = [f"without {', '.join(self.exclude)}"] if self.exclude else []
         details += [] if self.least is None else [f"least {self.least}"]
         details += [f"{self.full_layers} full"] if self.full_layers else []
@@ -123,19 +116,20 @@ def strategy_plan(profile: Profile, strategy: Strategy, size: Size) -> Plan:
     return plan_of(profile, chosen, size, settings)
 
 
-def choose(table: SignalTable, strategy: Strategy, size: Size) -> dict[Phase, Chosen]:
+def choose(table: SignalTable, strategy: Strategy, size: Size, inverse: bool = False) -> dict[Phase, Chosen]:
     """Choose patterns and budgets of every phase of a strategy, by signals at the measured budget nearest to the mean.
 
     Among equally good patterns the first one is taken. Budgets are the same in all phases and add up to `size`
     exactly; heads of a layer get equal ones, but for odd entries. None is above the length that the plan states: that
     of the size, or else of the calibration's prompts. A signal that is the same everywhere is warned of
-    (KvsearchWarning): patterns are then the policy of the profile, budgets equal.
+    (KvsearchWarning): patterns are then the policy of the profile, budgets equal. `inverse` makes a control: every
+    layer takes its worst pattern, and the most sensitive layer gets the smallest budget.
 
     Raises:
         UsageError: a signal, phase or pattern is not in the profile, no candidate is left, or the size is below what
             patterns always keep or keeps everything.
     """
-    return _Construction(table, strategy, size, _pool(table.profile, size)).chosen()
+    return _Construction(table, strategy, size, _pool(table.profile, size), inverse).chosen()
 
 
 def floors_of(chosen: Mapping[Phase, Sequence[PolicySpec]]) -> list[int]:
@@ -174,13 +168,35 @@ def plan_of(profile: Profile, chosen: Mapping[Phase, Chosen], size: Size, settin
     )
 
 
+def cross_plans(profile: Profile, size: Size, policies: Plan, budgets: Plan) -> Plan:
+    """Return a plan with the policies of one plan of a profile and the budgets of another, of the same phases and size.
+
+    A layer whose policy always keeps more than its budget gets that much; what the others have above what theirs keep
+    shrinks by one factor for all, so the total stays what it is.
+    """
+    chosen = _read_chosen(policies)
+    table = next(iter(_read_chosen(budgets).values())).budgets  # strategies have the same in both phases
+    floors = np.array(floors_of({phase: part.policies for phase, part in chosen.items()}))
+    low = np.broadcast_to(floors[:, None], table.shape)
+    if (table < low).any():
+        caps = np.full_like(table, size.pool(profile.metadata).length)
+        table = share_above(np.maximum(table - low, 0), int(table.sum()), low, caps)
+    return plan_of(profile, {phase: part._replace(budgets=table) for phase, part in chosen.items()}, size, {})
+
+
+def _read_chosen(plan: Plan) -> dict[Phase, Chosen]:
+    """Return what a plan has for the layers that it governs, by phase."""
+    chosen = {}
+    for name, phase in plan.phases.items():
+        layers = [layer for layer in phase.layers if layer is not None]
+        budgets = np.array([layer.budget for layer in layers], dtype=np.int64)
+        chosen[name] = Chosen(tuple(layer.policy for layer in layers), budgets)
+    return chosen
+
+
 def _pool(profile: Profile, size: Size) -> Pool:
     pool = size.pool(profile.metadata)
-    if pool.mean >= pool.length:
-        raise UsageError(
-            f"{pool.mean:g} entries per kv head is all of a {pool.length}-token prompt: nothing would be evicted; "
-            f"lower the budget or give the --length of your prompts"
-        )
+    check_pool(pool)
     return pool
 
 
@@ -192,6 +208,7 @@ class _Construction:
     strategy: Strategy
     size: Size
     pool: Pool
+    inverse: bool
 
     def chosen(self) -> dict[Phase, Chosen]:
         routed = {phase: self._routed(phase) for phase in PHASES[self.strategy.phases]}
@@ -228,7 +245,7 @@ class _Construction:
                 f"{names[index]} is used everywhere"
             )
             return [index] * layers
-        best = wanted.argmin(axis=1) if strategy.inverse_route else wanted.argmax(axis=1)
+        best = wanted.argmin(axis=1) if self.inverse else wanted.argmax(axis=1)
         return [candidates[index] for index in best]
 
     def _wanted(self, route: str, phase: Phase) -> NDArray[np.float64]:
@@ -313,7 +330,7 @@ class _Construction:
             return Uniform().allocate(np.zeros(shape), total, low, caps)
         if least is not None and least * low.size > total:
             raise UsageError(f"least {least} is above the mean of {total / low.size:g} entries per kv head: lower it")
-        direction: Direction = "inverse" if self.strategy.inverse_budgets else "forward"
+        direction: Direction = "inverse" if self.inverse else "forward"
         return Proportional(direction, least).allocate(weights, total, low, caps)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
+from kvsearch.core.errors import UsageError
+from kvsearch.core.limits import MOST_HEADS, MOST_LAYERS
+from kvsearch.core.naming import suggest
+from kvsearch.core.parsing import located_problems, require_header
+from kvsearch.core.yaml_document import Place, YamlDocument, parse_yaml
 from kvsearch.plan import PHASES, AllocationSpec, ModelFingerprint, Plan, Provenance
-from kvsearch.plan.limits import MOST_HEADS, MOST_LAYERS
-from kvsearch.plan.parsing import located_problems, require_header
 from kvsearch.plan.yaml import STRATEGY_FORMAT, STRATEGY_VERSION, WHOLE, layer_ranges
-from kvsearch.plan.yaml_document import Place, YamlDocument, parse_yaml
 from kvsearch.policies.registry import create_policy, policy_class
 
 EXAMPLE = "{policy: snapkv, budget: 640}"

@@ -7,20 +7,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.joint import JointBudgets, JointSolver
 from kvsearch.budgets.lukv import MarginalSolver
 from kvsearch.calibration.tables import floor_entries
-from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import UsageError
+from kvsearch.core.naming import suggest
 from kvsearch.plan import Plan, PolicySpec, Profile, Size
-from kvsearch.plan.contexts import joined
-from kvsearch.plan.origin import provenance
-from kvsearch.plan.profile import KEPT
+from kvsearch.plan.origin import joined, provenance
+from kvsearch.plan.profile_arrays import KEPT
 from kvsearch.plan.rounding import water_fill
 from kvsearch.policies.fitted import Fitted, profile_of
 from kvsearch.policies.registry import policy_of
-from kvsearch.strategies.build import Chosen, build_plan
+from kvsearch.strategies.build import Chosen, build_plan, check_pool
 
 METHOD = "joint"
 SINGLE = "mass"  # the same curves of a profile of one policy, by whole percents
@@ -133,22 +132,12 @@ def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN,
         UsageError: the size is below what is always kept, or is all of a prompt.
     """
     metadata = curves.profiles[0].metadata
-    shape, total, length = pool = size.pool(metadata)
-    heads = shape[0] * shape[1]
+    _, total, length = pool = size.pool(metadata)
     minimum = metadata.provenance.settings.get("minimum", 0.0)
     if not isinstance(minimum, int | float) or not 0 <= minimum <= 1:
         raise UsageError(f"this profile has a minimum of {minimum!r}, which is a share of 0 to 1: calibrate again")
     floor = floor_entries(length, policy_of(curves.policies[0]), minimum)
-    if total < floor * heads:
-        raise UsageError(
-            f"{pool.mean:g} entries per kv head is below the {floor} that are always kept (sinks, recent entries, "
-            "minimum share): keep more, or calibrate with a smaller --set protect or window"
-        )
-    if total >= length * heads:
-        raise UsageError(
-            f"{pool.mean:g} entries per kv head is all of a {length}-token prompt: nothing would be evicted; lower the "
-            "budget or give the --length of your prompts"
-        )
+    check_pool(pool, floor)
     steps = min(length, MOST_STEPS)
     gains = np.maximum(np.diff(_read(curves.kept, steps), axis=-1), 0.0)
     low = -(-floor * steps // length)

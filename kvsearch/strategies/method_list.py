@@ -6,20 +6,20 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.budgets.uniform import Uniform
-from kvsearch.calibration.fitted import fitted_policy
 from kvsearch.config.options import parse_setting
-from kvsearch.errors import KvsearchWarning, UsageError
-from kvsearch.naming import suggest, unknown
+from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.core.naming import suggest, unknown
 from kvsearch.plan import Size
-from kvsearch.plan.profile import EVICTED_RATIO, load_profile
-from kvsearch.plan.saved import PROFILE
-from kvsearch.plan.weights import WEIGHTS
+from kvsearch.plan.profile import load_profile
+from kvsearch.plan.profile_arrays import EVICTED_RATIO
+from kvsearch.plan.saved import PROFILE, WEIGHTS
 from kvsearch.policies import create_policy
+from kvsearch.policies.fitted import fitted_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.policies.registry import FITTED, policy_class, policy_names, policy_of
 from kvsearch.strategies.methods import METHODS, Calibrated, Formula, Method, Recipe
@@ -27,6 +27,22 @@ from kvsearch.strategies.names import FULL, RANDOM
 
 BETA = "beta"  # the option of the pyramid
 Settings = Mapping[str, Any]
+
+
+class MethodSpec(NamedTuple):
+    """A method of a list, as it was typed: what its name stands for (`recipe`), or a profile that was read at `source`.
+
+    `settings` are its own, `fitted` are those of its fit, `parameters` and `options` are all that can be set: those of
+    its policy, and those of its allocation and allocator.
+    """
+
+    name: str
+    settings: Settings
+    fitted: Settings
+    source: Path | None = None
+    recipe: Recipe | None = None
+    parameters: Sequence[str] = ()
+    options: Sequence[str] = ()
 
 
 def method_names() -> list[str]:
@@ -47,24 +63,17 @@ def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
     Raises:
         UsageError: an unknown method, policy, parameter or option, the same twice, or a profile that cannot be used.
     """
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise UsageError(f"methods {text!r} has an empty name: separate names by single commas")
-    labels = [_label(name) for name in names]
-    common, own = _split(settings, labels)
-    used: set[str] = set()
-    profiles = {
-        label: _calibrated(label, name, common, own.get(label, {}))
-        for name, label in zip(names, labels, strict=True)
-        if _is_profile(name)
-    }
-    alike = _settings_of(profiles.values())
-    methods = [
-        profiles.get(label) or _method(name, alike, common, own.get(label, {}), used)
-        for name, label in zip(names, labels, strict=True)
-    ]
+    specs, common = parse_methods(text, settings)
+    profiles = {spec.name: _read_calibrated(spec, spec.source, common) for spec in specs if spec.source is not None}
+    agreed = _find_agreed_settings(profiles.values())
+    methods = []
+    for spec in specs:
+        if spec.recipe is None:
+            methods.append(profiles[spec.name])
+        else:
+            methods.append(_resolve(spec, spec.recipe, {**agreed.get(spec.recipe.policy, {}), **common}))
     for key in common:
-        if key not in used:
+        if not any(key in (*spec.parameters, *spec.options) for spec in specs):
             raise UsageError(f"--set {key}: none of these methods has such a parameter or option")
     _refuse_equals(methods)
     return methods
@@ -76,8 +85,8 @@ def find_sizes(budgets: str | None, ratios: str | None) -> list[Size]:
     Raises:
         UsageError: no size, one that is no number or out of range, or one twice.
     """
-    sizes = [Size(budget=_number(item, int, "budget", "128")) for item in _items(budgets)]
-    sizes += [Size(ratio=_number(item, float, "ratio", "0.8")) for item in _items(ratios)]
+    sizes = [Size(budget=_parse_number(item, int, "budget", "128")) for item in _split_list(budgets)]
+    sizes += [Size(ratio=_parse_number(item, float, "ratio", "0.8")) for item in _split_list(ratios)]
     if not sizes:
         raise UsageError("methods are compared at equal sizes: give --budgets (128,256) or --ratios (0.5,0.8)")
     labels = [str(size) for size in sizes]
@@ -87,18 +96,45 @@ def find_sizes(budgets: str | None, ratios: str | None) -> list[Size]:
     return sizes
 
 
-def _items(text: str | None) -> list[str]:
+def _split_list(text: str | None) -> list[str]:
     return [] if text is None else [item.strip() for item in text.split(",")]
 
 
-def _number(text: str, kind: Callable[[str], Any], noun: str, example: str) -> Any:
+def _parse_number(text: str, kind: Callable[[str], Any], noun: str, example: str) -> Any:
     try:
         return kind(text)
     except ValueError:
         raise UsageError(f"{noun} {text!r} is not a number such as {example}") from None
 
 
-def _split(settings: Sequence[str], labels: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+# --- from text to MethodSpec ----------------------------------------------------------------------------------------
+
+
+def parse_methods(text: str, settings: Sequence[str] = ()) -> tuple[list[MethodSpec], dict[str, Any]]:
+    """Return the methods of a list, and the settings of all; see `find_methods`."""
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise UsageError(f"methods {text!r} has an empty name: separate names by single commas")
+    labels = [item if ":" in item.partition("=")[0] else item.partition("=")[0].strip() for item in items]
+    common, own = _sort_settings(settings, labels)
+    return [_parse(item, own.get(label, {})) for item, label in zip(items, labels, strict=True)], common
+
+
+def _parse(item: str, own: Settings) -> MethodSpec:
+    name, given, source = item.partition("=")
+    if given and ":" not in name and name not in FITTED:
+        return MethodSpec(name.strip(), own, {}, Path(source.strip()))
+    method, fitted, inline = _parse_inline(item)
+    recipe = _find_recipe(method)
+    parameters, options = _list_keys(recipe)
+    known = [*parameters, *options]
+    for key in (*own, *inline):
+        if key not in known:
+            raise UsageError(f"method {item} has no setting {key!r}{suggest(key, known) if known else ''}")
+    return MethodSpec(item, {**own, **inline}, fitted, None, recipe, parameters, options)
+
+
+def _sort_settings(settings: Sequence[str], labels: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return settings of all methods, and those of single ones by label."""
     common: dict[str, Any] = {}
     own: dict[str, dict[str, Any]] = {}
@@ -113,45 +149,7 @@ def _split(settings: Sequence[str], labels: Sequence[str]) -> tuple[dict[str, An
     return common, own
 
 
-def _is_profile(item: str) -> bool:
-    name, found, _ = item.partition("=")
-    return bool(found) and ":" not in name and name not in FITTED
-
-
-def _settings_of(profiles: Iterable[Method]) -> dict[str, Settings]:
-    """Return the parameters of the profiles' policies by their names, of those of which all profiles agree."""
-    found: dict[str, list[Settings]] = {}
-    for method in profiles:
-        found.setdefault(method.policy.name, []).append(method.policy.parameters())
-    return {name: stated[0] for name, stated in found.items() if all(one == stated[0] for one in stated)}
-
-
-def _method(item: str, alike: Mapping[str, Settings], common: Settings, own: Settings, used: set[str]) -> Method:
-    """Return the method of one item of the list; notes in `used` which of the common settings it takes.
-
-    `alike` are settings by policy, which others win over.
-    """
-    name, (plain, fitted, inline) = item, _inline(item)
-    own, recipe = {**own, **inline}, _recipe(plain)
-    policy_keys, option_keys = _keys(recipe)
-    known = [*policy_keys, *option_keys]
-    for key in own:
-        if key not in known:
-            raise UsageError(f"method {name} has no setting {key!r}{suggest(key, known) if known else ''}")
-    shared = {key: value for key, value in common.items() if key in known}
-    used.update(shared)
-    settings = {**fitted, **alike.get(recipe.policy, {}), **shared, **own}
-    options = {key: settings[key] for key in option_keys if key in settings and key not in policy_keys}
-    return _built(name, recipe, {key: settings[key] for key in policy_keys if key in settings}, options)
-
-
-def _label(item: str) -> str:
-    """Return what a method of the list is called: a profile by its name, others as they are written."""
-    name, _, _ = item.partition("=")
-    return item if ":" in name else name.strip()
-
-
-def _inline(item: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def _parse_inline(item: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Return METHOD or METHOD:POLICY, what else is said of a fitted one, and the settings in :KEY=VALUE after it.
 
     POLICY may be probe=DIR; its weights are among the settings.
@@ -176,7 +174,7 @@ def _inline(item: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     return method, fitted, found
 
 
-def _recipe(name: str) -> Recipe:
+def _find_recipe(name: str) -> Recipe:
     """Return what `name`, a method, a policy or METHOD:POLICY, stands for."""
     method, colon, policy = name.partition(":")
     if method == FULL:
@@ -190,35 +188,54 @@ def _recipe(name: str) -> Recipe:
     return recipe._replace(policy=policy) if colon else recipe
 
 
-def _keys(recipe: Recipe) -> tuple[list[str], list[str]]:
+def _list_keys(recipe: Recipe) -> tuple[list[str], list[str]]:
     """Return names of the policy's parameters, and of the options of allocation and allocator; controls have none."""
     if recipe.policy == RANDOM:
         return [], []
     parameters = [field.name for field in dataclasses.fields(policy_class(recipe.policy))]
+    options = []
     allocation = create_allocation(recipe.allocation, recipe.options)
-    options = [] if allocation is None else [key for key in allocation.parameters() if key not in recipe.options]
-    return parameters, options + [BETA] * (recipe.allocator == Pyramid.name)
+    if allocation is not None:
+        options += [key for key in allocation.parameters() if key not in recipe.options]
+    if recipe.allocator == Pyramid.name:
+        options.append(BETA)
+    return parameters, [key for key in options if key not in parameters]
 
 
-def _built(name: str, recipe: Recipe, params: Settings, options: Settings) -> Method:
-    shared = {key: value for key, value in options.items() if key != BETA}
+# --- from MethodSpec to Method --------------------------------------------------------------------------------------
+
+
+def _find_agreed_settings(profiles: Iterable[Method]) -> dict[str, Settings]:
+    """Return the parameters of the profiles' policies by their names, of those of which all profiles agree."""
+    stated: dict[str, list[Settings]] = {}
+    for method in profiles:
+        stated.setdefault(method.policy.name, []).append(method.policy.parameters())
+    return {policy: several[0] for policy, several in stated.items() if all(other == several[0] for other in several)}
+
+
+def _resolve(spec: MethodSpec, recipe: Recipe, shared: Settings) -> Method:
+    """Return the method of a spec that names one; its own settings win over the `shared` ones."""
+    settings = {**spec.fitted, **shared, **spec.settings}
+    params = {key: settings[key] for key in spec.parameters if key in settings}
+    options = {key: settings[key] for key in spec.options if key in settings}
+    beta = options.pop(BETA, Pyramid.beta)
     try:
         policy = RandomEviction() if recipe.policy == RANDOM else create_policy(recipe.policy, params)
-        allocation = create_allocation(recipe.allocation, {**recipe.options, **shared})
-        beta = options.get(BETA, Pyramid.beta)
+        allocation = create_allocation(recipe.allocation, {**recipe.options, **options})
         if type(beta) not in (int, float):
             raise UsageError(f"beta must be float, got {beta!r}")
         allocator = Pyramid(float(beta), policy.floor) if recipe.allocator == Pyramid.name else Uniform()
     except UsageError as error:
-        raise UsageError(f"method {name}: {error}") from error
-    return Method(name, policy, Formula(allocator, policy.floor), allocation)
+        raise UsageError(f"method {spec.name}: {error}") from error
+    return Method(spec.name, policy, Formula(allocator, policy.floor), allocation)
 
 
-def _calibrated(name: str, item: str, common: Settings, own: Settings) -> Method:
-    source = Path(item.partition("=")[2].strip())
+def _read_calibrated(spec: MethodSpec, source: Path, common: Settings) -> Method:
+    """Return the method of a profile at `source`."""
+    name = spec.name
     if name in (*method_names(), FULL) or not name or set(":@.") & set(name):
         raise UsageError(f"a profile cannot be called {name!r}: choose a name that is no method's, without : @ and .")
-    if own:
+    if spec.settings:
         raise UsageError(f"method {name} keeps the settings that it was calibrated with: calibrate anew to change them")
     profile = load_profile(source / PROFILE if source.is_dir() else source)
     if EVICTED_RATIO not in profile.arrays:

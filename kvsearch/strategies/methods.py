@@ -1,6 +1,7 @@
 """Methods by name, as papers compare them: an eviction policy, a layout of budgets, and what is shared out per prompt.
 
-Budgets are laid out anew for every prompt length, with the same exact total for all methods of one size.
+Budgets are laid out anew for every prompt length, with the same exact total for all methods of one size. A policy with
+budgets that need no measurement can be written as a plan, too, see `direct_plan`.
 """
 
 from __future__ import annotations
@@ -9,23 +10,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvsearch.arrays import Ints
-from kvsearch.budgets.dynamic import Allocation
+from kvsearch.budgets.allocator import Uniform
+from kvsearch.budgets.dynamic import Allocation, create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.budgets.uniform import Uniform
-from kvsearch.errors import UsageError
+from kvsearch.config.options import parse_setting
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import UsageError
+from kvsearch.core.limits import MOST_ENTRIES
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import PHASES, Profile, Size
-from kvsearch.plan.contexts import ContextRecord
+from kvsearch.plan import PHASES, Phase, Plan, Profile, Size
+from kvsearch.plan.origin import ContextRecord, provenance
 from kvsearch.policies import Policy
 from kvsearch.runtime import Program
-from kvsearch.strategies.direct import check_request
-from kvsearch.strategies.from_profile import round_ratios
+from kvsearch.strategies.build import Chosen, build_plan, round_ratios
 
 Heads = tuple[int, int]  # layers, kv heads
 
@@ -52,18 +54,6 @@ METHODS: dict[str, Recipe] = {
 }
 
 
-class Layout(Protocol):
-    """How a total becomes budgets [L, Hkv]."""
-
-    def budgets(self, total: int, length: int, heads: Heads) -> Ints:
-        """Return budgets that sum to `total`, each at most `length`."""
-        ...
-
-    def definition(self) -> dict[str, Any]:
-        """Return everything that the budgets depend on besides the arguments, as JSON."""
-        ...
-
-
 @dataclass(frozen=True)
 class Formula:
     """Budgets that need no measurement. `floor` is what every head gets first, as far as the total reaches."""
@@ -72,13 +62,13 @@ class Formula:
     floor: int
 
     def budgets(self, total: int, length: int, heads: Heads) -> Ints:
-        """See `Layout.budgets`."""
+        """Return budgets [L, Hkv] that sum to `total`, each at most `length`."""
         least = min(self.floor, length, total // (heads[0] * heads[1]))
         budgets: Ints = self.allocator.allocate(np.zeros(heads), total, np.full(heads, least), np.full(heads, length))
         return budgets
 
     def definition(self) -> dict[str, Any]:
-        """See `Layout.definition`."""
+        """Return all that the budgets depend on but the arguments, as JSON."""
         return {"allocator": self.allocator.name, "options": asdict(self.allocator), "floor": self.floor}
 
 
@@ -89,7 +79,7 @@ class Calibrated:
     profile: Profile
 
     def budgets(self, total: int, length: int, heads: Heads) -> Ints:
-        """See `Layout.budgets`; UsageError if the profile has no table of local ratios."""
+        """Return budgets [L, Hkv] that sum to `total`; UsageError if the profile has no table of local ratios."""
         size = heads[0] * heads[1]
         floor = min(max(self.profile.metadata.floor, 1), length, total // size)
         if total >= length * size:
@@ -97,11 +87,14 @@ class Calibrated:
         return round_ratios(self.profile.local_ratios(1 - total / (length * size)), length, total, floor)
 
     def definition(self) -> dict[str, Any]:
-        """See `Layout.definition`."""
+        """Return all that the budgets depend on but the arguments, as JSON."""
         return {
             "profile_sha256": sha256(self.profile.to_bytes()).hexdigest(),
             "calibrated": self.profile.metadata.method,
         }
+
+
+Layout = Formula | Calibrated
 
 
 @dataclass(frozen=True)
@@ -188,3 +181,82 @@ class Method:
             "policy": {"name": self.policy.name, "params": self.policy.parameters()},
             "budgets": self.layout.definition(), "allocation": shared, "size": size.as_json(), "phases": phases,
         }  # fmt: skip
+
+
+def parse_allocation(text: str) -> Allocation | None:
+    """Read an allocation from NAME or NAME:option=value,option=value; None is "static".
+
+    Raises:
+        UsageError: the text is not of that form, or there is no such allocation, option or value.
+    """
+    name, colon, options = text.partition(":")
+    items = options.split(",") if colon else []
+    if not name.strip() or not all(all(part.strip() for part in item.partition("=")) for item in items):
+        raise UsageError(f"allocation {text!r} is not of the form NAME or NAME:option=value,option=value")
+    pairs = [parse_setting(item) for item in items]
+    params = dict(pairs)
+    if len(params) < len(pairs):
+        raise UsageError(f"allocation {text!r} states an option twice: state each once")
+    return create_allocation(name.strip(), params)
+
+
+def check_request(policy: Policy, size: Size, allocation: Allocation | None = None) -> None:
+    """Find what is wrong with a request before a model is loaded.
+
+    Raises:
+        UsageError: a ratio without a length, a size below what the policy protects or that evicts nothing, or an
+            allocation that cannot share the policy's entries.
+    """
+    if size.ratio is not None and size.length is None:
+        raise UsageError("a ratio needs the --length of a prompt, in tokens, that the integer budgets are for")
+    least, given = policy.floor, size.mean(size.length or 0)
+    if given < least:
+        raise UsageError(
+            f"{given:g} entries per kv head is below the {least} that {policy.name} always keeps "
+            f"({policy.sink_count} sinks, {policy.recent_count} recent): keep more, or lower them with --set"
+        )
+    if policy.exempt(int(given), 1):
+        raise UsageError(
+            f"{policy.name} never evicts heads with budgets of {given:g} entries on average: see its description"
+        )
+    if size.length is not None and given >= size.length:
+        raise UsageError(f"{given:g} entries per kv head is all of a {size.length}-token prompt: lower the budget")
+    if allocation is not None:
+        allocation.check(policy, "--allocation")
+
+
+def direct_plan(
+    loaded: LoadedModel,
+    policy: Policy,
+    size: Size,
+    phases: Sequence[Phase],
+    allocator: Uniform | Pyramid,
+    allocation: Allocation | None = None,
+) -> Plan:
+    """`policy` for every full-attention layer of a model, with budgets that need no measurement.
+
+    With a ratio, budgets are for prompts of `size.length` tokens and scale with the prompt at hand. The total is
+    exact: what is left by rounding goes to the first heads. `allocation` shares what the budgets add up to anew for
+    every prompt.
+
+    Raises:
+        UsageError: see `check_request`.
+    """
+    check_request(policy, size, allocation)
+    shape = describe(loaded.model)
+    heads = (len(shape.full_layers), shape.kv_heads)
+    total = size.total(size.length or 0, heads[0] * heads[1])
+    floors, caps = np.full(heads, policy.floor), np.full(heads, size.length or MOST_ENTRIES)
+    budgets = allocator.allocate(np.zeros(heads), total, floors, caps)
+    chosen = Chosen((policy.spec,) * heads[0], budgets)
+    settings = {"ratio": size.ratio, "budget": size.budget, **asdict(allocator)}
+    return build_plan(
+        loaded.fingerprint,
+        shape.full_layers,
+        dict.fromkeys(phases, chosen),
+        provenance(allocator.name, 0, None, settings, ContextRecord()),
+        policy.floor,
+        size.scaling,
+        size.length,
+        allocation,
+    )

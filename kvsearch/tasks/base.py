@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-Answers = Literal["own", "given"]  # what is teacher-forced after a question, see `kvsearch.runtime.forced_answers`
+from kvsearch.tasks.metrics import METRICS
+
+Answers = Literal["own", "given"]  # teacher-forced after a question, see `runtime.replay.forced_answers`
 TokenCount = Callable[[str], int]  # how many tokens a text has
 
 
@@ -45,24 +48,30 @@ class Example:
     queries: tuple[Query, ...]
 
 
-class Task(Protocol):
-    """A named source of examples with a metric in [0, 1]. `category` is the group that tables average it in."""
+class Task(ABC):
+    """A named source of examples with a metric in [0, 1]."""
+
+    name: str
 
     @property
-    def name(self) -> str: ...
-
-    @property
+    @abstractmethod
     def prompt(self) -> str:
         """How a question follows the context where the tokenizer has no chat template, with `{question}` in it."""
-        ...
 
     @property
-    def category(self) -> str: ...
+    @abstractmethod
+    def category(self) -> str:
+        """The group that tables average the task in."""
+
+    @property
+    @abstractmethod
+    def metric(self) -> str:
+        """The name of what scores replies."""
 
     @property
     def chat(self) -> bool:
         """Whether prompts go through the tokenizer's chat template, where there is one."""
-        ...
+        return True
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -71,15 +80,33 @@ class Task(Protocol):
         Leading white space of a reply is dropped before they are looked for, so a stop such as a newline counts only
         after something else was said; a stop with words in it counts wherever it stands.
         """
-        ...
+        return ()
 
+    @abstractmethod
     def examples(self, samples: int, seed: int, count: TokenCount) -> Sequence[Example]:
         """Return the first `samples` examples of the split that `seed` names, or all if there are fewer.
 
         Tasks that fill contexts to a length do so in the tokens of `count`.
         """
-        ...
 
     def score(self, reply: str, query: Query) -> float:
         """Return the quality of a reply to a query, 0 to 1."""
-        ...
+        return METRICS[self.metric](reply, query)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of a task is asked."""
+
+    task: str
+    category: str
+    wanted: int  # contexts that the evaluation asked for
+    found: int  # contexts that the task has
+    contexts: int  # contexts with a usable question
+    truncated: int  # contexts whose middle was cut out
+    questions: int
+    excluded: dict[str, int]  # questions left out, by reason
+    used: int = 0  # contexts left out as something was fitted or chosen on them
+    split: str | None = None  # part of the examples, of tasks that have parts
+    shortest: int | None = None  # tokens of the shortest context, as asked
+    longest: int | None = None

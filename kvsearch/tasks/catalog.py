@@ -1,4 +1,4 @@
-"""Tasks by name.
+"""Tasks by name, and what there is to know about them before one is chosen.
 
 A spec is a kind of task, or a kind with names: `ruler`, `ruler:vt,cwe`, `longbench:english`, `gsm8k`, `jsonl:FILE`.
 Several specs are joined by `+`, as in `ruler:vt+gsm8k`. `SETS` has the names that stand for several tasks.
@@ -6,17 +6,79 @@ Several specs are joined by `+`, as in `ruler:vt+gsm8k`. `SETS` has the names th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Final
 
-from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
+from kvsearch.core.errors import UsageError
+from kvsearch.core.naming import suggest
+from kvsearch.tasks import jsonl
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.entries import ENTRIES, JSONL, KINDS, NO_QA, SETS, Entry, own_file
-from kvsearch.tasks.ruler.task import QA_FORMATS
+from kvsearch.tasks.gsm8k import Gsm8kTask
+from kvsearch.tasks.infinitebench import INFINITEBENCH_LAVA, INFINITEBENCH_TASKS, InfiniteBenchTask
+from kvsearch.tasks.jsonl import JsonlTask
+from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask
+from kvsearch.tasks.metrics import NEEDS
+from kvsearch.tasks.metrics.packages import PACKAGES
+from kvsearch.tasks.niah import NiahTask
+from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
+from kvsearch.tasks.ruler.needles import NIAH
+from kvsearch.tasks.ruler.task import QA_FORMATS, RULER_KINDS
+from kvsearch.tasks.splits import ALL, SPLITS
+from kvsearch.tasks.synthetic.suite import FORMS, SUITES, SyntheticTask
+from kvsearch.tasks.synthetic.suite import SPLITS as SYNTHETIC_SPLITS
 
+SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH = "synthetic", "ruler", "longbench", "infinitebench"
+GSM8K, NEEDLE, JSONL = "gsm8k", "niah", "jsonl"
+KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, NEEDLE, JSONL)
+QA_OPTIONS: Final = {"qa_1": "squad", "qa_2": "hotpot"}  # the options that bring the files of RULER's qa tasks
+NO_QA: Final = f"{RULER}:no-qa"
 MANY = "several tasks are joined by +"
+GENERATED, STORY, YOURS, FILE = "generated", "generated in a story, or --haystack", "your file", "FILE"
+
+_GENERATED: Final = {"lengths": "length", "split": "split"}
+_ROWS: Final = {"data": "source", "data_revision": "revision", "split": "split"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A task by its spec, and what there is to know about it.
+
+    `source` says where its texts come from, `needs` what file a user must bring (empty: none), with the option
+    `required`. `split` is the default one of `splits`. `reads` maps options to the parameters of `make` that they set.
+    """
+
+    spec: str
+    category: str
+    metric: str
+    source: str
+    make: Callable[..., Task]
+    reads: Mapping[str, str]
+    needs: str = ""
+    required: str | None = None
+    split: str = ALL
+    splits: tuple[str, ...] = (*SPLITS, ALL)
+
+    @property
+    def kind(self) -> str:
+        return self.spec.partition(":")[0]
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """What the metric needs, as pip calls it."""
+        return tuple(PACKAGES[module] for module in NEEDS.get(self.metric, ()))
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What is read, as on the command line."""
+        return tuple(map(flag, self.reads))
+
+    def facts(self) -> dict[str, Any]:
+        """Return what there is to know as plain data."""
+        names = ("spec", "category", "metric", "source", "needs", "packages", "options", "split", "splits")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -33,13 +95,91 @@ class TaskOptions:
     hotpot: Path | None = None  # what RULER's qa_2 asks about
     depths: tuple[int, ...] | None = None  # where niah's needles are, in percent of a context
     shots: int | None = None  # worked examples before a problem of GSM8K
-    shots_from: str | Path | None = None  # training rows of GSM8K to take them from, as `data`
     metric: str | None = None  # of gsm8k or niah
 
     @property
     def given(self) -> tuple[str, ...]:
         """The names of the options that are set."""
         return tuple(name for name, value in vars(self).items() if value is not None)
+
+
+def flag(option: str) -> str:
+    """Return what an option is called on the command line."""
+    return "--length" if option == "lengths" else "--" + option.replace("_", "-")
+
+
+def own_file(path: str) -> Entry:
+    """Return the task of a user's file."""
+    needs = f"{FILE}, rows with context, question, answers; they may name id, category and metric"
+    make = partial(JsonlTask.load, path)
+    return Entry(f"{JSONL}:{path}", jsonl.CATEGORY, jsonl.METRIC, YOURS, make, {"split": "split"}, needs)
+
+
+def _ruler(name: str) -> Entry:
+    option = QA_OPTIONS.get(name)
+    reads = dict(_GENERATED)
+    needs = ""
+    source = GENERATED
+    if name in NIAH and NIAH[name].haystack == "essay":
+        reads["haystack"] = "haystack"
+        source = STORY
+    if option is not None:
+        reads[option] = "qa_file"
+        source = YOURS
+        needs = f"{flag(option)} {FILE}, {QA_FORMATS[name][0]} JSON"
+    kind = RULER_KINDS[name]
+    make = partial(RulerTask, name)
+    return Entry(
+        f"{RULER}:{name}", kind.category, kind.metric, source, make, reads, needs, option, split=RulerTask.split
+    )
+
+
+def _dataset(benchmark: str, name: str, task: type[LongBenchTask | InfiniteBenchTask]) -> Entry:
+    spec = task.specs[name.removesuffix("_e")]
+    reads = _ROWS | {"prompts": "prompts"}
+    source = f"{task.source}, or --data"
+    return Entry(f"{benchmark}:{name}", spec.category, spec.metric, source, partial(task, name), reads)
+
+
+def _entries() -> Iterator[Entry]:
+    for name in FORMS:
+        task = SyntheticTask(name)
+        yield Entry(
+            f"{SYNTHETIC}:{name}", task.category, task.metric, GENERATED, partial(SyntheticTask, name), _GENERATED,
+            split=task.split, splits=SYNTHETIC_SPLITS,
+        )  # fmt: skip
+    yield from map(_ruler, RULER_TASKS)
+    for name in (*LONGBENCH_TASKS, *LONGBENCH_E):
+        yield _dataset(LONGBENCH, name, LongBenchTask)
+    for name in INFINITEBENCH_TASKS:
+        yield _dataset(INFINITEBENCH, name, InfiniteBenchTask)
+    reads = _ROWS | {"shots": "shots", "metric": "metric"}
+    yield Entry(GSM8K, Gsm8kTask.category, Gsm8kTask.metric, f"{Gsm8kTask.source}, or --data", Gsm8kTask, reads)
+    reads = {name: name for name in ("lengths", "depths", "haystack", "metric", "split")}
+    yield Entry(NEEDLE, NiahTask.category, NiahTask.metric, STORY, NiahTask, reads)
+
+
+def _specs(kind: str, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{kind}:{name}" for name in names)
+
+
+ENTRIES: Final = {entry.spec: entry for entry in _entries()}
+SETS: Final[dict[str, tuple[str, ...]]] = {
+    SYNTHETIC: _specs(SYNTHETIC, SUITES["core"]),
+    **{f"{SYNTHETIC}:{suite}": _specs(SYNTHETIC, names) for suite, names in SUITES.items()},
+    RULER: _specs(RULER, RULER_TASKS),
+    NO_QA: _specs(RULER, (name for name in RULER_TASKS if name not in QA_OPTIONS)),
+    LONGBENCH: _specs(LONGBENCH, LONGBENCH_TASKS),
+    f"{LONGBENCH}:english": _specs(LONGBENCH, LONGBENCH_ENGLISH),
+    f"{LONGBENCH}:e": _specs(LONGBENCH, LONGBENCH_E),
+    INFINITEBENCH: _specs(INFINITEBENCH, INFINITEBENCH_TASKS),
+    f"{INFINITEBENCH}:lava": _specs(INFINITEBENCH, INFINITEBENCH_LAVA),
+}  # specs that stand for several tasks
+
+
+def describe_tasks(spec: str | None = None) -> list[Entry]:
+    """Return the tasks of a spec, or all there are; UsageError for an unknown kind or name."""
+    return [*ENTRIES.values(), own_file(FILE)] if spec is None else find_entries(spec)
 
 
 def find_tasks(spec: str, options: TaskOptions | int | None = None) -> list[Task]:
@@ -52,21 +192,16 @@ def find_tasks(spec: str, options: TaskOptions | int | None = None) -> list[Task
     """
     entries = find_entries(spec)
     if isinstance(options, int):
-        return [_made(entry, TaskOptions(lengths=(options,))) for entry in entries]
-    chosen = TaskOptions() if options is None else options
+        return [_make(entry, TaskOptions(lengths=(options,))) for entry in entries]
+    chosen = options or TaskOptions()
     _refuse_unread(chosen, entries)
-    return [_made(entry, chosen) for entry in entries]
+    return [_make(entry, chosen) for entry in entries]
 
 
 def find_entries(spec: str) -> list[Entry]:
     """Return the entries of a spec, each once; UsageError for an unknown kind or name."""
-    found = [entry for one in _split(spec) for entry in _of_kind(one)]
+    found = [entry for one in _split(spec) for entry in _find_kind(one)]
     return list({entry.spec: entry for entry in found}.values())
-
-
-def flag(option: str) -> str:
-    """Return what an option is called on the command line."""
-    return "--length" if option == "lengths" else "--" + option.replace("_", "-")
 
 
 def _split(spec: str) -> list[str]:
@@ -80,7 +215,7 @@ def _split(spec: str) -> list[str]:
     return specs
 
 
-def _of_kind(spec: str) -> list[Entry]:
+def _find_kind(spec: str) -> list[Entry]:
     kind, _, rest = spec.partition(":")
     if kind == JSONL:
         if not rest:
@@ -92,10 +227,10 @@ def _of_kind(spec: str) -> list[Entry]:
             raise UsageError(f"unknown task {spec!r}; did you mean {' or '.join(map(repr, near))}?")
         raise UsageError(f"unknown task {spec!r}{suggest(kind, KINDS)}; a file is given as jsonl:FILE")
     names = [f"{kind}:{name.strip()}" for name in rest.split(",")] if rest else [kind]
-    return [entry for name in names for entry in _named(name)]
+    return [entry for name in names for entry in _find_named(name)]
 
 
-def _named(spec: str) -> list[Entry]:
+def _find_named(spec: str) -> list[Entry]:
     if spec in SETS:
         return [ENTRIES[member] for member in SETS[spec]]
     if spec in ENTRIES:
@@ -114,28 +249,26 @@ def _refuse_unread(options: TaskOptions, entries: Sequence[Entry]) -> None:
     read = {option for entry in entries for option in entry.reads}
     unread = [option for option in options.given if option not in read]
     if unread:
-        told = "; ".join(f"{flag(option)} is for {', '.join(_readers(option))}" for option in unread)
-        raise UsageError(f"none of the chosen tasks reads {', '.join(map(flag, unread))}: {told}")
+        readers = "; ".join(f"{flag(option)} is for {', '.join(_readers(option))}" for option in unread)
+        raise UsageError(f"none of the chosen tasks reads {', '.join(map(flag, unread))}: {readers}")
 
 
 def _readers(option: str) -> list[str]:
     """Return the specs of the tasks that read an option: the kind where all of its tasks do."""
     reading = [entry for entry in ENTRIES.values() if option in entry.reads]
-    whole = {kind for kind in KINDS if all(option in e.reads for e in ENTRIES.values() if e.kind == kind)}
-    return list(dict.fromkeys(entry.kind if entry.kind in whole else entry.spec for entry in reading))
+    others = {entry.kind for entry in ENTRIES.values() if option not in entry.reads}
+    return list(dict.fromkeys(entry.spec if entry.kind in others else entry.kind for entry in reading))
 
 
-def _made(entry: Entry, options: TaskOptions) -> Task:
-    if entry.needs is not None and entry.needs not in options.given:
-        whose, what, _ = QA_FORMATS[entry.name]
-        raise UsageError(
-            f"{entry.spec} needs questions: give a JSON file in {whose} format ({what}) with {flag(entry.needs)}, or "
-            f"choose {NO_QA}"
-        )
-    given = {set_by: getattr(options, option) for option, set_by in entry.reads.items() if option in options.given}
+def _make(entry: Entry, options: TaskOptions) -> Task:
+    if entry.required is not None and entry.required not in options.given:
+        raise UsageError(f"{entry.spec} needs questions: give {entry.needs}, or choose {NO_QA}")
+    given = {
+        parameter: getattr(options, option) for option, parameter in entry.reads.items() if option in options.given
+    }
     if "length" in given:
         if len(given["length"]) != 1:
-            told = ", ".join(map(str, given["length"])) or "none"
-            raise UsageError(f"{entry.kind} tasks take one length, got {told}: evaluate one length after the other")
+            lengths = ", ".join(map(str, given["length"])) or "none"
+            raise UsageError(f"{entry.kind} tasks take one length, got {lengths}: evaluate one length after the other")
         (given["length"],) = given["length"]
     return entry.make(**given)

@@ -1,38 +1,36 @@
-"""What the datasets of LongBench and InfiniteBench have in common: rows from a source, asked by a template."""
+"""Tasks made of the rows of a public dataset, and the prompts of those that put a row into a template."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import string
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Generic
 
-from kvsearch.tasks.base import Example, Query, TokenCount
-from kvsearch.tasks.metrics import METRICS, find_metric
+import yaml
+
+from kvsearch.core.errors import UsageError
+from kvsearch.core.naming import suggest
+from kvsearch.core.parsing import read_json
+from kvsearch.core.resources import resource
+from kvsearch.tasks.base import Example, Task, TokenCount
+from kvsearch.tasks.fields import is_blank
+from kvsearch.tasks.metrics import find_metric
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, draw
-from kvsearch.tasks.templates import Template
-
-
-class Settings(Protocol):
-    """Settings of a dataset: the group that tables average it in, and what scores its replies."""
-
-    @property
-    def category(self) -> str: ...
-
-    @property
-    def metric(self) -> str: ...
+from kvsearch.tasks.rows import Checked, Dataset, check_rows, load_rows, usable
+from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, draw, part
 
 
 @dataclass(frozen=True)
-class DatasetTask(ABC):
-    """A dataset by its name, where its rows are, the prompts to use in place of ours, and a part of its rows."""
+class DatasetTask(Task, Generic[Checked]):
+    """Rows of `source`, a file, a folder or a dataset id of the hub, which are read when they are first needed."""
 
-    name: str
+    name: str = ""
     source: str | Path = ""
     revision: str | None = None
-    prompts: Path | None = None
     split: str = ALL
     shares: Shares = SHARES
 
@@ -40,22 +38,134 @@ class DatasetTask(ABC):
         """Find out what cannot be used before rows are read."""
         check_split(self.split, self.shares)
         find_metric(self.metric)
-        _ = self.template
 
     @property
     @abstractmethod
-    def spec(self) -> Settings:
-        """The settings of the dataset."""
+    def dataset(self) -> Dataset:
+        """Where the rows are."""
+
+    @property
+    @abstractmethod
+    def row(self) -> type[Checked]:
+        """What the rows hold."""
+
+    @abstractmethod
+    def fault(self, row: Checked) -> str | None:
+        """Return why a row cannot be asked; None: it can."""
+
+    @abstractmethod
+    def document(self, row: Checked) -> str:
+        """Return the text that no split divides."""
+
+    @abstractmethod
+    def example(self, position: int, row: Checked) -> Example:
+        """Return what is asked of a row."""
 
     @cached_property
-    @abstractmethod
-    def template(self) -> Template:
-        """The prompt of the dataset."""
-
-    @cached_property
-    @abstractmethod
     def rows(self) -> tuple[Example, ...]:
         """All examples of the split."""
+        rows = usable(self.read(self.dataset, self.source, self.revision), self.fault, self.where)
+        chosen = part(rows, self.split, self.shares, lambda item: self.document(item[1]), self.where)
+        return tuple(self.example(position, row) for position, row in chosen)
+
+    def read(self, dataset: Dataset, source: str | Path, revision: str | None) -> Sequence[Checked]:
+        """Return all rows; UsageError for other columns or values than those of the dataset."""
+        return check_rows(load_rows(dataset, source, revision), self.row, self.where)
+
+    def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
+        """Return up to `samples` rows, drawn without replacement if the split has more."""
+        return draw(self.rows, samples, seed)
+
+    @property
+    def where(self) -> str:
+        """The task and its source, for messages."""
+        return f"{self.name} of {self.source}"
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """Settings of a dataset in a benchmark.
+
+    `first_line`: of a reply only that line is scored. `options`: questions have answers to choose from. `chat` off: the
+    prompt is text that is continued, also by models with a chat template.
+    """
+
+    category: str
+    metric: str
+    max_new_tokens: int
+    prompt: str
+    chat: bool = True
+    first_line: bool = False
+    stops: Sequence[str] = ()
+    chinese: bool = False
+    options: bool = False
+
+
+def read_shipped(name: str) -> Any:
+    """Return what a file of data/tasks describes."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(resource(f"data/tasks/{name}.yaml").read_text(encoding="utf-8"), loader)
+
+
+def read_specs(benchmark: str) -> dict[str, DatasetSpec]:
+    """Return the datasets of a benchmark."""
+    return {name: DatasetSpec(**settings) for name, settings in read_shipped(benchmark).items()}
+
+
+@dataclass(frozen=True)
+class Template:
+    """A prompt in the parts that are compressed (up to the context's end) and those that come after.
+
+    `separator` is the white space between the two. `asks` says whether the row's question is part of the prompt.
+    """
+
+    head: str
+    separator: str
+    lead: str
+    tail: str
+    asks: bool
+
+    def context(self, text: str) -> str:
+        return self.head + text
+
+    def question(self, text: str) -> str:
+        return self.lead + text + self.tail if self.asks else self.lead
+
+
+@dataclass(frozen=True)
+class BenchmarkTask(DatasetTask[Checked]):
+    """One dataset of a benchmark; `prompts` is a JSON file of datasets and prompts to use in place of ours.
+
+    Raises:
+        UsageError: an unknown dataset or split, or prompts that cannot be used; on reading, unusable rows.
+        EnvironmentFault: a package that the metric needs is missing; on reading, the hub cannot be reached.
+    """
+
+    prompts: Path | None = None
+    benchmark: ClassVar[str]
+    names: ClassVar[tuple[str, ...]]
+    specs: ClassVar[Mapping[str, DatasetSpec]]
+
+    def __post_init__(self) -> None:
+        if self.name not in self.names:
+            raise UsageError(f"unknown {self.benchmark} dataset {self.name!r}{suggest(self.name, self.names)}")
+        super().__post_init__()
+        _ = self.template
+
+    @property
+    def base_name(self) -> str:
+        """The name in `specs`, which variants of a dataset share."""
+        return self.name
+
+    @property
+    def spec(self) -> DatasetSpec:
+        return self.specs[self.base_name]
+
+    @cached_property
+    def template(self) -> Template:
+        """The prompt of the dataset."""
+        own = parse_template(self.spec.prompt, self.base_name)
+        return own if self.prompts is None else read_template(self.prompts, self.base_name, own.asks)
 
     @property
     def prompt(self) -> str:
@@ -69,14 +179,64 @@ class DatasetTask(ABC):
     def category(self) -> str:
         return self.spec.category
 
-    def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
-        """Return up to `samples` rows, drawn without replacement if the split has more."""
-        return draw(self.rows, samples, seed)
-
-    def score(self, reply: str, query: Query) -> float:
-        """Return the dataset's metric, best of the answers."""
-        return METRICS[self.metric](reply, query)
+    @property
+    def chat(self) -> bool:
+        return self.spec.chat
 
     @property
-    def _where(self) -> str:
-        return f"{self.name} of {self.source}"
+    def stops(self) -> tuple[str, ...]:
+        return tuple(self.spec.stops)
+
+    def missing(self, context: str, question: str, answers: Sequence[str]) -> str | None:
+        """Return what a row lacks; None: nothing."""
+        if not context.strip():
+            return "with an empty context"
+        if self.template.asks and not question.strip():
+            return "without a question"
+        return None if any(not is_blank(answer) for answer in answers) else "without an answer"
+
+
+def parse_template(text: str, where: str) -> Template:
+    """Split a prompt with `{context}` and, after it, at most one `{input}`.
+
+    Raises:
+        UsageError: other or misplaced fields, or nothing after the context.
+    """
+    fields = []
+    literals = [""]
+    try:
+        for literal, name, form, conversion in string.Formatter().parse(text):
+            literals[-1] += literal  # a literal brace ends a piece, too
+            if name is not None:
+                fields.append(name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else ""))
+                literals.append("")
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}; write literal braces twice") from error
+    if fields not in (["context"], ["context", "input"]):
+        found = ", ".join(f"{{{name}}}" for name in fields) or "none"
+        raise UsageError(f"{where} needs the fields {{context}} and, after it, at most one {{input}}: found {found}")
+    head, between, tail = [*literals, ""][:3]
+    lead = between.lstrip()
+    if len(fields) == 1 and not lead:
+        raise UsageError(f"{where} ends with {{context}}: add what is asked, or the cue that starts the reply")
+    return Template(head, between[: len(between) - len(lead)], lead, tail, len(fields) == 2)
+
+
+def read_template(path: Path, name: str, asks: bool) -> Template:
+    """Return the prompt of a dataset from a user's file.
+
+    Raises:
+        UsageError: there is no such file, it has no such prompt, or one without the question that the dataset asks.
+    """
+    prompts = read_json(path)
+    if not isinstance(prompts, dict):
+        raise UsageError(f"{path} holds no object of datasets and their prompts")
+    if name not in prompts:
+        raise UsageError(f"{path} has no prompt for {name!r}{suggest(name, list(prompts))}")
+    where = f"{path}: the prompt for {name!r}"
+    if not isinstance(prompts[name], str):
+        raise UsageError(f"{where} is not text")
+    template = parse_template(prompts[name], where)
+    if asks and not template.asks:
+        raise UsageError(f"{where} has no {{input}}, the place of the question")
+    return template

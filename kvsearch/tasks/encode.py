@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.contexts import ContextSet, context_hash
-from kvsearch.tasks.base import Example, Query, Task, TokenCount
-from kvsearch.tasks.coverage import Coverage
+from kvsearch.plan.origin import ContextSet, context_hash
+from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
+from kvsearch.tasks.base import Coverage, Example, Query, Task, TokenCount
+from kvsearch.tasks.metrics import score
 from kvsearch.tasks.prompts import EmptyTextError, PromptFormat
-from kvsearch.tasks.scoring import score
 
 NO_CONTEXT, NO_QUESTION, NO_ANSWER = "empty context", "empty question", "empty answer"
 
@@ -62,7 +62,7 @@ class Prompt:
 class TaskPrompts:
     """A task in token ids, or some of its prompts. `contexts` names the context of every key, see `contexts_of`.
 
-    `recorded` says what each key is known by in records of what was asked, see `kvsearch.plan.contexts`.
+    `recorded` says what each key is known by in records of what was asked, see `kvsearch.plan.origin`.
     """
 
     task: Task
@@ -148,7 +148,6 @@ def encode(
 
     `wanted` contexts were asked for and `used` ones left out, which is only counted.
     """
-    _check(task, examples)
     form, excluded = PromptFormat.of(tokenizer, task), Counter[str]()
     prompts = tuple(_prompts(form, examples, limit, excluded))
     if not prompts:
@@ -228,17 +227,6 @@ def middle_cut(ids: Tensor, lead: int, room: int) -> Tensor:
     return torch.cat([ids[: room - tail], ids[len(ids) - tail :]])
 
 
-def _check(task: Task, examples: Sequence[Example]) -> None:
-    if "" in task.stops:
-        raise UsageError(f"task {task.name} stops at an empty text: every reply would end at once")
-    silent = [example.key for example in examples if not example.queries]
-    if silent:
-        raise UsageError(f"task {task.name}, example {silent[0]}: a context without questions")
-    doubled = [key for key, times in Counter(example.key for example in examples).items() if times > 1]
-    if doubled:
-        raise UsageError(f"task {task.name}: two examples have the key {doubled[0]!r}, keys must be unique")
-
-
 def check_length(loaded: LoadedModel, task: Task, limit: int | None) -> None:
     """Refuse a length above the limit: such texts would lose what was hidden in them, whatever the method."""
     longest = max(getattr(task, "lengths", ()), default=getattr(task, "length", 0))
@@ -302,3 +290,36 @@ def _fitted(form: PromptFormat, example: Example, context: Tensor, questions: Se
             "shorten them or raise the limit"
         )
     return middle_cut(context, form.lead, room)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one sequence of a batch compresses as one, and the questions it replies to afterwards.
+
+    Question-agnostic: the context; all its questions follow, none of which sees another. Question-aware: context,
+    question and the reply's prefix; the reply follows at once.
+    """
+
+    prompt: Prompt
+    questions: tuple[Question, ...]
+    protocol: Protocol
+
+    @property
+    def ids(self) -> Tensor:
+        """Token ids [T] of what is compressed."""
+        if self.protocol == QUESTION_AGNOSTIC:
+            return self.prompt.context
+        return self.prompt.with_question(self.questions[0])
+
+
+def readings(prompts: Sequence[Prompt], protocol: Protocol) -> list[Reading]:
+    """Return one reading per context (question-agnostic) or per question (question-aware)."""
+    if protocol == QUESTION_AGNOSTIC:
+        return [Reading(prompt, prompt.questions, protocol) for prompt in prompts]
+    return [Reading(prompt, (question,), protocol) for prompt in prompts for question in prompt.questions]
+
+
+def questions_of(batch: Sequence[Reading]) -> list[tuple[Reading, Question]]:
+    """Return the questions of a batch with what they follow: the first of all readings, then the second, and so on."""
+    most = max(len(reading.questions) for reading in batch)
+    return [(reading, reading.questions[n]) for n in range(most) for reading in batch if n < len(reading.questions)]

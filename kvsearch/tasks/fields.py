@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from kvsearch.tasks.texts import is_blank
+_UNSEEN = ("Cc", "Cf")  # control characters, and those of format: zero-width spaces, joiners, byte order marks
+
+
+def is_blank(text: str) -> bool:
+    """Return whether nothing of a text can be seen: white space, control and zero-width characters."""
+    return all(char.isspace() or unicodedata.category(char) in _UNSEEN for char in text)
 
 
 def _filled(text: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import read_bytes
 from kvsearch.models.loading import BUNDLED
-from kvsearch.plan.files import read_bytes
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 from kvsearch.tasks.synthetic.language import Document
 from kvsearch.tasks.synthetic.suite import SyntheticTask

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvsearch.errors import UsageError
-from kvsearch.naming import unknown
-from kvsearch.plan.files import read_bytes
-from kvsearch.plan.parsing import parse_json, problems_of
-from kvsearch.tasks.base import Example, Query, TokenCount
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import read_bytes
+from kvsearch.core.naming import unknown
+from kvsearch.core.parsing import parse_json, problems_of
+from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.fields import Filled, IsList, NotEmpty
 from kvsearch.tasks.metrics import METRICS, OF_ALL_ANSWERS, find_metric
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
 from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, draw, part
 
-SHOWN, SHOWN_LINES = 10, 3
-CATEGORY, SEVERAL = "own", "several"
+SHOWN = 10
+METRIC = "contains"
+CATEGORY = "own"
+SEVERAL = "several"  # the category of a file whose rows have several
 PLAIN_TEXT = "is plain text, as for perplexity: a task asks, give context, question and answers"
 
 
@@ -40,14 +43,14 @@ class JsonlRow(BaseModel):
     max_new_tokens: int = Field(default=64, ge=1)
     prefix: str = ""
     options: Annotated[tuple[Filled, ...], IsList] = ()
-    metric: str = "contains"
+    metric: str = METRIC
     prompt: str = PLAIN_PROMPT
     category: Filled = CATEGORY
     id: Filled | Annotated[int, Field(strict=True)] | None = None
 
 
 @dataclass(frozen=True)
-class JsonlTask:
+class JsonlTask(Task):
     """Examples of one file, which has one metric and prompt. No split divides a context.
 
     Where the rows have several categories, that of the task says so, and every query has its own.
@@ -55,13 +58,11 @@ class JsonlTask:
 
     name: str
     rows: tuple[Example, ...]
-    metric: str
+    metric: str = METRIC
     prompt: str = PLAIN_PROMPT
     category: str = CATEGORY
     split: str = ALL
     shares: Shares = SHARES
-    chat: ClassVar[bool] = True
-    stops: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         find_metric(self.metric)
@@ -76,83 +77,66 @@ class JsonlTask:
             EnvironmentFault: a package that the metric needs is missing.
         """
         rows, problems = _read(path)
-        metrics, prompts, categories = (
-            list(dict.fromkeys(getattr(row, name) for row in rows.values()))
-            for name in ("metric", "prompt", "category")
-        )
-        if not rows and not problems:
-            problems.append("no rows")
-        if len(metrics) > 1 and not problems:
-            problems.append(f"the rows name the metrics {', '.join(sorted(metrics))}: one file has one metric")
+        metrics = sorted({row.metric for row in rows})
+        prompts = {row.prompt for row in rows}
+        categories = {row.category for row in rows}
+        ids = Counter(str(row.id) for row in rows if row.id is not None)
+        problems += [f"the id {name!r} is of {count} rows" for name, count in ids.items() if count > 1]
+        problems += [f"prompt {prompt!r} lacks {PLACE}" for prompt in prompts if PLACE not in prompt]
+        problems += [unknown("metric", metric, list(METRICS)) for metric in metrics if metric not in METRICS]
+        if len(metrics) > 1:
+            problems.append(f"the rows name the metrics {', '.join(metrics)}: one file has one metric")
         if len(prompts) > 1:
             problems.append("the rows have different prompts: one file has one prompt")
-        problems += _doubled(rows)
-        problems += [f"prompt {p!r} lacks {PLACE}" for p in prompts if PLACE not in p]
-        problems += [unknown("metric", m, list(METRICS)) for m in metrics if m not in METRICS]
+        if not rows and not problems:
+            problems.append("no rows")
         if problems:
             more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise UsageError(f"{path} is not a usable task file:\n  " + "\n  ".join(problems[:SHOWN]) + more)
-        name, several = Path(path).stem, len(categories) > 1
-        examples = _grouped(name, list(rows.values()), several, metrics[0])
-        return cls(name, examples, metrics[0], prompts[0], SEVERAL if several else categories[0], split, shares)
+        several = len(categories) > 1
+        category = SEVERAL if several else rows[0].category
+        name = Path(path).stem
+        return cls(name, _group(name, rows, several), rows[0].metric, rows[0].prompt, category, split, shares)
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
         """Return up to `samples` contexts, drawn without replacement if the split has more."""
         return draw(part(self.rows, self.split, self.shares, lambda example: example.key, self.name), samples, seed)
 
-    def score(self, reply: str, query: Query) -> float:
-        return METRICS[self.metric](reply, query)
 
-
-def _read(path: str | Path) -> tuple[dict[int, JsonlRow], list[str]]:
-    """Return the good rows of a file by their lines, and what is wrong with the others: equal problems as one."""
-    rows: dict[int, JsonlRow] = {}
-    problems: dict[str, list[int]] = {}  # the lines that have each; none where the words name their line
+def _read(path: str | Path) -> tuple[list[JsonlRow], list[str]]:
+    """Return the good rows of a file, and what is wrong with the others."""
+    rows = []
+    problems = []
     for number, line in enumerate(read_bytes(path).split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             row = parse_json(line, f"line {number}")
             if isinstance(row, dict) and "text" in row and "question" not in row:
-                problems.setdefault(PLAIN_TEXT, []).append(number)
+                problems.append(f"line {number}: {PLAIN_TEXT}")
             else:
-                rows[number] = JsonlRow.model_validate(row)
+                rows.append(JsonlRow.model_validate(row))
         except ValidationError as error:
-            for problem in problems_of(error):
-                problems.setdefault(problem, []).append(number)
+            problems += [f"line {number}: {problem}" for problem in problems_of(error)]
         except UsageError as error:
-            problems[str(error)] = []
-    return rows, [f"{_lines(lines)}: {problem}" if lines else problem for problem, lines in problems.items()]
+            problems.append(str(error))
+    return rows, problems
 
 
-def _lines(numbers: Sequence[int]) -> str:
-    """Name lines, the first few of many."""
-    if len(numbers) == 1:
-        return f"line {numbers[0]}"
-    shown = ", ".join(map(str, numbers[:SHOWN_LINES]))
-    return f"{len(numbers)} lines ({shown}{', ...' if len(numbers) > SHOWN_LINES else ''})"
-
-
-def _doubled(rows: Mapping[int, JsonlRow]) -> list[str]:
-    """Return one problem that names the ids of several rows, if there are any."""
-    lines: dict[str, list[int]] = {}
-    for number, row in rows.items():
-        if row.id is not None:
-            lines.setdefault(str(row.id), []).append(number)
-    found = [f"{name!r} on {_lines(those)}" for name, those in lines.items() if len(those) > 1]
-    if not found:
-        return []
-    more = f" and {len(found) - SHOWN_LINES} more" if len(found) > SHOWN_LINES else ""
-    return [f"an id is of one row: {'; '.join(found[:SHOWN_LINES])}{more}"]
-
-
-def _grouped(task: str, rows: Sequence[JsonlRow], several: bool, metric: str) -> tuple[Example, ...]:
+def _group(task: str, rows: Sequence[JsonlRow], several: bool) -> tuple[Example, ...]:
     """Return an example per context; queries name their category where there are `several`."""
     by_context: dict[str, list[Query]] = {}
     for row in rows:
-        name, category = "" if row.id is None else str(row.id), row.category if several else ""
-        written = ", ".join(row.answers) if metric in OF_ALL_ANSWERS else ""
-        query = Query(row.question, row.answers, row.max_new_tokens, row.prefix, row.options, name, category, written)
+        query = Query(
+            row.question,
+            row.answers,
+            row.max_new_tokens,
+            row.prefix,
+            row.options,
+            id="" if row.id is None else str(row.id),
+            category=row.category if several else "",
+            written=", ".join(row.answers) if row.metric in OF_ALL_ANSWERS else "",
+        )
         by_context.setdefault(row.context, []).append(query)
     return tuple(
         Example(task, str(number), context, tuple(queries))

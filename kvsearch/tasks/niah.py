@@ -13,17 +13,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
-from kvsearch.errors import KvsearchWarning, UsageError
-from kvsearch.plan.files import read_text
-from kvsearch.resources import resource
-from kvsearch.tasks.base import Example, Query, TokenCount
-from kvsearch.tasks.means import Scored, mean_by
-from kvsearch.tasks.metrics import METRICS, find_metric
+from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.core.files import read_text
+from kvsearch.core.resources import resource
+from kvsearch.tasks.base import Example, Query, Task, TokenCount
+from kvsearch.tasks.metrics import find_metric
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, part
-from kvsearch.tasks.texts import is_blank
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,45 +60,34 @@ class GridCell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NiahTask:
+class NiahTask(Task):
     """One example per length and depth. The haystack is the shipped story or a text file, repeated where it is short.
 
     Contexts hold whole sentences and the needle, as many as fit into `length` tokens; the needle stands between the
     two sentences that are nearest to its depth. Everything is the same in every run.
 
     Raises:
-        UsageError: a bad grid, blank texts, an unknown metric or split, or a haystack that cannot be used.
+        UsageError: a bad grid, an unknown metric or split, or a haystack that cannot be used.
     """
 
     lengths: tuple[int, ...] = LENGTHS
     depths: tuple[int, ...] = DEPTHS
     haystack: Path | None = None
     needle: str = NEEDLE
-    question: str = QUESTION
-    answers: tuple[str, ...] = ANSWERS
     metric: str = "niah_recall"
-    max_new_tokens: int = 64
     split: str = ALL
     shares: Shares = SHARES
-    name: ClassVar[str] = "niah"
+    name: str = "niah"
     category: ClassVar[str] = "retrieval"
     prompt: ClassVar[str] = PLAIN_PROMPT
-    chat: ClassVar[bool] = True
-    stops: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         _require_steps("lengths", self.lengths, 1, None)
         _require_steps("depths", self.depths, 0, 100)
-        texts = [("needle", self.needle), ("question", self.question), *(("answer", answer) for answer in self.answers)]
-        blank = [name for name, text in texts if is_blank(text)]
-        if blank or not self.answers:
-            raise UsageError(f"the {blank[0] if blank else 'answers'} of a needle in a haystack must not be blank")
-        if self.max_new_tokens < 1:
-            raise UsageError(f"a reply needs at least one token, got max_new_tokens {self.max_new_tokens}")
         find_metric(self.metric)
         check_split(self.split, self.shares)
-        if self.needle.strip() in "".join(self._sentences):
-            raise UsageError(f"{self._file} holds the needle already: give another text or needle")
+        if self.needle in "".join(self._sentences):
+            raise UsageError(f"{self._file} holds the needle already: give another text")
 
     def cells(self) -> tuple[GridCell, ...]:
         """Return the cells of the split, depths of the first length first."""
@@ -128,21 +115,17 @@ class NiahTask:
         fitting = {length: self._fitting(length, count) for length in {cell.length for cell in chosen}}
         return [self._example(cell, fitting[cell.length], count) for cell in chosen]
 
-    def score(self, reply: str, query: Query) -> float:
-        return METRICS[self.metric](reply, query)
-
     def _example(self, cell: GridCell, sentences: Sequence[str], count: TokenCount) -> Example:
         context = self._hidden(sentences, cell.depth)
         while count(context) > cell.length:  # the needle may break a token in two
             sentences = sentences[:-1]
             context = self._hidden(sentences, cell.depth)
-        query = Query(self.question, self.answers, self.max_new_tokens)
-        return Example(self.name, cell.key, context, (query,))
+        return Example(self.name, cell.key, context, (Query(QUESTION, ANSWERS),))
 
     def _hidden(self, sentences: Sequence[str], depth: int) -> str:
         ends = [0, *accumulate(map(len, sentences))]
         place = min(range(len(ends)), key=lambda index: abs(ends[index] - ends[-1] * depth / 100))
-        return "".join([*sentences[:place], " ", self.needle.strip(), *sentences[place:]]).strip()
+        return "".join([*sentences[:place], " ", self.needle, *sentences[place:]]).strip()
 
     def _fitting(self, length: int, count: TokenCount) -> Sequence[str]:
         """Return the sentences that fill a context of `length` tokens together with the needle."""
@@ -210,15 +193,29 @@ class Grid:
     means: np.ndarray
 
 
+class Scored(Protocol):
+    """A reply that has been scored; `key` is that of its example."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def score(self) -> float: ...
+
+
 def grid_of(samples: Iterable[Scored]) -> Grid:
     """Return the mean score of every cell; give the samples of one method. UsageError for samples of another task."""
     import numpy as np
 
-    means = mean_by(samples, lambda sample: GridCell.parse(sample.key))
-    depths = tuple(sorted({cell.depth for cell in means}))
-    lengths = tuple(sorted({cell.length for cell in means}))
-    rows = [[means.get(GridCell(length, depth), np.nan) for length in lengths] for depth in depths]
-    return Grid(depths, lengths, np.array(rows, dtype=np.float64).reshape(len(depths), len(lengths)))
+    scores: dict[GridCell, list[float]] = {}
+    for sample in samples:
+        scores.setdefault(GridCell.parse(sample.key), []).append(sample.score)
+    depths = tuple(sorted({cell.depth for cell in scores}))
+    lengths = tuple(sorted({cell.length for cell in scores}))
+    means = np.full((len(depths), len(lengths)), np.nan)
+    for cell, values in scores.items():
+        means[depths.index(cell.depth), lengths.index(cell.length)] = math.fsum(values) / len(values)
+    return Grid(depths, lengths, means)
 
 
 def _split(text: str) -> Iterator[str]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvsearch.errors import UsageError
-from kvsearch.plan.files import read_bytes, read_text
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import read_bytes, read_text
 from kvsearch.tasks.rows import parse_rows
 
 

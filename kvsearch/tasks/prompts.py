@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.errors import IncompatibleError
-from kvsearch.tasks.texts import is_blank
+from kvsearch.core.errors import IncompatibleError
+from kvsearch.tasks.fields import is_blank
 
 if TYPE_CHECKING:
     from torch import Tensor

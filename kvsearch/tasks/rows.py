@@ -1,20 +1,107 @@
-"""Rows of a dataset in a user's files: JSON, JSON Lines, Parquet, CSV, zip archives and saved datasets."""
+"""Rows of public datasets: from the Hugging Face hub, or from the files a user already has."""
 
 from __future__ import annotations
 
+import re
+import warnings
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.plan.files import read_bytes
-from kvsearch.plan.limits import MOST_DATA
-from kvsearch.plan.parsing import parse_json
+from pydantic import BaseModel, ValidationError
+
+from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning, UsageError
+from kvsearch.core.files import read_bytes
+from kvsearch.core.limits import MOST_DATA
+from kvsearch.core.parsing import list_problems, parse_json, problems_of, short_key
 
 Row = dict[str, Any]
-MOST_DEFLATED = 1032  # bytes that one of a zip archive stands for
+Checked = TypeVar("Checked", bound=BaseModel)
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_SHOWN = 20  # columns in a message
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Where a dataset is on the hub, and under which names its files are looked for in a user's folder.
+
+    `files` are patterns without a suffix, the first with a match is read. Where the hub has the rows in a zip
+    `archive`, `members` are the names they may have in it; where it has them in one `file`, that is fetched.
+    """
+
+    repo: str
+    config: str
+    split: str
+    files: tuple[str, ...]
+    archive: str | None = None
+    members: tuple[str, ...] = ()
+    file: str | None = None
+
+
+def load_rows(dataset: Dataset, source: str | Path | None = None, revision: str | None = None) -> list[Row]:
+    """Return the rows of `dataset` from `source`: a file, a folder, or a dataset id of the hub (by default its own).
+
+    Raises:
+        UsageError: there is no such file, folder, dataset or revision, or it does not hold this dataset.
+        EnvironmentFault: the hub cannot be reached, or a file cannot be read.
+    """
+    source = dataset.repo if source is None else source
+    path = Path(source)
+    if not path.exists():
+        if not _HUB_ID.fullmatch(str(source)):
+            raise UsageError(f"there is no file or folder {source}: check the path")
+        return _from_hub(dataset, str(source), revision)
+    if revision is not None:
+        raise UsageError(f"{source} is on this machine and has no revision {revision!r}: leave the revision out")
+    if path.is_dir():
+        return _from_folder(dataset, path)
+    return read_archive(path, dataset.members) if path.suffix == ".zip" and dataset.members else read_file(path)
+
+
+def check_rows(rows: Sequence[Row], model: type[Checked], where: object) -> list[Checked]:
+    """Return the rows as `model`s.
+
+    Raises:
+        UsageError: a column is missing, or rows hold something else than text, numbers or lists as `model` says.
+    """
+    needed = [name for name, field in model.model_fields.items() if field.is_required()]
+    checked = []
+    problems = []
+    for number, row in enumerate(rows, 1):
+        missing = ", ".join(repr(name) for name in needed if name not in row)
+        if missing:
+            columns = ", ".join(map(short_key, [*row][:_SHOWN])) or "nothing"
+            raise UsageError(f"row {number} of {where} has no column {missing} (found: {columns})")
+        try:
+            checked.append(model.model_validate(row))
+        except ValidationError as error:
+            problems += [f"row {number}: {problem}" for problem in problems_of(error)]
+    if problems:
+        raise UsageError(list_problems(problems, str(where)))
+    return checked
+
+
+def usable(rows: Sequence[Checked], fault: Callable[[Checked], str | None], where: object) -> list[tuple[int, Checked]]:
+    """Return the rows without a `fault`, with their positions; a KvsearchWarning counts the others by what is wrong.
+
+    Raises:
+        UsageError: there is none.
+    """
+    faults = [fault(row) for row in rows]
+    counts = Counter(reason for reason in faults if reason is not None)
+    listed = ", ".join(f"{count} {reason}" for reason, count in counts.items())
+    remaining = [(position, row) for position, row in enumerate(rows) if faults[position] is None]
+    if not remaining:
+        raise UsageError(f"{where} has no usable row" + (f": {listed}" if listed else ""))
+    if counts:
+        message = f"{where}: {counts.total()} of {len(rows)} rows left out: {listed}"
+        warnings.warn(message, KvsearchWarning, stacklevel=2)
+    return remaining
 
 
 def read_file(path: Path) -> list[Row]:
@@ -60,53 +147,24 @@ def read_archive(path: Path, members: Sequence[str]) -> list[Row]:
         with zipfile.ZipFile(path) as archive:
             for member in members:
                 if member in archive.namelist():
-                    told, held = archive.getinfo(member), path.stat().st_size
-                    if told.compress_size > held or told.file_size > min(MOST_DATA, MOST_DEFLATED * held):
-                        raise ValueError(f"{member} is said to be larger than it can be")
+                    if archive.getinfo(member).file_size > MOST_DATA:
+                        raise ValueError(f"{member} is too large")
                     return parse_rows(archive.read(member), f"{path}/{member}")
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:  # also: encrypted
         raise UsageError(f"{path} is no readable zip archive: fetch it again ({_short(error)})") from error
     raise UsageError(f"{path} has none of {', '.join(members)}: is it the archive of another dataset?")
 
 
-def is_saved(folder: Path) -> bool:
-    """Return whether `datasets` saved a dataset in this folder."""
-    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
-def read_saved(folder: Path, split: str) -> list[Row]:
-    """Return the rows of a folder that `save_to_disk` of `datasets` wrote; of several splits, those of `split`.
-
-    Raises:
-        UsageError: there is no such split, or the folder is damaged.
-    """
-    import datasets
-
-    try:
-        found = datasets.load_from_disk(str(folder))
-        if isinstance(found, datasets.DatasetDict):
-            if split not in found:
-                raise UsageError(f"{folder} has no split {split!r}, only {', '.join(found)}: save that one")
-            found = found[split]
-        found.data.table.validate(full=True)  # else offsets of a damaged file lead out of it
-        rows: list[Row] = found.to_list()
-    except UsageError:
-        raise
-    except Exception as error:  # a damaged folder shows as an exception of datasets, pyarrow or Python itself
-        raise UsageError(f"{folder} is no readable saved dataset: {_short(error)}") from error
-    return rows
-
-
-def _json(path: Path) -> list[Row]:
+def _read_json(path: Path) -> list[Row]:
     return parse_rows(read_bytes(path), str(path))
 
 
-def _parquet(path: Path) -> list[Row]:
+def _read_parquet(path: Path) -> list[Row]:
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     try:
         table = pyarrow.parquet.read_table(path)
-        table.validate(full=True)
+        table.validate(full=True)  # else offsets of a damaged file lead out of it
         rows: list[Row] = table.to_pylist()
     except (pyarrow.ArrowException, ValueError) as error:
         raise UsageError(f"{path} is no readable Parquet file: {_short(error)}") from error
@@ -115,22 +173,63 @@ def _parquet(path: Path) -> list[Row]:
     return rows
 
 
-def _csv(path: Path) -> list[Row]:
-    """Read all cells as text."""
-    import pandas as pd
+READERS: dict[str, Callable[[Path], list[Row]]] = {
+    ".jsonl": _read_json,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}
+
+
+def _from_folder(dataset: Dataset, folder: Path) -> list[Row]:
+    for pattern in dataset.files:
+        for suffix in READERS:
+            if paths := sorted(folder.glob(pattern + suffix)):
+                return [row for path in paths for row in read_file(path)]
+    if dataset.archive and (folder / dataset.archive).is_file():
+        return read_archive(folder / dataset.archive, dataset.members)
+    wanted = ", ".join(dataset.files) + (f" or {dataset.archive}" if dataset.archive else "")
+    raise UsageError(f"{folder} has no {wanted} ({', '.join(READERS)}): check what was unpacked there")
+
+
+def _from_hub(dataset: Dataset, repo: str, revision: str | None) -> list[Row]:
+    import datasets
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    def fetch(name: str) -> Path:
+        return Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision))
 
     try:
-        frame = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8")
-    except ValueError as error:  # bytes that are no text, no header, ragged rows
-        raise UsageError(f"{path} is no readable CSV file: {_short(error)}") from error
-    except OSError as error:
-        raise EnvironmentFault(f"cannot read {path}: {_short(error)}") from error
-    rows: list[Row] = frame.to_dict("records")
+        with suppress(RemoteEntryNotFoundError):
+            if dataset.archive is not None:
+                return read_archive(fetch(dataset.archive), dataset.members)
+            if dataset.file is not None:
+                return read_file(fetch(dataset.file))
+        rows: list[Row] = datasets.load_dataset(repo, dataset.config, split=dataset.split, revision=revision).to_list()
+    except Exception as error:
+        # what goes wrong shows as an exception of datasets, huggingface_hub, httpx or Python itself
+        if isinstance(error, KvsearchError | MemoryError):
+            raise
+        raise _explain(repo, dataset, error) from error
     return rows
+
+
+def _explain(repo: str, dataset: Dataset, error: Exception) -> KvsearchError:
+    from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    reason = _short(error)
+    own_files = "fetch its files elsewhere and give their folder"
+    if "scripts are no longer supported" in reason:
+        return UsageError(f"dataset {repo!r} is a loading script, which datasets no longer runs: {own_files}")
+    if isinstance(error, DatasetNotFoundError | RepositoryNotFoundError | RevisionNotFoundError):
+        return UsageError(f"{repo!r} is no file or folder here and no dataset of the hub that can be read ({reason})")
+    if isinstance(error, OSError):
+        return EnvironmentFault(
+            f"dataset {repo!r} cannot be fetched: check the network and HF_HUB_OFFLINE, or {own_files} ({reason})"
+        )
+    return UsageError(f"dataset {repo!r} has no readable {dataset.config!r}, split {dataset.split!r} ({reason})")
 
 
 def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
-
-
-READERS: dict[str, Callable[[Path], list[Row]]] = {".jsonl": _json, ".json": _json, ".parquet": _parquet, ".csv": _csv}

@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
-from kvsearch.errors import UsageError
-from kvsearch.naming import unknown
+from kvsearch.core.errors import UsageError
+from kvsearch.core.naming import unknown
 
 Item = TypeVar("Item")
 Shares = tuple[float, float, float]

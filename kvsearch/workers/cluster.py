@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.core.errors import EnvironmentFault, UsageError
 
 _REACH = 10.0  # seconds for a cluster to answer at all
 _STORE = 256 * 2**20  # bytes that workers of this machine share: jobs and values are small
@@ -22,30 +22,17 @@ _STORE = 256 * 2**20  # bytes that workers of this machine share: jobs and value
 
 @dataclass(frozen=True)
 class RayWorkers:
-    """How many workers, each with so many `cpus` and `gpus` of one node, and how long to wait for them, in seconds.
+    """How many workers, each with so many `cpus` and `gpus` of one node, and how many seconds they have to start.
 
     `address` is that of a running cluster, "auto" or host:port; None starts one on this machine, which ends with the
-    executor. `start_timeout` is for loading the model; `job_timeout` None lets a job take as long as it takes.
-
-    Raises:
-        UsageError: a number makes no sense.
+    pool. A worker that starts has no model yet.
     """
 
     workers: int
     cpus: float = 1.0
     gpus: float = 0.0
     address: str | None = None
-    job_timeout: float | None = None
     start_timeout: float = 600.0
-
-    def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise UsageError(f"{self.workers} Ray workers do nothing: ask for at least one")
-        if not (self.cpus >= 0 and self.gpus >= 0 and self.cpus + self.gpus > 0):
-            raise UsageError(f"a Ray worker with {self.cpus:g} CPUs and {self.gpus:g} GPUs has nothing to compute on")
-        for name, value in (("job", self.job_timeout), ("start", self.start_timeout)):
-            if value is not None and not value > 0:
-                raise UsageError(f"the {name} timeout of Ray workers is {value:g} seconds: give more than 0")
 
     @property
     def need(self) -> dict[str, float]:

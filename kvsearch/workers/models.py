@@ -10,20 +10,19 @@ import pickle
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from kvsearch.errors import EnvironmentFault, InternalError, KvsearchError, KvsearchWarning
+from kvsearch.core.errors import EnvironmentFault, InternalError, KvsearchError, KvsearchWarning
 from kvsearch.models.loading import LoadedModel, LoadOptions, Work, load
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.plan import ModelFingerprint
-from kvsearch.workers.base import Outcome, OutcomeKind, shortened
+from kvsearch.workers.base import Outcome, shortened
 from kvsearch.workers.cluster import RayWorkers
 from kvsearch.workers.ray import RayExecutor, RayPool
-
-AHEAD = 3  # items for each worker that are under way, or done and not yet handed out
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -65,29 +64,8 @@ class ModelSource:
 _load = lru_cache(maxsize=1)(load)  # a worker goes from one part of a job to the next with the same model
 
 
-class Item(NamedTuple):
-    """One of the items that a work is done for, pickled: what comes from Ray's own store cannot be written to."""
-
-    id: int
-    given: bytes
-
-    def require(self) -> None:
-        """See `kvsearch.workers.base.Job`: any item will do."""
-
-    def judged(self, values: object) -> tuple[OutcomeKind, str]:  # noqa: ARG002 - whatever a work makes
-        """See `kvsearch.workers.base.Job`."""
-        return "ok", ""
-
-
-class Done(NamedTuple):
-    """What a work has made of an item, pickled, and what it has warned of."""
-
-    made: bytes
-    warnings: list[str]
-
-
 class ModelWork:
-    """Does one work, which came pickled, for items, in a worker."""
+    """Does one work, which came pickled, for items, in a worker; an `Evaluator`."""
 
     tokens_spent = 0  # nobody asks
 
@@ -95,21 +73,24 @@ class ModelWork:
         self.loaded = source.load()
         self.work: Work[Any, Any] = pickle.loads(work)
 
-    def evaluate(self, job: Item) -> Done:
-        """Do the work for an item; InternalError for what is a bug, as its traceback does not leave the worker."""
+    def evaluate(self, job: Any) -> tuple[Any, list[str]]:
+        """Return what the work makes of an item, and its warnings.
+
+        Raises:
+            InternalError: a bug, with its place: its traceback does not leave the worker.
+        """
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", KvsearchWarning)
             try:
-                made = self.work(self.loaded, pickle.loads(job.given))
+                made = self.work(self.loaded, job)
                 made = list(made) if isinstance(made, Iterator) else made
             except Exception as error:
                 if isinstance(error, KvsearchError) or is_out_of_memory(error):
                     raise
                 where = traceback.extract_tb(error.__traceback__)[-1]
-                told = f"{error!r} in {where.name}, {where.filename}:{where.lineno}"
-                raise InternalError(f"a bug in kvsearch, please report it ({shortened(told)})") from error
-        doubts = [str(one.message) for one in caught if issubclass(one.category, KvsearchWarning)]
-        return Done(pickle.dumps(made), doubts)
+                place = f"{error!r} in {where.name}, {where.filename}:{where.lineno}"
+                raise InternalError(f"a bug in kvsearch, please report it ({shortened(place)})") from error
+        return made, [str(one.message) for one in caught if issubclass(one.category, KvsearchWarning)]
 
     def close(self) -> None:
         """The model stays: the next work may need it."""
@@ -136,29 +117,26 @@ class ModelWorkers:
             EnvironmentFault: no worker could be started, or two have died of one item.
             MemoryError: memory was too short for an item.
         """
-        if not items:
-            return
         pack = self.pool.ray.cloudpickle.dumps  # functions within functions, too
-        factory: Any = partial(ModelWork, self.source, pack(work))
-        found: dict[int, Made] = {}
-        with RayExecutor[Item, Done](factory, self.pool, most=len(items), timed=False) as executor:
-            asked = 0
+        executor: RayExecutor[Given, Any] = RayExecutor(partial(ModelWork, self.source, pack(work)), self.pool)
+        results: dict[int, Made] = {}
+        with closing(executor.run(items)) as outcomes:  # type: ignore[type-var]
             for number in range(len(items)):
-                while number not in found:
-                    while asked < min(len(items), number + AHEAD * max(executor.workers, 1)):
-                        executor.submit(Item(asked, pack(items[asked])))
-                        asked += 1
-                    found.update((outcome.id, _made(outcome)) for outcome in executor.poll())
-                yield found.pop(number)
+                while number not in results:
+                    place, outcome = next(outcomes)
+                    results[place] = result_of(outcome)
+                yield results.pop(number)
 
     def close(self) -> None:
         """End the workers."""
         self.pool.close()
 
 
-def _made(outcome: Outcome[Done]) -> Any:
+def result_of(outcome: Outcome[tuple[Any, list[str]]]) -> Any:
+    """Return what a `ModelWork` has made, with its warnings; raises an error if there is nothing."""
     if outcome.values is None:
         raise MemoryError(outcome.message) if outcome.kind == "oom" else EnvironmentFault(outcome.message)
-    for told in outcome.values.warnings:
-        warnings.warn(told, KvsearchWarning, stacklevel=3)
-    return pickle.loads(outcome.values.made)
+    made, messages = outcome.values
+    for message in messages:
+        warnings.warn(message, KvsearchWarning, stacklevel=3)
+    return made

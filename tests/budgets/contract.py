@@ -5,11 +5,28 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvsearch.arrays import Ints
 from kvsearch.budgets.allocator import Allocator, Signals
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import UsageError
 
 LAYERS, HEADS, LENGTH = 3, 4, 40
+
+
+def awkward(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+    """Values >= 0 of one of many kinds: zero, constant, tied, sparse, a spike, heavy-tailed, at any scale."""
+    kind = int(rng.integers(0, 6))
+    if kind == 0:
+        return np.full(shape, float(rng.integers(0, 2)))
+    if kind == 1:
+        return rng.integers(0, 3, shape).astype(float)
+    if kind == 2:
+        return rng.random(shape) * (rng.random(shape) < 0.3)
+    if kind == 3:
+        spike = np.zeros(shape)
+        spike.flat[int(rng.integers(0, spike.size))] = 1.0
+        return spike
+    values = rng.pareto(1.1, shape)
+    return values if kind == 4 else values * 10.0 ** float(rng.integers(-290, 290))
 
 
 class AllocatorContract:
@@ -38,21 +55,16 @@ class AllocatorContract:
         return floors, floors + rng.integers(0, LENGTH - 5, (LAYERS, HEADS))
 
     def test_exact_total_within_bounds(self, rng: np.random.Generator) -> None:
-        signals = self.signals(rng)
-        floors, caps = self.bounds(rng)
-        for total in np.linspace(floors.sum(), caps.sum(), 25).astype(int):
-            budgets = self.allocator().allocate(signals, int(total), floors, caps)
-            assert budgets.shape == (LAYERS, HEADS)
-            assert budgets.dtype == np.int64
-            assert budgets.sum() == total
-            assert (budgets >= floors).all()
-            assert (budgets <= caps).all()
-
-    def test_the_ends_are_the_bounds(self, rng: np.random.Generator) -> None:
-        signals = self.signals(rng)
-        floors, caps = self.bounds(rng)
-        assert (self.allocator().allocate(signals, int(floors.sum()), floors, caps) == floors).all()
-        assert (self.allocator().allocate(signals, int(caps.sum()), floors, caps) == caps).all()
+        shape = self.signals(rng).shape
+        for signals in (self.signals(rng), *(awkward(rng, shape) for _ in range(12))):
+            floors, caps = self.bounds(rng)
+            for total in np.linspace(floors.sum(), caps.sum(), 12).astype(int):
+                budgets = self.allocator().allocate(signals, int(total), floors, caps)
+                assert budgets.shape == (LAYERS, HEADS)
+                assert budgets.dtype == np.int64
+                assert budgets.sum() == total
+                assert (budgets >= floors).all()
+                assert (budgets <= caps).all()
 
     def test_infeasible_totals_are_refused_in_one_line(self, rng: np.random.Generator) -> None:
         signals = self.signals(rng)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvsearch.arrays import Floats, Ints
+from kvsearch.core.arrays import Floats, Ints
 
 
 def eviction_loss(importance: ArrayLike, budgets: ArrayLike) -> Floats:

@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.adakv import AdaKVAllocation, Variant, head_order, normalized, split_heads
-from kvsearch.budgets.allocator import Signals
-from kvsearch.budgets.bounds import check_bounds
+from kvsearch.budgets.allocator import Signals, check_bounds
 from kvsearch.budgets.dynamic import LayerDemand, shared_budgets
 from kvsearch.budgets.lava import LAVaAllocation, layer_entropy
+from kvsearch.core.arrays import Floats, Ints
 from kvsearch.plan.rounding import water_fill
 
 

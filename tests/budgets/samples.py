@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from kvsearch.arrays import Floats
 from kvsearch.budgets.convex import sorted_blocks
+from kvsearch.core.arrays import Floats
 
 
 @st.composite

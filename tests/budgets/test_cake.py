@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from kvsearch.budgets.allocator import Allocator, Signals
-from kvsearch.budgets.cake import EXPONENTS, CAKEAllocation, exponents, preference
-from kvsearch.errors import UsageError
+from kvsearch.budgets.cake import CAKEAllocation, exponents, preference
+from kvsearch.core.errors import UsageError
 from tests.budgets.contract import LAYERS, AllocatorContract
-from tests.budgets.sweep import awkward, sweep
 
 
 class TestCAKE(AllocatorContract):
@@ -65,13 +64,8 @@ def test_common_factors_cancel_through_the_exponents() -> None:
     [
         ("llama3.1-8b-128k", 1024, (1.6, 0.4)),
         ("meta-llama/Llama-3.1-8B-Instruct", 128, (1.6, 0.6)),
-        ("llama2-7b-chat-4k", 1024, (1.9, 1.8)),
-        ("meta-llama/Llama-2-7b-chat-hf", 128, (0.9, 2.3)),
-        ("llama2-13b-chat-4k", 1024, (0.5, 0.4)),
         ("llama2-13b", 128, (1.8, 2.0)),
-        ("mistral-0.3-7b-32k", 1024, (0.8, 0.5)),
         ("mistralai/Mistral-7B-Instruct-v0.3", 128, (1.0, 0.8)),
-        ("qwen2.5-7b-instruct", 1024, (1.5, 0.6)),
         ("Qwen/Qwen2.5-7B-Instruct", 128, (0.4, 0.6)),
         ("Qwen/Qwen2.5-7B-Instruct", 512, (1.0, 1.0)),
         ("Qwen/Qwen2.5-72B-Instruct", 1024, (1.0, 1.0)),
@@ -82,10 +76,6 @@ def test_common_factors_cancel_through_the_exponents() -> None:
 )
 def test_exponents(model: str, budget: int, expected: tuple[float, float]) -> None:
     assert exponents(model, budget) == expected
-
-
-def test_every_model_was_tuned_at_two_budgets() -> None:
-    assert [sorted(by_budget) for by_budget in EXPONENTS.values()] == [[128, 1024]] * 5
 
 
 def test_refusals() -> None:
@@ -104,7 +94,3 @@ def test_refusals() -> None:
             allocate([1.0, bad], 4)
     with pytest.raises(UsageError, match=r"each of 2 layers, got shape \[3\]"):
         CAKEAllocation().allocate(np.ones(3), 4, np.zeros((2, 1), dtype=np.int64), np.full((2, 1), 9))
-
-
-def test_thousands_of_random_instances() -> None:
-    sweep([CAKEAllocation()], lambda rng, layers, heads: awkward(rng, (layers,)))

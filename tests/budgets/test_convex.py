@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvsearch.arrays import Floats
 from kvsearch.budgets.convex import check_importance, sorted_blocks
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Floats
+from kvsearch.core.errors import UsageError
 from tests.budgets.samples import marginal_gains, tables
 
 

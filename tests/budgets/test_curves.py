@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvsearch.arrays import Floats
-from kvsearch.budgets.curves import oracle_recall_curve, recall_curve, without_gap
+from kvsearch.budgets.convex import oracle_recall_curve, recall_curve, without_gap
+from kvsearch.core.arrays import Floats
 from tests.budgets.exact import eviction_loss
 from tests.budgets.samples import tables
 
@@ -22,10 +22,6 @@ def test_protected_entries_stay_in_front() -> None:
     """No ranking decides about them: with two of them an important third entry must not take their place."""
     assert without_gap([1.0, 0, 3, 5, 2], 2).tolist() == [1, 0, 5, 3, 2]
     assert without_gap([[1.0, 0, 3], [0, 0, 9]], 9).tolist() == [[1, 0, 3], [0, 0, 9]]
-
-
-def test_loss_is_the_mass_beyond_the_budget() -> None:
-    assert eviction_loss([A, A, A], [0, 2, 4]).tolist() == [10, 4, 0]
 
 
 def test_a_head_without_importance_loses_nothing() -> None:

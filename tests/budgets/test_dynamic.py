@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.arrays import Ints
 from kvsearch.budgets.adakv import AdaKVAllocation, head_order, normalized
 from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.dynamic import Allocation, LayerDemand, Shares, allocation_names, create_allocation
 from kvsearch.budgets.lava import LAVaAllocation
-from kvsearch.errors import InternalError, UsageError
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import InternalError, UsageError
 from tests.budgets.known import head_budgets
 
 ALLOCATIONS: list[Allocation] = [

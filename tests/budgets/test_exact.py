@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvsearch.arrays import Floats
+from kvsearch.core.arrays import Floats
 from tests.budgets.exact import eviction_loss, exact_budgets
 from tests.budgets.samples import tables
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.joint import JointSolver
 from kvsearch.budgets.lukv import MarginalSolver
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import UsageError
 from tests.budgets.exact import exact_budgets
 
 # Of one layer with one head: the first ranking finds 6 at once and 4 last, the second 1, 9 and then nothing.

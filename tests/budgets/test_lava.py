@@ -5,15 +5,13 @@ import pytest
 import torch
 from numpy.typing import ArrayLike
 
-from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.budgets.dynamic import Heads, Layers
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.budgets.lava import layer_entropy as entropy_of
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Floats, Ints
 from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
 from tests.budgets.known import OfScores, adakv
-from tests.budgets.sweep import CANDIDATES, awkward, sweep
 
 
 def lava(floor_share: float = 0.2, heads: Heads = "dynamic", layers: Layers = "dynamic") -> OfScores:
@@ -127,24 +125,3 @@ def test_the_unit_of_one_layer_cancels() -> None:
 
 def test_no_scores_mean_equal_budgets() -> None:
     assert lava().allocate(np.zeros((2, 2, 20)), 40, FLOORS, FLOORS + 20).tolist() == [[10, 10], [10, 10]]
-
-
-def test_one_layer_with_one_head() -> None:
-    one = np.ones((1, 1), dtype=np.int64)
-    assert lava().allocate(np.ones((1, 1, 7)), 5, one, 9 * one).tolist() == [[5]]
-
-
-def test_refusals() -> None:
-    with pytest.raises(UsageError, match="lava with planned layers and equal heads shares nothing: use static"):
-        LAVaAllocation(heads="equal", layers="planned")
-    with pytest.raises(UsageError, match="heads must be dynamic or equal, got 'even'"):
-        LAVaAllocation(heads="even")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="floor_share"):
-        LAVaAllocation(floor_share=2)
-
-
-def test_thousands_of_random_instances() -> None:
-    def draw(rng: np.random.Generator, layers: int, heads: int) -> Floats:
-        return awkward(rng, (layers, heads, CANDIDATES))
-
-    sweep([lava(), lava(heads="equal"), lava(layers="planned"), lava(0.0)], draw)

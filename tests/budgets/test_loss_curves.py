@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.budgets.loss_curves import LossCurves, convex
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import UsageError
 from tests.budgets.contract import LAYERS, LENGTH, AllocatorContract
-from tests.budgets.sweep import awkward, check
 
 BUDGETS = (2, 5, 9)
 
@@ -30,9 +29,6 @@ class TestLossCurves(AllocatorContract):
         raised = signals.copy()
         raised[layer] *= 2
         return raised
-
-    def test_it_has_the_name_it_is_registered_under(self) -> None:
-        assert self.allocator().name == "curves"  # no registry can build it: the budgets are those of a profile
 
 
 class TestFromFewerEntriesThanWereMeasured(TestLossCurves):
@@ -186,25 +182,10 @@ def test_hulls_are_convex_below_the_curve_and_keep_its_ends(seed: int) -> None:
     np.testing.assert_array_equal(hull[:, [0, -1]], values[:, [0, -1]])
 
 
-def test_totals_are_exact_on_awkward_losses() -> None:
-    rng = np.random.default_rng(3)
-    for _ in range(2000):
-        layers, heads = (int(size) for size in rng.integers(1, 4, 2))
-        floors = rng.integers(0, 5, (layers, heads))
-        caps = floors + rng.integers(0, 13, (layers, heads))
-        total = int(rng.integers(floors.sum(), caps.sum() + 1))
-        check(LossCurves((1, 3, 7, 12)), awkward(rng, (layers, 3)), total, floors, caps)
-
-
 @pytest.mark.parametrize("budgets", [(), (4,), (4, 4), (8, 4), (0, 4)])
 def test_budgets_that_make_no_curve(budgets: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match="two or more ascending budgets"):
         LossCurves(budgets)
-
-
-def test_curves_that_begin_nowhere() -> None:
-    with pytest.raises(UsageError, match="loss curves begin at 1 entry or more, got 0"):
-        LossCurves(BUDGETS, least=0)
 
 
 def test_losses_that_cannot_be_used() -> None:

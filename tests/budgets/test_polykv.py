@@ -3,12 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvsearch.arrays import Floats, Ints
 from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.budgets.polykv import Proportional
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import UsageError
 from tests.budgets.contract import HEADS, LAYERS, AllocatorContract
-from tests.budgets.sweep import awkward, sweep
 
 
 class TestByLayer(AllocatorContract):
@@ -135,11 +134,3 @@ def test_refusals() -> None:
         Proportional("backward")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="least must be 0 or more entries, got -1"):
         Proportional(least=-1)
-
-
-def test_thousands_of_random_instances() -> None:
-    def draw(rng: np.random.Generator, layers: int, heads: int) -> Floats:
-        shape = (layers,) if rng.random() < 0.5 else (layers, heads)
-        return awkward(rng, shape) * rng.choice([-1.0, 1.0, 1.0], shape)
-
-    sweep([Proportional(), Proportional("inverse"), Proportional(least=3), Proportional("inverse", 0)], draw)

@@ -11,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvsearch.budgets.curves import oracle_recall_curve, recall_curve
+from kvsearch.budgets.convex import oracle_recall_curve, recall_curve
 from kvsearch.calibration.analysis import (
     FitGain,
     Misplaced,
-    Stability,
     fit_gain,
-    least_loss,
     lost_mass,
     misplaced,
     ranking_gap,
@@ -26,7 +24,6 @@ from kvsearch.calibration.analysis import (
     stability,
 )
 from kvsearch.calibration.options import STABILITY_RATIOS
-from kvsearch.errors import UsageError
 from kvsearch.plan import Profile, ProfileMetadata
 from tests.budgets.exact import eviction_loss
 from tests.examples import fixed
@@ -67,12 +64,6 @@ def test_spearman_of_constants() -> None:
     flat, rising = np.ones(4), np.arange(4.0)
     assert spearman(flat, 2 * flat) == 1.0
     assert spearman(flat, rising) == spearman(rising, flat) == 0.0
-
-
-def test_equal_questions_are_stable() -> None:
-    found = stability(asked(UP, UP, UP, UP, contexts=[0, 0, 1, 1]), 0.8)
-    assert found == Stability(0.8, *[pytest.approx(1.0)] * 4)
-    assert found.verdict == "stable: a static table is justified"
 
 
 def test_questions_of_one_context_and_contexts_are_told_apart() -> None:
@@ -128,11 +119,6 @@ def test_half_agreement_is_doubtful() -> None:
     assert math.isnan(found.texts)
 
 
-def test_halves_are_the_odd_and_the_even_questions() -> None:
-    found = stability(asked(UP, 1 - UP, UP, UP, contexts=[0, 0, 0, 0]), 0.5)
-    assert found.halves == 0.0  # the mean of the odd ones is flat
-
-
 def test_one_question_tells_nothing_about_stability() -> None:
     found = stability(asked(UP, contexts=[0]), 0.5)
     assert all(math.isnan(value) for value in (found.questions, found.texts, found.halves))
@@ -179,24 +165,6 @@ def test_lost_mass_between_grid_points_is_linear() -> None:
     np.testing.assert_allclose(between, 0.75 * low + 0.25 * high, rtol=1e-6)
 
 
-def test_lost_mass_at_the_ends() -> None:
-    made = profile(mass=mass_of(random_importance(100)))
-    assert lost_mass(made, np.ones((LAYERS, HEADS))).tolist() == np.zeros((LAYERS, HEADS)).tolist()
-    assert lost_mass(made, np.zeros((LAYERS, HEADS))).sum() == pytest.approx(1.0)
-    assert lost_mass(made, np.full((LAYERS, HEADS), 1.5)).max() == 0.0
-
-
-def test_lost_mass_of_a_model_without_importance() -> None:
-    made = profile(mass=np.zeros((LAYERS, HEADS, 101), np.float32))
-    assert lost_mass(made, np.full((LAYERS, HEADS), 0.2)).tolist() == np.zeros((LAYERS, HEADS)).tolist()
-
-
-def test_lost_mass_refuses_an_allocation_of_another_model() -> None:
-    made = profile(mass=mass_of(random_importance(100)))
-    with pytest.raises(UsageError, match=r"shape \[3, 2\], the profile \[2, 3\]"):
-        lost_mass(made, np.full((HEADS, LAYERS), 0.2))
-
-
 def test_ranking_gap_is_the_area_between_the_recall_curves() -> None:
     importance = random_importance(100)
     importance[0, 0] = np.sort(importance[0, 0])[::-1]  # this head is ranked perfectly
@@ -205,19 +173,6 @@ def test_ranking_gap_is_the_area_between_the_recall_curves() -> None:
     np.testing.assert_allclose(gap, (curves["oracle_recall"] - curves["recall"]).mean(-1), atol=1e-6)
     assert gap[0, 0] == pytest.approx(0.0, abs=1e-6)
     assert gap[1, 1] > 0.1
-
-
-def test_a_profile_with_a_table_only_has_no_analysis() -> None:
-    bare = profile()
-    analyses: list[Any] = [
-        lambda: stability(bare, 0.5),
-        lambda: ranking_gap(bare),
-        lambda: lost_mass(bare, np.ones((2, 3))),
-        lambda: misplaced(bare, 0.5),
-    ]
-    for analyse in analyses:
-        with pytest.raises(UsageError, match="profile has no '"):
-            analyse()
 
 
 # --- dynamic rules ------------------------------------------------------------------------------------------------
@@ -264,28 +219,11 @@ def test_a_prompt_that_is_not_in_the_table() -> None:
     assert found.even == pytest.approx(1 / 2)
 
 
-def test_equal_prompts_have_nothing_misplaced() -> None:
-    found = misplaced(kept([12, 12, 14, 8, 8, 6], [12, 12, 14, 8, 8, 6]), 0.5)
-    assert (found.static, found.unseen, found.worst) == pytest.approx((0, 0, 0), abs=1e-6)
-    assert found.even == pytest.approx(8 / 60)
-
-
-def test_one_prompt_says_nothing_about_others() -> None:
-    found = misplaced(kept([12, 12, 14, 8, 8, 6]), 0.5)
-    assert found.static == pytest.approx(0, abs=1e-6)
-    assert math.isnan(found.unseen)
-
-
 def test_prompts_that_cannot_be_cut_so_far_do_not_count() -> None:
     """The second prompt of 8 tokens keeps 6 of them in every head: it is not at the ratio at all."""
     found = misplaced(kept([12, 12, 14, 8, 8, 6], [6] * 6, lengths=[20, 8]), 0.5)
     assert (found.static, found.worst) == pytest.approx((0, 0), abs=1e-6)
     assert math.isnan(found.unseen)
-
-
-def test_the_nearest_stored_ratio_is_compared() -> None:
-    assert misplaced(kept([12, 12, 14, 8, 8, 6], [10] * 6), 0.47).ratio == 0.5
-    assert misplaced(kept([4, 4, 4, 4, 4, 4], ratio=0.8), 0.84).ratio == 0.8
 
 
 @few
@@ -313,18 +251,6 @@ def test_what_a_fit_gains_by_hand() -> None:
     assert found == FitGain(2.0, 0.5, plain=2.0, seen=0.5, held_out=pytest.approx((-0.5 + 0.5 - 1 - 2) / 4))
 
 
-def test_a_fit_of_one_question() -> None:
-    found = fit_gain(fitted([[2], [1], [3]]))
-    assert found is not None
-    assert (found.tau1, found.plain, found.seen) == (2.0, 2.0, 1.0)
-    assert math.isnan(found.held_out)
-
-
 def test_a_fit_that_gains_nothing() -> None:
     assert fit_gain(fitted([[2, 2], [2, 2], [2, 3]])) == FitGain(1.0, 1.0, 2.0, 0.0, 0.0)
     assert fit_gain(profile()) is None
-
-
-def test_the_first_of_equal_losses() -> None:
-    assert least_loss(np.array([[1.0, 3.0], [2.0, 2.0], [3.0, 1.0]])) == 0
-    assert least_loss(np.array([[1.0, 3.0], [2.0, 1.0]], np.float32)) == 1

@@ -7,7 +7,7 @@ import torch
 
 from kvsearch.calibration.data import CalibrationData, Context, Pair
 from kvsearch.calibration.prompts import Continuation, check_lengths, prompts_of
-from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
+from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy
 from tests import tiny

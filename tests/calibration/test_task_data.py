@@ -10,12 +10,12 @@ import pytest
 
 from kvsearch.calibration.prompts import prompts_of, with_own_replies
 from kvsearch.calibration.task_data import data_of_tasks
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.contexts import context_hash
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC
-from kvsearch.runtime.forced_answers import forced_answers
+from kvsearch.plan.origin import context_hash
+from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.catalog import TaskOptions, find_tasks
 from kvsearch.tasks.encode import asked_hashes, encode_tasks
@@ -87,13 +87,6 @@ def test_all_answers_are_forced_in_the_form_of_the_task(model: LoadedModel, tmp_
     assert len(found[0]) > len(found[1]) == 1
 
 
-def test_answers_are_cut_to_what_a_reply_may_have(model: LoadedModel) -> None:
-    query = Query("? vote", ("anchor green fox calm",), max_new_tokens=2)
-    task = tiny.Listed("listed", (Example("listed", "0", "the calm fox .", (query,)),))
-    (after,) = prompts_of(model, data_of_tasks(model, [task], 1, 0))[0].continuations
-    assert after.tokens[0, after.answer :].tolist() == tiny.ids_of("anchor green")[0, 1:].tolist()
-
-
 class _Judged(tiny.Listed):
     """Replies that begin like the answer are right."""
 
@@ -149,9 +142,3 @@ def test_equal_contexts_are_known_with_their_questions(model: LoadedModel) -> No
     assert [prompt.key for prompt in fresh[0].prompts] == ["3"]
     several = tiny.listed((60, 2), (90, 1))
     assert data_of_tasks(model, [several], 2, 0).hashes == [context_hash(row.context) for row in several.rows]
-
-
-def test_a_length_above_the_positions(model: LoadedModel) -> None:
-    tasks = find_tasks("synthetic:multikey", TaskOptions(lengths=(700,)))
-    with pytest.raises(UsageError, match="makes prompts of 700 tokens, tiny takes 600: lower --length"):
-        data_of_tasks(model, tasks, 1, 0)

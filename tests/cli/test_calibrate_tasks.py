@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvsearch.plan import load_profile
-from kvsearch.plan.contexts import context_hash
+from kvsearch.plan.origin import context_hash
 from tests import tiny
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import USAGE, refused
@@ -84,7 +84,7 @@ def test_a_model_with_fewer_positions_than_the_texts(run: Run, tmp_path: Path) -
     profile = load_profile(made / "profile.safetensors")
     assert 350 < profile.metadata.length < 512
     code, out, _ = run("show", made, "--json")
-    found = json.loads(out)["stability"][0]
     assert code == 0
-    assert -1 <= found["left_out"] <= 1
-    assert "a text and the others" in " ".join(run("show", made)[1].split())
+    found = next(table for table in json.loads(out)["tables"] if table["title"].startswith("rank correlation"))
+    assert found["header"][3] == "a text and the others"
+    assert -1 <= found["rows"][0][3] <= 1

@@ -5,23 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pandas
 import pytest
 
-from kvsearch.models.offline import VARIABLES
-from kvsearch.plan import load_plan
-from kvsearch.runs.identity import read_config
-from kvsearch.runs.sums import unfinish
+from kvsearch.models.loading import VARIABLES
+from kvsearch.runs.run import unfinish
 from tests.cli.conftest import Run
-from tests.cli.test_bad_input import INCOMPATIBLE
+from tests.cli.test_bad_input import INCOMPATIBLE, refused
 from tests.tiny import task_file
 
 SHORT = ("--tasks", "synthetic:multikey", "--length", 512)
@@ -54,7 +47,7 @@ def test_question_aware_with_two_plans(run: Run, calibrated: Path, tmp_path: Pat
     arguments = (
         "--plan", calibrated / "plan.json", "--plan", tmp_path / "again.json", "--subject", "again", *SHORT,
         "--samples", 2, "--max-length", 600, "--json", "--baselines", "streaming", "--protocol", "question-aware",
-        "--samples-file", tmp_path / "replies.parquet",
+        "--samples-file", tmp_path / "replies.csv",
     )  # fmt: skip
     code, out, talk = run("evaluate", "bundled", *arguments)
     assert code == 0, talk
@@ -64,7 +57,7 @@ def test_question_aware_with_two_plans(run: Run, calibrated: Path, tmp_path: Pat
     plan, again, _ = result["blocks"][0]["methods"]
     assert again["differences"] is None
     assert plan["differences"]["tasks"]["multikey"]["ties"] == result["tasks"][0]["questions"]
-    rows = pandas.read_parquet(tmp_path / "replies.parquet")
+    rows = pandas.read_csv(tmp_path / "replies.csv")
     assert len(rows) == 4 * result["tasks"][0]["questions"]
     assert set(rows["protocol"]) == {"question-aware"}
     assert rows["prompt_tokens"].max() < 600
@@ -85,29 +78,6 @@ def test_what_would_be_done(run: Run, calibrated: Path) -> None:
     told = json.loads(out)
     assert (told["subject"], told["methods"], told["phases"]) == ("uniform", ["uniform", "lukv"], "both")
     assert told["sizes"] == [{"budget": 64}, {"budget": 128}]
-
-
-def test_tables_are_plain_text_when_not_a_terminal(run: Run, calibrated: Path) -> None:
-    code, out, _ = run("evaluate", "bundled", "--plan", calibrated / "plan.json", *SHORT, "--samples", 2)
-    assert code == 0
-    assert "\x1b" not in out
-    assert "score in percent" in out
-    assert "uniform: the policy of plan with even budgets" in out
-    assert "paired difference to plan" in out
-    assert "held after the context" in out
-
-
-def test_a_file_of_ones_own(run: Run, calibrated: Path, tmp_path: Path) -> None:
-    context = "the calm fox greets the nurse in barn . " * 20 + "code amber anchor kettle . " + "bell . " * 20
-    rows = [{"context": context, "question": "? code amber", "answers": ["anchor kettle ."], "max_new_tokens": 3}]
-    rows[0]["prompt"] = " {question}"
-    file = tmp_path / "mine.jsonl"
-    file.write_text("\n".join(json.dumps(row) for row in rows))
-    code, out, talk = run(
-        "evaluate", "bundled", "--plan", calibrated / "plan.json", "--tasks", f"jsonl:{file}", "--json"
-    )
-    assert code == 0, talk
-    assert json.loads(out)["tasks"][0]["task"] == "mine"
 
 
 # --- sweeps ----------------------------------------------------------------------------------------------------------
@@ -141,19 +111,6 @@ def test_a_sweep_writes_everything(run: Run, calibrated: Path, tmp_path: Path) -
     code, again, talk = run("evaluate", "bundled", *names, "--budgets", 64, "--ratios", 0.8, *tasks, *files)
     assert (code, again) == (0, out)
     assert "replies are there" in talk
-
-
-def test_a_plan_beside_methods(run: Run, tmp_path: Path) -> None:
-    plan = tmp_path / "mine.json"
-    run("plan", "pyramid", "bundled", "--policy", "pyramidkv", "--budget", 64, "-o", plan)
-    assert load_plan(plan).total == 64 * 24
-    arguments = ("--methods", "pyramid,tova", "--budgets", 64, "--plan", plan, *SHORT, "--samples", 2, "--json")
-    code, out, talk = run("evaluate", "bundled", *arguments)
-    assert code == 0, talk
-    pyramid, _, mine = json.loads(out)["blocks"][0]["methods"]
-    assert mine["name"] == "mine"
-    assert mine["differences"]["tasks"]["multikey"]["ties"] == json.loads(out)["tasks"][0]["questions"]
-    assert mine["held"] == pyramid["held"]
 
 
 def test_needles_are_shown_as_grids(run: Run) -> None:
@@ -207,36 +164,14 @@ def test_perplexity_of_a_text(run: Run, tmp_path: Path) -> None:
     [
         ((), "nothing to compare"),
         (("--methods", "lava"), "give --budgets"),
-        (("--methods", "lavva", "--budgets", "64"), "did you mean 'lava'?"),
-        (("--methods", "lava", "--budgets", "8"), "below the 32"),
-        (("--methods", "lava", "--budgets", "64", "--set", "windw=3"), "--set windw: none of these methods"),
-        (("--methods", "lava", "--budgets", "64", "--max-memory", "0"), "must be above 0 GB"),
         (("--methods", "lava", "--budgets", "64", "--table", "x.html"), "name a .md, .csv or .tex file"),
-        (("--methods", "lava", "--budgets", "64", "--columns", "task"), "did you mean 'tasks'?"),
+        (("--methods", "lava", "--budgets", "64", "--columns", "task"), "--columns: "),
         (("--methods", "lava", "--budgets", "64", "--reuse", "nowhere"), "--reuse needs --output"),
         (("--methods", "lava", "--budgets", "64", "--force"), "--force is for --output"),
         (("--methods", "lava", "--budgets", "64", "--stride", "9"), "--stride is for --tasks ppl:FILE"),
-        (("--methods", "lava", "--budgets", "64", "--shots", "2"), "--shots is for gsm8k"),
-        (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:none.txt"), "no file none.txt"),
         (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:x", "-o", "run"), "ppl:FILE takes no --output"),
-        (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:x", "--losses"), "ppl:FILE takes no --losses"),
-        (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:x", "--shots", "2"), "not --shots"),
         (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:x", "--length", "1,2"), "takes one --length"),
         (("--methods", "uniform", "--ratios", "0.99", *SHORT_TYPED), "ratio 0.99 leaves 5."),
-        *(
-            (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:x", *typed), f"ppl:FILE takes no {typed[0]}:")
-            for typed in (
-                ("--protocol", "question-aware"),
-                ("--subject", "lava"),
-                ("--samples-file", "x.csv"),
-                ("--table", "x.md"),
-                ("--columns", "tasks"),
-                ("--max-length", "99"),
-                ("--max-memory", "1"),
-                ("--force",),
-                ("--reuse", "nowhere"),
-            )
-        ),
     ],
 )
 def test_bad_requests(
@@ -248,14 +183,6 @@ def test_bad_requests(
     assert words in talk
     assert talk.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_results_of_something_else_are_safe(run: Run, calibrated: Path) -> None:
-    before = {item.name: item.read_bytes() for item in calibrated.iterdir()}
-    code, _, talk = run("evaluate", "bundled", "--methods", "tova", "--budgets", 64, "-o", calibrated, "--force")
-    assert code == 2
-    assert "holds something else than an evaluation" in talk
-    assert {item.name: item.read_bytes() for item in calibrated.iterdir()} == before
 
 
 # --- runs that are kept -----------------------------------------------------------------------------------------------
@@ -282,6 +209,14 @@ def small(run: Run, tmp_path: Path) -> tuple[object, ...]:
     return asked
 
 
+def test_a_table_is_not_replaced_unasked(run: Run, tmp_path: Path) -> None:
+    for flag in ("--table", "--samples-file"):
+        file = tmp_path / "paper.csv"
+        file.write_text("mine")
+        refused(run, 2, "exists", "evaluate", "bundled", "--methods", "uniform", "--budgets", 64, flag, file)
+        assert file.read_text() == "mine"
+
+
 def test_losses_stay_in_the_report(run: Run, small: tuple[object, ...], tmp_path: Path) -> None:
     before = (tmp_path / "run" / "report.json").read_bytes()
     code, out, talk = run(*small, "--json")
@@ -296,10 +231,6 @@ def test_losses_stay_in_the_report(run: Run, small: tuple[object, ...], tmp_path
     ("change", "words"),
     [
         (lambda text: text[: len(text) // 2], "is damaged"),
-        (lambda text: text.replace('"loss"', '"los"'), "is damaged"),
-        (lambda text: text.replace("tova@64", "tova@65"), "is not of the tasks and methods of this run"),
-        (lambda _: "3", "is damaged"),
-        (lambda _: "", "is damaged"),
     ],
 )
 def test_losses_that_were_changed_are_refused(
@@ -311,27 +242,7 @@ def test_losses_that_were_changed_are_refused(
     code, _, talk = run(*small)
     assert code == 2
     assert f"{path} {words}" in talk
-    assert "delete the file and give --losses" in talk
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new", "words"),
-    [
-        ("ledger.jsonl", '"reply": "', '"reply": "x', "line 1 is damaged (its checksum does not fit: it was changed"),
-        ("ledger.jsonl", '"entries": ', '"entries": -', "line 1 is damaged (its checksum does not fit: it was changed"),
-        ("config.json", '"tasks"', '"taks"', "holds another run: taks is only there"),
-        ("config.json", '"seed"', '"', "config.json is not valid JSON at line "),
-    ],
-)
-def test_files_that_were_changed_are_refused(
-    run: Run, small: tuple[object, ...], tmp_path: Path, name: str, old: str, new: str, words: str
-) -> None:
-    path = tmp_path / "run" / name
-    path.write_text(path.read_text().replace(old, new))
-    code, _, talk = run(*small)
-    assert code == 2
-    assert words in talk
-    assert "Traceback" not in talk
+    assert "delete it and give --losses" in talk
 
 
 # --- offline ---------------------------------------------------------------------------------------------------------
@@ -368,24 +279,6 @@ def test_offline_tasks_do_not_touch_the_network(run: Run, monkeypatch: pytest.Mo
 # --- interruptions ---------------------------------------------------------------------------------------------------
 
 
-def command(directory: Path) -> list[str]:
-    """Nine methods that reply one after the other, on 4 batches: a few seconds of work."""
-    methods = ("--methods", "uniform,streaming,tova", "--budgets", "64,96,128", "--phases", "both")
-    asked = ("--tasks", "synthetic:single,multikey", "--samples", "4", "--batch", "2", "--length", "512")
-    return [sys.executable, "-m", "kvsearch", "evaluate", "bundled", *methods, *asked, "-o", str(directory)]
-
-
-def begun(directory: Path) -> subprocess.Popen[str]:
-    # a test run in the background ignores the signal, and its children would, too
-    return subprocess.Popen(
-        command(directory),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
 def test_an_interruption_without_a_directory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -394,48 +287,6 @@ def test_an_interruption_without_a_directory(run: Run, monkeypatch: pytest.Monke
     code, out, talk = run("evaluate", "bundled", "--methods", "tova", "--budgets", 64, *SHORT, "--samples", 1)
     assert (code, out) == (INTERRUPTED, "")
     assert "nothing is kept without --output DIR" in talk
-
-
-def wait_for_lines(directory: Path, lines: int, process: subprocess.Popen[str]) -> None:
-    ledger = directory / "ledger.jsonl"
-    while process.poll() is None:
-        if ledger.exists() and ledger.read_bytes().count(b"\n") >= lines:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"the run ended before it had {lines} lines: {process.communicate()}")
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_to_the_same_report(run: Run, tmp_path: Path) -> None:
-    """Killed three times at random moments; then Ctrl-C; then to the end."""
-    code, _, talk = run(*command(tmp_path / "whole")[3:])
-    assert code == 0, talk
-    rng, directory = random.Random(os.getpid()), tmp_path / "killed"
-    lines = 0
-    for _ in range(2):
-        process = begun(directory)
-        wait_for_lines(directory, lines + rng.randrange(2, 10), process)
-        time.sleep(rng.random() * 0.05)
-        process.kill()
-        process.communicate()
-        lines = (directory / "ledger.jsonl").read_bytes().count(b"\n")
-    process = begun(directory)
-    wait_for_lines(directory, lines + 2, process)
-    process.send_signal(signal.SIGINT)
-    _, talk = process.communicate()
-    assert process.returncode == INTERRUPTED, talk
-    assert f"going on with {directory}" in talk
-    assert f"replies are kept in {directory}: give the same command again to go on" in talk
-    assert "Traceback" not in talk
-    assert not (directory / "report.json").exists()
-    code, _, talk = run(*command(directory)[3:])
-    assert code == 0, talk
-    there, whole = (read_config(place) for place in (directory, tmp_path / "whole"))
-    assert there is not None
-    assert whole is not None
-    assert there.difference(whole) is None
-    for name in ("report.json", "tables.md"):
-        assert (directory / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 # --- questions of one's own ------------------------------------------------------------------------------------------

@@ -5,30 +5,24 @@ from __future__ import annotations
 import json
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan, save_plan
-from kvsearch.plan.contexts import merkle_root
-from kvsearch.report.integrity import verify_paths
+from kvsearch.plan.origin import merkle_root
 from kvsearch.runs.contexts import read_contexts
-from kvsearch.runs.sums import finish
-from kvsearch.search.bank.bank import CandidateBank
-from kvsearch.workers import cluster
 from tests import tiny
 from tests.cli.conftest import Run, invoke
-from tests.cli.test_bad_input import ENVIRONMENT, INCOMPATIBLE, USAGE, refused
+from tests.cli.test_bad_input import ENVIRONMENT, USAGE, refused
 from tests.plan.builders import PROVENANCE
+from tests.shared import finished_once, folder_once
 
 CONTEXTS, SAMPLES = 30, 4
 SMALL = ("--budget", 12, "--set", "window=4", "--group-size", 2, "--generations", 2, "--finalists", 3)
@@ -37,7 +31,11 @@ SMALL = ("--budget", 12, "--set", "window=4", "--group-size", 2, "--generations"
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A task file of short contexts in the bundled model's language."""
-    return tiny.task_file(tmp_path_factory.mktemp("task") / "mine.jsonl", CONTEXTS, length=100, facts=3)
+
+    def fill(folder: Path) -> None:
+        tiny.task_file(folder / "mine.jsonl", CONTEXTS, length=100, facts=3)
+
+    return folder_once(tmp_path_factory, "evolve-questions", fill) / "mine.jsonl"
 
 
 def command(questions: Path, output: Path, *more: object, small: tuple[object, ...] = SMALL) -> tuple[object, ...]:
@@ -47,18 +45,8 @@ def command(questions: Path, output: Path, *more: object, small: tuple[object, .
 @pytest.fixture(scope="module")
 def evolved(tmp_path_factory: pytest.TempPathFactory, questions: Path) -> tuple[Path, str, str]:
     """The directory of a search; what was printed."""
-    directory = tmp_path_factory.mktemp("evolved") / "run"
-    code, out, talk = invoke(*command(questions, directory))
-    assert code == 0, talk
-    return directory, out, talk
-
-
-def with_other_result(lines: list[str]) -> list[str]:
-    """The lines of a ledger; the first result, which is line 2, has other values."""
-    found = json.loads(lines[1])
-    assert found["kind"] == "result"
-    better = json.dumps([[0.0] * len(row) for row in found["values"]])
-    return [lines[0], lines[1].replace(json.dumps(found["values"]), better), *lines[2:]]
+    evolved = finished_once(tmp_path_factory, "evolved", lambda folder: invoke(*command(questions, folder / "run")))
+    return evolved.folder / "run", evolved.out, evolved.talk
 
 
 def results(directory: Path) -> tuple[bytes, bytes]:
@@ -83,80 +71,7 @@ def test_a_search_writes_a_plan_and_a_report(evolved: tuple[Path, str, str]) -> 
     assert any(line.endswith(f"wrote {directory / 'plan.json'} and {directory / 'report.json'}") for line in lines)
 
 
-def test_two_runs_with_one_seed_give_the_same_bytes(
-    evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path
-) -> None:
-    code, out, _ = run(*command(questions, tmp_path / "again", "--json"))
-    assert code == 0
-    assert results(tmp_path / "again") == results(evolved[0])
-    assert json.loads(out) == json.loads((evolved[0] / "report.json").read_text())
-
-
-def test_resuming_a_finished_run_gives_the_same_bytes(
-    evolved: tuple[Path, str, str], questions: Path, run: Run
-) -> None:
-    before = results(evolved[0]), (evolved[0] / "ledger.jsonl").read_bytes()
-    code, _, talk = run(*command(questions, evolved[0], "--resume"))
-    assert code == 0, talk
-    assert (results(evolved[0]), (evolved[0] / "ledger.jsonl").read_bytes()) == before
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (with_other_result, "line 2 is damaged (its checksum does not fit: it was changed)"),
-        (lambda lines: lines[:2] + lines[3:], "line 3 is damaged (it does not say that it is line 3: one was removed"),
-        (lambda lines: [lines[0], *lines], "line 2 is damaged (it does not say that it is line 2"),
-    ],
-    ids=["changed", "dropped", "copied"],
-)
-def test_a_ledger_that_was_changed_is_refused(
-    evolved: tuple[Path, str, str],
-    questions: Path,
-    run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[list[str]], list[str]],
-    words: str,
-) -> None:
-    """Before a model is loaded, and whoever only looks is told the same."""
-    directory = tmp_path / "run"
-    shutil.copytree(evolved[0], directory)
-    lines = (directory / "ledger.jsonl").read_text().splitlines(keepends=True)
-    (directory / "ledger.jsonl").write_text("".join(change(lines)))
-    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-    monkeypatch.setattr("kvsearch.models.loading.load", pytest.fail)
-    for arguments in (command(questions, directory, "--resume"), ("show", directory)):
-        refused(run, USAGE, words, *arguments)
-    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
-
-
-def test_every_file_of_a_search_is_verified(evolved: tuple[Path, str, str], run: Run, tmp_path: Path) -> None:
-    code, out, talk = run("verify", evolved[0], "--json")
-    assert (code, talk) == (0, "")
-    found = json.loads(out)["artefacts"]
-    assert {one["state"] for one in found} == {"whole"}
-    assert {Path(one["path"]) for one in found} == {path for path in evolved[0].rglob("*") if path.is_file()}
-    assert [Path(one["path"]).name for one in found if not one["sealed"]] == ["SHA256SUMS"]
-    directory = tmp_path / "run"
-    shutil.copytree(evolved[0], directory)
-    for path in (path for path in directory.rglob("*") if path.is_file() and path.name != "SHA256SUMS"):
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-        damaged = {one.path for one in verify_paths([directory]).damaged}
-        assert path in damaged
-        assert damaged <= {path, path.with_name("ledger.jsonl")}  # which begins with its configuration
-        path.write_bytes(whole)
-    report = directory / "report.json"
-    report.write_text(re.sub(r'"evaluations": \d+', '"evaluations": 3', report.read_text()))
-    for _ in range(2):
-        code, out, talk = run("verify", directory)
-        assert (code, out.splitlines()[-1]) == (USAGE, "9 whole, 1 damaged")
-        assert f"1 of 10 artefacts is damaged, the first is {report}: it has 3 evaluations, the ledger " in talk
-        finish(directory, ("*",))  # by somebody who computes the checksums anew
-
-
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(3))
 def test_a_killed_run_goes_on_to_the_same_bytes(
     seed: int, evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path
@@ -172,46 +87,13 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    code, _, talk = run(*command(questions, directory, "--resume"))
+    code, _, talk = run(*command(questions, directory))
     assert code == 0, talk
     assert results(directory) == results(evolved[0])
 
 
 def count_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def interrupt_at(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the job of that number."""
-    calls = iter(range(10**6))
-    whole = CandidateBank.evaluate
-
-    def evaluate(self: CandidateBank, job: Any) -> Any:
-        if next(calls) == call:
-            raise KeyboardInterrupt
-        return whole(self, job)
-
-    monkeypatch.setattr(CandidateBank, "evaluate", evaluate)
-
-
-def test_ctrl_c_prints_the_best_so_far(
-    evolved: tuple[Path, str, str],
-    questions: Path,
-    run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    interrupt_at(4, monkeypatch)
-    code, out, talk = run(*command(questions, tmp_path / "run"))
-    assert (code, out) == (130, "")
-    assert re.search(r"^best so far: [\d.]+ \(.*\), in .*best\.json$", talk, re.MULTILINE)
-    assert f"go on with --resume: what was measured is in {tmp_path / 'run'}" in talk
-    best = json.loads((tmp_path / "run" / "best.json").read_text())
-    assert sum(map(sum, best["budgets"])) == 12 * 24
-    assert not (tmp_path / "run" / "plan.json").exists()
-    code, _, _ = run(*command(questions, tmp_path / "run", "--resume"))
-    assert code == 0
-    assert results(tmp_path / "run") == results(evolved[0])
 
 
 def test_limits_end_a_search_with_a_result_and_may_be_raised(
@@ -221,7 +103,7 @@ def test_limits_end_a_search_with_a_result_and_may_be_raised(
     assert code == 0
     assert json.loads(out)["evaluations"] == 5
     assert "search ended: 5 candidates were evaluated, as many as allowed" in talk
-    code, _, _ = run(*command(questions, tmp_path / "run", "--resume"))
+    code, _, _ = run(*command(questions, tmp_path / "run"))
     assert code == 0
     assert results(tmp_path / "run") == results(evolved[0])
 
@@ -232,19 +114,6 @@ def test_workers_find_the_same(evolved: tuple[Path, str, str], questions: Path, 
     code, _, talk = run(*command(questions, tmp_path / "run", "--workers", 1))
     assert code == 0, talk
     assert results(tmp_path / "run") == results(evolved[0])
-
-
-def test_workers_without_ray(questions: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr(cluster, "import_module", missing)
-    refused(
-        run,
-        ENVIRONMENT,
-        "Ray cannot be imported (No module named 'ray'): run `pip install kvsearch[ray]`",
-        *command(questions, tmp_path / "run", "--workers", 2),
-    )
 
 
 def test_several_budgets(questions: Path, run: Run, tmp_path: Path) -> None:
@@ -289,7 +158,7 @@ def test_hard_questions_alone(questions: Path, run: Run, tmp_path: Path) -> None
     assert content["settings"]["hard_below"] == 100
     assert len(content["searched_sha256"]) == 64
     before = results(tmp_path / "run")
-    code, _, _ = run(*command(questions, tmp_path / "run", "--resume", small=hard))
+    code, _, _ = run(*command(questions, tmp_path / "run", small=hard))
     assert (code, results(tmp_path / "run")) == (0, before)
     code, out, _ = run(*command(questions, tmp_path / "other", "--dry-run", small=hard))
     assert json.loads(out)["replies_before_the_search"] == 4 * SAMPLES
@@ -302,15 +171,6 @@ def test_a_dry_run_writes_nothing(questions: Path, run: Run, tmp_path: Path) -> 
     assert told["questions"] == dict.fromkeys(("search", "choice", "report"), 2 * SAMPLES)
     assert told["settings"]["group_size"] == 2
     assert not (tmp_path / "run").exists()
-
-
-def test_a_recipe_under_what_is_typed(questions: Path, run: Run, tmp_path: Path) -> None:
-    recipe = ("--recipe", "bundled", "--budget", 12, "--set", "window=4")
-    code, out, _ = run(*command(questions, tmp_path / "run", "--dry-run", small=recipe))
-    assert code == 0
-    told = json.loads(out)
-    assert (told["settings"]["budget"], told["settings"]["group_size"]) == (12, 2)
-    assert told["policies"][0]["params"]["window"] == 4
 
 
 def test_start_plans_bring_their_policies_and_what_they_have_seen(
@@ -340,101 +200,21 @@ def test_start_plans_bring_their_policies_and_what_they_have_seen(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--generations", 3), "another search: settings.generations is 2 there, 3 here"),
-        (("--seed", 1), "another search: settings.seed is 0 there, 1 here"),
-        (("--set", "window=5"), "another search: policies.0.params.window is 4 there, 5 here"),
-        (("--samples", 3), "another search: asked.samples is"),
-    ],
-)
-def test_another_configuration_is_refused(
-    more: tuple[object, ...], message: str, evolved: tuple[Path, str, str], questions: Path, run: Run
-) -> None:
-    refused(run, USAGE, message, *command(questions, evolved[0], "--resume", *more))
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (("--resume", "--force"), "--resume goes on with a search and --force starts it anew"),
         (("--budgets", "8,x"), "--budgets: takes whole numbers with commas between them, got '8,x'"),
         (("--budgets", "8,16"), "budgets: is in place of budget: give one of them"),
-        (("--space", "group"), "'groups', 'layers', 'heads', 'basis' or 'joint'"),
-        (("--optimiser", "cmaes"), "'cmaes' is unknown"),
+        (("--optimiser", "cmaes"), "Input should be 'cma'"),
         (("--population", 2), "cma needs 4 or more, got 2"),
-        (("--protocol", "agnostic"), "question-agnostic"),
         (("--parity", "--space", "layers"), "which searches groups, not layers"),
-        (("--lambda", 0.5), "--lambda: is of the paper's cache term: give --parity, too"),
-        (("--hard-most", 5), "--hard-most: is how many of the hard questions: say which are with --hard-below"),
         (("--hard-below", 101), "--hard-below: Input should be less than or equal to 100"),
-        (("--max-time", 0), "--max-time: Input should be greater than 0"),
-        (("--max-memory", 0), "--max-memory: must be above 0 GB"),
-        (("--job-timeout", 5), "--job-timeout is for Ray workers: say how many with --workers"),
-        (("--ray-address", "auto"), "--ray-address is for Ray workers"),
-        (("--recipe", "bundle"), "unknown recipe 'bundle'; did you mean 'bundled'"),
-        (("--policy", "snapkb"), "unknown policy 'snapkb'; did you mean 'snapkv'"),
-        (("--set", "windw=4"), "windw"),
         (("--group-size", 7), "a group of 7 layers: the model has 6"),
-        (("--phases", "all"), "--phases: Input should be 'prefill', 'decode' or 'both'"),
         (("--phases", "decode", "--budget", 160), "keep all of the longest prompt and reply ("),
         (("--budget", 3), "a budget of 3 is below the 4 entries that snapkv always keeps"),
-        (("--budget", 400), "keep all of the longest prompt"),
         (("--space", "basis"), "space basis is made of start plans"),
     ],
 )
 def test_bad_input(more: tuple[object, ...], message: str, questions: Path, run: Run, tmp_path: Path) -> None:
     refused(run, USAGE, message, *command(questions, tmp_path / "run", *more))
     assert not (tmp_path / "run").exists()
-
-
-def test_no_budget(questions: Path, run: Run, tmp_path: Path) -> None:
-    refused(run, USAGE, "Give --budget, or several with --budgets", *command(questions, tmp_path, small=SMALL[2:]))
-
-
-def test_a_finished_search_says_so(evolved: tuple[Path, str, str], questions: Path, run: Run) -> None:
-    directory, out, _ = evolved
-    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-    for more in ((), ("--resume",)):
-        code, again, talk = run(*command(questions, directory, *more))
-        assert (code, again) == (0, out)
-        assert "this run was finished: nothing was left to do" in talk
-        assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
-    code, _, talk = run(*command(questions, directory, "--dry-run"))
-    assert code == 0, talk
-
-
-def test_a_directory_that_is_in_use(evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path) -> None:
-    for other in (("--seed", 1), ("--max-evals", 1)):
-        again = command(questions, evolved[0], *other)
-        refused(run, USAGE, "holds a search already: --resume to go on with it", *again)
-    (tmp_path / "notes.txt").write_text("mine")
-    refused(run, USAGE, "holds something else than a search", *command(questions, tmp_path))
-
-
-def test_a_start_plan_of_another_model(questions: Path, run: Run, tmp_path: Path) -> None:
-    save_plan(tiny.plan_for(tiny.loaded(), [[8, 12]] * 4), tmp_path / "other.json")
-    refused(
-        run,
-        INCOMPATIBLE,
-        "start plan other was made for another model",
-        *command(questions, tmp_path / "run", "--start", tmp_path / "other.json", "--policy", "snapkv"),
-    )
-
-
-def test_two_start_plans_of_one_name(questions: Path, run: Run, tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    plan = tiny.plan_for(load("bundled"), [[8, 12, 8, 8]] * 6)
-    places = [tmp_path / "mine.json", tmp_path / "b" / "mine.json"]
-    for place in places:
-        save_plan(plan, place)
-    starts = [item for place in places for item in ("--start", place)]
-    refused(
-        run,
-        USAGE,
-        "two start plans are called mine: rename one of the files",
-        *command(questions, tmp_path / "run", *starts, "--policy", "snapkv"),
-    )
-    small = ("--budget", 12, "--set", "window=4", "--start", places[0])
-    refused(run, USAGE, "--set is for a --policy", *command(questions, tmp_path / "run", small=small))
 
 
 def test_one_question_is_not_enough(run: Run, questions: Path, tmp_path: Path) -> None:
@@ -445,7 +225,9 @@ def test_one_question_is_not_enough(run: Run, questions: Path, tmp_path: Path) -
     refused(run, USAGE, "one question to search on: the result would fit that one alone", *arguments)
 
 
-@pytest.mark.parametrize("more", [("--max-memory", 0.00001), ("--workers", 500)])
+@pytest.mark.parametrize(
+    "more", [("--max-memory", 0.00001), pytest.param(("--workers", 500), marks=pytest.mark.nightly)]
+)
 def test_what_cannot_begin_leaves_the_old_run(
     more: tuple[object, ...], evolved: tuple[Path, str, str], questions: Path, run: Run
 ) -> None:
@@ -453,28 +235,3 @@ def test_what_cannot_begin_leaves_the_old_run(
     code, _, _ = run(*command(questions, evolved[0], "--force", *more))
     assert code in (USAGE, ENVIRONMENT)
     assert (results(evolved[0]), (evolved[0] / "ledger.jsonl").read_bytes()) == before
-
-
-@pytest.mark.parametrize("name", ["uniform", "full", "evolved", "streaming", "#1"])
-def test_a_start_plan_has_a_name_of_its_own(
-    name: str, evolved: tuple[Path, str, str], questions: Path, tmp_path: Path, run: Run
-) -> None:
-    path = tmp_path / f"{name}.json"
-    path.write_bytes((evolved[0] / "plan.json").read_bytes())
-    message = f"a start plan cannot be called '{name}': that names something else in the report, rename the file"
-    refused(run, USAGE, message, *command(questions, tmp_path / "run", "--start", path))
-
-
-def test_a_new_search_leaves_nothing_of_the_old_one(
-    evolved: tuple[Path, str, str], questions: Path, tmp_path: Path, run: Run
-) -> None:
-    directory = tmp_path / "run"
-    shutil.copytree(evolved[0], directory)
-    (directory / "front.json").write_text("{}")
-    (directory / "plan-8.json").write_text("{}")
-    (directory / "choice-8").mkdir()
-    (directory / "choice-8" / "ledger.jsonl").write_text("")
-    code, _, talk = run(*command(questions, directory, "--force"))
-    assert code == 0, talk
-    assert results(directory) == results(evolved[0])
-    assert {path.name for path in directory.iterdir()} == {path.name for path in evolved[0].iterdir()}

@@ -13,30 +13,30 @@ import pytest
 from rich.console import Console as RichConsole
 
 from kvsearch.cli.console import Console
-from kvsearch.jobs.evolve_progress import watching
+from kvsearch.jobs.display import watching
 from kvsearch.runs.lock import locked
 from kvsearch.search.candidates import Candidate
-from kvsearch.search.ledger import SearchLedger, SearchRun
 from kvsearch.search.settings import SearchLimits
+from kvsearch.search.trials import TrialLog
 
 START = Candidate(np.full((2, 1), 8), 2.5, "start uniform")
 BETTER = Candidate(np.full((2, 1), 8), 1.25, "layers 0-1, generation 0")
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[SearchRun]:
-    with locked(tmp_path), SearchLedger(tmp_path / "ledger.jsonl") as ledger:
-        yield SearchRun(tmp_path, ledger)
+def log(tmp_path: Path) -> Iterator[TrialLog]:
+    with locked(tmp_path), TrialLog(tmp_path / "ledger.jsonl") as log:
+        yield log
 
 
 def console_on(terminal: bool) -> tuple[Console, io.StringIO]:
     console, screen = Console(), io.StringIO()
-    console.__dict__["talk"] = RichConsole(file=screen, force_terminal=terminal, width=200, highlight=False)
+    console.__dict__["reporter"] = RichConsole(file=screen, force_terminal=terminal, width=200, highlight=False)
     return console, screen
 
 
-def go_on(console: Console, run: SearchRun) -> None:
-    with watching(console, run, SearchLimits(evaluations=40)) as watcher:
+def go_on(console: Console, log: TrialLog) -> None:
+    with watching(console, log, SearchLimits(evaluations=40)) as watcher:
         watcher.stage("start plans")
         watcher.generation("start", 0, [2.5], START)
         watcher.stage("layers 0-1 (1 of 2)")
@@ -45,9 +45,9 @@ def go_on(console: Console, run: SearchRun) -> None:
         console.say("after it")
 
 
-def test_lines(run: SearchRun) -> None:
+def test_lines(log: TrialLog) -> None:
     console, screen = console_on(terminal=False)
-    go_on(console, run)
+    go_on(console, log)
     used = r"candidates 0 of 40, seconds \d+, tokens 0"
     assert re.fullmatch(
         rf"start plans: best 2\.5 \(start uniform; best start 2\.5\), {used}\n"
@@ -57,36 +57,28 @@ def test_lines(run: SearchRun) -> None:
     )
 
 
-def test_a_panel_on_a_terminal_gives_the_screen_back(run: SearchRun) -> None:
+def test_a_panel_on_a_terminal_gives_the_screen_back(log: TrialLog) -> None:
     console, screen = console_on(terminal=True)
-    go_on(console, run)
+    go_on(console, log)
     shown = screen.getvalue()
     assert "kvsearch evolve" in shown
     assert "best 1.25 (layers 0-1, generation 0; best start 2.5)" in shown
     assert "1 failed" in shown
     assert shown.index("kvsearch evolve") < shown.index("search ended") < shown.index("after it")
-    with console.talk.capture(), console.progress("what comes next"):  # a second live display would be refused
+    with console.reporter.capture(), console.progress("what comes next"):  # a second live display would be refused
         pass
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_an_interruption_tells_the_best_so_far(terminal: bool, run: SearchRun) -> None:
+def test_an_interruption_tells_the_best_so_far(terminal: bool, log: TrialLog) -> None:
     console, screen = console_on(terminal)
-    with pytest.raises(KeyboardInterrupt), watching(console, run, SearchLimits()) as watcher:
-        run.ledger.append("best", candidate=BETTER.table, value=BETTER.value, where=BETTER.where)
+    with pytest.raises(KeyboardInterrupt), watching(console, log, SearchLimits()) as watcher:
+        log.append("best", candidate=BETTER.table.tolist(), value=BETTER.value, where=BETTER.where)
         watcher.stage("start plans")
         watcher.generation("start", 0, [2.5], START)
         raise KeyboardInterrupt
     assert "best so far: 1.25 (layers 0-1, generation 0), in " in screen.getvalue()
-    assert "go on with --resume" in screen.getvalue()
-    assert (run.directory / "best.json").exists()
-    with console.talk.capture(), console.progress("what comes next"):  # a second live display would be refused
+    assert "give the same command again to go on" in screen.getvalue()
+    assert (log.path.parent / "best.json").exists()
+    with console.reporter.capture(), console.progress("what comes next"):  # a second live display would be refused
         pass
-
-
-def test_an_interruption_before_anything_was_found(run: SearchRun) -> None:
-    console, screen = console_on(terminal=False)
-    with pytest.raises(KeyboardInterrupt), watching(console, run, SearchLimits()):
-        raise KeyboardInterrupt
-    assert screen.getvalue().startswith("go on with --resume")
-    assert not (run.directory / "best.json").exists()

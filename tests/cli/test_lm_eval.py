@@ -12,21 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from kvsearch.cli.lm_eval import lm_eval
+from kvsearch.cli import app
 from tests.lm_eval.folder import DOCUMENTS, write_folder
 
 USAGE, ENVIRONMENT = 2, 3
 installed = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the extra lm-eval")
-app = typer.Typer()
-app.command()(lm_eval)
 
 
 def call(*arguments: object) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of the command."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(app, ["lm-eval", *map(str, arguments)])
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -64,13 +61,6 @@ def request_of(folder: Path, calibrated: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def arguments(folder: Path, plan: Path, tasks: str, *more: object) -> tuple[Any, ...]:
     return ("bundled", "--plan", plan, "--include-path", folder, "--tasks", tasks, *more)
-
-
-def test_help_and_common_options() -> None:
-    code, out, _ = call("--help")
-    assert code == 0
-    for option in ("--tasks", "--num-fewshot", "--include-path", "--log-samples", "--device", "--json", "--dry-run"):
-        assert option in out
 
 
 def test_the_harness_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -127,9 +117,6 @@ def test_a_dry_run_loads_neither_tasks_nor_model(request_of: partial[Any]) -> No
 @installed
 def test_bad_requests(request_of: partial[Any], tmp_path: Path) -> None:
     assert "unknown task 'small_choos'; did you mean 'small_choose'?" in refused(USAGE, *request_of("small_choos"))
-    assert "there is no task to evaluate" in refused(USAGE, *request_of(","))
-    assert "no context before them that a plan could compress" in refused(USAGE, *request_of("small_rolling"))
-    assert "there is no folder" in refused(USAGE, *request_of("small_choose", "--include-path", tmp_path / "no"))
     assert "its folder does not exist" in refused(
         USAGE, *request_of("small_choose", "--log-samples", tmp_path / "no" / "samples.jsonl")
     )
@@ -142,14 +129,16 @@ def test_bad_requests(request_of: partial[Any], tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_offline_with_all_tasks_of_the_harness(folder: Path, calibrated: Path, tmp_path: Path) -> None:
     """In a process of its own, as libraries read what --offline sets when they are imported."""
-    code = "import typer; from kvsearch.cli.lm_eval import lm_eval; app = typer.Typer(); app.command()(lm_eval); app()"
+    code = "from kvsearch.cli import main; main()"
     environment = {**os.environ, "HF_HOME": str(tmp_path)}
     for tasks, exit_code, words in (
         ("arc_easy", ENVIRONMENT, "the dataset of task 'arc_easy' cannot be read: check the network, HF_HUB_OFFLINE"),
         ("hellaswagg", USAGE, "unknown task 'hellaswagg'; did you mean 'hellaswag'? (known: hellaswag, "),
     ):
         request = [str(part) for part in arguments(folder, calibrated / "plan.json", tasks, "--offline")]
-        found = subprocess.run([sys.executable, "-c", code, *request], capture_output=True, text=True, env=environment)
+        found = subprocess.run(
+            [sys.executable, "-c", code, "lm-eval", *request], capture_output=True, text=True, env=environment
+        )
         assert found.returncode == exit_code
         assert found.stderr.startswith(f"kvsearch: error: {words}")
         assert found.stderr.count("\n") == 1

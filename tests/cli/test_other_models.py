@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from kvsearch.jobs.groups import default_tasks
 from kvsearch.models.loading import load
 from kvsearch.plan import save_profile
 from tests.cli.conftest import Run
@@ -52,11 +51,6 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_default_tasks() -> None:
-    assert default_tasks("bundled") == "synthetic"
-    assert default_tasks("some/model") == default_tasks(None) == "ruler:no-qa"
-
-
 def test_what_is_asked_by_default(run: Run, model: Path, calibrated: Path, tmp_path: Path) -> None:
     """English of the model's tokens, by every command that asks; the bundled model has its own language."""
 
@@ -98,7 +92,7 @@ def test_a_model_that_cannot_answer_gets_no_plan(
         assert "ask others with --tasks" in complaint
     assert not plan.exists()
     assert not searched.exists()
-    assert not (calibrated / "validation.json").exists()
+    assert not (calibrated / "validation" / "validation.json").exists()
 
 
 def test_an_evaluation_of_such_a_model_is_shown_and_kept(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.budgets.dynamic import allocation_names
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.plan import load_plan
 from kvsearch.policies.registry import BUILT_IN, FITTED
@@ -90,11 +89,8 @@ def test_evaluating_a_plan_with_a_decode_phase(run: Run, tmp_path: Path) -> None
         (("--policy", "d2o", "--budget", 300, "--allocation", "lava"), "d2o merges what it evicts"),
     ],
 )
-@pytest.mark.parametrize("verb", ["uniform", "pyramid"])
-def test_what_is_refused_without_a_model(
-    run: Run, verb: str, arguments: tuple[object, ...], problem: str, tmp_path: Path
-) -> None:
-    code, out, talk = run("plan", verb, "/no/such/model", *arguments, "-o", tmp_path / "x.json")
+def test_what_is_refused_without_a_model(run: Run, arguments: tuple[object, ...], problem: str, tmp_path: Path) -> None:
+    code, out, talk = run("plan", "uniform", "/no/such/model", *arguments, "-o", tmp_path / "x.json")
     assert (code, out) == (2, "")
     assert problem in talk
     assert talk.count("\n") == 1
@@ -117,17 +113,9 @@ def test_a_pyramid_falls_from_layer_to_layer_with_the_total_of_even_budgets(run:
     assert [sum(budget or ()) for budget in load_plan(path).budgets("prefill")][-1] == 4 * (8 + 28)
 
 
-def test_a_pyramid_needs_a_slope(run: Run, tmp_path: Path) -> None:
-    arguments = ("--policy", "h2o", "--budget", 9, "--beta", 0.5, "-o", tmp_path / "x.json")
-    code, out, talk = run("plan", "pyramid", "/no/such/model", *arguments)
-    assert (code, out) == (2, "")
-    assert "beta must be finite and 1 or more, got 0.5" in talk
-
-
-@pytest.mark.parametrize("verb", ["uniform", "pyramid"])
-def test_an_allocation_is_written_and_shown(run: Run, verb: str, tmp_path: Path) -> None:
+def test_an_allocation_is_written_and_shown(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "lava.json"
-    making = ("plan", verb, "bundled", "--policy", "lava", "--budget", 64, "-o", path)
+    making = ("plan", "uniform", "bundled", "--policy", "lava", "--budget", 64, "-o", path)
     code, _, talk = run(*making, "--allocation", "lava:layers=planned")
     assert code == 0, talk
     assert "1536 entries, 64.0 per kv head, fixed, shared out by lava" in talk
@@ -140,15 +128,6 @@ def test_an_allocation_is_written_and_shown(run: Run, verb: str, tmp_path: Path)
     assert "what the entries of a prompt are shared out from, not what a head keeps" in line
 
 
-def test_a_plan_is_static_unless_asked(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    assert run("plan", "uniform", "bundled", "--policy", "lava", "--budget", 64, "-o", path)[0] == 0
-    assert load_plan(path).allocation.name == "static"
-    code, out, _ = run("show", path)
-    assert code == 0
-    assert "allocation" not in out
-
-
 def test_the_loss_of_a_profile_is_without_the_allocation_of_a_plan(run: Run, calibrated: Path, tmp_path: Path) -> None:
     path = tmp_path / "lava.json"
     making = ("plan", "uniform", "bundled", "--policy", "lava", "--budget", 64, "-o", path, "--length", 400)
@@ -156,23 +135,3 @@ def test_the_loss_of_a_profile_is_without_the_allocation_of_a_plan(run: Run, cal
     code, _, talk = run("show", calibrated, "--plan", path)
     assert code == 0
     assert "warning: the loss shown for the plan is that of its budgets without allocation lava" in talk
-
-
-@pytest.mark.parametrize("verb", ["uniform", "pyramid"])
-def test_help_names_all_allocations(run: Run, verb: str) -> None:
-    code, out, _ = run("plan", verb, "--help")
-    assert code == 0
-    assert all(name in out for name in allocation_names())
-
-
-@pytest.mark.parametrize("verb", ["uniform", "pyramid", "scale", "convert", "merge", "diff"])
-def test_every_command_has_help_and_the_common_options(run: Run, verb: str) -> None:
-    code, out, _ = run("plan", verb, "--help")
-    assert code == 0
-    for option in (
-        "--json",
-        "--quiet",
-        "--log-file",
-        *(() if verb == "diff" else ("--dry-run", "--output", "--force")),
-    ):
-        assert option in out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -17,12 +16,12 @@ from typing import IO
 
 import pytest
 
-from kvsearch.cli.console import Console
-from kvsearch.cli.log import LOGGER, set_up
-from kvsearch.errors import UsageError
-from kvsearch.printed import FORMULA, PLAIN, visible, visible_line
-from kvsearch.report.screen import screen_table
-from kvsearch.report.table import Table, on_screen
+from kvsearch.cli.console import LOGGER, Console, set_up_log
+from kvsearch.cli.render import print_parts
+from kvsearch.core.errors import UsageError
+from kvsearch.core.printed import FORMULA, PLAIN, visible, visible_line
+from kvsearch.report.screen import listing
+from kvsearch.report.table import Table
 from tests.cli.conftest import Run
 from tests.payloads import COUNT, file_name, passed, payloads, without_surrogates
 from tests.plan.builders import make_plan
@@ -34,7 +33,7 @@ NEW = ("-o", "/nowhere/new")
 COMMANDS = [
     ("show", "F"), ("show", "P"), ("show", "--P"), ("P",), ("export", "F", *NEW), ("export", "F", "--ratio", "P", *NEW),
     ("report", "F", *NEW), ("plan", "diff", "F", "F"), ("plan", "P"), ("validate", "F"), ("select", "F"),
-    ("policies", "P"), ("tasks", "P"), ("recipes", "show", "P"), ("recipes", "ls", "P"),
+    ("policies", "P"), ("tasks", "P"), ("recipes", "P"),
     ("evaluate", "bundled", "--methods", "P", "--budgets", "8"),
     ("evaluate", "bundled", "--methods", "uniform", "--budgets", "8", "--tasks", "P"),
     ("evaluate", "bundled", "--methods", "uniform", "--budgets", "P"), ("evaluate", "bundled", "--recipe", "F"),
@@ -196,34 +195,29 @@ def test_all_that_a_console_says(shown_on: str, monkeypatch: pytest.MonkeyPatch,
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, stream)
     console = Console(verbose=1, debug=True)
-    set_up(True, tmp_path / "log.txt")
+    set_up_log(True, tmp_path / "log.txt")
     try:
         console.say(text)
         console.warn(text)
         console.next("show", text)
         LOGGER.debug("%s", text)
         with console.loading(text):
-            theirs = logging.getLogger("transformers")
-            monkeypatch.setattr(theirs.handlers[0], "stream", stream)
-            # where the variable CI is set they propagate, and no test report can carry a lone surrogate
-            monkeypatch.setattr(theirs, "propagate", False)
-            theirs.error("%s", text)
+            pass
         for what in (console.progress(text), console.live(text)):
             with what as tell:
                 tell(1, 2) if what.__class__.__name__ == "none" else None
         with console.live(text) as facts:
             facts([text, text])
-        table = screen_table(text, ["a", text], left=["a"], caption=text)
-        table.add_row(text, text)
-        for part in (table, on_screen(Table.plain(text, ["a", text], [[text, text]], (text,)))):
-            console.out.print(part)
+        listed = listing(text, ["a", text])
+        listed.add_row(text, text)
+        print_parts([listed, Table.plain(text, ["a", text], [[text, text]], notes=(text,)), {text: text}], console)
 
         def fail() -> None:
             raise UsageError(text)
 
         assert console.run(fail) == 2
     finally:
-        set_up(False, None)
+        set_up_log(False, None)
     shown = stream.getvalue()
     assert passed(shown) == set()
     assert "[red]" in shown and ":warning:" in shown

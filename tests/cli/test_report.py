@@ -12,7 +12,7 @@ from kvsearch.plan import save_plan
 from kvsearch.plan.profile import save_profile
 from tests.cli.conftest import Run
 from tests.plan.builders import make_plan, make_profile, model_dict
-from tests.report.page.test_markup import Reader
+from tests.report.reader import Reader
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def test_a_calibration_says_what_was_asked_and_how_it_was_made(run: Run, calibra
     assert code == 0, talk
     assert talk.startswith(f"wrote {page}: ")
     text = Reader(page.read_text()).text
-    assert "Which entries can bundled live without?" in text
-    assert "measured budgets lose" in text
+    assert "bundled: lukv, " in text
+    assert "importance evicted" in text
     assert page.read_text().count("<figure") >= 4
     for made in ("resolved options", "provenance", "weights_sha256"):
         assert made in text

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.jobs.reproduce import ReproduceOptions
-from kvsearch.jobs.reproduce_stages import Stages
+from kvsearch.core.resources import resource
+from kvsearch.jobs.reproduce import ReproduceOptions, Stages
 from kvsearch.models.loading import load
-from kvsearch.papers.table import Stage
-from kvsearch.report.reader import open_path
-from kvsearch.resources import resource
-from kvsearch.runs.sums import read_sums
+from kvsearch.papers.tables import Stage
+from kvsearch.report.artifacts import open_path
+from kvsearch.runs.run import read_sums
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import ENVIRONMENT, USAGE, refused
 
@@ -34,7 +33,7 @@ def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
     command = ("reproduce", "lava-table13", "bundled", *ONE, "--budgets", "16", "-o", tmp_path)
     _, out, _ = run(*command, "--dry-run")
     (before,) = json.loads(out)["stages"]
-    assert (before["state"], before["contexts"], before["replies"]) == ("to do", 1, 4)
+    assert (before["state"], before["contexts"], before["tokens"]) == ("to do", 1, 512)
     code, out, talk = run(*command)
     assert code == 0, talk
     assert f"next: kvsearch show {tmp_path / 'lava-table13.json'}" in talk

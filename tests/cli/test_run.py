@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from kvsearch.calibration.data import default_data, load_calibration_data
-from kvsearch.calibration.options import PROTECTED
-from kvsearch.choose.overall import OverallChoice
-from kvsearch.choose.selection import PhaseResult
-from kvsearch.choose.smallest import Smallest, Tried
 from kvsearch.jobs.run import RunOptions, planned_size
 from kvsearch.plan import Size, load_plan
-from kvsearch.policies.base import AS_WINDOW
-from kvsearch.policies.registry import policy_class, policy_names
 from kvsearch.report.integrity import verify_paths
-from kvsearch.report.run import smallest_words
+from kvsearch.report.selection import smallest_words
 from kvsearch.runs.contexts import read_contexts
 from kvsearch.runs.estimates import Difference
+from kvsearch.selection.selection import TriedBudget
+from kvsearch.selection.selection_job import SelectionJob, Smallest
 from tests import tiny
 from tests.cli.conftest import Run, invoke
-from tests.cli.test_bad_input import INTERRUPTED, USAGE, refused
+from tests.cli.test_bad_input import USAGE, refused
+from tests.shared import finished_once, folder_once
 
 CONTEXTS = 40  # of a file; a fifth each to fit and to choose on
 EVALUATIONS = 40
@@ -45,7 +39,11 @@ FEW = (
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A task file of short contexts in the bundled model's language."""
-    return tiny.task_file(tmp_path_factory.mktemp("task") / "mine.jsonl", CONTEXTS, length=110, facts=3)
+
+    def fill(folder: Path) -> None:
+        tiny.task_file(folder / "mine.jsonl", CONTEXTS, length=110, facts=3)
+
+    return folder_once(tmp_path_factory, "run-questions", fill) / "mine.jsonl"
 
 
 def command(questions: Path, directory: Path, *more: object) -> tuple[object, ...]:
@@ -55,10 +53,12 @@ def command(questions: Path, directory: Path, *more: object) -> tuple[object, ..
 @pytest.fixture(scope="module")
 def finished(questions: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The directory of a finished run, and what it said."""
-    directory = tmp_path_factory.mktemp("run") / "best"
-    code, _, talk = invoke(*command(questions, directory, "--budgets", "40,60"))
-    assert code == 0, talk
-    return directory, talk
+
+    def make(folder: Path) -> tuple[int, str, str]:
+        return invoke(*command(questions, folder / "best", "--budgets", "40,60"))
+
+    finished = finished_once(tmp_path_factory, "run", make)
+    return finished.folder / "best", finished.talk
 
 
 def ledger(directory: Path) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def ledger(directory: Path) -> list[dict[str, Any]]:
 
 def result(directory: Path) -> dict[str, bytes]:
     """What a run leaves, but for when: command lines and seconds differ."""
-    names = ("plan-40.json", "plan-60.json", "run.json", "contexts.json", "refine/found.json")
+    names = ("plan-40.json", "plan-60.json", "run.json", "contexts.json", "refine/plan-40-1.json")
     fits = sorted(directory.glob("*.safetensors")) + sorted(directory.rglob("profile.safetensors"))
     return {str(path.relative_to(directory)): path.read_bytes() for path in (*(directory / n for n in names), *fits)}
 
@@ -108,12 +108,12 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
 def test_plans_are_searched_on_from_what_was_solved(finished: tuple[Path, str]) -> None:
     directory, _ = finished
     sizes = json.loads((directory / "run.json").read_bytes())["sizes"]
-    for budget, one in json.loads((directory / "refine" / "found.json").read_bytes()).items():
-        assert {"probe", "lukv:probe", "half:probe", "lukv:snapkv", "joint"} & one["starts"].keys()
-        least = min(one["starts"].values())
-        assert one["found"]
-        assert all(found["value"] < least for found in one["found"])
-        assert all(np.sum(found["budgets"]) == int(budget) * 24 for found in one["found"])
+    for budget in ("40", "60"):
+        starts = json.loads((directory / "refine" / "config.json").read_bytes())["content"]["starts"]
+        assert {"probe", "lukv:probe", "half:probe", "lukv:snapkv", "joint"} & set().union(*starts)
+        plans = [load_plan(path) for path in sorted((directory / "refine").glob(f"plan-{budget}-*.json"))]
+        assert plans
+        assert all(plan.total == int(budget) * 24 for plan in plans)
         kinds = {found["name"]: found["kind"] for found in sizes[budget]["outcomes"][0]["standings"]}
         assert {kinds["refined"], kinds["half:probe"]} == {"candidate"}
         assert kinds["half:snapkv"] == "baseline"
@@ -144,7 +144,8 @@ def test_what_is_fitted_chosen_and_reported_on_is_never_the_same(finished: tuple
 
 def test_a_finished_run_says_so_and_stays_as_it_is(run: Run, questions: Path, finished: tuple[Path, str]) -> None:
     directory, _ = finished
-    before, sums = result(directory), directory / "refine" / "SHA256SUMS"
+    before = result(directory)
+    sums = directory / "refine" / "SHA256SUMS"
     sealed = sums.read_bytes()
     sums.unlink()  # as where the search was stopped before its last act
     code, _, talk = run(*command(questions, directory, "--budgets", "40,60"))
@@ -154,7 +155,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(run: Run, questions: Path, fi
     assert sums.read_bytes() == sealed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("begun", ["curves/config.json", "refine/ledger.jsonl", "choice/40/second/ledger.jsonl"])
 def test_a_killed_run_goes_on_to_the_same_bytes(
     begun: str, run: Run, questions: Path, finished: tuple[Path, str], tmp_path: Path
@@ -178,16 +179,6 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     assert result(directory) == result(finished[0])
 
 
-def test_ctrl_c_says_how_to_go_on(run: Run, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("kvsearch.jobs.run.calibrate", interrupted)
-    code, out, talk = run(*command(questions, tmp_path / "run", "--budget", 40))
-    assert (code, out) == (INTERRUPTED, "")
-    assert f"what is finished is kept in {tmp_path / 'run'}: give the same command again to go on" in talk
-
-
 def test_a_dry_run_says_what_every_stage_costs(run: Run, questions: Path, tmp_path: Path) -> None:
     code, out, talk = run(*command(questions, tmp_path / "run", "--budget", 40, "--dry-run"))
     assert code == 0, talk
@@ -195,14 +186,12 @@ def test_a_dry_run_says_what_every_stage_costs(run: Run, questions: Path, tmp_pa
     assert list(stages) == ["choice/40", "curves", "fit/probe", "fit/query_bank", "refine"]
     assert (stages["refine"]["contexts"], stages["refine"]["evaluations"]) == (2, EVALUATIONS)
     assert stages["fit/probe"]["recipe"]["method"] == "probe"
-    assert stages["fit/probe"]["questions"] == 8
-    assert stages["curves"]["own_replies"] == 4
     assert stages["choice/40"]["select"] == stages["choice/40"]["report"] == {"contexts": 4, "questions": 8}
     assert sum(stage["share"] for stage in stages.values()) == pytest.approx(1, abs=0.01)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_smallest_budget_that_loses_little(run: Run, questions: Path, tmp_path: Path) -> None:
     directory = tmp_path / "least"
     code, out, talk = run(*command(questions, directory, "--smallest", "--within", 20, "--json"))
@@ -238,17 +227,12 @@ def test_the_config_of_a_run_is_its_recipe(finished: tuple[Path, str]) -> None:
     [
         ((), "how much may be kept? Give --budget"),
         (("--budget", 40, "--ratio", 0.9), "--ratio: is in place of budget: give one of them"),
-        (("--budget", 40, "--budgets", "40,60"), "--budgets: is in place of budget: give one of them"),
-        (("--budget", 40, "--smallest"), "--smallest: is in place of budget: give one of them"),
         (("--budget", 40, "--within", 2), "--within: is for --smallest"),
         (("--budgets", "40,40"), "--budgets: has a budget twice"),
-        (("--ratio", 1.5), "ratio 1.5 is outside (0, 1)"),
         (("--budget", 40, "--rankings", "prob"), "unknown ranking 'prob'; did you mean 'probe'?"),
         (("--budget", 5000), "is all of a"),
         (("--budget", 1), "1 entry per kv head: every policy of --policies always keeps more"),
-        (("--budget", 40, "--samples", 5000, "--policies", "nothing"), "unknown policy 'nothing'"),
         (("--budget", 40, "--policies", "cake,snapkv,cake"), "--policies has cake twice"),
-        (("--budget", 40, "--rankings", "probe,query_bank,probe"), "--rankings has probe twice"),
         (("--budget", 40, "--policies", "probe=fit"), "policies that are fitted are not for --policies"),
         (("--budget", 40, "--fit", 8), "--fit 8 takes all 8 contexts of the split train"),
     ],
@@ -258,16 +242,9 @@ def test_bad_input(run: Run, questions: Path, tmp_path: Path, arguments: tuple[o
     assert not (tmp_path / "run").exists()
 
 
-def test_one_context_to_choose_by_is_told_before_anything_is_fitted(run: Run, tmp_path: Path) -> None:
-    few = tiny.task_file(tmp_path / "few.jsonl", 7, length=110, facts=3)
-    words = "has one context to select by"
-    refused(run, USAGE, words, "run", "bundled", "--tasks", f"jsonl:{few}", "--budget", 40, "-o", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_file_of_contexts_is_divided_between_fit_and_curves(tmp_path: Path) -> None:
     options = RunOptions.of(model="bundled", budget=40, output=tmp_path, data=str(default_data("bundled")))
-    fit, curves = options.fits()["probe"].texts_given, options.curves(["snapkv"], ["probe"]).texts_given
+    fit, curves = options.fits()["probe"].given_data, options.curves(["snapkv"], ["probe"]).given_data
     assert fit is not None
     assert curves is not None
     kinds = ["single", "multikey", "multiquery", "multivalue", "chain", "vote"]
@@ -301,39 +278,6 @@ def test_a_bad_file_is_found_before_anything_is_loaded(
     assert not (tmp_path / "run").exists()
 
 
-def test_data_without_questions(run: Run, tmp_path: Path) -> None:
-    data = tmp_path / "data.json"
-    data.write_text(json.dumps({"name": "none", "prompt": " {question}", "contexts": []}))
-    refused(
-        run, USAGE, "contexts", "run", "bundled", "--data", data, "--budget", 40, "--length", 200, "--samples", 4,
-        "-o", tmp_path / "run",
-    )  # fmt: skip
-
-
-def test_directories_of_something_else(run: Run, questions: Path, finished: tuple[Path, str], tmp_path: Path) -> None:
-    directory, _ = finished
-    refused(run, USAGE, "holds something else than a calibration", "calibrate", "bundled", "-o", directory)
-    (tmp_path / "notes.txt").write_text("mine")
-    refused(run, USAGE, "holds something else than a run", *command(questions, tmp_path, "--budget", 40))
-    other = tmp_path / "other"
-    shutil.copytree(directory, other)
-    config = json.loads((other / "curves" / "config.json").read_bytes())
-    config["content"]["recipe"]["minimum"] = 0.5
-    (other / "curves" / "config.json").write_text(json.dumps(config))
-    words = "recipe.minimum is 0.5 there, 0.01 here; choose another --output, or --force to start anew"
-    refused(run, USAGE, words, *command(questions, other, "--budgets", "40,60"))
-    words = "holds another run: options.budgets is [40, 60] there, [40, 70] here"
-    refused(run, USAGE, words, *command(questions, directory, "--budgets", "40,70"))
-
-
-def test_policies_are_compared_with_equally_many_recent_entries() -> None:
-    protecting = [(name, field) for name in policy_names() for field in fields(policy_class(name))]
-    assert set(PROTECTED) == {name for name, one in protecting if one.name == "protect" and one.default == AS_WINDOW}
-    policies = RunOptions.of(model="bundled", budget=8, output=Path("x")).curves(["snapkv", "cake", "keydiff"], ())
-    assert [policy.recent_count for policy in policies.policies()] == [8, 8, 8]
-    assert [policy.sink_count for policy in policies.policies()] == [4, 4, 4]
-
-
 @pytest.mark.parametrize(
     ("losses", "loss", "words"),
     [
@@ -345,8 +289,11 @@ def test_policies_are_compared_with_equally_many_recent_entries() -> None:
 def test_what_is_said_of_the_smallest_budget(
     losses: tuple[float, ...], loss: tuple[float, float, float], words: tuple[str, ...]
 ) -> None:
-    tried = (Tried(20, "probe", 0.0, confirmed=False), *(Tried(20, "probe", one, confirmed=True) for one in losses))
-    found = Smallest(cast("OverallChoice", SimpleNamespace(longest=200)), cast("PhaseResult", None), tried)
+    tried = (
+        TriedBudget(20, "probe", 0.0, confirmed=False),
+        *(TriedBudget(20, "probe", one, confirmed=True) for one in losses),
+    )
+    found = Smallest(cast("SelectionJob", SimpleNamespace(longest=200)), [], tried)
     said = smallest_words(found, 2, Difference(*loss, 0, 0, 0))
     assert said.startswith("20 entries per kv head, 10% of 200 tokens")
     assert all(part in said for part in words)
@@ -355,12 +302,6 @@ def test_what_is_said_of_the_smallest_budget(
 def test_a_budget_above_the_contexts_of_the_measurement_is_for_longer_ones() -> None:
     assert planned_size(Size(150), 110, 226) == Size(150, length=226)
     assert planned_size(Size(110), 110, 226) == Size(110, length=226)
-    assert planned_size(Size(109), 110, 226) == Size(109)
-    assert planned_size(Size(None, 0.9), 110, 226) == Size(None, 0.9)
-    assert planned_size(Size(150), 110, 90) == Size(150)  # refused, as nothing would be evicted
-
-
-def test_the_recipe_that_is_shipped() -> None:
-    found = RunOptions.of("bundled", model="bundled", output=Path("x"))
-    assert (found.budget, found.policies, found.form) == (51, ("snapkv", "cake"), "linear")
-    assert RunOptions.of("bundled", model="bundled", output=Path("x"), ratio=0.9).budget is None
+    assert planned_size(Size(109), 110, 226) == Size(109, length=110)
+    assert planned_size(Size(None, 0.9), 110, 226) == Size(None, 0.9, length=110)
+    assert planned_size(Size(150), 110, 90) == Size(150, length=110)  # refused, as nothing would be evicted

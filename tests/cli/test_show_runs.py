@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.report.files.search import StoredSearch, read_trace
-from kvsearch.report.reader import open_path
+from kvsearch.report.artifacts import open_path
+from kvsearch.results.progress import StoredSearch, read_trace
 from tests.cli.conftest import Run
 
 ASKED = ("--length", 512, "--samples", 2, "--tasks", "synthetic:single,multikey")
@@ -49,7 +49,7 @@ def test_an_evaluation_that_is_not_finished(run: Run, evaluated: tuple[Path, str
     assert "uniform@32" in out
     assert "this evaluation is not finished" in out
     shown = json.loads(run("show", tmp_path, "--json")[1])
-    assert shown["replies"]["full"]["questions"]["single"] == 2
+    assert shown["tables"][0]["rows"][0][:2] == ["full", 2]
 
 
 def test_options_of_a_run(run: Run, evaluated: tuple[Path, str]) -> None:
@@ -74,7 +74,7 @@ def test_a_search(run: Run, tmp_path: Path) -> None:
     assert isinstance(content, StoredSearch)
     assert content.result is not None
     assert content.trace == read_trace(tmp_path / "run" / "ledger.jsonl")
-    values = [one.value for one in content.trace.steps]
+    values = [line.value for _, line in content.trace.steps]
     assert values == sorted(values, reverse=True)
     for name in ("report.json", "plan.json"):
         (tmp_path / "run" / name).unlink()

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from kvsearch.cli.command import command
 from kvsearch.cli.console import Console
 from kvsearch.config.options import JobOptions, Listed, Option, Params, Repeated, Seeded, one_of, with_params
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.jobs.public import job
-from kvsearch.jobs.talk import Silent, Talk
+from kvsearch.jobs.reporter import Reporter, Silent
 from kvsearch.runs.identity import RunConfig
 
 
@@ -43,7 +43,6 @@ class Brewing(Shared, Seeded):
     params: Annotated[Params, Option("A setting.", flag="--set", repeated=True)] = Field(default_factory=dict)
     output: Annotated[Path | None, Option("Where.", short="-o", recorded=False)] = None
     strength: Annotated[float | None, Option("How strong.")] = None
-    secret: Annotated[int | None, Option("Not shown.", hidden=True)] = None
 
 
 class Narrower(Brewing):
@@ -52,7 +51,7 @@ class Narrower(Brewing):
     heat: Literal["low"] = "low"
 
 
-@command(Brewing, json=True, dry_run=False)
+@command(Brewing)
 def brew(options: Brewing, console: Console) -> None:
     """Print what was typed."""
     console.print_json({**options.model_dump(mode="json"), "typed": sorted(options.model_fields_set)})
@@ -81,11 +80,11 @@ def refused(*arguments: str) -> str:
 def test_flags_are_made_of_fields() -> None:
     found = typed(
         "oolong", "-c", "3", "--heat", "high", "--no-stir", "--sizes", "4,8", "--plan", "a", "--plan", "b", "--set",
-        "x=1", "--set", "y=no", "--colour", "blue", "-o", "out", "--secret", "5", "--strength", "0.5", "--seed", "7",
+        "x=1", "--set", "y=no", "--colour", "blue", "-o", "out", "--strength", "0.5", "--seed", "7",
     )  # fmt: skip
     assert found == {
         "leaf": "oolong", "cups": 3, "heat": "high", "stir": False, "sizes": [4, 8], "plan": ["a", "b"],
-        "params": {"x": 1, "y": "no"}, "colour": "blue", "output": "out", "secret": 5, "strength": 0.5, "seed": 7,
+        "params": {"x": 1, "y": "no"}, "colour": "blue", "output": "out", "strength": 0.5, "seed": 7,
         "typed": sorted(Brewing.model_fields),
     }  # fmt: skip
 
@@ -102,7 +101,6 @@ def test_the_help() -> None:
     assert code == 0
     for words in ("--cups", "-c", "[default: 2]", "--no-stir", "N,...", "[default: (1)]", "Looks", "--recipe"):
         assert words in text
-    assert "--secret" not in text
     assert "--dry-run" not in text
     assert text.index("--cups") < text.index("--colour") < text.index("--json"), "the general options come last"
 
@@ -125,29 +123,16 @@ def test_all_mistakes_at_once() -> None:
             ("--cups", "99999999999999999999999"),
             "--cups: Input should be at most 2147483647, not 999999999999999",
         ),
-        (("--cups", "9" * 5000), "--cups: Input should be a whole number, not '9999"),
         (("--cups", "many"), "--cups: Input should be a whole number, not 'many'"),
-        (("--cups", "1.5"), "--cups: Input should be a whole number, not '1.5'"),
-        (("--secret", "-9223372036854775807"), "--secret: Input should be at most 2147483647, not -922"),
         (("--seed", str(2**63)), "--seed: Input should be less than or equal to 9223372036854775807"),
-        (("--sizes", "4,9223372036854775807"), "--sizes: Input should be at most 2147483647"),
         (("--strength", "nan"), "--strength: Input should be a finite number, not nan"),
-        (("--strength", "1e400"), "--strength: Input should be a finite number, not inf"),
-        (("--strength", "strong"), "--strength: Input should be a number, not 'strong'"),
         (("--colour", "\udcff"), "--colour: Input should be text, in UTF-8"),
-        (("--set", f"x={2**64}"), "--set.x: must be a finite number, true, false or a text, not one above 64 bits"),
     ],
 )
 def test_numbers_above_all_meaning(arguments: tuple[str, str], expected: str) -> None:
     talk = refused("oolong", *arguments)
     assert talk.startswith(f"kvsearch: error: {expected}")
     assert talk.count("\n") == 1
-
-
-def test_several_mistyped_numbers_are_told_together() -> None:
-    talk = refused("oolong", "--cups", "x", "--strength", "y", "--seed", "1e3")
-    assert talk.startswith("kvsearch: error: what was typed is not valid, 3 problems:\n")
-    assert all(flag in talk for flag in ("--cups: ", "--strength: ", "--seed: "))
 
 
 def test_a_recipe_under_what_is_typed(tmp_path: Path) -> None:
@@ -190,24 +175,26 @@ def test_a_narrowed_field_is_offered_as_before() -> None:
 
 
 def test_a_job_is_a_function_with_the_same_options() -> None:
-    heard: list[Talk] = []
+    heard: list[Reporter] = []
 
     @job(Brewing)
-    def brewed(options: Brewing, talk: Talk) -> Brewing:
-        heard.append(talk)
+    def brewed(options: Brewing, reporter: Reporter) -> Brewing:
+        heard.append(reporter)
         return options
 
     assert brewed("assam", cups=3) == Brewing(leaf="assam", cups=3)
     assert brewed(Brewing(leaf="green")) == Brewing(leaf="green")
-    assert all(isinstance(talk, Silent) for talk in heard)
+    assert all(isinstance(reporter, Silent) for reporter in heard)
     with pytest.raises(TypeError, match="at most 1 positional"):
         brewed("assam", "green")
     with pytest.raises(UsageError, match="milk: unknown key"):
         brewed("assam", milk=True)
     parameters = inspect.signature(brewed).parameters
     assert next(iter(parameters)) == "leaf"
-    assert {"cups", "seed", "colour", "recipe", "talk"} <= parameters.keys()
-    assert parameters["cups"].default == 2
+    assert {"cups", "seed", "colour", "recipe", "reporter"} <= parameters.keys()
+    assert (parameters["cups"].default, parameters["params"].default) == (2, {})
+    with pytest.raises(TypeError, match="as one object or as keywords, not both"):
+        brewed(Brewing(leaf="green"), cups=3)
 
 
 def test_parameters_are_merged_one_by_one() -> None:
@@ -235,15 +222,3 @@ def test_what_belongs_to_the_command_cannot_be_in_a_recipe(tmp_path: Path) -> No
     assert refused("--recipe", str(recipe)) == (
         f"kvsearch: error: {recipe}: output cannot be in a recipe: give it with the command\n"
     )
-
-
-def test_a_job_takes_options_as_one_object_or_as_keywords() -> None:
-    @job(Brewing)
-    def brewed(options: Brewing, talk: Talk) -> Brewing:
-        return options
-
-    with pytest.raises(TypeError, match="as one object or as keywords, not both"):
-        brewed(Brewing(leaf="green"), cups=3)
-    parameters = inspect.signature(brewed).parameters
-    assert parameters["params"].default == {}
-    assert "secret" not in parameters

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from kvsearch.config.recipes import FOLDERS, about, find_recipe, shipped_recipe, shipped_recipes
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
+from kvsearch.core.resources import resource
 from kvsearch.jobs.calibrate import CalibrateOptions
 from kvsearch.jobs.evaluate import EvaluateOptions
 from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.run import RunOptions
-from kvsearch.resources import resource
-from tests.cli.conftest import invoke
 
 OPTIONS = {"calibrate": CalibrateOptions, "evaluate": EvaluateOptions, "evolve": EvolveOptions, "run": RunOptions}
 MODELS = ("llama-3.1-8b", "qwen3-8b", "mistral-7b", "qwen2.5-32b")
@@ -50,19 +49,3 @@ def test_names_of_several_commands_and_of_none(tmp_path: Path) -> None:
     assert find_recipe("mine.yaml", FOLDERS["run"]) == Path("mine.yaml")
     with pytest.raises(UsageError, match=r"did you mean 'llama-3.1-8b'"):
         find_recipe("llama-3.1-8", FOLDERS["run"])
-
-
-def test_the_command(tmp_path: Path) -> None:
-    code, out, _ = invoke("recipes", "ls", "run")
-    assert code == 0
-    assert "run/bundled" in out
-    assert "calibrate/" not in out
-    code, out, _ = invoke("recipes", "show", "run/bundled")
-    assert (code, out) == (0, shipped_recipes()["run/bundled"].read_text())
-    copy = tmp_path / "mine.yaml"
-    assert invoke("recipes", "cp", "run/bundled", "-o", copy)[0] == 0
-    assert copy.read_bytes() == shipped_recipes()["run/bundled"].read_bytes()
-    copy.write_text("mine")
-    code, _, talk = invoke("recipes", "cp", "run/bundled", "-o", copy)
-    assert (code, copy.read_text()) == (2, "mine")
-    assert "--force to replace it" in talk

@@ -23,9 +23,10 @@ import kvsearch
 from kvsearch.kernels import attention as kernels
 from kvsearch.kernels.attention import Entries
 from kvsearch.policies import Policy
-from kvsearch.runtime import PlanCache, Program, attention, storage
+from kvsearch.runtime import PlanCache, Program, attention
 from kvsearch.runtime.attention import NAME, using
-from kvsearch.runtime.fork import prefill_all
+from kvsearch.runtime.shared_prefill import prefill_all
+from kvsearch.runtime.store import storage
 from tests.device.accelerator import events, recording
 
 KINDS = ("kernel", "wait", "copy")

@@ -28,7 +28,7 @@ WINDOW, TWO = ("--set", "window=8"), ("--questions", 2)
 COMMANDS = {
     "lukv": ("calibrate", "bundled", "--policy", "snapkv", *WINDOW, *TWO, "-o", "{}/lukv"),
     "lava": ("calibrate", "bundled", "--method", "lava", *WINDOW, *TWO, "-o", "{}/lava"),
-    "cake": ("calibrate", "bundled", "--method", "cake", *WINDOW, "--option", "exponents=fit",
+    "cake": ("calibrate", "bundled", "--method", "cake", *WINDOW, "--exponents", "fit",
              "--fit-ratio", 0.8, *TWO, "-o", "{}/cake"),
     "polykv": ("calibrate", "bundled", "--method", "polykv", "--patterns", "snapkv,h2o", "--budgets", 64,
                *TWO, "-o", "{}/polykv"),
@@ -49,6 +49,7 @@ COMMANDS = {
     "validate": ("validate", "{}/polykv", "--budget", 64, *ASKED, "--phases", "prefill", "--signals", "route:cosine"),
 }  # fmt: skip
 WITH_DATA = ("lukv", "lava", "cake", "probe")
+BEFORE_EVERY_COMMIT = "perplexity"
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {place: tmp_path_factory.mktemp("on") for place in ("cpu", f"{NAME}:1")}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+def marked(name: str) -> Any:
+    return pytest.param(name, marks=[] if name == BEFORE_EVERY_COMMIT else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in COMMANDS])
 def test_results(name: str, folders: dict[str, Path], short: Path) -> None:
     backend().reset_peak(1)
     found: list[Any] = []
@@ -71,6 +76,7 @@ def test_results(name: str, folders: dict[str, Path], short: Path) -> None:
     assert different(*found) == []
 
 
+@pytest.mark.nightly
 def test_profiles(folders: dict[str, Path]) -> None:
     """What was calibrated, to the last number, and the plan that was searched."""
     cpu, other = folders.values()

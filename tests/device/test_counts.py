@@ -20,6 +20,8 @@ from tests.device.counting import Cost, Costs
 from tests.families import build, prompts
 from tests.policies.probes import bank, example, zap
 
+pytestmark = pytest.mark.nightly
+
 BUDGETS = {"even": counting.even, "ragged": counting.ragged, "flat": counting.ragged}
 STEPS = 4
 # The usual decode step: kernels per layer beyond those of DynamicCache, by phases and budgets. `benchmarks/

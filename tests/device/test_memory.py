@@ -7,28 +7,29 @@ from typing import Any
 import pytest
 import torch
 
-from kvsearch.calibration.polykv.ablations import needs_of
-from kvsearch.calibration.polykv.continuations import Sample
-from kvsearch.calibration.polykv.cost import ModelSize, SweepWork, replay_bytes
+from kvsearch.benchmark.speed import peak_bytes
+from kvsearch.calibration.polykv.ablations import TextContinuation, needs_of
+from kvsearch.calibration.polykv.measure import replay_bytes
 from kvsearch.calibration.polykv.tree import Tree
-from kvsearch.errors import EnvironmentFault, KvsearchWarning
+from kvsearch.core.errors import EnvironmentFault, KvsearchWarning
 from kvsearch.evaluation.answer import CompressedContext
-from kvsearch.evaluation.speed import peak_bytes
+from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.models.memory import default_memory, free_bytes
-from kvsearch.policies import cam, create_policy, merging, scoring
+from kvsearch.policies import cam, create_policy, scoring
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME, using
-from kvsearch.runtime.fork import prefill_all
-from kvsearch.runtime.replay import Replays
-from kvsearch.runtime.room import prompt_bytes
+from kvsearch.runtime.program import prompt_bytes
+from kvsearch.runtime.replay.replay import Replays
+from kvsearch.runtime.shared_prefill import prefill_all
 from tests import tiny
 from tests.calibration.polykv.test_layer_sweep import NAMES, batch, small, tried
-from tests.cli.conftest import invoke
 from tests.device.accelerator import backend, device, room
 from tests.families import build, prompts
 from tests.runtime.helpers import assert_close, held_tokens
 from tests.runtime.policies import SMALL, for_model
+
+pytestmark = pytest.mark.nightly
 
 HERE = 1  # the device
 LENGTH, WIDTH, HIDDEN = 1024, 96, 64  # tokens, and what a layer computes with, as `tests.families` has them
@@ -89,17 +90,16 @@ def test_chunks_keep_what_the_whole_prompt_keeps(name: str, chunk: int) -> None:
 @pytest.mark.parametrize("together", [1, 2])
 def test_replays_take_what_a_calibration_counts_on(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of no pattern more, and of the one that takes most not much less, beside the scratch of chunks."""
-    for module in (scoring, merging, cam):
+    for module in (scoring, cam):
         monkeypatch.setattr(module, "SCRATCH_BYTES", CHUNK)
     model = build("llama", max_position_embeddings=1024, num_hidden_layers=2).to(device(HERE))
     what, prompts = tried(model, small(NAMES[:9]), 64), batch((500, (12,)), (450, (9,)), (490, (12,)))
     needs = dict.fromkeys(what.layers, needs_of(what.policies, what.phases))
-    size, work = ModelSize.of(model), SweepWork(((500, (12,)),) * 3, tried=1)
-    expected = together * replay_bytes(size, work, 3)
+    expected = together * 3 * replay_bytes(describe(model), model.dtype.itemsize, 500, 12, 1)
     taken = {}
     with using(model, NAME):
         tree = Tree(model, needs, *prompts.padded(model.device))
-        after = prompts.continuations([Sample(row, 0) for row in range(3)], model.device)
+        after = prompts.continuations([TextContinuation(row, 0) for row in range(3)], model.device)
         with tree.baseline_pass(after.tokens, after.rows) as baseline:
             layers = [baseline.layers[index].followed for index in what.layers[:together]]
             for item in what.of_layer:
@@ -108,17 +108,6 @@ def test_replays_take_what_a_calibration_counts_on(together: int, monkeypatch: p
                 taken[item] = peak_bytes(model.device, lambda rules=rules: Replays(layers).under(*rules))  # type: ignore[misc]
     assert max(taken.values()) <= expected + CHUNK
     assert max(taken.values()) >= 0.7 * expected
-
-
-def test_generate_reads_in_chunks(model: Any) -> None:
-    program = Program.uniform(model, create_policy("snapkv", {"window": 4}), lambda length: length // 2)
-    ids, mask = prompts(2, 40, pads=9, device=str(model.device))
-    with attach(model, program) as planned:
-        made = [
-            planned.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, **options).tolist()
-            for options in ({}, {"prefill_chunk_size": 16})
-        ]
-    assert made[0] == made[1]
 
 
 def test_what_a_device_has_free() -> None:
@@ -145,15 +134,6 @@ def test_a_context_that_does_not_fit() -> None:
     with room(2**18, HERE), pytest.raises(EnvironmentFault, match=r"for a prompt of 900 tokens.*are missing"):
         CompressedContext.read(loaded, None, ids)
     assert CompressedContext.read(loaded, None, ids).bytes > 2**18
-
-
-def test_commands_read_in_chunks() -> None:
-    asked = ("generate", "bundled", "--context", "the code of ash is red . " * 90, "--prompt", "code of ash ?")
-    one, other = (
-        invoke(*asked, "--max-new-tokens", 1, "--json", *more)
-        for more in ((), ("--chunk", 100, "--device", str(device(HERE))))
-    )
-    assert (0, one[1]) == other[:2], other[2]
 
 
 def test_a_batch_that_is_too_large_is_halved() -> None:

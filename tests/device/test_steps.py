@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from kvsearch.runtime import Program, attach
-from kvsearch.runtime.graphs import Captured, capturing
+from kvsearch.runtime.decode.steps import Captured
 from tests.device.accelerator import device, events, recording
 from tests.families import build, prompts
 from tests.runtime.policies import SMALL, for_model
-from tests.runtime.recorder import Recorder
+from tests.runtime.recorder import Recorder, capturing
+
+pytestmark = pytest.mark.nightly
 
 TOKENS = 16
 BUDGETS = np.array([[9, 9], [6, 13]])  # of two layers and two heads
@@ -31,7 +33,7 @@ class Strict(Recorder):
         return made
 
 
-@pytest.mark.filterwarnings("error::kvsearch.errors.KvsearchWarning")
+@pytest.mark.filterwarnings("error::kvsearch.core.errors.KvsearchWarning")
 @pytest.mark.parametrize(("name", "decode"), [*((name, True) for name in SMALL), ("h2o", False)])
 def test_replayed_steps_are_those_of_every_policy(name: str, decode: bool) -> None:
     model, policy = build("llama", num_hidden_layers=2).to(device(1)), for_model(SMALL[name])
@@ -40,7 +42,7 @@ def test_replayed_steps_are_those_of_every_policy(name: str, decode: bool) -> No
     ids, mask = prompts(2, 20, pads=5, device="fakegpu:1")
     made = []
     for graphs in (Strict(), None):
-        with attach(model, program) as planned, capturing(None if graphs is None else lambda _, by=graphs: by):
+        with attach(model, program) as planned, capturing(graphs):
             found = planned.generate(
                 ids, attention_mask=mask, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False,
                 output_logits=True, return_dict_in_generate=True,

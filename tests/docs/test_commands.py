@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvsearch.cli import app
 from kvsearch.cli.console import Console
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("data/*/README.md")])

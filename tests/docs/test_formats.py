@@ -11,25 +11,25 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from kvsearch.errors import UsageError
+from kvsearch.core.canonical import canonical_json
+from kvsearch.core.errors import UsageError
+from kvsearch.core.fields import Record
 from kvsearch.plan import load_plan
-from kvsearch.plan.canonical import canonical_json
-from kvsearch.plan.contexts import Asked, ContextRecord, ContextSet, Sketch
-from kvsearch.plan.fields import Record
-from kvsearch.plan.profile import GRID, ProfileMetadata, TableCheck, load_profile
+from kvsearch.plan.origin import Asked, ContextRecord, ContextSet
+from kvsearch.plan.profile import ProfileMetadata, TableCheck, load_profile
+from kvsearch.plan.profile_arrays import GRID, SignalAxes
 from kvsearch.plan.schema import AllocationSpec, LayerPlan, ModelFingerprint, PhasePlan, Plan, PolicySpec, Provenance
-from kvsearch.plan.signals import SignalAxes
 from kvsearch.runs.contexts import ContextsFile, read_contexts
 from kvsearch.runs.identity import RunConfig, read_config, read_identity
-from kvsearch.runtime.cache_file import CacheHeader
-from kvsearch.search.records import LINES
+from kvsearch.runtime.store.cache_file import CacheHeader
+from kvsearch.search.trials import LINES
 from tests.runs.sealing import sealed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encoding="utf-8")
 EXAMPLES: dict[str, str] = dict(re.findall(r"^```json (\w+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 RECORDS: tuple[type[Record], ...] = (
     Plan, AllocationSpec, PhasePlan, LayerPlan, PolicySpec, ModelFingerprint, Provenance, ContextRecord, ContextSet,
-    Asked, Sketch, ProfileMetadata, TableCheck, SignalAxes, RunConfig, ContextsFile, CacheHeader, *LINES.values(),
+    Asked, ProfileMetadata, TableCheck, SignalAxes, RunConfig, ContextsFile, CacheHeader, *LINES.values(),
 )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def test_the_files_of_a_run_are_read(tmp_path: Path) -> None:
 def test_the_checksums_of_a_ledger_are_as_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [program] = re.findall(r"^```python chain\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    [program] = re.findall(r"^```python checksums\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(EXAMPLES["run"])

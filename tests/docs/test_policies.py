@@ -17,7 +17,7 @@ def listed() -> str:
     for facts in catalog()[0]:
         if facts.package == HOME:
             needs = WEIGHTS if facts.needs is None else ", ".join(facts.needs) or "keys and values"
-            rule = facts.decode.rule if facts.decode else WEIGHTS
+            rule = facts.decode or WEIGHTS
             phases = " ".join(facts.phases) or "-"
             lines.append(f"| `{facts.name}` | {phases} | {needs} | {rule} | {facts.source} |")
     return "\n".join(lines)

@@ -25,6 +25,7 @@ def test_outputs_follow_their_commands() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_it_is_that_of_today() -> None:
     """Words are the same; numbers may differ in the last place on another machine, and are those of some machine."""
     with empty_directory():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.evaluation import answer as replies
 from kvsearch.evaluation.answer import Reply
 from kvsearch.models.loading import LoadedModel
@@ -57,13 +57,6 @@ def test_with_a_plan(family: str, exact: bool) -> None:
     assert reply.full_entries == full.entries == layers * 2 * reply.context_tokens
     assert reply.bytes < full.bytes
     assert reply.full_bytes == full.bytes - 4 * full.entries  # transformers' own cache has no positions
-
-
-def test_layers_outside_the_plan_count_in_full(model: LoadedModel) -> None:
-    plan = tiny.plan_for(model, [None, [25, 6], None, None], scaling="fixed")
-    reply = answer(model, plan, CONTEXT, "? vote", " {question}", 2)
-    assert reply.entries == 31 + 3 * 2 * reply.context_tokens
-    assert reply.full_bytes == answer(model, None, CONTEXT, "? vote", "{question}", 2).full_bytes
 
 
 def test_without_a_question_the_context_goes_on(model: LoadedModel) -> None:

@@ -10,24 +10,18 @@ from typing import Any
 
 import pytest
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Comparison, Settings, prepare
-from kvsearch.evaluation.identity import metric_of
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.plan.protocol import PROTOCOLS, QUESTION_AWARE, Protocol
-from kvsearch.report.evaluation import as_json, plain_scores, tables
+from kvsearch.plan.schema import PROTOCOLS, Protocol
 from kvsearch.report.table import markdown
-from kvsearch.strategies.compared import with_baselines
-from kvsearch.strategies.request import check_plans
+from kvsearch.strategies.compared import check_plans, with_baselines
 from kvsearch.tasks.base import Example, Query, Task
-from kvsearch.tasks.longbench.task import LongBenchTask
-from kvsearch.tasks.niah import NiahTask
-from kvsearch.tasks.ruler import RulerTask
-from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS, SyntheticTask
+from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 from tests import tiny
-from tests.evaluation.shown import rendered
-from tests.plan.builders import make_plan, model_dict, plan_dict
+from tests.evaluation.results import json_of, tables_of
+from tests.plan.builders import plan_dict
 
 TASKS = [
     tiny.listed((60, 2), (48, 1), (70, 2), name="one"),
@@ -129,17 +123,6 @@ def test_a_subject_that_is_no_plan() -> None:
     check_plans({"a": GOOD}, paths("a"), (), "a")
 
 
-def test_fixed_plans_are_compared_whatever_their_length() -> None:
-    plans = {"a": rebudgeted(scaling="fixed"), "b": rebudgeted(scaling="fixed", length=77)}
-    check_plans(plans, paths("a", "b"), ())
-
-
-def test_a_plan_of_another_model(model: LoadedModel) -> None:
-    plan = make_plan([[10, 6]] * 4, model=model_dict(layers=4, kv_heads=2))
-    with pytest.raises(IncompatibleError, match="made for another model"):
-        studied(model, {"mine": plan}, ())
-
-
 def test_methods(result: Comparison) -> None:
     assert result.labels == ["full", "mine", "yours", "uniform", "snapkv", "streaming", "random"]
     assert (result.model, result.subject, result.settings.seed) == ("tiny", "mine", 5)
@@ -168,17 +151,8 @@ def test_every_method_but_the_full_cache_holds_the_same(result: Comparison) -> N
     assert full == sum(8 * sample.context_tokens for sample in one) / len(one)
 
 
-def test_equal_runs_give_equal_results(result: Comparison, model: LoadedModel) -> None:
-    plans = {"mine": tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]])}
-    again = studied(model, plans, ("uniform",))
-    pairs = zip(again.blocks[0].rows, result.blocks[0].rows, strict=True)
-    assert all(one.scores["mine"] == other.scores["mine"] for one, other in pairs)
-    mine = [sample for sample in result.samples if sample.method == "mine"]
-    assert [sample for sample in again.samples if sample.method == "mine"] == mine
-
-
 def test_as_json(result: Comparison) -> None:
-    data = as_json(result)
+    data = json_of(result)
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data["schema"] == "kvsearch.evaluation/1"
     assert (data["model"], data["subject"], data["protocol"]) == ("tiny", "mine", "question-agnostic")
@@ -198,16 +172,16 @@ def test_as_json(result: Comparison) -> None:
 
 
 def test_json_compares_every_method_with_the_subject(result: Comparison) -> None:
-    (block,) = as_json(result)["blocks"]
+    (block,) = json_of(result)["blocks"]
     mine, *others = block["methods"]
     assert mine["differences"] is None
-    for other in [*others, {"scores": as_json(result)["full"]["scores"], "differences": block["full_differences"]}]:
+    for other in [*others, {"scores": json_of(result)["full"]["scores"], "differences": block["full_differences"]}]:
         for kind, found in other["differences"].items():
             for column, difference in found.items():
                 wanted = other["scores"][kind][column]["mean"] - mine["scores"][kind][column]["mean"]
                 assert difference["mean"] == pytest.approx(wanted)
                 assert difference["low"] <= difference["mean"] <= difference["high"]
-        for covered in as_json(result)["tasks"]:
+        for covered in json_of(result)["tasks"]:
             found = other["differences"]["tasks"][covered["task"]]
             assert found["wins"] + found["ties"] + found["losses"] == covered["questions"]
 
@@ -225,21 +199,12 @@ def test_a_difference_is_that_of_the_method_to_the_subject(result: Comparison, m
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_the_same_seed_gives_the_same_report(model: LoadedModel, protocol: Protocol) -> None:
     one, other = (made(model, ("streaming",), protocol=protocol) for _ in range(2))
-    assert json.dumps(as_json(one)) == json.dumps(as_json(other))
-    assert [markdown(table) for table in tables(one)] == [markdown(table) for table in tables(other)]
+    assert json.dumps(json_of(one)) == json.dumps(json_of(other))
+    assert [markdown(table) for table in tables_of(one)] == [markdown(table) for table in tables_of(other)]
     assert one.samples == other.samples
-    assert "seconds" not in json.dumps(as_json(one))
+    assert "seconds" not in json.dumps(json_of(one))
     assert min(sample.prefill_seconds for sample in one.samples) > 0
     assert min(sample.reply_seconds for sample in one.samples) > 0
-
-
-def test_the_protocol_is_said_everywhere(model: LoadedModel) -> None:
-    aware = made(model, protocol=QUESTION_AWARE)
-    assert as_json(aware)["protocol"] == "question-aware"
-    assert {sample.protocol for sample in aware.samples} == {"question-aware"}
-    shown = tables(aware)
-    assert all("(question-aware, phases: prefill, " in table.title for table in shown)
-    assert "held after the prompt" in shown[-1].title
 
 
 def test_settings_that_differ_stand_above_the_scores(model: LoadedModel) -> None:
@@ -249,8 +214,8 @@ def test_settings_that_differ_stand_above_the_scores(model: LoadedModel) -> None
         "settings differ: kernel 3 (mine), 7 (snapkv); sinks 2 (mine), 4 (snapkv, streaming); "
         "window 4 (mine), 32 (snapkv)"
     )
-    assert tables(told)[0].above == (told.different,)
-    assert as_json(told)["different_settings"] == told.different
+    assert tables_of(told)[0].above == (told.different,)
+    assert json_of(told)["different_settings"] == told.different
     assert studied(model, {"mine": plan}, ("uniform",), TASKS[:1]).different is None
 
 
@@ -268,9 +233,9 @@ def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
         "two: 4 contexts were asked for, it has 2",
         "two: the middle of 1 of 2 contexts was cut out, so that prompt and reply fit 62 tokens",
     ]
-    data = as_json(told)
+    data = json_of(told)
     assert data["notes"] == told.notes
-    assert all(note in markdown(tables(told)[0]) for note in told.notes)
+    assert all(note in markdown(tables_of(told)[0]) for note in told.notes)
     facts = [replace(told.coverage[0], category=FACTS_AMONG_FACTS), told.coverage[1]]
     apart = replace(told, coverage=facts)
     (note,) = set(apart.notes) - set(told.notes)
@@ -280,18 +245,6 @@ def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
     assert [(task["truncated"], task["excluded"]) for task in data["tasks"]] == [(1, {"empty answer": 1}), (1, {})]
     whole = made(model)
     assert whole.notes[:-1] == [whole.doubt]  # and the one context that task two lacks
-
-
-def test_methods_that_do_not_hold_the_same_are_named(model: LoadedModel) -> None:
-    """Budgets in entries that a short prompt cannot fill are lost to a plan."""
-    plans = {
-        "steep": tiny.plan_for(model, [[70, 70], [10, 10]] * 2, scaling="fixed", length=80),
-        "flat": tiny.plan_for(model, [[40, 40]] * 4, scaling="fixed", length=80),
-    }
-    _, note, at_most = studied(model, plans, (), TASKS[:1]).notes
-    assert at_most.startswith("not all held the same at most until a reply was complete, mean entries: steep ")
-    assert note.startswith("not all hold the same, mean entries: steep ")
-    assert "flat 320" in note
 
 
 def test_methods_that_hold_more_while_they_reply_are_named(model: LoadedModel) -> None:
@@ -338,21 +291,11 @@ def test_methods_that_may_not_hold_the_same_while_they_reply_are_named(model: Lo
     assert differ.notes[-1] == "not all may hold the same while they reply, mean entries: one 320, two 300"
     mixed = replace(alike, decode_entries={"one": 320.0})
     assert mixed.notes[-1] == "not all may hold the same while they reply, mean entries: one 320, two all"
-    assert as_json(studied(model, both, (), TASKS[:1]))["phases"] == "both"
-
-
-def test_phases_are_said_everywhere(model: LoadedModel) -> None:
-    plan = tiny.plan_for(model, [[15, 15]] * 4)
-    plan = Plan.model_validate({**plan.model_dump(), "decode": plan.prefill, "prefill": None})
-    late = studied(model, {"late": plan}, ("streaming",), TASKS[:1])
-    assert all("(question-agnostic, phases: decode, " in table.title for table in tables(late))
-    data = as_json(late)
-    assert data["phases"] == "decode"
-    assert [method["phases"] for method in data["blocks"][0]["methods"]] == ["decode", "decode"]
+    assert json_of(studied(model, both, (), TASKS[:1]))["phases"] == "both"
 
 
 def test_the_report_says_what_was_run(result: Comparison, model: LoadedModel) -> None:
-    data = as_json(result)
+    data = json_of(result)
     assert data["environment"]["model"] == model.fingerprint.model_dump(exclude={"dtype"})
     assert data["environment"]["dtype"] == "float32"
     assert set(data["environment"]["versions"]) == {"kvsearch", "torch", "transformers"}
@@ -360,26 +303,8 @@ def test_the_report_says_what_was_run(result: Comparison, model: LoadedModel) ->
     assert [task["metric"] for task in data["tasks"]] == ["exact", "exact"]
 
 
-def test_metrics_by_name() -> None:
-    assert metric_of(SyntheticTask("single")) == "exact"
-    assert metric_of(RulerTask("vt")) == "string_match_all"
-    assert metric_of(LongBenchTask("qasper")) == "qa_f1"
-    assert metric_of(NiahTask((300,), (0,), metric="niah_rouge1")) == "niah_rouge1"
-
-
-def test_an_interval_of_one_context_says_nothing(model: LoadedModel) -> None:
-    single = made(model, samples=1)
-    assert single.notes[1:] == [f"{name}: one context: its interval says nothing" for name in ("one", "two")]
-
-
 def test_a_comparison_that_says_nothing_has_a_doubt(result: Comparison) -> None:
     assert result.doubt is not None
-    assert result.notes[0] == as_json(result)["notes"][0] == result.doubt
-    assert f"- {result.doubt}" in markdown(tables(result)[0])
+    assert result.notes[0] == json_of(result)["notes"][0] == result.doubt
+    assert f"- {result.doubt}" in markdown(tables_of(result)[0])
     assert result.doubt.startswith("the full cache itself scores 0.0")
-
-
-def test_plain_scores(result: Comparison) -> None:
-    text = rendered([plain_scores("scores", result.labels, result.blocks[0].rows)])
-    assert "yours" in text
-    assert "other (mean)" in text

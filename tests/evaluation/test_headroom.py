@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvsearch.calibration.importance import ImportancePass
-from kvsearch.errors import IncompatibleError, InternalError
+from kvsearch.core.errors import IncompatibleError
 from kvsearch.evaluation import headroom as module
 from kvsearch.evaluation.headroom import (
     AGNOSTIC,
@@ -22,10 +22,10 @@ from kvsearch.evaluation.headroom import (
     replied,
 )
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC
+from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.forced_answers import forced_answers
+from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import encode
 from tests import tiny
@@ -121,19 +121,6 @@ def test_the_importance_of_a_context_is_the_largest_of_its_questions(model: Load
             np.testing.assert_allclose(own[layer] / own[layer].max(), values[layer] / values[layer].max(), rtol=1e-4)
 
 
-def test_allocations_of_an_oracle_hold_the_same(model: LoadedModel) -> None:
-    example = TASK.rows[0]
-    length = tiny.ids_of(example.context).shape[1]
-    with running(model.model, NAME):
-        programs = dict(module._programs(model, *given(model, example), 0.3, given(model, TASK.rows[1])[1]))
-    for oracle, count in ((ORACLE, 8), (AGNOSTIC, 16)):
-        tables = [programs[name].prefill.table(length) for name in programs if name.startswith(f"{oracle}:")]
-        assert len(tables) == count
-        assert len({int(table.sum()) for table in tables}) == 1
-        assert all(table.max() <= length for table in tables)
-    assert np.ptp(programs[f"{ORACLE}:layers, 8 recent"].prefill.table(length), axis=1).max() <= 1
-
-
 def test_the_best_allocation_of_each_context_is_the_oracle(model: LoadedModel) -> None:
     samples = headroom(model, [TASK], 0.7, 1)
     one = samples[0]
@@ -201,20 +188,6 @@ def test_a_question_without_a_right_reply(model: LoadedModel) -> None:
     row = replace(TASK.rows[0], queries=(Query("recall", (), 4),))
     with pytest.raises(IncompatibleError, match="task open, example 0, question 0: no right answer is known"):
         headroom(model, [Open("open", (row,))], 0.7, 1)
-
-
-def test_an_example_without_questions(model: LoadedModel) -> None:
-    with pytest.raises(InternalError, match="without questions"):
-        context_importance(model, tiny.ids_of("the calm fox .")[0], [])
-
-
-def test_an_example_that_cannot_be_asked(model: LoadedModel) -> None:
-    """Importance would come from a question that is not scored."""
-    row = TASK.rows[0]
-    queries = (row.queries[0], replace(row.queries[1], answers=("",)))
-    task = replace(TASK, rows=(replace(row, queries=queries),))
-    with pytest.raises(IncompatibleError, match="task listed: empty answer: 1"):
-        headroom(model, [task], 0.7, 1)
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.evaluation.likelihood import Likelihood, ScoredContext, compressible, score
@@ -17,10 +15,9 @@ from kvsearch.models.architecture import describe
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.decode.replies import NonFiniteError
 from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.replies import NonFiniteError
 from kvsearch.strategies.compared import equal_uniform
-from tests.examples import at_most
 from tests.families import FAMILIES, build, prompts
 from tests.runtime.helpers import feed, one_by_one, random_eviction, reference, running
 
@@ -155,28 +152,6 @@ def test_a_context_is_read_once_and_texts_with_one_beginning_too() -> None:
     fed.clear()
     scored(model, third(model), [ids(1, 0)], [letters])
     assert fed == [1]
-
-
-shapes = st.lists(
-    st.tuples(st.integers(1, 24), st.lists(st.integers(1, 4), min_size=1, max_size=3)), min_size=1, max_size=4
-)
-
-
-@at_most(15)
-@given(shapes, st.integers(0, 99), st.randoms(use_true_random=False))
-def test_neither_order_nor_company_matters(shape: list[tuple[int, list[int]]], seed: int, rng: Any) -> None:
-    model = build("llama")
-    rows = [
-        (ids(length, seed + row), [ids(count, seed + 10 * row + number) for number, count in enumerate(counts)])
-        for row, (length, counts) in enumerate(shape)
-    ]
-    straight = scored(model, third(model), [row[0] for row in rows], [row[1] for row in rows])
-    order = rng.sample(range(len(rows)), len(rows))
-    shuffled = scored(model, third(model), [rows[at][0] for at in order], [rows[at][1][::-1] for at in order])
-    for place, at in enumerate(order):
-        assert shuffled[place].entries == straight[at].entries
-        for one, other in zip(shuffled[place].likelihoods[::-1], straight[at].likelihoods, strict=True):
-            assert_same(one, other)
 
 
 @pytest.mark.parametrize("row", [0, 2])

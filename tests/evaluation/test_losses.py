@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,27 +15,25 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvsearch.budgets.dynamic import create_allocation
-from kvsearch.errors import IncompatibleError, InternalError, UsageError
-from kvsearch.evaluation.layer_loss import LayerLoss
-from kvsearch.evaluation.losses import QueryLosses, _decided, layer_rules, measure_losses, query_losses
+from kvsearch.core.errors import IncompatibleError
+from kvsearch.evaluation.losses import QueryLosses, layer_rules, measure_losses, query_losses
+from kvsearch.evaluation.values import LayerLoss
 from kvsearch.models.architecture import attention_modules, describe
-from kvsearch.models.loading import LoadedModel, LoadOptions, load
-from kvsearch.plan.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE
-from kvsearch.policies import create_policy
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE
 from kvsearch.policies.random import RandomEviction
-from kvsearch.report.losses import losses_json, losses_table, task_means
+from kvsearch.report.evaluation import losses_table, task_means
+from kvsearch.report.screen import on_screen
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.eviction import rules_need
-from kvsearch.runtime.forced_answers import Asking, own_replies
 from kvsearch.runtime.observe import DensePass
-from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.replay import replay
-from kvsearch.runtime.replay_start import Followed
-from kvsearch.signals.output_loss import attention_change
+from kvsearch.runtime.replay.forced_answers import ForcedQuestions, own_replies
+from kvsearch.runtime.replay.replay import Followed, replay
+from kvsearch.signals.attention_rows import attention_change
 from kvsearch.tasks.base import Query
-from kvsearch.tasks.catalog import find_tasks
 from tests import tiny
+from tests.combinations import every_value
 from tests.families import FAMILIES, build, prompts
 from tests.policies.contract import properties, rope
 from tests.runtime.helpers import feed, one_by_one, random_eviction, running
@@ -147,8 +144,7 @@ def compressed(model: Any, plan: Program, context: Tensor) -> PlanCache:
     return cache
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("method", ["random", "snapkv", "lava", "adakv"])
+@every_value(method=["random", "snapkv", "lava", "adakv"], family=FAMILIES)
 def test_losses_are_those_of_masked_eager_attention(method: str, family: str) -> None:
     model = build(family)
     context, following = tokens()
@@ -185,8 +181,7 @@ def outputs_of(model: Any, cache: Any, context: Tensor, following: Tensor, layer
     return torch.cat(noted[1:])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "qwen3"])
-@pytest.mark.parametrize("method", [*METHODS, *MERGING, "tova, decode only"])
+@every_value(method=[*METHODS, *MERGING, "tova, decode only"], family=["llama", "gemma2", "gemma3", "qwen3"])
 def test_losses_are_those_of_the_real_cache_in_the_first_layer(method: str, family: str) -> None:
     """What the first governed layer reads is the same under every plan."""
     model = build(family)
@@ -229,8 +224,7 @@ def test_what_a_replay_shows_its_tokens_gives_its_outputs(name: str, phases: str
 # --- the bound --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("method", METHODS)
+@every_value(method=METHODS, family=FAMILIES)
 def test_the_bound_holds_for_every_layer_and_query(method: str, family: str) -> None:
     model = build(family)
     for seed, budget in [(0, 3), (1, 11), (2, 30)]:
@@ -243,8 +237,7 @@ def test_the_bound_holds_for_every_layer_and_query(method: str, family: str) -> 
             assert losses.evicted_mass.max() > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", [*METHODS, "tova, decode only", "cam, prompt only"])
+@every_value(method=[*METHODS, "tova, decode only", "cam, prompt only"], dtype=[torch.float32, torch.bfloat16])
 def test_budgets_above_the_length_lose_nothing(method: str, dtype: torch.dtype) -> None:
     model = build("llama").to(dtype)
     budget = 10**4 if method == "cake, decode" else LENGTH + COUNT  # layers share it, some get less
@@ -259,21 +252,6 @@ def test_merging_loses_nothing_where_nothing_leaves(method: str) -> None:
     for losses in losses_of(build("llama"), program(build("llama"), method, LENGTH + COUNT), *tokens()).values():
         assert losses.loss.max() < 1e-3  # of outputs of some hundred; token by token rounds differently
         assert losses.evicted_mass.tolist() == [0.0] * COUNT
-
-
-@pytest.mark.parametrize("method", ["random", "snapkv"])
-def test_the_evicted_mass_does_not_grow_with_the_budget(method: str) -> None:
-    """The loss may: renormalised attention can be right by accident."""
-    model = build("llama")
-    grew = False
-    before = losses_of(model, program(model, method, 6), *tokens())
-    for budget in range(7, LENGTH + 2):
-        after = losses_of(model, program(model, method, budget), *tokens())
-        for layer, losses in after.items():
-            assert (losses.evicted_mass <= before[layer].evicted_mass + 1e-6).all()
-            grew |= bool((losses.loss > before[layer].loss * 1.01).any())
-        before = after
-    assert grew, "if this is never so, the loss is monotone after all"
 
 
 # --- budgets that depend on the prompt --------------------------------------------------------------------------------
@@ -296,17 +274,6 @@ def test_what_is_shown_of_the_context_is_what_the_real_cache_holds(method: str) 
                 assert torch.equal(shown[:, 0, :LENGTH], expected[layer.index])
     if method in ("lava", "adakv"):
         assert cache.entries().unique().numel() > 1, "budgets should differ between heads or layers"
-
-
-def test_a_holder_that_does_not_fit_its_rules() -> None:
-    model = build("llama")
-    context, _ = tokens()
-    holder = compressed(model, program(model, "snapkv"), context).planned[0].holder
-    with running(model, NAME):
-        rules = layer_rules(model, program(model, "h2o, decode"), context)[0]
-    for wrong in (holder, None):
-        with pytest.raises(InternalError, match="does not hold what its program says"):
-            _decided(rules, wrong)
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
@@ -370,35 +337,12 @@ def test_means_over_the_tokens_that_follow(protocol: Any, model: LoadedModel) ->
         assert row.loss == pytest.approx(losses.mean().item(), rel=1e-4)
 
 
-def test_an_answer_is_cut_to_what_a_reply_may_have(model: LoadedModel) -> None:
-    row = dataclasses.replace(TASK.rows[0], queries=(Query("recall", ("the calm fox . the calm fox",), 4),))
-    task = tiny.Listed("long", (row,))
-    found = measure_losses(model, {"snapkv": program(model.model, "snapkv")}, [task], 1, protocol=QUESTION_AWARE)
-    assert {loss.queries for loss in found} == {4}
-
-
-def test_the_full_cache_loses_nothing(model: LoadedModel) -> None:
-    rows = measure_losses(model, {"full": full_cache(model.model)}, [TASK], 1)
-    for row in rows:
-        assert (row.loss, row.evicted_mass, row.bound, row.bound_by_head, row.ratio) == (0, 0, 0, 0, None)
-
-
-def test_layers_that_a_plan_leaves_alone_have_no_row() -> None:
-    model = tiny.loaded()
-    plan = Program.from_plan(model.model, tiny.plan_for(model, [[10, 6], None, [7, 9], None], scaling="fixed"))
-    rows = measure_losses(model, {"some": plan, "all": program(model.model, "snapkv")}, [TASK], 1)
-    by_layer = [(row.layer, row.method) for row in rows]
-    assert by_layer == [(0, "some"), (0, "all"), (1, "all"), (2, "some"), (2, "all"), (3, "all")]
-
-
-def test_equal_requests_give_equal_losses(model: LoadedModel) -> None:
-    assert measure_losses(model, programs(model), [TASK], 1) == measure_losses(model, programs(model), [TASK], 1)
-
-
 def test_the_models_own_reply_is_followed_where_it_is_right(model: LoadedModel) -> None:
     """An answer that begins the reply is one: the losses are those of the whole reply, not of that answer."""
     row = dataclasses.replace(TASK.rows[0], queries=(Query("recall", ("x",), 5),))
-    ((reply,),) = own_replies(model, [Asking(tiny.ids_of(row.context)[0], (tiny.ids_of("recall")[0, 1:],), (5,), "")])
+    ((reply,),) = own_replies(
+        model, [ForcedQuestions(tiny.ids_of(row.context)[0], (tiny.ids_of("recall")[0, 1:],), (5,), "")]
+    )
     said = [model.tokenizer.decode(reply[:count]) for count in (1, 5)]
     tasks = [tiny.Listed("x", (dataclasses.replace(row, queries=(Query("recall", (text,), 5),)),)) for text in said]
     plan = {"snapkv": program(model.model, "snapkv")}
@@ -410,12 +354,6 @@ def test_the_models_own_reply_is_followed_where_it_is_right(model: LoadedModel) 
 # --- what cannot be measured ------------------------------------------------------------------------------------------
 
 
-def test_a_question_without_an_answer(model: LoadedModel) -> None:
-    row = dataclasses.replace(TASK.rows[0], queries=(*TASK.rows[0].queries, Query("recall", ())))
-    with pytest.raises(UsageError, match=r"task odd, example 0, question 3: .* no answers"):
-        measure_losses(model, programs(model), [tiny.Listed("odd", (row,))], 1)
-
-
 def test_a_model_that_computes_nan() -> None:
     model = tiny.loaded()
     with torch.no_grad():
@@ -425,11 +363,6 @@ def test_a_model_that_computes_nan() -> None:
         measure_losses(model, plan, [TASK], 1, answers="given")
     with pytest.raises(IncompatibleError, match=r"task one, example 0: the model emits NaN"):
         measure_losses(model, plan, [TASK], 1)
-
-
-def test_a_dense_pass_needs_our_attention(model: LoadedModel) -> None:
-    with pytest.raises(UsageError, match="needs the attention implementation 'kvsearch'"):
-        DensePass(model.model, {}, lambda prompt: prompt, torch.ones(1, 4, dtype=torch.long))
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -445,7 +378,7 @@ ROWS = [
 def shown(rows: Sequence[LayerLoss], protocol: Any = QUESTION_AGNOSTIC) -> str:
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(losses_table("tiny", protocol, rows))
+        console.print(on_screen(losses_table("tiny", protocol, rows)))
     return capture.get()
 
 
@@ -470,32 +403,4 @@ def test_the_table() -> None:
     assert "merges" not in alone
 
 
-def test_json() -> None:
-    found = json.loads(json.dumps(losses_json(ROWS), allow_nan=False))
-    assert found[0] == {
-        "task": "one", "method": "mine", "layer": 0, "queries": 10, "loss": 2.0, "evicted_mass": 0.25, "bound": 8.0,
-        "bound_by_head": 4.0, "ratio": 0.25,
-    }  # fmt: skip
-    assert found[1]["bound"] is found[1]["ratio"] is None
-    assert len(found) == len(ROWS)
-
-
 # --- end to end -------------------------------------------------------------------------------------------------------
-
-
-def test_the_bundled_model() -> None:
-    loaded = load("bundled", LoadOptions())
-    policy = create_policy("snapkv", {"sinks": 4, "window": 8})
-    plans = {
-        "snapkv": Program.uniform(loaded.model, policy, lambda length: length // 5),
-        "lava": Program.uniform(
-            loaded.model, create_policy("lava", {"window": 8}), lambda length: length // 5, create_allocation("lava")
-        ),
-        "random": Program.uniform(loaded.model, RandomEviction(), lambda length: length // 5),
-    }
-    rows = measure_losses(loaded, plans, find_tasks("synthetic:multikey", 512), 1, protocol=QUESTION_AWARE)
-    assert len(rows) == 3 * len(describe(loaded.model).full_layers)
-    mass = {method: sum(row.evicted_mass for row in rows if row.method == method) for method in plans}
-    assert max(mass["snapkv"], mass["lava"]) < mass["random"]
-    assert all(row.ratio is not None and 0 < row.ratio < 1 for row in rows)
-    assert f"{rows[0].loss:.4g}" in shown(rows, QUESTION_AWARE)

@@ -6,8 +6,6 @@ import io
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,15 +16,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.evaluation import perplexity
 from kvsearch.evaluation.perplexity import measure_perplexity, token_losses
-from kvsearch.evaluation.window_loss import Perplexity, WindowLoss
+from kvsearch.evaluation.values import Perplexity, WindowLoss
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy
-from kvsearch.report.files.perplexity import read_perplexity
-from kvsearch.report.perplexity import perplexity_json, perplexity_rows, perplexity_table
+from kvsearch.report.scores import perplexity_table
+from kvsearch.report.screen import on_screen
+from kvsearch.results.perplexity import PerplexityResult, TextPerplexity
 from kvsearch.runs.estimates import Estimate
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -107,7 +106,7 @@ def test_the_full_cache_predicts_what_the_plain_model_does(family: str) -> None:
     with torch.no_grad():
         plain = expected(model.model(torch.cat([contexts, following], 1)).logits, following)
     torch.testing.assert_close(losses(result, "full"), plain, atol=1e-4, rtol=1e-4)
-    (row,) = perplexity_rows(result)
+    ((_, row),) = TextPerplexity.of(result).rows
     assert row.perplexity.mean == pytest.approx(math.exp(float(plain.double().mean())), rel=1e-4)
 
 
@@ -183,7 +182,7 @@ def test_what_is_held(model: LoadedModel) -> None:
     uniform = equal_uniform(model.model, create_policy("streaming"), {"prefill": lambda _: 77})
     result = measure(model, {"part": part, "uniform": uniform})
     length, fed, heads = LEAD + CONTEXT, CONTINUATION - 1, 8
-    held = {row.method: row for row in perplexity_rows(result)}
+    held = {name: method.held for name, method in TextPerplexity.of(result).rows}
     assert held["full"].entries == heads * length
     assert held["part"].entries == 4 * 8 + 4 * length  # layers outside the plan hold everything
     assert held["uniform"].entries == 77
@@ -201,7 +200,7 @@ def starts(result: Perplexity, method: str = "full") -> list[int]:
 def test_windows_are_those_of_the_text(model: LoadedModel) -> None:
     result = measure(model, {"third": third(model.model)})
     assert starts(result) == starts(result, "third") == [0, 52, 104, 156]
-    assert (result.stride, result.wanted, result.windows, result.notes) == (52, None, 4, [])
+    assert (result.stride, result.wanted, result.windows, TextPerplexity.of(result).notes) == (52, None, 4, [])
     few = measure(model, {}, stride=20, windows=3, seed=5)
     more = measure(model, {}, stride=20, windows=5, seed=5)
     assert len(starts(few)) == 3
@@ -213,8 +212,8 @@ def test_windows_are_those_of_the_text(model: LoadedModel) -> None:
 
 
 def test_what_there_is_to_say_about_too_few_windows(model: LoadedModel) -> None:
-    assert measure(model, {}, windows=9).notes == ["9 windows were asked for, story has 4"]
-    (note,) = measure(model, {}, windows=1).notes
+    assert TextPerplexity.of(measure(model, {}, windows=9)).notes == ["9 windows were asked for, story has 4"]
+    (note,) = TextPerplexity.of(measure(model, {}, windows=1)).notes
     assert note.startswith("one window: the intervals have no width")
 
 
@@ -237,11 +236,6 @@ def test_windows_that_cannot_be_measured(
         measure_perplexity(model, {}, TEXT, *numbers, **options)
 
 
-def test_the_longest_windows_that_the_model_takes() -> None:
-    model = tiny.loaded(max_position_embeddings=LEAD + CONTEXT + CONTINUATION - 1)
-    assert measure(model, {}).windows == 4  # the last token is predicted, not read
-
-
 def test_a_model_that_is_broken() -> None:
     model = tiny.loaded()
     model.model.lm_head.weight.data[7] = float("nan")
@@ -262,7 +256,9 @@ def result_of(by_method: dict[str, list[tuple[float, ...]]]) -> Perplexity:
 
 
 def test_rows_by_hand() -> None:
-    full, plan = perplexity_rows(result_of({"full": [(1.0, 2.0), (3.0, 4.0)], "plan": [(1.0, 4.0), (2.0, 4.5)]}))
+    (_, full), (_, plan) = TextPerplexity.of(
+        result_of({"full": [(1.0, 2.0), (3.0, 4.0)], "plan": [(1.0, 4.0), (2.0, 4.5)]})
+    ).rows
     assert full.difference is None
     assert full.nll == Estimate(2.5, 1.5, 3.5)
     assert full.perplexity == Estimate(math.exp(2.5), math.exp(1.5), math.exp(3.5))
@@ -270,7 +266,7 @@ def test_rows_by_hand() -> None:
     assert plan.difference is not None
     assert (plan.difference.mean, plan.difference.low, plan.difference.high) == (0.375, -0.25, 1.0)
     assert (plan.difference.better, plan.difference.equal, plan.difference.worse) == (1, 0, 1)
-    assert (plan.entries, plan.bytes, plan.most) == (25, 1024, 110)
+    assert plan.held == (25, 1024, 110)
 
 
 LOSSES = st.lists(st.tuples(*[st.floats(0, 20)] * 3), min_size=1, max_size=12)
@@ -280,34 +276,28 @@ LOSSES = st.lists(st.tuples(*[st.floats(0, 20)] * 3), min_size=1, max_size=12)
 @at_most(25)
 def test_differences_are_paired(windows: list[tuple[float, ...]], shift: float) -> None:
     moved = [tuple(loss + shift for loss in window) for window in windows]
-    full, same, other = perplexity_rows(result_of({"full": windows, "same": windows, "other": moved}))
+    found = TextPerplexity.of(result_of({"full": windows, "same": windows, "other": moved}))
+    full, same, other = (method for _, method in found.rows)
     assert same.nll == full.nll
     assert same.difference is not None and other.difference is not None
     assert (same.difference.low, same.difference.high, same.difference.equal) == (0, 0, len(windows))
-    found = (other.difference.mean, other.difference.low, other.difference.high)
-    assert found == pytest.approx((shift, shift, shift), abs=1e-9)  # however far apart the windows are
+    shifted = (other.difference.mean, other.difference.low, other.difference.high)
+    assert shifted == pytest.approx((shift, shift, shift), abs=1e-9)  # however far apart the windows are
     assert min(map(min, windows)) - 1e-9 <= full.nll.low <= full.nll.high <= max(map(max, windows)) + 1e-9
 
 
 def test_table_and_json() -> None:
-    result = result_of({"full": [(1.0, 2.0), (3.0, 4.0)], "plan": [(1.0, 4.0), (2.0, 4.5)]})
+    text = TextPerplexity.of(result_of({"full": [(1.0, 2.0), (3.0, 4.0)], "plan": [(1.0, 4.0), (2.0, 4.5)]}))
+    result = PerplexityResult(phases="prefill", perplexity=text)
     console = Console(width=200, file=io.StringIO())
-    console.print(perplexity_table(result, perplexity_rows(result)))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "m: perplexity of t, 2 windows of 7 + 2 tokens" in text
-    (plan,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["plan"]]
+    console.print(on_screen(perplexity_table(result)))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "m: perplexity of t, 2 windows of 7 + 2 tokens" in shown
+    (plan,) = [line.split() for line in shown.splitlines() if line.split()[:1] == ["plan"]]
     assert " ".join(plan).endswith("+0.3750 [-0.2500, +1.0000] 1 / 0 / 1 25 0.250 1.0 110")
-    data = perplexity_json(result)
+    data = result.as_json()["perplexity"]
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data["methods"]["full"]["difference"] is None
     assert data["methods"]["plan"]["difference"]["worse"] == 1
     assert data["by_window"][-1] == {"method": "plan", "start": 9, "nll": 3.25}
     assert (data["context"], data["continuation"], data["stride"], data["windows"]) == (7, 2, 9, 2)
-    again = read_perplexity({"phases": "prefill", "perplexity": json.loads(json.dumps(data))}, Path("told.json"))
-    assert list(again.rows) == perplexity_rows(result)
-    assert again.result == replace(result, samples=[])
-
-
-def test_the_same_seed_gives_the_same_result(model: LoadedModel) -> None:
-    one, other = (perplexity_json(measure(model, {"third": third(model.model)}, windows=3)) for _ in range(2))
-    assert one == other

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.errors import InternalError, UsageError
+from kvsearch.core.errors import InternalError, UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, prepare_plans
 from kvsearch.evaluation.samples import Cost, Sample
@@ -70,14 +70,6 @@ def test_equal_plans_run_once(result: PlanComparison) -> None:
     assert len(result.comparison.samples) == 3 * sum(task.questions for task in result.comparison.coverage)
 
 
-def test_plans_that_differ_in_a_policy_only_both_run(model: LoadedModel) -> None:
-    flat = tiny.plan_for(model, FLAT)
-    content = flat.model_dump()
-    content["prefill"]["layers"][2]["policy"] = {"name": "streaming", "params": {"sinks": 2}}
-    found = prepared(model, {"flat": flat, "other": Plan.model_validate(content)})
-    assert [one.label for one in found.evaluation.methods] == ["full", "flat", "other"]
-
-
 def test_scores_are_means_over_tasks(result: PlanComparison) -> None:
     assert result.tasks == ("one", "two")
     for name, label in result.labels.items():
@@ -127,30 +119,6 @@ def test_names_are_taken_once(model: LoadedModel) -> None:
         prepare_plans(model, {"streaming@9": plan}, TASKS, Settings(2), others)
 
 
-def test_gains_are_over_texts_and_not_over_keys(model: LoadedModel) -> None:
-    """The same questions under one key for each text, and under a key of their own."""
-    apart = [
-        replace(
-            task,
-            rows=tuple(
-                replace(row, key=f"{row.key}/{number}", queries=(query,))
-                for row in task.rows
-                for number, query in enumerate(row.queries)
-            ),
-        )
-        for task in TASKS
-    ]
-    plans = {name: tiny.plan_for(model, table) for name, table in (("flat", FLAT), ("steep", STEEP))}
-    one, other = (prepare_plans(model, plans, tasks, Settings(12, seed=4)).run() for tasks in (TASKS, apart))
-    assert one.comparison.distinct == other.comparison.distinct
-    assert len({sample.key for sample in other.comparison.samples}) > len(
-        {sample.key for sample in one.comparison.samples}
-    )
-    found, wanted = (result.gain("flat", ["steep"]) for result in (other, one))
-    assert (found.mean, found.wins, found.losses) == pytest.approx((wanted.mean, wanted.wins, wanted.losses))
-    assert found.high - found.low == pytest.approx(wanted.high - wanted.low, rel=0.2)
-
-
 # --- contrasts -------------------------------------------------------------------------------------------------------
 
 
@@ -175,16 +143,6 @@ def test_a_contrast_by_hand() -> None:
     assert found.mean == pytest.approx(((0.3 + 0.7) / 2 - 0.2) / 2)
     assert (found.wins, found.ties, found.losses) == (2, 0, 1)
     assert (found.low, found.high) == pytest.approx(((0.3 - 0.2) / 2, (0.7 - 0.2) / 2))
-
-
-def test_the_interval_of_paired_coins() -> None:
-    """400 contexts, the difference is 1 or 0: 0.5 +- 1.96 * 0.5 / 20, however much all contexts differ."""
-    base = [[float(i % 7)] for i in range(400)]
-    better = [[row[0] + i % 2] for i, row in enumerate(base)]
-    found = contrast([*samples(better, "a"), *samples(base, "b")], {"a": 1.0, "b": -1.0})
-    assert found.mean == pytest.approx(0.5)
-    assert (found.low, found.high) == pytest.approx((0.451, 0.549), abs=0.006)
-    assert (found.wins, found.ties, found.losses) == (200, 200, 0)
 
 
 scored = st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=2, max_size=2), min_size=1, max_size=6)

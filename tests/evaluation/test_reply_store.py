@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,25 +11,24 @@ from typing import Any
 
 import pytest
 
-from kvsearch.errors import EnvironmentFault, KvsearchWarning, UsageError
+from kvsearch.core.canonical import canonical_json
+from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, prepare
-from kvsearch.evaluation.identity import ReplyKeys, environment, rows_hash, tokenizer_hash
+from kvsearch.evaluation.identity import environment, rows_hash, tokenizer_hash
 from kvsearch.evaluation.reply_store import ReplyStore, check_run, open_run, read_replies
-from kvsearch.evaluation.samples import Cost, Place, Sample
+from kvsearch.evaluation.runner import KeptReplies
+from kvsearch.evaluation.samples import Cost, Sample
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
-from kvsearch.plan.canonical import canonical_json
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
-from kvsearch.report.evaluation import as_json
-from kvsearch.runs.directory import CONFIG, LEDGER
-from kvsearch.runs.identity import SCHEMA
+from kvsearch.plan.schema import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
+from kvsearch.runs.identity import CONFIG, LEDGER, SCHEMA
 from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.tasks.base import Query
-from kvsearch.tasks.encode import encode_tasks
+from kvsearch.tasks.encode import Reading, encode_tasks
 from tests import tiny
-from tests.runs.locks import locked_elsewhere
-from tests.runs.sealing import reseal, sealed
+from tests.evaluation.results import json_of
+from tests.runs.sealing import sealed
 
 ONE = Sample(
     "qa", "c", "lava@8", QUESTION_AGNOSTIC, "0-1", 2, 'he said "a, b"\nand left \u2028', 0.25, "ab", True, 100, 120, 7,
@@ -54,11 +52,11 @@ def evaluation(
 
 
 def report(comparison: Comparison) -> bytes:
-    return canonical_json(as_json(comparison))
+    return canonical_json(json_of(comparison))
 
 
 def kept(one: Evaluation, directory: Path, **how: Any) -> Comparison:
-    with open_run(directory, one.config(), **how) as store:
+    with open_run(directory, one.config(), **how) as (_, store):
         return one.run(store=store)
 
 
@@ -74,46 +72,12 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     two = replace(ONE, key="0-2", reply="", score=1.0)
     with ReplyStore(tmp_path / "l") as ledger:
         ledger.add([("k1", ONE), ("k2", two)])
-        ledger.add([("k1", replace(ONE, task="again"))], reused=True)
+        ledger.add([("k1", replace(ONE, task="again"))])
     with ReplyStore(tmp_path / "l") as ledger:
         assert list(ledger.samples.values()) == [ONE, two, replace(ONE, task="again")]
-        assert ledger.samples[ONE.place].reply_seconds == ONE.reply_seconds
-        assert ledger.reused == {Place("again", "0-1", 2, "lava@8")}
+        assert ledger.samples[ONE.place, "k1"].reply_seconds == ONE.reply_seconds
     assert read_replies(tmp_path / "l") == {"k1": replace(ONE, task="again"), "k2": two}
     assert (tmp_path / "l").read_bytes().count(b"\n") == 2
-
-
-class Full:
-    """A file on a disk that has room for a few bytes more."""
-
-    def __init__(self, file: Any, room: int) -> None:
-        self.file, self.room = file, room
-
-    def write(self, data: bytes) -> int:
-        if not self.room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written = self.file.write(data[: self.room])
-        self.room -= written
-        return int(written)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
-
-
-def test_a_full_disk_is_told_with_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ReplyStore(tmp_path / "l") as ledger:
-        ledger.add([("k1", ONE)])
-        before = (tmp_path / "l").read_bytes()
-        monkeypatch.setattr(ledger, "_file", Full(ledger._file, 30))
-        with pytest.raises(EnvironmentFault) as caught:
-            ledger.add([("k2", replace(ONE, key="2"))])
-        assert str(caught.value) == (
-            f"cannot write {tmp_path / 'l'}: no space left on device, free some space, then give the same command "
-            "again: 1 replies are kept"
-        )
-    assert (tmp_path / "l").read_bytes() == before
-    with ReplyStore(tmp_path / "l") as ledger:
-        assert list(ledger.samples.values()) == [ONE]
 
 
 def tampered(line: bytes, **changes: Any) -> bytes:
@@ -126,23 +90,9 @@ def tampered(line: bytes, **changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda _: b"{}\n", "it has other fields than reused and samples"),
-        (lambda _: b'{"reused": 0, "samples": []}\n', "reused is true or false"),
-        (lambda _: b'{"reused": true, "samples": 3}\n', "samples is a list"),
-        (lambda _: b'{"reused": false, "samples": [{"id": "k"}]}\n', "a sample lacks a field or has one too many"),
-        (lambda line: tampered(line, reply=None), "reply is not a str"),
-        (lambda line: tampered(line, question="2"), "question is not a int"),
-        (lambda line: tampered(line, entries=True), "entries is not a int"),
-        (lambda line: tampered(line, entries=-5), "entries is out of range"),
-        (lambda line: tampered(line, bytes=-0.5), "bytes is out of range"),
-        (lambda line: tampered(line, reply_tokens=10**30), "reply_tokens is out of range"),
-        (lambda line: tampered(line, score=10**400), "score is out of range"),
-        (lambda line: tampered(line, bytes=10**400), "bytes is out of range"),
-        (lambda line: tampered(line, truncated=1), "truncated is not a bool"),
-        (lambda line: tampered(line, score=float("nan")), "score is not a float"),
-        (lambda line: tampered(line, bytes=[1]), "bytes is not a float"),
+        (lambda _: b"{}\n", "it is no list of samples"),
+        (lambda _: b'{"samples": [{"id": "k"}]}\n', "a sample lacks a field or has one too many"),
         (lambda line: tampered(line, more=1), "one too many"),
-        (lambda line: tampered(line, id=5), "id is not a str"),
     ],
 )
 def test_a_whole_line_with_other_content_is_refused(
@@ -158,32 +108,6 @@ def test_a_whole_line_with_other_content_is_refused(
             read(path)
         assert words in str(found.value)
         assert "\n" not in str(found.value)
-
-
-def test_a_reply_under_another_key_is_refused(model: LoadedModel, tmp_path: Path) -> None:
-    one = evaluation(model, "pyramid,lava")
-    kept(one, tmp_path)
-    lines = (tmp_path / LEDGER).read_bytes().splitlines(keepends=True)
-    samples = json.loads(lines[1])["samples"]
-    other = next(item["id"] for item in samples if item["id"] != samples[0]["id"])
-    (tmp_path / LEDGER).write_bytes(b"".join([lines[0], tampered(lines[1], id=other), *lines[2:]]))
-    reseal(tmp_path / LEDGER)
-    with pytest.raises(UsageError, match=r"line 2 is damaged \(the key of full on one is not that of this run\)"):
-        kept(one, tmp_path)
-
-
-def test_two_processes_do_not_write_to_one_run(model: LoadedModel, tmp_path: Path) -> None:
-    one = evaluation(model)
-    with locked_elsewhere(tmp_path):
-        for how in ({}, {"force": True}):
-            with (
-                pytest.raises(UsageError, match="another kvsearch is writing to"),
-                open_run(tmp_path, one.config(), **how),
-            ):
-                pass
-        with pytest.raises(UsageError, match="another kvsearch is writing to"):
-            check_run(tmp_path, None)
-    begin(tmp_path, one)
 
 
 # --- going on --------------------------------------------------------------------------------------------------------
@@ -222,25 +146,6 @@ def told(line: bytes) -> list[Any]:
     return [{name: value for name, value in item.items() if "seconds" not in name} for item in samples]
 
 
-@pytest.mark.slow
-def test_nothing_that_is_finished_is_done_again(model: LoadedModel, tmp_path: Path) -> None:
-    one = evaluation(model, phases="both")
-    kept(one, tmp_path / "run")
-    path = tmp_path / "run" / LEDGER
-    lines = path.read_bytes().splitlines(keepends=True)
-    calls: list[int] = []
-    handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    kept(one, tmp_path / "run")
-    assert calls == []
-    path.write_bytes(b"".join(lines[:-1]))
-    kept(one, tmp_path / "run")
-    last = len(calls)
-    path.write_bytes(b"")
-    kept(one, tmp_path / "run")
-    handle.remove()
-    assert 0 < 5 * last < len(calls) - last
-
-
 def test_scores_are_those_of_the_task_at_hand(model: LoadedModel, tmp_path: Path) -> None:
     """Another metric makes no other run: replies from the ledger are scored anew, and a warning says so once."""
 
@@ -257,7 +162,7 @@ def test_scores_are_those_of_the_task_at_hand(model: LoadedModel, tmp_path: Path
     with pytest.warns(KvsearchWarning, match="task one by exact: all its replies are now scored by generous"):
         again = kept(generous, tmp_path / "run")
     assert {sample.score for sample in again.samples} == {0.75}
-    assert as_json(again)["tasks"][0]["metric"] == "generous"
+    assert json_of(again)["tasks"][0]["metric"] == "generous"
     config = json.loads((tmp_path / "run" / CONFIG).read_text())
     assert config["execution"]["metrics"] == {"one": "generous"}
     with warnings.catch_warnings():
@@ -288,15 +193,9 @@ def test_the_configuration_is_there_first_and_says_everything(model: LoadedModel
     ("changes", "words"),
     [
         ({"seed": 4}, "seed is 3 there, 4 here"),
-        ({"batch": 3}, "batch is 2 there, 3 here"),
-        ({"max_memory": 10**6}, "max_memory is None there, 1000000 here"),
-        ({"protocol": QUESTION_AWARE}, "protocol is 'question-agnostic' there, 'question-aware' here"),
         ({"phases": "both"}, "methods.lava@0.6.phases is 'prefill' there, 'both' here"),
-        ({"methods": "pyramid,streaming"}, "methods.lava@0.6 is only there"),
         ({"methods": "pyramid,lava,streaming,tova"}, "methods.tova@0.6 is only here"),
-        ({"tasks": TASKS[:1]}, "tasks.two is only there"),
         ({"tasks": [TASKS[0], tiny.listed((80, 1), (66, 2), name="two")]}, "tasks.two.rows_sha256 is "),
-        ({"samples": 2}, "samples is 20 there, 2 here"),
     ],
 )
 def test_another_run_is_refused(model: LoadedModel, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -305,7 +204,6 @@ def test_another_run_is_refused(model: LoadedModel, tmp_path: Path, changes: dic
         begin(tmp_path, evaluation(model, **changes))
     message = str(found.value)
     assert words in message
-    assert "--reuse" in message
     assert "\n" not in message
 
 
@@ -350,27 +248,10 @@ def test_replies_of_another_run_are_taken_over(model: LoadedModel, tmp_path: Pat
     comparison = kept(more, tmp_path / "new", reuse=tmp_path / "old")
     fresh = more.run()
     assert [replace(s, bytes=0.0) for s in comparison.samples] == [replace(s, bytes=0.0) for s in fresh.samples]
-    lines = [json.loads(line) for line in (tmp_path / "new" / LEDGER).read_text().splitlines()]
-    reused = {(item["task"], item["method"]) for line in lines if line["reused"] for item in line["samples"]}
-    methods = {"full", "pyramid@8", "lava@8", "pyramid@0.6", "lava@0.6"}
-    assert reused == {("renamed", method) for method in methods}
-    done = {(item["task"], item["method"]) for line in lines if not line["reused"] for item in line["samples"]}
-    assert not reused & done
-    assert len(reused | done) == 14
-
-
-@pytest.mark.slow
-def test_a_run_with_replies_of_another_goes_on_to_the_same_report(model: LoadedModel, tmp_path: Path) -> None:
-    kept(evaluation(model, "pyramid,lava"), tmp_path / "old")
-    more = evaluation(model, "pyramid,tova,streaming", phases="prefill")
-    whole = report(kept(more, tmp_path / "new", reuse=tmp_path / "old"))
-    lines = (tmp_path / "new" / LEDGER).read_bytes().splitlines(keepends=True)
-    for number in range(len(lines)):
-        (tmp_path / "new" / LEDGER).write_bytes(b"".join(lines[:number]))
-        assert report(kept(more, tmp_path / "new", reuse=tmp_path / "old")) == whole
     calls: list[int] = []
     handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    assert report(kept(more, tmp_path / "new")) == whole  # the other directory is not needed any more
+    again = evaluation(model, "pyramid,lava", tasks=[renamed])
+    kept(again, tmp_path / "less", reuse=tmp_path / "old")
     handle.remove()
     assert calls == []
 
@@ -380,31 +261,37 @@ def test_a_key_depends_on_everything_that_decides_a_reply(model: LoadedModel) ->
     (task, other), ready = one.encoded, one.methods
     prompt = task.prompts[0]
     question, second = prompt.questions[:2]
-    keys = ReplyKeys(model, ready, QUESTION_AGNOSTIC).of(task, prompt, question)
-    assert len(set(keys.values())) == len(ready)
-    assert ReplyKeys(model, ready[:2], QUESTION_AGNOSTIC).of(task, prompt, question)["full"] == keys["full"]
+
+    def key(
+        loaded: LoadedModel, protocol: Protocol, task: Any, prompt: Any, question: Any, method: str = "lava@8"
+    ) -> str:
+        reading = Reading(prompt, (question,), protocol)
+        replies = KeptReplies(None, loaded, ready, protocol)  # type: ignore[arg-type]
+        return next(iter(replies.keys(task, [reading], method).values()))
+
+    asked = (task, prompt, question)
+    one_key = key(model, QUESTION_AGNOSTIC, *asked)
     stopping = replace(task, task=replace(TASKS[0], stops=("x",)))
     longer = replace(question, query=replace(question.query, max_new_tokens=9))
     moved = replace(prompt, context=prompt.context[:-1])
     joined = replace(question, ids=prompt.with_question(question)[len(moved.context) :])
     assert moved.with_question(joined).tolist() == prompt.with_question(question).tolist()
     named = LoadedModel("tiny", model.model, model.tokenizer, model.fingerprint.model_copy(update={"name": "other"}))
-    assert ReplyKeys(named, ready, QUESTION_AGNOSTIC).of(task, prompt, question) == keys
-    changed = tiny.loaded(num_hidden_layers=3)
+    assert key(named, QUESTION_AGNOSTIC, *asked) == one_key
     chatty = LoadedModel("tiny", model.model, tiny.chat_tokenizer(), model.fingerprint)
     others = [
-        ReplyKeys(model, ready, QUESTION_AWARE).of(task, prompt, question),
-        ReplyKeys(changed, ready, QUESTION_AGNOSTIC).of(task, prompt, question),
-        ReplyKeys(chatty, ready, QUESTION_AGNOSTIC).of(task, prompt, question),
-        *(
-            ReplyKeys(model, ready, QUESTION_AGNOSTIC).of(*asked)
-            for asked in (
-                (task, prompt, second), (stopping, prompt, question), (task, prompt, longer), (task, moved, joined),
-                (other, other.prompts[0], other.prompts[0].questions[0]),
-            )
-        ),
-    ]  # fmt: skip
-    assert all(found["lava@8"] != keys["lava@8"] for found in others)
+        key(model, QUESTION_AGNOSTIC, *asked, method="full"),
+        key(model, QUESTION_AWARE, *asked),
+        key(tiny.loaded(num_hidden_layers=3), QUESTION_AGNOSTIC, *asked),
+        key(chatty, QUESTION_AGNOSTIC, *asked),
+        key(model, QUESTION_AGNOSTIC, task, prompt, second),
+        key(model, QUESTION_AGNOSTIC, stopping, prompt, question),
+        key(model, QUESTION_AGNOSTIC, task, prompt, longer),
+        key(model, QUESTION_AGNOSTIC, task, moved, joined),
+        key(model, QUESTION_AGNOSTIC, other, other.prompts[0], other.prompts[0].questions[0]),
+    ]
+    assert one_key not in others
+    assert len(set(others)) == len(others)
 
 
 def test_hashes_of_tokenizers_and_rows(model: LoadedModel) -> None:

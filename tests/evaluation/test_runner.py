@@ -11,28 +11,23 @@ import pytest
 import torch
 
 from kvsearch.budgets.lava import LAVaAllocation
-from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
+from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.evaluation import runner
-from kvsearch.evaluation.identity import ReplyKeys
-from kvsearch.evaluation.reply_store import KeptReplies, ReplyStore
-from kvsearch.evaluation.runner import run_encoded
+from kvsearch.evaluation.reply_store import ReplyStore
+from kvsearch.evaluation.runner import KeptReplies, run_encoded
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
+from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.policies import create_policy
-from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.program import PhaseProgram, full_cache
-from kvsearch.runtime.replies import stop_tokens
-from kvsearch.runtime.shared_prefill import held_entries
+from kvsearch.runtime import Program
+from kvsearch.runtime.decode.replies import stop_tokens
+from kvsearch.runtime.program import full_cache
 from kvsearch.strategies.compared import full_method
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.prompts import PromptFormat
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 from tests import tiny
-from tests.families import prompts
-from tests.runtime.helpers import feed, running
 from tests.tiny import run
 
 
@@ -46,12 +41,6 @@ def test_stop_tokens(configured: Any, expected: set[int]) -> None:
     model = tiny.loaded()
     model.model.generation_config.eos_token_id = configured
     assert stop_tokens(model) == expected
-
-
-def test_stop_tokens_of_a_tokenizer_without_any() -> None:
-    model = tiny.loaded()
-    model.tokenizer.eos_token = None
-    assert stop_tokens(model) == set()
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +79,6 @@ def test_the_size_of_a_batch_changes_no_reply(batch: int, model: LoadedModel) ->
     assert without_bytes(run(model, programs(model), [TASK], 4, batch=batch)) == without_bytes(whole)
 
 
-def test_replies_are_as_long_as_each_question_allows(model: LoadedModel) -> None:
-    for sample in run(model, programs(model), [TASK], 4):
-        query = TASK.rows[int(sample.key)].queries[sample.question]
-        assert len(sample.reply.split()) <= query.max_new_tokens
-
-
 def test_what_a_sample_says_about_memory(model: LoadedModel) -> None:
     heads = 4 * 2
     for sample in run(model, programs(model), [TASK], 4, batch=1):
@@ -106,15 +89,6 @@ def test_what_a_sample_says_about_memory(model: LoadedModel) -> None:
         assert sample.bytes == sample.entries * (2 * 16 * 4 + 4)
         assert type(sample.entries) is int
         assert type(sample.score) is float
-
-
-def test_layers_outside_the_plan_count_in_full(model: LoadedModel) -> None:
-    plan = tiny.plan_for(model, [[10, 6], None, [7, 9], None], scaling="fixed")
-    cache = PlanCache(model.model, plan)
-    ids, mask = prompts(2, 30, pads=9)
-    with running(model.model, NAME):
-        feed(model.model, cache, [(ids, mask)])
-    assert held_entries(model.model, cache, [21, 30]) == [32 + 2 * 2 * 21, 32 + 2 * 2 * 30]
 
 
 def test_scores_are_those_of_the_replies(model: LoadedModel) -> None:
@@ -132,23 +106,6 @@ def test_scores_are_those_of_the_replies(model: LoadedModel) -> None:
     again = run(model, programs(model), [tiny.Listed("listed", rows)], 2)
     assert {s.score for s in again if s.method == "third"} == {1.0}
     assert all(s.score == float(s.reply == right[s.key, s.question]) for s in again)
-
-
-def test_progress_and_samples(model: LoadedModel) -> None:
-    told: list[tuple[int, int]] = []
-    samples = run(model, programs(model), [TASK], 3, batch=2, progress=lambda done, total: told.append((done, total)))
-    assert told == [(0, 2), (1, 2), (2, 2)]
-    assert {sample.key for sample in samples} == {"0", "1", "2"}
-
-
-def test_the_model_is_left_as_it_was_found_when_something_fails(model: LoadedModel) -> None:
-    def fail(length: int) -> Any:
-        raise IncompatibleError("no budgets today")
-
-    broken = Program(PhaseProgram({0: third(model.model).policies[0]}, fail))
-    with pytest.raises(IncompatibleError, match="no budgets today"):
-        run(model, {"broken": broken}, [TASK], 1)
-    assert model.model.config._attn_implementation == "sdpa"
 
 
 def test_a_tokenizer_without_padding_token(model: LoadedModel) -> None:
@@ -253,16 +210,6 @@ def test_a_sample_that_breaks_the_model_is_named(protocol: Protocol, place: str)
         run(broken, {"full": full_cache(broken.model)}, [tiny.Listed("listed", tuple(clean))], 4, protocol=protocol)
 
 
-@pytest.mark.parametrize("score", [float("nan"), 1.5, -0.1])
-def test_a_metric_out_of_its_range(model: LoadedModel, score: float) -> None:
-    class Odd(tiny.Listed):
-        def score(self, reply: str, query: Query) -> float:
-            return score
-
-    with pytest.raises(UsageError, match="task odd, example 0, question 0: the metric gives"):
-        run(model, programs(model), [Odd("odd", TASK.rows)], 1)
-
-
 class Failing(tiny.Listed):
     """Its metric cannot judge a reply that says anything."""
 
@@ -273,10 +220,10 @@ class Failing(tiny.Listed):
 
 
 def test_replies_that_cannot_be_scored_are_kept(model: LoadedModel, tmp_path: Path) -> None:
-    full, keys = full_method(model), ReplyKeys(model, [full_method(model)], QUESTION_AGNOSTIC)
+    full = full_method(model)
 
     def run_kept(task: tiny.Listed, store: ReplyStore) -> list[Sample]:
-        encoded, kept = encode_tasks(model, [task], 2), KeptReplies(store, keys)
+        encoded, kept = encode_tasks(model, [task], 2), KeptReplies(store, model, [full], QUESTION_AGNOSTIC)
         return run_encoded(model, {full.label: full.program}, encoded, QUESTION_AGNOSTIC, kept=kept)
 
     with ReplyStore(tmp_path / "good") as good, ReplyStore(tmp_path / "bad") as bad:
@@ -285,6 +232,16 @@ def test_replies_that_cannot_be_scored_are_kept(model: LoadedModel, tmp_path: Pa
         with pytest.raises(UsageError, match=r"^task listed, example 0, question 0: what is this\?$"):
             run_kept(Failing("listed", TASK.rows), bad)
         assert list(bad.samples.values()) == [dataclasses.replace(sample, score=0.0) for sample in samples]
+
+
+@pytest.mark.parametrize("value", [1.5, -0.25, float("nan")])
+def test_a_score_outside_0_and_1_is_refused(value: float, model: LoadedModel) -> None:
+    class Wrong(tiny.Listed):
+        def score(self, reply: str, query: Query) -> float:
+            return value
+
+    with pytest.raises(UsageError, match=rf"^task odd, example 0, question 0: its metric gives {value:g}, scores are"):
+        run(model, {"full": full_cache(model.model)}, [Wrong("odd", TASK.rows)], 1)
 
 
 def test_contexts_are_cut_to_the_length_asked_for(model: LoadedModel) -> None:

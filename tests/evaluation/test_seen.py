@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
-from kvsearch.evaluation.compare import Settings, prepare
-from kvsearch.evaluation.seen import Seen
+from kvsearch.evaluation.compare import Seen, Settings, prepare
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Size
-from kvsearch.plan.contexts import EXACT, ContextRecord, ContextSet, context_hash
-from kvsearch.report.evaluation import as_json, tables
+from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
 from kvsearch.strategies.compared import sweep, with_baselines
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
+from tests.evaluation.results import json_of, tables_of
 from tests.evaluation.shown import rendered
 from tests.report.test_tables import method
 
@@ -69,22 +68,6 @@ def test_what_is_not_known_is_said(model: LoadedModel) -> None:
     assert part.as_json()["complete"] is False
 
 
-def test_a_sketch_tells_too(model: LoadedModel) -> None:
-    many = OTHERS[:EXACT]
-    assert seen_by(model, ContextRecord(fitted=ContextSet.of([*many, HASHES[1]], 900))).warning is not None
-    assert seen_by(model, ContextRecord(fitted=ContextSet.of([*many, OTHERS[-1]], 900))).warning is None
-
-
-def test_what_a_full_sketch_finds_by_chance_is_no_warning() -> None:
-    full = ContextSet.of([context_hash(str(number)) for number in range(20000)], 20000)
-    assert full.sketch is not None
-    rate = full.sketch.false_positives
-    assert 0.2 < rate < 0.5
-    record = ContextRecord(fitted=full)
-    assert Seen(record, 1000, {"fitted": int(1100 * rate), "chosen": 0, "reported": 0}).warning is None
-    assert Seen(record, 1000, {"fitted": 1000, "chosen": 0, "reported": 0}).warning is not None
-
-
 def test_notes_and_json_of_an_evaluation(model: LoadedModel) -> None:
     plans = {
         "mine": plan_with(model, ContextRecord(chosen=ContextSet.of(HASHES[:1], 7))),
@@ -92,27 +75,21 @@ def test_notes_and_json_of_an_evaluation(model: LoadedModel) -> None:
     }
     methods = with_baselines(model, plans, ("snapkv",), "mine")
     found = prepare(model, methods, "mine", [TASK], Settings(3)).run()
-    data: dict[str, Any] = {one["name"]: one["contexts"] for one in as_json(found)["blocks"][0]["methods"]}
+    data: dict[str, Any] = {one["name"]: one["contexts"] for one in json_of(found)["blocks"][0]["methods"]}
     assert data["mine"]["chosen"] == {"contexts": 1, "questions": 7, "asked_here": 1}
     assert (data["old"], data["snapkv"]["known"]) == ({"known": False}, True)
-    text = " ".join(rendered(map(shown, tables(found))).split())
+    text = " ".join(rendered(tables_of(found)).split())
     assert "mine: it was chosen on 1 of the 3 contexts asked here" in text
     assert "mine: it was chosen on 7 questions about 1 contexts" in text
     assert "old: which contexts it was fitted and chosen on is not known" in text
     assert "snapkv: " not in text
 
 
-def shown(table: Any) -> Any:
-    from kvsearch.report.table import on_screen
-
-    return on_screen(table)
-
-
 def test_methods_and_plans_of_a_sweep_bring_their_records(model: LoadedModel) -> None:
     known = ContextRecord(fitted=ContextSet.of(HASHES, 3))
     plan = tiny.plan_for(model, [[16, 16]] * 4, scaling="fixed", length=80)
     plan = plan.model_copy(update={"provenance": plan.provenance.model_copy(update={"contexts": known})})
-    ready = sweep(model, find_methods("snapkv", ()), [Size(16)], plans={"mine": (plan, Size(16))})
+    ready = sweep(model, find_methods("snapkv", ()), [Size(16)], plans={"mine": plan})
     assert {one.name: one.contexts for one in ready} == {
         "full": ContextRecord(), "snapkv": ContextRecord(), "mine": known,
     }  # fmt: skip

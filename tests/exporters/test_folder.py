@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import kvsearch
-from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.core.resources import resource
 from kvsearch.exporters.base import Inputs
 from kvsearch.exporters.folder import Folder
-from kvsearch.jobs.targets import upload, write_files
-from kvsearch.plan import Plan
-from kvsearch.resources import resource
+from kvsearch.jobs.export import write_files
+from kvsearch.plan import Plan, save_plan
 from tests.plan.builders import make_plan
 
 
@@ -65,33 +65,39 @@ def test_a_repository_of_the_hub_is_a_plan_too(tmp_path: Path, monkeypatch: pyte
         kvsearch.load_plan("somebody/plan.json")
 
 
+class Hub:
+    """Stands in for the hub, where one repository may be written to."""
+
+    def __init__(self, library_name: str) -> None:
+        assert library_name == "kvsearch"
+
+    def create_repo(self, name: str, private: bool, exist_ok: bool) -> str:
+        assert private
+        assert exist_ok
+        if name != "somebody/plan":
+            raise OSError("403: not\nallowed")
+        return f"https://hub/{name}"
+
+    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        assert commit_message
+        shutil.copytree(folder_path, folder_path.parent / repo_id)
+
+
+def test_the_folder_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    save_plan(make_plan(), tmp_path / "plan.json")
+    options: dict[str, Any] = {"to": "folder", "output": tmp_path / "deploy"}
+    kvsearch.export_to(tmp_path / "plan.json", push_to_hub="somebody/plan", **options)
+    assert kvsearch.load_plan(tmp_path / "somebody/plan") == make_plan()
+    with pytest.raises(EnvironmentFault, match="is written, but cannot be uploaded to other/plan: 403: not allowed"):
+        kvsearch.export_to(tmp_path / "plan.json", push_to_hub="other/plan", force=True, **options)
+
+
 def test_a_repository_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(EnvironmentFault, match="no file or folder somebody/nothing, and the hub") as caught:
         kvsearch.load_plan("somebody/nothing")
     assert "\n" not in str(caught.value)
-
-
-def test_new_repositories_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[Any] = []
-
-    class Hub:
-        def __init__(self, **about: str) -> None:
-            done.append(about)
-
-        def create_repo(self, name: str, **how: bool) -> None:
-            done.append((name, how))
-
-        def upload_folder(self, **what: Any) -> None:
-            done.append(what["folder_path"])
-            if what["repo_id"] == "nobody/x":
-                raise OSError("not\nlogged in")
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    assert upload(tmp_path, "me/plan") == "https://huggingface.co/me/plan"
-    assert done == [{"library_name": "kvsearch"}, ("me/plan", {"private": True, "exist_ok": True}), tmp_path]
-    with pytest.raises(EnvironmentFault, match="is written, but cannot be uploaded to nobody/x: not logged in"):
-        upload(tmp_path, "nobody/x")
 
 
 @pytest.mark.slow

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.calibration.fitted import fitted_policy
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.exporters.base import Inputs
 from kvsearch.exporters.kvzap import KvpressKvzap
 from kvsearch.models.architecture import describe
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy, create_policy
+from kvsearch.policies.fitted import fitted_policy
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.observe import DensePass
 from tests.plan.builders import make_profile

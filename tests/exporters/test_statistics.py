@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.calibration.options import QueryStatisticsOptions
-from kvsearch.calibration.query_statistics import QueryMoments, calibrate_query_statistics
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.calibration.query_statistics import QueryMoments
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.exporters.statistics import CONFIG, STATISTICS, KvpressEA, TriAttention
 from kvsearch.models.architecture import attention_modules
 from kvsearch.plan import Profile
+from tests.calibrations import calibrate_query_statistics
 from tests.plan.builders import make_profile
 from tests.tiny import calibration_data, loaded
 
@@ -120,12 +121,3 @@ def test_what_cannot_be_told() -> None:
     _, hybrid = measured("gemma3")
     with pytest.raises(IncompatibleError, match="have no full attention"):
         KvpressEA().export(hybrid)
-
-
-def test_a_damaged_profile_is_refused(llama: tuple[Any, Profile]) -> None:
-    _, profile = llama
-    arrays = {**profile.arrays, "query_cov": profile.arrays["query_cov"][..., :-1]}
-    with pytest.raises(UsageError, match="query_cov: has shape"):
-        Profile(profile.metadata, arrays)
-    with pytest.raises(UsageError, match="query_mean: is missing"):
-        Profile(profile.metadata, {})

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from kvsearch.calibration.options import QueryStatisticsOptions
-from kvsearch.calibration.query_statistics import calibrate_query_statistics
 from kvsearch.exporters.base import SINGLE, Inputs
-from kvsearch.exporters.heads import DuoAttention
+from kvsearch.exporters.heads import DuoAttentionGates
 from kvsearch.exporters.kvpress import KvpressLayers, KvpressLukv
 from kvsearch.exporters.kvzap import KvpressKvzap
 from kvsearch.exporters.statistics import KvpressEA
@@ -28,7 +27,8 @@ from kvsearch.policies.base import QueryStatistics
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.observe import DensePass
-from kvsearch.strategies.from_profile import plan_from_profile
+from kvsearch.strategies.build import plan_from_profile
+from tests.calibrations import calibrate_query_statistics
 from tests.plan.builders import metadata_dict, ratio_table
 from tests.policies.probes import fitted, ranking
 from tests.tiny import calibration_data, loaded, plan_for
@@ -133,7 +133,7 @@ def test_the_gates_choose_the_heads_that_keep_everything(model: tuple[Any, Path]
     spec = {"policy": {"name": "duo_attention", "params": {"sinks": 4, "window": 8}}}
     layers = [{**spec, "budget": budget} for budget in budgets]
     plan = plan_for(made, budgets, prefill={"layers": layers}, length=LENGTH, floor=12)
-    exported = DuoAttention().export(plan)
+    exported = DuoAttentionGates().export(plan)
     assert exported.losses == ()
     for name, data in exported.files.items():
         (tmp_path / name).write_bytes(data)

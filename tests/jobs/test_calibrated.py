@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvsearch.calibration.directory import profile_file
-from kvsearch.errors import UsageError
+from kvsearch.calibration.steps import profile_file
+from kvsearch.core.errors import UsageError
 from kvsearch.jobs.calibrated import load_calibrated
 from kvsearch.jobs.groups import Loading
-from kvsearch.jobs.talk import Silent
+from kvsearch.jobs.reporter import Silent
 from kvsearch.plan.saved import PROFILE
 from tests.plan.builders import make_profile
 
@@ -30,8 +30,8 @@ class Asked(Exception):
 
 @pytest.fixture(autouse=True)
 def loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(options: Loading, name: str, talk: object, **instead: Any) -> None:
-        assert talk is TALK
+    def load(options: Loading, name: str, reporter: object, **instead: Any) -> None:
+        assert reporter is TALK
         raise Asked(name, **{**options.loading().__dict__, **instead})
 
     monkeypatch.setattr(Loading, "load", load)
@@ -61,7 +61,7 @@ def test_a_calibration_without_a_profile_is_unfinished_and_nothing_else_is(tmp_p
     (tmp_path / "config.json").write_text(json.dumps({"model": "a/b"}))
     assert profile_file(tmp_path) == tmp_path / PROFILE
     (tmp_path / "config.json").write_text(json.dumps({**RECIPE, "model": "a/b"}))
-    with pytest.raises(UsageError, match=r"is not finished, nothing of it is kept: .* kvsearch calibrate a/b \.\.\."):
+    with pytest.raises(UsageError, match=r"is not finished: .* kvsearch calibrate a/b \.\.\."):
         profile_file(tmp_path)
 
 

@@ -12,18 +12,19 @@ from tests import tiny
 
 def test_a_search_from_python_writes_what_it_returns(tmp_path: Path) -> None:
     tasks, directory = tiny.task_file(tmp_path / "mine.jsonl", 12, length=100, facts=3), tmp_path / "run"
-    found = evolve(
-        "bundled", budget=12, params={"window": 4}, group_size=2, generations=1, finalists=1, max_evals=3,
+    options = EvolveOptions.of(
+        model="bundled", budget=12, params={"window": 4}, group_size=2, generations=1, finalists=1, max_evals=3,
         tasks=f"jsonl:{tasks}", samples=2, output=directory,
     )  # fmt: skip
+    found = evolve(options)
     assert found.spent.evaluations == 3
     assert found.plans == {12: load_plan(directory / "plan.json")}
     assert found.as_json() == json.loads((directory / "report.json").read_text())
-    *_, written, _, following = found.remarks()
+    *_, written, _, following = found.remarks(options)
     assert following.startswith(f"next: kvsearch evaluate bundled --plan {directory / 'plan.json'} ")
     assert written.endswith(f"wrote {directory / 'plan.json'} and {directory / 'report.json'}")
     again = EvolveOptions.of(directory / "config.json", output=tmp_path / "again")
-    assert again.recorded() == found.options.recorded()
+    assert again.recorded() == options.recorded()
     content = json.loads((directory / "config.json").read_text())["content"]
     foretold = dry_run(again)
     assert foretold.pop("measured_by") == "stored prompts"

@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 
-from kvsearch.choose.contenders import Measured
-from kvsearch.errors import KvsearchWarning
+from kvsearch.core.errors import KvsearchWarning
 from kvsearch.jobs.evolve import EvolveOptions
-from kvsearch.jobs.refine import search_on
-from kvsearch.jobs.talk import Silent
+from kvsearch.jobs.refine import refine
+from kvsearch.jobs.reporter import Silent
 from kvsearch.plan import Size
 from kvsearch.policies import create_policy
+from kvsearch.selection.candidates import CalibratedPolicies
 from tests import tiny
 
 
@@ -30,9 +30,9 @@ from tests import tiny
 )
 def test_what_cannot_be_searched_is_said(family: str, policies: tuple[str, ...], words: str, tmp_path: Any) -> None:
     specs = [create_policy(name).spec for name in policies]
-    measured = cast("Measured", SimpleNamespace(curves=SimpleNamespace(policies=specs), contexts=None))
-    options = EvolveOptions.of(model=family, output=tmp_path / "refine", space="joint", resume=True)
+    measured = cast("CalibratedPolicies", SimpleNamespace(curves=SimpleNamespace(policies=specs), contexts=None))
+    options = EvolveOptions.of(model=family, output=tmp_path / "refine", space="joint")
     with pytest.warns(KvsearchWarning, match=words):
-        found = search_on(tiny.loaded(family), measured, options, [], {Size(40, length=100): {}}, 10, Silent())
+        found = refine(tiny.loaded(family), measured, options, [], {Size(40, length=100): {}}, 10, Silent())
     assert found is None
     assert not (tmp_path / "refine").exists()

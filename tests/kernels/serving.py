@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from kvsearch.kernels.dispatch import interpreted
+from kvsearch.kernels.dispatch import Interpreter
+
+
+def interpreted(serve: bool = True) -> AbstractContextManager[Any]:
+    """Let kernels serve CPU tensors, in Triton's interpreter, for a while; or not, where they do."""
+    from triton import knobs
+
+    assert knobs.runtime.interpret, "TRITON_INTERPRET=1 must be set before Triton is imported"
+    return patch.object(Interpreter, "serves", serve)
 
 
 @contextmanager

@@ -5,16 +5,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch import errors
-from kvsearch.errors import KvsearchWarning
+from kvsearch.core import errors
+from kvsearch.core.errors import KvsearchWarning
 from kvsearch.kernels import dispatch
 from kvsearch.kernels.attention import Entries, attend
-from kvsearch.kernels.dispatch import interpreted, serves
+from kvsearch.kernels.dispatch import serves
 from tests.examples import at_most
 from tests.kernels.reference import NAN, Case, relative_error
+from tests.kernels.serving import interpreted
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
+nightly = pytest.mark.nightly
 
 
 def check(case: Case, want_row: bool) -> None:
@@ -36,10 +38,10 @@ def check(case: Case, want_row: bool) -> None:
         Case(1, 1, 64, 64, 1),
         Case(2, 4, 128, 128, 63, dtype=bf16, holes=True),
         Case(1, 7, 80, 96, 700, dtype=fp16, ragged=True, softcap=30.0),
-        Case(2, 2, 96, 64, 1000, sinks=True, holes=True, ragged=True),
+        pytest.param(Case(2, 2, 96, 64, 1000, sinks=True, holes=True, ragged=True), marks=nightly),
         Case(1, 8, 192, 128, 600, dtype=bf16, sinks=True),
         Case(1, 3, 256, 256, 300, holes=True, softcap=5.0),
-        Case(2, 4, 32, 32, 5000, dtype=bf16, ragged=True),
+        pytest.param(Case(2, 4, 32, 32, 5000, dtype=bf16, ragged=True), marks=nightly),
         Case(1, 20, 40, 33, 513, dtype=fp16, holes=True),
     ],
     ids=str,
@@ -52,7 +54,7 @@ def test_heads_of_any_size_and_segments_of_any_length(case: Case) -> None:
     "case",
     [
         Case(2, 2, 64, 64, 300, rows=5, holes=True),
-        Case(1, 8, 128, 80, 600, rows=17, dtype=bf16, ragged=True, sinks=True),
+        pytest.param(Case(1, 8, 128, 80, 600, rows=17, dtype=bf16, ragged=True, sinks=True), marks=nightly),
         Case(1, 3, 256, 256, 40, rows=40, softcap=5.0),
     ],
     ids=str,
@@ -94,7 +96,7 @@ def test_nothing_to_see_gives_nothing() -> None:
     assert not bool(row.any())
 
 
-@pytest.mark.parametrize("columns", [40, 900])
+@pytest.mark.parametrize("columns", [40, pytest.param(900, marks=nightly)])
 def test_a_flat_store_gives_the_bits_of_a_block(columns: int) -> None:
     """Segments behind one another, in any order, with what is nobody's between them."""
     case = Case(4, 3, 32, 48, columns, ragged=True, holes=True)

@@ -12,15 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.kernels import chunked
-from kvsearch.kernels.dispatch import interpreted
+from kvsearch.kernels import blocks
 from kvsearch.policies import create_policy
-from kvsearch.runtime import Program, attach, decoding, steps
+from kvsearch.runtime import Program, attach
 from kvsearch.runtime.attach import PlannedModel
-from kvsearch.runtime.flat import FlatBlock
-from kvsearch.runtime.graphs import capturing
+from kvsearch.runtime.decode import decoding, steps
+from kvsearch.runtime.store.flat import FlatBlock
 from tests.families import build, prompts
-from tests.runtime.recorder import Recorder
+from tests.kernels.serving import interpreted
+from tests.runtime.recorder import Recorder, capturing
+
+pytestmark = pytest.mark.nightly
 
 TOKENS = 18
 POLICIES = {
@@ -28,14 +30,14 @@ POLICIES = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("error::kvsearch.errors.KvsearchWarning")
+@pytest.mark.filterwarnings("error::kvsearch.core.errors.KvsearchWarning")
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "attention alone"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_is_replayed_says_what_the_plain_loop_does(
     name: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched, done = [], {"steps": 0}
-    launch, step = chunked.Chunked.launch, decoding.fused_step
+    launch, step = blocks.Chunked.launch, decoding.fused_step
 
     def counted(*args: object, **kwargs: object) -> None:
         launched.append(name)
@@ -46,7 +48,7 @@ def test_what_is_replayed_says_what_the_plain_loop_does(
         done["steps"] += found is not None
         return found
 
-    monkeypatch.setattr(chunked.Chunked, "launch", counted)
+    monkeypatch.setattr(blocks.Chunked, "launch", counted)
     monkeypatch.setattr(decoding, "fused_step", stepped)
     model, (ids, mask) = build("llama", num_hidden_layers=1), prompts(2, 20, pads=5)
     # rows of a layer are added up in one block; elsewhere one head is over its budget before the other
@@ -67,7 +69,7 @@ def test_what_is_replayed_says_what_the_plain_loop_does(
         expected = say(graphs=False)
     assert not launched
     recorder = Recorder()
-    with capturing(lambda _: recorder):
+    with capturing(recorder):
         found = say(graphs=True)
     assert launched
     assert bool(done["steps"]) == fused
@@ -84,13 +86,13 @@ class TestFlat:
     def widths(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """The columns of every launch of attention that was not a replay."""
         found: list[int] = []
-        launch = chunked.Chunked.launch
+        launch = blocks.Chunked.launch
 
-        def noted(made: chunked.Chunked, *args: Any, **kwargs: Any) -> None:
+        def noted(made: blocks.Chunked, *args: Any, **kwargs: Any) -> None:
             found.append(made.columns)
             launch(made, *args, **kwargs)
 
-        monkeypatch.setattr(chunked.Chunked, "launch", noted)
+        monkeypatch.setattr(blocks.Chunked, "launch", noted)
         return found
 
     def planned(self) -> PlannedModel:
@@ -108,7 +110,7 @@ class TestFlat:
             )  # fmt: skip
         return made.sequences, torch.stack(made.logits)
 
-    @pytest.mark.filterwarnings("error::kvsearch.errors.KvsearchWarning")
+    @pytest.mark.filterwarnings("error::kvsearch.core.errors.KvsearchWarning")
     @pytest.mark.parametrize("room", [6, 512])
     def test_replayed_steps_are_those_of_the_cpu(
         self, room: int, widths: list[int], monkeypatch: pytest.MonkeyPatch
@@ -119,7 +121,7 @@ class TestFlat:
             expected = self.say(self.planned())
         assert not widths
         recorder, run = Recorder(), self.planned()
-        with capturing(lambda _: recorder):
+        with capturing(recorder):
             tokens, logits = self.say(run)
         assert torch.equal(tokens, expected[0])
         torch.testing.assert_close(logits, expected[1], atol=2e-5, rtol=0)
@@ -131,20 +133,6 @@ class TestFlat:
             (block,) = layer.holder.blocks  # type: ignore[union-attr]
             assert isinstance(block, FlatBlock)
             assert not block.fixed  # the cache is left as others leave it
-
-    def test_a_conversation_goes_on(self) -> None:
-        """What was captured leaves the cache as other steps do: to be cropped, and continued with and without."""
-        found = []
-        for turns in ((True, True), (True, False), (False, False)):
-            run, ids = self.planned(), prompts(1, 24)[0]
-            for captured in turns:
-                ids = torch.cat([ids, prompts(1, 3, seed=2)[0]], 1)
-                given = {} if run.cache is None else {"past_key_values": run.cache}
-                with capturing((lambda _: Recorder()) if captured else None), run:
-                    ids = run.generate(ids, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, **given)
-            run.cache.crop(-2)
-            found.append((ids.tolist(), run.cache.entries().tolist(), run.cache.kept_positions(0)))
-        assert found[0] == found[1] == found[2]
 
 
 def rooms(room: int) -> range:

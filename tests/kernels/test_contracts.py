@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from kvsearch.kernels import attention
-from kvsearch.kernels.dispatch import interpreted
 from kvsearch.kernels.step import step
 from kvsearch.policies import create_policy
-from kvsearch.runtime import fused
-from tests.runtime import test_families, test_generate, test_sharing
+from kvsearch.runtime.decode import decoding
+from tests.kernels.serving import interpreted
 from tests.runtime.layers import Layer, Scene, held
 from tests.runtime.test_decode_rule import begin, feed
+
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return step(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(attention, "attend", counted)
-    monkeypatch.setattr(fused, "step", stepped)
+    monkeypatch.setattr(decoding, "step", stepped)
     yield calls
     assert calls
 
@@ -64,33 +65,3 @@ def test_decode_rules_over_several_chunks(name: str) -> None:
         outputs = feed(layer, expected, 0, 3)
     torch.testing.assert_close(feed(layer, holder, 0, 3), outputs, atol=1e-5, rtol=1e-5)
     assert held(holder) == held(expected)
-
-
-@pytest.mark.parametrize("way", ["greedy", "beams"])
-def test_generating(way: str) -> None:
-    test_generate.test_evicted_prompts_generate_what_masking_does("llama", way, "cpu")
-
-
-def test_drafts() -> None:
-    test_generate.test_prompt_lookup_decoding_equals_plain_decoding("llama", 3, "cpu")
-
-
-def test_questions_about_one_context() -> None:
-    test_generate.test_another_question_about_the_same_context("llama", "cpu")
-    test_generate.test_copies_of_a_prompts_cache_go_separate_ways("cpu")
-
-
-@pytest.mark.parametrize("how", ["adakv", "lava"])
-def test_budgets_of_the_prompt(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    trimmed = test_sharing.test_trimming_layer_by_layer_ends_where_deciding_at_the_end_would
-    trimmed(how, test_sharing.SINGLE[0], monkeypatch)
-    test_sharing.test_decoding_equals_masking(how, "llama", "cpu")
-
-
-def test_decode_budgets_of_the_prompt() -> None:
-    """A pool that a decode phase follows is handed on to its slots."""
-    test_sharing.test_a_decode_phase_alone_shares_too()
-
-
-def test_learned_sinks_stay() -> None:
-    test_families.test_a_family_does_what_it_should("gpt_oss")

@@ -15,6 +15,7 @@ KERNELS = {"attend_chunks", "merge_chunks", "normalise_rows", "add_columns", "sp
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_launch_compiles_and_fits_a_gpu(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.kernels.dispatch import interpreted
 from kvsearch.kernels.scoring import Rows
 from kvsearch.policies.scoring import served_rows
 from tests.kernels.reference import relative_error
+from tests.kernels.serving import interpreted
 from tests.policies import test_cake, test_scoring
 from tests.policies.contract import Case, observe
 from tests.runtime.policies import SMALL

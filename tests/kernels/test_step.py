@@ -68,7 +68,7 @@ class Head:
         return min((priority[slot], -position, slot) for slot, position in where if first <= position < last)[2]
 
 
-@pytest.mark.parametrize(("capacity", "pauses"), [(9, True), (600, False)])
+@pytest.mark.parametrize(("capacity", "pauses"), [(9, True), pytest.param(600, False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("rule", ["position", "mass", "stored"])
 def test_steps_hold_and_answer_what_operations_of_pytorch_do(rule: Rule, capacity: int, pauses: bool) -> None:
     """From below the budgets to steps in which an entry leaves each head; with pauses, some heads get nothing."""

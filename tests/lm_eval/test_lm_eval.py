@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from kvsearch.errors import EnvironmentFault, IncompatibleError, KvsearchError, KvsearchWarning, UsageError
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, KvsearchWarning, UsageError
 from kvsearch.evaluation.likelihood import score
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, sha256_of
@@ -28,12 +28,11 @@ from tests.tiny import chat_tokenizer, document, loaded, plan_for
 
 pytest.importorskip("lm_eval")
 
+from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from kvsearch.lm_eval.model import PlannedLM
-from kvsearch.lm_eval.package import simple_evaluate
-from kvsearch.lm_eval.requests import Encoder
+from kvsearch.lm_eval.model import Encoder, PlannedLM
 from kvsearch.lm_eval.tasks import TaskNames, as_plain, evaluate_tasks
 
 CLOSE = 1e-4
@@ -209,14 +208,6 @@ def test_requests_are_answered_in_their_order(model: LoadedModel) -> None:
     assert len(set(answers)) == len(answers)
 
 
-def test_the_longest_prompts_are_read_first(model: LoadedModel) -> None:
-    """So that what does not fit into memory shows at once, and little is padded."""
-    lm = planned(model, batch=2)
-    lm.generate_until([prompt(" ".join([WORDS] * times)) for times in (2, 5, 1, 4)])
-    lm.loglikelihood([request(" ".join([WORDS] * times), " amber") for times in (2, 5, 1)])
-    assert [holding.tokens for holding in lm.holdings] == [51, 41, 21, 11, 50, 20, 10]
-
-
 def test_progress_is_told_in_batches(model: LoadedModel) -> None:
     told: list[tuple[int, int]] = []
     lm = planned(model, batch=2, progress=lambda done, total: told.append((done, total)))
@@ -323,11 +314,6 @@ def test_a_dataset_that_must_be_fetched(folder: Path, monkeypatch: pytest.Monkey
         find(folder, "small_remote").load()
 
 
-def test_rolling_likelihoods_are_refused(model: LoadedModel) -> None:
-    with pytest.raises(UsageError, match=r"task toy: it asks .*loglikelihood_rolling"):
-        planned(model).loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (WORDS,), 0, ("toy", 0, 1))])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -387,11 +373,6 @@ STRICT = (
 )
 
 
-def test_a_tokenizer_without_a_chat_template(model: LoadedModel, folder: Path) -> None:
-    with pytest.raises(UsageError, match="the tokenizer has no chat template"):
-        evaluate_tasks(model, small_plan(model), find(folder, "small_choose").load(), chat_template=True)
-
-
 def test_a_system_message_that_the_template_refuses(model: LoadedModel) -> None:
     lm = planned(replace(model, tokenizer=chat_tokenizer(STRICT)))
     said = [{"role": "system", "content": "code"}, {"role": "user", "content": "amber"}]
@@ -405,24 +386,6 @@ def test_a_system_message_that_the_template_refuses(model: LoadedModel) -> None:
 
 
 # --- finding tasks ---------------------------------------------------------------------------------------------------
-
-
-def test_names_may_have_wildcards_and_are_taken_once(folder: Path) -> None:
-    assert find(folder, "small_s*", "small_choose", "small_shots").names == (
-        "small_sampling", "small_shots", "small_choose",
-    )  # fmt: skip
-
-
-def test_groups_are_reported_as_groups(model: LoadedModel, folder: Path) -> None:
-    results = evaluate_tasks(model, small_plan(model), find(folder, "small_group").load(), limit=2)
-    assert results["groups"].keys() == {"small_group"}
-    assert results["group_subtasks"] == {"small_group": ["small_choose", "small_shots"]}
-    assert results["kvsearch"]["held"].keys() == {"small_choose", "small_shots"}
-
-
-def test_a_task_that_is_asked_for_twice(model: LoadedModel, folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"lm-evaluation-harness gave up .*Duplicate task 'small_choose'"):
-        evaluate_tasks(model, small_plan(model), find(folder, "small_group", "small_choose").load())
 
 
 def test_names_that_are_not_there(folder: Path) -> None:
@@ -455,12 +418,6 @@ def test_our_bug_is_not_blamed_on_the_harness(
     with pytest.raises(RuntimeError, match="ours"):
         evaluate_tasks(model, small_plan(model), find(folder, "small_choose").load(), limit=1)
     assert model.model.config._attn_implementation == "sdpa"
-
-
-def test_a_plan_of_another_model(folder: Path) -> None:
-    tasks = find(folder, "small_choose").load()
-    with pytest.raises(IncompatibleError, match="this plan"):
-        evaluate_tasks(loaded("qwen2"), small_plan(loaded("llama")), tasks)
 
 
 def test_numbers_that_json_lacks_become_null() -> None:

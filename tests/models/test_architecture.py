@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvsearch.errors import IncompatibleError
+from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.architecture import (
     attention_modules,
     decoder,
@@ -79,18 +79,6 @@ def test_unrotate_undoes_the_models_own_rotation(family: str, changes: dict[str,
     )
 
 
-def test_unrotate_undoes_scaled_and_partial_tables() -> None:
-    from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
-
-    angle = torch.rand(1, 6, 2).repeat(1, 1, 2) * 6
-    states = torch.randn(1, 2, 6, 10)
-    for scale in (0.5, 1.0, 1.37):
-        cos, sin = scale * angle.cos(), scale * angle.sin()
-        turned, _ = apply_rotary_pos_emb(states, states, cos, sin)
-        torch.testing.assert_close(unrotate(turned, cos, sin), states, atol=1e-5, rtol=1e-5)
-        assert torch.equal(unrotate(turned, cos, sin)[..., 4:], states[..., 4:])
-
-
 @families
 def test_tables_are_those_of_full_attention_layers(family: str) -> None:
     model = build(family)
@@ -156,17 +144,6 @@ def test_a_model_whose_layers_are_not_known() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=16, n_embd=16, n_layer=1, n_head=2))
     with pytest.raises(IncompatibleError, match="no decoder with layers of attention found"):
         decoder(model)
-
-
-def test_a_model_without_attention_heads() -> None:
-    class Model(nn.Module):
-        class config:
-            @staticmethod
-            def get_text_config(decoder: bool) -> object:
-                return object()
-
-    with pytest.raises(IncompatibleError, match="it has no attention heads in its configuration"):
-        describe(Model())
 
 
 def test_text_models_inside_multimodal_ones() -> None:

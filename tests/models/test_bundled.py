@@ -12,13 +12,13 @@ import torch
 from kvsearch.calibration.data import default_data, load_calibration_data
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.prompts import prompts_of
+from kvsearch.core.resources import resource
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.loading import BUNDLED, LoadedModel, load
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC
-from kvsearch.resources import resource
+from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import full_cache
-from kvsearch.signals.divergence import divergence
+from kvsearch.signals.predictions import divergence
 from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.encode import encode_tasks
 

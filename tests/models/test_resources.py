@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch import resources
-from kvsearch.errors import EnvironmentFault
-from kvsearch.resources import resource
+from kvsearch.core import resources
+from kvsearch.core.errors import EnvironmentFault
+from kvsearch.core.resources import resource
 
 
 def test_in_this_installation() -> None:

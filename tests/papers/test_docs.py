@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvsearch.papers.catalog import TABLES
-from kvsearch.papers.numbers import numbers
+from kvsearch.papers.tables import TABLES, numbers
 
 DOCS = Path(__file__).parents[2] / "docs" / "reproduce.md"
 MARK = "<!-- the list is made by tests/papers/test_docs.py -->"

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
 
 from kvsearch.config.options import JobOptions
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.jobs.calibrate import CalibrateOptions
 from kvsearch.jobs.evaluate import EvaluateOptions
 from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.export import ExportOptions
 from kvsearch.jobs.plan import ScaleOptions
-from kvsearch.jobs.reproduce import ReproduceOptions
-from kvsearch.jobs.reproduce_stages import Stages
+from kvsearch.jobs.reproduce import ReproduceOptions, Stages
 from kvsearch.jobs.select import SelectOptions
 from kvsearch.jobs.validate import ValidateOptions
-from kvsearch.papers.catalog import ALIASES, TABLES, find_table, model_of
-from kvsearch.papers.numbers import numbers
-from kvsearch.papers.table import PaperTable, Scale
+from kvsearch.papers.tables import ALIASES, TABLES, Ask, PaperTable, Scale, find_table, model_of, numbers
 
 JOBS: dict[str, type[JobOptions]] = {
     "calibrate": CalibrateOptions, "evaluate": EvaluateOptions, "evolve": EvolveOptions, "export": ExportOptions,
@@ -57,8 +55,12 @@ def test_every_row_is_of_a_method_or_a_plan(table: PaperTable, scale: Scale) -> 
     plans = {stage.name for stage in stages if stage.job in ("scale", "export", "select")}
     sizes = [str(size) for size in (*scale.budgets, *scale.ratios)]
     blocks = [ask.block for ask in scale.asks]
-    there = [row for row in table.rows if _names(row.method, sizes, blocks) & (methods | plans)]
-    if table.name == "evolkv-group-size":  # both forms in one list
+    there = [row for row in table.rows if _names(row, sizes, blocks) & (methods | plans)]
+    if table.view == "profiles":
+        assert set(table.rows) < {stage.name for stage in stages}
+    elif table.view == "signals":
+        assert set(table.rows) == {"cosine", "ppl", "entropy"}
+    elif table.name == "evolkv-group-size":  # both forms in one list
         assert len(there) in (5, 6)
     else:
         assert len(there) == len(table.rows)
@@ -75,12 +77,14 @@ def test_numbers_are_of_the_rows_and_their_average(table: PaperTable) -> None:
         assert model in table.models.values()
         found.setdefault((model, block, row), {})[column] = value
     if table.view == "scores":
-        assert {row for _, _, row in found} <= {"Full", *(row.label for row in table.rows)}
-    if table.columns == "categories":
+        assert {row for _, _, row in found} <= {"Full", *table.rows.values()}
+    if "categories.*" in table.columns:
         return
     for (model, block, row), values in found.items():
         whole = values.pop("average", None)
-        values.pop(LEFT_OUT.get(table.average, ""), None)
+        for average, task in LEFT_OUT.items():
+            if f"averages.{average}|averages.macro" in table.columns:
+                values.pop(task, None)
         if whole is None or not values:
             continue
         assert (abs(fmean(values.values()) - whole) < 0.011) != ((table.name, model, block, row) in SLIPS)
@@ -90,7 +94,7 @@ def test_columns_of_numbers_are_tasks() -> None:
     from kvsearch.tasks.catalog import find_tasks
 
     for table in TABLES.values():
-        if table.view == "scores" and table.columns == "tasks" and table.paper.asks:
+        if table.view == "scores" and "tasks.*" in table.columns:
             spec = table.paper.asks[0].tasks.replace("ruler", "ruler:no-qa").replace("no-qa:no-qa", "no-qa")
             names = {task.name for task in find_tasks(spec)} | {"average", "qa_1", "qa_2"}
             assert {column for *_, column in numbers(table.name)} <= names, table.name
@@ -108,6 +112,30 @@ def test_a_model_is_known_by_the_last_part_of_its_name() -> None:
     assert model_of(table, "mistralai/Mistral-7B-Instruct-v0.2") == "Mistral-7B"
     assert model_of(table, "/models/mistral-7b-instruct-v0.2/") == "Mistral-7B"
     assert model_of(table, "mistralai/Mistral-7B-Instruct-v0.3") is None
+
+
+def test_a_template_is_a_stage_for_each_value_of_its_variables() -> None:
+    description = {
+        "name": "s-$block-$budget", "verb": "evaluate", "words": "asking $tasks",
+        "each": {"ask": "$asks", "budget": "$larger"},
+        "options": {
+            "budgets": "$budgets", "group": "$group", "settings": ["window=$window", "{search-$source}"],
+            "plan": {"each": {"made": ["a", "b"], "budget": "$budgets"}, "item": "{$made-$budget}"},
+        },
+        "methods": ["uniform"],
+    }  # fmt: skip
+    asks = Ask("niah", 3, (100,), block="x"), Ask("gsm8k", 4, tokens=9, block="y")
+    scale = Scale(asks, (), (8, 16, 32), (), {"window": 2, "group": 4, "own": [32]})
+    stages = replace(find_table("lava-table2"), templates=(description,)).stages(scale)
+    assert [stage.name for stage in stages] == ["s-x-16", "s-x-32", "s-y-16", "s-y-32"]
+    first, last = stages[0], stages[-1]
+    assert first.options == {
+        "tasks": "niah", "samples": 3, "length": (100,), "budgets": "8,16,32", "group": 4,
+        "settings": ("window=2", "{search-8}"),
+        "plan": ("{a-8}", "{a-16}", "{a-32}", "{b-8}", "{b-16}", "{b-32}"),
+    }  # fmt: skip
+    assert (last.words, last.block, last.tokens, last.methods) == ("asking gsm8k", "y", 9, ("uniform",))
+    assert last.options["settings"] == ("window=2", "{search-32}")
 
 
 def test_stages_are_named_by_what_decides_them() -> None:
@@ -148,7 +176,7 @@ def test_what_is_given_takes_the_place_of_what_is_asked() -> None:
         ({"table": ""}, "which table"),
         ({"model": ""}, "lava-table2 of which model"),
         ({"squad": "x.json"}, "--squad: no task of lava-table2 reads it"),
-        ({"tasks": "ruler"}, "ruler:qa_1 needs questions: give a JSON file in SQuAD's format"),
+        ({"tasks": "ruler"}, "ruler:qa_1 needs questions"),
         ({"tasks": "longbank"}, "unknown task 'longbank'"),
     ],
 )

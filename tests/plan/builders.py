@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from kvsearch.core.canonical import sha256_of
 from kvsearch.plan import ModelFingerprint, Plan, Profile, ProfileMetadata
-from kvsearch.plan.canonical import sha256_of
 
 PROVENANCE: dict[str, Any] = {
     "method": "uniform",

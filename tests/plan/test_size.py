@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.plan import ProfileMetadata, Size, phases_of
 from kvsearch.plan.size import Pool
 

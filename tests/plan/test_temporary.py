@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.plan.files import atomic_write
-from kvsearch.plan.temporary import temporary_for
+from kvsearch.core.files import atomic_write, temporary_for
 
 
 def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> None:
@@ -53,10 +52,3 @@ def test_a_file_that_is_taken_for_abandoned_is_made_again(tmp_path: Path, monkey
         file.write(b"whole")
     assert made == [made[0], path]
     assert path != made[0]
-
-
-def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), temporary_for(tmp_path / "plan.json") as (_, file):
-        file.write(b"half")
-        raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == []

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.errors import UsageError
-from kvsearch.plan import PolicySpec, load_plan, save_plan, weights
+from kvsearch.core.errors import UsageError
+from kvsearch.plan import PolicySpec, load_plan, save_plan
+from kvsearch.plan import saved as weights
 from tests.plan.builders import make_plan
 from tests.policies.probes import fitted
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.decoding import Cached, State, Step, best, protected_slots
+from kvsearch.policies.h2o import MASS
 from kvsearch.policies.ranking import at_each, keep_under
 from tests.policies.examples import JUNK
 
@@ -55,6 +56,25 @@ def decode(policy: Policy, observation: Observation, budget: int, steps: int, se
         yield Moment(step, priorities.clone(), leaving, before, rows)
         away = torch.zeros(len(seen), cached.positions.shape[1] + 1).scatter_(1, leaving + 1, 1.0)[:, 1:] > 0
         clear(cached, away)
+
+
+def some_slots(step: Step, share: float, generator: torch.Generator) -> list[list[int]]:
+    """About a `share` of the slots of every segment that hold an entry, but the newest, ascending by position."""
+    lists = []
+    for position, newest in zip(step.cached.positions.tolist(), step.newest.tolist(), strict=True):
+        held = [slot for slot, at in enumerate(position) if at >= 0 and slot != newest]
+        chosen = [slot for slot in held if float(torch.rand((), generator=generator)) < share]
+        lists.append(sorted(chosen, key=position.__getitem__))
+    return lists
+
+
+def merged(policy: Policy, cached: Cached, leaving: list[list[int]]) -> Cached:
+    """What a merge leaves; positions and masses do not change."""
+    after = cloned(cached)
+    policy.merge(after, slots(leaving))
+    assert torch.equal(after.positions, cached.positions)
+    assert torch.equal(after.state.entries[MASS], cached.state.entries[MASS])
+    return after
 
 
 def at_start(

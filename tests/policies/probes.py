@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 
 from kvsearch.plan import ModelFingerprint, PolicySpec, Profile, ProfileMetadata
-from kvsearch.plan.weights import know
+from kvsearch.plan.saved import know
 from kvsearch.policies import Policy, create_policy, query_bank
 from kvsearch.policies.probe import METHOD
 from tests.plan.builders import metadata_dict, model_dict

@@ -6,33 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.errors import UsageError
 from kvsearch.policies import scoring
 from kvsearch.policies.cake import CAKE, row_moments
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.scoring import window_rows
-from tests.policies.contract import Case, PolicyContract, observe
+from tests.policies.contract import Case, observe
 from tests.policies.examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
 
 # three candidates, then the window's own two columns
 ROWS = [[0.4, 0.1, 0.3, 0.2, 0.0], [0.4, 0.3, 0.3, 0.0, 0.0]]
 CASE = Case(heads=3, group=2, length=30, pads=(0, 4), seed=6)
-
-
-class TestContract(PolicyContract):
-    policy = CAKE()
-
-
-class TestContractShort(PolicyContract):
-    policy = CAKE(window=3, kernel=3, gamma=5.0, sinks=2)
-
-
-class TestContractMaxPooled(PolicyContract):
-    policy = CAKE(window=2, kernel=5, gamma=0.0, pooling="max")
-
-
-class TestContractOneRow(PolicyContract):
-    policy = CAKE(window=1, pooling="none", sinks=1)
 
 
 @pytest.mark.parametrize(
@@ -42,16 +25,6 @@ def test_mean_plus_unbiased_variance(gamma: float, scores: list[float], expected
     policy = CAKE(window=2, kernel=1, gamma=gamma)
     torch.testing.assert_close(policy.score(attending(ROWS))[0, 0, :3], torch.tensor(scores), atol=1e-4, rtol=0)
     assert kept(policy, attending(ROWS), 3) == expected
-
-
-def test_rows_before_the_window_do_not_count() -> None:
-    """Another policy may have asked for more rows."""
-    policy, earlier = CAKE(window=2, kernel=1), [[0.0, 0.5, 0.5, 0.0, 0.0], *ROWS]
-    torch.testing.assert_close(policy.score(attending(earlier))[..., :3], policy.score(attending(ROWS))[..., :3])
-
-
-def test_defaults_are_those_of_the_official_code() -> None:
-    assert CAKE().parameters() == {"window": 32, "kernel": 5, "gamma": 200.0, "pooling": "avg", "sinks": 0}
 
 
 def test_candidates_are_pooled_without_the_window() -> None:
@@ -123,18 +96,6 @@ def test_rows_of_padding_do_not_count(monkeypatch: pytest.MonkeyPatch, scratch: 
     torch.testing.assert_close(variance[0, 0, 0, 2:], real.var(0))
 
 
-def test_scratch_memory_is_that_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.policies.test_scoring import Largest
-
-    policy = CAKE(window=16)
-    observation = observe(policy, Case(heads=8, group=4, length=512, pads=(0,), seed=1))
-    everything = 8 * 4 * 16 * 512
-    monkeypatch.setattr(scoring, "CACHE_BYTES", 8 * everything // 4)
-    with Largest() as largest:
-        policy.score(observation)
-    assert largest.elements == everything // 4
-
-
 def test_a_decode_step_pools_its_row_over_the_order_of_positions() -> None:
     """Tokens 0, 2, 5, 6 behind a window of 8 and 9, with attention .30, .03, .06, .24.
 
@@ -178,25 +139,3 @@ def test_decode_priorities(policy: CAKE, seed: int) -> None:
                 continue  # what has no entry has no priority
             wanted = expected.get(position, float("inf"))
             assert float(priorities[segment, slot]) == pytest.approx(wanted, abs=1e-6)
-
-
-def test_the_row_is_the_mean_of_the_group() -> None:
-    assert (CAKE().row, CAKE().online) == ("group", True)
-    assert CAKE(window=5).needs().query_rows == 5
-
-
-@pytest.mark.parametrize(
-    ("params", "problem"),
-    [
-        ({"window": 0}, "window must be 1 or more, got 0"),
-        ({"sinks": -1}, "sinks must be 0 or more, got -1"),
-        ({"kernel": 4}, "kernel must be odd, got 4"),
-        ({"kernel": -3}, "kernel must be odd, got -3"),
-        ({"pooling": "sum"}, "pooling is max, avg or none, got 'sum'"),
-        ({"gamma": -1.0}, "gamma must be finite and 0 or more, got -1.0"),
-        ({"gamma": float("inf")}, "gamma must be finite and 0 or more, got inf"),
-    ],
-)
-def test_out_of_range(params: dict[str, float], problem: str) -> None:
-    with pytest.raises(UsageError, match=rf"^policy cake: {problem}$"):
-        CAKE(**params)  # type: ignore[arg-type]

@@ -2,76 +2,82 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvsearch.policies import Policy
+from kvsearch.policies.cake import CAKE
+from kvsearch.policies.cam import CaM
+from kvsearch.policies.criticalkv import CriticalKV
+from kvsearch.policies.d2o import D2O
+from kvsearch.policies.duo_attention import DuoAttention
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.full import FullKV
+from kvsearch.policies.h2o import H2O
 from kvsearch.policies.keydiff import KeyDiff
+from kvsearch.policies.knorm import Knorm
+from kvsearch.policies.lava import LAVa
+from kvsearch.policies.pyramidkv import PyramidKV
+from kvsearch.policies.registry import BUILT_IN
+from kvsearch.policies.scissorhands import Scissorhands
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.streaming import StreamingLLM
+from kvsearch.policies.tova import TOVA
+from kvsearch.policies.vatp import VATP
 from tests.policies.contract import PolicyContract
-from tests.policies.probes import example
+from tests.policies.probes import bank, example, fitted
+
+BY_POSITION = (
+    StreamingLLM(), StreamingLLM(sinks=0), CaM(), CaM(sinks=0, merge_next=1, expectation=True),
+    DuoAttention(), DuoAttention(sinks=1, window=2), DuoAttention(sinks=0, window=4),
+)  # fmt: skip
+BY_SCORE = (
+    FullKV(),
+    H2O(), H2O(recent_share=0.7, sinks=2), H2O(recent=3, sinks=1), H2O(recent_share=0.0),
+    TOVA(), TOVA(protect_last=True, sinks=2),
+    SnapKV(), SnapKV(window=3, kernel=5, pooling="max", group="mean", sinks=2),
+    SnapKV(window=2, kernel=3, pooling="avg", group="max"), SnapKV(window=5, kernel=7, pooling="none", sinks=1),
+    SnapKV(window=5, kernel=3, protect=2, sinks=1), SnapKV(window=2, kernel=3, pooling="avg", protect=4),
+    PyramidKV(), PyramidKV(window=2, kernel=3, sinks=1, group="max"), PyramidKV(window=4, protect=0),
+    Scissorhands(), Scissorhands(history=3, window=2, sinks=1), Scissorhands(history=1, window=0),
+    Scissorhands(history=9, window=1, drop=0),
+    CaM(base="h2o", sinks=1, merge_prompt=True), CaM(base="h2o", sinks=0, recent=3),
+    D2O(), D2O(sinks=1, recent_share=0.25, merging="code", ema=0.7), D2O(sinks=0, recent=2, keys_frozen=True),
+    CAKE(), CAKE(window=3, kernel=3, gamma=5.0, sinks=2), CAKE(window=2, kernel=5, gamma=0.0, pooling="max"),
+    CAKE(window=1, pooling="none", sinks=1), CAKE(window=4, protect=1, gamma=2.0),
+    VATP(), VATP(sinks=2, recent_share=0.25), VATP(sinks=1, recent=3),
+    VATP(base="scissorhands", sinks=1, history=5, recent=2), VATP(base="scissorhands", sinks=0),
+    VATP(base="snapkv", window=3, kernel=5, sinks=1), VATP(base="snapkv", window=4, kernel=3, sinks=1, protect=2),
+    VATP(base="snapkv", window=2, kernel=3, pooling="avg", group="max", sinks=0),
+    LAVa(), LAVa(window=3, kernel=3, group="mean", sinks=1), LAVa(window=1, pooling="none"),
+    LAVa(window=2, kernel=5, pooling="avg"), LAVa(window=4, kernel=3, protect=1),
+    KeyDiff(), KeyDiff(sinks=4, window=1),
+    Knorm(), Knorm(sinks=2, window=3),
+    ExpectedAttention(future=8), ExpectedAttention(future=5, sinks=2, window=3, epsilon=0.02),
+    ExpectedAttention(future=3, sinks=0, covariance=False, value_norm=False),
+    CriticalKV(), CriticalKV(window=2, kernel=3, group="max", sinks=1, norm="l2", ratio=0.3),
+    CriticalKV(window=4, kernel=3, protect=1),
+    CriticalKV(base="expected_attention", window=0, sinks=2, future=8, ratio=0.7),
+    CriticalKV(base="expected_attention", window=1, future=3, covariance=False, epsilon=0.0, ratio=1.0),
+    CriticalKV(base="expected_attention", future=8, window=4, protect=2),
+    *map(example, ("probe", "query_bank", "kvzip", "kvzap")),
+    fitted(generic="snapkv", share=0.4), bank(generic="expected_attention", share=0.7),
+)  # fmt: skip
 
 
-class TestFullKV(PolicyContract):
-    policy = FullKV()
+def named(policy: Policy) -> str:
+    return f"{policy.name}-{'-'.join(str(value)[:8] for value in policy.parameters().values())}"
 
 
-class TestStreamingLLM(PolicyContract):
-    policy = StreamingLLM()
-    score_is_position = True
+@pytest.fixture(scope="class", params=(*BY_POSITION, *BY_SCORE), ids=named)
+def policy(request: pytest.FixtureRequest) -> None:
+    request.cls.policy = request.param
+    request.cls.score_is_position = any(request.param is one for one in BY_POSITION)
 
 
-class TestStreamingLLMWithoutSinks(PolicyContract):
-    policy = StreamingLLM(sinks=0)
-    score_is_position = True
+@pytest.mark.usefixtures("policy")
+class TestContract(PolicyContract):
+    """All of them."""
 
 
-class TestSnapKV(PolicyContract):
-    policy = SnapKV()
-
-
-class TestSnapKVMaxPooled(PolicyContract):
-    policy = SnapKV(window=3, kernel=5, pooling="max", group="mean", sinks=2)
-
-
-class TestSnapKVAveraged(PolicyContract):
-    policy = SnapKV(window=2, kernel=3, pooling="avg", group="max")
-
-
-class TestSnapKVUnpooled(PolicyContract):
-    policy = SnapKV(window=5, kernel=7, pooling="none", sinks=1)
-
-
-class TestKeyDiff(PolicyContract):
-    policy = KeyDiff()
-
-
-class TestKeyDiffProtected(PolicyContract):
-    policy = KeyDiff(sinks=4, window=1)
-
-
-class TestProbe(PolicyContract):
-    policy = example("probe")
-
-
-class TestQueryBank(PolicyContract):
-    policy = example("query_bank")
-
-
-class TestKVzip(PolicyContract):
-    policy = example("kvzip")
-
-
-class TestKVzap(PolicyContract):
-    policy = example("kvzap")
-
-
-class TestExpectedAttention(PolicyContract):
-    policy = ExpectedAttention(future=8)
-
-
-class TestExpectedAttentionMeansOnly(PolicyContract):
-    policy = ExpectedAttention(future=3, sinks=0, covariance=False, value_norm=False)
-
-
-class TestExpectedAttentionProtected(PolicyContract):
-    policy = ExpectedAttention(future=5, sinks=2, window=3, epsilon=0.02)
+def test_no_policy_is_left_out() -> None:
+    assert {policy.name for policy in (*BY_POSITION, *BY_SCORE)} == set(BUILT_IN)

@@ -7,36 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from kvsearch.errors import UsageError
-from kvsearch.policies import Observation, QueryStatistics, create_policy
+from kvsearch.policies import Observation, QueryStatistics
 from kvsearch.policies.base import Norm
 from kvsearch.policies.criticalkv import CriticalKV
 from kvsearch.policies.expected_attention import ExpectedAttention
-from kvsearch.policies.projection import projected_norms
 from kvsearch.policies.ranking import rank_under
+from kvsearch.policies.scoring import projected_norms
 from kvsearch.policies.snapkv import SnapKV
-from tests.policies.contract import Case, PolicyContract, no_rope, observe
+from tests.policies.contract import Case, no_rope, observe
 from tests.policies.examples import attending, kept
 
 NORMS = [1.0, 1.0, 4.0, 2.0]
-
-
-class TestContract(PolicyContract):
-    policy = CriticalKV()
-
-
-class TestContractShort(PolicyContract):
-    policy = CriticalKV(window=2, kernel=3, group="max", sinks=1, norm="l2", ratio=0.3)
-
-
-class TestContractExpectedAttention(PolicyContract):
-    policy = CriticalKV(base="expected_attention", window=0, sinks=2, future=8, ratio=0.7)
-
-
-class TestContractExpectedAttentionMeansOnly(PolicyContract):
-    policy = CriticalKV(base="expected_attention", window=1, future=3, covariance=False, epsilon=0.0, ratio=1.0)
 
 
 def fixed(*norms: Sequence[float]) -> Any:
@@ -127,20 +109,6 @@ def test_entries_without_a_norm_are_no_nan() -> None:
     assert CriticalKV(window=3).score(observation).isfinite().all()
 
 
-def test_the_base_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Observation] = []
-    score = SnapKV.score
-
-    def counted(policy: SnapKV, observation: Observation) -> Tensor:
-        calls.append(observation)
-        return score(policy, observation)
-
-    monkeypatch.setattr(SnapKV, "score", counted)
-    policy = CriticalKV(window=2)
-    rank_under(policy, observe(policy, Case(heads=1, group=1, length=9, pads=(0,), seed=1)))
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize(
     ("ratio", "budgets", "quota"),
     [(0.5, [1, 2, 3, 4, 2**40], [0, 1, 1, 2, 2**39]), (0.29, [100, 99], [29, 28]), (1.0, [7], [7]), (0.0, [7], [0])],
@@ -163,45 +131,3 @@ def test_needs_and_decode_rule_are_those_of_the_base() -> None:
     assert [p.refresh_interval for p in (window, future, CriticalKV(window=6, refresh=7))] == [3, 32, 7]
     assert CriticalKV(base="expected_attention", window=0, refresh=5).refresh_interval == 5
     assert not window.online
-
-
-@pytest.mark.parametrize(
-    ("change", "base"),
-    [
-        ({"window": 3}, SnapKV(window=3)),
-        ({"window": 2, "kernel": 3}, SnapKV(window=2, kernel=3)),
-        ({"window": 2, "pooling": "avg"}, SnapKV(window=2, pooling="avg")),
-        ({"window": 2, "group": "max"}, SnapKV(window=2, group="max")),
-        ({"base": "expected_attention", "sinks": 2}, ExpectedAttention(sinks=2, value_norm=False)),
-        ({"base": "expected_attention", "future": 9}, ExpectedAttention(sinks=0, future=9, value_norm=False)),
-        (
-            {"base": "expected_attention", "covariance": False},
-            ExpectedAttention(sinks=0, covariance=False, value_norm=False),
-        ),
-    ],
-)
-def test_parameters_reach_the_base(change: dict[str, Any], base: SnapKV | ExpectedAttention) -> None:
-    policy = CriticalKV(**change)
-    observation = observe(policy, Case(heads=2, group=2, length=14, pads=(0,), seed=2))
-    assert torch.equal(policy.first_stage(observation), base.score(observation))
-
-
-@pytest.mark.parametrize(
-    ("params", "problem"),
-    [
-        ({"base": "keydiff"}, "base is snapkv or expected_attention, got 'keydiff'"),
-        ({"ratio": 1.1}, "ratio must be between 0 and 1, got 1.1"),
-        ({"ratio": -0.1}, "ratio must be between 0 and 1, got -0.1"),
-        ({"epsilon": -1.0}, "epsilon must be finite and 0 or more, got -1.0"),
-        ({"epsilon": float("nan")}, "epsilon must be finite and 0 or more, got nan"),
-        ({"norm": "l3"}, "norm is l1 or l2, got 'l3'"),
-        ({"kernel": 4}, "its base snapkv: kernel must be odd, got 4"),
-        ({"window": 0}, "its base snapkv: window must be 1 or more, got 0"),
-        ({"base": "expected_attention", "future": 0}, "its base expected_attention: future must be 1 or more, got 0"),
-        ({"refresh": -1}, "its base snapkv: refresh must be 0 or more, got -1"),
-    ],
-)
-def test_out_of_range(params: dict[str, object], problem: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        create_policy("criticalkv", params)
-    assert str(caught.value) == f"policy criticalkv: {problem}"

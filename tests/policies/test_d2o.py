@@ -9,28 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsearch.errors import UsageError
-from kvsearch.policies import create_policy, merging, scoring
+from kvsearch.policies import scoring
 from kvsearch.policies.d2o import D2O, TAU
 from kvsearch.policies.decoding import Cached, State
 from kvsearch.policies.h2o import H2O, MASS
-from tests.policies.contract import Case, PolicyContract, cases, observe, properties
-from tests.policies.course import cloned, decode, slots
-from tests.policies.examples import NAN, check_order_of_slots, kept, scattered
+from tests.policies.contract import Case, cases, observe, properties
+from tests.policies.course import decode, merged, some_slots
+from tests.policies.examples import NAN, kept, scattered
 from tests.policies.test_h2o import SUMS, received
-from tests.policies.test_scoring import Largest
-
-
-class TestContract(PolicyContract):
-    policy = D2O()
-
-
-class TestContractMostlyHeavy(PolicyContract):
-    policy = D2O(sinks=1, recent_share=0.25, merging="code", ema=0.7)
-
-
-class TestContractFixedWindow(PolicyContract):
-    policy = D2O(sinks=0, recent=2, keys_frozen=True)
 
 
 def test_the_score_is_that_of_h2o_with_sinks() -> None:
@@ -54,15 +40,6 @@ def holding(keys: list[list[float]], values: list[float], tau: float = math.nan)
         layer=0,
         heads=torch.zeros(1, dtype=torch.int64),
     )
-
-
-def merged(policy: D2O, cached: Cached, leaving: list[list[int]]) -> Cached:
-    """What a merge leaves; positions and masses do not change."""
-    after = cloned(cached)
-    policy.merge(after, slots(leaving))
-    assert torch.equal(after.positions, cached.positions)
-    assert torch.equal(after.state.entries[MASS], cached.state.entries[MASS])
-    return after
 
 
 FOUR = [[1.0, 0.0], [0.0, 1.0], [0.8, 0.6], [0.6, 0.8]]  # cosines of entry 2 to the others: .8, .6, .96
@@ -126,49 +103,6 @@ def test_several_entries_with_one_target(merging: str) -> None:
     torch.testing.assert_close(after.keys[0, 1], torch.tensor(key))
 
 
-@pytest.mark.parametrize("ema", [0.3, 0.5, 0.7, 0.9])
-def test_equal_similarities_are_not_below_their_mean(ema: float) -> None:
-    """What is exactly as similar as all before it merges, again and again: the mean is not rounded upwards."""
-    angles = torch.linspace(0.1, 1.5, 300)
-    for count in (1, 2, 3):
-        keys = torch.zeros(300, 2 + count, 2)
-        keys[:, 0] = torch.stack([angles.cos(), angles.sin()], -1)
-        keys[:, 2:, 0] = 1.0
-        cached = Cached(
-            keys,
-            torch.ones(300, 2 + count, 1),
-            torch.arange(2 + count).repeat(300, 1),
-            State({MASS: torch.zeros(300, 2 + count)}, {TAU: torch.full((300,), math.nan)}),
-            layer=0,
-            heads=torch.zeros(300, dtype=torch.int64),
-        )
-        for _ in range(3):
-            cached.values[:, 0] = 0.0
-            D2O(ema=ema, keys_frozen=True).merge(cached, torch.arange(2, 2 + count).repeat(300, 1))
-            weight = count * angles.cos().exp()
-            torch.testing.assert_close(cached.values[:, 0, 0], weight / (weight + math.e))
-
-
-def test_of_equal_targets_the_first_position_takes_it() -> None:
-    before = holding([[1.0, 0.0]] * 4, [1.0, 2.0, 3.0, 4.0])
-    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 4, 0, 1, 3]):
-        mixed = dataclasses.replace(
-            before, keys=before.keys[:, order], values=before.values[:, order], positions=before.positions[:, order]
-        )
-        for leaving in ([3], [2, 3]):  # by position
-            after = merged(D2O(), mixed, [[order.index(position + 1) for position in leaving]])
-            changed = mixed.positions[(after.values != mixed.values)[..., 0] & mixed.held]
-            assert changed.tolist() == [0]
-
-
-def test_the_convex_mean_of_equal_entries_is_the_entry() -> None:
-    """Paper weights sum to 1; those of the code do not."""
-    before = holding([[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]], [3.0, 3.0, 3.0], tau=0.1)
-    after = merged(D2O(), before, [[2, 3]])
-    torch.testing.assert_close(after.values, before.values, equal_nan=True)
-    torch.testing.assert_close(after.keys, before.keys, equal_nan=True)
-
-
 # --- many entries -----------------------------------------------------------------------------------------------------
 
 
@@ -178,12 +112,7 @@ def many(seed: int, share: float) -> tuple[Cached, list[list[int]]]:
     step = scattered(seed, segments=3, slots=13)
     tau = torch.where(torch.rand(3, generator=generator) < 0.5, torch.rand(3, generator=generator), math.nan)
     cached = dataclasses.replace(step.cached, state=State({MASS: step.row}, {TAU: tau}))
-    lists = []
-    for position, newest in zip(cached.positions.tolist(), step.newest.tolist(), strict=True):
-        held = [slot for slot, at in enumerate(position) if at >= 0 and slot != newest]
-        chosen = [slot for slot in held if float(torch.rand((), generator=generator)) < share]
-        lists.append(sorted(chosen, key=position.__getitem__))
-    return cached, lists
+    return cached, some_slots(step, share, generator)
 
 
 def by_definition(policy: D2O, cached: Cached, lists: list[list[int]]) -> tuple[Tensor, Tensor, list[float]]:
@@ -239,81 +168,12 @@ def test_by_definition(seed: int, share: float, policy: D2O, told: bool) -> None
         check(policy, cached, lists, merged(policy, cached, lists))
 
 
-@properties
-@given(seeds, shares, st.booleans())
-def test_the_paper_merges_by_weights_that_add_up_to_one(seed: int, share: float, keys_frozen: bool) -> None:
-    """However many go into one entry, nothing is larger than what was there."""
-    cached, lists = many(seed, share)
-    if max(map(len, lists)):
-        after = merged(D2O(keys_frozen=keys_frozen), cached, lists)
-        for name in ("keys", "values"):
-            before, now = (getattr(one, name).norm(dim=-1) * cached.held for one in (cached, after))
-            assert bool((now.amax(-1) <= before.amax(-1) * (1 + 1e-5)).all())
-
-
-@properties
-@given(seeds, shares, policies)
-def test_what_is_no_target_does_not_change_at_all(seed: int, share: float, policy: D2O) -> None:
-    """Leaving entries among them, and heads that nothing leaves with their thresholds."""
-    cached, lists = many(seed, share)
-    if not max(map(len, lists)):
-        return
-    after = merged(policy, cached, lists)
-    for segment, gone in enumerate(lists):
-        same = torch.ones(13, dtype=torch.bool)
-        if gone:
-            units = torch.nn.functional.normalize(cached.keys[segment], dim=-1)
-            stays = [s for s, at in enumerate(cached.positions[segment].tolist()) if at >= 0 and s not in gone]
-            same[[max(stays, key=lambda to, slot=slot: float(units[slot] @ units[to])) for slot in gone]] = False  # type: ignore[misc]
-        else:
-            assert after.state.heads[TAU][[segment]].equal(cached.state.heads[TAU][[segment]]) or math.isnan(
-                float(cached.state.heads[TAU][segment])
-            )
-        for name in ("keys", "values"):
-            one, other = getattr(after, name)[segment, same], getattr(cached, name)[segment, same]
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def test_one_by_one_is_all_at_once_where_they_go_apart() -> None:
-    """Equal similarities, each to a target of its own: no threshold and no sum makes a difference."""
-    stay = [[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]]
-    leave = [[2.4, 1.8], [-1.8, 2.4], [-2.4, -1.8], [1.8, -2.4]]
-    before = holding([*stay, *leave], [float(2**i) for i in range(8)])
-    together = merged(D2O(), before, [[5, 6, 7, 8]])
-    single = cloned(before)
-    for slot in (7, 5, 8, 6):
-        D2O().merge(single, slots([[slot]]))
-        single.positions[0, slot] = -1
-    torch.testing.assert_close(together.keys, single.keys, equal_nan=True)
-    torch.testing.assert_close(together.values, single.values, equal_nan=True)
-    torch.testing.assert_close(together.state.heads[TAU], single.state.heads[TAU])
-    assert bool((together.values[0, 1:5] != before.values[0, 1:5]).all())
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_scratch_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     cached, lists = many(seed, 0.5)
     monkeypatch.setattr(scoring, "CACHE_BYTES", 1)
-    monkeypatch.setattr(merging, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(scoring, "SCRATCH_BYTES", 1)
     check(D2O(), cached, lists, merged(D2O(), cached, lists))
-
-
-def test_scratch_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where 3000 entries leave and 200 stay, not all cosines are there at once."""
-    generator = torch.Generator().manual_seed(0)
-    keys, values = torch.randn(2, 2, 3200, 8, generator=generator)
-    state = State({MASS: torch.zeros(2, 3200)}, {TAU: torch.full((2,), math.nan)})
-    cached = Cached(keys, values, torch.arange(3200).repeat(2, 1), state, 0, torch.arange(2))
-    leaving = torch.arange(3000).repeat(2, 1)
-    expected = cloned(cached)
-    D2O().merge(expected, leaving)
-    monkeypatch.setattr(scoring, "CACHE_BYTES", 400_000)
-    monkeypatch.setattr(merging, "SCRATCH_BYTES", 400_000)
-    with Largest() as largest:
-        D2O().merge(cached, leaving)
-    assert largest.elements <= 100_000
-    torch.testing.assert_close(cached.keys, expected.keys)
-    torch.testing.assert_close(cached.values, expected.values)
 
 
 def test_half_precision_is_rounded_once() -> None:
@@ -340,40 +200,3 @@ def test_decoding(case: Case, budget: int, policy: D2O) -> None:
         check(policy, moment.before, lists, moment.step.cached)
         events = torch.tensor([bool(line) for line in lists])
         assert not bool(moment.step.cached.state.heads[TAU][events].isnan().any())
-
-
-def test_the_state_starts_without_a_threshold() -> None:
-    observation = observe(D2O(), Case(heads=2, group=1, length=5, pads=(0, 2, 1), seed=1), torch.bfloat16)
-    state = D2O().start(observation)
-    assert torch.equal(state.entries[MASS], observation.received())
-    assert state.heads[TAU].shape == (3, 2)
-    assert state.heads[TAU].dtype == torch.float32
-    assert bool(state.heads[TAU].isnan().all())
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_slots_in_any_order(seed: int) -> None:
-    step = scattered(seed)
-    state = State({MASS: step.row * 3}, {TAU: torch.zeros(4)})
-    check_order_of_slots(D2O(), dataclasses.replace(step, cached=dataclasses.replace(step.cached, state=state)), seed)
-
-
-def test_what_it_reads_and_when_it_merges() -> None:
-    assert (D2O().online, D2O().row, D2O().merges, D2O().merges_prompt) == (True, "group", True, True)
-    assert (D2O().sink_count, D2O().recent_count, D2O(recent=6).recent_count) == (4, 1, 6)
-
-
-@pytest.mark.parametrize(
-    ("params", "problem"),
-    [
-        ({"merging": "mean"}, "merging is paper or code, got 'mean'"),
-        ({"ema": 0.0}, "ema must be above 0 and at most 1, got 0.0"),
-        ({"ema": 1.5}, "ema must be above 0 and at most 1, got 1.5"),
-        ({"ema": float("nan")}, "ema must be above 0 and at most 1, got nan"),
-        ({"sinks": -1}, "sinks must be 0 or more, got -1"),
-        ({"recent_share": 1.1}, "recent_share must be between 0 and 1, got 1.1"),
-    ],
-)
-def test_out_of_range(params: dict[str, object], problem: str) -> None:
-    with pytest.raises(UsageError, match=f"^policy d2o: {problem}$"):
-        create_policy("d2o", params)

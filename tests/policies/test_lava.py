@@ -8,28 +8,12 @@ from torch import Tensor
 from kvsearch.policies import Observation
 from kvsearch.policies.lava import LAVa
 from kvsearch.policies.snapkv import SnapKV
-from tests.policies.contract import Case, PolicyContract, observe
+from tests.policies.contract import Case, observe
 from tests.policies.examples import attending, kept
 
 # two heads with four candidates and a window of one; the largest value norms are 1 and 3, in the window 100
 ATTENTION = ([[0.40, 0.20, 0.10, 0.05, 0.25]], [[0.10, 0.10, 0.30, 0.20, 0.30]])
 LARGEST = torch.tensor([[0.6, -0.4], [-1.0, 2.0]])  # one vector per head, |.|_1 = 1 and 3
-
-
-class TestContract(PolicyContract):
-    policy = LAVa()
-
-
-class TestContractShort(PolicyContract):
-    policy = LAVa(window=3, kernel=3, group="mean", sinks=1)
-
-
-class TestContractUnpooled(PolicyContract):
-    policy = LAVa(window=1, pooling="none")
-
-
-class TestContractAveraged(PolicyContract):
-    policy = LAVa(window=2, kernel=5, pooling="avg")
 
 
 def two_heads() -> Observation:
@@ -53,11 +37,6 @@ def test_heads_are_comparable() -> None:
     assert {0, 6, 7} <= set(together.tolist())
 
 
-def test_attention_alone_would_split_them_otherwise() -> None:
-    found = SnapKV(window=1, kernel=1).score(two_heads())[0, :, :4]
-    assert set(found.flatten().topk(4).indices.tolist()) == {0, 1, 6, 7}
-
-
 def test_the_value_factor_changes_no_order_within_a_head() -> None:
     policy, observation = LAVa(window=3), observe(LAVa(window=3), Case(2, 2, 30, (0, 5), seed=4))
     alike = SnapKV(window=3, group="max")
@@ -75,15 +54,6 @@ def test_the_largest_of_the_group_after_the_sum_over_rows() -> None:
     torch.testing.assert_close(scores(LAVa(window=2, kernel=1), observation)[0, :2], torch.tensor([0.35, 0.30]))
     found = scores(LAVa(window=2, kernel=1, group="mean"), observation)[0, :2]
     torch.testing.assert_close(found, torch.tensor([0.30, 0.25]))
-
-
-def test_rows_before_the_window_do_not_count() -> None:
-    """Another policy may have asked for more rows."""
-    policy, observation = LAVa(window=1, kernel=1), two_heads()
-    assert observation.queries is not None
-    earlier = torch.cat([torch.zeros(1, 2, 3, 5), observation.queries], 2)
-    more = dataclasses.replace(observation, queries=earlier)
-    torch.testing.assert_close(scores(policy, more)[:, :4], scores(policy, observation)[:, :4])
 
 
 def test_attention_is_pooled() -> None:
@@ -118,7 +88,3 @@ def test_scored_anew_it_looks_at_what_is_held() -> None:
     # the row of token 7 does not see token 8
     torch.testing.assert_close(found[0, :3], 5.0 * (whole / 0.8 + whole) / 2)
     torch.testing.assert_close(found[1, 1:3], 5.0 * (part / 0.7 + part / 0.9) / 2)
-
-
-def test_it_is_scored_anew() -> None:
-    assert (LAVa().online, LAVa().refresh_interval, LAVa().group) == (False, 16, "max")

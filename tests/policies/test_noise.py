@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsearch.policies.noise import uniform
+from kvsearch.policies.random import uniform
 from tests.policies.contract import properties
 
 MASK = 2**64 - 1
@@ -39,14 +39,6 @@ def test_against_unbounded_integers(keys: list[int]) -> None:
     assert uniform(*map(torch.tensor, keys)).item() == reference(*keys)
 
 
-def test_keys_broadcast_and_every_element_is_on_its_own() -> None:
-    heads, positions = torch.tensor([[3], [0]]), torch.tensor([[5, 2**40, 0], [1, 1, 7]])
-    numbers = uniform(9, 2, heads, positions)
-    assert numbers.dtype == torch.float32
-    expected = [[reference(9, 2, int(heads[row]), int(of)) for of in positions[row]] for row in range(2)]
-    assert numbers.tolist() == expected
-
-
 def grids() -> list[Tensor]:
     """Draws along each of the keys, the others fixed or small."""
     count = torch.arange(65536)
@@ -70,19 +62,3 @@ def test_uniform(grid: int) -> None:
     assert 165 < statistic < 360  # quantiles 1e-6 and 1 - 1e-5
     bits = (numbers * 2**24).long()[:, None] >> torch.arange(24) & 1
     assert float((bits.float().mean(0) - 0.5).abs().max()) < 5 * 0.5 / 65536**0.5
-
-
-@pytest.mark.parametrize("grid", range(5))
-def test_neighbours_are_not_correlated(grid: int) -> None:
-    numbers = grids()[grid].double() - 0.5
-    lines = numbers if numbers.dim() == 2 else numbers.view(256, 256)
-    for one, other in ((lines[:, 1:], lines[:, :-1]), (lines[1:], lines[:-1]), (lines[1:, 1:], lines[:-1, :-1])):
-        correlation = float((one * other).mean() * 12)
-        assert abs(correlation) < 5 / one.numel() ** 0.5
-
-
-def test_keys_are_not_interchangeable() -> None:
-    count = torch.arange(256)
-    table = uniform(0, count[:, None], count)
-    assert int((table == table.T).sum()) < 300  # the diagonal, and a few by chance
-    assert len(table.unique()) > 65000

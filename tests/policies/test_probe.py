@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.numpy import load, save
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import unrotate
-from kvsearch.plan.weights import know
+from kvsearch.plan.saved import know
 from kvsearch.policies import Observation, Policy, create_policy
 from kvsearch.policies.generic import SINKS, WINDOW
-from kvsearch.policies.probe import FEATURES, Probe, features_of, needs_of
+from kvsearch.policies.probe import FEATURES, Probe, features_of
 from kvsearch.runtime.collector import plain_queries
 from tests import tiny
 from tests.policies.contract import DIM, rope
@@ -63,20 +63,6 @@ def test_the_score_is_the_exponential_of_a_small_network() -> None:
         np.testing.assert_allclose(found[:, head].numpy(), np.exp(wanted), rtol=1e-4)
 
 
-def test_a_linear_fit_has_no_hidden_units() -> None:
-    arrays = {"linear": [[[2.0]]], "center": [[[0.0]]], "scale": [[[1.0]]], "bias": [[0.0]]}
-    profile = ranking(("value_norm",), width=0, layers=(3,), **arrays)
-    found = fitted(profile).score(observation())
-    torch.testing.assert_close(found, observation().values.norm(dim=-1) ** 2, rtol=1e-3, atol=1e-3)
-
-
-def test_needs_are_those_of_the_features() -> None:
-    assert needs_of(("value", "keydiff")).describe() == []
-    assert needs_of(("snapkv",)).query_rows == WINDOW
-    assert needs_of(("expected_attention",)).query_statistics_from == SINKS
-    assert needs_of(("key",)).describe() == ["keys at position 0"]
-
-
 def test_weights_that_cannot_be_used() -> None:
     with pytest.raises(UsageError, match=r"the weights 0000.* are not here: they lie in a file beside the plan"):
         create_policy("probe", {"weights": "0" * 64}).needs()
@@ -117,12 +103,6 @@ def test_arrays_that_cannot_be_used(arrays: dict[str, Any], problem: str) -> Non
         create_policy("probe", {"weights": know(save(stated, header), Path("tests"))}).check_model(
             tiny.loaded().fingerprint
         )
-
-
-def test_protection_is_stated_as_it_is() -> None:
-    policy = fitted(protect=0)
-    assert policy.parameters()["protect"] == 0
-    assert (policy.recent_count, fitted().recent_count) == (0, 8)
 
 
 def scored_while_decoding(policy: Policy, scene: Scene) -> tuple[Layer, dict[tuple[int, int], dict[int, float]]]:

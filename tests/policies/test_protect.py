@@ -9,54 +9,17 @@ import pytest
 import torch
 
 from kvsearch.budgets.cake import CAKEAllocation
-from kvsearch.errors import UsageError
-from kvsearch.plan.canonical import canonical_json
+from kvsearch.core.canonical import canonical_json
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.base import Needs
 from kvsearch.policies.cake import CAKE
-from kvsearch.policies.criticalkv import CriticalKV
 from kvsearch.policies.lava import LAVa
-from kvsearch.policies.pyramidkv import PyramidKV
 from kvsearch.policies.snapkv import SnapKV
-from kvsearch.policies.vatp import VATP
-from tests.policies.contract import PolicyContract
 from tests.policies.examples import WINDOW_ROWS, attending, kept, leaves, step_at
 
 OBSERVING: dict[str, dict[str, Any]] = {
     "snapkv": {}, "pyramidkv": {}, "cake": {}, "lava": {}, "criticalkv": {}, "vatp": {"base": "snapkv"},
 }  # fmt: skip
-
-
-class TestSnapKVLooksFurther(PolicyContract):
-    policy = SnapKV(window=5, kernel=3, protect=2, sinks=1)
-
-
-class TestSnapKVProtectsMore(PolicyContract):
-    policy = SnapKV(window=2, kernel=3, pooling="avg", protect=4)
-
-
-class TestPyramidKVProtectsNothing(PolicyContract):
-    policy = PyramidKV(window=4, protect=0)
-
-
-class TestCAKELooksFurther(PolicyContract):
-    policy = CAKE(window=4, protect=1, gamma=2.0)
-
-
-class TestLAVaLooksFurther(PolicyContract):
-    policy = LAVa(window=4, kernel=3, protect=1)
-
-
-class TestCriticalKVLooksFurther(PolicyContract):
-    policy = CriticalKV(window=4, kernel=3, protect=1)
-
-
-class TestCriticalKVExpecting(PolicyContract):
-    policy = CriticalKV(base="expected_attention", future=8, window=4, protect=2)
-
-
-class TestVATPLooksFurther(PolicyContract):
-    policy = VATP(base="snapkv", window=4, kernel=3, sinks=1, protect=2)
 
 
 @pytest.mark.parametrize("name", OBSERVING)
@@ -83,18 +46,6 @@ def test_looking_and_protecting_are_two_numbers(name: str, protect: int) -> None
     assert create_policy(name, policy.parameters()) == policy
     if not policy.online:
         assert policy.refresh_interval == 3  # half of what is looked at
-
-
-@pytest.mark.parametrize("name", OBSERVING)
-def test_a_negative_number_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"^policy {name}: .*protect must be 0 or more, got -2$"):
-        create_policy(name, {"protect": -2, **OBSERVING[name]})
-
-
-@pytest.mark.parametrize("name", ["keydiff", "knorm", "scissorhands", "expected_attention", "streaming"])
-def test_a_policy_without_a_window_of_queries_has_no_such_parameter(name: str) -> None:
-    with pytest.raises(UsageError, match="has no parameter 'protect'"):
-        create_policy(name, {"protect": 2})
 
 
 @pytest.mark.parametrize(

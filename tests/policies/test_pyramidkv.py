@@ -5,16 +5,8 @@ import torch
 
 from kvsearch.policies.pyramidkv import PyramidKV
 from kvsearch.policies.snapkv import SnapKV
-from tests.policies.contract import Case, PolicyContract, observe
+from tests.policies.contract import Case, observe
 from tests.policies.examples import WINDOW_ROWS, attending, kept
-
-
-class TestContract(PolicyContract):
-    policy = PyramidKV()
-
-
-class TestContractShort(PolicyContract):
-    policy = PyramidKV(window=2, kernel=3, sinks=1, group="max")
 
 
 def test_it_is_snapkv_with_a_window_of_eight() -> None:

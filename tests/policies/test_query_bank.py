@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.calibration.probe.bank import farthest, k_means
-from kvsearch.errors import IncompatibleError, InternalError, UsageError
+from kvsearch.core.errors import IncompatibleError, InternalError, UsageError
 from kvsearch.models.architecture import unrotate
-from kvsearch.policies.query_bank import QueryBank
 from tests import tiny
 from tests.policies.contract import DIM, rope
 from tests.policies.probes import bank
@@ -72,16 +71,6 @@ def test_heads_that_are_even_spread_their_mean_score_over_the_places() -> None:
                 assert score == pytest.approx(scores[row, head, position + pads].item(), rel=1e-4)
 
 
-def test_an_even_head_that_attends_to_nothing_is_ranked_last_and_told_apart() -> None:
-    layer = Layer(Scene(2, 1, 12, (0,), 1, (4, 4), 0))
-    with torch.no_grad():
-        layer.module.o_proj.weight[:, DIM:] = 0
-    policy = bank(QUERIES[:, :, :1], layers=(3,), even=[[0, 1]])
-    scores = policy.score(layer.observation(policy))[0]
-    assert scores[1].unique().numel() == 12
-    assert float(scores[1].max()) < float(scores[0].min())
-
-
 def test_a_new_token_is_scored_among_the_prompt_and_itself() -> None:
     scene = Scene(2, 2, 9, (0, 2), 4, (20, 20), 5)
     layer, found = scored_while_decoding(bank(QUERIES, layers=(3,), sinks=0, protect=1), scene)
@@ -95,16 +84,6 @@ def test_a_new_token_is_scored_among_the_prompt_and_itself() -> None:
             taken = np.exp(logits[..., -1]) / np.exp(logits).sum(-1)  # [G, N]
             wanted = (taken * norms(layer, row, head, position + pads)[:, None]).sum(0).max()
             assert scores[position] == pytest.approx(wanted, rel=1e-3)
-
-
-def test_logits_of_a_prompt_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, asked = Layer(Scene(1, 2, 6, (0,), 1, (4,), 0)), list[int]()
-    policy, plain = bank(QUERIES[:, :1], layers=(3,)), QueryBank._logits
-    monkeypatch.setattr(QueryBank, "_logits", lambda *given: asked.append(1) or plain(*given))
-    seen = layer.observation(policy)
-    scores, state = policy.score(seen), policy.start(seen)
-    torch.testing.assert_close(state.entries["score"], scores)
-    assert asked == [1]
 
 
 def test_learned_sinks_take_their_share() -> None:

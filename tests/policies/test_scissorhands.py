@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsearch.errors import UsageError
-from kvsearch.policies import Observation, create_policy, scoring
+from kvsearch.policies import Observation, scoring
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.scissorhands import LOW, MASS, RING, Scissorhands, places
-from tests.policies.contract import Case, PolicyContract, cases, observe, properties
+from tests.policies.contract import Case, cases, observe, properties
 from tests.policies.course import Row, decode
-from tests.policies.examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
+from tests.policies.examples import attending, kept, leaves, step_at
 
 ROWS = [
     [1.0, 0.0, 0.0, 0.0, 0.0],
@@ -24,22 +23,6 @@ ROWS = [
     [0.4, 0.1, 0.3, 0.2, 0.0],
     [0.3, 0.1, 0.1, 0.2, 0.3],
 ]
-
-
-class TestContract(PolicyContract):
-    policy = Scissorhands()
-
-
-class TestContractShort(PolicyContract):
-    policy = Scissorhands(history=3, window=2, sinks=1)
-
-
-class TestContractOneRow(PolicyContract):
-    policy = Scissorhands(history=1, window=0)
-
-
-class TestContractNineRows(PolicyContract):
-    policy = Scissorhands(history=9, window=1, drop=0)
 
 
 # --- the end of the prompt --------------------------------------------------------------------------------------------
@@ -139,15 +122,6 @@ def test_chunks_of_rows_and_heads_change_nothing(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(state.entries[MASS], expected.entries[MASS])
 
 
-@pytest.mark.parametrize(("history", "ring"), [(1, 1), (8, 1), (9, 2), (400, 50), (401, 51)])
-def test_memory_of_the_state(history: int, ring: int) -> None:
-    policy = Scissorhands(history=history)
-    state = policy.start(observe(policy, Case(heads=1, group=1, length=3, pads=(0,), seed=1)))
-    kinds = {name: (tensor.dtype, tensor.shape[3:]) for name, tensor in state.entries.items()}
-    assert kinds == {LOW: (torch.int16, ()), MASS: (torch.float32, ()), RING: (torch.uint8, (ring,))}
-    assert not state.heads
-
-
 # --- the order --------------------------------------------------------------------------------------------------------
 
 
@@ -188,12 +162,6 @@ def test_close_ratios_are_told_apart_whatever_the_mass(one: tuple[int, int], oth
     for mass in ([[0.0, 1e30]], [[1e30, 0.0]], [[1.0, 1.0]]):
         found = places(low, seen, torch.tensor(mass), torch.ones(1, 2, dtype=torch.bool))
         assert found.tolist() == [[float(better), float(1 - better)]]
-
-
-def test_equal_ratios_of_different_counts_are_equal() -> None:
-    low, seen = torch.tensor([[1, 10, 100, 0, 0]]).short(), torch.tensor([[3, 30, 300, 7, 9]])
-    found = places(low, seen, torch.tensor([[0.5, 0.5, 0.4, 0.0, 0.0]]), torch.ones(1, 5, dtype=torch.bool))
-    assert found.tolist() == [[1.0, 1.0, 0.0, 2.0, 2.0]]
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
@@ -244,14 +212,6 @@ def test_full_segments_are_those_without_an_empty_slot(history: int) -> None:
         assert torch.equal(tensor, found[1][1][name]), name
 
 
-def test_an_even_share_is_not_low_while_decoding() -> None:
-    step = arriving()
-    even = dataclasses.replace(step, attention=torch.full((1, 5), 0.25).masked_fill(~step.cached.held, 0.0))
-    Scissorhands(history=3).step(even)
-    assert even.cached.state.entries[LOW].tolist() == [[1, 0, 0, 0, 0]]
-    assert even.cached.state.entries[RING].tolist() == [[[0b010], [0], [0], [0], [0]]]
-
-
 def test_a_row_that_falls_out_of_the_history_no_longer_counts() -> None:
     """A history of 2: the row of token 3 leaves it, in which 2 was low."""
     step = arriving()
@@ -283,22 +243,6 @@ def test_the_ring_counts_what_a_recount_of_the_history_does(case: Case, history:
             assert [found[position] for position in naive] == expected
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("history", [2, 400])
-def test_slots_in_any_order(seed: int, history: int) -> None:
-    policy, step = Scissorhands(history=history), scattered(seed)
-    bytes_held = -(-history // 8)
-    empty = ~step.cached.held
-    state = State(
-        {
-            LOW: (step.row * 9).short() % 2,
-            MASS: step.row * 3,
-            RING: torch.zeros(*step.row.shape, bytes_held, dtype=torch.uint8).masked_fill(empty[..., None], 0),
-        }
-    )
-    check_order_of_slots(policy, dataclasses.replace(step, cached=dataclasses.replace(step.cached, state=state)), seed)
-
-
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
@@ -313,38 +257,3 @@ def test_slots_in_any_order(seed: int, history: int) -> None:
 def test_how_many_leave_at_once(policy: Scissorhands, expected: list[int]) -> None:
     """As many as asked for, but never protected ones."""
     assert [policy.drop_at(budget) for budget in (1, 2, 3, 4, 10, 100)] == expected
-
-
-@properties
-@given(cases(max_length=9), st.integers(1, 9), st.integers(0, 9), st.integers(0, 4), st.integers(0, 3))
-def test_what_is_held_goes_up_and_down(case: Case, budget: int, drop: int, window: int, sinks: int) -> None:
-    """Never above the budget after a step, `drop` below it at most, and protected entries stay."""
-    policy = Scissorhands(history=5, window=window, drop=drop, sinks=sinks)
-    for moment in decode(policy, observe(policy, case), budget, steps=8, seed=case.seed):
-        drops = policy.drop_at(budget)
-        for segment, gone in enumerate(moment.leaving.tolist()):
-            held = int(moment.before.held[segment].sum())
-            count = sum(slot >= 0 for slot in gone)
-            assert count == (drops if held > budget else 0)
-            assert budget + 1 - drops >= min(budget, sinks + window)
-
-
-def test_what_it_reads() -> None:
-    policy = Scissorhands(history=17)
-    assert (policy.online, policy.row, policy.needs().query_rows) == (True, "group", 17)
-    assert [policy.recent_at(budget) for budget in (3, 30)] == [10, 10]
-
-
-@pytest.mark.parametrize(
-    ("params", "problem"),
-    [
-        ({"history": 0}, "history must be between 1 and 32767, got 0"),
-        ({"history": 32768}, "history must be between 1 and 32767, got 32768"),
-        ({"window": -1}, "window must be 0 or more, got -1"),
-        ({"drop": -1}, "drop must be 0 or more, got -1"),
-        ({"sinks": -1}, "sinks must be 0 or more, got -1"),
-    ],
-)
-def test_out_of_range(params: dict[str, object], problem: str) -> None:
-    with pytest.raises(UsageError, match=f"^policy scissorhands: {problem}$"):
-        create_policy("scissorhands", params)

@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvsearch.policies import Observation, scoring
+from kvsearch.policies import scoring
 from kvsearch.policies.scoring import column_sums, mean_window_attention, window_rows
 from kvsearch.policies.snapkv import SnapKV
 from tests.policies.contract import Case, observe
@@ -56,20 +55,6 @@ def test_a_row_of_a_sparse_prompt_may_see_any_column() -> None:
     )
     found = torch.cat([rows for _, rows in window_rows(sparse, 4)], -2)[0, 0, 0]
     assert ((found > 0) == torch.tensor([[1, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]], dtype=torch.bool)).all()
-
-
-def test_queries_with_gradients_are_scored_without() -> None:
-    observation = observe(SnapKV(window=5), CASE)
-    assert observation.queries is not None
-    expected = mean_window_attention(observation, 5), column_sums(observation.queries, *seen(observation))
-    learning = dataclasses.replace(observation, queries=observation.queries.clone().requires_grad_())
-    assert learning.queries is not None
-    found = mean_window_attention(learning, 5), column_sums(learning.queries, *seen(learning))
-    assert all(torch.equal(one, other) and not one.requires_grad for one, other in zip(found, expected, strict=True))
-
-
-def seen(observation: Observation) -> tuple[Tensor, Tensor, float]:
-    return observation.keys, observation.valid, observation.scaling
 
 
 class Largest(TorchDispatchMode):

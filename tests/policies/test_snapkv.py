@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvsearch.policies import rank_entries
-from kvsearch.policies.scoring import aggregate, pool_positions
+from kvsearch.policies.scoring import pool_positions
 from kvsearch.policies.snapkv import SnapKV
 from tests.policies.examples import WINDOW_ROWS, attending, kept
 
@@ -31,30 +31,11 @@ def test_plateaus_of_max_pooling_go_to_the_lower_position() -> None:
     assert ranks.tolist() == [[[0, 1, 2, 3, 4, 5]]]
 
 
-def test_rows_before_the_window_do_not_count() -> None:
-    noise = [[0.0, 0.9, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0], *WINDOW_ROWS]
-    assert kept(SnapKV(window=2, kernel=1), attending(noise), 5) == {0, 3, 5, 6, 7}
-
-
 def test_the_group_is_aggregated_before_it_is_pooled() -> None:
     a, b = [0.6, 0.0, 0.1, 0.0, 0.3], [0.0, 0.1, 0.5, 0.0, 0.4]
     policy = SnapKV(window=1, kernel=3, pooling="max", group="mean")
     scores = policy.score(attending([a], [b]))[0, 0, :4]
     torch.testing.assert_close(scores, torch.tensor([0.3, 0.3, 0.3, 0.3]))
-
-
-@pytest.mark.parametrize(
-    ("group", "pooling", "commute"), [("mean", "max", False), ("max", "max", True), ("mean", "avg", True)]
-)
-def test_which_aggregations_commute_with_pooling(group: str, pooling: str, commute: bool) -> None:
-    attention = torch.tensor([[[0.6, 0.0, 0.1, 0.0], [0.0, 0.1, 0.5, 0.0]]])  # [1, G, T]
-    everywhere = torch.ones(1, 4, dtype=torch.bool)
-    first = pool_positions(aggregate(attention, group, 1)[:, None], 3, pooling, everywhere)[:, 0]
-    after = aggregate(pool_positions(attention, 3, pooling, everywhere), group, 1)
-    assert torch.allclose(first, after) == commute
-    if not commute:
-        torch.testing.assert_close(first, torch.tensor([[0.3, 0.3, 0.3, 0.3]]))
-        torch.testing.assert_close(after, torch.tensor([[0.35, 0.55, 0.3, 0.3]]))
 
 
 def test_average_pooling_pads_with_zero_and_max_pooling_with_nothing() -> None:

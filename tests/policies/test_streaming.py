@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvsearch.policies.streaming import StreamingLLM
-from tests.policies.examples import check_order_of_slots, kept, leaves, plain, scattered, step_at
+from tests.policies.examples import kept, leaves, plain, step_at
 
 
 def test_sinks_and_recent() -> None:
@@ -35,11 +35,3 @@ def test_small_budgets_while_decoding_keep_the_newest_and_then_sinks(budget: int
     """Token 8 arrives where the prompt left 7 or, with more room, sinks and 7."""
     held = {1: [7], 2: [7, 0], 3: [0, 2, 1], 4: [1, 0, 7, 2]}[budget]
     assert leaves(StreamingLLM(sinks=2), step_at([*held, 8]), budget=budget) == [expected]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_priorities_are_positions(seed: int) -> None:
-    step = scattered(seed)
-    check_order_of_slots(StreamingLLM(), step, seed)
-    assert torch.equal(StreamingLLM().step(step), step.cached.positions.float())
-    assert (StreamingLLM().row, StreamingLLM().online) == (None, True)

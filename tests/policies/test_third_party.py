@@ -18,6 +18,7 @@ from tests.runtime.helpers import plan_for
 
 ROOT = Path(__file__).parents[2]
 NAME, PACKAGE, TEST = "value_norm", "kvsearch-value-norm", "test_value_norm.py"
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 BLOCK = re.compile(r"^`([\w.]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -55,10 +56,9 @@ def python(site: Path, *arguments: object) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_it_is_listed_and_shown(site: Path) -> None:
     shown = python(site, "kvsearch", "policies", NAME)
-    for words in (f"{PACKAGE} 0.1", "score[i] = |v_i|_p", "scored anew every 8 steps", "order    int, default 2"):
+    for words in (f"{PACKAGE} 0.1", "score[i] = |v_i|_p", "scored anew every 8 steps", "order    default 2"):
         assert words in shown
     listed = json.loads(python(site, "kvsearch", "policies", "--json"))
     facts = {policy["name"]: policy for policy in listed["policies"]}[NAME]
@@ -67,14 +67,12 @@ def test_it_is_listed_and_shown(site: Path) -> None:
     assert NAME not in {problem["name"] for problem in listed["problems"]}
 
 
-@pytest.mark.slow
 def test_its_own_test_passes(site: Path) -> None:
     options = ("-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider")
-    examples = ("-p", "tests.conftest", "--hypothesis-profile", "quick")
+    examples = ("-p", "tests.conftest")
     assert "passed" in python(site, "pytest", *options, *examples, site / TEST)
 
 
-@pytest.mark.slow
 def test_a_plan_that_names_it_runs(site: Path, tmp_path: Path) -> None:
     model = load("bundled").model
     heads = model.config.num_key_value_heads

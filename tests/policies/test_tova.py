@@ -6,18 +6,9 @@ import pytest
 import torch
 
 from kvsearch.policies.tova import TOVA
-from tests.policies.contract import Case, PolicyContract, observe
-from tests.policies.examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
+from tests.policies.examples import attending, kept, leaves, step_at
 
 HEADS = ([[0.5, 0.1, 0.05, 0.05, 0.3]], [[0.1, 0.1, 0.35, 0.05, 0.4]])
-
-
-class TestContract(PolicyContract):
-    policy = TOVA()
-
-
-class TestContractProtected(PolicyContract):
-    policy = TOVA(protect_last=True, sinks=2)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -55,15 +46,3 @@ def test_a_decode_step_drops_the_lowest_of_its_own_row() -> None:
     assert leaves(TOVA(sinks=1), step, budget=3) == [5]
     assert leaves(TOVA(sinks=1, protect_last=True), step, budget=3) == [4]
     assert (TOVA().row, TOVA().online) == ("layer", True)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_priorities_are_the_row(seed: int) -> None:
-    step = scattered(seed)
-    check_order_of_slots(TOVA(), step, seed)
-    assert torch.equal(TOVA().step(step)[step.cached.held], step.row[step.cached.held])
-
-
-def test_nothing_is_remembered() -> None:
-    state = TOVA().start(observe(TOVA(), Case(heads=2, group=2, length=6, pads=(0, 1), seed=3)))
-    assert state.nbytes() == 0

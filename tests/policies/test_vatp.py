@@ -2,54 +2,22 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsearch.errors import UsageError
-from kvsearch.policies import Observation, create_policy
-from kvsearch.policies.base import Needs
+from kvsearch.policies import Observation
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.h2o import H2O, MASS
-from kvsearch.policies.scoring import mean_window_attention
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.vatp import NORM, VATP
-from tests.policies.contract import Case, PolicyContract, cases, observe, properties
+from tests.policies.contract import Case, cases, observe, properties
 from tests.policies.course import decode
-from tests.policies.examples import NAN, attending, check_order_of_slots, kept, leaves, scattered, step_at
+from tests.policies.examples import NAN, attending, kept, leaves, step_at
 
 SUMS = [2.8, 0.7, 0.8, 0.4, 0.3]
 VALUES = [[0.1, 0.0], [1.0, -1.0], [-0.5, 0.5], [-4.0, 0.0], [0.0, 1.0]]  # L1 norms .1, 2, 1, 4, 1
-
-
-class TestContract(PolicyContract):
-    policy = VATP()
-
-
-class TestContractFewSinks(PolicyContract):
-    policy = VATP(sinks=2, recent_share=0.25)
-
-
-class TestContractFixedWindow(PolicyContract):
-    policy = VATP(sinks=1, recent=3)
-
-
-class TestContractScissorhands(PolicyContract):
-    policy = VATP(base="scissorhands", sinks=1, history=5, recent=2)
-
-
-class TestContractScissorhandsDefaults(PolicyContract):
-    policy = VATP(base="scissorhands", sinks=0)
-
-
-class TestContractSnapKV(PolicyContract):
-    policy = VATP(base="snapkv", window=3, kernel=5, sinks=1)
-
-
-class TestContractSnapKVAveraged(PolicyContract):
-    policy = VATP(base="snapkv", window=2, kernel=3, pooling="avg", group="max", sinks=0)
 
 
 def received(sums: list[float], values: list[list[float]]) -> Observation:
@@ -111,14 +79,6 @@ def test_the_state_is_mass_and_norm_of_what_is_held(case: Case, budget: int) -> 
         assert torch.equal(moment.priorities, mass * norms)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_slots_in_any_order(seed: int) -> None:
-    step = scattered(seed)
-    norms = step.cached.values.abs().sum(-1) * step.cached.held
-    state = State({MASS: step.row * 3, NORM: norms})
-    check_order_of_slots(VATP(), dataclasses.replace(step, cached=dataclasses.replace(step.cached, state=state)), seed)
-
-
 HISTORY = [[0.7, 0.2, 0.1, 0.0, 0.0], [0.1, 0.3, 0.4, 0.2, 0.0], [0.3, 0.1, 0.2, 0.2, 0.2]]
 
 
@@ -145,50 +105,3 @@ def test_snapkv_is_pooled_before_it_is_weighed(case: Case, pooling: str) -> None
     candidate = (observation.index >= 0) & (observation.index < observation.seen[:, None] - 3)
     chosen = candidate[:, None].expand(observation.keys.shape[:3])
     torch.testing.assert_close(policy.score(observation)[chosen], pooled(observation, base)[chosen])
-
-
-def test_values_of_length_zero_give_zero() -> None:
-    observation = observe(VATP(base="snapkv"), Case(heads=1, group=2, length=60, pads=(0,), seed=1))
-    none = dataclasses.replace(observation, values=torch.zeros_like(observation.values))
-    assert bool((VATP(base="snapkv").score(none) == 0).all())
-
-
-def test_a_history_covers_the_whole_prompt() -> None:
-    policy = VATP(base="scissorhands", sinks=0)
-    observation = observe(policy, Case(heads=2, group=2, length=30, pads=(0, 7), seed=2))
-    expected = mean_window_attention(observation, 400) * observation.values.abs().sum(-1)
-    torch.testing.assert_close(policy.score(observation), expected)
-
-
-def test_what_each_base_brings() -> None:
-    h2o, history, snapkv = VATP(), VATP(base="scissorhands"), VATP(base="snapkv", window=6)
-    assert [policy.needs() for policy in (h2o, history, snapkv)] == [
-        Needs(column_sums=True), Needs(query_rows=400), Needs(query_rows=6),
-    ]  # fmt: skip
-    assert [policy.online for policy in (h2o, history, snapkv)] == [True, False, False]
-    assert [policy.row for policy in (h2o, history, snapkv)] == ["group", None, None]
-    assert [policy.recent_count for policy in (h2o, history, snapkv)] == [1, 10, 6]
-    assert [policy.sink_count for policy in (h2o, history, snapkv)] == [20, 20, 20]
-    assert [policy.refresh_interval for policy in (history, snapkv)] == [5, 3]
-    assert [dataclasses.replace(policy, refresh=9).refresh_interval for policy in (history, snapkv)] == [9, 9]
-    assert [[policy.recent_at(budget) for budget in (4, 40)] for policy in (history, snapkv)] == [[10, 10], [6, 6]]
-    assert VATP(base="scissorhands", recent=4).recent_count == 4
-
-
-@pytest.mark.parametrize(
-    ("params", "problem"),
-    [
-        ({"base": "tova"}, "base is h2o, scissorhands or snapkv, got 'tova'"),
-        ({"recent": -1}, "recent must be 0 or more, got -1"),
-        ({"base": "scissorhands", "recent": -1}, "recent must be 0 or more, got -1"),
-        ({"history": 0}, "history must be 1 or more, got 0"),
-        ({"sinks": -1}, "its base h2o: sinks must be 0 or more, got -1"),
-        ({"recent_share": 2.0}, "its base h2o: recent_share must be between 0 and 1, got 2.0"),
-        ({"base": "snapkv", "kernel": 4}, "its base snapkv: kernel must be odd, got 4"),
-        ({"base": "snapkv", "refresh": -1}, "its base snapkv: refresh must be 0 or more, got -1"),
-        ({"base": "scissorhands", "refresh": -1}, "its base snapkv: refresh must be 0 or more, got -1"),
-    ],
-)
-def test_out_of_range(params: dict[str, object], problem: str) -> None:
-    with pytest.raises(UsageError, match=f"^policy vatp: {problem}$"):
-        create_policy("vatp", params)

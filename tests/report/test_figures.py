@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import csv
 import io
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from kvsearch.errors import EnvironmentFault, UsageError
 from kvsearch.report.figures import draw
-from kvsearch.report.figures.data import Axis, CategoryMap, Estimated, Figure, HeatMap, Intervals, Lines, Panel, Series
-from kvsearch.report.figures.scores import score_figures
-from kvsearch.report.figures.style import COLOURS, RAMP, is_light, marks, shade
+from kvsearch.report.figures.data import (
+    RAMP,
+    Axis,
+    Figure,
+    HeatMap,
+    Intervals,
+    LineChart,
+    Panel,
+    Series,
+    is_light,
+    shade,
+)
+from kvsearch.report.figures.draw import COLOURS, marks
+from kvsearch.report.figures.results import score_figures
+from kvsearch.runs.estimates import Estimate
 from tests.report.test_tables import comparison
 
-LINES = Lines(
+LINES = LineChart(
     Axis("entries", log=True),
     Axis("score, %"),
     (
@@ -26,12 +35,8 @@ LINES = Lines(
     ),
 )
 MAPS = HeatMap(("0", "5"), ("0", "1"), "layer", "kv head", "entries", (Panel("a", ((1.0, None), (2.0, 3.0))),))
-NAMES = CategoryMap(("0", "1"), ("prefill",), "layer", "phase", (("tova",), ("",)))
-MEANS = Intervals(Axis("points"), (("cosine", (Estimated("minus random", 1.0, -2.0, 4.0),)),))
-FIGURES = [
-    Figure(name, name, "how", body)
-    for name, body in (("lines", LINES), ("maps", MAPS), ("names", NAMES), ("means", MEANS))
-]
+MEANS = Intervals(Axis("points"), (("cosine", (("minus random", Estimate(1.0, -2.0, 4.0)),)),), unit=1)
+FIGURES = [Figure(name, name, "how", body) for name, body in (("lines", LINES), ("maps", MAPS), ("means", MEANS))]
 
 
 def table(figure: Figure) -> list[list[str]]:
@@ -39,7 +44,7 @@ def table(figure: Figure) -> list[list[str]]:
 
 
 def test_the_numbers_of_every_kind_of_figure() -> None:
-    lines, maps, names, means = map(table, FIGURES)
+    lines, maps, means = map(table, FIGURES)
     assert lines == [
         ["series", "entries", "score, %", "low", "high"],
         ["full", "", "90.0", "", ""],
@@ -48,16 +53,15 @@ def test_the_numbers_of_every_kind_of_figure() -> None:
     ]
     assert maps[0] == ["panel", "layer", "kv head", "entries"]
     assert maps[1:3] == [["a", "0", "0", "1.0"], ["a", "0", "1", ""]]
-    assert names == [["layer", "phase", "name"], ["0", "prefill", "tova"], ["1", "prefill", ""]]
     assert means == [["group", "name", "points", "low", "high"], ["cosine", "minus random", "1.0", "-2.0", "4.0"]]
 
 
 def test_scores_against_entries() -> None:
-    """Two sizes of two methods, three tasks: the mean over tasks, each task, and the front."""
+    """Two sizes of two methods, three tasks: the mean over tasks, and each task."""
     found = {one.name: one for one in score_figures(comparison())}
-    assert list(found) == ["scores", "scores-a_1", "scores-b", "scores-c", "front"]
+    assert list(found) == ["scores", "scores-a_1", "scores-b", "scores-c"]
     body = found["scores"].body
-    assert isinstance(body, Lines)
+    assert isinstance(body, LineChart)
     assert [(one.name, one.style) for one in body.series] == [("full", "level"), ("uniform", "line"), ("lava", "line")]
     assert body.series[0].y == (pytest.approx(80.0),)
     uniform = body.series[1]
@@ -75,18 +79,6 @@ def test_shades_get_lighter() -> None:
     assert is_light(shade(1.0))
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(draw, "find_spec", lambda name: None)
-    with pytest.raises(EnvironmentFault, match=r"figures need matplotlib: pip install \"kvsearch\[report\]\""):
-        draw.write_figures(FIGURES, tmp_path / "figures")
-    assert not (tmp_path / "figures").exists()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="is a file"):
-        draw.check_figures(tmp_path / "file")
-
-
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs the extra report")
 def test_pictures_are_written_the_same_each_time(tmp_path: Path) -> None:
     written = draw.write_figures(FIGURES, tmp_path / "a")
     assert [path.name for path in written[:3]] == ["lines.pdf", "lines.png", "lines.csv"]
@@ -107,14 +99,15 @@ def test_no_two_of_many_series_look_alike() -> None:
         assert len({look[2] for look in same}) == len(same)
 
 
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
 def test_names_are_data_for_matplotlib_too() -> None:
     name = "$x^{$ \\frac{ \x1b[2J {0}"
-    lines = Lines(Axis(name), Axis("y"), (Series(name, (1.0, 2.0), (1.0, 2.0)), Series("b", (1.0, 2.0), (2.0, 1.0))))
+    lines = LineChart(
+        Axis(name), Axis("y"), (Series(name, (1.0, 2.0), (1.0, 2.0)), Series("b", (1.0, 2.0), (2.0, 1.0)))
+    )
     picture = draw.draw(Figure("f", name, "", lines))
     picture.draw_without_rendering()
     (axes,) = picture.axes
     shown = [axes.get_xlabel(), picture.get_suptitle(), *(text.get_text() for text in axes.get_legend().get_texts())]
     assert shown[:3] == [r"\$x^{\$ \frac{ \x1b[2J {0}"] * 3  # \$ is a dollar sign
-    for body in (MAPS, NAMES, MEANS):
+    for body in (MAPS, MEANS):
         draw.draw(Figure("f", name, "", body)).draw_without_rendering()

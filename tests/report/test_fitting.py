@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,21 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.report.evaluation import score_table
-from kvsearch.report.fitting import WIDEST
-from kvsearch.report.heatmap import heatmap
-from kvsearch.report.screen import screen_table
-from kvsearch.report.table import on_screen
+from kvsearch.report.figures.data import Figure, layer_map
+from kvsearch.report.screen import WIDEST
+from kvsearch.report.table import Table
 from tests.evaluation.shown import rendered
 from tests.report.test_tables import comparison
 
 WIDTHS = [60, 80, 120, 200, WIDEST]
 
 
-def wide_table(columns: int) -> object:
-    table = screen_table("what is in here", ["method", *(f"task-{n}" for n in range(columns))], left=["method"])
-    for name in ("full", "uniform:snapkv"):
-        table.add_row(name, *(f"{name[0]}{n}.25" for n in range(columns)))
-    return table
+def wide_table(columns: int) -> Table:
+    rows = [[name, *(f"{name[0]}{n}.25" for n in range(columns))] for name in ("full", "uniform:snapkv")]
+    return Table.plain("what is in here", ["method", *(f"task-{n}" for n in range(columns))], rows)
+
+
+def heatmap(title: str, values: np.ndarray, layers: Sequence[int], form: str = "{:.0f}", total: str = "sum") -> Figure:
+    return Figure("map", title, "", layer_map({"": values}, layers, "entries", form, total=total))
 
 
 @given(columns=st.integers(1, 12), width=st.integers(40, 200))
@@ -58,7 +60,7 @@ def test_a_wide_model(width: int) -> None:
 
 def test_more_heads_than_anybody_reads() -> None:
     text = rendered([heatmap("entries", np.full((200, 100), 3), range(200))], 140)
-    assert "20,000 heads are too many for a map: --json has them all" in text
+    assert "20,000 cells are too many for a map: --json has them all" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["199", "300"] in rows
     assert not any("h0" in row for row in rows)
@@ -80,4 +82,4 @@ def test_scores_on_the_screen_have_intervals() -> None:
         [cell.best for cell in row] for row in plain.groups[2].rows
     ]
     for width in WIDTHS:
-        assert "…" not in rendered([on_screen(table)], width)
+        assert "…" not in rendered([table], width)

@@ -11,23 +11,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Settings, prepare
-from kvsearch.evaluation.reply_store import LOSSES, WRITTEN, open_run
+from kvsearch.evaluation.reply_store import FILES, open_run
 from kvsearch.evaluation.samples import write_samples
 from kvsearch.plan import save_plan
-from kvsearch.report.evaluation import as_json
 from kvsearch.report.integrity import Verification, verify_paths
-from kvsearch.runs.directory import CONFIG, LEDGER, write_json
-from kvsearch.runs.identity import RunConfig, read_config
-from kvsearch.runs.sums import SUMS, finish, unfinish
-from kvsearch.search.ledger import open_search
+from kvsearch.results.evaluation import EvaluationResult
+from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, SUMS, RunConfig, read_config
+from kvsearch.runs.run import Run, finish, unfinish, write_json
+from kvsearch.search.trials import TrialLog
 from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.strategies.methods import Size
 from tests import tiny
 from tests.plan.builders import make_plan
-from tests.runs.sealing import reseal
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +34,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory, model = tmp_path_factory.mktemp("integrity") / "run", tiny.loaded()
     ready = sweep(model, find_methods("pyramid,tova", ["window=3"]), [Size(8)], "prefill")
     one = prepare(model, ready, ready[1].name, [tiny.listed((60, 2), (48, 1))], Settings(batch=1))
-    with open_run(directory, one.config()) as store:
+    with open_run(directory, one.config()) as (opened, store):
         result = one.run(store=store)
         write_samples(result.samples, directory / "samples.csv")
-        write_json(directory / "report.json", as_json(result))
-        finish(directory, (CONFIG, *WRITTEN))
+        write_json(directory / "report.json", EvaluationResult.of(result).as_json())
+        opened.finish()
     return directory
 
 
@@ -69,7 +67,7 @@ def test_a_finished_run_is_whole(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (name, "whole") for name in (CONFIG, LEDGER, SUMS, "samples.csv", "report.json")
     }
     assert {one.path.name for one in found.artefacts if not one.sealed} == {SUMS}
-    assert {one.what for one in found.artefacts} >= {"an evaluation", "a row per reply", "checksums of 4 files"}
+    assert {one.what for one in found.artefacts} >= {"an evaluation", "checksums of 4 files"}
     assert found.as_json()["whole"]
     monkeypatch.chdir(run)
     assert verify_paths([Path()]).damaged == ()
@@ -103,31 +101,10 @@ def test_any_damage_to_any_file_is_found(run: Path, name: str, damage: Callable[
     assert all(one.path.name in (name, LEDGER) for one in found.damaged)  # a ledger begins with its configuration
 
 
-def test_the_line_of_a_ledger_is_told(run: Path) -> None:
-    lines = (run / LEDGER).read_text().splitlines(keepends=True)
-    (run / LEDGER).write_text("".join(lines[1:]))
-    said = problem(run, LEDGER)
-    assert said == "line 1 is damaged (it does not say that it is line 1: one was removed, added or moved)"
-
-
-def test_results_are_those_of_the_ledger(run: Path) -> None:
-    """Also where somebody has computed all checksums anew."""
-    text = (run / "samples.csv").read_text()
-    (run / "samples.csv").write_text("".join(text.splitlines(keepends=True)[:-1]))
-    finish(run, (CONFIG, *WRITTEN))
-    assert "rows, the ledger 9 replies" in problem(run, "samples.csv")
-    (run / "samples.csv").write_text(text)
-    ledger = (run / LEDGER).read_text()
-    (run / LEDGER).write_text(ledger.replace('"entries": ', '"entries": 1', 1))
-    reseal(run / LEDGER)
-    finish(run, (CONFIG, *WRITTEN))
-    assert "is of no reply in the ledger" in problem(run, "samples.csv")
-
-
 def test_no_run_goes_on_from_a_finished_file_that_was_changed(run: Path) -> None:
     """Its own checksums would hide that."""
     (run / LOSSES).write_text("[]")
-    finish(run, (CONFIG, *WRITTEN))
+    finish(run, (CONFIG, LEDGER, *FILES))
     config = read_config(run)
     assert config is not None
     (run / LOSSES).write_text("[1]")
@@ -153,19 +130,10 @@ def test_what_is_not_finished_is_not_damaged(run: Path) -> None:
 
 def test_a_search_says_what_its_ledger_says(tmp_path: Path) -> None:
     config = RunConfig(job="evolve", content={"seed": 1})
-    with open_search(tmp_path / "run", config) as search:
-        search.ledger.begin("start plans")
+    with Run.open(tmp_path / "run", config) as search, search.open_ledger(TrialLog) as log:
+        log.begin("start plans")
     found = verify_paths([tmp_path / "run"])
     assert states(found) == {CONFIG: "unfinished", LEDGER: "whole"}
-    other = RunConfig(job="evolve", content={"seed": 2})
-    (tmp_path / "run" / CONFIG).write_bytes(other.to_bytes())
-    said = problem(tmp_path / "run", LEDGER)
-    assert said == "line 1 is damaged (its checksum does not fit: it was changed, or is that of another run)"
-
-
-def test_damaged_checksums(run: Path) -> None:
-    (run / SUMS).write_text("nonsense\n")
-    assert problem(run, SUMS).startswith(f"{run / SUMS}, line 1 is damaged: delete the file")
 
 
 def test_files_that_stand_for_themselves(tmp_path: Path) -> None:

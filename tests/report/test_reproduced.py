@@ -7,19 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.errors import UsageError
-from kvsearch.papers.catalog import find_table
-from kvsearch.report.paper_captions import reproduced
-from kvsearch.report.paper_scores import Finished
-from kvsearch.report.reproduced import Measured, Reproduced
+from kvsearch.core.errors import UsageError
+from kvsearch.papers.tables import find_table
+from kvsearch.report.paper_table import FinishedStage, reproduced
+from kvsearch.report.reproduced import MeasuredCell, Reproduced
 from kvsearch.report.table import latex, markdown
 
 CELLS = (
-    Measured("Full", "average", 90.0),
-    Measured("A", "average", 51.234, "128 entries", "128", 50.0, 52.0, ranked=True),
-    Measured("A", "vt", 10.0, "128 entries", "128", ranked=True),
-    Measured("B", "average", 40.0, "128 entries", "128", ranked=True),
-    Measured("B", "vt", None, "128 entries", "128", text="left out"),
+    MeasuredCell("Full", "average", 90.0),
+    MeasuredCell("A", "average", 51.234, "128 entries", "128", 50.0, 52.0, ranked=True),
+    MeasuredCell("A", "vt", 10.0, "128 entries", "128", ranked=True),
+    MeasuredCell("B", "average", 40.0, "128 entries", "128", ranked=True),
+    MeasuredCell("B", "vt", None, "128 entries", "128", text="left out"),
 )
 NUMBERS = {("M", "128", "A", "average"): 55.5, ("M", "", "Full", "average"): 91.0, ("N", "128", "B", "average"): 1.0}
 
@@ -65,7 +64,7 @@ def test_what_is_written_is_read_again() -> None:
 
 
 def test_blocks_without_a_common_column_are_tables_of_their_own() -> None:
-    cells = (*CELLS, Measured("A", "layer 0", 3.0, "loss"), Measured("A", "layer 1", 4.0, "loss"))
+    cells = (*CELLS, MeasuredCell("A", "layer 0", 3.0, "loss"), MeasuredCell("A", "layer 1", 4.0, "loss"))
     first, second = Reproduced("x", "X", cells, ("asked",), ("note",), {}).tables()
     assert (first.header, second.header) == (["", "average", "vt"], ["", "layer 0", "layer 1"])
     assert (first.above, first.notes, second.above, second.notes) == (("asked",), (), (), ("note",))
@@ -82,9 +81,8 @@ def test_a_selection_is_beside_the_papers() -> None:
         "outcomes": [{"phases": "decode", "winner": None, "standings": standings}],
         "report": {"baseline": "cake", "scores": {name: {"mean": mean} for name, mean in scores.items()}},
     }
-    found = reproduced(
-        table, "Qwen/Qwen3-8B", False, [Finished(stage, selection=selection, remarks=("d2o is left out: why",))], {}
-    )
+    finished = FinishedStage(stage, selection, remarks=("d2o is left out: why",))
+    found = reproduced(table, "Qwen/Qwen3-8B", False, [finished], {})
     rows = [line for line in markdown(found.tables()[0]).splitlines() if line.startswith("| LongBench")]
     assert rows == [
         "| LongBench | 90.00 | 50.00 (cake) | 60.00 (cosine) | 40.00 to 60.00 | +10.00 | no |",

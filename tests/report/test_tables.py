@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import csv
-from dataclasses import replace
+import csv as files
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvsearch.errors import UsageError
-from kvsearch.evaluation.averages import MACRO, blocks_of
+from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Comparison, Settings
 from kvsearch.evaluation.samples import Cost, Sample
+from kvsearch.evaluation.statistics import MACRO, blocks_of
 from kvsearch.plan import Size
-from kvsearch.report.evaluation import difference_table, find_columns, score_table, tables, write_tables
-from kvsearch.report.table import Cell, RowGroup, Table, check_table_file, latex, markdown, on_screen
+from kvsearch.report.evaluation import difference_table, score_table, tables, write_tables
+from kvsearch.report.table import Cell, RowGroup, Table, check_table_file, csv, latex, markdown
+from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.compared import ReadyMethod
-from kvsearch.tasks.coverage import Coverage
+from kvsearch.tasks.base import Coverage
 from tests.evaluation.shown import rendered
 
 MEANS = {  # of two tasks of one category and one of another
@@ -36,7 +36,9 @@ def method(label: str) -> ReadyMethod:
     return ReadyMethod(name, Program(None if name == "full" else phase), {}, SIZES.get(size))
 
 
-def comparison(subject: str = "uniform", tasks: dict[str, str] = TASKS, **averages: tuple[str, ...]) -> Comparison:
+def comparison(
+    subject: str = "uniform", tasks: dict[str, str] = TASKS, **averages: tuple[str, ...]
+) -> EvaluationResult:
     """Both questions of a task score the same."""
     samples = [
         Sample(task, category, label, "question-agnostic", str(n), 0, "", score, "", False, 9, 9, 1,
@@ -50,7 +52,8 @@ def comparison(subject: str = "uniform", tasks: dict[str, str] = TASKS, **averag
     named = {MACRO: tuple(tasks), **averages}
     blocks = blocks_of(samples, ready, subject, named, 0)
     metrics = dict.fromkeys(tasks, "exact")
-    return Comparison("m", subject, Settings(), ready, covered, samples, named, blocks, None, {}, metrics, {})
+    found = Comparison("m", subject, Settings(), ready, covered, samples, named, blocks, None, {}, metrics, {})
+    return EvaluationResult.of(found)
 
 
 def shown(table: Table) -> list[list[str]]:
@@ -91,9 +94,7 @@ def test_columns() -> None:
     assert shown(score_table(named, "averages"))[1] == ["uniform", "29.17", "31.25"]
     alone = comparison(tasks={"a_1": "qa"})
     for columns in ("tasks", "categories", "averages"):
-        assert score_table(alone, find_columns(columns)).header == ["method", "a_1"]
-    with pytest.raises(UsageError, match="unknown columns 'task'; did you mean 'tasks'"):
-        find_columns("task")
+        assert score_table(alone, columns).header == ["method", "a_1"]
     assert tables(comparison())[0].header == score_table(comparison(), "tasks").header
     many = comparison(tasks={f"t{n}": "qa" for n in range(13)})
     assert tables(many)[0].header == ["method", "macro"]
@@ -160,7 +161,7 @@ def test_latex() -> None:
 
 
 def test_the_screen() -> None:
-    text = rendered(map(on_screen, tables(comparison())))
+    text = rendered(tables(comparison()))
     for part in ("m: score in percent", "paired difference to uniform", "held after the context", "50% evicted"):
         assert part in text
     assert "[bold]" not in text
@@ -171,7 +172,7 @@ def test_the_screen() -> None:
 def test_csv_has_every_number(tmp_path: Path) -> None:
     write_tables(comparison(), tmp_path / "t.csv")
     with (tmp_path / "t.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+        rows = list(files.DictReader(file))
     assert len(rows) == 2 * 3 * 6
     (one,) = (row for row in rows if (row["size"], row["method"], row["column"]) == ("0.5", "lava", "a_1"))
     assert (float(one["score"]), float(one["difference"]), one["losses"]) == (0.5, -0.25, "2")
@@ -196,7 +197,13 @@ def test_files_that_cannot_be_written(tmp_path: Path, name: str) -> None:
 
 
 def test_what_must_be_known_to_read_a_table_stands_above_it() -> None:
-    made = replace(Table.plain("scores", ["method", "score"], [["uniform", "1"]], ("below",)), above=("sinks differ",))
-    for text in (markdown(made), rendered([on_screen(made)])):
+    made = Table.plain("scores", ["method", "score"], [["uniform", "1"]], notes=("below",), above=("sinks differ",))
+    for text in (markdown(made), rendered([made])):
         assert text.index("scores") < text.index("sinks differ") < text.index("uniform") < text.index("below")
     assert "scores. Sinks differ. Below." in latex(made)
+
+
+def test_csv_has_the_headings_of_groups() -> None:
+    assert csv(SMALL).splitlines() == [
+        "group,method,a_1", ",full,1.00", '"8 a|b",ada-2,"-1.00 [-2.00, +3.00]"',
+    ]  # fmt: skip

@@ -21,8 +21,8 @@ from time import process_time
 from types import FrameType
 from typing import Literal, NamedTuple
 
-from kvsearch.errors import InternalError, KvsearchError
-from kvsearch.printed import brief
+from kvsearch.core.errors import InternalError, KvsearchError
+from kvsearch.core.printed import brief
 from tests.robustness.kinds import Kind
 
 SECONDS = 2.0

@@ -10,5 +10,5 @@ import pytest
 @pytest.fixture(autouse=True, scope="package")
 def _weights_of_others() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvsearch.plan.weights._known", {})
+        patch.setattr("kvsearch.plan.saved._known", {})
         yield

@@ -19,8 +19,6 @@ from unittest import mock
 
 import torch
 
-from kvsearch.plan import files
-
 WRITING = set("wax+")
 FREES = ("unlink", "rmdir", "rmtree", "truncate")  # what succeeds on a disk that is full
 
@@ -110,7 +108,6 @@ def watched(watch: Watch) -> Iterator[None]:
             (fcntl, ("flock",)),
             (Path, ("replace", "mkdir", "unlink", "rmdir", "chmod")),
             (shutil, ("rmtree",)),
-            (files, ("rename_new",)),
         ):
             for name in names:
                 stack.enter_context(mock.patch.object(owner, name, _told(watch, getattr(owner, name), name)))

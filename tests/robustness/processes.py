@@ -142,10 +142,10 @@ def hold_models() -> None:
 
     logging.disable_progress_bar()
     import kvsearch.models.loading as loading
-    from kvsearch.cli import VERBS, load_command
+    from kvsearch.cli import VERBS
     from tests import tiny
 
     held = tiny.loaded(num_hidden_layers=2)
     loading.load = loading.load_shape = lambda *_, **__: held
-    for verb in VERBS:
-        load_command(verb)
+    for verb in VERBS.values():
+        verb.load_command()

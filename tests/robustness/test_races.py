@@ -17,15 +17,15 @@ import pytest
 
 import kvsearch.jobs
 from kvsearch.config.options import JobOptions
-from kvsearch.errors import InternalError, UsageError
+from kvsearch.core.errors import InternalError, UsageError
 from kvsearch.jobs.calibrate import CalibrateOptions, calibrate
 from kvsearch.jobs.evaluate import EvaluateOptions, evaluate
 from kvsearch.jobs.export import ExportOptions, export_to
 from kvsearch.jobs.public import job
-from kvsearch.jobs.talk import Talk
+from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import save_plan
-from kvsearch.runs.directory import write_json
+from kvsearch.runs.run import write_json
 from tests import tiny
 from tests.robustness.inputs import calibration_file
 from tests.robustness.processes import timeless, tree_of
@@ -148,7 +148,7 @@ def test_a_directory_that_is_an_output_is_locked() -> None:
             made = options.model_construct(output=Path("place"), model="tiny")
             assert made.directories == (Path("place"),), options
             checked.add(options.__name__)
-    assert {"CalibrateOptions", "CalibrateProbe", "EvaluateOptions", "EvolveOptions", "RunOptions"} <= checked
+    assert {"CalibrateOptions", "EvaluateOptions", "EvolveOptions", "RunOptions"} <= checked
     assert "ReproduceOptions" in checked
 
 
@@ -160,7 +160,7 @@ def test_a_job_without_a_lock_does_not_write(tmp_path: Path) -> None:
     """Whoever writes a new job and forgets its directory is told at its first file."""
 
     @job(MineOptions)
-    def mine(options: MineOptions, talk: Talk) -> None:
+    def mine(options: MineOptions, reporter: Reporter) -> None:
         write_json(options.output / "report.json", {})
 
     def call(**given: Any) -> None:

@@ -77,7 +77,7 @@ def kind_that(does: object) -> Kind:
 
 
 def test_what_the_campaign_takes_for_a_failure(tmp_path: Path) -> None:
-    from kvsearch.errors import InternalError, UsageError
+    from kvsearch.core.errors import InternalError, UsageError
 
     verdicts = {
         "refused": [UsageError("plan.json is not valid:\n  a: is missing")],

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from kvsearch.errors import InternalError
-from kvsearch.plan import files
+from kvsearch.core import files
+from kvsearch.core.errors import InternalError
 from kvsearch.runs.ledger import Ledger
 from kvsearch.runs.lock import require_lock
 

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvsearch.runs.chain import Unfit
-from kvsearch.runs.ledger import Ledger
+from kvsearch.runs.ledger import Ledger, LedgerFormatError
 
 
 class Notes(Ledger[str]):
@@ -22,7 +21,7 @@ class Notes(Ledger[str]):
     @staticmethod
     def parse(content: dict[str, Any]) -> str:
         if set(content) != {"text"}:
-            raise Unfit("it has no text")
+            raise LedgerFormatError("it has no text")
         return str(content["text"])
 
     def add(self, text: str) -> None:

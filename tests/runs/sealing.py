@@ -1,15 +1,16 @@
-"""Ledgers by hand: lines that are chained as a run would have chained them, whatever they say."""
+"""Ledgers by hand: lines with the numbers and checksums that a run would have given them, whatever they say."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from kvsearch.runs.chain import Link
+from kvsearch.runs import ledger
 from kvsearch.runs.identity import read_identity
 
-SEAL = re.compile(r'(, )?"line": \d+, "sha256": "[0-9a-f]{64}"\}$')
+SEAL = re.compile(r'(, )?"line": \d+, "checksum": "[0-9a-f]{16}"\}$')
 
 
 def unsealed(line: str) -> str:
@@ -19,13 +20,16 @@ def unsealed(line: str) -> str:
 
 def sealed(texts: Iterable[str], identity: str = "") -> str:
     """The content of a ledger of these JSON objects, which lose the seals that they have."""
-    link, lines = Link(0, identity), []
-    for text in texts:
-        line, link = link.seal(unsealed(text))
-        lines.append(f"{line.decode()}\n")
-    return "".join(lines)
+    lines = (ledger.sealed(unsealed(text), number, identity) for number, text in enumerate(texts, 1))
+    return "".join(f"{line.decode()}\n" for line in lines)
 
 
 def reseal(path: Path) -> None:
-    """Chain the lines of a ledger anew, for the run in whose directory it is."""
+    """Seal the lines of a ledger anew, for the run in whose directory it is."""
     path.write_text(sealed(path.read_text().split("\n")[:-1], read_identity(path.parent)))
+
+
+def lines_of(opened: ledger.Ledger[Any]) -> list[Any]:
+    """All lines of a ledger, read again."""
+    data = opened.path.read_bytes()
+    return [line for line, _ in ledger.parsed_lines(data, opened.path, opened.parse, read_identity(opened.path.parent))]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.runs.identity import CONFIG, SCHEMA, RunConfig, difference, read_config
 
 CONTENT: dict[str, Any] = {"settings": {"seed": 0, "layers": (0, 1)}, "rows": "a" * 64}
@@ -39,11 +39,6 @@ def test_only_the_content_is_compared() -> None:
     assert config().difference(changed) == "settings.seed is 1 there, 0 here"
 
 
-def test_the_command_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["/somewhere/bin/kvsearch", "evaluate", "-o", "run"])
-    assert config().command == ["kvsearch", "evaluate", "-o", "run"]
-
-
 @pytest.mark.parametrize("content", [None, "[]", "{}", '{"schema": "kvsearch.evaluation.config/1", "seed": 1}'])
 def test_what_is_none(tmp_path: Path, content: str | None) -> None:
     if content is not None:
@@ -54,7 +49,7 @@ def test_what_is_none(tmp_path: Path, content: str | None) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", r"config.json is not valid JSON at line 1 column \d+: the file ends too early"),
+        ("{", r"config.json is not valid JSON at line 1 column \d+: "),
         (f'{{"schema": "{SCHEMA}", "content": {{}}}}', r"config.json is not valid.*(?s:.*)job: is missing"),
         (f'{{"schema": "{SCHEMA}", "job": "evolve", "content": {{}}, "more": 1}}', "(?s:.*)more: unknown key"),
     ],
@@ -76,9 +71,4 @@ def test_the_first_item_that_differs_is_shown() -> None:
     many = [{"name": name, "params": {"window": 32}} for name in ("snapkv", "tova", "h2o")]
     other = [*many[:2], {"name": "h2o", "params": {"window": 8}}]
     assert difference({"patterns": many}, {"patterns": other}) == "patterns.2.params.window is 32 there, 8 here"
-    assert difference({"patterns": many}, {"patterns": many[:2]}) == "patterns has 3 items there, 2 here"
     assert difference({"a": [64]}, {"a": [64, 128]}) == "a is [64] there, [64, 128] here"
-    assert difference({"a": [[*range(30)]]}, {"a": [[*range(29), 7]]}) == "a.0.29 is 29 there, 7 here"
-    assert difference({"a": [*range(30)]}, {"a": None}) == f"a is {str([*range(30)])[:40]}... there, None here"
-    long = "x" * 60
-    assert difference({"a": f"{long}1"}, {"a": f"{long}2"}) == f"a is ...{'x' * 20}1' there, ...{'x' * 20}2' here"

@@ -7,26 +7,22 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvsearch.errors import EnvironmentFault, InternalError, KvsearchWarning, UsageError
-from kvsearch.runs.directory import is_unused
-from kvsearch.runs.holder import LEASE, boot
+from kvsearch.core.errors import EnvironmentFault, InternalError, KvsearchWarning, UsageError
 from kvsearch.runs.lock import LOCK, locked, refuse_locked, require_lock
+from kvsearch.runs.run import is_unused
 from tests.runs.locks import locked_elsewhere
 
-REMOVED = "was removed or replaced while this command was writing there: what it did is lost, give the same command"
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -60,9 +56,10 @@ def test_the_second_process_is_refused_with_the_name_of_the_first(tmp_path: Path
             with pytest.raises(UsageError) as looked:
                 refuse_locked(directory)
             assert str(looked.value) == str(found.value)
+        owner = json.loads((directory / LOCK).read_text())
         assert str(found.value) == (
-            f"another kvsearch is writing to {directory} (process {process.pid} on {socket.gethostname()}: "
-            "kvsearch calibrate 'a model' -o run): wait for it to end"
+            f"another kvsearch is writing to {directory} (process {process.pid} on {socket.gethostname()} since "
+            f"{owner['since']}: kvsearch calibrate 'a model' -o run): wait for it to end"
         )
 
 
@@ -109,13 +106,6 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_directory_that_was_there_stays(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with locked(tmp_path / "run"):
-        pass
-    assert (tmp_path / "run").is_dir()
-
-
 def test_only_one_of_many_has_it(tmp_path: Path) -> None:
     """Holders that come and go, so that the file is removed between looking and locking."""
     inside, most, entered = [0], [0], [0]
@@ -140,145 +130,18 @@ def test_only_one_of_many_has_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# --- file systems without locks, and other machines -------------------------------------------------------------------
+# --- file systems without locks ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def without_flock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", without)
-
-
-def held_by(directory: Path, seconds_ago: float, **changes: object) -> Path:
-    """Leave the lock of a process of another machine, which renewed it so long ago."""
-    holder = {"process": 7, "host": "node-a", "boot": "other", "command": ["kvsearch", "run"], **changes}
-    (directory / LOCK).write_text(json.dumps(holder))
-    then = time.time() - seconds_ago
-    os.utime(directory / LOCK, (then, then))
-    return directory
-
-
-@pytest.mark.usefixtures("without_flock")
-def test_without_locks_of_the_system_the_file_keeps_others_out(tmp_path: Path) -> None:
-    words = "is on a file system without locks: another kvsearch is kept out only by"
-    with pytest.warns(KvsearchWarning, match=words) as told, locked(tmp_path):
-        with pytest.raises(UsageError, match="another kvsearch is writing to") as found, locked_elsewhere(tmp_path):
-            pass
-        assert f"(process {os.getpid()} on " in str(found.value)
-        with locked(tmp_path / "deep"):
-            pass
-    assert len(told) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("without_flock")
-@pytest.mark.filterwarnings("ignore::kvsearch.errors.KvsearchWarning")
-@pytest.mark.parametrize("dead", ["of this machine", "silent"])
-def test_without_locks_of_the_system_a_dead_process_is_told_from_a_live_one(tmp_path: Path, dead: str) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    if dead == "silent":
-        held_by(tmp_path, LEASE + 1)
-    else:
-        held_by(tmp_path, 0, process=gone.pid, host=socket.gethostname(), boot=boot())
-    refuse_locked(tmp_path)
-    with locked(tmp_path):
+    with pytest.warns(KvsearchWarning, match="is on a file system without locks: nothing keeps"), locked(tmp_path):
         assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
+        refuse_locked(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("attempt", [locked, refuse_locked])
-def test_another_machine_that_was_seen_lately_is_refused(
-    tmp_path: Path, attempt: Callable[[Path], AbstractContextManager[None] | None]
-) -> None:
-    """Where locks are of one machine alone: this one has given its lock."""
-    held_by(tmp_path, 20)
-    words = r"\(process 7 on node-a: kvsearch run\): wait for it to end, seen 2\d s ago; if that machine has died, its "
-    with pytest.raises(UsageError, match=words), attempt(tmp_path) or nullcontext():
-        pass
-    assert json.loads((tmp_path / LOCK).read_text())["host"] == "node-a"
-
-
-@pytest.mark.parametrize(
-    ("ago", "changes"), [(LEASE + 1, {}), (1, {"boot": boot()}), (1, {"host": socket.gethostname()})],
-    ids=["not seen for long", "a container of this machine", "this machine, started anew"],
-)  # fmt: skip
-def test_another_machine_that_has_died_is_not(tmp_path: Path, ago: float, changes: dict[str, object]) -> None:
-    held_by(tmp_path, ago, **changes)
-    refuse_locked(tmp_path)
-    with locked(tmp_path):
-        pass
-
-
-def test_who_was_taken_for_dead_finds_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that slept for longer than its lock is renewed, where locks are of one machine alone."""
-    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
-    with pytest.raises(EnvironmentFault, match=REMOVED), locked(tmp_path):
-        held_by(tmp_path, LEASE + 1)
-        with locked_elsewhere(tmp_path):
-            with pytest.raises(EnvironmentFault, match=REMOVED):
-                require_lock(tmp_path / "run")
-            assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_lock_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvsearch.runs.holder.BEAT", 0.001)
-    with locked(tmp_path):
-        os.utime(tmp_path / LOCK, (0, 0))
-        while (tmp_path / LOCK).stat().st_mtime == 0:
-            time.sleep(0.001)
-    assert "kvsearch lock" not in {one.name for one in threading.enumerate()}
-
-
-def test_a_file_system_that_fails_is_no_file_system_without_locks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with locked_elsewhere(tmp_path), monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", broken)
-        with pytest.raises(EnvironmentFault, match="cannot tell whether somebody is writing to"):
-            refuse_locked(tmp_path)
-        with pytest.raises(EnvironmentFault, match=r"cannot write .*: input/output error"), locked(tmp_path):
-            pass
-
-
-# --- a directory that is removed under its lock -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
-@pytest.mark.parametrize("error", [None, UsageError("its folder does not exist"), FileNotFoundError("it")])
-def test_a_directory_that_goes_is_told(tmp_path: Path, how: str, error: Exception | None) -> None:
-    with pytest.raises(EnvironmentFault, match=REMOVED), locked(tmp_path / "run"):
-        (tmp_path / "run").rename(tmp_path / "elsewhere")
-        if how == "removed":
-            shutil.rmtree(tmp_path / "elsewhere")
-        if how == "replaced":
-            (tmp_path / "run").mkdir()
-            (tmp_path / "run" / LOCK).write_text("of another process")
-        if error is not None:
-            raise error
-    assert (tmp_path / "run").exists() == (how == "replaced")
-    assert how != "replaced" or (tmp_path / "run" / LOCK).read_text() == "of another process"
-
-
-def test_a_directory_that_goes_is_not_made_again(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFault, match=REMOVED), locked(tmp_path / "run"):
-        shutil.rmtree(tmp_path / "run")
-        for again in (lambda: require_lock(tmp_path / "run"), locked(tmp_path / "run" / "stage").__enter__):
-            with pytest.raises(EnvironmentFault, match=REMOVED):
-                again()
-    assert not (tmp_path / "run").exists()
-
-
-def test_interruptions_stay_interruptions(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), locked(tmp_path / "run"):
-        shutil.rmtree(tmp_path / "run")
-        raise KeyboardInterrupt
 
 
 # --- who says nothing -------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.errors import UsageError
-from kvsearch.runs.sums import SUMS, finish, read_sums, sha256_of_file, unfinish
+from kvsearch.core.errors import UsageError
+from kvsearch.runs.identity import SUMS
+from kvsearch.runs.run import finish, read_sums, unfinish
 
 
 def made(directory: Path, *names: str) -> Path:
@@ -72,15 +73,3 @@ def test_lines_that_are_none(tmp_path: Path, line: str) -> None:
             read(tmp_path)
     unfinish(tmp_path)  # a run that begins anew reads none of it
     assert not (tmp_path / SUMS).exists()
-
-
-def test_a_name_stands_once(tmp_path: Path) -> None:
-    (tmp_path / SUMS).write_text(f"{'b' * 64}  config.json\n" * 2)
-    with pytest.raises(UsageError, match="line 2 is damaged"):
-        read_sums(tmp_path)
-
-
-def test_a_large_file_is_read_in_pieces(tmp_path: Path) -> None:
-    data = bytes(range(256)) * 9000
-    (tmp_path / "x").write_bytes(data)
-    assert sha256_of_file(tmp_path / "x") == hashlib.sha256(data).hexdigest()

@@ -19,13 +19,13 @@ from transformers import DynamicCache
 from kvsearch.models.architecture import describe
 from kvsearch.models.fingerprint import fingerprint
 from kvsearch.plan import LayerPlan, PhasePlan, Plan, PolicySpec, Provenance
-from kvsearch.plan.contexts import ContextRecord
+from kvsearch.plan.origin import ContextRecord
 from kvsearch.policies import Observation, Policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.attention import using as running
-from kvsearch.runtime.masked import masked
 from kvsearch.runtime.program import PhaseProgram
+from tests.runtime.masked import masked
 
 TOLERANCE = 2e-5
 Kept = dict[int, Tensor]  # model layer -> [B, Hkv, T] bool

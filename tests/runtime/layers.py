@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from kvsearch.policies import Observation, Policy
 from kvsearch.runtime.collector import Collector
-from kvsearch.runtime.decoding import Decoding
+from kvsearch.runtime.decode.decoding import Decoding
+from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.runtime.eviction import PhaseRule, evict
 from kvsearch.runtime.logits import Logits, OutputProjection
-from kvsearch.runtime.rule import decode_needs
+from kvsearch.runtime.read_mask import Visible
 from tests.policies.contract import DIM, rope
 
 WIDTH = 6  # of the model, behind the output projection
@@ -99,7 +100,7 @@ class Layer:
         outputs = []
         for index, (query, key, value) in enumerate(zip(*(t.split(1, 2) for t in self.tokens()), strict=True)):
             positions = self.valid.sum(-1, keepdim=True) + index
-            outputs.append(holder.attend(query, key, value, None, positions, self.logits))
+            outputs.append(holder.attend(query, key, value, Visible(), positions, self.logits))
         return torch.cat(outputs, 2), holder
 
 

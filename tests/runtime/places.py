@@ -18,6 +18,7 @@ from tests.kernels.serving import interpreter
 INTERPRETER = "interpreter"
 PLACES = [*DEVICES, *([INTERPRETER] if DEVICES == ["cpu"] and find_spec("triton") is not None else [])]
 _few = [(family, place) for family in ("llama", "gemma2") for place in PLACES if place == INTERPRETER]
+SLOW_PLACES = [pytest.param(place, marks=pytest.mark.nightly) if place == INTERPRETER else place for place in PLACES]
 places = pytest.mark.parametrize("device", PLACES, indirect=True)
 families = pytest.mark.parametrize(("family", "device"), [*product(FAMILIES, DEVICES), *_few], indirect=["device"])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from kvsearch.runtime.graphs import Captured
+from kvsearch.runtime.decode import steps
+from kvsearch.runtime.decode.steps import Captured
 
 READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim")
 Call = tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]
@@ -108,3 +109,8 @@ class Recorder:
                         old.copy_(new)
 
         return Captured(replay, output)
+
+
+def capturing(graphs: Any) -> AbstractContextManager[Any]:
+    """Let steps be captured by these for a while; None: by nothing."""
+    return patch.object(steps, "graphs_for", lambda _: graphs)

@@ -10,8 +10,7 @@ import torch
 from transformers import DynamicCache, pipeline
 
 from kvsearch import attach
-from kvsearch.errors import KvsearchWarning, UsageError
-from kvsearch.evaluation.answer import CompressedContext
+from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME, using
@@ -58,15 +57,6 @@ def test_keys_and_values_are_those_of_a_stock_cache_where_nothing_is_evicted(mod
             torch.testing.assert_close(mine.values, theirs.values, atol=2e-5, rtol=1e-4)
 
 
-def test_a_prompt_in_pieces_has_what_has_passed(model: Any) -> None:
-    ids, _ = prompts(1, LENGTH)
-    cache = PlanCache(model, eight(model), prompt_length=LENGTH)
-    with using(model, NAME):
-        model(ids[:, :12], past_key_values=cache)
-    assert cache.layers[1].keys.shape == (1, 2, 12, 16)
-    assert cache.layers[1].values.shape == (1, 2, 12, 16)
-
-
 def test_keys_of_which_some_are_gone_are_no_tensor(model: Any) -> None:
     ids, mask = prompts(2, LENGTH, pads=3)
     with using(model, NAME):
@@ -106,19 +96,6 @@ def test_more_tokens_than_positions_are_warned_about(model: Any, recwarn: pytest
         assert not [one for one in recwarn if issubclass(one.category, KvsearchWarning)]
         with pytest.warns(KvsearchWarning, match="23 tokens have passed, evicted ones counted.*for 22: "):
             planned.generate(ids, max_new_tokens=4)
-
-
-def test_replies_beyond_the_positions_are_warned_about() -> None:
-    loaded = tiny.loaded()
-    ids = torch.randint(3, 90, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-    held = CompressedContext.read(loaded, None, ids)
-    loaded.model.config.max_position_embeddings = LENGTH + 4
-    from kvsearch.tasks.prompts import PromptFormat
-
-    formatted = PromptFormat(loaded.tokenizer, "{question}")
-    question = formatted.question("the fox")
-    with pytest.warns(KvsearchWarning, match="positions for 24"):
-        held.reply(formatted, question, 8)
 
 
 def test_a_planned_model_in_a_pipeline() -> None:

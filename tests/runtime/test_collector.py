@@ -153,14 +153,3 @@ def test_a_large_mean_does_not_drown_the_covariance(monkeypatch: pytest.MonkeyPa
     exact = query[0].double() - query[0].double().mean(1, keepdim=True)
     covariance = exact.transpose(-1, -2) @ exact / 1000
     torch.testing.assert_close(statistics.covariance[0].double(), covariance, atol=1e-4, rtol=1e-4)
-
-
-def test_nothing_is_gathered_that_was_not_asked_for() -> None:
-    gathered = Collector([Needs()], turned_by_nothing)
-    states, real = torch.zeros(1, 1, 3, 4), torch.ones(1, 3, dtype=torch.bool)
-    gathered.add(states, states, torch.arange(3)[None], real, Logits(1.0))
-    observation = gathered.observation(states, states, real, torch.arange(3)[None], Logits(1.0))
-    assert observation.queries is None
-    assert observation.column_sums is None
-    assert observation.projection is None
-    assert not observation.statistics

@@ -14,10 +14,11 @@ from kvsearch.models.architecture import describe
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.masked import hide
 from kvsearch.runtime.program import PhaseProgram
+from tests.combinations import every_value
 from tests.families import DEVICES, FAMILIES, build, prompts
 from tests.runtime.helpers import assert_close, feed, one_by_one, plan_for, reference, running
+from tests.runtime.masked import hide
 from tests.runtime.policies import SMALL, for_model
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -87,33 +88,7 @@ def compare(family: str, policy: Policy, prefilled: bool, device: str) -> None:
         assert bool((cache.entries() <= limits).all())
 
 
-def test_the_first_step_of_cam_adds_one_value_at_most(device: str) -> None:
-    """It keeps what StreamingLLM keeps of a long prompt, and no value grows by more than one m-th of another."""
-    model, layers = build("llama", device), [0, 1]
-    ids, mask = prompts(2, 300, device=device)
-    token = one_by_one(prompts(2, 1, device=device, seed=1)[0])[0][0]
-    held = {}
-    for name, params in (("streaming", {}), ("cam", {"merge_next": 8})):
-        decode = phase(model, create_policy(name, params), (24, 24))
-        with running(model, NAME):
-            cache = PlanCache(model, Program(None, decode))
-            feed(model, cache, [(ids, mask)])
-            one_step(model, cache, mask, 0, token)
-        blocks = [block.cached for layer in layers for block in cache.planned[layer].holder.store.blocks]  # type: ignore[union-attr]
-        order = [cached.positions.argsort(-1) for cached in blocks]
-        held[name] = [
-            (cached.positions.gather(1, at), cached.values.gather(1, at[..., None].expand_as(cached.values)))
-            for cached, at in zip(blocks, order, strict=True)
-        ]
-    for (kept, values), (also_kept, merged) in zip(held["streaming"], held["cam"], strict=True):
-        assert torch.equal(kept, also_kept)
-        assert int((kept >= 0).sum(-1).max()) <= 25
-        largest = float(values.norm(dim=-1).max())
-        assert float((merged - values).norm(dim=-1).max()) <= largest * (1 / 8 + 1e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SMALL)
+@every_value(name=SMALL, dtype=[torch.float32, torch.bfloat16])
 def test_a_budget_above_the_length_is_the_full_cache_bit_for_bit(name: str, dtype: torch.dtype, device: str) -> None:
     model = build("llama", device).to(dtype)
     ids, mask = prompts(1, 20, device=device)
@@ -145,35 +120,3 @@ def test_generating_under_a_plan_with_each_combination_of_phases(phases: str, de
     else:
         assert held[0].tolist() == [[6, 9]] * 2
         assert most[0].tolist() == [[7, 10]] * 2
-
-
-def test_beams_under_a_roomy_plan_are_those_of_the_model(device: str) -> None:
-    model = build("qwen3", device)
-    roomy = phase(model, create_policy("h2o"), (60, 70))
-    ids, mask = prompts(2, 12, pads=3, device=device)
-    options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False, "attention_mask": mask}
-    expected = model.generate(ids, **options)
-    with attach(model, Program(None, roomy)) as planned:
-        assert torch.equal(planned.generate(ids, **options), expected)
-
-
-def test_many_questions_of_one_context_do_not_see_each_other(device: str) -> None:
-    model = build("gemma2", device)
-    tight = phase(model, create_policy("tova"), (6, 8))
-    ids, mask = prompts(2, 20, pads=4, device=device)
-    questions = [prompts(2, 5, pads=2, device=device, seed=seed) for seed in (1, 2)]
-    with running(model, NAME):
-        cache, answers = PlanCache(model, Program(tight, tight)), []
-        feed(model, cache, [(ids, mask)])
-        cache.activate_past_recording()
-        mark = cache.mark()
-        for question, real in (*questions, questions[0]):
-            seen = torch.cat([mask, real], 1)
-            positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, -5:]
-            with torch.no_grad():
-                output = model(question, attention_mask=seen, position_ids=positions, past_key_values=cache)
-            answers.append(output.logits)
-            cache.rewind(mark)
-        assert cache.get_seq_length() == 20
-    assert torch.equal(answers[0], answers[2])
-    assert not torch.equal(answers[0], answers[1])

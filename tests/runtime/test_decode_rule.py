@@ -16,8 +16,9 @@ from torch import Tensor
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.ranking import at_each
 from kvsearch.policies.registry import BUILT_IN
-from kvsearch.runtime.decoding import Decoding
+from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
+from kvsearch.runtime.read_mask import Visible
 from tests.examples import fixed
 from tests.policies.contract import DIM, properties, rope
 from tests.policies.probes import example
@@ -39,7 +40,7 @@ def feed(layer: Layer, holder: Decoding, first: int, count: int, valid: Tensor |
     """Tokens `first` to `first + count` after the prompt, as one chunk."""
     query, key, value = (states[:, :, first : first + count] for states in layer.tokens())
     positions = layer.valid.sum(-1, keepdim=True) + torch.arange(first, first + count)
-    return holder.attend(query, key, value, valid, positions, layer.logits)
+    return holder.attend(query, key, value, Visible(valid), positions, layer.logits)
 
 
 @every_policy
@@ -138,12 +139,12 @@ def padding_among_the_tokens_changes_nothing(
     shift[0] = pads
     query, key, value = layer.tokens()
     positions = (layer.valid.sum(-1, keepdim=True) + torch.arange(tokens) - shift).clamp(min=0)
-    output = holder.attend(query, key, value, valid, positions, layer.logits)
+    output = holder.attend(query, key, value, Visible(valid), positions, layer.logits)
     for row, (single, start) in enumerate(zip(rows, alone, strict=True)):
         skip, apart = pads if row == 0 else 0, start.copy()
         query, key, value = (states[:, :, skip:] for states in single.tokens())
         positions = single.valid.sum(-1, keepdim=True) + torch.arange(tokens - skip)
-        expected = apart.attend(query, key, value, None, positions, layer.logits)
+        expected = apart.attend(query, key, value, Visible(), positions, layer.logits)
         torch.testing.assert_close(output[row, :, skip:], expected[0], atol=1e-5, rtol=1e-5)
         assert held(apart)[0] == held(holder)[row]
 
@@ -163,7 +164,7 @@ def sequences_may_pause(
             torch.stack([states[row, :, now[row]] for row in range(batch)])[:, :, None] for states in layer.tokens()
         )
         positions = layer.valid.sum(-1, keepdim=True) + torch.tensor(done)[:, None]
-        output = holder.attend(query, key, value, torch.tensor(active)[:, None], positions, layer.logits)
+        output = holder.attend(query, key, value, Visible(torch.tensor(active)[:, None]), positions, layer.logits)
         for row in range(batch):
             if active[row]:
                 torch.testing.assert_close(output[row, :, 0], expected[row, :, done[row]], atol=1e-5, rtol=1e-5)
@@ -186,7 +187,7 @@ def rows_can_be_rearranged_and_copied(layer: Layer, saved: Decoding, outputs: Te
     moved = saved.copy().select_rows(order)
     query, key, value = (states[order][:, :, half:] for states in layer.tokens())
     positions = (layer.valid.sum(-1, keepdim=True) + torch.arange(half, tokens))[order]
-    again = moved.attend(query, key, value, None, positions, layer.logits)
+    again = moved.attend(query, key, value, Visible(), positions, layer.logits)
     torch.testing.assert_close(again, outputs[order][:, :, half:], atol=1e-6, rtol=1e-6)
     assert held(moved) == [held(end)[row] for row in order]
     assert torch.equal(moved.most_entries(), end.most_entries()[order])

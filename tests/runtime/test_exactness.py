@@ -11,8 +11,8 @@ from transformers import DynamicCache
 from kvsearch.runtime import PlanCache, attach
 from kvsearch.runtime.attention import NAME
 from tests.families import build, prompts
-from tests.runtime.helpers import assert_close, feed, keep_everything, one_by_one, random_eviction, running
-from tests.runtime.places import families, places
+from tests.runtime.helpers import keep_everything, random_eviction, running
+from tests.runtime.places import families
 
 
 def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, cache: Any, **kwargs: Any) -> Any:
@@ -32,31 +32,6 @@ def test_full_budgets_are_bit_identical(family: str, dtype: torch.dtype, device:
         planned = generate(model, ids, mask, PlanCache(model, keep_everything(model), exact=True))
     assert torch.equal(planned.sequences, stock.sequences)
     assert all(torch.equal(a, b) for a, b in zip(planned.logits, stock.logits, strict=True))
-
-
-@places
-def test_a_later_turn_is_bit_identical_too(device: str) -> None:
-    model = build("llama", device)
-    ids, mask = prompts(1, 30, device=device)
-    pieces = [(ids[:, :16], mask[:, :16]), (ids[:, 16:29], mask[:, 16:29]), (ids[:, 29:], mask[:, 29:])]
-    stock = feed(model, DynamicCache(config=model.config), pieces)
-    with running(model, NAME):
-        planned = feed(model, PlanCache(model, keep_everything(model), exact=True), pieces)
-    assert all(torch.equal(a, b) for a, b in zip(planned, stock, strict=True))
-
-
-@families
-@pytest.mark.parametrize("exact", [False, True])
-def test_full_budgets_of_a_padded_batch(family: str, exact: bool, device: str) -> None:
-    model = build(family, device)
-    ids, mask = prompts(2, 40, pads=7, device=device)
-    pieces = [(ids, mask), *one_by_one(prompts(2, 6, device=device, seed=1)[0])]
-    stock = feed(model, DynamicCache(config=model.config), pieces)
-    with running(model, NAME):
-        planned = feed(model, PlanCache(model, keep_everything(model), exact=exact), pieces)
-    assert_close(planned[0][mask.bool()], stock[0][mask.bool()])
-    for actual, expected in zip(planned[1:], stock[1:], strict=True):
-        assert_close(actual, expected)
 
 
 @families

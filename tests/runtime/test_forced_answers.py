@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvsearch.errors import IncompatibleError
+from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
-from kvsearch.runtime.forced_answers import TOGETHER, Asked, ForcedAnswer, forced_answers
+from kvsearch.plan.schema import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.replay.forced_answers import TOGETHER, Asked, ForcedAnswer, forced_answers
 from kvsearch.tasks.base import Answers, Query, Task
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
@@ -87,18 +87,6 @@ def test_half_of_the_answers_are_not_enough(model: LoadedModel) -> None:
     assert not answer.own
     assert FEW.rows[0].queries[0].max_new_tokens == 3
     assert model.tokenizer.decode(answer.ids) == "lantern green lantern"
-
-
-def test_given_answers_take_no_pass(model: LoadedModel) -> None:
-    calls: list[int] = []
-    handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    try:
-        decided(model, FEW, answers="given")
-        assert not calls
-        decided(model, FEW)
-    finally:
-        handle.remove()
-    assert calls
 
 
 def test_few_contexts_reply_to_several_questions_at_a_time(model: LoadedModel) -> None:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.lava import LAVaAllocation
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.policies import Observation, Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.fork import can_join, joined, prefill_all
 from kvsearch.runtime.program import PhaseProgram
+from kvsearch.runtime.shared_prefill import can_join, joined, prefill_all
 from tests.families import DEVICES, FAMILIES, build, prompts
 from tests.runtime.helpers import assert_close, keep_everything, running
 from tests.runtime.policies import SMALL

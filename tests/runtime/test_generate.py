@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
 from tests.families import DEVICES, FAMILIES, build, prompts
-from tests.runtime.helpers import assert_close, feed, keep_everything, random_eviction, reference, running
+from tests.runtime.helpers import assert_close, feed, random_eviction, reference, running
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -32,19 +30,6 @@ DECODING: dict[str, dict[str, Any]] = {
 
 def snapkv(model: Any) -> Program:
     return Program.uniform(model, create_policy("snapkv", {"window": 4, "kernel": 3}), lambda length: 12)
-
-
-@families
-@pytest.mark.parametrize("way", DECODING)
-def test_full_budgets_generate_what_a_stock_cache_does(family: str, way: str, device: str) -> None:
-    model = build(family, device)
-    ids, mask = prompts(2, 30, pads=6, device=device)
-    options = {**DECODING[way], "attention_mask": mask, "max_new_tokens": 8}
-    torch.manual_seed(5)
-    stock = model.generate(ids, **options)
-    with attach(model, keep_everything(model)) as planned:
-        torch.manual_seed(5)
-        assert torch.equal(planned.generate(ids, **options), stock)
 
 
 @families
@@ -127,25 +112,6 @@ def test_the_first_draft_sees_what_eviction_leaves(device: str) -> None:
                 assert together.kept_positions(layer, 1) == apart.kept_positions(layer, 1)
 
 
-def test_the_first_draft_under_full_budgets_is_bit_exact_for_the_prompt(device: str) -> None:
-    model = build("llama", device)
-    ids, mask = prompts(1, 36, device=device)
-    with running(model, NAME):
-        cache = PlanCache(model, keep_everything(model), prompt_length=32, exact=True)
-        (logits,) = feed(model, cache, [(ids, mask)])
-    stock = feed(model, DynamicCache(config=model.config), [(ids, mask)])[0]
-    assert_close(logits, stock)
-
-
-@some_families
-def test_assistant_models(family: str, device: str) -> None:
-    model, assistant = build(family, device), build(family, device, num_hidden_layers=2, layer_types=None)
-    ids, _ = prompts(1, 30, device=device)
-    with attach(model, snapkv(model)) as planned:
-        plain = planned.generate(ids, max_new_tokens=12, do_sample=False)
-        assert torch.equal(planned.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=assistant), plain)
-
-
 @some_families
 @pytest.mark.parametrize("chunk", [1, 7, 13, 40, 64])  # 40 = 3 * 13 + 1: the last chunk has one token
 @pytest.mark.parametrize("policy", ["snapkv", "expected_attention", "keydiff"])
@@ -169,108 +135,9 @@ def test_chunked_prefill_equals_one_pass(family: str, chunk: int, policy: str, d
     assert torch.equal(actual, expected)
 
 
-def test_embeddings_as_a_prompt(device: str) -> None:
-    model = build("llama", device)
-    ids, mask = prompts(2, 40, pads=6, device=device)
-    embeddings = model.get_input_embeddings()(ids)
-    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
-    with attach(model, snapkv(model)) as planned:
-        expected = planned.generate(ids, **options)[:, 40:]
-        assert torch.equal(planned.generate(inputs_embeds=embeddings, **options), expected)
-        assert planned.cache is not None
-        assert planned.cache.get_seq_length() == 47
-        assert {layer.prompt_length for layer in planned.cache.planned.values()} == {40}
-
-
-def test_the_prompt_may_be_named_inputs(device: str) -> None:
-    model = build("llama", device)
-    ids, _ = prompts(1, 20, device=device)
-    with attach(model, snapkv(model)) as planned:
-        expected = planned.generate(ids, max_new_tokens=4, do_sample=False)
-        assert torch.equal(planned.generate(inputs=ids, max_new_tokens=4, do_sample=False), expected)
-        assert torch.equal(planned.generate(input_ids=ids, max_new_tokens=4, do_sample=False), expected)
-
-
-@some_families
-def test_another_question_about_the_same_context(family: str, device: str) -> None:
-    model = build(family, device)
-    ids, mask = prompts(2, 30, pads=6, device=device)
-    questions = [prompts(2, 5 + i, pads=i, device=device, seed=i + 1) for i in range(3)]
-    program = snapkv(model)
-    with running(model, NAME):
-        reused = PlanCache(model, program)
-        feed(model, reused, [(ids, mask)])
-        reused.activate_past_recording()
-        for question in questions:
-            fresh = PlanCache(model, program)
-            expected = feed(model, fresh, [(ids, mask), question])[1]
-            actual = ask(model, reused, mask, question)
-            assert_close(actual, expected)
-            reused.crop(-question[0].shape[1])
-            assert reused.get_seq_length() == 30
-
-
-@torch.no_grad()
-def ask(model: Any, cache: PlanCache, mask: torch.Tensor, question: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    seen = torch.cat([mask, question[1]], 1)
-    positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, mask.shape[1] :]
-    logits: torch.Tensor = model(question[0], attention_mask=seen, position_ids=positions, past_key_values=cache).logits
-    return logits
-
-
-def test_copies_of_a_prompts_cache_go_separate_ways(device: str) -> None:
-    model = build("llama", device)
-    ids, mask = prompts(1, 30, device=device)
-    with attach(model, snapkv(model)) as planned:
-        cache = planned.new_cache()
-        feed(model, cache, [(ids, mask)])
-        answers = []
-        for seed in (1, 2, 1):
-            question = prompts(1, 5, device=device, seed=seed)[0]
-            mine = copy.deepcopy(cache)
-            answers.append(planned.generate(torch.cat([ids, question], 1), past_key_values=mine, max_new_tokens=6,
-                                            do_sample=False))  # fmt: skip
-        assert cache.get_seq_length() == 30
-    assert torch.equal(answers[0], answers[2])
-    with pytest.raises(UsageError, match="attention implementation"):  # the copy knows what the model runs now
-        model(ids[:, :1], past_key_values=mine)
-
-
-def test_a_cache_of_ones_own(device: str) -> None:
-    """Made before its prompt is known, used again after a reset: eviction still waits for the whole prompt."""
-    model = build("llama", device)
-    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    with attach(model, snapkv(model)) as planned:
-        mine = planned.new_cache()
-        for length in (40, 60, 20):
-            ids = torch.arange(length, device=device)[None] % 7 + 3
-            expected = planned.generate(ids, **options)
-            for way in ({}, {"prefill_chunk_size": 7}, {"prompt_lookup_num_tokens": 3}):
-                assert torch.equal(planned.generate(ids, past_key_values=mine, **options, **way), expected)
-                assert planned.cache is mine
-                assert mine.entries().unique().tolist() == [12 + 5]
-                mine.reset()
-
-
 def test_drafts_need_to_know_where_the_prompt_ends(device: str) -> None:
     model = build("llama", device)
     ids = torch.tensor([[5, 6, 7, 8, 9, 10] * 8], device=device)
     with running(model, NAME), pytest.raises(UsageError, match="give PlanCache the prompt_length"):
         model.generate(ids, past_key_values=PlanCache(model, snapkv(model)), prompt_lookup_num_tokens=3,
                        max_new_tokens=8, do_sample=False)  # fmt: skip
-
-
-def test_a_cache_can_be_reset(device: str) -> None:
-    model = build("gemma3", device)
-    ids, mask = prompts(2, 30, pads=4, device=device)
-    other, other_mask = prompts(2, 20, pads=9, device=device, seed=3)
-    with running(model, NAME):
-        used, fresh = PlanCache(model, snapkv(model)), PlanCache(model, snapkv(model))
-        feed(model, used, [(ids, mask), (ids[:, :1], mask[:, -1:])])
-        used.reset()
-        assert used.get_seq_length() == 0
-        expected = feed(model, fresh, [(other, other_mask), (ids[:, :1], mask[:, -1:])])
-        for actual, wanted in zip(
-            feed(model, used, [(other, other_mask), (ids[:, :1], mask[:, -1:])]), expected, strict=True
-        ):
-            assert torch.equal(actual, wanted)

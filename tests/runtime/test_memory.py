@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program, collector
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.storage import RaggedStore
+from kvsearch.runtime.store.storage import RaggedStore
 from tests.families import build, prompts
 from tests.runtime.helpers import feed, random_eviction, running
 

@@ -11,8 +11,8 @@ import torch
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.decode.replies import Replies
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.runtime.replies import Replies
 from kvsearch.runtime.shared_prefill import read
 from tests.families import build, prompts
 from tests.runtime.helpers import running

@@ -14,12 +14,13 @@ from torch import Tensor
 from kvsearch.policies import Policy
 from kvsearch.policies.base import Observation
 from kvsearch.runtime.attention import causal_mask
-from kvsearch.runtime.decoding import Decoding
+from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
 from kvsearch.runtime.logits import Logits, products
-from kvsearch.runtime.replay import replay
-from kvsearch.runtime.replay_start import Followed
+from kvsearch.runtime.read_mask import Visible
+from kvsearch.runtime.replay.replay import Followed, replay
 from kvsearch.search.bank.layer import VisibleKV, prefix_attention
+from tests.combinations import every_value
 from tests.policies.contract import DIM, rope
 from tests.runtime.layers import Layer, Scene
 from tests.runtime.policies import SMALL
@@ -60,8 +61,7 @@ def test_products_do_not_overflow_and_are_not_rounded(dtype: torch.dtype) -> Non
     assert torch.equal(nested[:, 0], found)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("name", SMALL)
+@every_value(name=SMALL, dtype=HALF)
 def test_outputs_while_decoding(name: str, dtype: torch.dtype) -> None:
     policy, made = SMALL[name], layer(dtype)
     observation = made.observation(policy)
@@ -70,7 +70,7 @@ def test_outputs_while_decoding(name: str, dtype: torch.dtype) -> None:
     for index, (query, key, value) in enumerate(zip(*(t.split(1, 2) for t in made.tokens()), strict=True)):
         expected = _next_outputs(holder, query, key, value, made.logits)
         positions = made.valid.sum(-1, keepdim=True) + index
-        output = holder.attend(query, key, value, None, positions, made.logits)
+        output = holder.attend(query, key, value, Visible(), positions, made.logits)
         assert output.dtype == dtype
         assert error(output[:, :, 0], expected) < EXACT[dtype]
 
@@ -89,8 +89,7 @@ def _next_outputs(holder: Decoding, query: Tensor, key: Tensor, value: Tensor, l
     return outputs.view(len(query), -1, value.shape[-1])
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("name", SMALL)
+@every_value(name=SMALL, dtype=HALF)
 def test_scores_of_a_prompt(name: str, dtype: torch.dtype) -> None:
     """Scored in half precision or in fp32, a prompt of the same numbers has the same scores."""
     made = layer(dtype, large=10.0)
@@ -102,8 +101,7 @@ def test_scores_of_a_prompt(name: str, dtype: torch.dtype) -> None:
     assert torch.allclose(found[shown], expected[shown], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("name", SMALL)
+@every_value(name=SMALL, dtype=HALF)
 def test_nothing_evicted_is_sdpa(name: str, dtype: torch.dtype) -> None:
     scene = replace(SCENE, budgets=(40, 40), pads=(0,))
     made, policy = layer(dtype, scene), SMALL[name]

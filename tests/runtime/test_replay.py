@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import BUILT_IN
-from kvsearch.runtime.replay import replay
-from kvsearch.runtime.replay_start import Followed
+from kvsearch.runtime.replay.replay import Followed, replay
+from tests.combinations import every_value
 from tests.policies.contract import properties, rope
 from tests.policies.probes import example
 from tests.runtime.layers import Layer, Scene, held, scenes
 
 
-@pytest.mark.parametrize("phases", ["decode", "both"])
-@pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in ("kvzip", "kvzap")])
+@every_value(name=[name for name in BUILT_IN if name not in ("kvzip", "kvzap")], phases=["decode", "both"])
 def test_replay_equals_token_by_token(name: str, phases: str) -> None:
     policy = example(name)
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.architecture import describe
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.decode.replies import Finished, NonFiniteError, Replies, left_padded
 from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.replies import Finished, NonFiniteError, Replies, left_padded
 from kvsearch.runtime.shared_prefill import read
 from kvsearch.strategies.compared import equal_uniform
 from tests import families as all_families
 from tests.families import FAMILIES, prompts
-from tests.runtime.helpers import feed, held_tokens, running
+from tests.runtime.helpers import feed, running
 
 LENGTHS, NEW = (23, 40, 31), 6
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -129,29 +129,6 @@ def test_questions_do_not_see_each_other(family: str) -> None:
         assert first != second
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
-def test_padding_never_enters_a_sliding_window(family: str) -> None:
-    model = build(family)
-    with running(model, NAME), pytest.raises(UsageError, match="questions of different lengths"):
-        replies_of(model, third(model), CONTEXTS).ask(ASKED, [NEW] * 3)
-
-
-@families
-def test_a_question_is_forgotten_without_a_trace(family: str) -> None:
-    model, questions = build(family), QUESTIONS[family]
-    with running(model, NAME):
-        replies = replies_of(model, third(model), CONTEXTS)
-        cache = replies.cache
-        entries, length = cache.entries(), cache.get_seq_length()
-        columns = {layer: held_tokens(cache, layer, 3, 2) for layer in cache.planned}
-        replies.ask(questions, [NEW] * 3)
-        assert torch.equal(cache.entries(), entries)
-        assert cache.get_seq_length() == length
-        assert {layer: held_tokens(cache, layer, 3, 2) for layer in cache.planned} == columns
-        for layer in cache.layers:
-            assert layer.get_seq_length() == length
-
-
 def test_replies_end_before_a_stop_token() -> None:
     model = build("llama")
     with running(model, NAME):
@@ -162,36 +139,7 @@ def test_replies_end_before_a_stop_token() -> None:
         assert cut == [whole[0], whole[1][: whole[1].index(stop)], whole[2]]
 
 
-def test_a_batch_ends_when_all_its_replies_did() -> None:
-    model = build("llama")
-    calls: list[int] = []
-    with running(model, NAME):
-        whole = replies_of(model, third(model), CONTEXTS).ask(ASKED, [NEW] * 3)
-        replies = replies_of(model, third(model), CONTEXTS, {reply[0] for reply in whole})
-        handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
-        assert replies.ask(ASKED, [NEW] * 3) == [[], [], []]
-        handle.remove()
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_replies_are_as_long_as_allowed(count: int) -> None:
-    model = build("llama")
-    with running(model, NAME):
-        replies = replies_of(model, third(model), CONTEXTS)
-        short = replies.ask(ASKED, [count] * 3)
-        assert short == [reply[:count] for reply in replies.ask(ASKED, [NEW] * 3)]
-
-
 # --- question-aware: the prompt's own continuation -----------------------------------------------------------------
-
-
-@families
-def test_a_full_cache_continues_prompts_as_plain_generation_does(family: str) -> None:
-    model = build(family)
-    with running(model, NAME):
-        together = replies_of(model, full_cache(model), CONTEXTS).reply([NEW] * len(CONTEXTS))
-    assert together == [plain(model, context, NEW) for context in CONTEXTS]
 
 
 @pytest.mark.parametrize("program", [third, both_phases])
@@ -207,47 +155,6 @@ def test_a_batch_continues_as_its_prompts_do_alone(family: str, program: Callabl
             assert alone.reply(limits[row : row + 1]) == [replies[row]]
             assert alone.most == [held[row]]
     assert [len(reply) for reply in replies] == limits
-
-
-@some_families
-def test_a_compressed_prompt_goes_on_as_greedy_decoding_token_by_token(family: str) -> None:
-    """The first token is that of the full prompt: its own attention sees all of it."""
-    model = build(family)
-    prompt = CONTEXTS[1]
-    with running(model, NAME):
-        cache = PlanCache(model, third(model))
-        pieces, expected = [(prompt[None], torch.ones_like(prompt[None]))], []
-        logits = feed(model, cache, pieces)[-1]
-        mask = pieces[0][1]
-        for _ in range(NEW):
-            expected.append(int(logits[0, -1].argmax()))
-            mask = torch.cat([mask, mask[:, :1]], 1)
-            token, position = torch.tensor([expected[-1:]]), mask.sum(-1, keepdim=True) - 1
-            with torch.no_grad():
-                logits = model(token, attention_mask=mask, position_ids=position, past_key_values=cache).logits
-        assert replies_of(model, third(model), [prompt]).reply([NEW]) == [expected]
-    whole = plain(model, prompt, NEW)
-    assert expected[0] == whole[0]
-    assert expected != whole  # eviction shows from the second token on
-
-
-def test_a_prompt_is_read_once_and_gives_the_first_token() -> None:
-    model = build("llama")
-    fed: list[int] = []
-    model.register_forward_pre_hook(lambda _, __, given: fed.append(given["input_ids"].shape[1]), with_kwargs=True)
-    with running(model, NAME):
-        replies_of(model, third(model), CONTEXTS).reply([NEW] * 3)
-    assert fed == [max(LENGTHS), *[1] * (NEW - 1)]
-
-
-def test_continuations_end_before_a_stop_token() -> None:
-    model = build("llama")
-    with running(model, NAME):
-        whole = replies_of(model, third(model), CONTEXTS).reply([NEW] * 3)
-        stop = whole[0][1]
-        assert all(stop not in reply for reply in whole[1:])
-        cut = replies_of(model, third(model), CONTEXTS, {stop}).reply([NEW] * 3)
-    assert cut == [whole[0][:1], *whole[1:]]
 
 
 # --- both ------------------------------------------------------------------------------------------------------------
@@ -277,14 +184,6 @@ def test_a_batch_ends_when_all_its_replies_are_finished() -> None:
         model.register_forward_pre_hook(lambda *_: fed.append(1))
         assert [len(reply) for reply in replies.reply([NEW] * 3)] == [2, 2, 2]
     assert len(fed) == 1
-
-
-def test_nan_is_refused() -> None:
-    model = build("llama")
-    with torch.no_grad():
-        model.lm_head.weight[3] = float("inf")
-    with running(model, NAME), pytest.raises(IncompatibleError, match="NaN or infinite logits"):
-        replies_of(model, third(model), CONTEXTS)
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])

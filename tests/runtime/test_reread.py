@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import attention_modules, output_weight
 from kvsearch.policies import create_policy
 from kvsearch.policies.base import Needs, Rereading
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.fork import prefill_all
 from kvsearch.runtime.observe import LED_BY, reread
+from kvsearch.runtime.shared_prefill import prefill_all
 from tests.families import build, prompts
 from tests.runtime.helpers import feed, running
 

@@ -16,19 +16,20 @@ from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.cake import CAKEAllocation, preference
 from kvsearch.budgets.dynamic import Allocation, create_allocation
 from kvsearch.budgets.lava import LAVaAllocation
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.policies import Observation, Policy, create_policy, rank_under
-from kvsearch.runtime import PlanCache, Program, attach
+from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.pool import EntryPool
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.sharing import Sharing
-from kvsearch.signals.dispersion import dispersion
+from kvsearch.runtime.store.pool import EntryPool
+from kvsearch.signals.entropy import dispersion
 from tests.budgets.known import OfScores
+from tests.combinations import every_value
 from tests.examples import at_most
 from tests.families import DEVICES, FAMILIES, build, prompts
-from tests.runtime.helpers import assert_close, feed, one_by_one, plan_for, reference, running
+from tests.runtime.helpers import assert_close, feed, one_by_one, reference, running
 from tests.runtime.policies import SMALL
 from tests.runtime.test_decode_phase import columns
 
@@ -67,6 +68,14 @@ def shared(model: Any, policy: Policy, allocation: Allocation, budget: int, deco
     return Program(phase(budget), None if decode is None else phase(decode), allocation)
 
 
+def entries_of(pool: EntryPool) -> Tensor:
+    """Entries held per sequence and kv head, [B, Hkv]."""
+    held = torch.zeros(pool.batch * pool.heads, dtype=torch.int64)
+    for part in pool.parts:
+        held[part.block.segments] = torch.from_numpy(part.counts)
+    return held.view(pool.batch, pool.heads)
+
+
 class Recorded:
     """Observations of a forward pass by layer, and the most entries that were held beside a dense layer."""
 
@@ -78,7 +87,7 @@ class Recorded:
         def recording(sharing: Sharing, index: int, observation: Observation, rotary: Any) -> None:
             self.observations[index] = observation
             end(sharing, index, observation, rotary)
-            pools = [waiting.pool.entries() for waiting in sharing.waiting.values()]
+            pools = [entries_of(pool) for pool, _, _ in sharing.waiting.values()]
             if pools:
                 self.held.append(torch.stack(pools).sum((0, 2)))
 
@@ -145,30 +154,6 @@ def decided_at_the_end(
     return budgets, kept
 
 
-@pytest.mark.parametrize("name", SINGLE)
-@pytest.mark.parametrize("how", list(ALLOCATIONS))
-def test_trimming_layer_by_layer_ends_where_deciding_at_the_end_would(
-    how: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = uneven()
-    ids, mask = prompts(3, 40, pads=9)
-    program = shared(model, SMALL[name], ALLOCATIONS[how], 9)
-    recorded = Recorded(monkeypatch)
-    cache = read(model, program, ids, mask)
-    table = program.prefill.table(40)  # type: ignore[union-attr]
-    entries = cache.entries().numpy()
-    for sequence in range(3):
-        budgets, kept = decided_at_the_end(program, recorded.observations, sequence, table)
-        assert entries[:, sequence].tolist() == budgets.tolist()
-        assert entries[:, sequence].sum() == table.sum()
-        for layer, heads in kept.items():
-            assert [cache.kept_positions(layer, sequence, head) for head in range(len(heads))] == heads
-    if ALLOCATIONS[how].shares_layers:
-        assert (entries.sum(-1) != table.sum(-1)[:, None]).any(), "layers should get other totals than planned"
-    if ALLOCATIONS[how].shares_heads:
-        assert np.ptp(entries, axis=-1).max() > 1, "heads should differ by more than planned"
-
-
 @at_most(60)
 @given(
     st.integers(0, 2**20), st.sampled_from(list(ALLOCATIONS)), st.sampled_from(SINGLE), st.integers(1, 45),
@@ -198,8 +183,7 @@ def test_any_budget_and_length(seed: int, how: str, name: str, budget: int, leng
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("how", ["adakv", "lava", "cake"])
+@every_value(how=["adakv", "lava", "cake"], family=FAMILIES)
 def test_decoding_equals_masking(how: str, family: str, device: str) -> None:
     model = uneven(family, device)
     ids, mask = prompts(2, 30, pads=5, device=device)
@@ -231,24 +215,6 @@ def test_decode_budgets_follow_the_prompt(how: str, name: str) -> None:
     go_on(model, cache, ids[:, :12], mask)
     assert (cache.most_entries() <= after + 1).all()
     assert cache.entries().sum() <= after.sum()
-
-
-def test_a_decode_phase_alone_shares_too() -> None:
-    model = build("llama")
-    ids, mask = prompts(2, 40, pads=9)
-    policy = create_policy("lava", {"window": 3, "kernel": 3})
-    both = shared(model, policy, LAVaAllocation(), 9, decode=9)
-    cache = read(model, Program(None, both.decode, LAVaAllocation()), ids, mask)
-    assert cache.entries()[:, :, 0].tolist() == [[40, 31]] * 4 or (cache.entries().sum(-1) == 2 * mask.sum(-1)).all()
-    expected = read(model, both, ids, mask).entries()
-    go_on(model, cache, ids[:, :2], mask)
-    limits = torch.stack(
-        [
-            torch.from_numpy(layer.holder.rule.budgets).view(2, -1)
-            for layer in cache.planned.values()  # type: ignore[union-attr]
-        ]
-    )
-    assert limits.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("decode", [None, 20])
@@ -291,8 +257,8 @@ def test_at_no_time_more_than_the_pool_is_there(monkeypatch: pytest.MonkeyPatch)
 
     def taking(*given: Any) -> EntryPool:
         pool = take(*given)
-        others = [waiting.pool.entries() for waiting in sharings[-1].waiting.values()]
-        held.append(torch.stack([*others, pool.entries()]).sum((0, 2)).max())
+        others = [entries_of(held_pool) for held_pool, _, _ in sharings[-1].waiting.values()]
+        held.append(torch.stack([*others, entries_of(pool)]).sum((0, 2)).max())
         return pool
 
     monkeypatch.setattr(Sharing, "end", ending)
@@ -300,72 +266,6 @@ def test_at_no_time_more_than_the_pool_is_there(monkeypatch: pytest.MonkeyPatch)
     read(model, program, ids, mask)
     assert len(held) == 4
     assert max(held) <= program.prefill.table(60).sum() + 4 * 2  # type: ignore[union-attr]
-
-
-def test_attention_that_is_not_finite_has_no_preference() -> None:
-    model = build("llama")
-    with torch.no_grad():
-        model.model.layers[1].self_attn.q_proj.weight.fill_(float("nan"))
-    ids, mask = prompts(1, 30)
-    with pytest.raises(IncompatibleError, match="layer 1: the scores of lava are not finite"):
-        read(model, shared(model, SMALL[SINGLE[0]], CAKEAllocation(), 9), ids, mask)
-
-
-def test_cake_works_with_gradients_on() -> None:
-    model = build("llama")
-    ids, _ = prompts(1, 30)
-    cache = PlanCache(model, shared(model, create_policy("cake", {"window": 3}), CAKEAllocation(), 9))
-    with running(model, NAME):
-        model(ids, past_key_values=cache)
-    assert cache.entries().sum() == 88
-
-
-def test_prompt_lookup_is_refused_before_it_starts() -> None:
-    model = build("llama")
-    program = shared(model, SMALL[SINGLE[0]], LAVaAllocation(), 9)
-    with attach(model, program) as planned, pytest.raises(UsageError, match="drop the option, or use a static plan"):
-        planned.generate(prompts(1, 20)[0], prompt_lookup_num_tokens=3, max_new_tokens=4)
-
-
-def test_chunks_of_a_prompt_change_nothing() -> None:
-    model = build("llama")
-    ids, mask = prompts(2, 40, pads=9)
-    program = shared(model, SMALL[SINGLE[0]], LAVaAllocation(), 9)
-    whole = read(model, program, ids, mask)
-    parts = PlanCache(model, program, prompt_length=40)
-    with running(model, NAME), torch.no_grad():
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        for first in (0, 16, 32):
-            last = min(first + 16, 40)
-            model(
-                ids[:, first:last], attention_mask=mask[:, :last], position_ids=positions[:, first:last],
-                past_key_values=parts,
-            )  # fmt: skip
-    assert parts.entries().tolist() == whole.entries().tolist()
-    assert parts.kept_positions(2, 1, 1) == whole.kept_positions(2, 1, 1)
-
-
-def test_the_cache_can_be_reset_and_used_again() -> None:
-    model = build("llama")
-    program = shared(model, SMALL[SINGLE[0]], LAVaAllocation(), 9)
-    cache = PlanCache(model, program)
-    with running(model, NAME), torch.no_grad():
-        model(prompts(2, 30)[0], past_key_values=cache)
-        cache.reset()
-        model(prompts(1, 25, seed=3)[0], past_key_values=cache)
-    fresh = read(model, program, *prompts(1, 25, seed=3))
-    assert cache.entries().tolist() == fresh.entries().tolist()
-
-
-def test_a_plan_says_how_to_share() -> None:
-    model = build("llama")
-    plan = plan_for(model, [[12, 12]] * 4, allocation={"name": "lava", "params": {"floor_share": 0.0}}, policy="lava")
-    program = Program.from_plan(model, plan)
-    assert program.allocation == LAVaAllocation(0.0)
-    with attach(model, plan) as planned:
-        planned.generate(prompts(1, 30)[0], max_new_tokens=3, do_sample=False)
-        assert planned.cache is not None
-        assert planned.cache.entries().sum() == 8 * 12 + 8 * 2
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,15 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch import errors
-from kvsearch.errors import KvsearchWarning
+from kvsearch.core import errors
+from kvsearch.core.errors import KvsearchWarning
 from kvsearch.policies import create_policy
-from kvsearch.runtime import Program, attach, steps
+from kvsearch.runtime import Program, attach
 from kvsearch.runtime.attach import PlannedModel
-from kvsearch.runtime.graphs import Captured, CudaGraphs, capturing, graphs_for
+from kvsearch.runtime.decode import steps
+from kvsearch.runtime.decode.steps import Captured, graphs_for
 from tests.families import DEVICES, build, prompts
 from tests.runtime.policies import SMALL, for_model
-from tests.runtime.recorder import Recorder
+from tests.runtime.recorder import Recorder, capturing
 
 TOKENS = 20
 BUDGETS = np.array([[6, 11]])
@@ -59,7 +58,7 @@ def say(planned_model: PlannedModel, batch: int = 2, **changes: Any) -> Tensor:
 def recorded() -> Iterator[Recorder]:
     """Let steps be captured by a recorder."""
     recorder = Recorder()
-    with capturing(lambda _: recorder):
+    with capturing(recorder):
         yield recorder
 
 
@@ -72,7 +71,7 @@ def usual(**options: Any) -> Recorder:
     return recorder
 
 
-@pytest.mark.filterwarnings("error::kvsearch.errors.KvsearchWarning")
+@pytest.mark.filterwarnings("error::kvsearch.core.errors.KvsearchWarning")
 class TestCaptured:
     @pytest.mark.parametrize("decode", [False, True])
     def test_room_that_runs_out_is_made_anew(self, decode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +100,7 @@ class TestCaptured:
             for captured in (first, second):
                 ids = torch.cat([ids, prompts(1, 3, seed=2)[0]], 1)
                 given = {} if run.cache is None else {"past_key_values": run.cache}
-                with capturing((lambda _: Recorder()) if captured else None), run:
+                with capturing(Recorder() if captured else None), run:
                     ids = run.generate(ids, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, **given)
             if not decode:
                 run.cache.crop(-2)
@@ -114,27 +113,6 @@ class TestCaptured:
             say(planned())
         assert vars(model()).keys() == before.keys()
         assert type(model()).__call__ is torch.nn.Module.__call__
-
-    def test_tokens_are_streamed_and_scores_kept(self) -> None:
-        class Streamer:
-            ended, tokens = False, 0
-
-            def put(self, value: Tensor) -> None:
-                self.tokens += value.numel()
-
-            def end(self) -> None:
-                self.ended = True
-
-        streamer, ids = Streamer(), prompts(1, 20)[0]
-        with recorded(), planned() as run:
-            made = run.generate(
-                ids, streamer=streamer, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False,
-                output_logits=True, return_dict_in_generate=True,
-            )  # fmt: skip
-        assert streamer.ended
-        assert streamer.tokens == 20 + TOKENS
-        chosen = torch.stack(made.logits).argmax(-1).flatten()
-        assert torch.equal(chosen[1:], made.sequences[0, 21:])  # the first may be one that ends
 
 
 class TestNotCaptured:
@@ -159,18 +137,13 @@ class TestNotCaptured:
     def test_few_tokens_are_not_worth_it(self, options: dict[str, Any]) -> None:
         assert usual(**options).log == []
 
-    def test_it_can_be_switched_off(self) -> None:
-        with recorded() as recorder:
-            say(planned(graphs=False))
-        assert recorder.log == []
-
     def test_a_step_that_cannot_be_captured_is_run(self) -> None:
         class Broken(Recorder):
             def capture(self, step: Callable[[], Any]) -> Captured:
                 raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
         broken, expected = Broken(), say(planned())
-        with capturing(lambda _: broken), pytest.warns(KvsearchWarning, match=r"capturing\)$"):
+        with capturing(broken), pytest.warns(KvsearchWarning, match=r"capturing\)$"):
             assert torch.equal(say(planned()), expected)
 
     def test_a_model_that_looks_at_lengths_is_not_replayed(self) -> None:
@@ -209,40 +182,3 @@ def test_a_gpu_replays_every_policy(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_there_are_graphs_on_cuda_alone() -> None:
     assert graphs_for(torch.device("cpu")) is None
-
-
-def test_what_cuda_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU is needed to see that PyTorch's functions take what they are given, and in which order."""
-    done: list[str] = []
-    signature = inspect.signature(torch.cuda.graph)
-
-    class Stream:
-        device = torch.device("cpu")
-
-        def wait_stream(self, other: Any) -> None:
-            done.append("wait")
-
-    @contextmanager
-    def graph(*args: Any, **kwargs: Any) -> Iterator[None]:
-        signature.bind(*args, **kwargs)
-        done.append("begin")
-        yield
-        done.append("end")
-
-    @contextmanager
-    def on(stream: Any) -> Iterator[None]:
-        done.append("on")
-        yield
-
-    fakes = {
-        "Stream": lambda device: Stream(), "current_stream": lambda device: Stream(), "stream": on, "graph": graph,
-        "graph_pool_handle": lambda: (0, 0), "CUDAGraph": lambda: SimpleNamespace(replay=lambda: done.append("replay")),
-    }  # fmt: skip
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    graphs = CudaGraphs(torch.device("cpu"))
-    assert graphs.run(lambda: done.append("step") or 1) == 1
-    made = graphs.capture(lambda: done.append("step") or 2)
-    made.replay()
-    assert made.output == 2
-    assert done == ["wait", "on", "step", "wait", "begin", "step", "end", "replay"]

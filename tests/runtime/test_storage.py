@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsearch import errors
-from kvsearch.errors import KvsearchWarning
+from kvsearch.core import errors
+from kvsearch.core.errors import KvsearchWarning
 from kvsearch.kernels import attention
-from kvsearch.kernels.dispatch import interpreted
-from kvsearch.runtime import blocks, flat
 from kvsearch.runtime.attention import ragged_attention
-from kvsearch.runtime.blocks import bucket
-from kvsearch.runtime.layer_state import Given, Whole, _ragged, of_holder
 from kvsearch.runtime.logits import Logits
-from kvsearch.runtime.storage import RaggedStore
+from kvsearch.runtime.store import blocks, flat
+from kvsearch.runtime.store.blocks import bucket
+from kvsearch.runtime.store.cache_file import CacheShape, TensorReader, _of_ragged, _ragged
+from kvsearch.runtime.store.storage import RaggedStore
 from tests.examples import fixed
+from tests.kernels.serving import interpreted
 from tests.runtime.places import INTERPRETER, PLACES, at
 
 CPU = torch.device("cpu")
@@ -36,9 +36,6 @@ class TestBucket:
         assert all(a < b for a, b in pairwise(widths))
         waste = sum(width * len(members) for width, members in zip(widths, groups, strict=True)) - sum(lengths)
         assert 0 <= waste <= blocks.WASTE * sum(lengths)
-
-    def test_equal_lengths_share_one_block(self) -> None:
-        assert bucket([7, 7, 7], CPU) == [[0, 1, 2]]
 
     def test_near_lengths_do_too(self) -> None:
         assert bucket([1000, 500, 995], CPU) == [[1], [0, 2]]
@@ -89,11 +86,11 @@ class Pair:
         """Add `count` tokens as decode steps do that are captured, with room for `room` of them at a time."""
         self.store.reserve(room)
         for _ in range(count):
-            self.store.foresee()
+            self.store.prepare_step()
             before = self.lasting()
             self.store.put(*self._arrive(torch.ones(self.batch, 1, dtype=torch.bool, device=self.device)))
             assert self.lasting() == before
-            self.store.tidy()
+            self.store.finish_step()
 
     def lasting(self) -> list[int]:
         """Where the tensors of the store lie."""
@@ -124,9 +121,9 @@ class Pair:
 
     def reload(self) -> None:
         """Write the store to a file's tensors and read them again."""
-        tensors = of_holder(self.store)
-        shape = self.batch, self.heads, self.heads, self.length
-        self.store = _ragged(Given(tensors, torch.device(self.device)), Whole(*shape, self.keys.dtype))
+        reader = TensorReader(_of_ragged(self.store), "", torch.device(self.device))
+        shape = CacheShape(self.batch, self.heads, self.heads, self.length, 0, self.keys.dtype)
+        self.store = _ragged(reader, shape)
 
     def check(self, rows: int, softcap: float | None = None) -> None:
         assert torch.equal(self.store.entries(), self.held.sum(-1).cpu())
@@ -189,6 +186,12 @@ def test_any_history_equals_a_dense_cache_with_a_mask(
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_tokens_that_were_taken_back_do_not_hinder_a_file(place: str) -> None:
+    with at(place) as device:
+        follow(Pair(1, 1, 3, 0, device), [("append", 3, 0), ("crop", 2, 0), ("reload", 0, 0)], None)
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_room_grows_by_an_eighth(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "MIN_SPARE", 2)
     monkeypatch.setattr(flat, "MIN_SPARE", 2)
@@ -215,17 +218,6 @@ def test_packing_leaves_the_dense_layer_alone(place: str) -> None:
         block.values.zero_()
     assert torch.equal(keys, before[0])
     assert torch.equal(values, before[1])
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_positions_are_those_given(place: str) -> None:
-    keep = torch.tensor([[[True, False, True]], [[False, True, True]]])
-    positions = torch.tensor([[10, 11, 12], [20, 21, 22]])
-    with at(place):
-        store = RaggedStore.pack(torch.zeros(2, 1, 3, 2), torch.zeros(2, 1, 3, 2), keep, positions)
-    assert store.kept_positions(0, 0) == [10, 12]
-    assert store.kept_positions(1, 0) == [21, 22]
-    assert store.kept_positions(2, 0) == []
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -286,7 +278,7 @@ class TestFlat:
                         pair.append(amount, min(extra, amount - 1))
                     else:
                         pair.crop(min(amount, pair.store.appended))
-        written, expected = (of_holder(pair.store) for pair in (flat_pair, dense_pair))
+        written, expected = (_of_ragged(pair.store) for pair in (flat_pair, dense_pair))
         assert isinstance(flat_pair.store.blocks[0], flat.FlatBlock)
         assert not isinstance(dense_pair.store.blocks[0], flat.FlatBlock)
         assert written.keys() == expected.keys()

@@ -57,7 +57,7 @@ def test_decode_steps_do_not_synchronise(
     family: str, exact: bool, device: str, no_sync: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(family, device)
-    ids, mask = prompts(2, 30, pads=5, device=device)
+    ids, mask = prompts(2, 30, device=device)
     with running(model, NAME), torch.no_grad():
         cache = PlanCache(model, random_eviction(model, mask).program, exact=exact)
         feed(model, cache, [(ids, mask)])
@@ -82,7 +82,7 @@ def test_steps_that_evict_do_not_synchronise(
     if policy.needs().projection and not policy.online:
         pytest.skip("scoring anew goes through the heads' own projections")
     model = build("llama", device)
-    ids, mask = prompts(2, 20, pads=5, device=device)
+    ids, mask = prompts(2, 20, device=device)
     phase = PhaseProgram(dict.fromkeys(range(4), policy), lambda length: np.array([[9, 12]] * 4))
     with running(model, NAME), torch.no_grad():
         cache = PlanCache(model, Program(phase, phase))
@@ -94,6 +94,33 @@ def test_steps_that_evict_do_not_synchronise(
                 model(ids[:, :1], position_ids=ids[:, :1], past_key_values=cache)
         monkeypatch.undo()
     assert cache.get_seq_length() == 33
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("phases", ["prefill", "both"])
+def test_the_mask_of_a_padded_batch_is_looked_at_once_per_step(
+    phases: str, device: str, no_sync: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many layers there are: transformers itself looks at it once in every step, too."""
+    model = build("llama", device)
+    ids, mask = prompts(2, 20, pads=5, device=device)
+    phase = PhaseProgram(dict.fromkeys(range(4), create_policy("tova")), lambda length: np.array([[9, 12]] * 4))
+    looks: list[str] = []
+
+    def look(flag: torch.Tensor) -> bool:
+        looks.append("bool")
+        return bool(flag.numpy())
+
+    with running(model, NAME), torch.no_grad():
+        cache = PlanCache(model, Program(phase, phase if phases == "both" else None))
+        feed(model, cache, [(ids, mask)])
+        for step in range(1, 4):
+            seen = torch.cat([mask, mask.new_ones(2, step)], 1)
+            shown = seen[:, None, None].bool()
+            with monkeypatch.context() as patched:
+                patched.setattr(torch.Tensor, "__bool__", look)
+                model(ids[:, :1], attention_mask=shown, position_ids=ids[:, :1], past_key_values=cache)
+    assert len(looks) == 3
 
 
 def test_the_detector_detects(no_sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:

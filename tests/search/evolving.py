@@ -12,13 +12,13 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.schema import phases_of
 from kvsearch.policies import create_policy
-from kvsearch.report.files.search import SearchResult, read_search
-from kvsearch.report.search import as_json
+from kvsearch.report.search import search_result
+from kvsearch.results.search import SearchResult
 from kvsearch.search.candidates import SearchOutcome
 from kvsearch.search.evolve import Evolved, PreparedSearch, Splits, prepare_search
-from kvsearch.search.ledger import SearchLedger, Spent
 from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.start_plans import Base
+from kvsearch.search.trials import Spent, TrialLog
 from kvsearch.search.workers import make_executor
 from tests import tiny
 from tests.search.searching import Silent
@@ -56,19 +56,20 @@ def prepare(
     return prepare_search(base, budget, how, splits(contexts), asked, plans or {})
 
 
-def evolve(prepared: PreparedSearch, ledger: Path) -> Evolved:
+def evolve(prepared: PreparedSearch, path: Path) -> Evolved:
     """All three parts."""
-    with make_executor(prepared) as executor, SearchLedger(ledger) as lines:
-        outcome = prepared.search(executor, lines, SearchLimits(), Silent())
+    with make_executor(prepared, prepared.cap) as executor, TrialLog(path) as log:
+        outcome = prepared.search(executor, log, SearchLimits(), Silent())
     return decide(prepared, outcome)
 
 
 def result_of(evolved: Evolved) -> SearchResult:
     """What is read again of its report."""
-    return read_search(as_json(evolved, Spent(1, 1, 1.0)), Path("report.json"))
+    return search_result(evolved, Spent(1, 1, 1.0))
 
 
 def decide(prepared: PreparedSearch, outcome: SearchOutcome) -> Evolved:
     """The second and the third part."""
     choice = prepared.choose(outcome)
-    return Evolved(prepared, outcome, choice, prepared.report(choice))
+    report = prepared.compare(prepared.reported_plans(choice), prepared.splits.report, "report", None)
+    return Evolved(prepared, outcome, choice, report)

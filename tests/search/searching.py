@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from kvsearch.arrays import Floats, Ints
-from kvsearch.search.candidates import Candidate, SearchOutcome
-from kvsearch.search.jobs import Job
-from kvsearch.search.ledger import SearchLedger
-from kvsearch.search.loop import Part, Search
-from kvsearch.search.scoring import Scoring
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.search.candidates import Candidate, SearchOutcome, TrialJob
+from kvsearch.search.evolve import JOB_SIZE
+from kvsearch.search.loop import Search, StageProgress
 from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.stages import Frame
-from kvsearch.workers.serial import SerialExecutor
+from kvsearch.search.trials import ToldLine, TrialLog, TrialRunner
+from kvsearch.workers.base import SerialExecutor
+from tests.runs.sealing import lines_of
 
 LAYERS, HEADS, BUDGET, SAMPLES = 4, 2, 16, 6
 TOKENS = 10  # of one candidate on one sample
@@ -37,9 +37,9 @@ class Measure:
 
     def __init__(self, loss: Loss = smooth, interrupt: int | None = None) -> None:
         self.loss, self.interrupt = loss, interrupt
-        self.tokens_spent, self.jobs = 0, list[Job]()
+        self.tokens_spent, self.jobs = 0, list[TrialJob]()
 
-    def evaluate(self, job: Job) -> Floats:
+    def evaluate(self, job: TrialJob) -> Floats:
         """See `Evaluator`."""
         if len(self.jobs) == self.interrupt:
             self.interrupt = None
@@ -64,7 +64,7 @@ class Silent:
     def __init__(self) -> None:
         self.stages, self.generations, self.ends = list[str](), list[tuple[str, int, list[float]]](), list[str]()
 
-    def stage(self, name: str, part: Part | None = None) -> None:
+    def stage(self, name: str, part: StageProgress | None = None) -> None:
         """See `Watcher`."""
         self.stages.append(name)
 
@@ -96,13 +96,14 @@ def settings_of(**changes: Any) -> EvolveSettings:
 
 
 def search_of(
-    ledger: SearchLedger,
+    log: TrialLog,
     measure: Measure,
     limits: SearchLimits | None = None,
     starts: Mapping[str, Ints] | None = None,
     frame: Frame | None = None,
     watcher: Silent | None = None,
     name: str = "",
+    job_size: int = JOB_SIZE,
     **changes: Any,
 ) -> Search:
     """A search that is ready to run."""
@@ -112,23 +113,28 @@ def search_of(
         return TOKENS * (SAMPLES if chosen is None else len(chosen))
 
     executor = SerialExecutor(measure)
-    scoring = Scoring(executor, ledger, settings.objective, settings.together, limits or SearchLimits(), tokens)
+    trials = TrialRunner(executor, log, settings.objective, job_size, limits or SearchLimits(), tokens)
     given = starts_of(frame) if starts is None else starts
-    return Search(settings, frame, given, scoring, SAMPLES, watcher or Silent(), name)
+    return Search(settings, frame, given, trials, SAMPLES, watcher or Silent(), name)
 
 
 def run(
     path: Path, measure: Measure | None = None, limits: SearchLimits | None = None, **changes: Any
 ) -> SearchOutcome:
-    """Run a search, or go on with it, in the ledger `path`."""
-    with SearchLedger(path) as ledger:
-        return search_of(ledger, measure or Measure(), limits, **changes).run()
+    """Run a search, or go on with it, in the log `path`."""
+    with TrialLog(path) as log:
+        return search_of(log, measure or Measure(), limits, **changes).run()
+
+
+def generations_of(log: TrialLog, stage: str) -> list[ToldLine]:
+    """The lines of a stage that say what was told."""
+    return [line for line in lines_of(log) if isinstance(line, ToldLine) and line.stage == stage]
 
 
 def timeless(path: Path) -> list[dict[str, Any]]:
     """The lines of a ledger without what time says of them, which their checksums cover."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in ("at", "seconds", "sha256")} for line in lines]
+    return [{key: value for key, value in line.items() if key not in ("at", "seconds", "checksum")} for line in lines]
 
 
 def told(outcome: SearchOutcome) -> list[tuple[list[list[int]], float, str]]:

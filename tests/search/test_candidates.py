@@ -14,15 +14,15 @@ def found(budget: int, value: float, where: str = "group 1") -> Candidate:
 
 
 def test_a_pool_has_its_best_and_the_start_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "MOST", 3)
+    monkeypatch.setattr(candidates, "MAX_POOL", 3)
     outcome = SearchOutcome()
-    outcome.take([found(1, 9.0, "start uniform"), found(2, 2.5, "start mine")])
+    outcome.add([found(1, 9.0, "start uniform"), found(2, 2.5, "start mine")])
     for number in range(10):
-        outcome.take([found(10 + number, 5.0 - number / 4)])
+        outcome.add([found(10 + number, 5.0 - number / 4)])
     assert [(one.where, one.value) for one in outcome.pool] == [
         ("start mine", 2.5), ("group 1", 2.75), ("group 1", 3.0), ("start uniform", 9.0)
     ]  # fmt: skip
-    outcome.take([found(10, 1.0), found(2, float("nan"))])
+    outcome.add([found(10, 1.0), found(2, float("nan"))])
     assert [one.value for one in outcome.pool] == [1.0, 2.5, 2.75, 9.0]
 
 

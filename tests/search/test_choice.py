@@ -9,20 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsearch.errors import UsageError
-from kvsearch.evaluation.averages import MACRO, blocks_of
+from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Comparison, Settings
 from kvsearch.evaluation.plan_comparison import PlanComparison
 from kvsearch.evaluation.samples import Cost, Sample
+from kvsearch.evaluation.statistics import MACRO, blocks_of
 from kvsearch.models.loading import LoadedModel, load
 from kvsearch.plan import Plan
-from kvsearch.plan.contexts import ContextRecord, ContextSet, context_hash
-from kvsearch.report.search import as_json, decision, tables
+from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
+from kvsearch.report.search import decision, search_result, tables
 from kvsearch.runtime import Program
 from kvsearch.search.candidates import Candidate, SearchOutcome
 from kvsearch.search.evolve import PreparedSearch, Splits, prepare_search
-from kvsearch.search.ledger import Spent
 from kvsearch.search.start_plans import Base
+from kvsearch.search.trials import Spent
+from kvsearch.selection.comparison import StagedComparison
 from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.encode import asked_hashes, asked_set
@@ -87,7 +88,11 @@ def simulate(monkeypatch: pytest.MonkeyPatch, quality: Mapping[str, float], seed
             {"full": np.ones(contexts), **{one: (draw < known[one]).astype(float) for one, draw in draws.items()}}
         )
 
+    def ask(self: StagedComparison, stage: int, names: Any, store: Any) -> PlanComparison:
+        return compare(None, dict.fromkeys(sorted(names, reverse=True)), None, "choice", store)  # type: ignore
+
     monkeypatch.setattr(PreparedSearch, "compare", compare)
+    monkeypatch.setattr(StagedComparison, "ask", ask)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -101,10 +106,10 @@ def test_the_luckiest_of_many_candidates_is_not_written(
     choice = evolved.choice
     assert choice.comparison.score(choice.best).mean > choice.comparison.score("uniform").mean
     assert evolved.report.gain(choice.best, ["uniform"]).high < 0
-    assert (choice.name, choice.start) == ("uniform", "uniform")
+    assert (choice.name, choice.decision.best) == ("uniform", "uniform")
     np.testing.assert_equal(choice.table, prepared.starts["uniform"])
     assert choice.best in evolved.report.labels
-    chance, is_accepted = choice.verdicts[choice.best]
+    chance, is_accepted = choice.decision.verdicts[choice.best]
     assert not is_accepted
     told = decision(evolved)
     assert told.startswith("the start plan uniform is kept (")
@@ -122,7 +127,7 @@ def test_a_candidate_that_is_better_beyond_chance_is_written(
     assert evolved.choice.name == evolved.choice.best == "#3"
     assert decision(evolved).startswith("chosen: #3 (layers 0-5, generation 2), ")
     assert "points above the best start plan, " in decision(evolved)
-    finalists = as_json(evolved, Spent(1, 1, 1.0))["finalists"]
+    finalists = search_result(evolved, Spent(1, 1, 1.0)).as_json()["finalists"]
     assert finalists["#3"]["accepted"] is True
     assert finalists["#3"]["chance"] == 0.0001
     assert finalists["#3"]["lead"]["low"] > 0

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Settings
-from kvsearch.models.loading import LoadedModel, LoadOptions, load
-from kvsearch.search.difficulty import Difficulty, hard_questions, measure_difficulty, with_hard_questions
+from kvsearch.models.loading import LoadedModel, load
+from kvsearch.search.difficulty import hard_questions, measure_difficulty, with_hard_questions
 from kvsearch.search.evolve import PreparedSearch, prepare_search
 from kvsearch.search.start_plans import Base
-from kvsearch.search.workers import WorkerBank
-from kvsearch.workers.models import ModelSource
 from tests.search.evolving import BUDGET, CONTEXTS, POLICY, QUESTIONS, prepare, settings_of, splits
 
 SCORES = {
-    "wrong anyway": Difficulty(0.99, 0.0),
-    "no longer hard": Difficulty(1.0, 0.6),
-    "hard": Difficulty(1.0, 0.59),
-    "lost": Difficulty(1.0, 0.0),
-    "better without": Difficulty(0.5, 1.0),
-    "half": Difficulty(1.0, 0.5),
+    "wrong anyway": {"full": 0.99, "uniform": 0.0},
+    "no longer hard": {"full": 1.0, "uniform": 0.6},
+    "hard": {"full": 1.0, "uniform": 0.59},
+    "lost": {"full": 1.0, "uniform": 0.0},
+    "better without": {"full": 0.5, "uniform": 1.0},
+    "half": {"full": 1.0, "uniform": 0.5},
 }
 
 
@@ -60,22 +56,8 @@ def hard(loaded: LoadedModel) -> PreparedSearch:
 def test_only_hard_questions_are_searched_on(hard: PreparedSearch) -> None:
     scores = measure_difficulty(hard)
     assert {sample.sha256 for sample in hard.samples} == hard.kept
-    assert hard.kept == {name for name, one in scores.items() if one.full == 1 and one.even < 1}
+    assert hard.kept == {name for name, one in scores.items() if one["full"] == 1 and one["uniform"] < 1}
     assert len(scores) == 8 * QUESTIONS
-
-
-def test_a_worker_searches_on_the_same(hard: PreparedSearch) -> None:
-    made = WorkerBank.of(hard, ModelSource.of(hard.base.loaded, LoadOptions()), BUDGET)
-    with made() as bank:
-        assert [one.sha256 for one in bank.samples] == [one.sha256 for one in hard.samples]
-    with pytest.raises(IncompatibleError, match="a worker draws other questions than the search"):
-        replace(made, kept=None)()
-
-
-def test_without_a_bound_all_are_searched_on(loaded: LoadedModel) -> None:
-    prepared = prepare(loaded)
-    assert with_hard_questions([prepared]) == ((prepared,), None)
-    assert len(prepared.samples) == CONTEXTS * QUESTIONS
 
 
 def test_too_few_hard_questions(loaded: LoadedModel) -> None:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.errors import UsageError
 from kvsearch.search.objectives import cache_score, fitness, loss_score
 
 
@@ -50,32 +49,3 @@ def test_less_loss_is_fitter_at_the_same_budget(one: float, other: float, cache:
 def test_a_failed_candidate_stays_failed() -> None:
     assert math.isnan(fitness(math.nan, 1.0))
     assert math.isnan(fitness(loss_score(math.nan), 1.0))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((-1, 128), "a mean of -1"),
-        ((math.nan, 128), "a mean of nan"),
-        ((5, 0), "a target of 0"),
-        ((5, 8, 0.0), "gamma"),
-    ],
-)
-def test_cache_scores_of_nonsense(arguments: tuple[float, ...], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        cache_score(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((-0.1, 1.0), "got -0.1: turn losses into scores first"),
-        ((math.inf, 1.0), "must be finite"),
-        ((1.0, 1.1), r"cache score must be in \[0, 1\], got 1.1"),
-        ((1.0, math.nan), "cache score"),
-        ((1.0, 1.0, -0.1), "lam must be finite and 0 or more, got -0.1"),
-    ],
-)
-def test_fitness_of_nonsense(arguments: tuple[float, ...], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        fitness(*arguments)

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.models.loading import LoadedModel, load
-from kvsearch.report.files.search import read_search
-from kvsearch.report.search import front_as_json, tables
-from kvsearch.search.evolve import Evolved, PreparedSearch
-from kvsearch.search.front import prepare_front, search_front
-from kvsearch.search.ledger import SearchLedger, Spent
+from kvsearch.report.search import front_result, tables
+from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_searches, run_searches
 from kvsearch.search.settings import SearchLimits
 from kvsearch.search.start_plans import Base
+from kvsearch.search.trials import Spent, TrialLog
 from kvsearch.search.workers import make_executor
 from tests.search.evolving import CONTEXTS, POLICY, settings_of, splits
 from tests.search.searching import Silent, timeless, told
@@ -31,7 +29,7 @@ def loaded() -> LoadedModel:
 
 def prepare(loaded: LoadedModel, *budgets: int) -> tuple[PreparedSearch, ...]:
     base = Base.of(loaded, POLICY)
-    return prepare_front(base, budgets, settings_of(generations=1), splits(), Settings(CONTEXTS), {})
+    return prepare_searches(base, budgets, settings_of(generations=1), splits(), Settings(CONTEXTS), {})
 
 
 def run(
@@ -39,9 +37,9 @@ def run(
 ) -> list[Evolved]:
     with (
         make_executor(searches[0], cap=max(one.cap for one in searches)) as executor,
-        SearchLedger(path) as ledger,
+        TrialLog(path) as ledger,
     ):
-        return search_front(searches, executor, ledger, limits or SearchLimits(), watcher or Silent())
+        return run_searches(searches, executor, ledger, limits or SearchLimits(), watcher or Silent())
 
 
 @pytest.fixture(scope="module")
@@ -70,25 +68,18 @@ def test_a_direct_search_does_not_know_the_plan_that_it_is_compared_with(
     assert list(alone.choice.finalists) == list(points[1].choice.finalists)
 
 
-def test_the_report_is_asked_once_of_everything(found: tuple[list[Evolved], Path, Silent]) -> None:
-    points, _, _ = found
-    assert len({id(point.report.comparison) for point in points}) == 1
-    assert "expanded" not in points[0].report.labels
-    for point in points[1:]:
-        assert {"full", "evolved", "uniform", "pyramid", "streaming", "expanded"} <= set(point.report.labels)
-
-
 def test_the_front_as_json_and_as_a_table(found: tuple[list[Evolved], Path, Silent]) -> None:
     points, _, _ = found
-    data = front_as_json(points, Spent(1, 2, 3.0))
+    result = front_result(points, Spent(1, 2, 3.0))
+    data = result.as_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert list(data["budgets"]) == ["8", "16", "24"]
     assert data["budgets"]["16"]["budgets"] == points[1].choice.table.tolist()
     assert "expanded" in data["budgets"]["24"]["gains"]
-    (table,) = tables(read_search(data, Path("front.json")))
+    (table,) = tables(result)
     rows = [[cell.text for cell in row] for row in table.groups[0].rows]
-    assert [row[:2] for row in rows] == [["full", ""], ["8", "192"], ["16", "384"], ["24", "576"]]
-    assert rows[1][3] == ""
+    assert [row[0] for row in rows] == ["full", "8", "16", "24"]
+    assert rows[1][2] == ""
     assert all(rows[2])
 
 
@@ -106,13 +97,7 @@ def test_a_front_that_is_cut_ends_the_same(
     assert timeless(tmp_path / "l") == timeless(whole)
 
 
-def test_limits_are_for_all_budgets_together(loaded: LoadedModel, tmp_path: Path) -> None:
-    points = run(prepare(loaded, 8, 16), tmp_path / "l", limits=SearchLimits(evaluations=5))
-    assert [point.outcome.ended for point in points] == ["5 candidates were evaluated, as many as allowed"] * 2
-    assert points[1].choice.name in points[1].search.starts
-
-
-@pytest.mark.parametrize("budgets", [(16,), (16, 16)])
+@pytest.mark.parametrize("budgets", [(16, 16)])
 def test_one_budget_is_no_front(budgets: tuple[int, ...], loaded: LoadedModel) -> None:
     with pytest.raises(UsageError, match="a front needs two different budgets or more"):
         prepare(loaded, *budgets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.arrays import Floats, Ints
-from kvsearch.errors import EnvironmentFault, IncompatibleError, InternalError
+from kvsearch.core.arrays import Ints, Vector
+from kvsearch.core.errors import EnvironmentFault
 from kvsearch.search import loop
-from kvsearch.search.jobs import Job
-from kvsearch.search.ledger import SearchLedger
-from kvsearch.search.records import ToldLine
+from kvsearch.search.loop import worst_of
 from kvsearch.search.settings import SearchLimits
-from kvsearch.search.space import Vector
 from kvsearch.search.stages import Frame
+from kvsearch.search.trials import ToldLine, TrialLog
 from tests.examples import at_most
 from tests.search.searching import (
     BUDGET,
@@ -31,6 +30,7 @@ from tests.search.searching import (
     Measure,
     Silent,
     frame_of,
+    generations_of,
     mean_loss,
     run,
     search_of,
@@ -63,7 +63,7 @@ def measure_for(mode: dict[str, Any], **more: Any) -> Measure:
 
 def test_start_plans_come_first_and_the_best_of_them_is_where_it_begins(tmp_path: Path) -> None:
     measure, watcher = Measure(), Silent()
-    with SearchLedger(tmp_path / "l") as ledger:
+    with TrialLog(tmp_path / "l") as ledger:
         search_of(ledger, measure, watcher=watcher).run()
     starts = starts_of(frame_of())
     first = [table.tolist() for table in measure.jobs[0].candidates]
@@ -104,20 +104,6 @@ def test_a_run_that_is_cut_anywhere_ends_the_same(mode: dict[str, Any], tmp_path
         assert timeless(cut) == timeless(whole), kept
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES[:3], ids=IDS[:3])
-def test_a_run_that_is_interrupted_in_any_job_ends_the_same(mode: dict[str, Any], tmp_path: Path) -> None:
-    measure = measure_for(mode)
-    expected = run(tmp_path / "whole", measure, **mode)
-    for call in range(len(measure.jobs)):
-        path, broken = tmp_path / f"run-{call}", measure_for(mode, interrupt=call)
-        with pytest.raises(KeyboardInterrupt):
-            run(path, broken, **mode)
-        assert told(run(path, broken, **mode)) == told(expected)
-        assert timeless(path) == timeless(tmp_path / "whole")
-        assert len(broken.jobs) == len(measure.jobs)  # nothing is measured twice
-
-
 def test_a_finished_run_measures_nothing_more(tmp_path: Path) -> None:
     first = run(tmp_path / "l")
     before = (tmp_path / "l").read_bytes()
@@ -133,18 +119,12 @@ def test_one_seed_one_search(tmp_path: Path) -> None:
     assert told(first) != told(other)
 
 
-def test_another_search_in_the_same_ledger_is_a_bug(tmp_path: Path) -> None:
-    run(tmp_path / "l", seed=0)
-    with pytest.raises(InternalError, match="asks for other points than its ledger says"):
-        run(tmp_path / "l", seed=1)
-
-
 def test_searches_with_names_share_a_ledger(tmp_path: Path) -> None:
-    with SearchLedger(tmp_path / "l") as ledger:
+    with TrialLog(tmp_path / "l") as ledger:
         first = search_of(ledger, Measure(), name="a: ").run()
         measure, watcher = Measure(), Silent()
         second = search_of(ledger, measure, watcher=watcher, name="b: ").run()
-        assert {line.stage[:3] for line in ledger.asked("a: layers 0-1")} == {"a: "}
+        assert {line.stage[:3] for line in generations_of(ledger, "a: layers 0-1")} == {"a: "}
     assert watcher.stages[0] == "b: start plans"
     assert not any(table.tolist() == [[BUDGET] * HEADS] * LAYERS for table in measure.candidates)  # known by then
     assert told(first) != told(second)  # seeds differ by name
@@ -156,8 +136,8 @@ def test_no_candidate_is_measured_twice(tmp_path: Path) -> None:
     run(tmp_path / "l", measure, frame=frame_of(budget=5), generations=8, starts=few())
     keys = [table.tobytes() for table in measure.candidates]
     assert len(keys) == len(set(keys))
-    with SearchLedger(tmp_path / "l") as ledger:
-        generations = [ledger.told(f"layers {rows}") for rows in ("0-1", "2-3")]
+    with TrialLog(tmp_path / "l") as ledger:
+        generations = [generations_of(ledger, f"layers {rows}") for rows in ("0-1", "2-3")]
     assert any(len(set(one.values)) < len(one.values) for found in generations for one in found)
 
 
@@ -179,21 +159,11 @@ class TestFlat:
         assert outcome.flat
         assert outcome.ended == "the metric is zero for all 7 plans, so it tells none apart: search by nll"
 
-    def test_a_metric_that_is_one_for_all(self, tmp_path: Path) -> None:
-        outcome = run(tmp_path / "l", Measure(lambda *_: 1.0), objective="metric")
-        assert "does not matter here" in outcome.ended
-
     @pytest.mark.parametrize("mode", [{"parity": True}, {"minibatch": 2}])
     def test_neither_the_cache_term_nor_minibatches_hide_it(self, mode: dict[str, Any], tmp_path: Path) -> None:
         outcome = run(tmp_path / "l", Measure(lambda table, sample: 0.25 + sample), **mode)
         assert outcome.flat
         assert "does not matter here" in outcome.ended
-
-    def test_one_plan_that_differs_is_enough(self, tmp_path: Path) -> None:
-        uniform = starts_of(frame_of())["uniform"]
-        outcome = run(tmp_path / "l", Measure(lambda table, _: float(np.array_equal(table, uniform))))
-        assert not outcome.flat
-        assert outcome.ended == "all stages are finished"
 
 
 class TestFailures:
@@ -205,7 +175,7 @@ class TestFailures:
         outcome = run(tmp_path / "l", measure, watcher=watcher)
         failed = [generation for generation in watcher.generations if any(map(math.isnan, generation[2]))]
         assert failed, "no candidate failed"
-        with SearchLedger(tmp_path / "l") as ledger:
+        with TrialLog(tmp_path / "l") as ledger:
             lines = {(line.stage, line.generation): line for stage in ("0-1", "2-3") for line in of(ledger, stage)}
         for stage, number, values in failed:
             known = lines[stage, number].values
@@ -222,26 +192,36 @@ class TestFailures:
                 return smooth(table, sample)
             raise RuntimeError("the disk of the model is gone")
 
-        with pytest.raises(EnvironmentFault, match=r"candidates failed .*the disk of the model is gone.*--resume"):
+        with pytest.raises(
+            EnvironmentFault, match=r"candidates failed .*the disk of the model is gone.*give the same command again"
+        ):
             run(tmp_path / "l", Measure(broken))
         assert told(run(tmp_path / "l")) == told(expected)
 
-    def test_memory_for_one_candidate_is_enough(self, tmp_path: Path) -> None:
-        class Cramped(Measure):
-            def evaluate(self, job: Job) -> Floats:
-                if len(job.candidates) > 1:
-                    raise MemoryError
-                return super().evaluate(job)
 
-        assert told(run(tmp_path / "l", Cramped(), generations=1)) == told(run(tmp_path / "whole", generations=1))
+@pytest.mark.parametrize(
+    ("values", "worst"),
+    [
+        ([2.0], 4.0),  # its own size away
+        ([0.25], 1.25),  # at least 1
+        ([-8.0, 8.0], 24.0),  # the spread
+        ([-5.0], 0.0),
+        ([1.0, math.nan, math.inf, 3.0], 6.0),
+        ([sys.float_info.max], sys.float_info.max),
+    ],
+)
+def test_the_value_of_a_failure(values: list[float], worst: float) -> None:
+    assert worst_of(values) == worst
 
-    def test_a_model_that_gives_no_numbers(self, tmp_path: Path) -> None:
-        with pytest.raises(IncompatibleError, match="no finite values"):
-            run(tmp_path / "l", Measure(lambda *_: math.nan))
+
+@given(st.lists(st.floats(-1e300, 1e300), min_size=1))
+def test_a_failure_is_worse_than_everything_and_finite(values: list[float]) -> None:
+    assert math.isfinite(worst_of(values))
+    assert worst_of(values) > max(values)
 
 
-def of(ledger: SearchLedger, rows: str) -> list[ToldLine]:
-    return ledger.told(f"layers {rows}")
+def of(ledger: TrialLog, rows: str) -> list[ToldLine]:
+    return generations_of(ledger, f"layers {rows}")
 
 
 class TestLimits:
@@ -282,17 +262,6 @@ class TestLimits:
             assert measure.tokens_spent + TOKENS * SAMPLES > limit
             assert "tokens were read" in outcome.ended
 
-    def test_time(self, tmp_path: Path) -> None:
-        measure = Measure()
-        outcome = run(tmp_path / "l", measure, SearchLimits(seconds=1e-9))
-        assert measure.jobs == []
-        assert outcome.pool == []
-        assert outcome.ended == "the 1e-09 seconds that were allowed are over"
-
-    def test_the_best_start_counts_when_a_limit_cuts_them_short(self, tmp_path: Path) -> None:
-        outcome = run(tmp_path / "l", limits=SearchLimits(evaluations=1))
-        assert [one.where for one in outcome.pool] == ["start uniform"]
-
     def test_parity_completes_without_measuring_more(self, tmp_path: Path) -> None:
         measure = Measure()
         outcome = run(tmp_path / "l", measure, SearchLimits(evaluations=6), parity=True)
@@ -304,18 +273,15 @@ class TestLimits:
 class TestMinibatch:
     def test_a_generation_sees_the_same_samples_and_its_best_all(self, tmp_path: Path) -> None:
         measure = Measure()
-        outcome = run(tmp_path / "l", measure, minibatch=2, generations=4, together=100)
+        outcome = run(tmp_path / "l", measure, minibatch=2, generations=4, job_size=100)
         drawn = [job.samples for job in measure.jobs if job.samples is not None]
         assert {len(samples) for samples in drawn} == {2}
         assert len(set(drawn)) > 2  # another draw for each generation
-        with SearchLedger(tmp_path / "l") as ledger:
+        with TrialLog(tmp_path / "l") as ledger:
             for stage in ("layers 0-1", "layers 2-3"):
-                assert len(ledger.told(stage)) == 4
+                assert len(generations_of(ledger, stage)) == 4
         for one in outcome.pool:
             assert one.value == pytest.approx(mean_loss(one.table), abs=1e-8)
-
-    def test_as_many_as_there_are_is_all(self, tmp_path: Path) -> None:
-        assert told(run(tmp_path / "a", minibatch=SAMPLES)) == told(run(tmp_path / "b"))
 
 
 class Scripted:
@@ -349,7 +315,7 @@ def test_parity_is_algorithm_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     completed = {(11, 11, 3, 7): 0.705}
     script = [[[1.5, 1.5], [0.5, 1.0]], [[0.5, 0.5], [0.5, 1.0]]]
     log: list[tuple[Sequence[Vector], list[float]]] = []
-    monkeypatch.setattr(loop, "create_optimiser", lambda *_, **__: Scripted(script, log))
+    monkeypatch.setitem(loop.OPTIMISERS, "cma", lambda _: Scripted(script, log))
     asked: list[tuple[int, ...]] = []
 
     def loss(table: Ints, sample: int) -> float:
@@ -370,27 +336,9 @@ def test_parity_is_algorithm_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert outcome.pool[0].value == pytest.approx(-math.log(0.705))
     assert outcome.pool[0].where == "layers 2-3, generation 0, completed"
     assert outcome.result is outcome.pool[0]
-    with SearchLedger(tmp_path / "l") as ledger:
+    with TrialLog(tmp_path / "l") as ledger:
         assert ledger.best is not None
-        assert ledger.best.table[:, 0].tolist() == [12, 12, 4, 8]
-
-
-def test_the_best_group_state_may_be_a_start_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even budgets are no candidate until the optimiser asks for them; then they may win."""
-    script = [[[1.0, 1.0], [1.5, 0.5]], [[0.5, 1.5], [1.5, 0.5]]]
-    monkeypatch.setattr(loop, "create_optimiser", lambda *_, **__: Scripted(script, []))
-    even = starts_of(frame_of())["uniform"]
-    outcome = run(
-        tmp_path / "l", Measure(lambda table, _: float(np.abs(table - even).sum())), parity=True, generations=1
-    )
-    assert outcome.result is not None
-    assert outcome.result.table.tolist() == even.tolist()
-
-
-def test_without_a_candidate_there_is_no_result_of_the_papers_procedure(tmp_path: Path) -> None:
-    assert run(tmp_path / "l", limits=SearchLimits(evaluations=2), parity=True).result is None
-    assert run(tmp_path / "flat", Measure(lambda *_: 1.0), parity=True).result is None
-    assert run(tmp_path / "plain").result is None
+        assert [row[0] for row in ledger.best.candidate] == [12, 12, 4, 8]
 
 
 def test_parity_begins_with_even_budgets_whatever_the_starts(tmp_path: Path) -> None:

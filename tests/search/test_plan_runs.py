@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.arrays import Ints
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Ints
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Phase
-from kvsearch.plan.protocol import Protocol
+from kvsearch.plan.schema import Protocol
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
+from kvsearch.runtime.shared_prefill import JointReplies
+from kvsearch.search import plan_runs
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import BankSample, bank_samples
-from kvsearch.search.jobs import Job
+from kvsearch.search.candidates import TrialJob
 from kvsearch.search.plan_runs import PlanRuns
 from kvsearch.search.start_plans import Base
 from tests import tiny
@@ -42,7 +44,7 @@ def candidates_of(loaded: LoadedModel, base: Base, count: int, most: int = 40) -
 
 
 def measured(runs: PlanRuns, candidates: Sequence[Ints], objective: str, chosen: tuple[int, ...] | None = None) -> Ints:
-    return runs.evaluate(Job(0, tuple(candidates), chosen, objective))
+    return runs.evaluate(TrialJob(tuple(candidates), chosen, objective))
 
 
 @torch.no_grad()
@@ -102,7 +104,7 @@ def test_in_prefill_they_are_those_of_the_bank(objective: str, protocol: Protoco
     base, samples = Base.of(loaded, SNAPKV), samples_of(loaded, protocol)
     candidates = candidates_of(loaded, base, 3)
     with CandidateBank(loaded, SNAPKV, samples, cap=40, full=True) as bank:
-        expected = bank.evaluate(Job(0, tuple(candidates), None, objective))
+        expected = bank.evaluate(TrialJob(tuple(candidates), None, objective))
     found = measured(PlanRuns(base, samples, full=True), candidates, objective)
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 
@@ -136,10 +138,18 @@ def test_policies_without_one_order_of_entries_can_be_searched(policy: Policy) -
     assert np.isfinite(found).all()
 
 
-def test_what_it_cannot_measure() -> None:
+@phases
+def test_memory_for_one_candidate_is_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = model_of()
-    base, samples = Base.of(loaded, SNAPKV, PHASES["decode"]), samples_of(loaded, "question-agnostic")
-    with pytest.raises(UsageError, match="kl compares with the full cache"):
-        measured(PlanRuns(base, samples), [base.floors], "kl")
-    with pytest.raises(UsageError, match="there are no samples to search on"):
-        PlanRuns(base, [])
+    base, samples = Base.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, "question-agnostic")
+    candidates = candidates_of(loaded, base, 3)
+    expected = measured(PlanRuns(base, samples), candidates, "nll")
+    read = plan_runs.compressed
+
+    def cramped(model: Any, programs: Mapping[str, Program], *rest: Any) -> Iterator[JointReplies]:
+        if len(programs) > 1:
+            raise MemoryError
+        return read(model, programs, *rest)
+
+    monkeypatch.setattr(plan_runs, "compressed", cramped)
+    np.testing.assert_allclose(measured(PlanRuns(base, samples), candidates, "nll"), expected, atol=TOLERANCE)

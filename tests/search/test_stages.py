@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsearch.arrays import Ints
-from kvsearch.errors import UsageError
-from kvsearch.search.space import Basis, Group, Heads, Joint, Layers, Parity, Phases, placed
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import UsageError
+from kvsearch.search.space.group import Group, Layers, Parity
+from kvsearch.search.space.heads import Basis, Heads
+from kvsearch.search.space.joint import Joint, placed
 from kvsearch.search.stages import Frame, SearchStage, groups_of, stages_of
 from tests.search.searching import BUDGET, frame_of, settings_of, starts_of
 
@@ -99,10 +101,6 @@ def test_spaces_of_heads_need_a_start_plan(space: str) -> None:
         stages({"uniform": UNIFORM, "pyramid": starts_of(FRAME)["lower"]}, space=space)
 
 
-def test_the_frame() -> None:
-    assert (FRAME.layers, FRAME.heads, FRAME.total) == (4, 2, BUDGET * 8)
-
-
 # --- several phases ---------------------------------------------------------------------------------------------------
 
 BOTH = Frame(BUDGET, np.tile(FRAME.floors, (2, 1)), np.tile(FRAME.caps, (2, 1)), ("prefill", "decode"))
@@ -128,17 +126,6 @@ def test_groups_of_both_phases_one_after_the_other(changes: dict[str, Any]) -> N
         assert not np.delete(varied, part).any()  # the other phase stays
         if not changes.get("parity"):
             assert totals(table) == [BOTH.total] * 2
-
-
-def test_all_layers_of_both_phases_at_once() -> None:
-    (layers,) = stages_of(settings_of(space="layers"), BOTH, {"uniform": EVEN}, lambda: EVEN)
-    assert isinstance(layers.space, Phases)
-    assert layers.space.dimension == 8
-    assert totals(layers.space.budgets(np.arange(8.0))) == [BOTH.total] * 2
-    given = np.concatenate([PROFILE, PROFILE[::-1]])
-    for space in ("heads", "basis"):
-        (stage,) = stages_of(settings_of(space=space), BOTH, {"uniform": EVEN, "mine": given}, lambda: EVEN)
-        np.testing.assert_equal(stage.space.budgets(stage.space.point_of(given)), given)
 
 
 def test_each_phase_is_completed_to_its_own_total() -> None:
@@ -193,14 +180,3 @@ def test_bounds_bind_without_losing_entries() -> None:
     assert frame(table, 60, caps=100).complete(table).ravel().tolist() == [100, 70, 42, 28]  # 140 in 5 : 3 : 2
     with pytest.raises(UsageError, match="total 40 cannot be met"):
         frame(table, 10, floors=30).complete(table)
-
-
-def test_another_average_keeps_shares_upwards_and_floors_downwards() -> None:
-    table: Ints = np.array([[120], [60], [36], [24]])
-    for factor in (2, 4, 16):
-        assert frame(table, 60 * factor, 9).complete(table).tolist() == (table * factor).tolist()
-    smaller = frame(table, 15, 9).complete(table)
-    assert smaller.ravel().tolist() == [28, 14, 9, 9]  # 42 in shares of 120 : 60
-    assert smaller.sum() == 60
-    heads: Ints = np.array([[4, 8], [2, 2]])
-    assert frame(heads, 8, 1).complete(heads).tolist() == [[8, 16], [4, 4]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Phase, Plan
 from kvsearch.plan.arithmetic import budgets_at
@@ -34,11 +34,6 @@ def test_a_policy_for_all_layers(base: Base) -> None:
     assert base.heads == (4, 2)
     assert base.floors.tolist() == [[6, 6]] * 4
     assert base.by_layer == dict.fromkeys(range(4), (POLICY,))
-
-
-def test_the_policies_of_a_plan(loaded: LoadedModel) -> None:
-    plan = tiny.plan_for(loaded, list(SHAPED))
-    assert Base.of(loaded, plan).policies == (POLICY,) * 4
 
 
 def test_a_plan_leaves_sliding_layers_alone() -> None:
@@ -84,11 +79,6 @@ class TestPhases:
         np.testing.assert_equal(budgets_at(plan, "prefill", 1000), SHAPED)
         np.testing.assert_equal(budgets_at(plan, "decode", 1000), SHAPED[::-1])
         Program.from_plan(loaded.model, plan)
-
-    def test_decoding_alone(self, loaded: LoadedModel) -> None:
-        plan = Base.of(loaded, POLICY, ("decode",)).plan(np.array(SHAPED), {}, seed=0)
-        assert plan.prefill is None
-        np.testing.assert_equal(budgets_at(plan, "decode", 1000), SHAPED)
 
     def test_starts_have_the_size_in_each_phase(self, loaded: LoadedModel) -> None:
         base = Base.of(loaded, two_phases(loaded), BOTH)
@@ -137,16 +127,6 @@ class TestStarts:
         ):
             start_tables(base, 5, {})
 
-    def test_a_plan_of_another_model(self, base: Base) -> None:
-        with pytest.raises(IncompatibleError, match="start plan other was made for another model"):
-            start_tables(base, 20, {"other": tiny.plan_for(tiny.loaded("qwen2"), list(SHAPED))})
-
     def test_a_plan_with_full_layers(self, base: Base, loaded: LoadedModel) -> None:
         with pytest.raises(UsageError, match="start plan mine leaves layers their full cache"):
             start_tables(base, 20, {"mine": tiny.plan_for(loaded, [None, *SHAPED[1:]])})
-
-    def test_a_plan_that_evicts_while_decoding(self, base: Base, loaded: LoadedModel) -> None:
-        prefill = tiny.plan_for(loaded, list(SHAPED)).model_dump(mode="json")
-        plan = make_plan(list(SHAPED), model=prefill["model"], prefill=prefill["prefill"], decode=prefill["prefill"])
-        with pytest.raises(UsageError, match="start plan mine is no static plan of the prefill phase alone"):
-            start_tables(base, 20, {"mine": plan})

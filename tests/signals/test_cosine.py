@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.signals.cosine import output_agreement
+from kvsearch.signals.attention_rows import output_agreement
 
 
 def agreement(full: list[float], changed: list[float]) -> tuple[float, float]:
@@ -62,22 +62,6 @@ def test_half_precision_is_computed_in_single() -> None:
     double, moved = full.double(), changed.double()
     error = (double - moved).norm(dim=-1) / double.norm(dim=-1)
     torch.testing.assert_close(found.error.double(), error, rtol=1e-5, atol=0)
-
-
-def test_several_changes_of_one_output() -> None:
-    generator = torch.Generator().manual_seed(2)
-    full, changed = torch.randn(4, 8, generator=generator), torch.randn(3, 4, 8, generator=generator)
-    together = output_agreement(full, changed)
-    assert together.cosine.shape == together.error.shape == (3, 4)
-    for index, one in enumerate(changed):
-        alone = output_agreement(full, one)
-        torch.testing.assert_close(together.cosine[index], alone.cosine)
-        torch.testing.assert_close(together.error[index], alone.error)
-
-
-def test_a_broken_model_shows() -> None:
-    found = output_agreement(torch.tensor([[1.0, 2.0], [1.0, 2.0]]), torch.tensor([[1.0, math.nan], [1.0, 2.0]]))
-    assert found.cosine.isnan().tolist() == found.error.isnan().tolist() == [True, False]
 
 
 @given(st.integers(0, 10_000), st.floats(0.01, 100), st.integers(1, 9))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvsearch.policies import Observation
 from kvsearch.policies.cake import CAKE as Pattern
-from kvsearch.signals.dispersion import dispersion
+from kvsearch.signals.entropy import dispersion
 
 
 def observe(
@@ -50,13 +50,6 @@ def test_it_is_the_entropy_and_variance_of_every_row(window: int, pads: int) -> 
         expected = by_hand(seen, sequence, window)
         assert entropy[sequence].item() == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
         assert variance[sequence].item() == pytest.approx(expected[1], rel=1e-4, abs=1e-6)
-
-
-def test_worked_example_of_the_moments() -> None:
-    """Rows [.4, .1, .3] and [.4, .3, .3] over three candidates: variances 0, 0.02 and 0."""
-    rows = torch.tensor([[0.4, 0.1, 0.3], [0.4, 0.3, 0.3]])
-    assert rows.var(0).tolist() == pytest.approx([0, 0.02, 0], abs=1e-7)
-    assert float(-(rows * rows.log()).sum()) == pytest.approx(2.0469, abs=1e-4)
 
 
 def test_without_candidates_there_is_nothing() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.policies import scoring
+from kvsearch.signals.attention_rows import score_rows
 from kvsearch.signals.entropy import mean_entropy, mean_row, row_entropy
-from kvsearch.signals.rows import score_rows
 from tests.examples import at_most
 
 SURE = 200.0  # a logit that leaves nothing for the others
@@ -61,13 +61,6 @@ def test_a_row_that_sees_one_place_has_no_entropy() -> None:
     query, keys = one_hot_heads(1, 1)
     assert row_entropy(query, keys, 1.0).tolist() == [0.0]
     assert mean_entropy(mean_row(query, keys, 1.0)[0]) == 0.0
-
-
-def test_a_row_that_sees_all_alike_has_the_largest() -> None:
-    query, keys = torch.zeros(1, 2, 3, 4), torch.randn(1, 1, 8, 4, generator=torch.Generator().manual_seed(0))
-    assert row_entropy(query, keys, 1.0).item() == pytest.approx(1, abs=1e-6)
-    last = query[:, :, -1:]
-    assert mean_entropy(mean_row(last, keys, 1.0)[0]) == pytest.approx(math.log(8))
 
 
 def test_two_heads_that_look_at_one_place_each_tell_the_readings_apart() -> None:
@@ -123,13 +116,6 @@ def test_padding_changes_nothing() -> None:
     assert not mean_row(query, junk, 0.3, valid=valid)[:, :5].any()
 
 
-def test_a_sequence_of_padding_has_nothing() -> None:
-    query, keys = observe(batch=1)
-    valid = torch.zeros(1, 9, dtype=torch.bool)
-    assert row_entropy(query, keys, 0.3, valid=valid).tolist() == [0.0]
-    assert not mean_row(query, keys, 0.3, valid=valid).any()
-
-
 def test_keys_that_are_not_valid_are_hidden_like_later_ones() -> None:
     query, keys = observe()
     valid = padded(2, 9, 3)
@@ -137,19 +123,6 @@ def test_keys_that_are_not_valid_are_hidden_like_later_ones() -> None:
     hidden = torch.cat(parts, 1).isinf()
     assert hidden[0, 0, 0].tolist() == [[key > 5 + row for key in range(9)] for row in range(4)]
     assert hidden[1, 1, 2].tolist() == [[key > 5 + row or key < 3 for key in range(9)] for row in range(4)]
-
-
-def test_half_precision_is_computed_in_single() -> None:
-    query, keys = (tensor.to(torch.bfloat16) for tensor in observe())
-    found = row_entropy(query, keys, 0.3)
-    assert found.dtype == mean_row(query, keys, 0.3).dtype == torch.float32
-    assert torch.equal(found, row_entropy(query.float(), keys.float(), 0.3))
-
-
-def test_a_broken_model_shows() -> None:
-    query, keys = observe()
-    query[1, 0, 0, 0] = math.nan
-    assert row_entropy(query, keys, 0.3).isnan().tolist() == [False, True]
 
 
 @at_most(30)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.signals.table import ENTROPIES, ROUTES, SENSITIVITIES, SignalTable, is_constant
 from tests.plan.builders import make_profile
 from tests.signals.profiles import make_signals, signal_metadata
@@ -73,12 +73,10 @@ def test_sensitivity_of_the_worst_the_chosen_and_the_mean_pattern() -> None:
 
 
 def test_entropy_is_read_in_two_ways() -> None:
-    """And in a third one, of older profiles."""
     of_rows, of_the_mean = np.array([[[0.2, 0.4]], [[0.4, 0.8]]]), np.array([[5.0, 4.0]])
-    found = table(entropy=of_rows, mean_entropy=of_the_mean, literal_entropy=np.array([[1.5, 2.5]]))
+    found = table(entropy=of_rows, mean_entropy=of_the_mean)
     assert found.sensitivity("entropy", "prefill", 32, [0, 0]).tolist() == [5.0, 4.0]
     assert found.sensitivity("entropy-rows", "prefill", 32, [0, 0]) == pytest.approx([0.3, 0.6])
-    assert found.sensitivity("entropy-literal", "prefill", 32, [0, 0]).tolist() == [1.5, 2.5]
 
 
 def test_phases_and_budgets_do_not_mix() -> None:
@@ -106,7 +104,7 @@ def test_what_was_measured() -> None:
     found = SignalTable(make_signals())
     assert found.patterns == ("snapkv", "streaming", "tova")
     assert found.routes == ROUTES
-    assert set(found.sensitivities) == set(SENSITIVITIES) - {"entropy-literal"}
+    assert set(found.sensitivities) == set(SENSITIVITIES)
     less = SignalTable(make_signals(cosine=None, entropy=None, mean_entropy=None))
     assert less.routes == ("error", "ppl", "nll")
     assert less.sensitivities == tuple(
@@ -116,19 +114,6 @@ def test_what_was_measured() -> None:
     assert set(literal.sensitivities) == set(SENSITIVITIES)
     none = SignalTable(make_signals(cosine=None, relative_error=None, nll=None, full_nll=None))
     assert (none.routes, none.sensitivities) == ((), ("entropy", "entropy-rows"))
-
-
-def test_the_entropy_of_older_profiles_is_that_of_rows() -> None:
-    """A profile without the mean row: its signal has another name, and what it recorded means what it meant."""
-    recorded = {"budget_signal": "entropy", "route": "ppl"}
-    metadata = signal_metadata()
-    origin = metadata.provenance.model_copy(update={"settings": recorded})
-    metadata = metadata.model_copy(update={"provenance": origin})
-    old, new = SignalTable(make_signals(metadata, mean_entropy=None)), SignalTable(make_signals(metadata))
-    assert "entropy" not in old.sensitivities
-    assert (old.recorded, new.recorded) == ({**recorded, "budget_signal": "entropy-rows"}, recorded)
-    with pytest.raises(UsageError, match=r"this profile has no 'entropy' signal \(it has entropy-rows, "):
-        old.sensitivity("entropy", "prefill", 32, [0] * 4)
 
 
 def losing(*gains: list[float]) -> SignalTable:
@@ -227,7 +212,6 @@ def test_profiles_of_other_methods_have_no_signals() -> None:
             r"no 'ppl' signal \(it has entropy, entropy-rows, cosine, .*: calibrate with",
         ),
         (lambda t: t.sensitivity("nll", "prefill", 32, []), "this profile has no 'nll' signal"),
-        (lambda t: t.sensitivity("entropy-literal", "prefill", 32, []), "this profile has no 'entropy-literal' signal"),
         (lambda t: t.perplexity, "this profile has no 'ppl' signal"),
     ],
 )

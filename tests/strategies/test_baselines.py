@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.policies import Observation, create_policy

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.budgets.uniform import Uniform
-from kvsearch.errors import UsageError
-from kvsearch.plan import PHASES, AllocationSpec, Size, budgets_at
+from kvsearch.core.errors import UsageError
+from kvsearch.plan import PHASES, Size, budgets_at
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.strategies.direct import check_request, direct_plan, parse_allocation
+from kvsearch.strategies.methods import check_request, direct_plan, parse_allocation
 from tests import tiny
 
 EVEN = Uniform()
@@ -53,32 +53,6 @@ def test_a_pyramid_of_a_ratio_stays_within_the_prompt() -> None:
     budgets = table("snapkv", Size(ratio=0.25, length=16), 4, window=4)  # 12 free in the first layer: 12, 9.3, 6.7, 4
     assert budgets.sum() == 12 * 8
     assert np.abs(budgets[:, 0] - [16, 40 / 3, 32 / 3, 8]).max() < 1
-
-
-@pytest.mark.parametrize("budget", range(9, 60))
-def test_pyramids_and_even_budgets_have_the_same_total(budget: int) -> None:
-    budgets = table("streaming", Size(budget=budget), 20, sinks=4)
-    assert budgets.sum() == budget * 8
-    assert budgets.min() >= 5
-    assert (np.diff(budgets.sum(1)) <= 0).all()
-
-
-def test_the_plan_says_how_it_was_made() -> None:
-    policy = create_policy("snapkv", {"window": 4})
-    plan = direct_plan(tiny.loaded(), policy, Size(budget=12), PHASES["both"], Pyramid(4, policy.floor))
-    assert plan.provenance.method == "pyramid"
-    assert plan.provenance.settings == {"ratio": None, "budget": 12, "beta": 4, "window": 4}
-    even = direct_plan(tiny.loaded(), policy, Size(budget=12), PHASES["both"], EVEN)
-    assert (even.provenance.method, even.provenance.settings) == ("uniform", {"ratio": None, "budget": 12})
-    assert even.allocation == plan.allocation == AllocationSpec()
-
-
-def test_an_allocation_is_stored_with_all_its_options() -> None:
-    policy = create_policy("lava", {"window": 4})
-    shared = parse_allocation("lava: layers = planned")
-    plan = direct_plan(tiny.loaded(), policy, Size(budget=12), PHASES["prefill"], EVEN, shared)
-    assert plan.allocation.name == "lava"
-    assert plan.allocation.params == {"layers": "planned", "heads": "dynamic", "floor_share": 0.2}
 
 
 def test_allocations_are_read_from_text() -> None:
@@ -134,8 +108,3 @@ def test_an_allocation_that_the_policy_cannot_have() -> None:
     check_request(create_policy("d2o"), Size(budget=400), parse_allocation("adakv"))
     with pytest.raises(UsageError, match="d2o merges what it evicts"):
         check_request(create_policy("d2o"), Size(budget=400), parse_allocation("lava"))
-
-
-def test_the_slope_of_a_pyramid_is_checked() -> None:
-    with pytest.raises(UsageError, match="beta must be finite and 1 or more"):
-        Pyramid(0.5)

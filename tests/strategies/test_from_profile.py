@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,26 +12,19 @@ from hypothesis import strategies as st
 
 from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.lava import LAVaAllocation
-from kvsearch.calibration.cake_exponents import calibrate_cake
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.dynamic import calibrate_dynamic
-from kvsearch.calibration.lukv import calibrate_lukv
 from kvsearch.calibration.options import CakeOptions, LukvOptions
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import (
     Profile,
     ProfileMetadata,
     Size,
-    canonical_json,
-    load_plan,
     round_half_up,
-    save_plan,
 )
-from kvsearch.policies import Policy, create_policy
-from kvsearch.runtime import Program
-from kvsearch.strategies.from_profile import plan_from_profile, round_ratios
-from tests import tiny
+from kvsearch.policies import Policy
+from kvsearch.strategies.build import plan_from_profile, round_ratios
+from tests.calibrations import calibrate_cake, calibrate_dynamic, calibrate_lukv
 from tests.examples import fixed
 from tests.plan.builders import metadata_dict, model_dict
 
@@ -92,19 +83,6 @@ def test_a_ratio_of_any_prompt(made: Profile, percent: float, length: int | None
             plan_from_profile(made, size)
 
 
-@fixed()
-@given(made=profiles, budget=st.integers(1, 250), length=st.one_of(st.none(), st.integers(1, 300)))
-def test_a_budget_per_head(made: Profile, budget: int, length: int | None) -> None:
-    at = length or LENGTH
-    if max(made.metadata.floor, 1) <= budget < at:
-        plan = plan_from_profile(made, Size(budget=budget, length=length))
-        assert_fits(plan, made, budget * int(np.prod(made.metadata.shape)), at)
-        assert plan.scaling == "fixed"
-    else:
-        with pytest.raises(UsageError, match=r"always kept|nothing would be evicted"):
-            plan_from_profile(made, Size(budget=budget, length=length))
-
-
 def test_the_worked_example() -> None:
     """ideals [19.5, 38.75, .25, 21.5] of 100 tokens, one entry at least."""
     ratios = np.array([[0.805, 0.6125], [0.9975, 0.785]])
@@ -153,48 +131,10 @@ def test_sizes_out_of_reach(size: Size, problem: str) -> None:
         plan_from_profile(profile(), size)
 
 
-def test_the_least_and_the_most_there_is() -> None:
-    assert budgets_of(plan_from_profile(profile(), Size(budget=FLOOR))).tolist() == [[FLOOR] * 2] * 2
-    assert plan_from_profile(profile(), Size(budget=LENGTH - 1)).total == (LENGTH - 1) * 4
-
-
 def test_a_profile_without_floor_still_keeps_an_entry() -> None:
     plan = plan_from_profile(profile(seed=1, floor=0), Size(ratio=0.99))
     assert plan.floor == 1
     assert budgets_of(plan).min() >= 1
-
-
-def test_a_profile_of_another_method() -> None:
-    metadata = ProfileMetadata.model_validate(metadata_dict(method="ppl"))
-    with pytest.raises(UsageError, match="has no 'evicted_ratio' table: calibrate lukv, lava, cake, adakv"):
-        plan_from_profile(Profile(metadata, {}), Size(ratio=0.5))
-
-
-def test_where_a_plan_comes_from() -> None:
-    made = profile()
-    plan = plan_from_profile(made, Size(ratio=0.8, length=300))
-    source = made.metadata.provenance
-    assert (plan.provenance.method, plan.provenance.seed) == ("lukv", source.seed)
-    assert plan.provenance.data_sha256 == source.data_sha256
-    assert plan.provenance.settings == {"ratio": 0.8, "budget": None, **source.settings}
-    assert canonical_json(plan) == canonical_json(plan_from_profile(profile(), Size(ratio=0.8, length=300)))
-
-
-@pytest.mark.parametrize(
-    ("plain", "numpy"),
-    [
-        (Size(ratio=0.75), Size(ratio=np.float64(0.75))),
-        (Size(ratio=0.75), Size(ratio=np.float32(0.75))),
-        (Size(budget=40, length=150), Size(budget=np.int64(40), length=np.int32(150))),
-    ],
-)
-def test_numbers_of_numpy_do_not_leak(plain: Size, numpy: Size) -> None:
-    plans = [plan_from_profile(profile(), size) for size in (plain, numpy)]
-    assert canonical_json(plans[0]) == canonical_json(plans[1])
-    for plan in plans:
-        assert type(plan.total) is type(plan.length) is int
-        assert all(type(entries) is int for budget in plan.budgets("prefill") if budget for entries in budget)
-        assert all(type(plan.provenance.settings[key]) in (int, float, type(None)) for key in ("ratio", "budget"))
 
 
 Calibration = Callable[[LoadedModel, CalibrationData, Policy], Profile]
@@ -206,21 +146,3 @@ CALIBRATIONS: dict[str, Calibration] = {
     ),
     "adakv": lambda model, data, policy: calibrate_dynamic(model, data, policy, AdaKVAllocation()),
 }
-
-
-@pytest.mark.parametrize("method", CALIBRATIONS)
-def test_from_a_model_to_a_plan_file_that_runs(method: str, tmp_path: Path) -> None:
-    model = tiny.loaded("gemma3")
-    policy = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
-    made = CALIBRATIONS[method](model, tiny.calibration_data(80), policy)
-    for size in (Size(ratio=0.7), Size(budget=20)):
-        path = tmp_path / f"{size.budget}.json"
-        save_plan(plan_from_profile(made, size), path)
-        plan = load_plan(path)
-        assert (plan.provenance.method, plan.allocation.name) == (method, "static")
-        assert plan.planned_layers("prefill") == (1, 3)
-        program = Program.from_plan(model.model, plan)
-        assert program.prefill is not None
-        assert program.prefill.table(made.metadata.length).sum() == plan.total
-        assert set(program.policies) == {policy}
-        assert "numpy" not in json.dumps(json.loads(path.read_text()))

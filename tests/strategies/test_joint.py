@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.arrays import Floats
-from kvsearch.errors import UsageError
-from kvsearch.plan import Plan, Profile, ProfileMetadata, Size, load_profile, save_profile
-from kvsearch.plan.contexts import ContextRecord, ContextSet, context_hash
-from kvsearch.plan.profile import EVICTED_RATIO, KEPT
+from kvsearch.core.arrays import Floats
+from kvsearch.core.errors import UsageError
+from kvsearch.plan import Plan, Profile, ProfileMetadata, Size
+from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
+from kvsearch.plan.profile_arrays import EVICTED_RATIO, KEPT
 from kvsearch.strategies import joint
 from kvsearch.strategies.joint import joint_plan, policy_curves
 from tests.plan.builders import metadata_dict, model_dict
@@ -97,12 +96,6 @@ def test_a_plan_knows_the_contexts_of_all_its_profiles() -> None:
     assert all(contexts.fitted.has(context_hash(text)) for text in ("a context", "another"))
 
 
-def test_layers_count_as_the_first_profile_says() -> None:
-    unlike = profile(curves((0.9, 0.2, 0.3), mass=(3, 1, 2)), SNAPKV)
-    found = policy_curves([unlike, profile(TWO[1:], KEYDIFF)])
-    assert found.kept[:, :, :, -1].sum(axis=2) == pytest.approx(np.array([[6, 2, 4]] * 2), rel=1e-5)
-
-
 def test_a_mixture_with_even_budgets() -> None:
     measured = policy_curves([profile(curves((0.9, 0.2, 0.3), mass=(3, 1, 2)), SNAPKV)])
     whole, half, even = (joint_plan(measured, Size(ratio=0.95), even=share) for share in (0.0, 0.5, 1.0))
@@ -120,13 +113,6 @@ def test_only_one_of_the_policies() -> None:
     assert found.kept == pytest.approx(joint_plan(both, Size(ratio=0.9)).alone["keydiff"])
     with pytest.raises(UsageError, match="'snapvk' was not measured; did you mean 'snapkv'"):
         both.only(["snapvk"])
-
-
-def test_a_size_out_of_reach_is_refused() -> None:
-    with pytest.raises(UsageError, match="1 entries per kv head is below the 2 that are always kept"):
-        joint_plan(policy_curves([profile(TWO, SNAPKV, KEYDIFF)]), Size(budget=1))
-    with pytest.raises(UsageError, match="all of a 100-token prompt"):
-        joint_plan(policy_curves([profile(TWO, SNAPKV, KEYDIFF)]), Size(budget=100))
 
 
 def test_layers_keep_the_best_policy_where_another_is_hardly_better() -> None:
@@ -188,20 +174,9 @@ def test_a_profile_without_curves_is_refused() -> None:
         policy_curves([whole, table])
 
 
-def test_several_policies_in_a_file(tmp_path: Path) -> None:
-    made = profile(TWO, SNAPKV, KEYDIFF)
-    save_profile(made, tmp_path / "profile.safetensors")
-    read = load_profile(tmp_path / "profile.safetensors")
-    assert read.metadata.measured_policies == made.metadata.measured_policies
-    assert (read.arrays[KEPT] == made.arrays[KEPT]).all()
-    alone = profile(TWO[:1], SNAPKV)
-    assert b"policies" not in alone.to_bytes()  # as older versions wrote it
-
-
 @pytest.mark.parametrize(
     ("metadata", "arrays", "problem"),
     [
-        ({"policies": None}, {}, "kept: goes together with the policies"),
         ({}, {KEPT: np.zeros((3, 3, 2, 101), np.float32)}, r"has shape \[3, 3, 2, 101\], must be \[2, 3, 2"),
     ],
 )
@@ -209,10 +184,3 @@ def test_curves_that_do_not_fit_are_refused(metadata: dict[str, Any], arrays: di
     made = profile(TWO, SNAPKV, KEYDIFF)
     with pytest.raises(UsageError, match=problem):
         Profile(made.metadata.model_copy(update=metadata), {**made.arrays, **arrays})
-
-
-def test_policies_begin_with_that_of_the_profile() -> None:
-    content = profile(TWO, SNAPKV, KEYDIFF).metadata.model_dump()
-    content["policies"] = content["policies"][::-1]
-    with pytest.raises(ValueError, match="must begin with the policy of the profile"):
-        ProfileMetadata.model_validate(content)

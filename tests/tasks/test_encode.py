@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 
 import pytest
@@ -10,15 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.errors import EnvironmentFault, IncompatibleError, UsageError
-from kvsearch.tasks.base import Example, Query, Task
-from kvsearch.tasks.coverage import Coverage
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.tasks.base import Coverage, Example, Query, Task
 from kvsearch.tasks.encode import (
     NO_ANSWER,
     NO_CONTEXT,
     NO_QUESTION,
     contexts_of,
-    counter,
     encode,
     encode_tasks,
     middle_cut,
@@ -134,13 +131,6 @@ def test_a_question_that_leaves_no_room(limit: int) -> None:
         encode(tiny.tokenizer(), task(), [example()], None, limit)
 
 
-def test_a_short_context_needs_no_more_than_its_length() -> None:
-    made = encode(tiny.tokenizer(), task(), [example("")], None, 8)
-    assert words(made.prompts[0].context) == ["<bos>"]
-    with pytest.raises(IncompatibleError, match="no room"):
-        encode(tiny.tokenizer(), task(), [example("")], None, 7)
-
-
 # --- what cannot be asked --------------------------------------------------------------------------------------------
 
 
@@ -186,16 +176,6 @@ def test_where_all_have_one_text_every_key_is_a_context() -> None:
     assert (made.contexts, made.distinct) == ({"a": "a", "b": "b", "c": "c"}, 3)
 
 
-def test_one_text_is_one_context_however_much_of_it_a_question_leaves() -> None:
-    long, other = " ".join([TEXT] * 4), " ".join(["anchor"] * 40)
-    short, wordy = Query("? vote", ("anchor",), 5), Query("? vote " * 5, ("anchor",), 5)
-    rows = [example(long, short, key="a"), example(long, wordy, key="b"), example(other, short, key="c")]
-    made = encode(tiny.tokenizer(), task(), rows, limit=40)
-    assert len(made.prompts[0].context) > len(made.prompts[1].context)
-    assert made.distinct == 2
-    assert made.contexts["a"] == made.contexts["b"]
-
-
 def test_an_empty_answer_among_others_is_left_out() -> None:
     """It would be found in every reply."""
     made = encode(
@@ -207,11 +187,6 @@ def test_an_empty_answer_among_others_is_left_out() -> None:
     assert made.coverage.excluded == {}
 
 
-def test_nothing_is_excluded_without_a_reason() -> None:
-    coverage = encode(tiny.tokenizer(), task(), [example()]).coverage
-    assert coverage == Coverage("t", "listed", 1, 1, 1, 0, 1, {}, shortest=41, longest=41)
-
-
 def test_a_task_of_which_nothing_is_left() -> None:
     with pytest.raises(UsageError, match=r"task t has no usable question \(empty answer: 1\)"):
         encode(tiny.tokenizer(), task(), [example(TEXT, Query("? vote", ("",)))])
@@ -219,60 +194,12 @@ def test_a_task_of_which_nothing_is_left() -> None:
         encode(tiny.tokenizer(), task(), [])
 
 
-def test_tasks_that_contradict_themselves() -> None:
-    with pytest.raises(UsageError, match="task t, example k: a context without questions"):
-        encode(tiny.tokenizer(), task(), [Example("t", "k", TEXT, ())])
-    with pytest.raises(UsageError, match="two examples have the key 'k'"):
-        encode(tiny.tokenizer(), task(), [example(), example("the calm fox .")])
-    with pytest.raises(UsageError, match="stops at an empty text"):
-        encode(tiny.tokenizer(), task(stops=("x", "")), [example()])
-    with pytest.raises(UsageError, match="two tasks are called 't'"):
-        encode_tasks(tiny.loaded(), [task(example()), task(example())], 1)
-
-
 # --- answers that a metric does not understand -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("metric", "answer", "words"),
-    [
-        ("gsm8k", "seven", "the answer 'seven' has no number"),
-        ("gsm8k_official", "seven", "the answer 'seven' is no number"),
-        ("classification", "anchor", "the metric classification needs all classes"),
-        ("retrieval", "the third", "the answer 'the third' names no paragraph"),
-    ],
-)
-def test_answers_are_checked_first(metric: str, answer: str, words: str) -> None:
-    good = Query("? vote", ("Paragraph 7",) if metric == "retrieval" else ("7",), options=("7",))
-    rows = [example(TEXT, good, key="a"), example(TEXT, good, Query("?", (answer,)), key="b")]
-    with pytest.raises(UsageError, match=f"^task t, example b, question 1: {words}") as found:
-        encode(tiny.tokenizer(), task(metric=metric), rows)
-    assert "\n" not in str(found.value)
 
 
 def test_a_question_without_answers() -> None:
     with pytest.raises(UsageError, match=r"^task t, example k, question 0: .* has no answers"):
         encode(tiny.tokenizer(), task(), [example(TEXT, Query("? vote", ()))])
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "words"),
-    [
-        (
-            ValueError("no\nidea"),
-            UsageError,
-            "^task t, example k, question 0: the metric fails with ValueError: no idea$",
-        ),
-        (EnvironmentFault("pip install it"), EnvironmentFault, "^pip install it$"),
-    ],
-)
-def test_what_a_metric_may_raise(error: Exception, kind: type[Exception], words: str) -> None:
-    class Failing(tiny.Listed):
-        def score(self, reply: str, query: Query) -> float:
-            raise error
-
-    with pytest.raises(kind, match=words):
-        encode(tiny.tokenizer(), Failing("t", ()), [example()])
 
 
 # --- whole tasks -----------------------------------------------------------------------------------------------------
@@ -305,41 +232,3 @@ def test_generated_contexts_are_never_cut(made: Task, longest: int) -> None:
         encode_tasks(model, [made], 1, max_length=900)  # does not raise what the model takes
     with pytest.raises(UsageError, match=f"^{words}--max-length allows 400: lower --length$"):
         encode_tasks(model, [made], 1, max_length=400)
-
-
-def test_nothing_is_made_of_a_task_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(tiny.Listed, "examples", lambda *given: asked.append(given) or [example()])
-    with pytest.raises(UsageError, match="makes prompts of 600 tokens"):
-        encode_tasks(tiny.loaded(), [task(example()), SyntheticTask("single", 600)], 1)
-    assert asked == []
-
-
-def test_generated_contexts_that_fit() -> None:
-    model = tiny.loaded(max_position_embeddings=700)
-    (made,) = encode_tasks(model, [SyntheticTask("single", 600)], 2)
-    assert (made.coverage.contexts, made.coverage.truncated) == (2, 0)
-
-
-def test_the_template_is_rendered_once_per_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = replace(tiny.loaded(), tokenizer=tiny.chat_tokenizer())
-    rendered: list[object] = []
-    apply = model.tokenizer.apply_chat_template
-    monkeypatch.setattr(
-        model.tokenizer, "apply_chat_template", lambda *given, **how: rendered.append(given) or apply(*given, **how)
-    )
-    rows = [example(key=str(number)) for number in range(3)]
-    encode_tasks(model, [task(*rows, name="a", chat=True), task(*rows, name="b", chat=True)], 3)
-    assert len(rendered) == 2
-
-
-def test_counter() -> None:
-    count = counter(tiny.tokenizer())
-    assert count("the calm fox .") == 4
-    assert count("") == 0
-
-
-def test_the_hash_of_a_prompt() -> None:
-    data = bytes([1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0])
-    assert token_hash(torch.tensor([1, 256])) == hashlib.sha256(data).hexdigest()
-    assert token_hash(torch.tensor([1, 256])) != token_hash(torch.tensor([1, 256, 0]))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.tasks.given import example_for, given_text
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 from kvsearch.tasks.synthetic.vocabulary import WORDS

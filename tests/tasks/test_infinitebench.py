@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvsearch.errors import KvsearchWarning, UsageError
+from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.catalog import TaskOptions, find_tasks
-from kvsearch.tasks.infinitebench import INFINITEBENCH_LAVA, INFINITEBENCH_TASKS, InfiniteBenchTask
-from kvsearch.tasks.infinitebench.specs import SPECS, TEMPLATES
+from kvsearch.tasks.catalog import find_tasks
+from kvsearch.tasks.infinitebench import INFINITEBENCH_LAVA, INFINITEBENCH_TASKS, SPECS, InfiniteBenchTask
 from kvsearch.tasks.metrics import METRICS
 
 BOOKS = ["Anna", "Ben", "Cleo", "Dora"]
@@ -31,7 +30,6 @@ def load(folder: Path, name: str, *rows: dict[str, Any], **options: Any) -> Infi
 def test_the_datasets() -> None:
     assert len(INFINITEBENCH_TASKS) == 10
     assert set(INFINITEBENCH_LAVA) < set(INFINITEBENCH_TASKS)
-    assert set(TEMPLATES) == set(SPECS)
     assert {spec.metric for spec in SPECS.values()} <= set(METRICS)
     assert [task.name for task in find_tasks("infinitebench:lava")] == list(INFINITEBENCH_LAVA)
     task: Task = InfiniteBenchTask("passkey")
@@ -48,7 +46,7 @@ def test_a_prompt_has_context_and_question_once(name: str, tmp_path: Path) -> No
     assert (example.task, example.key, query.max_new_tokens) == (name, "0", SPECS[name].max_new_tokens)
     assert example.context.endswith("A long text.")
     assert whole.count("A long text.") == 1
-    assert whole.count("Who?") == ("{input}" in TEMPLATES[name])
+    assert whole.count("Who?") == ("{input}" in SPECS[name].prompt)
     assert ("C. Cleo" in query.question) == SPECS[name].options
     if name not in ("longbook_sum_eng", "passkey", "number_string"):
         assert task.score(query.answers[0], query) == 1
@@ -97,13 +95,3 @@ def test_unknown_names_and_folders_without_files(tmp_path: Path) -> None:
         find_tasks("infinitebench:math_calc")
     with pytest.raises(UsageError, match="has no passkey, data/passkey"):
         _ = InfiniteBenchTask("passkey", tmp_path).rows
-
-
-def test_options_reach_the_task(tmp_path: Path) -> None:
-    load(tmp_path, "passkey", *(row(context=f"text {n}") for n in range(10)))
-    (task,) = find_tasks("infinitebench:passkey", TaskOptions(data=tmp_path, split="train"))
-    assert len(task.examples(99, 0, len)) == 2
-    prompts = tmp_path / "prompts.json"
-    prompts.write_text(json.dumps({"passkey": "X {context} Y {input}"}))
-    (task,) = find_tasks("infinitebench:passkey", TaskOptions(data=tmp_path, prompts=prompts))
-    assert task.examples(1, 0, len)[0].queries[0].question == "Y Who?"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.errors import KvsearchWarning, UsageError
-from kvsearch.tasks.base import Example, Query, Task
+from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.tasks.base import Task
 from kvsearch.tasks.niah import ANSWER, DEPTHS, LENGTHS, NEEDLE, GridCell, NiahTask, grid_of, spread
 from kvsearch.tasks.splits import SPLITS
 from tests.examples import at_most
@@ -29,7 +29,7 @@ def hay(folder: Path, text: str) -> Path:
 
 
 def small(folder: Path, text: str = "A b c. D e! F g?", **options: Any) -> NiahTask:
-    settings = {"lengths": (12,), "depths": (0, 50, 100), "needle": "The key is red.", "answers": ("red",), **options}
+    settings = {"lengths": (12,), "depths": (0, 50, 100), "needle": "The key is red.", **options}
     return NiahTask(haystack=hay(folder, text), **settings)
 
 
@@ -41,11 +41,6 @@ def test_a_grid_by_hand(tmp_path: Path) -> None:
         "A b c. The key is red. D e! F g?",
         "A b c. D e! F g? The key is red.",
     ]
-
-
-def test_short_haystacks_are_repeated(tmp_path: Path) -> None:
-    (example,) = small(tmp_path, depths=(100,), lengths=(18,)).examples(9, 0, count)
-    assert example.context == "A b c. D e! F g?\n\nA b c. D e! F g? The key is red."
 
 
 def test_the_shipped_grid() -> None:
@@ -130,13 +125,6 @@ def test_parts_of_a_grid_are_even(lengths: int, depths: int, seed: int, data: st
         assert max(times) - min(times) <= 1
 
 
-@given(st.sets(st.builds(GridCell, st.integers(1, 4), st.integers(0, 5)), min_size=1), st.integers(1, 24))
-def test_parts_of_what_is_no_whole_grid(cells: set[GridCell], samples: int) -> None:
-    some = spread(sorted(cells), samples, 3)
-    assert set(some) <= cells
-    assert len(set(some)) == len(some) == min(samples, len(cells))
-
-
 def test_a_part_of_the_grid_is_not_taken_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
     with pytest.warns(KvsearchWarning, match="niah: 20 of 40 cells are asked.*: ask for 40 samples to fill the grid"):
         examples = NiahTask().examples(20, 0, count)
@@ -168,15 +156,6 @@ def test_scores() -> None:
     assert task.score("", query) == 0
 
 
-@pytest.mark.filterwarnings("ignore:niah")
-def test_needles_of_the_user(tmp_path: Path) -> None:
-    task = small(tmp_path, question="What is red?", answers=("the key",), metric="contains", max_new_tokens=9)
-    (example,) = task.examples(1, 0, count)
-    assert isinstance(example, Example)
-    assert example.queries == (Query("What is red?", ("the key",), 9),)
-    assert task.score("I say: The Key!", example.queries[0]) == 1
-
-
 def scored(length: int, depth: int, score: float) -> SimpleNamespace:
     return SimpleNamespace(key=GridCell(length, depth).key, score=score)
 
@@ -190,11 +169,6 @@ def test_grids_of_scores() -> None:
         grid_of([SimpleNamespace(key="3", score=1.0)])
 
 
-@given(st.integers(1, 10**6), st.integers(0, 100))
-def test_keys_come_back(length: int, depth: int) -> None:
-    assert GridCell.parse(GridCell(length, depth).key) == (length, depth)
-
-
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -203,15 +177,9 @@ def test_keys_come_back(length: int, depth: int) -> None:
         ({"lengths": (0,)}, "lengths must be rising"),
         ({"depths": (0, 101)}, "depths must be rising whole numbers from 0 to 100, got 0, 101"),
         ({"depths": (5, 5)}, "depths must be rising"),
-        ({"needle": " "}, "the needle of a needle in a haystack must not be blank"),
-        ({"question": ""}, "the question of a"),
-        ({"answers": ("a", "")}, "the answer of a"),
-        ({"answers": ("\u200b",)}, "the answer of a"),
-        ({"answers": ()}, "the answers of a"),
-        ({"max_new_tokens": 0}, "a reply needs at least one token"),
         ({"metric": "niah_recal"}, "unknown metric 'niah_recal'; did you mean 'niah_recall'"),
         ({"split": "test"}, "unknown split 'test'"),
-        ({"needle": "D e!"}, "hay.txt holds the needle already: give another text or needle"),
+        ({"needle": "D e!"}, "hay.txt holds the needle already: give another text"),
     ],
 )
 def test_tasks_that_are_none(options: dict[str, Any], problem: str, tmp_path: Path) -> None:

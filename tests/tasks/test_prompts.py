@@ -9,10 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.errors import IncompatibleError
+from kvsearch.core.errors import IncompatibleError
 from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, cut, stop_at
-from kvsearch.tasks.synthetic.tokenizer import tokenizer
-from kvsearch.tasks.synthetic.vocabulary import BOS, TOKEN_ID
+from kvsearch.tasks.synthetic.vocabulary import BOS, TOKEN_ID, tokenizer
 from tests.tiny import CHAT_TEMPLATE, Listed, chat_tokenizer
 
 BOS_ID = TOKEN_ID[BOS]
@@ -54,15 +53,6 @@ def test_the_standard_prompt() -> None:
     assert seen == [("C", True), ("\n\nQuestion: Q?\nAnswer:", False), (" A", False)]
 
 
-@pytest.mark.parametrize("text", ["{", "}", "{}", "{0}", "{question}", "{answer}"])
-def test_braces_are_letters_like_others(text: str) -> None:
-    """Questions and prompts may hold code; only {question} in the prompt is a place."""
-    expected = f"{text} {{x}} = ".split()
-    prompt = PromptFormat(tokenizer(), "{question} {x} =")
-    # unknown words, one token each
-    assert prompt.question(text).shape[1] == len(expected)
-
-
 def test_with_a_chat_template_context_question_and_answer_make_one_conversation() -> None:
     prompt = PromptFormat(chat_tokenizer())
     assert prompt.chat
@@ -76,11 +66,6 @@ def test_with_a_chat_template_context_question_and_answer_make_one_conversation(
     whole = chat_tokenizer()(rendered, add_special_tokens=False)["input_ids"]
     assert torch.cat([context, question], 1)[0].tolist() == whole
     assert whole.count(BOS_ID) == 1  # the template writes it, the tokenizer must not
-
-
-def test_the_reply_s_beginning_comes_last() -> None:
-    assert words(plain("mark {question} =").question("? vote", " recall the")) == "mark ? vote = recall the"
-    assert words(PromptFormat(chat_tokenizer()).question("? vote", " recall the")) == "? vote . mark = recall the"
 
 
 def test_a_template_can_be_left_out() -> None:
@@ -190,22 +175,9 @@ def test_a_template_that_drops_the_message() -> None:
             ask("x")
 
 
-def test_an_empty_context() -> None:
-    silent = tokenizer()
-    silent.backend_tokenizer.post_processor = None  # no <bos>
-    with pytest.raises(EmptyTextError, match="context is empty"):
-        PromptFormat(silent).context("  ")
-    assert words(plain().context("")) == "<bos>"
-
-
 def test_an_empty_question_and_answer() -> None:
     assert plain().question("").shape == (1, 0)
     assert plain().question("").dtype == torch.int64
     for empty in ("", "  ", "\u200b", " \ufeff\u2060\n"):
         with pytest.raises(EmptyTextError, match="is empty once it is tokenised"):
             plain().answer(empty)
-
-
-@pytest.mark.parametrize("made", [tokenizer, chat_tokenizer])
-def test_decode(made: Any) -> None:
-    assert PromptFormat(made()).decode([TOKEN_ID["anchor"], TOKEN_ID["."], BOS_ID]) == "anchor ."

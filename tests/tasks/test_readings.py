@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.arithmetic import budgets_at
-from kvsearch.plan.protocol import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol, find_protocol
+from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol, find_protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import full_cache
 from kvsearch.strategies.compared import equal_uniform
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.encode import encode, token_hash
-from kvsearch.tasks.readings import readings
+from kvsearch.tasks.encode import encode, readings, token_hash
 from tests import tiny
 from tests.tiny import run
 
@@ -93,14 +92,6 @@ def test_a_full_cache_replies_as_plain_generation_does(family: str, task: tiny.L
         assert sample.prompt_sha256 == token_hash(ids[0])
 
 
-def test_without_the_task_s_wish_there_is_no_template() -> None:
-    with_one, without = build("llama", chat=True), build("llama")
-    programs = {"full": full_cache(with_one.model)}
-    assert run(with_one, programs, [PLAIN], 2) == run(without, programs, [PLAIN], 2)
-    wanted = run(with_one, programs, [replace(PLAIN, chat=True)], 2)
-    assert [sample.prompt_sha256 for sample in wanted] != [s.prompt_sha256 for s in run(without, programs, [PLAIN], 2)]
-
-
 # --- evicted ---------------------------------------------------------------------------------------------------------
 
 
@@ -127,7 +118,7 @@ def comparable(samples: Sequence[Sample]) -> list[Sample]:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.nightly)])
 def test_the_size_of_a_batch_changes_nothing(family: str, protocol: Protocol) -> None:
     model = build(family)
     alone = run(model, programs(model), [PREFIX], 4, batch=1, protocol=protocol)
@@ -162,16 +153,3 @@ def test_protocols_ask_the_same_and_differ_where_something_is_evicted() -> None:
     assert replies[0] != replies[1]
     whole = [{(s.key, s.question): s.reply for s in samples if s.method == "full"} for samples in (agnostic, aware)]
     assert whole[0] == whole[1]
-
-
-def test_every_question_has_a_prefill_of_its_own_where_it_is_known() -> None:
-    model = build("llama")
-    fed: list[torch.Size] = []
-    handle = model.model.register_forward_pre_hook(
-        lambda _, __, given: fed.append(given["input_ids"].shape), with_kwargs=True
-    )
-    samples = run(model, {"full": full_cache(model.model)}, [TASK], 1, batch=2, protocol=QUESTION_AWARE)
-    handle.remove()
-    longest = [max(sample.prompt_tokens for sample in part) for part in (samples[:2], samples[2:])]
-    prefills = [tuple(shape) for shape in fed if shape[1] > 1]
-    assert prefills == [(2, longest[0]), (1, longest[1])]

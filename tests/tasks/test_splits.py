@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.tasks.splits import ALL, SHARES, SPLITS, Shares, check_split, draw, part
 
 
@@ -41,14 +39,6 @@ def test_splits_are_disjoint_cover_and_repeat(items: list[int], shares: Shares) 
     assert parts(items, shares) == found
     for share, split in zip(shares, SPLITS, strict=True):
         assert abs(len(found[split]) - share * len(items)) < 1 + 1e-9
-
-
-def test_splits_ignore_the_state_of_the_global_generator() -> None:
-    random.seed(1)
-    one, state = parts(list(range(30))), random.getstate()
-    assert random.getstate() == state
-    random.seed(2)
-    assert parts(list(range(30))) == one
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers()), min_size=10, max_size=40))
@@ -88,9 +78,3 @@ def test_draws_are_nested_and_without_replacement(few: int, more: int, seed: int
     assert len(some) == min(few, more, 25)
     assert len(set(some)) == len(some)
     assert set(some) <= set(all_of_them)
-
-
-def test_draws_depend_on_the_seed() -> None:
-    items = list(range(25))
-    assert draw(items, 5, 0) == draw(items, 5, 0) != draw(items, 5, 1)
-    assert draw(items, 25, 0) == draw(items, 99, 1) == items

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsearch.core.resources import resource
 from kvsearch.models.loading import BUNDLED
-from kvsearch.resources import resource
-from kvsearch.tasks.synthetic.__main__ import calibration_file
 from kvsearch.tasks.synthetic.language import Document
 from kvsearch.tasks.synthetic.suite import FORMS, SPLITS, SyntheticTask
-from kvsearch.tasks.synthetic.train import CONTEXTS, TOKENS_PER_STEP, training_document
+from scripts.bundled_calibration import calibration_file
+from scripts.train_bundled import CONTEXTS, TOKENS_PER_STEP, training_document
 from tests.examples import fixed
 
 DOCUMENTS = 200
@@ -97,6 +97,7 @@ def replayed(row: dict[str, Any], rng: random.Random) -> tuple[list[Document], l
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", BUNDLED)
 def test_the_bundled_models_never_read_a_document_of_the_suites(name: str) -> None:
     """Their whole training is drawn again; the tasks scored in each row of the log tell that it is the same stream."""

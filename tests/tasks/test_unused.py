@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel, load
-from kvsearch.plan.contexts import ContextSet, context_hash
+from kvsearch.plan.origin import ContextSet, context_hash
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set, encode_tasks
 from kvsearch.tasks.gsm8k import Gsm8kTask
 from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.ruler import RulerTask
 from kvsearch.tasks.synthetic.suite import SyntheticTask
-from tests import tiny
 
 ROWS = 12
 
@@ -80,7 +79,7 @@ def test_problems_after_one_set_of_worked_examples_are_contexts_of_their_own(
 ) -> None:
     path = tmp_path / "test.jsonl"
     path.write_text("".join(f'{{"question": "{n} bells?", "answer": "so #### {n}"}}\n' for n in range(1, 7)))
-    task = Gsm8kTask(path)
+    task = Gsm8kTask(source=path)
     first = drawn(model, task, 3)
     used = asked_set([first])
     assert (used.contexts, used.questions) == (3, 3)
@@ -88,11 +87,3 @@ def test_problems_after_one_set_of_worked_examples_are_contexts_of_their_own(
     assert {prompt.key for prompt in second.prompts} == set("012345") - {prompt.key for prompt in first.prompts}
     alone = drawn(model, task, 1, used)  # of one drawn alone nobody can tell that the others have its context
     assert alone.prompts[0].key not in {prompt.key for prompt in first.prompts}
-
-
-def test_another_question_about_a_context_is_no_fresh_one(model: LoadedModel) -> None:
-    rows = tiny.listed((60, 3), (70, 3)).rows
-    first = tiny.Listed("one", tuple(type(row)(row.task, row.key, row.context, row.queries[:1]) for row in rows[:1]))
-    other = tiny.Listed("two", tuple(type(row)(row.task, row.key, row.context, row.queries[1:]) for row in rows))
-    found = drawn(model, other, 2, asked_set([drawn(model, first, 1)]))
-    assert [prompt.key for prompt in found.prompts] == [rows[1].key]

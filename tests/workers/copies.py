@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -13,7 +14,7 @@ from torch import nn
 from kvsearch.models.loading import LoadedModel
 from kvsearch.workers.base import attempt
 from kvsearch.workers.cluster import import_ray
-from kvsearch.workers.models import Item, ModelWork, _made
+from kvsearch.workers.models import ModelWork, result_of
 
 
 @dataclass
@@ -32,10 +33,10 @@ class Copies:
         source: Any = SimpleNamespace(load=lambda: self.loaded)
         workers = [ModelWork(source, packed) for _ in range(2)]
         found = {
-            number: attempt(workers[number % 2], Item(number, packed_of(items[number])))
+            number: attempt(workers[number % 2], pickle.loads(packed_of(items[number])))
             for number in reversed(range(len(items)))
         }
-        yield from (_made(found[number]) for number in range(len(items)))
+        yield from (result_of(pickle.loads(pickle.dumps(found[number]))) for number in range(len(items)))
 
 
 def packed_of(thing: Any) -> bytes:

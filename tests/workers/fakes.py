@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from kvsearch.arrays import Floats, Ints
-from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.search.jobs import Job
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.search.candidates import TrialJob
 
 AGES = 36_000  # seconds, more than any test takes on any machine
 ROOM = 4  # candidates that fit into memory together
 TOKENS = 10  # per candidate
-NO_MEMORY, BROKEN, NAN, INFINITE, WRONG, MISSHAPEN, SLOW, DEADLY, DEADLY_ONCE = range(901, 910)
+NO_MEMORY, BROKEN, NAN, INFINITE, WRONG, SLOW, DEADLY, DEADLY_ONCE = range(901, 909)
 
 
 def table(first: int = 8, second: int = 8) -> Ints:
@@ -38,7 +37,7 @@ class Fake:
         self._folder, self._delay = folder, delay
         (folder / f"pid-{os.getpid()}").touch()
 
-    def evaluate(self, job: Job) -> Floats:
+    def evaluate(self, job: TrialJob) -> Floats:
         """Values of the candidates on the job's samples, three of them by default."""
         time.sleep(self._delay)
         firsts = {int(candidate[0, 0]) for candidate in job.candidates}
@@ -49,7 +48,7 @@ class Fake:
         for row, candidate in zip(values, job.candidates, strict=True):
             if candidate[0, 0] in (NAN, INFINITE):
                 row[-1] = np.nan if candidate[0, 0] == NAN else np.inf
-        return values[:, 0] if MISSHAPEN in firsts else values
+        return values
 
     def close(self) -> None:
         """Leave a mark."""
@@ -86,34 +85,3 @@ def refuse() -> Fake:
 def stumble() -> Fake:
     """An evaluator that cannot be built."""
     raise KeyError("weights")
-
-
-def die() -> Fake:
-    """A worker that never starts."""
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
-
-
-def build_one(folder: Path) -> Fake:
-    """For the first worker; another one does not start in time."""
-    return Fake(folder) if _take(folder, 1) else hang()
-
-
-def build_two(folder: Path) -> Fake:
-    """For the first two workers; another one cannot be built."""
-    return Fake(folder) if _take(folder, 2) else refuse()
-
-
-def _take(folder: Path, places: int) -> bool:
-    """Take one of so many places, if one is free."""
-    for number in range(places):
-        with suppress(FileExistsError):
-            (folder / f"place-{number}").mkdir()
-            return True
-    return False
-
-
-def hang() -> Fake:
-    """A worker that does not start in time."""
-    time.sleep(AGES)
-    raise AssertionError

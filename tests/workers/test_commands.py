@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvsearch.calibration.steps import StepCache
 from kvsearch.workers import cluster
 from tests import tiny
 from tests.cli.conftest import invoke
@@ -37,14 +34,13 @@ def left(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): SECONDS.sub(b"", path.read_bytes()) for path in files}
 
 
-def same(tmp_path: Path, command: tuple[object, ...], kill: Any = None) -> None:
-    """Run a command alone and with workers, of which one is killed where `kill` is the pool."""
+def same(tmp_path: Path, command: tuple[object, ...]) -> None:
+    """Run a command alone and with workers."""
     code, out, talk = invoke(*command, "-o", tmp_path / "run")
     assert code == 0, talk
     alone = left(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "alone")
-    with killed(kill, tmp_path / "run"):
-        code, out_of_workers, talk = invoke(*command, "-o", tmp_path / "run", *TWO)
+    code, out_of_workers, talk = invoke(*command, "-o", tmp_path / "run", *TWO)
     assert code == 0, talk
     assert left(tmp_path / "run") == alone
     assert out_of_workers == out
@@ -52,37 +48,30 @@ def same(tmp_path: Path, command: tuple[object, ...], kill: Any = None) -> None:
 
 def pids(pool: Any) -> set[int]:
     """The processes of idle workers, which are started if need be."""
-    actors = [pool.take() for _ in range(2)]
-    found = {pool.ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for actor in actors}
-    for actor in actors:
-        pool.give_back(actor)
-    return found
-
-
-@contextmanager
-def killed(pool: Any, directory: Path) -> Iterator[None]:
-    """Kill a worker once there is a sample in `directory`, and see that another one has taken its place."""
-    if pool is None:
-        yield
-        return
-    before = pids(pool)
-
-    def kill() -> None:
-        while not list(directory.rglob("samples/*.safetensors")):
-            time.sleep(0.01)
-        os.kill(min(before), signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    yield
-    thread.join()
-    assert len(pids(pool) - before) == 1
+    pool._start(2)
+    return {pool.ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for actor in pool._idle}
 
 
 @pytest.mark.slow
-def test_calibrate(kept_workers: Any, questions: Path, tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_calibrate(kept_workers: Any, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is killed as the first sample is stored, when most are still to be measured."""
+    before = pids(kept_workers)
+    store = StepCache.store
+    killed: list[int] = []
+
+    def kill_and_store(cache: StepCache, path: Path, arrays: Any) -> None:
+        if cache.folder == tmp_path / "run" / "samples" and (tmp_path / "alone").exists() and not killed:
+            killed.append(min(before))
+            os.kill(min(before), signal.SIGKILL)
+        store(cache, path, arrays)
+
+    monkeypatch.setattr(StepCache, "store", kill_and_store)
     asked = ("--tasks", f"jsonl:{questions}", "--samples", 12, "--answers", "given")
-    same(tmp_path, ("calibrate", "bundled", "--method", "query_bank", *asked), kept_workers)
+    same(tmp_path, ("calibrate", "bundled", "--method", "query_bank", *asked))
+    after = pids(kept_workers)
+    assert killed[0] not in after
+    assert len(after - before) == 1
 
 
 @pytest.mark.slow
@@ -93,6 +82,7 @@ def test_evaluate(questions: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("kept_workers")
 def test_run(questions: Path, tmp_path: Path) -> None:
     few = ("--policies", "snapkv", "--rankings", "query_bank", "--fit", 3, "--measure", 2, "--samples", 4)

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 
 from kvsearch.budgets.dynamic import create_allocation
-from kvsearch.calibration.cake_exponents import calibrate_cake
-from kvsearch.calibration.dynamic import calibrate_dynamic
-from kvsearch.calibration.lukv import calibrate_lukv
 from kvsearch.calibration.options import (
     CakeOptions,
     DynamicOptions,
@@ -21,13 +18,8 @@ from kvsearch.calibration.options import (
     QueryBankOptions,
     QueryStatisticsOptions,
 )
-from kvsearch.calibration.polykv.measure import calibrate_polykv
 from kvsearch.calibration.polykv.options import PolykvOptions
-from kvsearch.calibration.probe.bank import calibrate_query_bank
-from kvsearch.calibration.probe.measure import calibrate_probe
-from kvsearch.calibration.query_statistics import calibrate_query_statistics
-from kvsearch.choose.table_check import check_table
-from kvsearch.errors import InternalError, KvsearchWarning
+from kvsearch.core.errors import InternalError, KvsearchWarning
 from kvsearch.evaluation.headroom import headroom
 from kvsearch.evaluation.losses import measure_losses
 from kvsearch.evaluation.perplexity import measure_perplexity
@@ -35,8 +27,18 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import Program
+from kvsearch.selection.table_check import check_table
 from kvsearch.tasks.perplexity import PerplexityText
 from tests import tiny
+from tests.calibrations import (
+    calibrate_cake,
+    calibrate_dynamic,
+    calibrate_lukv,
+    calibrate_polykv,
+    calibrate_probe,
+    calibrate_query_bank,
+    calibrate_query_statistics,
+)
 from tests.workers.copies import shared
 from tests.workers.works import stumble, warn
 
@@ -61,10 +63,7 @@ def polykv(loaded: LoadedModel, directory: Path) -> Profile:
 
 METHODS: dict[str, Callable[[LoadedModel, Path], Profile]] = {
     "lukv": lambda loaded, _: calibrate_lukv(
-        loaded, FEW, POLICY, LukvOptions(normalization="shapley"), rivals=[create_policy("keydiff")]
-    ),
-    "lukv remeasured": lambda loaded, _: calibrate_lukv(
-        loaded, FEW, POLICY, LukvOptions(normalization="remeasured", answers="given")
+        loaded, FEW, POLICY, LukvOptions(), compared_policies=[create_policy("keydiff")]
     ),
     "adakv": lambda loaded, _: calibrate_dynamic(loaded, DATA, POLICY, create_allocation("adakv", {})),
     "lava": lambda loaded, _: calibrate_dynamic(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from kvsearch.errors import KvsearchWarning
+from kvsearch.core.errors import KvsearchWarning
 from kvsearch.models.loading import LoadedModel
 
 

@@ -1,4 +1,7 @@
-"""What is tried in every layer, one thing at a time, and the arrays that hold what comes of it."""
+"""What is tried in every layer, on which batches of prompts, and the arrays that hold what comes of it.
+
+Prompts are padded on the left, the tokens that follow them on the right.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.plan import Phase
 from kvsearch.policies import Policy
 from kvsearch.policies.base import Needs
+from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.runtime.eviction import PhaseRule
-from kvsearch.runtime.rule import decode_needs
+from kvsearch.signals.predictions import token_losses
 
 
 def needs_of(policies: Sequence[Policy], phases: Sequence[Phase]) -> list[Needs]:
@@ -106,3 +112,103 @@ class AblationResults:
         if losses:
             found |= {"nll": self.loss, "full_nll": self.full_loss}
         return found
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class ContinuationBatch:
+    """M continuations of the prompts of a batch; padding comes last, so no real token sees it."""
+
+    tokens: Tensor  # [M, K]
+    counts: Tensor  # [M] real tokens
+    answers: Tensor  # [M] where the answer starts, whose tokens count for the loss
+    rows: Tensor  # [M] the prompt of each, by its row in the batch, on the host
+
+    @property
+    def followed(self) -> Tensor:
+        """Tokens that are no padding, [M, K] bool."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.counts[:, None]
+
+    @property
+    def predicting(self) -> Tensor:
+        """Rows that predict a token of the answer, [M, K - 1] bool; the prompt itself predicts the first token of all.
+
+        What the prompt predicts is left out: eviction after the prompt cannot change it.
+        """
+        row = torch.arange(self.tokens.shape[1] - 1, device=self.tokens.device)
+        return (row >= (self.answers - 1).clamp(min=0)[:, None]) & (row < self.counts[:, None] - 1)
+
+    def mean_over_tokens(self, values: Tensor) -> Tensor:
+        """Average values [..., M, K] over the real tokens of each continuation, [..., M] float64."""
+        kept = values.double().masked_fill(~self.followed.to(values.device), 0.0).sum(-1)
+        return kept / self.counts.to(values.device)
+
+    def losses(self, logits: Tensor) -> Tensor:
+        """Average the losses of answers' tokens in nats, [..., M] float64, by logits [..., M, K, V]; 0 without any."""
+        rows = self.predicting.to(logits.device)
+        found = token_losses(logits[..., :-1, :], self.tokens[:, 1:]).double().masked_fill(~rows, 0.0).sum(-1)
+        return found / rows.sum(-1).clamp(min=1)
+
+
+class TextContinuation(NamedTuple):
+    """One continuation of a prompt: the row of the prompt in its batch, and the number among what follows it."""
+
+    row: int
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class PromptBatch:
+    """Some prompts of a calibration, and their places in it."""
+
+    places: Sequence[int]
+    prompts: Sequence[CalibrationPrompt]
+
+    def padded(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return token ids [B, T] and their mask, padded on the left with token 0."""
+        rows = [prompt.ids[0] for prompt in self.prompts]
+        masks = [torch.ones_like(row) for row in rows]
+        ids, mask = (pad_sequence(some, batch_first=True, padding_side="left").to(device) for some in (rows, masks))
+        return ids, mask
+
+    def passes(self, size: int) -> list[list[TextContinuation]]:
+        """Put all continuations into passes of at most `size`, those of about as many tokens together."""
+        samples = [
+            TextContinuation(row, number)
+            for row, prompt in enumerate(self.prompts)
+            for number in range(len(prompt.continuations))
+        ]
+        samples.sort(key=lambda sample: (self.tokens(sample), sample))
+        passes: list[list[TextContinuation]] = []
+        for sample in samples:
+            if passes and len(passes[-1]) < size and 2 * self.tokens(sample) <= 3 * self.tokens(passes[-1][0]):
+                passes[-1].append(sample)
+            else:
+                passes.append([sample])
+        return [sorted(group) for group in passes]
+
+    def continuations(self, samples: Sequence[TextContinuation], device: torch.device) -> ContinuationBatch:
+        """Return these continuations."""
+        chosen = [self.prompts[row].continuations[number] for row, number in samples]
+        tokens = pad_sequence([one.tokens[0] for one in chosen], batch_first=True)
+        counts = torch.tensor([one.tokens.shape[1] for one in chosen])
+        answers = torch.tensor([one.answer for one in chosen])
+        rows = torch.tensor([row for row, _ in samples])
+        return ContinuationBatch(tokens.to(device), counts.to(device), answers.to(device), rows)
+
+    def repeated(self, samples: Sequence[TextContinuation]) -> PromptBatch:
+        """Return the prompt of each of these continuations, as often as they need it."""
+        return PromptBatch(*zip(*((self.places[row], self.prompts[row]) for row, _ in samples), strict=True))
+
+    def tokens(self, sample: TextContinuation) -> int:
+        """Return how many tokens a continuation has."""
+        return self.prompts[sample.row].continuations[sample.number].tokens.shape[1]
+
+
+def batches_of(prompts: Sequence[CalibrationPrompt], size: int) -> list[PromptBatch]:
+    """Put prompts into batches of at most `size`; those that are as long are together."""
+    places = sorted(range(len(prompts)), key=lambda place: (prompts[place].length, place))
+    parts = (places[first : first + size] for first in range(0, len(places), size))
+    return [PromptBatch(part, [prompts[place] for place in part]) for part in parts]

@@ -10,15 +10,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsearch.calibration.polykv.ablations import Ablation, AblationResults, Ablations, entropy_needs, needs_of
-from kvsearch.calibration.polykv.continuations import ContinuationBatch, PromptBatch
+from kvsearch.calibration.polykv.ablations import (
+    Ablation,
+    AblationResults,
+    Ablations,
+    ContinuationBatch,
+    PromptBatch,
+    entropy_needs,
+    needs_of,
+)
 from kvsearch.calibration.polykv.tree import BaselinePass, Tree
 from kvsearch.models.architecture import output_projection
 from kvsearch.policies import Observation
 from kvsearch.runtime.observe import LayerContinuation
-from kvsearch.runtime.replay import Replays
-from kvsearch.runtime.replay_start import at_rows
-from kvsearch.signals.cosine import Agreement, output_agreement
+from kvsearch.runtime.replay.replay import Replays, at_rows
+from kvsearch.signals.attention_rows import Agreement, output_agreement
 from kvsearch.signals.entropy import mean_row, row_entropy
 
 HEAD_BYTES = 64 * 2**20  # of logits over the vocabulary at a time
@@ -31,13 +37,6 @@ class AtOnce(NamedTuple):
 
     groups: int  # ablations in the sweep
     layers: int  # whose replays are side by side
-
-
-class PromptRows(NamedTuple):
-    """Attention rows of the prompts of a batch in one layer."""
-
-    entropy: Tensor  # [B] of the last ones
-    mean: Tensor  # [B, T] fp32, of all
 
 
 class LayerSweep:
@@ -107,8 +106,8 @@ class LayerSweep:
     # --- entropy --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _prompts(self) -> dict[int, PromptRows]:
-        """The attention rows of the prompts by layer, once for all that follows them."""
+    def _prompts(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """By layer: the entropy of the last rows of the prompts [B], and the mean of all their rows [B, T] fp32."""
         found = {}
         for layer in self.tree.observed:
             if layer.index in self.tried.layers:
@@ -117,7 +116,7 @@ class LayerSweep:
                 entropy = row_entropy(
                     queries, prompt.keys, prompt.scaling, prompt.softcap, prompt.valid, prompt.sinks
                 ).cpu()
-                found[layer.index] = PromptRows(entropy, prompt.received().mean(1) / prompt.lengths[:, None])
+                found[layer.index] = entropy, prompt.received().mean(1) / prompt.lengths[:, None]
         return found
 
     def _rows(self, layer: Layer, after: ContinuationBatch) -> tuple[Tensor, Tensor]:

@@ -7,97 +7,208 @@ profile later, without running the model again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.polykv.ablations import Ablations
-from kvsearch.calibration.polykv.checks import checked_prompts
-from kvsearch.calibration.polykv.continuations import PromptBatch, Sample, batches_of
-from kvsearch.calibration.polykv.cost import ModelSize, SweepWork, memory_of
+from kvsearch.calibration.methods import Calibration
+from kvsearch.calibration.polykv.ablations import (
+    Ablations,
+    PromptBatch,
+    TextContinuation,
+    batches_of,
+    entropy_needs,
+    needs_of,
+)
 from kvsearch.calibration.polykv.layer_sweep import AtOnce, LayerSweep
-from kvsearch.calibration.polykv.measurement import Measurement
 from kvsearch.calibration.polykv.naive import Naive
 from kvsearch.calibration.polykv.options import PolykvOptions
-from kvsearch.calibration.polykv.samples import PROMPT, QUESTION, ROW_SUM, ROWS, SampleFiles, places, unfinished
-from kvsearch.calibration.prompts import CalibrationPrompt
-from kvsearch.calibration.provenance import profile_metadata
-from kvsearch.calibration.sample_files import SAMPLES
-from kvsearch.errors import IncompatibleError
-from kvsearch.models.architecture import describe
+from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
+from kvsearch.calibration.steps import StepCache
+from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
+from kvsearch.core.progress import Progress, counted
+from kvsearch.models.architecture import Architecture, describe, text_config
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import default_memory
+from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
-from kvsearch.plan.signals import CONTEXT, LENGTH, MEAN_ENTROPY, ROWS_ENTROPY, TOKENS, SignalAxes
+from kvsearch.plan.profile_arrays import CONTEXT, LENGTH, MEAN_ENTROPY, ROWS_ENTROPY, TOKENS, SignalAxes
 from kvsearch.policies import Policy
-from kvsearch.progress import Progress
 from kvsearch.runtime.attention import running
+from kvsearch.runtime.cache import check_rotary
 from kvsearch.signals.entropy import mean_entropy
 
-CPU_BYTES, GPU_SHARE = 4 * 2**30, 0.8  # of memory besides the weights
+ROWS = "attention"  # [M, P, L, N] mean attention rows of continuations
+PROMPT = "prompt"
+QUESTION = "question"  # numbers of a continuation's prompt and of it among those of the prompt, [M] int32
 
-Arrays = dict[str, NDArray[Any]]
+CPU_BYTES = 4 * 2**30  # of memory besides the weights
+GPU_SHARE = 0.8
+FP32 = 4
+REPLAY_TABLES = 4  # of attention logits of one token: logits, masked ones, weights, and those in the making
+PATTERN_BYTES = 17  # of scores and ranks, for every entry of a prompt; the mean over the paper's patterns
+STATE_BYTES = 80  # of an entry while it is replayed: positions, order, and what decode rules remember
+
+Arrays = Mapping[str, NDArray[Any]]
+Pass = tuple[PromptBatch, Sequence[TextContinuation]]
 
 
-def calibrate_polykv(
-    loaded: LoadedModel,
-    data: CalibrationData,
-    options: PolykvOptions,
-    policies: Sequence[Policy],
-    progress: Progress | None = None,
-    directory: Path | None = None,
-    started: Callable[[], None] | None = None,
-) -> Profile:
-    """Measure the signals of every layer, phase and pattern (arXiv 2606.15157, Eq. 2 to 5) on all prompts of `data`.
+class PolykvCalibration(Calibration[PolykvOptions]):
+    """The signals of every layer, phase and policy (arXiv 2606.15157, Eq. 2 to 5).
 
-    What is finished is kept in `directory`, some continuations of a batch of prompts at a time, and what is there is
-    not measured again. `started` is called once all is checked, before what is there is read and anything is measured.
-
-    Raises:
-        UsageError: see `checked_prompts`; not enough memory; samples in `directory` are damaged, or of another model,
-            other texts, options or policies.
-        IncompatibleError: the model computes NaN, or see `checked_prompts`.
+    A step is a pass over some continuations of the prompts of a batch.
     """
-    prompts = checked_prompts(loaded, data, options, policies)
-    shape = describe(loaded.model)
-    tried = Ablations(tuple(policies), options.budgets, options.measured_phases, shape.full_layers, shape.kv_heads)
-    total, at_once = sum(len(prompt.continuations) for prompt in prompts), _at_once(loaded, prompts, policies, options)
-    if started is not None:
-        started()
-    measurement = Measurement.of(loaded, data, prompts, options, policies)
-    done = SampleFiles(None if directory is None else directory / SAMPLES, measurement)
-    if progress is not None:
-        progress(len(done.finished), total)
-    items = [
-        (batch, passes)
-        for batch in batches_of(prompts, options.batch)
-        if (passes := batch.passes(options.batch, done.finished))
-    ]
-    for parts in loaded.map(partial(_measured, tried=tried, options=options, at_once=at_once), items):
-        for part in parts:
-            done.add(unfinished(part, done.finished))
-            if progress is not None:
-                progress(len(done.finished), total)
-    return _profile(loaded, data, options, policies, done)
+
+    @property
+    def ablations(self) -> Ablations:
+        """What is tried."""
+        shape = describe(self.loaded.model)
+        options = self.options
+        policies = tuple(self.policies)
+        return Ablations(policies, options.budgets, options.measured_phases, shape.full_layers, shape.kv_heads)
+
+    def prepare(self) -> list[CalibrationPrompt]:
+        """Return the prompts; a `KvsearchWarning` if a budget evicts nothing from some of them.
+
+        Raises:
+            UsageError: no prompt is longer than a budget; no token whose loss counts; not even one ablation at a time
+                fits the memory.
+            IncompatibleError: a prompt and what follows do not fit the positions of the model.
+        """
+        options = self.options
+        check_rotary(self.loaded.model, self.policies)
+        prompts = prompts_of(self.loaded, self.data, options.protocol, options.answer_tokens, options.max_length)
+        lengths = [prompt.length for prompt in prompts]
+        for budget in options.budgets:
+            _check_evicts(lengths, budget)
+        has_loss = any(after.predicted for prompt in prompts for after in prompt.continuations)
+        if "ppl" in options.signals and not has_loss:
+            raise UsageError(
+                "no answer has a second token, and eviction cannot change the first one, which the prompt predicts: "
+                "give longer answers, or --signals cosine,entropy"
+            )
+        choose_at_once(self.loaded, prompts, self.policies, options)
+        return prompts
+
+    def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
+        """Return the passes of the model and their tokens: in one sweep, or of every ablation where `naive`.
+
+        In the sweep tokens that follow an ablation of layer l of D go on through D - l layers, where losses are
+        measured; they count as so many that go through all layers.
+        """
+        options = self.options
+        shape = describe(self.loaded.model)
+        is_ablated = bool({"cosine", "ppl"} & set(options.signals))
+        tried = len(self.ablations.of_layer) if is_ablated else 0
+        work = Work(0, 0)
+        for batch in batches_of(prompts, options.batch):
+            work += Work(len(batch.prompts), sum(prompt.length for prompt in batch.prompts))
+            for samples in batch.passes(options.batch):
+                followed = sum(batch.tokens(sample) for sample in samples)
+                work += Work(0, followed)
+                if options.naive:
+                    again = sum(prompt.length for prompt in batch.repeated(samples).prompts)
+                    runs = 1 + tried * len(shape.full_layers)
+                    work += Work(runs * len(samples), runs * (again + followed))
+                elif "ppl" in options.signals:
+                    above = sum(shape.layers - layer for layer in shape.full_layers)
+                    work += Work(0, tried * followed * above // shape.layers)
+        return work
+
+    def measure(
+        self, prompts: Sequence[CalibrationPrompt], steps: StepCache, progress: Progress | None = None
+    ) -> Profile:
+        options = self.options
+        at_once = choose_at_once(self.loaded, prompts, self.policies, options)
+        work = partial(_measure_batch, ablations=self.ablations, options=options, at_once=at_once)
+        passes: list[Pass] = [
+            (batch, samples) for batch in batches_of(prompts, options.batch) for samples in batch.passes(options.batch)
+        ]
+
+        def make(missing: Sequence[Pass]) -> Iterator[Arrays]:
+            groups = groupby(missing, key=itemgetter(0))
+            items = [(batch, [samples for _, samples in group]) for batch, group in groups]
+            for results in self.loaded.map(work, items):
+                yield from results
+
+        arrays = _joined(list(counted(steps.stage(passes, make), len(passes), progress)))
+        return self._profile(arrays)
+
+    def _profile(self, arrays: dict[str, NDArray[Any]]) -> Profile:
+        options = self.options
+        count = len(arrays[LENGTH])
+        if ROWS in arrays:
+            rows = arrays.pop(ROWS) / count
+            arrays[MEAN_ENTROPY] = np.array(
+                [[mean_entropy(torch.from_numpy(row)) for row in layers] for layers in rows], dtype=np.float32
+            )
+        base = next(policy for policy in self.policies if policy.name == options.policy)
+        settings: dict[str, Any] = {
+            **options.texts(self.data), "protocol": options.protocol, "answer_tokens": options.answer_tokens,
+            "entropy_rows": options.entropy_rows, "naive": options.naive,
+        }  # fmt: skip
+        if options.phases != "both":
+            settings["phases"] = options.phases
+        metadata = self.describe(base.spec, "polykv", settings, arrays[LENGTH].tolist(), base.floor)
+        axes = SignalAxes(
+            patterns=tuple(policy.spec for policy in self.policies),
+            phases=options.measured_phases,
+            budgets=options.budgets,
+            protocol=options.protocol,
+        )
+        return Profile(metadata.model_copy(update={"signals": axes}), arrays)
 
 
-def _measured(
+def _check_evicts(lengths: Sequence[int], budget: int) -> None:
+    short = sum(length <= budget for length in lengths)
+    if short == len(lengths):
+        raise UsageError(
+            f"nothing is evicted at a budget of {budget}: no calibration prompt has more than {max(lengths)} tokens; "
+            "give longer texts or smaller budgets"
+        )
+    if short:
+        warnings.warn(
+            f"nothing is evicted at a budget of {budget} from {short} of {len(lengths)} calibration prompts, which "
+            "have no more tokens: they say that patterns do not matter",
+            KvsearchWarning,
+            stacklevel=3,
+        )
+
+
+def _joined(passes: Sequence[Arrays]) -> dict[str, NDArray[Any]]:
+    """Return the arrays of all continuations in their order, but mean attention rows as their sum, [P, L, N]."""
+    numbers = [np.concatenate([found[name] for found in passes]) for name in (QUESTION, PROMPT)]
+    order = np.lexsort(numbers)
+    names = [name for name in passes[0] if name not in (ROWS, PROMPT, QUESTION)]
+    arrays = {name: np.concatenate([found[name] for found in passes])[order] for name in names}
+    if ROWS in passes[0]:
+        rows = [row for found in passes for row in found[ROWS]]
+        total = np.zeros((*rows[0].shape[:2], max(row.shape[-1] for row in rows)))
+        for number in order:
+            total[..., : rows[number].shape[-1]] += rows[number]
+        arrays[ROWS] = total
+    return arrays
+
+
+def _measure_batch(
     loaded: LoadedModel,
-    item: tuple[PromptBatch, Sequence[Sequence[Sample]]],
-    tried: Ablations,
+    item: tuple[PromptBatch, Sequence[Sequence[TextContinuation]]],
+    ablations: Ablations,
     options: PolykvOptions,
     at_once: AtOnce,
 ) -> Iterator[Arrays]:
     """Measure a batch of prompts; the `item` is it, and the continuations of each pass that is wanted."""
     batch, passes = item
     with running(loaded.model):
-        measure = _Measure(loaded, tried, batch, options, at_once)
+        measure = _Measure(loaded, ablations, batch, options, at_once)
         for samples in passes:
             yield measure(samples)
 
@@ -106,75 +217,116 @@ class _Measure:
     """All signals of one batch of prompts, some continuations at a time."""
 
     def __init__(
-        self, loaded: LoadedModel, tried: Ablations, batch: PromptBatch, options: PolykvOptions, at_once: AtOnce
+        self, loaded: LoadedModel, ablations: Ablations, batch: PromptBatch, options: PolykvOptions, at_once: AtOnce
     ) -> None:
-        self.loaded, self.tried, self.batch, self.options = loaded, tried, batch, options
+        self.loaded = loaded
+        self.ablations = ablations
+        self.batch = batch
+        self.options = options
         swept = [signal for signal in options.signals if signal == "entropy" or not options.naive]
         self.sweep = None
         if swept:
-            self.sweep = LayerSweep(loaded.model, tried, batch, swept, options.entropy_rows, at_once)
+            self.sweep = LayerSweep(loaded.model, ablations, batch, swept, options.entropy_rows, at_once)
 
-    def __call__(self, samples: Sequence[Sample]) -> Arrays:
-        """Measure these continuations; errors: `calibrate_polykv`."""
-        device, options, after = self.loaded.device, self.options, self.batch.continuations(samples, self.loaded.device)
+    def __call__(self, samples: Sequence[TextContinuation]) -> Arrays:
+        """Measure these continuations.
+
+        Raises:
+            IncompatibleError: the model computes NaN.
+        """
+        options = self.options
+        continuations = self.batch.continuations(samples, self.loaded.device)
         read = self.batch.repeated(samples)
-        contexts, lengths = zip(*((prompt.context, prompt.length) for prompt in read.prompts), strict=True)
-        found: Arrays = places(read.places, (sample.number for sample in samples), contexts, lengths)
-        found[TOKENS] = after.predicting.sum(-1).cpu().numpy().astype(np.int32)
-        wanted = {"outputs": "cosine" in options.signals, "losses": "ppl" in options.signals}
-        measured = None if self.sweep is None else self.sweep.measure(after)
-        if options.naive and any(wanted.values()):
-            found |= Naive(self.loaded.model, self.tried, *read.padded(device)).measure(after).arrays(**wanted)
-        elif measured is not None:
-            found |= measured.arrays(**wanted)
-        if measured is not None and measured.entropy is not None and measured.attention is not None:
-            found |= {ROWS_ENTROPY: measured.entropy.astype(np.float32), ROWS: measured.attention}
-        for array in found.values():
+        arrays: dict[str, NDArray[Any]] = {
+            PROMPT: np.array(read.places, dtype=np.int32),
+            QUESTION: np.array([sample.number for sample in samples], dtype=np.int32),
+            CONTEXT: np.array([prompt.context for prompt in read.prompts], dtype=np.int32),
+            LENGTH: np.array([prompt.length for prompt in read.prompts], dtype=np.int32),
+            TOKENS: continuations.predicting.sum(-1).cpu().numpy().astype(np.int32),
+        }
+        outputs = "cosine" in options.signals
+        losses = "ppl" in options.signals
+        results = None if self.sweep is None else self.sweep.measure(continuations)
+        if options.naive and (outputs or losses):
+            naive = Naive(self.loaded.model, self.ablations, *read.padded(self.loaded.device)).measure(continuations)
+            arrays |= naive.arrays(outputs=outputs, losses=losses)
+        elif results is not None:
+            arrays |= results.arrays(outputs=outputs, losses=losses)
+        if results is not None and results.entropy is not None and results.attention is not None:
+            arrays |= {ROWS_ENTROPY: results.entropy.astype(np.float32), ROWS: results.attention}
+        for array in arrays.values():
             bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(1))
             if bad.size:
-                context = int(found[CONTEXT][bad[0]])
+                context = int(arrays[CONTEXT][bad[0]])
                 raise IncompatibleError(f"{self.loaded.name}: the model computes NaN on calibration context {context}")
-        return found
+        return arrays
 
 
-def _at_once(
+def choose_at_once(
     loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], policies: Sequence[Policy], options: PolykvOptions
 ) -> AtOnce:
-    """Return how much can be computed at a time; UsageError if the least of it does not fit the memory allowed."""
-    size, work = ModelSize.of(loaded.model), SweepWork.of(prompts, policies, options)
-    if options.memory_bytes is not None:
-        found = memory_of(size, work, options.memory_bytes)
-    else:
-        free = default_memory(loaded.device, CPU_BYTES, GPU_SHARE)
-        found = memory_of(size, work, max(free, memory_of(size, work).minimum))
-    return AtOnce(found.groups, found.layers)
+    """Return how many ablations are swept and how many layers replayed at a time, in the longest batch.
 
+    Layers get half of what is left for more than one of each, at most, and ablations the rest.
 
-def _profile(
-    loaded: LoadedModel,
-    data: CalibrationData,
-    options: PolykvOptions,
-    policies: Sequence[Policy],
-    done: SampleFiles,
-) -> Profile:
-    arrays = done.gathered()
-    if ROW_SUM in arrays:
-        rows = arrays.pop(ROW_SUM) / len(arrays[PROMPT])
-        arrays[MEAN_ENTROPY] = np.array(
-            [[mean_entropy(torch.from_numpy(row)) for row in layers] for layers in rows], dtype=np.float32
+    Raises:
+        UsageError: not even one ablation and one layer fit the memory that is allowed.
+    """
+    shape = describe(loaded.model)
+    config: Any = text_config(loaded.model)
+    item = int(loaded.model.dtype.itemsize)
+    phases = options.measured_phases
+    is_ablated = bool({"cosine", "ppl"} & set(options.signals))
+    patterns = policies if is_ablated else ()
+    ablations = len(patterns) * len(phases) * len(options.budgets)  # of a layer
+    needs = needs_of(patterns, phases)
+    if "entropy" in options.signals:
+        needs.append(entropy_needs(options.entropy_rows, phases))
+
+    length = max(prompt.length for prompt in prompts)
+    counts = [after.tokens.shape[1] for prompt in prompts for after in prompt.continuations]
+    count = max(counts)
+    batch = min(options.batch, len(prompts))
+    rows = min(options.batch, len(counts))  # of continuations at a time
+    states = (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim
+    # a token on its way through a layer
+    token = (4 * shape.hidden_size + states + 3 * getattr(config, "intermediate_size", 0)) * item
+
+    cache = batch * length * shape.layers * 2 * shape.kv_heads * shape.head_dim * item
+    observed_queries = max((need.query_rows for need in needs), default=0) * shape.query_heads * shape.head_dim * item
+    sums = length * shape.kv_heads * FP32 if any(need.column_sums for need in needs) else 0
+    ranks = PATTERN_BYTES * len(patterns) * length * shape.kv_heads
+    observed = batch * len(shape.full_layers) * (observed_queries + sums + ranks)
+    baseline = rows * count * (shape.layers * states + (shape.layers + 1) * shape.hidden_size) * item
+    head = rows * count * config.vocab_size * (FP32 + item)
+    group = rows * count * token
+    layer = rows * replay_bytes(shape, item, length, count, ablations)
+
+    fixed = cache + observed + baseline + head + group + layer
+    least = max(fixed, cache + observed + batch * length * token)
+    limit = options.memory_bytes
+    if limit is None:
+        limit = max(least, default_memory(loaded.device, CPU_BYTES, GPU_SHARE))
+    if least > limit:
+        advice = "lower --batch or raise" if batch > 1 else "shorten the texts or raise"
+        raise UsageError(
+            f"a batch of {batch} with prompts of up to {length} tokens takes {math.ceil(least / 1e6) / 1e3:g} GB "
+            f"besides the weights, --max-memory is {limit / 1e9:.3g} GB: {advice} it"
         )
-    base = next(policy for policy in policies if policy.name == options.policy)
-    settings: dict[str, Any] = {
-        **options.texts(data), "protocol": options.protocol, "answer_tokens": options.answer_tokens,
-        "entropy_rows": options.entropy_rows, "naive": options.naive, **options.for_strategies,
-    }  # fmt: skip
-    lengths = arrays[LENGTH].tolist()
-    origin = profile_metadata(loaded, data, base.spec, "polykv", options.seed, settings, lengths, base.floor)
-    axes = SignalAxes(
-        patterns=tuple(policy.spec for policy in policies),
-        phases=options.measured_phases,
-        budgets=options.budgets,
-        protocol=options.protocol,
-    )
-    kept = {name: array for name, array in arrays.items() if name not in (PROMPT, QUESTION)}
-    return Profile(origin.model_copy(update={"signals": axes}), kept)
+    free = limit - fixed
+    all_layers = len(shape.full_layers) if is_ablated else 1
+    layers = max(1, min(all_layers, 1 + free // 2 // layer))
+    all_groups = ablations * len(shape.full_layers) if "ppl" in options.signals else 1
+    groups = max(1, min(all_groups, 1 + (free - (layers - 1) * layer) // group))
+    return AtOnce(groups, layers)
+
+
+def replay_bytes(shape: Architecture, item: int, length: int, count: int, ablations: int) -> int:
+    """Return what replays of `count` tokens after a prompt take in a layer: copies of entries, logits, outputs.
+
+    `item` are the bytes of a number. The scratch of a chunk, see `policies.scoring.chunk_bytes`, is not counted: it
+    does not grow with the prompts.
+    """
+    entry = 2 * shape.kv_heads * shape.head_dim * item
+    column = 2 * entry + REPLAY_TABLES * FP32 * shape.query_heads + STATE_BYTES * shape.kv_heads
+    return (length + count) * column + ablations * count * shape.query_heads * shape.head_dim * item

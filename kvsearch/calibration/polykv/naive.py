@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvsearch.calibration.polykv.ablations import Ablation, AblationResults, Ablations
-from kvsearch.calibration.polykv.continuations import ContinuationBatch
+from kvsearch.calibration.polykv.ablations import Ablation, AblationResults, Ablations, ContinuationBatch
 from kvsearch.models.architecture import attention_modules
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.signals.cosine import output_agreement
+from kvsearch.signals.attention_rows import output_agreement
 
 
 class Naive:

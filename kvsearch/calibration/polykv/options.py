@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -15,22 +17,21 @@ from kvsearch.calibration.options import (
     ProtocolChoice,
     Whole,
 )
-from kvsearch.config.options import Listed, Option, above_zero
-from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
-from kvsearch.plan import PHASES, Phase, PolicySpec
-from kvsearch.plan.fields import Entries, refuse
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC
-
-if TYPE_CHECKING:
-    from kvsearch.calibration.data import CalibrationData
-    from kvsearch.policies import Policy
+from kvsearch.config.options import Listed, Option, above_zero, bytes_of
+from kvsearch.core.errors import KvsearchError, UsageError
+from kvsearch.core.fields import Entries, Scalar, refuse
+from kvsearch.core.naming import suggest, unknown
+from kvsearch.plan import PHASES, Phase, PhaseNames, PolicySpec
+from kvsearch.plan.schema import QUESTION_AGNOSTIC
+from kvsearch.policies import Policy, create_policy, policy_class, policy_names
 
 Signal = Literal["cosine", "ppl", "entropy"]
-PhaseNames = Literal["prefill", "decode", "both"]
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
-GIGABYTE = 10**9
 PANEL = "PolyKV"
+PAPER = ("h2o", "tova", "cam", "pyramidkv", "snapkv", "d2o", "cake", "scissorhands", "streaming")
+SETS = ("paper", "all")
+FULL = "full"
+LONG = 2**20  # a budget that is the whole prompt
 
 
 class PolykvOptions(CalibrationOptions):
@@ -43,13 +44,10 @@ class PolykvOptions(CalibrationOptions):
     attention row of the prompt (phase "prefill") and of the continuation (phase "decode"), and brings the mean entropy
     of the rows with it, of the last `entropy_rows` of the prompt and of all of the continuation.
 
-    `naive` runs the model once for everything that is tried. `route`, `budget_signal` and `strategy_phases` only go
-    into the profile, for those who make strategies of it. `max_memory` is in GB, besides the weights.
+    `naive` runs the model once for everything that is tried. `max_memory` is in GB, besides the weights.
     """
 
     own_params: ClassVar[bool] = False
-    # how it is run, not what is measured: results are the same up to rounding
-    running: ClassVar[tuple[str, ...]] = ("batch", "max_memory")
 
     method: Literal["polykv"] = "polykv"
     policy: str = "snapkv"
@@ -93,17 +91,6 @@ class PolykvOptions(CalibrationOptions):
             panel=PANEL,
         ),
     ] = False
-    route: Annotated[
-        str | None,
-        Option("Recorded for strategies: what chooses patterns, cosine, error, ppl, nll or none.", panel=PANEL),
-    ] = None
-    budget_signal: Annotated[
-        str | None,
-        Option("Recorded for strategies: what shares out the budget, such as entropy, ppl or uniform.", panel=PANEL),
-    ] = None
-    strategy_phases: Annotated[
-        PhaseNames | None, Option("Recorded for strategies: when they evict, if not in all phases.", panel=PANEL)
-    ] = None
     batch: Annotated[Whole, Field(ge=1), Option("Prompts at a time.", panel=PANEL)] = 8
     max_memory: Annotated[
         Number | None,
@@ -118,43 +105,13 @@ class PolykvOptions(CalibrationOptions):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        from kvsearch.signals.table import ROUTES, SENSITIVITIES
-
-        problems: list[tuple[tuple[str | int, ...], str]] = []
         for name in ("patterns", "budgets", "signals"):
             values = getattr(self, name)
             if not values or any(value in values[:index] for index, value in enumerate(values)):
-                problems.append(((name,), "must have at least one item, and each once"))
-        for name, known in (("route", (*ROUTES, "none")), ("budget_signal", ("uniform", *SENSITIVITIES))):
-            value = getattr(self, name)
-            if value is not None and (what := self._not_measured(value, known)):
-                problems.append(((name,), what))
-        if self.strategy_phases not in (None, self.phases) and self.phases != "both":
-            problems.append((("strategy_phases",), f"is {self.strategy_phases}, but only {self.phases} is measured"))
-        refuse(problems)
+                refuse([((name,), "must have at least one item, and each once")])
         return self
 
-    def _not_measured(self, value: str, known: tuple[str, ...]) -> str | None:
-        """Return what is wrong with a route or a budget signal, if anything."""
-        from kvsearch.signals.table import ENTROPIES, MEASURES, UNMEASURED
-
-        if value == UNMEASURED:
-            return f"is {value}, which only older profiles have: entropy is that of the mean row of the whole prompt"
-        if value not in known:
-            return f"{value!r} is unknown{suggest(value, known)}"
-        measure = value.partition("-")[0]
-        needed: Signal | None = None
-        if value in ENTROPIES:
-            needed = "entropy"
-        elif measure in MEASURES:
-            needed = "ppl" if MEASURES[measure] == "nll" else "cosine"
-        if needed is None or needed in self.signals:
-            return None
-        return f"is {value}, which is not measured: ask for signals with {needed}"
-
     def _tried(self) -> tuple[list[Policy], list[str]]:
-        from kvsearch.calibration.polykv.patterns import candidates
-
         return candidates(self.patterns, self.params, self.measured_phases, self.budgets)
 
     @property
@@ -165,17 +122,10 @@ class PolykvOptions(CalibrationOptions):
     @property
     def memory_bytes(self) -> int | None:
         """`max_memory` in bytes."""
-        return None if self.max_memory is None else int(self.max_memory * GIGABYTE)
-
-    @property
-    def for_strategies(self) -> dict[str, Any]:
-        """What the profile records for those who make strategies of it."""
-        only = None if self.phases == "both" else self.phases  # no strategy can use another phase
-        stated = {"route": self.route, "budget_signal": self.budget_signal, "phases": self.strategy_phases or only}
-        return {name: value for name, value in stated.items() if value is not None}
+        return bytes_of(self.max_memory)
 
     def remarks(self) -> list[str]:
-        """Return what is left out, and patterns that cannot be told apart; UsageError as `candidates`."""
+        """Return what is left out; UsageError as `candidates`."""
         return self._tried()[1]
 
     def policies(self) -> list[Policy]:
@@ -202,12 +152,123 @@ class PolykvOptions(CalibrationOptions):
         """Return everything that decides what is measured, patterns with all their parameters; see `make_policy`."""
         self.make_policy()
         patterns = [{"name": policy.name, "params": policy.parameters()} for policy in self.policies()]
-        own = {name for name in self.option_names() if name not in self.running}
+        own = set(self.option_names()) - {"max_memory"}  # which changes results by rounding only
         stated = self.model_dump(mode="json", include={"method", "policy", "max_length", *own})
         return {**stated, "patterns": patterns, "params": {}}
 
-    def scope(self, data: CalibrationData) -> str:
-        """See `CalibrationOptions.scope`."""
-        if self.protocol == QUESTION_AGNOSTIC:
-            return f"{data.questions} questions after {len(data.contexts)} contexts"
-        return f"{data.questions} contexts with a question"
+
+# --- patterns ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """A pattern that is asked for, by its own name or with a set of them."""
+
+    spec: PolicySpec
+    named: bool
+
+
+def candidates(
+    patterns: str | Sequence[str | PolicySpec],
+    settings: Mapping[str, Scalar],
+    phases: Sequence[Phase],
+    budgets: Sequence[int],
+) -> tuple[list[Policy], list[str]]:
+    """Return the policies that are tried, in the order they are asked for, and remarks on them.
+
+    `patterns` are names, or names with parameters. "paper" stands for the nine of PolyKV (arXiv 2606.15157), "all" for
+    every registered policy. `settings` are parameters of all patterns that have them (window), or of one
+    (snapkv.window); they win over parameters that come with a name, those of one pattern over those of all.
+
+    Of a set, a pattern is left out with a remark if it cannot be tried: it always keeps more than the smallest of
+    `budgets`, it has no rule for one of `phases`, or its budget does not say what it keeps.
+
+    Raises:
+        UsageError: a pattern or parameter is unknown or given twice, a pattern that is named cannot be tried, or none
+            of a set can.
+        EnvironmentFault: a pattern that is named comes from a broken package.
+    """
+    wanted = _wanted([patterns] if isinstance(patterns, str) else patterns)
+    params = _params([one.spec for one in wanted], settings)
+    found: list[Policy] = []
+    remarks: list[str] = []
+    for one in wanted:
+        name, given = one.spec.name, params[one.spec.name]
+        wrong = one.named or bool(given)  # what the user said about it cannot be right
+        try:
+            policy = create_policy(name, given)
+            wrong = one.named
+            check_pattern(policy, phases, min(budgets))
+        except KvsearchError as error:
+            if wrong:
+                raise
+            remarks.append(f"{name} is left out: {str(error).removeprefix(f'policy {name}: ')}")
+        else:
+            found.append(policy)
+    if not found:
+        raise UsageError(f"no pattern is left to try; {remarks[0]}" if remarks else "there are no patterns: name some")
+    return found, remarks
+
+
+def _wanted(patterns: Sequence[str | PolicySpec]) -> list[_Wanted]:
+    """List every pattern once; one that is named takes the place that a set has for it."""
+    found: dict[str, _Wanted] = {}
+    for item in patterns:
+        if item in SETS:
+            for name in PAPER if item == "paper" else [name for name in policy_names() if name != FULL]:
+                found.setdefault(name, _Wanted(PolicySpec(name=name), named=False))
+            continue
+        spec = PolicySpec(name=item) if isinstance(item, str) else item
+        if spec.name not in policy_names():
+            raise UsageError(unknown("pattern", spec.name, [*SETS, *policy_names()]))
+        if spec.name in found and found[spec.name].named:
+            raise UsageError(f"the pattern {spec.name} is given twice: a pattern is tried with one setting")
+        found[spec.name] = _Wanted(spec, named=True)
+    return list(found.values())
+
+
+def _params(specs: Iterable[PolicySpec], settings: Mapping[str, Scalar]) -> dict[str, dict[str, Scalar]]:
+    """Return the parameters of every pattern by its name."""
+    params = {spec.name: dict(spec.params) for spec in specs}
+    known = {name: _parameter_names(name) for name in params}
+    common = {key: value for key, value in settings.items() if "." not in key}
+    for key, value in common.items():
+        takers = [name for name in params if key in known[name]]
+        if not takers:
+            others = sorted({parameter for names in known.values() for parameter in names})
+            raise UsageError(f"setting {key!r}: none of the patterns has such a parameter{suggest(key, others)}")
+        for name in takers:
+            params[name][key] = value
+    for key in settings:
+        name, dot, parameter = key.partition(".")
+        if not dot:
+            continue
+        if name not in params:
+            raise UsageError(f"setting {key!r}: {name!r} is none of the patterns{suggest(name, list(params))}")
+        params[name][parameter] = settings[key]
+    return params
+
+
+def _parameter_names(name: str) -> list[str]:
+    try:
+        return [field.name for field in dataclasses.fields(policy_class(name))]
+    except KvsearchError:
+        return []  # a broken package: its error shows when the policy is made
+
+
+def check_pattern(policy: Policy, phases: Sequence[Phase], smallest: int) -> None:
+    """Raise a UsageError if nothing can be learnt about `policy` in these phases at this budget."""
+    from kvsearch.runtime.decode.rule import decode_needs  # takes seconds to import, and most mistakes show before
+
+    name = policy.name
+    if name == FULL:
+        raise UsageError(f"policy {name}: it agrees with itself, so no signal can judge it: leave it out")
+    if policy.exempt(LONG, LONG):
+        raise UsageError(f"policy {name}: some of its heads are never evicted, so budgets do not say what it keeps")
+    if policy.floor > smallest:
+        raise UsageError(
+            f"policy {name}: it always keeps {policy.floor} entries ({policy.sink_count} sinks, {policy.recent_count} "
+            f"recent), more than a budget of {smallest}: lower them with --set, or raise the budget"
+        )
+    if "decode" in phases:
+        decode_needs(policy)

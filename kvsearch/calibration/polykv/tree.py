@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvsearch.errors import IncompatibleError
+from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.architecture import decoder, text_config
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.attention import Output, additive_mask, causal_mask
-from kvsearch.runtime.cache import stateful_layers, stock_layers
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.observe import DensePass, LayerContinuation, ObservedLayer, States
-from kvsearch.runtime.replay_start import at_rows
+from kvsearch.runtime.replay.replay import at_rows
+from kvsearch.runtime.stock import stateful_layers, stock_layers
 
 SCRATCH_BYTES = 64 * 2**20  # of masks and attention logits at a time
 TOLERANCE = 1e-2  # of our logits against the model's own, as a share of their size; rounding in bf16 is below it

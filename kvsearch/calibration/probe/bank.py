@@ -18,21 +18,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsearch.arrays import Floats
-from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import CANDIDATES, QueryBankOptions
-from kvsearch.calibration.probe.contexts import FitContexts
+from kvsearch.calibration.probe.context_pass import ContextPass, QuestionBuilder
+from kvsearch.calibration.probe.contexts import FitContexts, RankingCalibration
 from kvsearch.calibration.probe.rankings import LeftOut, by_policy, gains, prefers_spread, reported, spread_where
-from kvsearch.calibration.probe.reading import Asking, Reading
 from kvsearch.calibration.prompts import CalibrationPrompt
-from kvsearch.errors import IncompatibleError
+from kvsearch.calibration.steps import StepCache
+from kvsearch.core.arrays import Floats
+from kvsearch.core.errors import IncompatibleError
+from kvsearch.core.progress import Progress
 from kvsearch.models.architecture import describe, require_plain_rotary, rotary
-from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
-from kvsearch.plan.weights import WEIGHTS, know
+from kvsearch.plan.saved import WEIGHTS, know
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.query_bank import EVEN, METHOD, QUERIES
-from kvsearch.progress import Progress
 from kvsearch.runtime.collector import plain_queries
 
 ROUNDS = 10  # of k-means
@@ -57,43 +56,40 @@ class Bank(NamedTuple):
         return {QUERIES: self.queries.numpy(), EVEN: self.even.float().numpy()}
 
 
-def calibrate_query_bank(
-    loaded: LoadedModel,
-    data: CalibrationData,
-    options: QueryBankOptions,
-    progress: Progress | None = None,
-    directory: Path | None = None,
-) -> Profile:
-    """Choose a bank; the profile has "queries" [L, Hkv, G, N, D], and in "even" [L, Hkv] 1 for heads ranked evenly.
+class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
+    """A bank; the profile has "queries" [L, Hkv, G, N, D], and in "even" [L, Hkv] 1 for heads ranked evenly.
 
     "recall", "loss", "kind_recall" and "kind_loss" are those of a probe; a second bank has no queries of the kind that
     is left out.
-
-    What is finished is kept in `directory`, and what is there is not measured again.
-
-    Raises:
-        UsageError: fewer than three contexts, or one too short; what is kept in `directory` is damaged, or of another
-            calibration.
-        IncompatibleError: the model computes NaN, its rotary embedding cannot be undone, or a context and what is asked
-            of it do not fit its positions.
     """
-    require_plain_rotary(loaded.model, f"policy {METHOD}")
-    with torch.no_grad():
-        contexts = FitContexts.of(loaded, data, options, progress, directory)
-        parts, others = contexts.parts, contexts.others
-        bank = _chosen(contexts, parts.fit, parts.choose, options)
-        policies, held = [bank.policy(contexts)], None
+
+    reads_again = True
+
+    def prepare(self) -> list[CalibrationPrompt]:
+        require_plain_rotary(self.loaded.model, f"policy {METHOD}")
+        return super().prepare()
+
+    @torch.no_grad()
+    def measure(
+        self, prompts: Sequence[CalibrationPrompt], steps: StepCache, progress: Progress | None = None
+    ) -> Profile:
+        contexts = FitContexts.of(self, prompts, steps, progress)
+        parts = contexts.parts
+        others = contexts.others
+        bank = _chosen(contexts, parts.fit, parts.choose, self.options)
+        fitted = [bank.policy(contexts)]
+        held: LeftOut | None = None
         if contexts.left_out is not None and others is not None:
-            policies.append(_chosen(contexts, others.fit, others.choose, options).policy(contexts))
+            fitted.append(_chosen(contexts, others.fit, others.choose, self.options).policy(contexts))
             held = LeftOut(contexts.left_out, by_policy(1))
-        asked = [*policies, *options.policies()]
-        judged = reported(by_policy(0), partial(contexts.read, parts.report, policies=asked), held, len(policies))
-    layers = describe(loaded.model).full_layers
-    settings = {
-        "chosen_by": bank.how, "spread_heads": int((bank.even & ~bank.unseen).sum()),
-        "unseen_heads": tuple(f"{layers[row]}.{head}" for row, head in bank.unseen.nonzero().tolist()),
-    }  # fmt: skip
-    return contexts.profile(METHOD, {**bank.arrays, **judged}, settings)
+        report = partial(contexts.read, parts.report, policies=[*fitted, *self.policies])
+        judged = reported(by_policy(0), report, held, len(fitted))
+        layers = describe(self.loaded.model).full_layers
+        settings = {
+            "chosen_by": bank.how, "spread_heads": int((bank.even & ~bank.unseen).sum()),
+            "unseen_heads": tuple(f"{layers[row]}.{head}" for row, head in bank.unseen.nonzero().tolist()),
+        }  # fmt: skip
+        return contexts.profile(METHOD, {**bank.arrays, **judged}, settings)
 
 
 def _chosen(
@@ -105,7 +101,7 @@ def _chosen(
     """Return a bank of queries that are asked of the contexts `fit`, by what is best on the contexts `choose`."""
     random = torch.Generator().manual_seed(options.seed)
     share = -(-CANDIDATES // len(fit))
-    places = {prompt.context: places_asked(prompt, contexts.asking, share, random) for prompt in fit}
+    places = {prompt.context: places_asked(prompt, contexts.builder, share, random) for prompt in fit}
     read = contexts.read(fit, lambda one: {QUERIES: queries_asked(one, places[one.context])})
     asked = torch.from_numpy(np.concatenate([one[QUERIES] for one in read], 3))  # [L, Hkv, G, M, D]
     none = torch.zeros(asked.shape[:2], dtype=torch.bool)
@@ -113,7 +109,7 @@ def _chosen(
     tried = [Bank(find(asked, options.bank), how, none, none) for how, find in ways]
     policies, rankings = [bank.policy(contexts) for bank in tried], [by_policy(number) for number in range(len(tried))]
 
-    def measure(one: Reading) -> dict[str, Tensor]:
+    def measure(one: ContextPass) -> dict[str, Tensor]:
         return {"gain": gains(rankings, one), "unseen": (one.largest == 0).all(-1)}
 
     found = list(contexts.read(choose, measure, policies))
@@ -124,32 +120,32 @@ def _chosen(
     return tried[best]._replace(even=even, unseen=unseen)
 
 
-def places_asked(prompt: CalibrationPrompt, asking: Asking, count: int, random: torch.Generator) -> Tensor:
+def places_asked(prompt: CalibrationPrompt, builder: QuestionBuilder, count: int, random: torch.Generator) -> Tensor:
     """Draw at most `count` of the tokens that are asked of a context, their numbers in order [n].
 
     Tokens of questions come first; those of the context itself fill up what is left.
     """
-    asked = list(asking.questions(prompt, "cpu"))
+    asked = list(builder.build(prompt, "cpu"))
     own = sum(one.tokens.shape[1] for one in asked if one.target == "answers")
     rest = sum(one.tokens.shape[1] for one in asked) - own
     order = torch.cat([torch.randperm(own, generator=random), own + torch.randperm(rest, generator=random)])
     return order[:count].sort().values
 
 
-def queries_asked(reading: Reading, places: Tensor) -> Tensor:
+def queries_asked(context_pass: ContextPass, places: Tensor) -> Tensor:
     """Return un-rotated queries of the tokens at `places` [n] of all that is asked of a context, [L, Hkv, G, n, D]."""
     parts = []
-    for one in reading.asked:
-        with reading.passed.following(one.tokens):
-            positions = reading.length + torch.arange(one.tokens.shape[1], device=one.tokens.device)[None]
+    for one in context_pass.asked:
+        with context_pass.passed.following(one.tokens):
+            positions = context_pass.length + torch.arange(one.tokens.shape[1], device=one.tokens.device)[None]
             layers = []
-            for layer in reading.passed.continuations():
-                plain = plain_queries(layer.query, positions, rotary(reading.passed.model, layer.index))[0]
+            for layer in context_pass.passed.continuations():
+                plain = plain_queries(layer.query, positions, rotary(context_pass.passed.model, layer.index))[0]
                 layers.append(plain.view(layer.keys.shape[1], -1, *plain.shape[1:]).cpu())
             parts.append(torch.stack(layers))
     queries = torch.cat(parts, 3)
     if not bool(queries.isfinite().all()):
-        raise IncompatibleError(reading.refusal)
+        raise IncompatibleError(context_pass.refusal)
     return queries[:, :, :, places]
 
 

@@ -115,7 +115,7 @@ def unseen_fit(z: Tensor, column: int) -> Fit:
     return even._replace(bias=torch.full_like(even.bias, UNSEEN))
 
 
-def reading(fit: Fit, columns: Tensor) -> Fit:
+def restrict_to(fit: Fit, columns: Tensor) -> Fit:
     """Return a fit that reads the features `columns` [F] bool alone: it was fitted with zeros for the others."""
     return fit._replace(linear=fit.linear * columns, hidden=fit.hidden * columns[:, None])
 

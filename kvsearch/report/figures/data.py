@@ -1,15 +1,27 @@
-"""What a figure shows, in numbers: CSV, the pictures of papers and those of the HTML page are all drawn from it."""
+"""What a figure shows, in numbers: CSV, pictures of papers and of the page, and maps on the screen are made of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from kvsearch.printed import csv_text
+from kvsearch.core.printed import csv_text
+from kvsearch.report.numbers import Interval
 
 Style = Literal["line", "points", "steps", "level"]
 Cells = Sequence[str | float | None]
+# dark blue (little) to yellow (much), lightness rising evenly, so that it reads in grey
+RAMP = (
+    (13, 8, 135),
+    (84, 2, 163),
+    (139, 10, 165),
+    (185, 50, 137),
+    (219, 92, 104),
+    (244, 136, 73),
+    (254, 188, 43),
+    (240, 249, 33),
+)
 
 
 class Axis(NamedTuple):
@@ -39,7 +51,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Lines:
+class LineChart:
     """Series over two axes."""
 
     x: Axis
@@ -65,7 +77,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Maps of the same rows and columns side by side, on one scale of colours; `form` says how a value is written."""
+    """Maps of the same rows and columns side by side, on one scale of colours; `form` says how a value is written.
+
+    On the screen, the `total` of a row stands beside it. `scale` are the ends of the colours, else those of the values.
+    """
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
@@ -74,6 +89,14 @@ class HeatMap:
     value_label: str
     panels: tuple[Panel, ...]
     form: str = "{:.0f}"
+    total: Literal["sum", "mean"] = "mean"
+    scale: tuple[float, float] | None = None
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The values of the first and the last colour."""
+        known = [value for panel in self.panels for row in panel.values for value in row if value is not None]
+        return self.scale or (min(known, default=0.0), max(known, default=1.0))
 
     def table(self) -> Iterator[Cells]:
         """Yield the header, then a row per cell."""
@@ -84,53 +107,23 @@ class HeatMap:
 
 
 @dataclass(frozen=True)
-class CategoryMap:
-    """A map of names, [rows][columns]; an empty one is none."""
-
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
-    row_label: str
-    column_label: str
-    values: tuple[tuple[str, ...], ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names there are, in the order in which they come."""
-        return tuple(dict.fromkeys(name for row in self.values for name in row if name))
-
-    def table(self) -> Iterator[Cells]:
-        """Yield the header, then a row per cell."""
-        yield [self.row_label, self.column_label, "name"]
-        for name, row in zip(self.rows, self.values, strict=True):
-            yield from ((name, column, value) for column, value in zip(self.columns, row, strict=True))
-
-
-@dataclass(frozen=True)
-class Estimated:
-    """A mean and its interval, with what it is of."""
-
-    name: str
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class Intervals:
-    """Means with intervals, one under the other, by groups; `reference` is where nothing is won or lost."""
+    """Means with intervals, one under the other, by groups and names, times `unit`; at 0 nothing is won or lost."""
 
     x: Axis
-    groups: tuple[tuple[str, tuple[Estimated, ...]], ...]
-    reference: float | None = 0.0
+    groups: tuple[tuple[str, tuple[tuple[str, Interval], ...]], ...]
+    has_zero: bool = True
+    unit: float = 100
 
     def table(self) -> Iterator[Cells]:
         """Yield the header, then a row per mean."""
         yield ["group", "name", self.x.label, "low", "high"]
-        for group, found in self.groups:
-            yield from ((group, one.name, one.mean, one.low, one.high) for one in found)
+        for group, estimates in self.groups:
+            for name, ends in estimates:
+                yield [group, name, *(self.unit * end for end in (ends.mean, ends.low, ends.high))]
 
 
-Body = Lines | HeatMap | CategoryMap | Intervals
+Body = LineChart | HeatMap | Intervals
 
 
 @dataclass(frozen=True)
@@ -145,3 +138,38 @@ class Figure:
     def csv(self) -> str:
         """Return its numbers in full; cells that are not known are empty."""
         return csv_text(self.body.table())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the title and the numbers, a list per row of the CSV."""
+        return {"title": self.title, "rows": [list(row) for row in self.body.table()]}
+
+
+def layer_map(
+    panels: Mapping[str, Any], layers: Sequence[object], value: str, form: str = "{:.0f}", **details: Any
+) -> HeatMap:
+    """Return maps of layers and kv heads, of `panels` [L, Hkv] by their names."""
+    (first, *_) = panels.values()
+    heads = tuple(f"h{head}" for head in range(first.shape[1]))
+    maps = tuple(Panel(name, cells(values)) for name, values in panels.items())
+    return HeatMap(tuple(map(str, layers)), heads, "layer", "kv head", value, maps, form, **details)
+
+
+def cells(values: Any) -> tuple[tuple[float | None, ...], ...]:
+    """Return an array [R, C] as the cells of a panel, None for what is not a number."""
+    return tuple(tuple(float(value) if value == value else None for value in row) for row in values.tolist())
+
+
+def shade(share: float) -> tuple[int, int, int]:
+    """Return the colour of a value that lies at `share` of its range, 0 to 1: red, green and blue, 0 to 255."""
+    place = min(max(share, 0.0), 1.0) * (len(RAMP) - 1)
+    low = min(int(place), len(RAMP) - 2)
+    red, green, blue = (
+        round(below + (above - below) * (place - low)) for below, above in zip(RAMP[low], RAMP[low + 1], strict=True)
+    )
+    return red, green, blue
+
+
+def is_light(colour: tuple[int, int, int]) -> bool:
+    """Tell whether black is read better on a colour than white (luma of ITU-R BT.601)."""
+    red, green, blue = colour
+    return 0.299 * red + 0.587 * green + 0.114 * blue > 128

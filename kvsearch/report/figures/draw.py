@@ -1,57 +1,65 @@
-"""Figures as files: PDF and PNG in the style of papers, and the CSV of each; needs matplotlib, the extra `report`."""
+"""Figures as files: PDF and PNG in the style of papers, and the CSV of each."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvsearch.errors import EnvironmentFault, UsageError
-from kvsearch.plan.files import atomic_write, write_fault
-from kvsearch.printed import visible
-from kvsearch.report.figures.data import CategoryMap, Figure, HeatMap, Intervals, Lines, Series
-from kvsearch.report.figures.style import COLOURS, MUTED, RAMP, is_light, marks
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import atomic_write, write_fault
+from kvsearch.core.printed import visible
+from kvsearch.report.figures.data import RAMP, Figure, HeatMap, Intervals, LineChart, Series, is_light
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Picture
 
-HOW = 'figures need matplotlib: pip install "kvsearch[report]"'
-WIDTH, HEIGHT, DPI = 5.5, 3.4, 200  # inches of a figure over both columns of a page
+# Okabe and Ito, in an order in which neighbours differ in lightness, too; yellow is too light for lines
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
+MUTED = "#8C8C8C"  # controls and backgrounds
+GRID = "#DDDDDD"
+PLATE = "#FEFEFE"  # behind letters that a line would cross
+DARK_INK = "#111111"  # on light colours, also where a page is dark
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # as matplotlib calls them
+DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1, 1.5), (5, 2, 1, 2))  # on, off, ..., in widths of the line
+
+WIDTH, HEIGHT = 5.5, 3.4  # inches of a figure over both columns of a page
+DPI = 200
 CLOSE = 1.15  # two values on a logarithmic axis that are nearer have one name
+LONGEST_NAME = 48  # letters
 MOST_NUMBERS = 160  # cells of a map that have their number in them
 SETTINGS = {
     "font.family": "serif", "font.serif": ["STIXGeneral", "DejaVu Serif"], "mathtext.fontset": "stix", "font.size": 9,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "axes.linewidth": 0.6,
-    "axes.grid": True, "grid.color": "#DDDDDD", "grid.linewidth": 0.5, "axes.axisbelow": True, "lines.linewidth": 1.3,
+    "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.5, "axes.axisbelow": True, "lines.linewidth": 1.3,
     "lines.markersize": 4.5, "legend.fontsize": 8, "legend.frameon": False, "xtick.labelsize": 8, "ytick.labelsize": 8,
     "pdf.fonttype": 42, "savefig.facecolor": "white",
 }  # fmt: skip
 
 
-def check_figures(directory: Path) -> None:
-    """Find out, before anything is read, whether figures can be written to `directory`.
+def marks(number: int) -> tuple[str, tuple[float, ...]]:
+    """Return marker and dashes of a series; where the colours begin again, both are others than in the round before."""
+    again = number // len(COLOURS)
+    return MARKERS[(number + 3 * again) % len(MARKERS)], DASHES[(number + again) % len(DASHES)]
 
-    Raises:
-        UsageError: it is a file.
-        EnvironmentFault: matplotlib is missing.
-    """
+
+def check_figures(directory: Path) -> None:
+    """Raise UsageError, before anything is read, if figures cannot be written to `directory`: it is a file."""
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory} is a file: give a directory to write figures to")
-    if find_spec("matplotlib") is None:
-        raise EnvironmentFault(HOW)
 
 
 def write_figures(figures: Iterable[Figure], directory: Path) -> list[Path]:
     """Write NAME.pdf, NAME.png and NAME.csv of every figure; equal figures give equal bytes. Returns the files.
 
     Raises:
-        UsageError, EnvironmentFault: see `check_figures`; the disk is full, permissions are missing.
+        UsageError: see `check_figures`.
+        EnvironmentFault: the disk is full, permissions are missing.
     """
     check_figures(directory)
     import matplotlib
@@ -76,28 +84,32 @@ def write_figures(figures: Iterable[Figure], directory: Path) -> list[Path]:
     return written
 
 
-def draw(figure: Figure) -> Picture:
-    """Return the picture of a figure, with its title; its caption is for the text below it."""
+def draw(figure: Figure, *, titled: bool = True) -> Picture:
+    """Return the picture of a figure, with its title if `titled`; its caption is for the text below it."""
     from matplotlib.figure import Figure as Picture
 
     picture = Picture(figsize=(WIDTH, HEIGHT), layout="constrained")
     match _as_shown(figure.body):
-        case Lines() as lines:
+        case LineChart() as lines:
             _lines(picture, lines)
         case HeatMap() as maps:
             _maps(picture, maps)
-        case CategoryMap() as names:
-            _names(picture, names)
         case Intervals() as intervals:
             _intervals(picture, intervals)
-    picture.suptitle(_as_shown(figure.title), fontsize=10)
+    if titled:
+        picture.suptitle(visible(figure.title, keep="").replace("$", r"\$"), fontsize=10)
     return picture
 
 
 def _as_shown(data: Any) -> Any:
-    """Return data in which every text is shown as it is: nothing in it is a formula of matplotlib, or unseen."""
+    """Return data in which every text is shown as it is: nothing in it is a formula of matplotlib, or unseen.
+
+    Of a long one there is the beginning, as letters take the room that the axes need.
+    """
     if isinstance(data, str):
-        return visible(data, keep="").replace("$", r"\$")
+        text = visible(data, keep="")
+        text = text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…"
+        return text.replace("$", r"\$")
     if isinstance(data, tuple):
         items = map(_as_shown, data)
         return type(data)(*items) if hasattr(data, "_fields") else tuple(items)
@@ -109,7 +121,7 @@ def _as_shown(data: Any) -> Any:
 # --- lines ------------------------------------------------------------------------------------------------------------
 
 
-def _lines(picture: Picture, body: Lines) -> None:
+def _lines(picture: Picture, body: LineChart) -> None:
     axes, counts = picture.add_subplot(), {True: 0, False: 0}  # of muted ones and of others
     for one in body.series:
         _series(axes, one, counts[one.muted])
@@ -130,7 +142,7 @@ def _series(axes: Axes, one: Series, number: int) -> None:
         axes.axhline(one.y[0], linestyle=(0, (4, 2)), linewidth=1, **look)
         axes.annotate(
             one.name, (1, one.y[0]), xycoords=("axes fraction", "data"), xytext=(-2, 2), textcoords="offset points",
-            ha="right", va="bottom", fontsize=7, color=colour,
+            ha="right", va="bottom", fontsize=8, color=colour,
         )  # fmt: skip
         return
     look["label"] = one.name
@@ -148,7 +160,7 @@ def _series(axes: Axes, one: Series, number: int) -> None:
         axes.plot(one.x, one.y, marker=marker if few else "", linestyle=style, **look)
 
 
-def _scale(axes: Axes, body: Lines) -> None:
+def _scale(axes: Axes, body: LineChart) -> None:
     """Set the scales; on a logarithmic one, few values are named as they are, those that are close by one name."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -178,8 +190,7 @@ def _maps(picture: Picture, body: HeatMap) -> None:
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
     colours = LinearSegmentedColormap.from_list("kvsearch", [tuple(part / 255 for part in one) for one in RAMP])
-    known = [value for panel in body.panels for row in panel.values for value in row if value is not None]
-    norm = Normalize(min(known, default=0.0), max(known, default=1.0))
+    norm = Normalize(*body.ends)
     across = len(body.panels) if len(body.panels) <= 3 else 2 if len(body.panels) % 3 else 3
     down = -(-len(body.panels) // across)
     tall = min(max(0.16 * len(body.rows), 1.2), 8)
@@ -218,29 +229,8 @@ def _numbers(axes: Axes, values: np.ndarray, colours: Any, norm: Any, form: str)
     for (row, column), value in np.ndenumerate(values):
         if value == value:
             red, green, blue = (round(255 * part) for part in colours(norm(value))[:3])
-            ink = "black" if is_light((red, green, blue)) else "white"
-            axes.text(column, row, form.format(value), ha="center", va="center", fontsize=7, color=ink)
-
-
-def _names(picture: Picture, body: CategoryMap) -> None:
-    from matplotlib.colors import ListedColormap
-    from matplotlib.patches import Patch
-
-    names, axes = body.names, picture.add_subplot()
-    colours = [COLOURS[at % len(COLOURS)] for at in range(len(names))]
-    picture.set_size_inches(WIDTH, min(max(0.2 * len(body.rows), 1.6), 8) + 0.8)
-    numbers = np.array([[names.index(name) if name else np.nan for name in row] for row in body.values])
-    axes.imshow(numbers, cmap=ListedColormap(colours), vmin=-0.5, vmax=len(names) - 0.5, aspect="auto")
-    _cell_axes(axes, body.rows, body.columns)
-    axes.tick_params(axis="x", rotation=0)
-    axes.set_xlabel(body.column_label)
-    axes.set_ylabel(body.row_label)
-    if len(body.rows) * len(body.columns) <= MOST_NUMBERS:
-        for (row, column), value in np.ndenumerate(numbers):
-            if value == value:
-                axes.text(column, row, names[int(value)], ha="center", va="center", fontsize=7, color="white")
-    patches = [Patch(color=colour, label=name) for colour, name in zip(colours, names, strict=True)]
-    axes.legend(handles=patches, loc="center left", bbox_to_anchor=(1.01, 0.5))
+            ink = DARK_INK if is_light((red, green, blue)) else "white"
+            axes.text(column, row, form.format(value), ha="center", va="center", fontsize=8, color=ink)
 
 
 # --- intervals --------------------------------------------------------------------------------------------------------
@@ -248,23 +238,24 @@ def _names(picture: Picture, body: CategoryMap) -> None:
 
 def _intervals(picture: Picture, body: Intervals) -> None:
     axes, names, place = picture.add_subplot(), list[tuple[float, str]](), 0.0
-    for number, (group, found) in enumerate(body.groups):
+    for number, (group, estimates) in enumerate(body.groups):
         if group:
             axes.annotate(
                 group, (0, -place), xycoords=("axes fraction", "data"), xytext=(3, 0), textcoords="offset points",
-                fontsize=8, fontstyle="italic", va="center", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+                fontsize=8, fontstyle="italic", va="center", bbox={"facecolor": PLATE, "edgecolor": "none", "pad": 1},
             )  # fmt: skip
             place += 1
-        for one in found:
-            colour = MUTED if one.name == "full" else COLOURS[number % len(COLOURS)]
-            axes.plot([one.low, one.high], [-place, -place], color=colour, linewidth=1.3)
-            axes.plot([one.mean], [-place], marker="o", color=colour)
-            names.append((-place, one.name))
+        for name, estimate in estimates:
+            colour = MUTED if name == "full" else COLOURS[number % len(COLOURS)]
+            ends = [body.unit * estimate.low, body.unit * estimate.high]
+            axes.plot(ends, [-place, -place], color=colour, linewidth=1.3)
+            axes.plot([body.unit * estimate.mean], [-place], marker="o", color=colour)
+            names.append((-place, name))
             place += 1
         place += 0.4
     picture.set_size_inches(WIDTH, min(max(0.22 * place, 1.0), 9) + 0.9)
-    if body.reference is not None:
-        axes.axvline(body.reference, color="black", linewidth=0.8)
+    if body.has_zero:
+        axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks([at for at, _ in names], [name for _, name in names])
     axes.set_ylim(-place + 0.2, 0.8)
     axes.grid(visible=False, axis="y")

@@ -2,68 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from pydantic import ValidationError
 
-from kvsearch.plan import ModelFingerprint, Plan, Profile
-from kvsearch.printed import command_line
-from kvsearch.report.figures.make import figures_of
+from kvsearch.core.printed import command_line
+from kvsearch.plan import ModelFingerprint, Plan, Profile, ProfileMetadata
+from kvsearch.report.artifacts import Opened
+from kvsearch.report.figures.data import Figure
 from kvsearch.report.numbers import counted
-from kvsearch.report.page import told_files, told_runs
-from kvsearch.report.page.page import Group, Sheet
-from kvsearch.report.page.screens import tables_of
-from kvsearch.report.page.story import Story
-from kvsearch.report.reader import Kind, Opened
+from kvsearch.report.page.page import ModelGroup, Sheet
+from kvsearch.report.table import Table
 
-if TYPE_CHECKING:
-    from kvsearch.report.table import Table
-
-STORIES: Mapping[Kind, Callable[[Any], Story]] = {
-    "plan": told_files.plan_story, "profile": told_files.profile_story, "evaluation": told_runs.evaluation_story,
-    "perplexity": told_runs.perplexity_story, "headroom": told_runs.headroom_story,
-    "speed": told_runs.speed_story,
-    "validation": told_runs.validation_story, "selection": told_runs.selection_story, "run": told_runs.run_story,
-    "search": told_runs.search_story, "replies": told_runs.replies_story,
-}  # fmt: skip
-MOST, LONGEST = 200, 400  # facts of a source, letters of one of them
+LONGEST = 400  # letters of a fact
 
 
-def groups_of(opened: Sequence[Opened]) -> list[Group]:
+def groups_of(opened: Sequence[Opened]) -> list[ModelGroup]:
     """Return a group per model, in the order of what was opened.
 
     A model is known by the hashes of its configuration and weights. What does not say them is grouped by the name.
     """
-    found: dict[tuple[str, ...], list[Sheet]] = {}
-    named: dict[tuple[str, ...], tuple[str, str]] = {}
+    groups: dict[object, ModelGroup] = {}
     for one in opened:
         model = fingerprint_of(one)
         if model is None:
-            name = one.model or "no model"
-            key: tuple[str, ...] = (name,)
-            named[key] = name, "the weights are not known" if one.model else ""
+            group = ModelGroup(one.model or "no model", "the weights are not known" if one.model else "", [])
+            groups.setdefault(one.model, group).sheets.append(sheet_of(one))
         else:
-            key = model.config_sha256, model.weights_sha256
-            named.setdefault(key, (model.name, _detail(model)))
-        found.setdefault(key, []).append(sheet_of(one))
-    return [Group(*named[key], sheets) for key, sheets in found.items()]
+            group = ModelGroup(model.name, _detail(model), [])
+            groups.setdefault((model.config_sha256, model.weights_sha256), group).sheets.append(sheet_of(one))
+    return list(groups.values())
 
 
 def sheet_of(opened: Opened) -> Sheet:
-    """Return what is on the page of one thing that was opened."""
-    story = _story(opened)
-    parts = [part for part in opened.parts if part.kind != "plan"]
-    remarks = [f"{part.path.name}: {told}" for part in parts if (told := _story(part).answer)]
+    """Return what is on the page of one thing that was opened, and of what is kept with it."""
+    inner = [one for one in opened.inner if one.kind != "plan"]
+    shown = [part for one in (opened, *inner) for part in one.shown]
+    lines = [part for part in opened.shown if isinstance(part, str) and part != opened.headline]
+    figures = [*opened.figures, *(figure for one in opened.inner for figure in _inner_figures(one))]
     return Sheet(
-        path=str(opened.path), kind=opened.kind, asked=story.asked, answer=story.answer, note=opened.note,
-        remarks=[*story.remarks, *remarks], figures=figures_of(opened), tables=_tables([opened, *parts]),
+        path=str(opened.path), kind=opened.kind, answer=opened.headline, note=opened.note,
+        lines=[*lines, *(f"{one.path.name}: {one.headline}" for one in inner if one.headline)], figures=figures,
+        tables=[part for part in shown if isinstance(part, Table)],
         commands=[command_line(opened.config.command)] if opened.config is not None else [],
         sources=dict(_sources(opened)),
     )  # fmt: skip
 
 
-def about(groups: Sequence[Group]) -> str:
+def _inner_figures(opened: Opened) -> Iterator[Figure]:
+    """Yield the figures of what is kept with another thing, named by it, too."""
+    stem = opened.path.parent.name if opened.kind == "selection" else opened.path.stem
+    for figure in (*opened.figures, *(figure for one in opened.inner for figure in _inner_figures(one))):
+        yield replace(figure, name=f"{stem}-{figure.name}")
+
+
+def about(groups: Sequence[ModelGroup]) -> str:
     """Say what is in a report."""
     sheets = sum(len(group.sheets) for group in groups)
     models = f" of {counted(len(groups), 'model')}" if len(groups) > 1 else f" of {groups[0].name}"
@@ -81,7 +76,7 @@ def fingerprint_of(opened: Opened) -> ModelFingerprint | None:
     if opened.config is not None:
         stated += [opened.config.content, opened.config.execution]
     own = next((model for value in stated for model in _fingerprints(value)), None)
-    return own or next((model for part in opened.parts if (model := fingerprint_of(part)) is not None), None)
+    return own or next((model for part in opened.inner if (model := fingerprint_of(part)) is not None), None)
 
 
 def _fingerprints(value: object) -> Iterator[ModelFingerprint]:
@@ -104,39 +99,27 @@ def _detail(model: ModelFingerprint) -> str:
     return ", ".join([model.model_type, shape, hashes, *([f"revision {model.revision}"] if model.revision else [])])
 
 
-def _story(opened: Opened) -> Story:
-    if opened.content is None or opened.kind not in STORIES:
-        return Story("")
-    return STORIES[opened.kind](opened.content)
-
-
-def _tables(opened: Sequence[Opened]) -> list[Table]:
-    return [table for one in opened for table in tables_of(one)]
-
-
 def _sources(opened: Opened) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yield the resolved configuration of a run and where its results come from."""
-    config, content = opened.config, opened.content
+    """Yield facts, the resolved configuration of a run and where its results come from."""
+    config = opened.config
+    for part in opened.shown:
+        if isinstance(part, Mapping):
+            yield str(part.get("phase", "facts")), _facts(part)
     if config is not None:
         yield "resolved options", _facts(config.options)
         yield "what decides the result", _facts(config.content)
         yield "execution", _facts(config.execution)
-    for name, one in [("", opened), *((part.path.name, part) for part in opened.parts)]:
-        content = one.content
-        origin = content.provenance if isinstance(content, Plan) else (
-            content.metadata.provenance if isinstance(content, Profile) else None
-        )  # fmt: skip
-        if origin is not None:
-            yield f"provenance{f' of {name}' if name else ''}", _facts(origin.model_dump(mode="json"))
+    for name, one in [("", opened), *((part.path.name, part) for part in opened.inner)]:
+        stated = one.content.metadata if isinstance(one.content, Profile) else one.content
+        if isinstance(stated, Plan | ProfileMetadata):
+            yield f"provenance{f' of {name}' if name else ''}", _facts(stated.provenance.model_dump(mode="json"))
     if isinstance(opened.data, dict) and isinstance(environment := opened.data.get("environment"), dict):
         yield "environment", _facts(environment)
 
 
 def _facts(value: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return names and values of all that is in an object, names of inner ones with dots; long ones are cut."""
-    found = list(_flat(value, ""))
-    more = [("…", f"and {len(found) - MOST} more, in the file itself")] * (len(found) > MOST)
-    return [(name, text if len(text) <= LONGEST else f"{text[:LONGEST]}…") for name, text in found[:MOST]] + more
+    return [(name, text if len(text) <= LONGEST else f"{text[:LONGEST]}…") for name, text in _flat(value, "")]
 
 
 def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:

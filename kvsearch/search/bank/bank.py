@@ -8,31 +8,28 @@ answer or a greedy reply, is computed for a whole population in one pass.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-from kvsearch.arrays import Floats, Ints
-from kvsearch.closing import Closing
-from kvsearch.errors import UsageError
-from kvsearch.models.architecture import describe
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import InternalError, UsageError
+from kvsearch.core.progress import Progress
+from kvsearch.core.resources import Closing
+from kvsearch.models.architecture import check_length, describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import default_memory
-from kvsearch.models.positions import check_length
 from kvsearch.policies import Policy
-from kvsearch.progress import Progress
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.replies import stop_tokens
+from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.search.bank.memory import Act, SampleWork, Sizes, Splitting, blocks, check_fits
 from kvsearch.search.bank.passes import BankReply, Pass, Portion, forced_loss
 from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of
 from kvsearch.search.bank.samples import BankSample, require_answers
 from kvsearch.search.bank.store import SampleStore
-from kvsearch.search.jobs import Job
-from kvsearch.search.objectives import Objective, find_objective
+from kvsearch.search.candidates import TrialJob
+from kvsearch.search.objectives import OBJECTIVES
 
 
 class CandidateBank(Closing):
@@ -56,7 +53,6 @@ class CandidateBank(Closing):
         max_memory: bytes for stored prompts and passes; the model itself, and the dense attention of the prompt that
             is being read, come on top. Default: 8 GiB, or half of what a GPU has free. At most half of it holds
             prompts; the others are spilled, see `SampleStore`.
-        folder: where files go that are spilled to disk.
         progress: told (prompts read, prompts).
 
     Raises:
@@ -75,7 +71,6 @@ class CandidateBank(Closing):
         *,
         full: bool = False,
         max_memory: int | None = None,
-        folder: Path | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.loaded, self.samples, self.cap, self.full = loaded, tuple(samples), cap, full
@@ -85,7 +80,7 @@ class CandidateBank(Closing):
         self._check()
         self._sizes = Sizes(loaded.model, tuple(windows.values()), choices)
         self._memory = default_memory(loaded.device) if max_memory is None else max_memory
-        self._store = SampleStore(self._room(), folder)
+        self._store = SampleStore(self._room())
         self._splitting = Splitting()
         self._spent = 0
         self._prepared = PreparedSamples(loaded.model, policies, windows, self.samples, cap, self._store, full)
@@ -98,9 +93,9 @@ class CandidateBank(Closing):
 
     # --- what candidates are worth --------------------------------------------------------------------------------
 
-    def evaluate(self, job: Job) -> Floats:
+    def evaluate(self, job: TrialJob) -> Floats:
         """Judge every candidate of a job on its samples by its objective, float64 [P, S]; see `losses` and `scores`."""
-        if find_objective(job.objective).free_running:
+        if OBJECTIVES[job.objective].free_running:
             return self.scores(job.candidates, job.samples)
         return self.losses(job.candidates, job.samples, job.objective)
 
@@ -114,12 +109,11 @@ class CandidateBank(Closing):
         candidate, and no divergence.
 
         Raises:
-            UsageError: no such objective or sample, a sample without an answer, a candidate of another shape or above
-                the cap, "kl" without `full`, too little memory.
+            UsageError: a sample without an answer, or too little memory.
             RuntimeError, MemoryError: torch or Python ran out of memory for a single candidate and sample.
         """
         table, chosen = self._table(candidates), self._chosen(samples)
-        self._check_objective(find_objective(objective), chosen)
+        require_answers(OBJECTIVES[objective], [self.samples[index] for index in chosen])
         found = np.zeros((len(table), len(chosen)))
 
         def act(portion: Portion, places: list[int], some: slice) -> None:
@@ -136,22 +130,12 @@ class CandidateBank(Closing):
         counts = [max(1, len(self.samples[index].answer)) for index in chosen]
         return np.asarray(found / np.array(counts), dtype=np.float64)
 
-    def generate(
-        self, candidates: Sequence[Ints], samples: Sequence[int] | None = None, max_new_tokens: int | None = None
-    ) -> list[list[list[int] | None]]:
-        """Reply greedily: token ids by candidate and sample; None where the model emits NaN or infinity.
-
-        As long as each question allows, and at most `max_new_tokens`. Errors as for `losses`.
-        """
-        made = self._replies(candidates, samples, max_new_tokens)
-        return [[None if reply.failed else reply.tokens for reply in row] for row in made]
-
     def scores(self, candidates: Sequence[Ints], samples: Sequence[int] | None = None) -> Floats:
-        """Return the metric of every reply, 0 to 1, float64 [P, S]; UsageError also if a reply cannot be judged."""
+        """Return the metric of every reply, 0 to 1, float64 [P, S]; UsageError if a reply cannot be judged."""
         chosen = [self.samples[index] for index in self._chosen(samples)]
         made = [
             [np.nan if reply.failed else sample.score(reply.tokens) for sample, reply in zip(chosen, row, strict=True)]
-            for row in self._replies(candidates, samples, None)
+            for row in self.replies(candidates, samples)
         ]
         return np.array(made, dtype=np.float64).reshape(len(made), len(chosen))
 
@@ -169,16 +153,6 @@ class CandidateBank(Closing):
         """
         return self._prepared.tokens + self._spent
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of prompts on the device."""
-        return self._store.nbytes
-
-    @property
-    def spilled(self) -> int:
-        """Bytes of prompts in host memory (of a GPU's) or on disk."""
-        return self._store.spilled
-
     def close(self) -> None:
         """Free what is held; the bank cannot be used afterwards."""
         self._store.close()
@@ -193,26 +167,13 @@ class CandidateBank(Closing):
             raise UsageError(f"samples of {' and '.join(protocols)} cannot share a bank: make one for each protocol")
         for sample in self.samples:
             check_length(self.loaded.model, len(sample.prompt) + len(sample.following))
-        if self.cap < 1:
-            raise UsageError(f"a bank keeps at least 1 entry per kv head, not {self.cap}")
-
-    def _check_objective(self, objective: Objective, chosen: Sequence[int]) -> None:
-        """UsageError if this is no loss of teacher-forced answers, or a sample or the bank lacks what it needs."""
-        if objective.free_running:
-            raise UsageError(f"{objective.name} is judged by replies, not by teacher-forced answers: use scores()")
-        if objective.needs_full and not self.full:
-            raise UsageError(f"{objective.name} compares with the full cache: build the bank with full=True")
-        require_answers(objective, [self.samples[index] for index in chosen])
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
-    def _replies(
-        self, candidates: Sequence[Ints], samples: Sequence[int] | None, max_new_tokens: int | None
-    ) -> list[list[BankReply]]:
+    def replies(self, candidates: Sequence[Ints], samples: Sequence[int] | None = None) -> list[list[BankReply]]:
+        """Reply greedily, by candidate and sample, as long as each question allows; errors as for `losses`."""
         table, chosen = self._table(candidates), self._chosen(samples)
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise UsageError(f"a reply has at least 1 token, not {max_new_tokens}")
-        limits = [min(self.samples[index].limit, max_new_tokens or sys.maxsize) for index in chosen]
+        limits = [self.samples[index].limit for index in chosen]
         found: dict[tuple[int, int], BankReply] = {}
         stop = stop_tokens(self.loaded)
 
@@ -233,30 +194,15 @@ class CandidateBank(Closing):
         return [[found[candidate, place] for place in range(len(chosen))] for candidate in range(len(table))]
 
     def _chosen(self, samples: Sequence[int] | None) -> list[int]:
-        """List the indices of samples, all for None; UsageError if one is out of range."""
-        count = len(self.samples)
-        chosen = list(range(count)) if samples is None else [int(index) for index in samples]
-        wrong = [index for index in chosen if not 0 <= index < count]
-        if wrong:
-            raise UsageError(f"there is no sample {wrong[0]}: the bank has {count}, numbered from 0")
-        return chosen
+        """List the indices of samples, all for None."""
+        return list(range(len(self.samples)) if samples is None else samples)
 
     def _table(self, candidates: Sequence[Ints]) -> Ints:
-        """Stack candidates as int64 [P, L, Hkv]; UsageError for those of another shape, or budgets out of range."""
-        for number, candidate in enumerate(candidates):
-            table = np.asarray(candidate)
-            if table.shape != self.shape:
-                raise UsageError(
-                    f"candidate {number} has the shape {table.shape}, not [layers, kv heads] = {self.shape}"
-                )
-            if not np.issubdtype(table.dtype, np.integer) or table.min() < 0:
-                raise UsageError(f"candidate {number}: budgets are whole numbers of entries, 0 or more")
-            if table.max() > self.cap < max(len(sample.prompt) for sample in self.samples):
-                raise UsageError(
-                    f"candidate {number} wants {table.max()} entries of a head, the bank keeps the best {self.cap}: "
-                    "build it with a larger cap"
-                )
-        return np.array(candidates, dtype=np.int64).reshape(len(candidates), *self.shape)
+        """Stack candidates as int64 [P, L, Hkv]."""
+        table: Ints = np.array(candidates, dtype=np.int64).reshape(len(candidates), *self.shape)
+        if table.max(initial=0) > self.cap < max(len(sample.prompt) for sample in self.samples):
+            raise InternalError(f"a candidate wants {table.max()} entries of a head, the bank keeps {self.cap}")
+        return table
 
     def _run(self, table: Ints, chosen: Sequence[int], works: Sequence[SampleWork], act: Act[Portion]) -> None:
         """Run `act` on all candidates and samples, as many together as memory permits."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import describe, text_config
 from kvsearch.models.memory import free_memory, is_out_of_memory
 from kvsearch.search.bank.samples import BankSample

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvsearch.arrays import Floats, Ints
-from kvsearch.runtime.replies import GreedyReply, left_padded, likeliest
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.runtime.decode.replies import GreedyReply, left_padded, likeliest
 from kvsearch.search.bank.layer import PrefixLayer, SuffixTokens, WindowLayer
 from kvsearch.search.bank.samples import BankSample
-from kvsearch.signals.divergence import answer_divergences
-from kvsearch.signals.perplexity import answer_losses
+from kvsearch.signals.predictions import answer_divergences, answer_losses
 
 PAD = 0  # any token will do: nothing sees it
 

@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvsearch.arrays import Floats, Ints
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.progress import Progress, counted
 from kvsearch.models.architecture import FULL, describe, rotary
 from kvsearch.policies import Observation, Policy, rank_under
-from kvsearch.policies.checks import Finding, require_finite
-from kvsearch.progress import Progress, counted
+from kvsearch.policies.checks import DeferredCheck, require_finite
 from kvsearch.runtime.attention import require_attention
-from kvsearch.runtime.cache import check_rotary, stock_layers
-from kvsearch.runtime.hidden import watch
+from kvsearch.runtime.cache import check_rotary
+from kvsearch.runtime.collector import watch
 from kvsearch.runtime.observe import PromptLayer
+from kvsearch.runtime.stock import stock_layers
 from kvsearch.search.bank.passes import Pass, Portion, side_by_side
 from kvsearch.search.bank.samples import BankSample
 from kvsearch.search.bank.store import SampleStore
-from kvsearch.signals.perplexity import answer_losses
+from kvsearch.signals.predictions import answer_losses
 
 Choices = tuple[Policy, ...]  # that a layer may have
 Rankings = Mapping[int, Choices]
@@ -58,17 +59,17 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int | None) -> Pre
         for policy in policies[prompt.layer]:
             order = rank_under(policy, prompt).long().argsort(-1)[..., :cap, None]
             found.append((prompt.keys.take_along_dim(order, 2), prompt.values.take_along_dim(order, 2)))
-        looks.extend(prompt.looks or ())
+        checks.extend(prompt.checks or ())
         return found
 
-    looks: list[Finding] = []
+    checks: list[DeferredCheck] = []
     watch(model, (policy.needs() for some in policies.values() for policy in some))
     layers = stock_layers(model)
     for index, some in policies.items():
         layers[index] = PromptLayer(index, [policy.needs() for policy in some], rotary(model, index), best)
     with torch.no_grad():
         output = model(input_ids=ids[None].to(model.device), past_key_values=Cache(layers=layers), logits_to_keep=1)
-    require_finite(looks)
+    require_finite(checks)
     states = [[(layer.keys, layer.values)] if layer.is_sliding else layer.noted for layer in layers]
     kept = [[(keys[0], values[0]) for keys, values in some] for some in states]
     return Prefilled(len(ids), kept, output.logits[0, -1].float())

@@ -9,15 +9,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvsearch.errors import UsageError
-from kvsearch.plan.protocol import QUESTION_AGNOSTIC, Protocol
-from kvsearch.runtime.forced_answers import Asked, ForcedAnswer
-from kvsearch.runtime.replies import Finished
+from kvsearch.core.errors import UsageError
+from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
+from kvsearch.runtime.decode.replies import Finished
+from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer
 from kvsearch.search.objectives import Objective
-from kvsearch.tasks.encode import Question, TaskPrompts, token_hash
+from kvsearch.tasks.encode import Question, Reading, TaskPrompts, readings, token_hash
+from kvsearch.tasks.metrics import score
 from kvsearch.tasks.prompts import cut
-from kvsearch.tasks.readings import Reading, readings
-from kvsearch.tasks.scoring import score
 
 
 @dataclass(frozen=True, eq=False)

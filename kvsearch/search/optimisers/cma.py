@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsearch.arrays import Vector
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Vector
 from kvsearch.search.optimisers.base import Optimiser, Problem, default_population
-
-FEWEST = 4  # points of a generation that the update of the covariance works with
 
 
 class CMA(Optimiser):
@@ -36,21 +33,13 @@ class CMA(Optimiser):
       "Injecting external solutions into CMA-ES"). So injected points need no place in the population: they are told
       besides it, and a good one draws the mean towards it.
 
-    The population is 4 + floor(3 ln d) by default: 6, 8, 10, 12, 14 points for 2, 4, 8, 16, 32 dimensions.
-
-    Raises:
-        UsageError: one dimension, or a population below 4.
+    It needs two dimensions or more. The population is 4 + floor(3 ln d) by default: 6, 8, 10, 12, 14 points for 2, 4,
+    8, 16, 32 dimensions.
     """
-
-    name: ClassVar[str] = "cma"
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        if self.dimension < 2:
-            raise UsageError("cma needs two dimensions or more, got 1: use the optimiser golden")
         population = problem.population or default_population(self.dimension)
-        if population < FEWEST:
-            raise UsageError(f"cma needs a population of {FEWEST} or more, got {population}")
         self._strategy = _strategy(self.start, problem.sigma, population, Normal(problem.seed))
 
     @property

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
-from kvsearch.arrays import Vector
+from kvsearch.core.arrays import Vector
 from kvsearch.search.optimisers.base import Optimiser, Problem, default_population
 
 GROW = 1.5  # of the step after a generation that found something better
@@ -21,9 +19,6 @@ class Mixed(Optimiser):
     numbers at once, with one step size. The first generation has the start, too. What is best becomes the centre. It is
     finished when steps are below the tolerance and a round of all choices has found nothing.
     """
-
-    name: ClassVar[str] = "mixed"
-    has_categories: ClassVar[bool] = True
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)

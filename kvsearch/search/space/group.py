@@ -1,4 +1,4 @@
-"""Budgets of the layers of one group, as EvolKV searches them: one group after the other."""
+"""Budgets that are equal for the heads of a layer: of one group of layers after the other, or of all layers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import math
 
 import numpy as np
 
-from kvsearch.arrays import Ints, Vector
-from kvsearch.errors import UsageError
-from kvsearch.plan.guard import GUARD
+from kvsearch.core.arrays import Floats, Ints, Vector
 from kvsearch.plan.rounding import largest_remainder, water_fill, water_level
-from kvsearch.search.space.base import EXACT, BoxSpace, Rows, rows_of, table_within
+from kvsearch.plan.size import GUARD
+from kvsearch.search.space.base import EXACT, Space
 
 
-class Parity(BoxSpace):
+class Parity(Space):
     """The layers of a group as in EvolKV (arXiv 2509.08315, Algorithm 1): x_i = k_i / c, all other layers as they are.
 
     k_i = round(x_i * c), halves up, the same for all heads of a layer. There is no total: the fitness rewards staying
@@ -22,30 +21,17 @@ class Parity(BoxSpace):
 
     Args:
         table: budgets of all layers, the best so far, int64 [L, Hkv].
-        rows: the layers of the group.
+        rows: the layers of the group, [n_g].
         budget: c, entries per kv head.
         floors: least entries per head, int64 [L, Hkv]: window, sinks and one more.
-        caps: most entries per head, int64 [L, Hkv]; None: the bound above is the only one.
-
-    Raises:
-        UsageError: the group is empty or not in the table, shapes differ, or a layer's bounds cross.
     """
 
-    def __init__(self, table: Ints, rows: Rows, budget: int, floors: Ints, caps: Ints | None = None) -> None:
-        self._rest = np.array(table, dtype=np.int64)
-        shape: tuple[int, int] = self._rest.shape
-        if any(np.shape(bound) != shape for bound in (floors, caps) if bound is not None):
-            raise UsageError(f"floors and caps must have the shape of the table, {list(shape)}")
-        self.budget, self._rows = budget, rows_of(rows, len(table))
-        least = np.asarray(floors)[self._rows].max(axis=1)
-        most = np.full_like(least, len(self._rows) * budget)
-        if caps is not None:
-            most = np.minimum(most, np.asarray(caps)[self._rows].min(axis=1))
-        crossed = np.flatnonzero(least > most)
-        if crossed.size:
-            layer, low, high = self._rows[crossed[0]], least[crossed[0]], most[crossed[0]]
-            raise UsageError(f"layer {layer} must keep {low} entries per head and may keep {high}: raise the budget")
-        super().__init__(shape, least / budget, most / budget)
+    def __init__(self, table: Ints, rows: Ints, budget: int, floors: Ints) -> None:
+        self._rest = table
+        self._rows = rows
+        self.budget = budget
+        least = floors[rows].max(axis=1)
+        super().__init__(table.shape, least / budget, np.full(len(rows), float(len(rows))))
 
     @property
     def start(self) -> Vector:
@@ -62,7 +48,7 @@ class Parity(BoxSpace):
         return point
 
 
-class Group(BoxSpace):
+class Group(Space):
     """The layers of a group under a total: x_i = k_i / c, and the other layers make room.
 
     The layers of the group get what the point says, rounded by largest remainders to the nearest whole sum. The others
@@ -72,34 +58,26 @@ class Group(BoxSpace):
 
     Args:
         table: budgets of all layers, the best so far, int64 [L, Hkv]; their sum is the total, their average is c.
-        rows: the layers of the group.
+        rows: the layers of the group, some of them, [n_g].
         floors: least entries per head, int64 [L, Hkv].
-        caps: most entries per head, int64 [L, Hkv]; None: a layer may take all that the floors of the others leave.
-
-    Raises:
-        UsageError: the group is empty, not in the table, or the whole of it; or the bounds do not admit the total.
+        caps: most entries per head, int64 [L, Hkv].
     """
 
-    def __init__(self, table: Ints, rows: Rows, floors: Ints, caps: Ints | None = None) -> None:
-        self._rest, low, high = table_within(table, floors, caps)
-        shape: tuple[int, int] = low.shape
-        self.total, self.average = int(self._rest.sum()), float(self._rest.mean())
-        self._rows = rows_of(rows, shape[0])
-        self._others = np.setdiff1d(np.arange(shape[0]), self._rows)
-        if not self._others.size:
-            raise UsageError(f"the group has all {shape[0]} layers: use the space of all layers")
-        self._least, self._most = low[self._rows].max(axis=1), high[self._rows].min(axis=1)
-        self._low, self._high = low[self._others], high[self._others]
-        heads = shape[1]  # those of the group are equal, so its sums are in entries per head
+    def __init__(self, table: Ints, rows: Ints, floors: Ints, caps: Ints) -> None:
+        self._rest = table
+        self._rows = rows
+        self._others = np.setdiff1d(np.arange(len(table)), rows)
+        self.total = int(table.sum())
+        self.average = float(table.mean())
+        self._least = floors[rows].max(axis=1)
+        self._most = caps[rows].min(axis=1)
+        self._low = floors[self._others]
+        self._high = caps[self._others]
+        heads = table.shape[1]  # those of the group are equal, so its sums are in entries per head
         self._fewest = max(int(self._least.sum()), -((int(self._high.sum()) - self.total) // heads))
         self._fullest = min(int(self._most.sum()), (self.total - int(self._low.sum())) // heads)
-        if (self._least > self._most).any() or self._fewest > self._fullest:
-            names = ", ".join(map(str, self._rows))
-            raise UsageError(
-                f"layers {names} with equal heads cannot share a total of {self.total} within floors and caps"
-            )
         alone = self._fullest - (self._least.sum() - self._least)  # while the rest of the group is at its floor
-        super().__init__(shape, self._least / self.average, np.minimum(self._most, alone) / self.average)
+        super().__init__(table.shape, self._least / self.average, np.minimum(self._most, alone) / self.average)
 
     @property
     def start(self) -> Vector:
@@ -124,4 +102,52 @@ class Group(BoxSpace):
 
     def _point_of(self, table: Ints) -> Vector:
         point: Vector = table[self._rows].mean(axis=1) / self.average
+        return point
+
+
+class Layers(Space):
+    """One budget for each layer, equal for its heads: x_l = k_l / c, where c is the average, total / (L * Hkv).
+
+    Points are water-filled onto the simplex of tables with that total: k_l = clamp(lam * x_l * c, floor, cap), with lam
+    such that the sum is right, then rounded to it by largest remainders. The highest floor and the lowest cap of a
+    layer's heads hold for all of them.
+
+    Args:
+        total: entries of all layers and heads together.
+        floors: least entries per head, int64 [L, Hkv]: what the policy protects, and one more.
+        caps: most entries per head, int64 [L, Hkv].
+    """
+
+    def __init__(self, total: int, floors: Ints, caps: Ints) -> None:
+        self.total = total
+        self.average = total / floors.size
+        floor = floors.max(axis=1)
+        cap = caps.min(axis=1)
+        heads = floors.shape[1]
+        alone = floor + (total - heads * int(floor.sum())) / heads  # of a layer while all others are at their floor
+        super().__init__(floors.shape, floor / self.average, np.minimum(cap, alone) / self.average)
+        self._floors = floor[:, None]
+        self._caps = cap[:, None]
+
+    @property
+    def start(self) -> Vector:
+        """The point nearest to uniform budgets."""
+        return self.project(np.ones(self.dimension))
+
+    def _shares(self, x: Vector) -> Floats:
+        """Return the entries per head that a point says, [L, Hkv], whatever they sum to."""
+        return np.broadcast_to((x * self.average)[:, None], self.shape)
+
+    def _project(self, x: Vector) -> Vector:
+        if abs(self.shape[1] * float(x.sum()) * self.average - self.total) <= EXACT * self.total:
+            return x
+        filled = water_level(self._shares(x), self.total, self._floors, self._caps)[:, 0]
+        return self._clip(filled / self.average)
+
+    def _table(self, x: Vector) -> Ints:
+        return largest_remainder(self._shares(x), self.total, self._floors, self._caps)
+
+    def _point_of(self, table: Ints) -> Vector:
+        """Return the average of each layer."""
+        point: Vector = table.sum(axis=1) / (self.shape[1] * self.average)
         return point

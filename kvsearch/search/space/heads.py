@@ -1,18 +1,23 @@
-"""Budgets per kv head around a calibrated table: a multiplier for each group of layers."""
+"""Budgets per kv head around calibrated tables: multipliers of groups of layers, or the directions they differ in."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 
-from kvsearch.arrays import Floats, Ints, Vector
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Floats, Ints, Vector
+from kvsearch.core.errors import UsageError
 from kvsearch.plan.rounding import largest_remainder, water_fill, water_level
-from kvsearch.search.space.base import EXACT, BoxSpace, layer_groups, table_within
+from kvsearch.search.space.base import EXACT, Space, layer_groups
 
+LEAST = 0.5  # entries: what a head without free entries counts as in a logarithm
+SMALL = 1e-6  # singular values below this are rounding; a table that differs by one entry in a million has more
 FAINT = 1e-9  # stands for a multiplier of zero, so that heads of such groups keep their proportions
 
 
-class Heads(BoxSpace):
+class Heads(Space):
     """Multipliers of what a calibrated table gives each group of layers above the floors; 1 for all is that table.
 
     k_lh = floor_lh + min(lam * x_j * (base_lh - floor_lh), cap_lh - floor_lh) for the heads of group j, with lam such
@@ -23,27 +28,26 @@ class Heads(BoxSpace):
     Args:
         base: the calibrated budgets, int64 [L, Hkv]; their sum is the total.
         floors: least entries per head, int64 [L, Hkv].
-        caps: most entries per head, int64 [L, Hkv]; None: a head may take all that is above the floors.
+        caps: most entries per head, int64 [L, Hkv].
         size: layers per group; the last group may have fewer.
 
     Raises:
-        UsageError: the table is outside its bounds, or all at its floors, or one group has all layers.
+        UsageError: one group has all layers.
     """
 
-    def __init__(self, base: Ints, floors: Ints, caps: Ints | None = None, size: int = 1) -> None:
-        table, low, high = table_within(base, floors, caps)
-        shape: tuple[int, int] = low.shape
-        self.total, self._floors, self._room, self._free = int(table.sum()), low, high - low, table - low
+    def __init__(self, base: Ints, floors: Ints, caps: Ints, size: int = 1) -> None:
+        self.total = int(base.sum())
+        self._floors = floors
+        self._room = caps - floors
+        self._free = base - floors
         self._above = int(self._free.sum())
-        if not self._above:
-            raise UsageError("the calibrated budgets are all at their floor: nothing is left to multiply")
-        self._group = layer_groups(shape[0], size)
+        self._group = layer_groups(len(base), size)
         self._members = [np.flatnonzero(self._group == group) for group in np.unique(self._group)]
         self._begin = np.array([float(self._free[rows].any()) for rows in self._members])
         for rows in self._members:
             self._free[rows] += not self._free[rows].any()
         largest = np.array([self._largest(rows) for rows in self._members])
-        super().__init__(shape, np.zeros(len(largest)), largest)
+        super().__init__(base.shape, np.zeros(len(largest)), largest)
 
     @property
     def start(self) -> Vector:
@@ -96,3 +100,78 @@ class Heads(BoxSpace):
             wanted = int(np.clip((table - self._floors)[rows].sum(), 0, room.sum()))
             above[rows] = water_level(self._free[rows], wanted, 0, room)
         return self._levels(above, np.ones(self.dimension))
+
+
+class Basis(Space):
+    """Budgets per kv head, base times directions: k = floor + lam * (base - floor) * exp(sum_k x_k * d_k).
+
+    lam is such that the total is right; caps bind as in water-filling, and the rest is rounded to the exact total by
+    largest remainders. x = 0 is the table itself. Every point is a table of its own, so projecting only clips.
+
+    Args:
+        base: budgets to start from, int64 [L, Hkv]; their sum is the total.
+        directions: d_k in units of the logarithm of a budget, float64 [d, L, Hkv], see `basis_from_tables`.
+        floors: least entries per head, int64 [L, Hkv].
+        caps: most entries per head, int64 [L, Hkv].
+        reach: bound of every |x_k|.
+    """
+
+    def __init__(self, base: Ints, directions: Floats, floors: Ints, caps: Ints, reach: float = 3.0) -> None:
+        self._floors = floors
+        self._room = caps - floors
+        self._free = (base - floors).astype(np.float64)
+        self._above = int(self._free.sum())
+        self._directions = directions
+        bound = np.full(len(directions), reach)
+        super().__init__(base.shape, -bound, bound)
+
+    @property
+    def start(self) -> Vector:
+        """The base table."""
+        return np.zeros(self.dimension)
+
+    def _table(self, x: Vector) -> Ints:
+        logs = np.tensordot(x, self._directions, 1)
+        weights = self._free * np.exp(np.minimum(logs - logs[self._free > 0].max(), 0.0))
+        shares = water_level(weights, self._above, 0, self._room)
+        return self._floors + largest_remainder(shares, self._above, 0, self._room)
+
+    def _point_of(self, table: Ints) -> Vector:
+        """Least squares of the logarithms; a head counts by its budget, as an entry more or less matters to small ones.
+
+        Heads that the base has at their floor cannot move, and do not count.
+        """
+        known = self._free > 0
+        wanted = np.maximum((table - self._floors)[known], LEAST)
+        ratio = np.log(wanted / self._free[known])
+        columns = np.vstack([self._directions[:, known], np.ones(int(known.sum()))]).T  # the last one is log lam
+        found, *_ = np.linalg.lstsq(columns * wanted[:, None], ratio * wanted, rcond=None)
+        point: Vector = found[:-1]
+        return point
+
+
+def basis_from_tables(tables: Sequence[Ints], floors: Ints | int) -> Floats:
+    """Return the directions [d, L, Hkv] in which tables differ from uniform budgets, the main one first.
+
+    The logarithms of what each table has above the floors, without their mean over the heads (a common factor, which
+    a total takes away), are decomposed into singular vectors. Nothing is subtracted between the tables: their origin
+    is uniform. So all of them, and uniform, are points of the `Basis` of any one of them. A direction has a root mean
+    square of 1 over the heads: x_k = 1 changes budgets by a factor of e, typically. Its largest component is positive.
+
+    Args:
+        tables: one or more, each int64 [L, Hkv]; totals may differ. A head without free entries counts as half of one.
+        floors: least entries per head, those of the `Basis`, int64 [L, Hkv].
+
+    Raises:
+        UsageError: all tables are uniform.
+    """
+    free = np.array(tables) - floors
+    logs = np.log(np.maximum(free, LEAST)).reshape(len(tables), -1)
+    logs -= logs.mean(axis=1, keepdims=True)
+    _, sizes, vectors = np.linalg.svd(logs, full_matrices=False)
+    main = vectors[sizes > SMALL * max(float(sizes[0]), 1.0)]
+    if not len(main):
+        raise UsageError("all tables are uniform above the floors: they name no direction to search in")
+    largest = main[np.arange(len(main)), np.abs(main).argmax(axis=1)]
+    directions: Floats = main * np.sign(largest)[:, None] * math.sqrt(main.shape[1])
+    return directions.reshape(-1, *free.shape[1:])

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvsearch.arrays import Floats, Ints, Vector
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Floats, Ints, Vector
+from kvsearch.core.errors import UsageError
 from kvsearch.plan.rounding import largest_remainder, water_level
-from kvsearch.search.space.base import BoxSpace, layer_groups, table_within
+from kvsearch.search.space.base import Space, layer_groups
 
 LEAST = 0.5  # entries that all layers at their floors have together: too few to change a table that is rounded
 
@@ -29,7 +29,7 @@ def placed(budgets: Ints, chosen: Ints, choices: int) -> Ints:
     return table.reshape(-1, heads)
 
 
-class Joint(BoxSpace):
+class Joint(Space):
     """Policies of layers, and multipliers of groups of layers above the floors: k = floor + lam * exp(x_j) * free.
 
     A table has the layers under the first choice, then under the next, [choices * L, Hkv]; a layer has entries under
@@ -50,24 +50,22 @@ class Joint(BoxSpace):
         reach: bound of every |x_j|.
 
     Raises:
-        UsageError: one choice, a table outside its bounds, nothing above the floors, one group has all layers, or
-            some choice of policies always keeps more than the total.
+        UsageError: nothing above the floors, one group has all layers, or some policies always keep too much.
     """
 
     def __init__(
         self, tables: Sequence[Ints], floors: Ints, caps: Ints, choices: int, size: int = 1, reach: float = 3.0
     ) -> None:
-        if choices < 2:
-            raise UsageError("there is one policy: nothing is left to choose from")
-        self.choices, heads = choices, floors.shape[1]
+        self.choices = choices
+        heads = floors.shape[1]
         stacked = (choices, len(floors) // choices, heads)
-        self._layers, self._low, self._high = stacked[1], floors.reshape(stacked), caps.reshape(stacked)
+        self._layers = stacked[1]
+        self._low = floors.reshape(stacked)
+        self._high = caps.reshape(stacked)
         self._rows = np.arange(self._layers)
         self._first = chosen_of(tables[0], choices)
         least = self._low[self._first, self._rows]
-        base, *_ = table_within(
-            tables[0].reshape(stacked)[self._first, self._rows], least, self._high[self._first, self._rows]
-        )
+        base = tables[0].reshape(stacked)[self._first, self._rows]
         self.total = int(base.sum())
         if self.total <= int(least.sum()):
             raise UsageError("the base budgets are all at their floor: nothing is left to multiply")

@@ -7,99 +7,49 @@ sure that what the metric needs is installed before hours of generation are spen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from kvsearch.errors import UsageError
-from kvsearch.naming import unknown
-from kvsearch.tasks.base import Query
-from kvsearch.tasks.metrics.gsm8k import gsm8k, gsm8k_official
-from kvsearch.tasks.metrics.infinitebench import (
-    character_f1_zh,
-    choice,
-    choice_of_function,
-    contains_word,
-    first_integer,
-    first_number,
-    rouge_l_sum,
-)
-from kvsearch.tasks.metrics.longbench import (
-    classification,
-    count,
-    edit_similarity,
-    edit_similarity_difflib,
-    first_line,
-    retrieval,
-    retrieval_zh,
-)
+from kvsearch.core.errors import KvsearchError, UsageError
+from kvsearch.core.naming import unknown
+from kvsearch.tasks.metrics import gsm8k, infinitebench, longbench, strings
 from kvsearch.tasks.metrics.packages import optional
-from kvsearch.tasks.metrics.strings import (
-    contains_any,
-    exact_match,
-    niah_recall,
-    niah_recall_lava,
-    niah_rouge1,
-    string_match_all,
-    string_match_part,
-)
-from kvsearch.tasks.metrics.words import qa_f1, qa_f1_zh, rouge_l, rouge_l_zh
 
-__all__ = [
-    "METRICS", "NEEDS", "OF_ALL_ANSWERS", "Metric", "character_f1_zh", "choice", "choice_of_function", "classification",
-    "contains_any", "contains_word", "count", "edit_similarity", "edit_similarity_difflib", "exact_match",
-    "find_metric", "first_integer", "first_line", "first_number", "gsm8k", "gsm8k_official", "niah_recall",
-    "niah_recall_lava", "niah_rouge1", "qa_f1", "qa_f1_zh", "retrieval", "retrieval_zh", "rouge_l", "rouge_l_sum",
-    "rouge_l_zh", "string_match_all", "string_match_part",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from kvsearch.tasks.base import Query, Task
 
-Metric = Callable[[str, Query], float]
+    Metric = Callable[[str, Query], float]
+
+# scores of a reply and the answers to its question, by their names
+_OF_ANSWERS = (
+    strings.exact, strings.contains, strings.string_match_all, strings.string_match_part, strings.niah_recall,
+    strings.niah_recall_lava, strings.niah_rouge1,
+    longbench.qa_f1, longbench.qa_f1_zh, longbench.rouge_l, longbench.rouge_l_zh, longbench.retrieval,
+    longbench.retrieval_zh, longbench.count, longbench.edit_similarity,
+    infinitebench.first_integer, infinitebench.first_number, infinitebench.contains_word,
+    infinitebench.character_f1_zh, infinitebench.rouge_l_sum,
+    gsm8k.gsm8k, gsm8k.gsm8k_official,
+)  # fmt: skip
+# scores of a reply and its whole question
+_OF_QUESTION = (longbench.classification, infinitebench.choice, infinitebench.choice_of_function)
 
 
-def _of_answers(score: Callable[[str, Sequence[str]], float]) -> Metric:
-    return lambda reply, query: score(reply, query.answers)
-
-
-def _checked(metric: Metric) -> Metric:
-    def checked(reply: str, query: Query) -> float:
+def _scoring(metric: Metric) -> Metric:
+    def score(reply: str, query: Query) -> float:
         if not query.answers:
             raise UsageError(f"the question {query.question!r} has no answers to score a reply against")
         return metric(reply, query)
 
-    return checked
+    return score
 
 
-_BY_ANSWERS: dict[str, Callable[[str, Sequence[str]], float]] = {
-    "exact": exact_match,
-    "contains": contains_any,
-    "qa_f1": qa_f1,
-    "qa_f1_zh": qa_f1_zh,
-    "rouge_l": rouge_l,
-    "rouge_l_zh": rouge_l_zh,
-    "retrieval": retrieval,
-    "retrieval_zh": retrieval_zh,
-    "count": count,
-    "edit_similarity": edit_similarity,
-    "edit_similarity_difflib": edit_similarity_difflib,
-    "string_match_all": string_match_all,
-    "string_match_part": string_match_part,
-    "niah_recall": niah_recall,
-    "niah_recall_lava": niah_recall_lava,
-    "niah_rouge1": niah_rouge1,
-    "first_integer": first_integer,
-    "first_number": first_number,
-    "contains_word": contains_word,
-    "character_f1_zh": character_f1_zh,
-    "rouge_l_sum": rouge_l_sum,
-    "gsm8k": gsm8k,
-    "gsm8k_official": gsm8k_official,
-}
-_BY_QUESTION: dict[str, Metric] = {
-    "classification": classification,
-    "choice": choice,
-    "choice_of_function": choice_of_function,
-}
+def _of_answers(metric: Callable[[str, tuple[str, ...]], float]) -> Metric:
+    return lambda reply, query: metric(reply, query.answers)
+
+
 METRICS: dict[str, Metric] = {
-    **{name: _checked(_of_answers(score)) for name, score in _BY_ANSWERS.items()},
-    **{name: _checked(score) for name, score in _BY_QUESTION.items()},
+    **{metric.__name__: _scoring(_of_answers(metric)) for metric in _OF_ANSWERS},
+    **{metric.__name__: _scoring(metric) for metric in _OF_QUESTION},
 }
 OF_ALL_ANSWERS = ("string_match_all",)  # to the others any one answer is right
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -119,3 +69,32 @@ def find_metric(name: str) -> Metric:
     for module in NEEDS.get(name, ()):
         optional(module)
     return METRICS[name]
+
+
+ROUNDING = 1e-9  # how far the arithmetic of a metric may lead out of [0, 1]
+
+
+def score(task: Task, key: str, number: int, query: Query, reply: str) -> float:
+    """Return the score of a reply to question `number` of the example `key`, in [0, 1].
+
+    Raises:
+        UsageError: the metric cannot judge replies to this question, or gives what is no score.
+        EnvironmentFault: a package that the metric needs is missing.
+    """
+    place = f"task {task.name}, example {key}, question {number}"
+    try:
+        value = task.score(reply, query)
+    except UsageError as error:
+        raise UsageError(f"{place}: {error}") from error
+    except (KvsearchError, MemoryError):
+        raise  # not about this question
+    except Exception as error:  # a metric of the user's own may raise anything
+        raise UsageError(f"{place}: its metric fails with {type(error).__name__}: {error}") from error
+    if not -ROUNDING <= value <= 1 + ROUNDING:
+        raise UsageError(f"{place}: its metric gives {value:g}, scores are from 0 to 1")
+    return value
+
+
+def is_right(value: float) -> bool:
+    """Tell whether a reply of that score counts as right: it has the full score."""
+    return value >= 1 - ROUNDING

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 
 # a minus is a sign where it follows no operand; digits in a word (m2), an exponent or a version are no number
 _NUMBER = (

@@ -10,12 +10,14 @@ import re
 import string
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvsearch.errors import UsageError
-from kvsearch.tasks.base import Query
+from kvsearch.core.errors import UsageError
+from kvsearch.tasks.metrics.longbench import CHINESE_PUNCTUATION, FULL_WIDTH, f1
 from kvsearch.tasks.metrics.packages import optional
-from kvsearch.tasks.metrics.words import CHINESE_PUNCTUATION, FULL_WIDTH, f1
+
+if TYPE_CHECKING:
+    from kvsearch.tasks.base import Query
 
 LETTERS = "ABCD"
 _LAST_OF_FOUR, _LAST_OF_TEN = (re.compile(rf"\b[A-{end}]\b(?!.*\b[A-{end}]\b)") for end in "DJ")

@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from kvsearch.errors import EnvironmentFault
+from kvsearch.core.errors import EnvironmentFault
 
 PACKAGES = {
     "jieba": "jieba",

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.tasks.metrics.packages import optional
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
-def exact_match(reply: str, answers: Sequence[str]) -> float:
+def exact(reply: str, answers: Sequence[str]) -> float:
     """Return 1 if the reply begins with one of the answers, word by word (what follows the answer is not judged).
 
     For the synthetic suite and one's own examples; no paper's table uses it.
@@ -22,7 +22,7 @@ def exact_match(reply: str, answers: Sequence[str]) -> float:
     return float(any(words[: len(answer.split())] == answer.split() for answer in answers))
 
 
-def contains_any(reply: str, answers: Sequence[str]) -> float:
+def contains(reply: str, answers: Sequence[str]) -> float:
     """Return 1 if any answer occurs in the reply, case-insensitive.
 
     `string_match_part` without RULER's treatment of control characters. For one's own examples; no paper's table uses

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from functools import cache
 
-from kvsearch.resources import resource
+from kvsearch.core.resources import resource
 
 Maker = Callable[[random.Random], str]
 

@@ -7,17 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final
 
-from kvsearch.errors import UsageError
-from kvsearch.naming import suggest
-from kvsearch.tasks.base import Example, Query, TokenCount
-from kvsearch.tasks.metrics import METRICS
+from kvsearch.core.errors import UsageError
+from kvsearch.core.naming import suggest
+from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.prompts import PLACE
 from kvsearch.tasks.ruler.draft import Draft, Source, Stream, largest
 from kvsearch.tasks.ruler.frequency import CodedWords, CommonWords
-from kvsearch.tasks.ruler.haystacks import Essay, Noise
-from kvsearch.tasks.ruler.needles import NIAH, Needles, NeedleSpec
-from kvsearch.tasks.ruler.qa import QaDocuments
-from kvsearch.tasks.ruler.qa_files import read_hotpot, read_squad
+from kvsearch.tasks.ruler.needles import NIAH, Essay, Needles, NeedleSpec, Noise
+from kvsearch.tasks.ruler.qa import QaDocuments, read_hotpot, read_squad
 from kvsearch.tasks.ruler.tracing import Tracing
 from kvsearch.tasks.splits import SHARES, Shares, check_split
 
@@ -39,7 +36,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class RulerTask:
+class RulerTask(Task):
     """One task of RULER at a whole prompt of at most `length` tokens, those to generate included.
 
     `haystack` is a text file for the tasks that hide needles in an essay (without: the story shipped with kvsearch).
@@ -57,8 +54,6 @@ class RulerTask:
     qa_file: Path | None = None
     shares: Shares = SHARES
     prompt: ClassVar[str] = f"\n{PLACE} "
-    chat: ClassVar[bool] = True
-    stops: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if self.name not in RULER_TASKS:
@@ -72,7 +67,11 @@ class RulerTask:
 
     @property
     def category(self) -> str:
-        return _KINDS[self.name].category
+        return RULER_KINDS[self.name].category
+
+    @property
+    def metric(self) -> str:
+        return RULER_KINDS[self.name].metric
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
         """Return the first `samples` examples of a seed; qa has no more than its file has questions for the split.
@@ -86,21 +85,15 @@ class RulerTask:
                 f"{self.name} needs a length of {self._least(samples, seed, count)} or more with this tokenizer: "
                 f"{self.length} tokens are too few"
             )
-        return [
-            Example(
-                self.name,
-                f"{seed}-{index}",
-                self._context(draft, count),
-                (Query(draft.question, draft.answers, _KINDS[self.name].tokens, draft.prefix, written=draft.written),),
-            )
-            for index, draft in enumerate(drafts)
-        ]
-
-    def score(self, reply: str, query: Query) -> float:
-        return METRICS[_KINDS[self.name].metric](reply, query)
+        tokens = RULER_KINDS[self.name].tokens
+        examples = []
+        for index, draft in enumerate(drafts):
+            query = Query(draft.question, draft.answers, tokens, draft.prefix, written=draft.written)
+            examples.append(Example(self.name, f"{seed}-{index}", self._context(draft, count), (query,)))
+        return examples
 
     def _drafts(self, samples: int, seed: int, count: TokenCount) -> list[Draft]:
-        source = _KINDS[self.name].source(self, count)
+        source = RULER_KINDS[self.name].source(self, count)
         made = samples if source.size is None else min(samples, source.size)
         name = f"{self.split}/{self.name}/{self.length}/{seed}"
         return [source.draft(Stream(name, index)) for index in range(made)]
@@ -125,7 +118,7 @@ class RulerTask:
 
     def _rest(self, draft: Draft, count: TokenCount) -> int:
         """Count the tokens of the question, of the reply's beginning and of what is to be generated."""
-        return count(self.prompt.replace(PLACE, draft.question) + draft.prefix) + _KINDS[self.name].tokens
+        return count(self.prompt.replace(PLACE, draft.question) + draft.prefix) + RULER_KINDS[self.name].tokens
 
 
 def _needles(spec: NeedleSpec) -> Callable[[RulerTask, TokenCount], Source]:
@@ -149,11 +142,11 @@ def _qa_file(task: RulerTask) -> Path:
     return task.qa_file
 
 
-_KINDS: Final[dict[str, Kind]] = {
+RULER_KINDS: Final[dict[str, Kind]] = {
     **{name: Kind("RULER retrieval", 128, _needles(spec)) for name, spec in NIAH.items()},
     "vt": Kind("RULER tracing", 30, lambda task, count: Tracing(task.length, count)),
     "cwe": Kind("RULER aggregation", 120, lambda task, _: CommonWords(task.length)),
     "fwe": Kind("RULER aggregation", 50, lambda *_: CodedWords()),
     **{name: Kind("RULER QA", 32, _questions, "string_match_part") for name in QA_FORMATS},
 }
-RULER_TASKS: Final = tuple(_KINDS)
+RULER_TASKS: Final = tuple(RULER_KINDS)

@@ -10,13 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.calibration.polykv.ablations import AblationResults, Ablations
-from kvsearch.calibration.polykv.continuations import ContinuationBatch, PromptBatch, Sample, batches_of
+from kvsearch.calibration.polykv.ablations import (
+    AblationResults,
+    Ablations,
+    ContinuationBatch,
+    PromptBatch,
+    TextContinuation,
+    batches_of,
+)
 from kvsearch.calibration.polykv.layer_sweep import AtOnce, LayerSweep
 from kvsearch.calibration.polykv.naive import Naive
-from kvsearch.calibration.polykv.tree import Tree, shared_attention
+from kvsearch.calibration.polykv.tree import shared_attention
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
-from kvsearch.errors import IncompatibleError
+from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import load
 from kvsearch.policies import Policy, create_policy
@@ -64,9 +70,13 @@ def tried(model: Any, policies: tuple[Policy, ...], *budgets: int) -> Ablations:
 ALL = AtOnce(groups=10**6, layers=10**6)
 
 
-def samples_of(prompts: PromptBatch) -> list[Sample]:
+def samples_of(prompts: PromptBatch) -> list[TextContinuation]:
     """All continuations of prompts."""
-    return [Sample(row, number) for row, one in enumerate(prompts.prompts) for number in range(len(one.continuations))]
+    return [
+        TextContinuation(row, number)
+        for row, one in enumerate(prompts.prompts)
+        for number in range(len(one.continuations))
+    ]
 
 
 def first_of(prompts: PromptBatch) -> ContinuationBatch:
@@ -103,6 +113,7 @@ def test_all_families_agree_with_the_naive_procedure(family: str) -> None:
     assert naive.cosine.min() < 0.99
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_all_patterns_agree_with_the_naive_procedure(family: str) -> None:
     """At two budgets, of which the larger evicts nothing of one prompt before it is followed."""
@@ -128,12 +139,13 @@ def test_a_sweep_in_chunks_measures_the_same(at_once: AtOnce) -> None:
 
 
 def sweep(
-    model: Any, what: Ablations, prompts: PromptBatch, samples: Sequence[Sample], at_once: AtOnce = ALL
+    model: Any, what: Ablations, prompts: PromptBatch, samples: Sequence[TextContinuation], at_once: AtOnce = ALL
 ) -> AblationResults:
     with running(model):
         return LayerSweep(model, what, prompts, EVERYTHING, 8, at_once).measure(prompts.continuations(samples, CPU))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_every_continuation_is_measured_by_itself(family: str) -> None:
     """Of prompts that two, one and three of them follow, each alone; layers one after the other."""
@@ -150,17 +162,6 @@ def test_every_continuation_is_measured_by_itself(family: str) -> None:
         for name, array in alone.arrays(outputs=True, losses=True).items():
             found = together.arrays(outputs=True, losses=True)[name][place]
             np.testing.assert_allclose(found, array[0], rtol=0, atol=1e-5, err_msg=name)
-
-
-def test_without_losses_outputs_are_the_same() -> None:
-    model = build("llama")
-    what, prompts = tried(model, small(("snapkv",)), 9), batch((40, (9,)))
-    after = first_of(prompts)
-    with running(model):
-        whole = LayerSweep(model, what, prompts, EVERYTHING, 8, ALL).measure(after)
-        outputs = LayerSweep(model, what, prompts, ("cosine",), 8, ALL).measure(after)
-    np.testing.assert_array_equal(outputs.cosine, whole.cosine)
-    assert np.isnan(outputs.loss).all()
 
 
 def test_nothing_evicted_changes_nothing() -> None:
@@ -253,24 +254,16 @@ def test_shared_attention_is_attention_of_every_group(softcap: float | None, len
             torch.testing.assert_close(found[at], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_tree_needs_the_runtime_attention() -> None:
-    from kvsearch.errors import UsageError
-
-    with pytest.raises(UsageError, match="needs the attention implementation 'kvsearch'"):
-        Tree(build("llama"), {}, torch.ones(1, 4, dtype=torch.long))
-
-
 def test_batches_hold_prompts_that_are_alike() -> None:
     prompts = batch((9, (2,)), (5, (2, 2)), (7, (2,)), (6, (3, 3)), (8, (2,))).prompts
     assert [list(part.places) for part in batches_of(prompts, 2)] == [[1, 3], [2, 4], [0]]
 
 
 def test_passes_hold_continuations_that_are_alike() -> None:
-    """Of 9, 5, 6, 5 and 20 tokens, three at a time; what is finished is left out with all of its pass."""
+    """Of 9, 5, 6, 5 and 20 tokens, three at a time."""
     prompts = replace(batch((9, (9, 5)), (8, (6,)), (7, (5, 20))), places=[3, 4, 7])
-    made = prompts.passes(3, ())
+    made = prompts.passes(3)
     assert made == [[(0, 1), (1, 0), (2, 0)], [(0, 0)], [(2, 1)]]
-    assert prompts.passes(3, {(3, 1), (7, 0), (3, 0)}) == [made[0], made[2]]
     after = prompts.continuations(made[0], CPU)
     assert after.counts.tolist() == [5, 6, 5]
     assert after.rows.tolist() == [0, 1, 2]

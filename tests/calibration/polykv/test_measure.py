@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.polykv.measure import calibrate_polykv
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.prompts import prompts_of
-from kvsearch.calibration.sample_files import SAMPLES
-from kvsearch.errors import IncompatibleError, KvsearchWarning, UsageError
+from kvsearch.calibration.steps import SAMPLES
+from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy, create_policy
 from kvsearch.signals.table import SignalTable
 from tests.calibration.polykv.test_layer_sweep import NAMES, small
+from tests.calibrations import calibrate_polykv
 from tests.tiny import calibration_data, loaded
 
 OPTIONS = PolykvOptions(budgets=(8, 24), entropy_rows=8, batch=2)
@@ -68,18 +68,14 @@ def test_a_profile_has_every_signal_of_every_sample(made: Profile) -> None:
     assert table.measured("cosine", "prefill", 8).shape == (4, 3)
 
 
+@pytest.mark.nightly
 def test_the_naive_procedure_gives_the_same_profile(made: Profile) -> None:
     found = profile(naive=True)
     for name, array in made.arrays.items():
         np.testing.assert_allclose(found.arrays[name], array, rtol=0, atol=1e-4, err_msg=name)
 
 
-def test_larger_budgets_disturb_less(made: Profile) -> None:
-    """On average: a quarter of a prompt against half of it and more."""
-    table = SignalTable(made)
-    assert table.measured("error", "prefill", 24).mean() < table.measured("error", "prefill", 8).mean()
-
-
+@pytest.mark.nightly
 def test_a_model_in_half_precision_is_measured_like_its_weights_in_fp32() -> None:
     """Under nine patterns, whose ranks serve both budgets: rounding moves some entries, and means of signals hardly."""
     half = loaded()
@@ -108,9 +104,9 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("after", range(1, 6))
+@pytest.mark.parametrize("after", [1, 2])
 def test_an_interrupted_calibration_goes_on(made: Profile, tmp_path: Path, after: int) -> None:
-    """Wherever it is interrupted, also between the questions of one context: the profile is the same to the byte."""
+    """The profile is the same to the byte, and passes that are stored are not measured again."""
 
     def stop(done: int, _: int) -> None:
         if done >= after:
@@ -118,61 +114,8 @@ def test_an_interrupted_calibration_goes_on(made: Profile, tmp_path: Path, after
 
     with pytest.raises(Stop):
         calibrate_polykv(loaded(), DATA, OPTIONS, policies(), progress=stop, directory=tmp_path)
-    seen: list[int] = []
-    found = calibrate_polykv(
-        loaded(), DATA, OPTIONS, policies(), progress=lambda done, _: seen.append(done), directory=tmp_path
-    )
-    assert seen[0] >= after  # what was finished before is told first
-    assert seen == sorted(set(seen))
-    assert seen[-1] == 6
-    assert found.to_bytes() == made.to_bytes()
-
-
-def test_going_on_with_other_batches(made: Profile, tmp_path: Path) -> None:
-    """The second question of two contexts is done, of the third it is not."""
-
-    def stop(done: int, _: int) -> None:
-        if done >= 2:
-            raise Stop
-
-    with pytest.raises(Stop):
-        calibrate_polykv(loaded(), DATA, OPTIONS, policies(), progress=stop, directory=tmp_path)
-    found = profile(directory=tmp_path, batch=3)
-    assert {name: array.shape for name, array in found.arrays.items()} == {
-        name: array.shape for name, array in made.arrays.items()
-    }
-    for name, array in made.arrays.items():
-        np.testing.assert_allclose(found.arrays[name], array, rtol=0, atol=1e-5, err_msg=name)
-
-
-def test_one_context_is_kept_pass_by_pass(tmp_path: Path) -> None:
-    """Four questions after one context, two at a time: one file, after which it goes on."""
-
-    def stop(done: int, _: int) -> None:
-        if done == 2:
-            raise Stop
-
-    data = calibration_data(60, questions=4)
-    with pytest.raises(Stop):
-        calibrate_polykv(loaded(), data, OPTIONS, policies(), progress=stop, directory=tmp_path)
-    assert len(list((tmp_path / SAMPLES).iterdir())) == 1
-    assert profile(data, tmp_path).to_bytes() == profile(data).to_bytes()
-
-
-def test_a_damaged_file_of_samples_is_refused(tmp_path: Path) -> None:
-    profile(directory=tmp_path)
-    (path,) = sorted((tmp_path / SAMPLES).iterdir())[:1]
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(UsageError, match=r"safetensors is damaged .*: remove it, and what it held is measured again"):
-        profile(directory=tmp_path)
-
-
-def test_signals_that_were_not_asked_for_are_not_there() -> None:
-    found = profile(signals=("cosine",), phases="prefill", budgets=(8,))
-    assert set(found.arrays) == {"cosine", "relative_error", "sample_tokens", "sample_length", "sample_context"}
-    assert SignalTable(found).routes == ("cosine", "error")
-    only = profile(signals=("entropy",))
-    assert SignalTable(only).sensitivities == ("entropy", "entropy-rows")
+    assert len(list((tmp_path / SAMPLES).iterdir())) == after
+    assert profile(directory=tmp_path).to_bytes() == made.to_bytes()
 
 
 def test_entropy_is_that_of_the_mean_attention_of_all_texts_heads_and_tokens() -> None:
@@ -202,66 +145,22 @@ def test_entropy_is_that_of_the_mean_attention_of_all_texts_heads_and_tokens() -
     assert table.sensitivity("entropy-rows", "decode", 8, [0] * 4).max() <= 1.0
 
 
-def test_attention_is_added_up_of_samples_that_were_not_finished(tmp_path: Path) -> None:
-    """Parts of an interrupted run and of other batches: no sample is counted twice."""
-    data = calibration_data(40, 60, 70, questions=2)
-    whole = profile(data, directory=tmp_path)
-    first, *_, last = sorted((tmp_path / SAMPLES).iterdir())
-    first.unlink()
-    last.unlink()
-    again = profile(data, directory=tmp_path, batch=9)
-    assert again.arrays["mean_entropy"] == pytest.approx(whole.arrays["mean_entropy"], abs=1e-5)
-
-
-def test_question_aware_prompts_hold_their_question() -> None:
-    agnostic = profile()
-    aware = profile(protocol="question-aware")
-    assert (aware.arrays["sample_length"] > agnostic.arrays["sample_length"]).all()
-    assert aware.metadata.signals is not None
-    assert aware.metadata.signals.protocol == "question-aware"
-
-
-def test_a_budget_above_all_prompts_is_refused() -> None:
-    with pytest.raises(UsageError, match="nothing is evicted at a budget of 64: no calibration prompt has more"):
-        profile(budgets=(8, 64))
-
-
 def test_a_budget_above_some_prompts_is_told() -> None:
     with pytest.warns(KvsearchWarning, match="nothing is evicted at a budget of 45 from 1 of 3 calibration prompts"):
         profile(budgets=(45,))
 
 
-def test_too_little_memory_is_refused_with_what_is_needed() -> None:
-    with pytest.raises(UsageError, match=r"takes [\d.]+ GB besides the weights, --max-memory is 1e-06 GB"):
-        profile(max_memory=1e-6)
-
-
-def test_little_memory_means_smaller_sweeps(made: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much as one disturbance at a time needs."""
-    from kvsearch.calibration.polykv import measure as polykv
-    from kvsearch.calibration.polykv.cost import ModelSize, SweepWork, memory_of
-    from kvsearch.calibration.prompts import prompts_of
-
-    model = loaded()
-    work = SweepWork.of(prompts_of(model, DATA), policies(), OPTIONS)
-    least = memory_of(ModelSize.of(model.model), work).minimum
-    swept: list[int] = []
-    original = polykv.LayerSweep
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        swept.append(args[-1].groups)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(polykv, "LayerSweep", noted)
-    found = profile(max_memory=least / 1e9)
-    assert swept
-    assert max(swept) < 3 * 2 * 2 * 4
-    np.testing.assert_allclose(found.arrays["nll"], made.arrays["nll"], atol=1e-5)
-
-
-def test_answers_of_one_token_say_nothing_after_their_question() -> None:
-    with pytest.raises(UsageError, match="no answer has a second token"):
-        profile(answer_tokens=1, protocol="question-aware")
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"budgets": (8, 64)}, "nothing is evicted at a budget of 64: no calibration prompt has more"),
+        ({"max_memory": 1e-6}, r"takes [\d.]+ GB besides the weights, --max-memory is 1e-06 GB"),
+        ({"answer_tokens": 1, "protocol": "question-aware"}, "no answer has a second token"),
+    ],
+)
+def test_what_cannot_be_measured(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        profile(**changes)
 
 
 def test_a_model_that_computes_nan_is_named() -> None:
@@ -269,15 +168,3 @@ def test_a_model_that_computes_nan_is_named() -> None:
     model.model.model.layers[1].mlp.down_proj.weight.data.fill_(float("nan"))
     with pytest.raises(IncompatibleError, match="computes NaN"):
         calibrate_polykv(model, DATA, OPTIONS, policies())
-
-
-def test_a_prompt_beyond_the_positions_is_cut() -> None:
-    model = loaded(max_position_embeddings=50)
-    with pytest.warns(KvsearchWarning, match="was cut out, .* fit 50 tokens"):
-        assert calibrate_polykv(model, DATA, OPTIONS, policies()).metadata.length < 50
-
-
-def test_one_layer_is_measured_like_others() -> None:
-    found = calibrate_polykv(loaded(num_hidden_layers=1), DATA, OPTIONS, policies())
-    assert found.arrays["nll"].shape == (6, 2, 2, 1, 3)
-    assert np.isfinite(found.arrays["nll"]).all()

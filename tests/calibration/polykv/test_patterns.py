@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import pytest
 from torch import Tensor
 
-from kvsearch.calibration.polykv import patterns as module
-from kvsearch.calibration.polykv.patterns import PAPER, candidates
-from kvsearch.errors import EnvironmentFault, UsageError
+from kvsearch.calibration.polykv import options as module
+from kvsearch.calibration.polykv.options import PAPER, candidates
+from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.plan import PolicySpec
 from kvsearch.policies import Needs, Observation, Policy, create_policy, policy_names
 from kvsearch.policies.registry import FITTED
-from kvsearch.runtime.rule import decode_needs
+from kvsearch.runtime.decode.rule import decode_needs
 
 BOTH = ("prefill", "decode")
 
@@ -83,10 +83,9 @@ def test_settings_of_all_that_have_them_and_of_one() -> None:
         ({"snapkv.window": 8.0}, r"policy snapkv: window must be int, got 8\.0"),
     ],
 )
-@pytest.mark.parametrize("names", ["paper", PAPER], ids=["set", "named"])
-def test_settings_that_cannot_be(settings: dict[str, Any], problem: str, names: Any) -> None:
+def test_settings_that_cannot_be(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        candidates(names, settings, BOTH, (512,))
+        candidates("paper", settings, BOTH, (512,))
 
 
 @pytest.mark.parametrize(
@@ -191,14 +190,3 @@ def test_policies_of_others_that_cannot_be_made() -> None:
         tried(["broken"])
     with pytest.raises(UsageError, match="policy demanding: width must be given"):
         tried("all", phases=("prefill",), width=-1)  # a mistake in what was typed is no reason to leave it out
-
-
-def test_one_pattern_under_two_names() -> None:
-    policies, remarks = tried(window=8)
-    assert names_of(policies) == list(PAPER)
-    assert remarks == [
-        "pyramidkv and snapkv are the same pattern at these settings: no signal can tell them apart, and pyramidkv is "
-        "taken"
-    ]
-    assert tried(window=8, snapkv__kernel=5)[1] == []
-    assert tried(["keydiff", "knorm"])[1] == []  # the same parameters alone are not the same pattern

@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.calibration.fitted import fitted_policy
 from kvsearch.calibration.options import COMPARED, QueryBankOptions
-from kvsearch.calibration.probe.bank import calibrate_query_bank, places_asked, queries_asked
-from kvsearch.calibration.probe.reading import Asking, Reading
+from kvsearch.calibration.probe.bank import places_asked, queries_asked
+from kvsearch.calibration.probe.context_pass import ContextPass, QuestionBuilder
 from kvsearch.calibration.prompts import prompts_of
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import attention_modules
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import save_profile
 from kvsearch.policies import create_policy
+from kvsearch.policies.fitted import fitted_policy
 from kvsearch.report.ranking import RankingView
 from kvsearch.runtime.attention import running
 from tests import tiny
 from tests.calibration.probe.test_kinds import of_kinds
+from tests.calibrations import calibrate_query_bank
 
 DATA = tiny.calibration_data(100, 110, 104)
 SMALL = QueryBankOptions(bank=7, answers="given")
@@ -72,11 +73,11 @@ def test_a_second_bank_has_no_queries_of_a_kind(model: LoadedModel) -> None:
 def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> None:
     """The first layer's queries do not depend on what came before, so they are those of the token at the start."""
     (prompt, *_) = prompts_of(model, DATA)
-    asking = Asking.of(model, [prompt], DATA.prompt, ("answers",))
+    builder = QuestionBuilder.of(model, [prompt], DATA.prompt, ("answers",))
     ids = torch.cat([after.tokens for after in prompt.continuations], 1)
     with torch.no_grad(), running(model.model):
-        reading = Reading.of(model, prompt, prompt, SMALL, asking)
-        found = queries_asked(reading, places_asked(prompt, asking, 999, torch.Generator()))[0]
+        context_pass = ContextPass.of(model, prompt, prompt, SMALL, builder)
+        found = queries_asked(context_pass, places_asked(prompt, builder, 999, torch.Generator()))[0]
     module, heads = attention_modules(model.model)[0], model.fingerprint.kv_heads
     layer = model.model.model.layers[0]
     with torch.no_grad():

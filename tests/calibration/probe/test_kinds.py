@@ -11,14 +11,20 @@ import torch
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import COMPARED, ProbeOptions
 from kvsearch.calibration.probe import measure
-from kvsearch.calibration.probe.measure import calibrate_probe
-from kvsearch.calibration.probe.reading import BUDGETS, Asking, Parts, Reading, kind_to_leave_out, split
+from kvsearch.calibration.probe.context_pass import (
+    BUDGETS,
+    ContextPass,
+    ContextSplit,
+    QuestionBuilder,
+    kind_to_leave_out,
+)
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, prompts_of
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.report.ranking import RankingView
 from kvsearch.runtime.attention import running
 from tests import tiny
+from tests.calibrations import calibrate_probe
 
 SMALL = ProbeOptions(entries=200, form="linear", features=("value_norm", "keydiff"))
 UNKNOWN = "not known"
@@ -61,7 +67,7 @@ def test_the_profile_has_what_a_kind_of_question_loses(profile: Profile) -> None
     view = RankingView(profile)
     found = view.left_out
     assert found is not None and found.rankings == ("without the kind", "probe", *COMPARED)
-    assert view.as_json()["left_out"]["kind"] == settings["left_out"] in ("codes", "chains")
+    assert found.kind == settings["left_out"] in ("codes", "chains")
     assert sum(found.words == line for line in view.remarks()) == 1
 
 
@@ -85,8 +91,8 @@ def test_the_second_fit_sees_nothing_of_the_kind(
         fits.append(real(*given))
         return fits[-1]
 
-    real = measure.fit_all
-    monkeypatch.setattr(measure, "fit_all", seen)
+    real = measure.fit_candidates
+    monkeypatch.setattr(measure, "fit_candidates", seen)
     data = replace(data, contexts=data.contexts[:3])
     answers = SMALL.model_copy(update={"targets": ("answers",)})
     plain = calibrate_probe(model, data, answers)
@@ -110,9 +116,9 @@ def test_importance_of_and_without_a_kind(model: LoadedModel, data: CalibrationD
     code = one.questions[0].model_copy(update={"kind": "codes"})
     mixed, alone = (replace(one, questions=questions) for questions in ((code, one.questions[1]), (code,)))
     prompts = prompts_of(model, replace(data, contexts=(mixed, alone)))
-    asking = Asking.of(model, prompts, data.prompt, ("answers", "reconstruction"))
+    builder = QuestionBuilder.of(model, prompts, data.prompt, ("answers", "reconstruction"))
     with torch.no_grad(), running(model.model):
-        whole, first = (Reading.of(model, each, each, SMALL, asking) for each in prompts)
+        whole, first = (ContextPass.of(model, each, each, SMALL, builder) for each in prompts)
         assert torch.equal(whole.largest_of("codes"), first.largest_of("codes"))
         others = whole.largest_without("codes")
         assert others is not None and not torch.equal(others, whole.largest)
@@ -122,14 +128,14 @@ def test_importance_of_and_without_a_kind(model: LoadedModel, data: CalibrationD
 def test_which_kind_is_left_out() -> None:
     """One that is reported on, was fitted on if there is one, and leaves contexts to fit and to choose on."""
     a, b, both = prompt(0, "a"), prompt(1, "b"), prompt(2, "a", "b")
-    assert kind_to_leave_out(Parts([a, b], [b], [a])) == "a"
-    assert kind_to_leave_out(Parts([a, b], [a], [a])) is None
-    assert kind_to_leave_out(Parts([both], [both], [a])) == "a"
-    assert kind_to_leave_out(Parts([a, a], [a], [a])) is None
-    assert kind_to_leave_out(Parts([a, prompt(3, None)], [prompt(4, None)], [a])) is None
-    assert kind_to_leave_out(Parts([a, b], [b], [prompt(5, "c", "c"), a])) == "a"
-    assert kind_to_leave_out(Parts([b, a], [both], [prompt(6, "a", "b", "b")])) == "b"
-    assert kind_to_leave_out(Parts([b], [b], [prompt(7, "c")])) == "c"
+    assert kind_to_leave_out(ContextSplit([a, b], [b], [a])) == "a"
+    assert kind_to_leave_out(ContextSplit([a, b], [a], [a])) is None
+    assert kind_to_leave_out(ContextSplit([both], [both], [a])) == "a"
+    assert kind_to_leave_out(ContextSplit([a, a], [a], [a])) is None
+    assert kind_to_leave_out(ContextSplit([a, prompt(3, None)], [prompt(4, None)], [a])) is None
+    assert kind_to_leave_out(ContextSplit([a, b], [b], [prompt(5, "c", "c"), a])) == "a"
+    assert kind_to_leave_out(ContextSplit([b, a], [both], [prompt(6, "a", "b", "b")])) == "b"
+    assert kind_to_leave_out(ContextSplit([b], [b], [prompt(7, "c")])) == "c"
 
 
 @pytest.mark.parametrize(
@@ -141,18 +147,3 @@ def test_one_kind_is_said_once(model: LoadedModel, data: CalibrationData, kinds:
     assert "kind_loss" not in found.arrays
     said = [line for line in RankingView(found).remarks() if UNKNOWN in line]
     assert said == [f"{why}: whether the ranking carries over to other kinds is not known"]
-
-
-def test_a_profile_from_before_says_nothing_of_kinds(profile: Profile) -> None:
-    told = profile.metadata.model_dump()
-    for name in ("kinds", "left_out", "left_out_questions"):
-        del told["provenance"]["settings"][name]
-    arrays = {name: array for name, array in profile.arrays.items() if not name.startswith("kind_")}
-    view = RankingView(Profile(type(profile.metadata).model_validate(told), arrays))
-    assert view.left_out is None and "left_out" not in view.as_json()
-    assert not any("kind" in line for line in view.remarks())
-
-
-def test_splits_do_not_depend_on_kinds(model: LoadedModel, data: CalibrationData) -> None:
-    plain, named = (split(prompts_of(model, one), 3) for one in (data, of_kinds(data, "a", "b")))
-    assert [[one.context for one in part] for part in plain] == [[one.context for one in part] for part in named]

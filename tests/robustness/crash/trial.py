@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvsearch.plan.temporary import TEMPORARY
+from kvsearch.core.files import TEMPORARY
 from tests.robustness.crash.faults import KILLED, Faults, Kind, can_be
 from tests.robustness.inputs import laid_out
 from tests.robustness.operations import FREES

@@ -8,7 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from kvsearch.errors import KvsearchError
+from kvsearch.core.errors import KvsearchError
 from tests.robustness.forms import Json, JsonLines, Text
 from tests.robustness.kinds.kind import Kind, same, taken
 from tests.robustness.valid import data as valid
@@ -16,7 +16,7 @@ from tests.robustness.valid import data as valid
 
 @cache
 def _tokenizer() -> Any:
-    from kvsearch.tasks.synthetic.tokenizer import tokenizer
+    from kvsearch.tasks.synthetic.vocabulary import tokenizer
 
     return tokenizer()
 
@@ -75,7 +75,7 @@ def _plain_text(path: Path) -> None:
     from kvsearch.calibration.data import load_calibration_data
     from kvsearch.tasks.niah import NiahTask
     from kvsearch.tasks.perplexity import PerplexityText
-    from kvsearch.tasks.ruler.haystacks import Essay
+    from kvsearch.tasks.ruler.needles import Essay
 
     def words(text: str) -> list[int]:
         return list(_tokenizer()(text)["input_ids"])
@@ -103,8 +103,8 @@ def _qa(name: str, path: Path) -> None:
 
 
 def _templates(path: Path) -> None:
+    from kvsearch.tasks.dataset_task import parse_template
     from kvsearch.tasks.longbench import LongBenchTask
-    from kvsearch.tasks.templates import parse_template
 
     found = LongBenchTask("narrativeqa", source=path.with_name("rows.jsonl"), prompts=path).template
     with taken("a template"):
@@ -135,10 +135,6 @@ def _gsm8k(path: Path) -> Any:
     return Gsm8kTask(source=path, shots=1)
 
 
-def _saved(path: Path) -> None:
-    _ask(_gsm8k(path.parent))
-
-
 def _archive(path: Path) -> None:
     from kvsearch.tasks.rows import read_archive
 
@@ -158,11 +154,8 @@ def kinds() -> Iterator[Kind]:
         "longbench": ("narrativeqa.jsonl", valid.longbench, JsonLines(), _longbench),
         "infinitebench": ("passkey.jsonl", valid.infinitebench, JsonLines(), _infinitebench),
         "gsm8k": ("test.jsonl", valid.gsm8k, JsonLines(), _gsm8k),
-        "csv": ("test.csv", valid.tables, Text(), _gsm8k), "parquet": ("test.parquet", valid.parquet, Text(), _gsm8k),
+        "parquet": ("test.parquet", valid.parquet, Text(), _gsm8k),
     }  # fmt: skip
     for name, (file, bases, form, make) in rows.items():
         yield Kind(f"rows-{name}", file, bases, form, partial(_dataset, make))
-    for name in ("state.json", "dataset_info.json", "data-00000-of-00001.arrow"):
-        files, form = partial(valid.saved_file, name), Json() if name.endswith(".json") else Text()
-        yield Kind(f"saved-{name.partition('.')[0]}", name, files, form, _saved, valid.saved)
     yield Kind("rows-archive", "data.zip", valid.archives, Text(), _archive)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvsearch.errors import KvsearchError
+from kvsearch.core.errors import KvsearchError
 from tests.robustness.forms import Form
 
 Bases = Callable[[], Sequence[bytes]]
@@ -36,7 +36,7 @@ class Kind:
 
     def forget(self) -> None:
         """Forget the weights that this process has read: one file does not help another."""
-        from kvsearch.plan import weights
+        from kvsearch.plan import saved as weights
         from kvsearch.policies import fitted, kvzap, probe, query_bank
 
         weights._known.clear()
@@ -86,9 +86,9 @@ def verify(path: Path) -> None:
 
 def _page(path: Path) -> None:
     """Do what `kvsearch report` does but for writing the page."""
+    from kvsearch.report.artifacts import open_path
     from kvsearch.report.page.page import render
     from kvsearch.report.page.sheets import about, groups_of
-    from kvsearch.report.reader import open_path
 
     groups = groups_of([open_path(path)])
     with taken("the page"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from kvsearch.errors import EnvironmentFault
+from kvsearch.core.errors import EnvironmentFault
 from tests.robustness.forms import Json, Safetensors
 from tests.robustness.kinds.kind import Kind
 from tests.robustness.valid import models

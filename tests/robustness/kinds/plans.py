@@ -37,7 +37,8 @@ def _strategy(path: Path) -> None:
 
 def _profile(path: Path) -> None:
     from kvsearch.plan import load_profile
-    from kvsearch.plan.profile import EVICTED_RATIO, read_profile
+    from kvsearch.plan.profile import read_profile
+    from kvsearch.plan.profile_arrays import EVICTED_RATIO
 
     show(path)
     profile = load_profile(path)
@@ -65,8 +66,8 @@ def _statistics(path: Path) -> None:
 
 
 def _fitted(name: str, path: Path) -> None:
-    from kvsearch.calibration.fitted import fitted_policy
     from kvsearch.policies import create_policy
+    from kvsearch.policies.fitted import fitted_policy
 
     found, params = fitted_policy(f"{name}={path.parent}")
     policy = create_policy(found, params)
@@ -85,7 +86,7 @@ def _weights_of_plan(path: Path) -> None:
 
 
 def _cache(path: Path) -> None:
-    from kvsearch.runtime.cache_file import read_cache, read_header
+    from kvsearch.runtime.store.cache_file import read_cache, read_header
 
     read_header(path)
     show(path)
@@ -95,8 +96,8 @@ def _cache(path: Path) -> None:
 
 def _plan_beside(name: str, weights: Bases) -> dict[str, bytes]:
     """A plan whose policy has weights, which lie beside it."""
+    from kvsearch.core.canonical import canonical_json
     from kvsearch.plan import Plan
-    from kvsearch.plan.canonical import canonical_json
     from tests.plan.builders import plan_dict
 
     digest = sha256(weights()[0]).hexdigest()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from tests.robustness.forms import Json, Ledger, Safetensors, Yaml
 from tests.robustness.kinds.kind import Kind, same, show, taken
 from tests.robustness.valid import runs as valid
 from tests.robustness.valid import stored
+from tests.runs.sealing import lines_of
 
 
 def _options(job: str) -> tuple[type[Any], dict[str, Any]]:
@@ -42,11 +41,11 @@ def _recipe(job: str, path: Path) -> None:
 
 
 def _config(job: str, path: Path) -> None:
-    from kvsearch.calibration.directory import calibrated_model
+    from kvsearch.calibration.steps import calibration_content
     from kvsearch.runs.identity import read_config
 
     found = read_config(path.parent)
-    calibrated_model(path.parent)
+    calibration_content(path.parent)
     show(path)
     if found is None:
         return
@@ -75,27 +74,17 @@ def _contexts(path: Path) -> None:
         same(sorted(set(getattr(again, use))), sorted(set(getattr(found, use))), use)
 
 
-def all_lines(ledger: Any) -> list[Any]:
-    """Every line of a ledger that is open, read again."""
-    return [ledger.line(number) for number in range(1, ledger.count + 1)]
-
-
 def _search_ledger(path: Path) -> None:
-    from kvsearch.report.files.search import read_trace
-    from kvsearch.search.ledger import SearchLedger
+    from kvsearch.results.progress import read_trace
+    from kvsearch.search.trials import TrialLog
 
-    trace = read_trace(path)
+    read_trace(path)
     identity = _identity("evolve")
-    with SearchLedger(path, identity) as ledger:
-        ledger.results()
-        for stage in ("group 1", "group 2", *trace.stages):
-            for line in (*ledger.asked(stage), *ledger.told(stage)):
-                _ = line.vectors
-        if ledger.best is not None:
-            _ = ledger.best.table
-        _, lines = ledger.spent, all_lines(ledger)
-    with taken("the ledger"), SearchLedger(path, identity) as again:
-        same(all_lines(again), lines, "opened again")
+    with TrialLog(path, identity) as ledger:
+        lines = lines_of(ledger)
+        _ = ledger.spent
+    with taken("the ledger"), TrialLog(path, identity) as again:
+        same(lines_of(again), lines, "opened again")
         again.begin("a new stage")
     show(path.parent)
 
@@ -107,65 +96,47 @@ def _reply_ledger(path: Path) -> None:
     replies = read_replies(path)
     identity = _identity("evaluate")
     with ReplyStore(path, identity) as store:
-        lines, samples = all_lines(store), list(store.samples.values())
+        lines, samples = lines_of(store), list(store.samples.values())
     with taken("the ledger"):
         with ReplyStore(path, identity) as again:
-            same(all_lines(again), lines, "opened again")
+            same(lines_of(again), lines, "opened again")
             again.add([("new", valid.reply(task="new"))])
         same({**read_replies(path)}.keys(), {*replies, "new"}, "read again")
         write_samples(samples, path.parent / "samples.csv")
     show(path.parent)
 
 
-def _signal_samples(path: Path) -> None:
-    from kvsearch.calibration.directory import kept_words
-    from kvsearch.calibration.polykv.measurement import Measurement
-    from kvsearch.calibration.polykv.samples import SampleFiles, kept_samples
-
-    folder = path.parent
-    kept_samples(folder.parent)
-    kept_words(folder.parent)
-    found = SampleFiles(folder, Measurement(valid.IDENTITY, valid.SHAPES, valid.SUMMED))
-    with taken("the samples"):
-        whole = found.gathered()
-        assert len(whole["prompt"]) == len(found.finished)
-
-
 def _step_samples(path: Path) -> None:
-    from kvsearch.calibration.steps import Steps
+    from kvsearch.calibration.steps import StepCache
 
     def never(items: Sequence[None]) -> Iterator[Any]:
         assert not items, "the step is made again"
         return iter(())
 
-    (arrays,) = Steps(path.parent.parent, valid.IDENTITY).stage([None], never)
+    (arrays,) = StepCache(path.parent.parent, valid.IDENTITY).stage([None], never)
     with taken("the arrays"):
         assert [arrays[name].shape for name in arrays]
 
 
 def _validation(path: Path) -> None:
-    from kvsearch.choose.verdicts import harmful, load_validation, save_validation
+    from kvsearch.plan import canonical_json
+    from kvsearch.results.validation import harmful, load_validation
     from kvsearch.strategies.from_signals import Strategy
 
     found = load_validation(path)
     assert found is not None
     show(path)
-    harmful(path.parent, Strategy(), 64)
+    harmful(path.parent.parent, Strategy(), 64)
     with taken("what was written"):
-        save_validation(found, path)
+        path.write_bytes(canonical_json(found.as_json()))
         same(load_validation(path), found, "written and read again")
         assert len(found.merged(found).budgets) <= len(found.budgets)
 
 
 def _losses(path: Path) -> None:
-    from kvsearch.jobs.evaluate import _read_losses
+    from kvsearch.jobs.evaluate import read_losses
 
-    rows = json.loads(stored("losses.json")[0])
-    asked = SimpleNamespace(
-        encoded=[SimpleNamespace(task=SimpleNamespace(name=name)) for name in sorted({row["task"] for row in rows})],
-        methods=[SimpleNamespace(label=name) for name in sorted({row["method"] for row in rows})],
-    )
-    _read_losses(path, asked)  # type: ignore[arg-type]
+    read_losses(path)
 
 
 def of_run(job: str) -> dict[str, bytes]:
@@ -186,8 +157,6 @@ def kinds() -> Iterator[Kind]:
     for name, (job, bases, check) in ledgers.items():
         form = Ledger(partial(_identity, job))
         yield Kind(f"ledger-{name}", "ledger.jsonl", bases, form, check, partial(of_run, job))
-    samples, method = "samples/000000-0000.safetensors", {"config.json": b'{"recipe": {"method": "polykv"}}'}
-    yield Kind("samples-signals", samples, valid.signal_samples, Safetensors(None), _signal_samples, lambda: method)
-    yield Kind("samples-steps", samples, valid.step_samples, Safetensors(None), _step_samples)
-    yield Kind("validation", "validation.json", partial(stored, "validation.json"), Json(), _validation)
+    yield Kind("samples-steps", "samples/000000-0000.safetensors", valid.step_samples, Safetensors(None), _step_samples)
+    yield Kind("validation", "validation/validation.json", partial(stored, "validation.json"), Json(), _validation)
     yield Kind("losses", "losses.json", partial(stored, "losses.json"), Json(), _losses)

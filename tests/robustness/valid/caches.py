@@ -9,7 +9,7 @@ from typing import Any
 
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.fork import prefill_all
+from kvsearch.runtime.shared_prefill import prefill_all
 from tests.families import build, prompts
 from tests.runtime.helpers import plan_for, running
 

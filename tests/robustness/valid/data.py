@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 
@@ -120,11 +117,6 @@ def infinitebench() -> list[bytes]:
     ]
 
 
-def tables() -> list[bytes]:
-    """Rows as CSV."""
-    return [b'question,answer\n"who, then?","a\n#### 4"\nwhat,"x\n#### 5"\n']
-
-
 def parquet() -> list[bytes]:
     """Rows as Parquet."""
     import pandas
@@ -144,20 +136,3 @@ def archives() -> list[bytes]:
     with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("data/narrativeqa.jsonl", longbench()[0])
     return [data.getvalue()]
-
-
-@cache
-def saved() -> dict[str, bytes]:
-    """Return the files of a dataset that `datasets` has saved."""
-    import datasets
-
-    rows = [{"question": "2?", "answer": "a\n#### 4"}, {"question": "3?", "answer": "b\n#### 5"}]
-    with TemporaryDirectory() as folder:
-        datasets.disable_progress_bars()
-        datasets.Dataset.from_list(rows).save_to_disk(folder)
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-
-
-def saved_file(name: str) -> list[bytes]:
-    """Return the file of this name."""
-    return [saved()[name]]

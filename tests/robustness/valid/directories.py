@@ -11,15 +11,14 @@ from tempfile import TemporaryDirectory
 
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.samples import write_samples
-from kvsearch.runs.holder import boot
 from tests.robustness.valid import plans, runs
 
 
 def locks() -> list[bytes]:
-    """Return locks of a process of this machine that has died, and of one before the machine was started anew."""
+    """Return the lock of a process of this machine that has died, and of one of an earlier version."""
     command = ["kvsearch", "evaluate", "bundled", "-o", "runs/a"]
-    dead = {"process": 2**22 + 1, "host": socket.gethostname(), "boot": boot(), "command": command}
-    return [json.dumps(dead).encode(), json.dumps({**dead, "boot": "another", "process": 7}).encode()]
+    dead = {"process": 2**22 + 1, "host": socket.gethostname(), "command": command}
+    return [json.dumps({**dead, "since": "2026-11-23T15:00:00+00:00"}).encode(), json.dumps(dead).encode()]
 
 
 def summed() -> dict[str, bytes]:

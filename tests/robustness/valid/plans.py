@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from kvsearch.core.canonical import canonical_json
 from kvsearch.plan import Plan
-from kvsearch.plan.canonical import canonical_json
-from kvsearch.plan.contexts import ContextRecord, ContextSet, context_hash
+from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
 from kvsearch.plan.yaml import plan_to_yaml
 from tests.plan.builders import PROVENANCE, make_plan
 

@@ -8,15 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsearch.arrays import Ints
+from kvsearch.core.arrays import Ints
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan.protocol import Protocol
+from kvsearch.plan.schema import Protocol
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.fork import prefill_all
 from kvsearch.runtime.program import PhaseProgram
+from kvsearch.runtime.shared_prefill import prefill_all
+from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import BankSample, bank_samples
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
@@ -34,6 +35,13 @@ def encoded(loaded: LoadedModel, *shapes: tuple[int, int]) -> list[TaskPrompts]:
 def samples_of(loaded: LoadedModel, protocol: Protocol, *shapes: tuple[int, int]) -> list[BankSample]:
     """Contexts and questions of different lengths."""
     return bank_samples(encoded(loaded, *shapes or ((60, 3), (90, 1), (75, 2))), protocol)
+
+
+def tokens_of(
+    bank: CandidateBank, candidates: Sequence[Ints], samples: Sequence[int] | None = None
+) -> list[list[list[int] | None]]:
+    """Replies by candidate and sample, None where the model emits NaN."""
+    return [[None if reply.failed else reply.tokens for reply in row] for row in bank.replies(candidates, samples)]
 
 
 class Talk(tiny.Listed):

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvsearch.errors import EnvironmentFault, IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.search.bank import memory as bank_memory
-from kvsearch.search.bank import store as bank_store
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.passes import Pass
 from kvsearch.search.bank.samples import BankSample
-from kvsearch.search.jobs import Job
+from kvsearch.search.candidates import TrialJob
 from tests import tiny
-from tests.search.bank.cases import PROTOCOLS, SNAPKV, random_candidates, samples_of, without_answers
+from tests.search.bank.cases import PROTOCOLS, SNAPKV, random_candidates, samples_of, tokens_of, without_answers
 
 SHAPES = (60, 3), (90, 1), (75, 2)
 protocols = pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -60,50 +58,35 @@ def test_tokens_are_counted_per_candidate(model: LoadedModel, samples: list[Bank
     assert bank.tokens([0, 4]) == asked
     assert bank.tokens_spent - read == 3 * asked
     read = bank.tokens_spent
-    replies = bank.generate(candidates, samples=[0, 4])  # no stop token among them: all are as long as they may be
+    replies = tokens_of(bank, candidates, samples=[0, 4])  # no stop token among them: all are as long as they may be
     assert [[len(reply or []) for reply in row] for row in replies] == [[samples[0].limit, samples[4].limit]] * 3
     expected = sum(len(samples[index].question.ids) + samples[index].limit - 1 for index in (0, 4))
     assert bank.tokens_spent - read == 3 * expected
 
 
-def test_the_full_cache_costs_one_more_pass(model: LoadedModel, samples: list[BankSample]) -> None:
-    plain, full = (CandidateBank(model, SNAPKV, samples, 50, full=full) for full in (False, True))
-    assert full.tokens_spent - plain.tokens_spent == full.tokens()
-
-
 def test_only_the_cap_is_stored(model: LoadedModel, samples: list[BankSample]) -> None:
     """4 layers, 2 kv heads, 16 fp32 numbers for a key and for a value, 3 contexts."""
-    assert CandidateBank(model, SNAPKV, samples, 20).nbytes == 3 * 20 * 4 * 2 * 2 * 16 * 4
+    assert CandidateBank(model, SNAPKV, samples, 20)._store.nbytes == 3 * 20 * 4 * 2 * 2 * 16 * 4
     lengths = {sample.prompt_sha256: len(sample.prompt) for sample in samples}
-    assert CandidateBank(model, SNAPKV, samples, 1000).nbytes == sum(lengths.values()) * 4 * 2 * 2 * 16 * 4
-
-
-def test_limits_of_replies(model: LoadedModel, samples: list[BankSample]) -> None:
-    bank, candidates = CandidateBank(model, SNAPKV, samples, 50), random_candidates(model, 2, 50)
-    whole, short = bank.generate(candidates), bank.generate(candidates, max_new_tokens=2)
-    assert short == [[(reply or [])[:2] for reply in row] for row in whole]
-    assert max(len(reply or []) for row in whole for reply in row) > 2
+    assert CandidateBank(model, SNAPKV, samples, 1000)._store.nbytes == sum(lengths.values()) * 4 * 2 * 2 * 16 * 4
 
 
 # --- little memory ----------------------------------------------------------------------------------------------------
 
 
 @protocols
-def test_little_memory_changes_no_result(model: LoadedModel, protocol: Any, tmp_path: Path) -> None:
+def test_little_memory_changes_no_result(model: LoadedModel, protocol: Any) -> None:
     samples, candidates = samples_of(model, protocol, *SHAPES), random_candidates(model, 5, 50)
     with CandidateBank(model, SNAPKV, samples, 50, full=True) as bank:
-        roomy = bank.losses(candidates), bank.losses(candidates, objective="kl"), bank.generate(candidates)
-        need, stored = max(least(samples, bank._sizes, width) for width in (50, 90)), bank.nbytes
+        roomy = bank.losses(candidates), bank.losses(candidates, objective="kl"), tokens_of(bank, candidates)
+        need, stored = max(least(samples, bank._sizes, width) for width in (50, 90)), bank._store.nbytes
     memory = need + stored // 2
-    with CandidateBank(model, SNAPKV, samples, 50, full=True, max_memory=memory, folder=tmp_path) as bank:
-        assert 0 < bank.nbytes <= min(stored // 2, memory // 2)
-        assert bank.nbytes + bank.spilled == stored
-        assert list(tmp_path.glob("*/*"))
-        tight = bank.losses(candidates), bank.losses(candidates, objective="kl"), bank.generate(candidates)
+    with CandidateBank(model, SNAPKV, samples, 50, full=True, max_memory=memory) as bank:
+        assert 0 < bank._store.nbytes <= min(stored // 2, memory // 2)
+        tight = bank.losses(candidates), bank.losses(candidates, objective="kl"), tokens_of(bank, candidates)
     np.testing.assert_allclose(tight[0], roomy[0], atol=2e-5)
     np.testing.assert_allclose(tight[1], roomy[1], atol=2e-5)
     assert tight[2] == roomy[2]
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_just_enough_memory_for_one_sample_and_candidate(model: LoadedModel, samples: list[BankSample]) -> None:
@@ -111,7 +94,7 @@ def test_just_enough_memory_for_one_sample_and_candidate(model: LoadedModel, sam
     with CandidateBank(model, SNAPKV, samples, 50) as bank:
         expected, need = bank.losses(candidates), least(samples, bank._sizes, 50)
     with CandidateBank(model, SNAPKV, samples, 50, max_memory=need) as bank:
-        assert bank.nbytes == 0  # all is in a temporary folder
+        assert bank._store.nbytes == 0  # all is in a temporary folder
         np.testing.assert_allclose(bank.losses(candidates), expected, atol=2e-5)
         assert bank.scores(candidates).shape == (3, len(samples))
     with pytest.raises(UsageError, match=rf"takes {need:,} bytes, there are {need - 1:,}: raise --max-memory"):
@@ -138,34 +121,6 @@ def test_running_out_of_memory_goes_on_with_less(
     assert bank.tokens_spent - spent == 7 * bank.tokens()  # what failed does not count
 
 
-def test_memory_that_never_suffices(
-    model: LoadedModel, samples: list[BankSample], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none(self: Pass) -> Any:
-        raise MemoryError
-
-    bank = CandidateBank(model, SNAPKV, samples, 50)
-    monkeypatch.setattr(Pass, "forced", none)
-    with pytest.raises(MemoryError):
-        bank.losses(random_candidates(model, 2, 50))
-
-
-def test_a_full_disk_leaves_nothing_behind(
-    model: LoadedModel, samples: list[BankSample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with CandidateBank(model, SNAPKV, samples, 50) as bank:
-        need = least(samples, bank._sizes, 50)
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(bank_store, "save_file", full)
-    with pytest.raises(EnvironmentFault, match="No space left on device"):
-        CandidateBank(model, SNAPKV, samples, 50, max_memory=need, folder=tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    assert model.model.config._attn_implementation == "sdpa"
-
-
 # --- numbers that are none --------------------------------------------------------------------------------------------
 
 
@@ -178,7 +133,7 @@ def test_a_candidate_that_breaks_the_model_is_data(model: LoadedModel, samples: 
     losses, scores = bank.losses([small, large]), bank.scores([large, small])
     assert np.isfinite(losses).tolist() == [[True] * 6, [False] * 6]
     assert np.isfinite(scores).tolist() == [[False] * 6, [True] * 6]
-    replies = bank.generate([small, large])
+    replies = tokens_of(bank, [small, large])
     assert [[reply is None for reply in row] for row in replies] == [[False] * 6, [True] * 6]
 
 
@@ -192,52 +147,15 @@ def test_a_model_that_is_broken_itself(samples: list[BankSample]) -> None:
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("candidate", "problem"),
-    [
-        (np.full((4, 3), 9), r"candidate 1 has the shape \(4, 3\), not \[layers, kv heads\] = \(4, 2\)"),
-        (np.full((4, 2), 9.0), "candidate 1: budgets are whole numbers of entries, 0 or more"),
-        (np.full((4, 2), -1), "candidate 1: budgets are whole numbers of entries, 0 or more"),
-        (np.full((4, 2), 51), "candidate 1 wants 51 entries of a head, the bank keeps the best 50: build it with a"),
-    ],
-)
-def test_bad_candidates(model: LoadedModel, samples: list[BankSample], candidate: Any, problem: str) -> None:
-    bank = CandidateBank(model, SNAPKV, samples, 50)
-    for ask in (bank.losses, bank.generate, bank.scores):
-        with pytest.raises(UsageError, match=problem):
-            ask([np.full((4, 2), 9), candidate])
-
-
 def test_bad_samples(model: LoadedModel, samples: list[BankSample]) -> None:
     with pytest.raises(UsageError, match="there are no samples to search on"):
         CandidateBank(model, SNAPKV, [], 50)
     mixed = [*samples, *samples_of(model, "question-aware", *SHAPES)]
     with pytest.raises(UsageError, match="samples of question-agnostic and question-aware cannot share a bank"):
         CandidateBank(model, SNAPKV, mixed, 50)
-    with pytest.raises(UsageError, match="at least 1 entry per kv head, not 0"):
-        CandidateBank(model, SNAPKV, samples, 0)
     short = tiny.loaded(max_position_embeddings=64)
     with pytest.raises(IncompatibleError, match="the model takes at most 64"):
         CandidateBank(short, SNAPKV, samples, 50)
-
-
-def test_bad_questions_to_a_bank(model: LoadedModel, samples: list[BankSample], tmp_path: Path) -> None:
-    bank, candidates = CandidateBank(model, SNAPKV, samples, 50), random_candidates(model, 1, 50)
-    with pytest.raises(UsageError, match="there is no sample 6: the bank has 6, numbered from 0"):
-        bank.losses(candidates, samples=[0, 6])
-    with pytest.raises(UsageError, match=r"kl compares with the full cache: build the bank with full=True"):
-        bank.losses(candidates, objective="kl")
-    with pytest.raises(UsageError, match=r"metric is judged by replies, not by teacher-forced answers: use scores\(\)"):
-        bank.losses(candidates, objective="metric")
-    with pytest.raises(UsageError, match="did you mean 'nll'"):
-        bank.evaluate(Job(0, tuple(candidates), None, "nl"))
-    with pytest.raises(UsageError, match="a reply has at least 1 token, not 0"):
-        bank.generate(candidates, max_new_tokens=0)
-    with pytest.raises(UsageError, match="there is no folder"):
-        CandidateBank(model, SNAPKV, samples, 50, folder=tmp_path / "missing")
-    bank.close()
-    with pytest.raises(UsageError, match="freed when it was closed"):
-        bank.losses(candidates)
 
 
 def test_questions_without_answers_have_scores_but_no_losses(model: LoadedModel) -> None:
@@ -248,17 +166,10 @@ def test_questions_without_answers_have_scores_but_no_losses(model: LoadedModel)
         bank.losses(candidates)
 
 
-def test_nothing_to_evaluate(model: LoadedModel, samples: list[BankSample]) -> None:
-    bank = CandidateBank(model, SNAPKV, samples, 50)
-    assert bank.losses([]).shape == bank.scores([]).shape == (0, 6)
-    assert bank.losses(random_candidates(model, 2, 50), samples=[]).shape == (2, 0)
-    assert bank.generate([]) == []
-
-
 def test_values_are_by_objective(model: LoadedModel, samples: list[BankSample]) -> None:
     bank, candidates = CandidateBank(model, SNAPKV, samples, 50, full=True), random_candidates(model, 2, 50)
     for objective in ("nll", "kl"):
         expected = bank.losses(candidates, objective=objective)
-        np.testing.assert_array_equal(bank.evaluate(Job(0, tuple(candidates), None, objective)), expected)
-    some = bank.evaluate(Job(0, tuple(candidates), (1, 3), "metric"))
+        np.testing.assert_array_equal(bank.evaluate(TrialJob(tuple(candidates), None, objective)), expected)
+    some = bank.evaluate(TrialJob(tuple(candidates), (1, 3), "metric"))
     np.testing.assert_array_equal(some, bank.scores(candidates, [1, 3]))

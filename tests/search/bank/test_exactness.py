@@ -12,21 +12,22 @@ import torch
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel, load
-from kvsearch.plan.protocol import Protocol
+from kvsearch.plan.schema import Protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.replies import stop_tokens
+from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.shared_prefill import compressed
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.passes import Pass
 from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of
 from kvsearch.search.bank.samples import bank_samples
 from kvsearch.search.bank.store import SampleStore
-from kvsearch.search.jobs import Job
-from kvsearch.search.space import placed
+from kvsearch.search.candidates import TrialJob
+from kvsearch.search.space.joint import placed
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from tests import tiny
+from tests.combinations import every_value
 from tests.families import FAMILIES
 from tests.runtime.helpers import TOLERANCE, assert_close
 from tests.search.bank.cases import (
@@ -39,6 +40,7 @@ from tests.search.bank.cases import (
     runtime_logits,
     samples_of,
     table_shape,
+    tokens_of,
 )
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -50,8 +52,7 @@ def loaded(family: str) -> LoadedModel:
     return tiny.loaded(family, tie_word_embeddings=False)
 
 
-@protocols
-@families
+@every_value(family=FAMILIES, protocol=PROTOCOLS)
 def test_logits_are_those_of_the_runtime(family: str, protocol: Protocol) -> None:
     """Prompts, questions and answers of different lengths in one pass, other budgets in every head."""
     model = loaded(family)
@@ -89,8 +90,7 @@ def test_each_layer_has_the_policy_that_it_has_entries_under(family: str) -> Non
         np.testing.assert_allclose(divergence[2], alone.losses([budgets[2]], objective="kl")[0], atol=TOLERANCE)
 
 
-@protocols
-@families
+@every_value(family=FAMILIES, protocol=PROTOCOLS)
 def test_losses_and_their_order_are_those_of_the_runtime(family: str, protocol: Protocol) -> None:
     model = loaded(family)
     samples, candidates = samples_of(model, protocol), random_candidates(model, 8, 60, seed=1)
@@ -100,22 +100,6 @@ def test_losses_and_their_order_are_those_of_the_runtime(family: str, protocol: 
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
     assert found.mean(1).argsort().tolist() == expected.mean(1).argsort().tolist()
     assert np.ptp(expected, axis=0).min() > 100 * TOLERANCE  # candidates do differ
-
-
-@pytest.mark.slow
-def test_200_candidates_on_the_bundled_model() -> None:
-    model = load("bundled")
-    samples = bank_samples(encoded(model, (300, 1), (280, 1)), "question-agnostic")
-    candidates = random_candidates(model, 200, 128)
-    with CandidateBank(model, SNAPKV, samples, cap=128) as bank:
-        found = bank.losses(candidates)
-    expected = np.empty((200, 2))
-    for number, sample in enumerate(samples):
-        for first in range(0, 200, 50):
-            logits = runtime_logits(model, sample, candidates[first : first + 50])
-            expected[first : first + 50, number] = losses_of(sample, logits)
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
-    assert found.mean(1).argsort().tolist() == expected.mean(1).argsort().tolist()
 
 
 @protocols
@@ -155,8 +139,7 @@ def test_policies_of_every_kind(policy: str, params: dict[str, Any]) -> None:
     np.testing.assert_allclose(found, np.transpose(expected), atol=TOLERANCE)
 
 
-@protocols
-@families
+@every_value(family=FAMILIES, protocol=PROTOCOLS)
 def test_budgets_of_the_whole_prompt_are_the_full_cache(family: str, protocol: Protocol) -> None:
     model = loaded(family)
     samples = samples_of(model, protocol)
@@ -216,14 +199,13 @@ def longer(task: TaskPrompts, tokens: int, **changes: Any) -> TaskPrompts:
     return dataclasses.replace(task, task=dataclasses.replace(task.task, **changes), prompts=tuple(prompts))
 
 
-@protocols
-@families
+@every_value(family=FAMILIES, protocol=PROTOCOLS)
 def test_replies_are_those_of_the_evaluator(family: str, protocol: Protocol) -> None:
     model = loaded(family)
     task = longer(encoded(model, (60, 3), (90, 1), (75, 2))[0], 20)  # beyond Gemma's window of 16
     candidates = random_candidates(model, 3, 70)
     with CandidateBank(model, SNAPKV, bank_samples([task], protocol), cap=70) as bank:
-        found = bank.generate(candidates)
+        found = tokens_of(bank, candidates)
     assert found == evaluator_replies(model, task, protocol, candidates)
     assert len({tuple(reply) for row in found for reply in row if reply}) > len(found[0]) // 2
 
@@ -235,12 +217,12 @@ def test_replies_end_where_those_of_the_evaluator_end(protocol: Protocol) -> Non
     task = longer(encoded(model, (60, 2), (90, 1))[0], 8)
     candidates = random_candidates(model, 3, 70)
     with CandidateBank(model, SNAPKV, bank_samples([task], protocol), cap=70) as bank:
-        whole = bank.generate(candidates)
+        whole = tokens_of(bank, candidates)
     reply = next(reply for row in whole for reply in row if reply and len(set(reply)) > 4)
     model.model.generation_config.eos_token_id = reply[3]
     task = longer(task, 8, stops=(model.tokenizer.decode([reply[1]]),))
     with CandidateBank(model, SNAPKV, bank_samples([task], protocol), cap=70) as bank:
-        cut = bank.generate(candidates)
+        cut = tokens_of(bank, candidates)
     assert cut == evaluator_replies(model, task, protocol, candidates)
     assert cut != whole
 
@@ -258,7 +240,7 @@ def test_scores_are_those_of_the_evaluator(protocol: Protocol) -> None:
     }
     with CandidateBank(model, SNAPKV, samples, cap=80) as bank:
         found = bank.scores(candidates)
-        np.testing.assert_array_equal(bank.evaluate(Job(0, tuple(candidates), None, "metric")), found)
+        np.testing.assert_array_equal(bank.evaluate(TrialJob(tuple(candidates), None, "metric")), found)
     for number in range(len(candidates)):
         assert found[number].tolist() == [
             expected[str(number), sample.reading.prompt.key, sample.question.number] for sample in samples
@@ -280,12 +262,3 @@ def test_companions_change_nothing(family: str) -> None:
         backwards = bank.losses(candidates[::-1])[::-1]
     np.testing.assert_array_equal(alone, together)
     np.testing.assert_array_equal(backwards, together)
-
-
-@families
-def test_the_order_of_the_samples_changes_nothing(family: str) -> None:
-    model = loaded(family)
-    samples, candidates = samples_of(model, "question-agnostic"), random_candidates(model, 3, 50)
-    with CandidateBank(model, SNAPKV, samples, cap=50) as bank:
-        whole, some = bank.losses(candidates), bank.losses(candidates, samples=[4, 0, 2, 0])
-    np.testing.assert_allclose(some, whole[:, [4, 0, 2, 0]], atol=TOLERANCE)

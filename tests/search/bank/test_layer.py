@@ -76,16 +76,6 @@ def test_a_window_moves_with_the_token_and_ends_with_the_prompt() -> None:
     assert layer.seen()[:, 0, 0].tolist() == [yes("xxx..", "xxxx.", ".xxxx")] * 2  # type: ignore[index]
 
 
-def test_a_prompt_shorter_than_the_window_has_no_entries_before_its_start() -> None:
-    states = torch.zeros(2, 1, 3, 1)
-    suffix = SuffixTokens(torch.tensor([1, 3]))
-    layer = WindowLayer(states, states, suffix, window=4, candidates=1)
-    suffix.extend(torch.ones(2, 1, dtype=torch.bool))
-    seen = layer.shared()[0].seen
-    assert seen is not None
-    assert seen[:, 0, 0].tolist() == [yes("..x"), yes("xxx")]
-
-
 # --- attention --------------------------------------------------------------------------------------------------------
 
 

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.errors import UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.search.bank import memory as bank_memory
 from kvsearch.search.bank.memory import (
-    Need,
     SampleBlock,
     SampleWork,
     Sizes,
@@ -45,21 +44,6 @@ def test_stored_entries_by_hand() -> None:
     assert GEMMA.stored(SampleWork(10, 30, 5, 5, 2)) == 4 * 10 * 256
 
 
-def test_more_of_anything_takes_more() -> None:
-    base = SampleWork(prompt=100, width=30, read=5, own=5, rows=2)
-    need = LLAMA.need(base)
-    for more in (
-        SampleWork(100, 40, 5, 5, 2),
-        SampleWork(100, 30, 6, 6, 2),
-        SampleWork(100, 30, 5, 6, 2),
-        SampleWork(100, 30, 5, 5, 3),
-    ):
-        other = LLAMA.need(more)
-        assert (other.shared, other.each) != (need.shared, need.each)
-        assert other.shared >= need.shared
-        assert other.each >= need.each
-
-
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
@@ -84,19 +68,6 @@ def test_blocks_hold_every_sample_once_and_fit(
         assert read <= tokens or count * block.candidates == 1
 
 
-def test_candidates_are_shared_out_evenly() -> None:
-    need = LLAMA.need(SampleWork(100, 30, 5, 5, 2))
-    memory = need.shared + 5 * need.each
-    assert list(blocks([SampleWork(100, 30, 5, 5, 2)], LLAMA, 12, memory)) == [SampleBlock([0], 4)]
-
-
-def test_what_is_alike_is_read_together() -> None:
-    works = [SampleWork(100, 30, read, read, 1) for read in (9, 3, 9, 3)]
-    need = LLAMA.need(works[0])
-    memory = 2 * (need.shared + bank_memory.TOGETHER * need.each)
-    assert [block.samples for block in blocks(works, LLAMA, 8, memory)][-1] == [0, 2]
-
-
 def test_too_little_memory_says_how_much_it_takes() -> None:
     works = [SampleWork(100, 30, 5, 5, 2), SampleWork(200, 90, 5, 5, 2)]
     need = LLAMA.need(works[1])
@@ -106,10 +77,6 @@ def test_too_little_memory_says_how_much_it_takes() -> None:
         check_fits(LLAMA, works, least - 7)
     with pytest.raises(UsageError, match="lower the largest budget"):
         list(blocks(works, LLAMA, 1, least - 7))
-
-
-def test_samples_of_a_block_are_padded_to_the_largest() -> None:
-    assert Need(2, 10, 7, 3).with_one(Need(1, 8, 9, 1)) == Need(3, 10, 9, 3)
 
 
 # --- where memory runs out --------------------------------------------------------------------------------------------
@@ -154,17 +121,3 @@ def test_candidates_are_halved_first_and_stay_so() -> None:
     worker.tried = []
     splitting.run(SampleBlock([3, 4], 8), 8, worker.load, worker.act)
     assert worker.tried == [(2, 2)] * 4
-
-
-def test_a_single_sample_and_candidate_that_do_not_fit() -> None:
-    worker = Worker(0)
-    with pytest.raises(RuntimeError, match="can't allocate memory"):
-        Splitting().run(SampleBlock([0, 1], 4), 4, worker.load, worker.act)
-
-
-def test_other_errors_are_raised_at_once() -> None:
-    def act(*_: object) -> None:
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-    with pytest.raises(RuntimeError, match="mat1"):
-        Splitting().run(SampleBlock([0], 4), 4, lambda samples: samples, act)

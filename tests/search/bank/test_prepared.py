@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from kvsearch.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import Observation, Policy, create_policy
@@ -63,11 +63,6 @@ def test_no_more_than_the_cap_is_kept() -> None:
         assert states[0][1].shape[1] == count
 
 
-def test_windows() -> None:
-    assert windows_of(build("llama")) == {}
-    assert windows_of(build("gemma3")) == {0: 16, 2: 16}
-
-
 # --- which policies ---------------------------------------------------------------------------------------------------
 
 
@@ -102,18 +97,6 @@ def model() -> LoadedModel:
 def test_policies_without_one_order_are_refused(model: LoadedModel, policy: Policy, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         ranking_policies(model.model, policy)
-
-
-def test_a_single_bad_layer_is_named(model: LoadedModel) -> None:
-    policies = {**dict.fromkeys(range(4), SNAPKV), 2: create_policy("d2o")}
-    with pytest.raises(UsageError, match="layer 2: policy d2o"):
-        ranking_policies(model.model, policies)
-
-
-@pytest.mark.parametrize("name", ["cam", "duo_attention", "streaming", "knorm"])
-def test_policies_with_one_order_are_not(model: LoadedModel, name: str) -> None:
-    policy = create_policy(name)
-    assert ranking_policies(model.model, policy) == dict.fromkeys(range(4), (policy,))
 
 
 def test_a_policy_in_every_layer(model: LoadedModel) -> None:

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvsearch.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.search.bank.samples import BankSample, bank_samples
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import encode_tasks, token_hash
 from tests import tiny
-from tests.search.bank.cases import PROTOCOLS, without_answers
+from tests.search.bank.cases import PROTOCOLS
 
 
 @pytest.fixture(scope="module")
@@ -64,21 +63,6 @@ def test_the_first_answer_counts_as_far_as_a_reply_may_go(model: LoadedModel) ->
     assert sample.limit == 2
 
 
-def test_questions_without_answers_have_none(model: LoadedModel) -> None:
-    assert [(len(sample.answer), sample.predicting) for sample in without_answers(model)] == [(0, 0)]
-
-
-def test_samples_come_by_task_example_and_question(model: LoadedModel) -> None:
-    tasks = encode_tasks(model, [tiny.listed((60, 2), (50, 1)), tiny.listed((40, 1), name="other")], 2)
-    for protocol in PROTOCOLS:
-        assert [sample.place for sample in bank_samples(tasks, protocol)] == [
-            "task listed, example 0, question 0",
-            "task listed, example 0, question 1",
-            "task listed, example 1, question 0",
-            "task other, example 0, question 0",
-        ]
-
-
 def test_hashes_say_what_samples_share(model: LoadedModel) -> None:
     queries = Query("? code", ("mark",)), Query("? item", ("mark",))
     agnostic, aware = (of_queries(model, protocol, *queries) for protocol in PROTOCOLS)
@@ -100,11 +84,3 @@ def test_replies_end_at_a_stop_text_and_are_cut_there(model: LoadedModel) -> Non
         sample, task=dataclasses.replace(sample.task, task=dataclasses.replace(sample.task.task, stops=()))
     )
     assert free.finished is None
-
-
-def test_a_metric_that_fails_names_the_question(model: LoadedModel) -> None:
-    sample = of_queries(model, "question-agnostic", Query("? code", ("mark",)))[0]
-    broken = dataclasses.replace(sample.task.task, metric="none")
-    sample = dataclasses.replace(sample, task=dataclasses.replace(sample.task, task=broken))
-    with pytest.raises(UsageError, match="task asked, example 7, question 0: the metric fails with KeyError"):
-        sample.score([5])

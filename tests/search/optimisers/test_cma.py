@@ -1,19 +1,15 @@
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvsearch.arrays import Vector
-from kvsearch.errors import UsageError
+from kvsearch.core.arrays import Vector
 from kvsearch.plan.rounding import water_level
-from kvsearch.search.optimisers.base import Optimiser, create_optimiser
-from kvsearch.search.optimisers.cma import Normal
-from tests.search.contract import OptimiserContract, quadratic
+from kvsearch.search.optimisers import Optimiser
+from tests.search.contract import OptimiserContract, create_optimiser, quadratic
 
 
 class TestCMA(OptimiserContract):
@@ -22,29 +18,11 @@ class TestCMA(OptimiserContract):
     generations = 30
 
 
-class TestCMAInTwoDimensions(OptimiserContract):
-    name = "cma"
-    dimension = 2
-
-
 def build(dimension: int, tolerance: float = 1e-3, **options: int) -> Optimiser:
     shape = dimension
     return create_optimiser(
         "cma", np.ones(shape), np.full(shape, 0.2), np.full(shape, 3.0), 0, tolerance=tolerance, **options
     )
-
-
-@pytest.mark.parametrize(("dimension", "points"), [(2, 6), (4, 8), (8, 10), (16, 12), (32, 14)])
-def test_the_population(dimension: int, points: int) -> None:
-    assert len(build(dimension).ask()) == points
-    assert len(build(dimension, population=5).ask()) == 5
-
-
-def test_what_it_refuses() -> None:
-    with pytest.raises(UsageError, match="two dimensions or more, got 1: use the optimiser golden"):
-        build(1)
-    with pytest.raises(UsageError, match="a population of 4 or more, got 3"):
-        build(2, population=3)
 
 
 def test_the_best_guess_is_the_mean() -> None:
@@ -66,17 +44,6 @@ def test_many_injected_points_do_not_crowd_out_the_population(capsys: pytest.Cap
     assert len(optimiser.ask()) == 7
     assert np.linalg.norm(optimiser.best_guess - 1.4) < np.linalg.norm(np.ones(3) - 1.4)
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_signals_file_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cma_signals.in").write_text('{"timeout": 0, "maxiter": 0}')
-    monkeypatch.chdir(tmp_path)
-    optimiser = build(2)
-    for _ in range(5):
-        points = optimiser.ask()
-        optimiser.tell(points, [quadratic(point) for point in points])
-        assert optimiser.finished is None
-    assert [path.name for path in tmp_path.iterdir()] == ["cma_signals.in"]
 
 
 @pytest.mark.parametrize("dimension", [2, 4, 8])
@@ -103,13 +70,6 @@ def test_told_points_on_a_plane_do_not_lead_it_astray(dimension: int) -> None:
     slopes = weights[inside] / scales[inside] * np.exp(-found[inside] / scales[inside])  # equal at the optimum
     assert loss(found) < loss(np.ones(dimension))
     assert slopes.max() / slopes.min() < 1.05
-
-
-def test_the_generator_is_its_own_and_can_be_pickled() -> None:
-    normal = Normal(3)
-    assert normal(2, 3).shape == (2, 3)
-    copied = pickle.loads(pickle.dumps(normal))
-    np.testing.assert_equal(normal(4, 5), copied(4, 5))
 
 
 def test_its_package_is_imported_when_it_is_built_only_and_in_silence() -> None:

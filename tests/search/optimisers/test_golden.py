@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.errors import UsageError
-from kvsearch.search.optimisers.base import Optimiser, create_optimiser
+from kvsearch.search.optimisers import Optimiser
 from tests.examples import at_most
-from tests.search.contract import OptimiserContract
+from tests.search.contract import OptimiserContract, create_optimiser
 
 
 class TestGolden(OptimiserContract):
@@ -78,14 +77,3 @@ def test_injected_points_do_not_move_the_bracket() -> None:
     injected.tell(points, [-1.0, *(abs(float(point[0]) - 1) for point in points[1:])])
     assert minimise(lambda x: abs(x - 1), injected) == minimise(lambda x: abs(x - 1), plain)[1:]
     assert injected.best_guess.tolist() == [3.0]
-
-
-def test_a_point_bracket_is_finished_at_once() -> None:
-    optimiser = create_optimiser("golden", [1.0], [1.0], [1.0], 0)
-    assert optimiser.finished == "the bracket [1, 1] is no longer than the tolerance of 0.001"
-    assert optimiser.best_guess.tolist() == [1.0]
-
-
-def test_more_dimensions_are_refused() -> None:
-    with pytest.raises(UsageError, match="golden section search has one dimension, not 2: use the optimiser cma"):
-        create_optimiser("golden", [1.0, 1.0], [0.0, 0.0], [2.0, 2.0], 0)

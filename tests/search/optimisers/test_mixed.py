@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvsearch.arrays import Vector
-from kvsearch.errors import UsageError
-from kvsearch.search.optimisers.base import Optimiser, create_optimiser
-from tests.search.contract import OptimiserContract
+from kvsearch.core.arrays import Vector
+from kvsearch.search.optimisers import Optimiser
+from tests.search.contract import OptimiserContract, create_optimiser
 
 CATEGORIES = np.array([3, 0, 4, 0])
 
@@ -75,17 +74,6 @@ def test_a_small_population_takes_coordinates_in_turn() -> None:
     assert seen[2] == {2}
 
 
-@pytest.mark.parametrize("cut", [1, 2, 7])
-def test_it_is_replayed_with_choices(cut: int) -> None:
-    first = build()
-    asked = run(first, 12)
-    fresh = build()
-    for points in asked[:cut]:
-        fresh.ask()
-        fresh.tell(points, [loss(point) for point in points])
-    np.testing.assert_equal(fresh.ask(), asked[cut])
-
-
 def test_choices_alone() -> None:
     optimiser = create_optimiser("mixed", [0.0, 0.0], [0.0] * 2, [3.0] * 2, 0, categories=np.array([4, 4]))
     for _ in range(20):
@@ -95,11 +83,3 @@ def test_choices_alone() -> None:
         optimiser.tell(points, [abs(point[0] - 2) + abs(point[1] - 3) for point in points])
     assert optimiser.best_guess.tolist() == [2, 3]
     assert optimiser.finished is not None
-
-
-@pytest.mark.parametrize("name", ["cma", "coordinate", "random"])
-def test_optimisers_of_numbers_refuse_choices(name: str) -> None:
-    with pytest.raises(UsageError, match="searches numbers, not choices: use the optimiser mixed"):
-        create_optimiser(name, [0.0, 0.0], [0.0] * 2, [3.0] * 2, 0, categories=np.array([4, 0]))
-    with pytest.raises(UsageError, match=r"categories must have shape \[2\], got \[1\]"):
-        create_optimiser(name, [0.0, 0.0], [0.0] * 2, [3.0] * 2, 0, categories=np.array([0]))

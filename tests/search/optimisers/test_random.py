@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvsearch.search.optimisers.base import create_optimiser
-from tests.search.contract import OptimiserContract
+from tests.search.contract import OptimiserContract, create_optimiser
 
 
 class TestRandom(OptimiserContract):

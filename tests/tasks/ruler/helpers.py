@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvsearch.resources import resource
+from kvsearch.core.resources import resource
 from kvsearch.tasks.base import Example, TokenCount
 from kvsearch.tasks.prompts import PLACE
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.tasks.ruler.draft import FULL, Stream, insert, largest, worked_example
+from kvsearch.tasks.ruler.draft import FULL, Stream, insert, largest
 
 
 @pytest.mark.parametrize(
@@ -47,31 +47,6 @@ def test_it_fits_and_fills(sizes: list[int], base: int, room: int, least: int) -
         assert size(units) >= FULL * room or units == most or size(units + 1) > room
 
 
-def test_long_texts_are_measured_few_times() -> None:
-    measured: list[int] = []
-
-    def size(units: int) -> int:
-        measured.append(units)
-        return 40 + 7 * units + units // 3
-
-    units = largest(size, 100_000, 1)
-    assert FULL * 100_000 <= size(units) <= 100_000
-    assert len(measured[:-1]) == 3
-
-
-@pytest.mark.parametrize("size", [lambda units: 5, lambda units: 5 if units < 600 else 10**9])
-def test_sizes_without_sense_end_the_search(size: object) -> None:
-    calls = 0
-
-    def counted(units: int) -> int:
-        nonlocal calls
-        calls += 1
-        return size(units)  # type: ignore[operator,no-any-return]
-
-    assert largest(counted, 1000, 1) >= 599
-    assert calls < 40
-
-
 @pytest.mark.parametrize("needles", [1, 4, 5])
 def test_every_depth_comes_once_in_forty_needles(needles: int) -> None:
     for cycle in range(2):
@@ -104,7 +79,3 @@ def test_needles_lie_at_their_depths() -> None:
     ]  # fmt: skip
     assert insert(["a"], [(0.1, "1"), (0.2, "2"), (0.3, "3")]) == ["1", "2", "3", "a"]
     assert insert([], [(0.1, "1"), (0.9, "2")]) == ["1", "2"]
-
-
-def test_a_worked_example() -> None:
-    assert worked_example("Text.", "Q?", "Answer:", "a, b") == "Text.\nQ? Answer: a, b\n\n"

@@ -11,14 +11,6 @@ from kvsearch.tasks.ruler import names
 from kvsearch.tasks.ruler.names import Fresh, Maker, vocabulary, words
 
 
-@pytest.mark.parametrize(("kind", "least"), [("nouns", 900), ("adjectives", 700), ("verbs", 400)])
-def test_the_shipped_words(kind: str, least: int) -> None:
-    shipped = words(kind)
-    assert len(shipped) >= least
-    assert list(shipped) == sorted(set(shipped))
-    assert all(re.fullmatch("[a-z]{2,}", word) for word in shipped)
-
-
 def test_no_key_is_part_of_another_key() -> None:
     """old-oar would be part of gold-oar, and so would be bright-star of bright-starling."""
     nouns, adjectives = words("nouns"), words("adjectives")
@@ -52,18 +44,9 @@ def test_nothing_is_drawn_twice_or_from_the_text() -> None:
     assert fresh.taken == {"A", "B", "D", "F"}
 
 
-def test_a_text_in_other_case_counts() -> None:
-    fresh = Fresh(random.Random(0), "the CAT")
-    assert fresh.draw(lambda rng: rng.choice(["Cat", "THE", "dog"])) == "dog"
-
-
 def test_the_vocabulary_grows() -> None:
     small, large = vocabulary(10), vocabulary(5000)
     assert len(small) == len({*words("nouns"), *words("adjectives"), *words("verbs")}) > 2000
     assert large[: len(small)] == small
     assert len(large) == len(set(large)) == 5000
     assert vocabulary(6000)[:5000] == large
-
-
-def test_keys_enough() -> None:
-    assert names.most_words() == len(words("nouns")) * len(words("adjectives")) // 2 > 300_000

@@ -8,7 +8,7 @@ import pytest
 
 from kvsearch.tasks.base import Example, TokenCount
 from kvsearch.tasks.ruler import RulerTask
-from kvsearch.tasks.ruler.haystacks import NOISE
+from kvsearch.tasks.ruler.needles import NOISE
 from kvsearch.tasks.ruler.tracing import LONGEST_EXAMPLE
 from tests.tasks.ruler.helpers import bpe, whole, words
 

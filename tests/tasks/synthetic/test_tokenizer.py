@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kvsearch.models.loading import LoadOptions, load
+from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.replies import stop_tokens
 from kvsearch.tasks.synthetic.suite import BUILDERS, SyntheticTask
-from kvsearch.tasks.synthetic.tokenizer import tokenizer
-from kvsearch.tasks.synthetic.vocabulary import WORDS
+from kvsearch.tasks.synthetic.vocabulary import WORDS, tokenizer
 from tests.tiny import run
 
 
@@ -40,6 +41,7 @@ def test_it_survives_being_saved(tmp_path: Path) -> None:
     assert again.padding_side == "left"
 
 
+@pytest.mark.nightly
 def test_the_shipped_model_answers() -> None:
     model = load("bundled", LoadOptions(device="cpu"))
     assert len(model.tokenizer) == len(WORDS) == model.model.config.vocab_size

@@ -1,0 +1,1 @@
+"""What a plan costs on this machine: time, memory, and how many prompts fit at once."""

@@ -1,0 +1,39 @@
+"""What kinds of caches cost, as it is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CacheCosts:
+    """What one kind of cache cost under one workload.
+
+    Seconds are medians; a speed-up is how many times as fast it is as `DynamicCache`; `entries` are the mean per kv
+    head of the full-attention layers after the prompt, `held_bytes` those of the cache then, `peak_bytes` the most that
+    was allocated at a time beyond the weights while the prompt was read and a few tokens came. `floor_seconds` is what
+    reading weights and cache once takes at the bandwidth of a copy. Only on a GPU are `kernels` launched, and
+    `waits` of the host, per step; the largest batch is that of `kvsearch.benchmark.capacity`, where it was asked for.
+    """
+
+    cache: str
+    batch: int
+    length: int
+    entries: float
+    held_bytes: int
+    peak_bytes: int
+    prefill_seconds: float
+    prefill_speedup: float
+    token_seconds: float
+    tokens_per_second: float
+    token_speedup: float
+    floor_seconds: float
+    kernels: float | None = None
+    waits: float | None = None
+    largest_batch: int | None = None
+    largest_tokens_per_second: float | None = None
+
+    @property
+    def floor_share(self) -> float:
+        """How near to the floor a token is, at most about 1."""
+        return self.floor_seconds / self.token_seconds

@@ -1,0 +1,387 @@
+"""What caches cost on this machine: time of the prompt, time of a token, bytes held and at the peak, side by side.
+
+All caches take turns in every round, so that what else the machine does meets all of them; a first round warms up and
+is not counted. Times are medians over the rounds, ratios medians of the ratios within a round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from operator import truediv
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import StaticLayer
+
+from kvsearch.benchmark.cache_costs import CacheCosts
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import UsageError
+from kvsearch.core.progress import Progress
+from kvsearch.models.architecture import describe, text_config
+from kvsearch.models.memory import accelerator, synchronise
+from kvsearch.plan import Phase
+from kvsearch.plan.rounding import water_fill
+from kvsearch.plan.size import Size
+from kvsearch.policies import Policy
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.decode.steps import FEWEST, stepping
+from kvsearch.runtime.layer import EvictingLayer
+from kvsearch.runtime.program import full_cache, prompt_bytes
+from kvsearch.runtime.shared_prefill import held_entries, prefill_all
+from kvsearch.runtime.stock import layer_state, stock_nbytes
+
+STOCK = "sdpa"
+SMALLEST = 0.2
+LARGEST = 2.5  # budgets of heads before they are brought to their mean, as multiples of it
+DYNAMIC = "DynamicCache"
+STATIC = "StaticCache"
+FULL = "kvsearch, full"
+COPIED = 2**27  # bytes that the bandwidth is measured with
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaLaunchCooperativeKernel")
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cuStreamSynchronize", "cuEventSynchronize")
+# steps of two counts, whose difference is free of what comes before and after them
+FEW = 2
+MANY = 6
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """A kind of cache to be measured: how an empty one is made, and the attention that its model runs."""
+
+    name: str
+    make: Callable[[], Any]
+    implementation: str = NAME
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is read and how much is said: `batch` prompts of `length` tokens, `steps` new ones of each."""
+
+    batch: int
+    length: int
+    steps: int
+    rounds: int
+
+
+def cache_kinds(model: Any, programs: dict[str, Program], capacity: int) -> list[CacheKind]:
+    """Return transformers' own caches, the full cache on ours, and one for each of the `programs`.
+
+    `capacity` are the tokens that a `StaticCache` has room for; models with other than full-attention layers have none.
+    """
+    shape = describe(model)
+    config = text_config(model)
+    kinds = [CacheKind(DYNAMIC, lambda: DynamicCache(config=config), STOCK)]
+    if len(shape.full_layers) == shape.layers:
+        kinds.append(CacheKind(STATIC, lambda: StaticCache(config=config, max_cache_len=capacity), STOCK))
+    ours = {FULL: full_cache(model), **programs}
+    return kinds + [CacheKind(name, partial(PlanCache, model, program)) for name, program in ours.items()]
+
+
+def skewed_budgets(layers: int, heads: int, mean: int, floor: int = 1, upper: int | None = None) -> Ints:
+    """Return budgets [L, Hkv] int64 that differ as calibrated ones do, the same ones for the same arguments.
+
+    Logarithms are uniform between those of a fifth and of two and a half; every layer's mean is `mean` exactly.
+    """
+    low = np.log(SMALLEST)
+    high = np.log(LARGEST)
+    drawn = [np.exp(np.random.default_rng(layer).uniform(low, high, heads)) for layer in range(layers)]
+    return np.stack([water_fill(weights, mean * heads, floor, upper) for weights in drawn])
+
+
+def program_at(model: Any, policy: Policy, size: Size, phases: tuple[Phase, ...], skewed: bool = False) -> Program:
+    """Return a program of one policy in all full-attention layers, at one size in every phase.
+
+    Budgets are those of `skewed_budgets`, or the same in all heads. In a prefill phase none is larger than the prompt.
+
+    Raises:
+        UsageError: a budget is below what the policy always keeps.
+    """
+    shape = describe(model)
+    layers = len(shape.full_layers)
+    heads = shape.kv_heads
+    floor = max(policy.floor, 1)
+    if size.budget is not None and size.budget < floor:
+        raise UsageError(f"--budget {size.budget} is below the {floor} entries that {policy.name} always keeps")
+
+    def table(length: int) -> Ints:
+        mean = round((1 - size.ratio) * length) if size.ratio is not None else size.budget
+        assert mean is not None
+        mean = min(max(mean, floor), length)
+        if not skewed:
+            return np.full((layers, heads), mean, np.int64)
+        return skewed_budgets(layers, heads, mean, min(floor, mean), length)
+
+    return Program.of_policy(model, policy, dict.fromkeys(phases, table))
+
+
+def cache_bytes(model: Any, programs: Mapping[str, Program], work: Workload) -> dict[str, int]:
+    """Return about the bytes of every kind of cache with its new tokens, by name; all are in memory at once.
+
+    Of layers with full attention alone, and without the room that is taken for tokens to come: it takes no less.
+    """
+    shape = describe(model)
+    heads = work.batch * len(shape.full_layers) * shape.kv_heads
+    token = heads * 2 * shape.head_dim * model.dtype.itemsize
+    stock = dict.fromkeys((DYNAMIC, STATIC), (work.length + work.steps) * token)
+    if len(shape.full_layers) < shape.layers:
+        del stock[STATIC]
+    lengths = [work.length] * work.batch
+    ours = {name: prompt_bytes(model, one, lengths) for name, one in {FULL: full_cache(model), **programs}.items()}
+    return stock | ours
+
+
+def measure(
+    model: Any, kinds: Sequence[CacheKind], work: Workload, progress: Progress | None = None
+) -> list[CacheCosts]:
+    """Measure kinds of caches, the first of which all are compared with."""
+    ids = random_prompts(model, work.batch, work.length)
+    prefill: dict[str, list[float]] = {kind.name: [] for kind in kinds}
+    token: dict[str, list[float]] = {kind.name: [] for kind in kinds}
+    before = model.config._attn_implementation
+    caches: dict[str, Any] = {}
+    steps = iter(range(1, (2 * (work.rounds + 1) + 1) * len(kinds) + 1))
+
+    def turn(kind: CacheKind) -> None:
+        model.set_attn_implementation(kind.implementation)
+        if progress is not None:
+            progress(next(steps), (2 * (work.rounds + 1) + 1) * len(kinds))
+
+    try:
+        peaks = {}
+        for kind in kinds:
+            turn(kind)
+            peaks[kind.name] = _peak(model, kind, ids, min(work.steps, 4))
+        for kind in _turns(kinds, work.rounds):
+            turn(kind)
+            caches.pop(kind.name, None)  # before there is another
+            caches[kind.name] = kind.make()
+            prefill[kind.name].append(prefill_seconds(model, caches[kind.name], ids))
+        held = {name: _held(model, cache, work) for name, cache in caches.items()}
+        for kind in _turns(kinds, work.rounds):
+            turn(kind)
+            seconds = decode_seconds(model, caches[kind.name], work.batch, work.steps)
+            token[kind.name].append(seconds / work.steps)
+        launched = {}
+        for kind in kinds:
+            model.set_attn_implementation(kind.implementation)
+            steps_of = partial(decode_seconds, model, caches[kind.name], work.batch)
+            launched[kind.name] = count_launches(model.device, steps_of)
+    finally:
+        model.set_attn_implementation(before)
+    bandwidth = copy_bandwidth(model.device)
+    weights = read_weights(model)
+    prefill = {name: seconds[1:] for name, seconds in prefill.items()}  # the first round warms up
+    token = {name: seconds[1:] for name, seconds in token.items()}
+    first = kinds[0].name
+    costs = []
+    for name in prefill:
+        entries, size = held[name]
+        kernels, waits = launched[name] or (None, None)
+        costs.append(
+            CacheCosts(
+                cache=name,
+                batch=work.batch,
+                length=work.length,
+                entries=entries,
+                held_bytes=size,
+                peak_bytes=peaks[name],
+                prefill_seconds=statistics.median(prefill[name]),
+                prefill_speedup=statistics.median(map(truediv, prefill[first], prefill[name])),
+                token_seconds=statistics.median(token[name]),
+                tokens_per_second=work.batch / statistics.median(token[name]),
+                token_speedup=statistics.median(map(truediv, token[first], token[name])),
+                floor_seconds=(weights + size) / bandwidth,
+                kernels=kernels,
+                waits=waits,
+            )
+        )
+    return costs
+
+
+def random_prompts(model: Any, batch: int, length: int) -> Tensor:
+    """Return prompts [B, T] on the model's device, the same ones at every call."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
+
+
+def _turns(kinds: Sequence[CacheKind], rounds: int) -> Iterator[CacheKind]:
+    """Yield every kind once a round, another one first each time, in one round more than is counted."""
+    for number in range(rounds + 1):
+        first = number % len(kinds)
+        yield from (*kinds[first:], *kinds[:first])
+
+
+@torch.no_grad()
+def prefill_seconds(model: Any, cache: Any, ids: Tensor) -> float:
+    """Return the seconds that reading prompts [B, T] into an empty cache takes."""
+    planned = cache.planned.values() if isinstance(cache, PlanCache) else ()
+    rereads = any(need.reread is not None for layer in planned for need in layer.needs())
+    synchronise(model.device)
+    start = time.perf_counter()
+    if rereads:
+        prefill_all(model, [cache], ids, torch.ones_like(ids))
+    else:
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+    synchronise(model.device)
+    return time.perf_counter() - start
+
+
+@torch.no_grad()
+def decode_seconds(model: Any, cache: Any, batch: int, steps: int) -> float:
+    """Return the seconds that `steps` greedy decode steps of a batch take; the cache forgets them again."""
+    with _forgotten(cache):
+        return step_seconds(model, cache, batch, steps)
+
+
+@torch.no_grad()
+def step_seconds(model: Any, cache: Any, batch: int, steps: int) -> float:
+    """Return the seconds that `steps` greedy decode steps of a batch take; the cache keeps the tokens.
+
+    Where steps are captured, as `generate` does on CUDA, some that are not counted come before: these are captured.
+    """
+    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
+    planned = isinstance(cache, PlanCache)
+    with stepping(model, cache, FEWEST + steps) if planned else nullcontext(model) as stepped:
+        if stepped is not model:
+            token = _decoded(stepped, cache, token, FEWEST)
+        synchronise(model.device)
+        start = time.perf_counter()
+        _decoded(stepped, cache, token, steps)
+        synchronise(model.device)
+        return time.perf_counter() - start
+
+
+def _decoded(model: Any, cache: Any, token: Tensor, steps: int) -> Tensor:
+    for _ in range(steps):
+        token = model(input_ids=token, past_key_values=cache).logits[:, -1:].argmax(-1)
+    return token
+
+
+@contextmanager
+def _forgotten(cache: Any) -> Iterator[None]:
+    """Let tokens come into a cache, and forget them."""
+    length = int(cache.get_seq_length())
+    marks = [(layer, layer.mark()) for layer in cache.layers if isinstance(layer, EvictingLayer)]
+    states = [(layer, layer_state(layer)) for layer in cache.layers if not isinstance(layer, EvictingLayer)]
+    yield
+    for planned, mark in marks:
+        planned.rewind(mark)
+    for layer, state in states:
+        vars(layer).update(state)
+        if isinstance(layer, StaticLayer):  # which counts in place
+            layer.cumulative_length.fill_(length)
+
+
+def _held(model: Any, cache: Any, work: Workload) -> tuple[float, int]:
+    """Return entries per kv head and bytes after the prompt."""
+    if not isinstance(cache, PlanCache):
+        return float(work.length), cache_nbytes(cache)
+    shape = describe(model)
+    entries = sum(held_entries(model, cache, [work.length] * work.batch))
+    return entries / (work.batch * len(shape.full_layers) * shape.kv_heads), cache_nbytes(cache)
+
+
+def cache_nbytes(cache: Any) -> int:
+    """Return the bytes that a cache of any kind holds."""
+    return cache.nbytes() if isinstance(cache, PlanCache) else sum(map(stock_nbytes, cache.layers))
+
+
+@torch.no_grad()
+def _peak(model: Any, kind: CacheKind, ids: Tensor, steps: int) -> int:
+    """Return the most bytes allocated beyond the weights while prompts are read and a few tokens come."""
+    model.set_attn_implementation(kind.implementation)
+
+    def pass_through() -> None:
+        cache = kind.make()
+        prefill_seconds(model, cache, ids)
+        token = ids[:, -1:]
+        for _ in range(steps):
+            token = model(input_ids=token, past_key_values=cache).logits[:, -1:].argmax(-1)
+
+    return peak_bytes(model.device, pass_through)
+
+
+def peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
+    """Return the most bytes that torch allocates at a time during `action`, by the records of its allocators."""
+    if (module := accelerator(device)) is not None:
+        devices = range(module.device_count())
+        for one in devices:
+            module.reset_peak_memory_stats(one)
+        held = sum(map(module.memory_allocated, devices))
+        action()
+        synchronise(device)
+        return int(sum(map(module.max_memory_allocated, devices)) - held)
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        action()
+    now = most = 0
+    for event in sorted(record.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def copy_bandwidth(device: torch.device, tries: int = 5) -> float:
+    """Return the bytes per second that a copy reads and writes, at best."""
+    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(tries + 1):
+        synchronise(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        synchronise(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * COPIED / min(seconds[1:])
+
+
+def read_weights(model: Any) -> int:
+    """Return the bytes of weights that every token reads: all but an input embedding that is not the output's, too."""
+    embedding = model.get_input_embeddings()
+    output = model.get_output_embeddings()
+    tied = output is None or output.weight is embedding.weight
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    return int(total if tied else total - embedding.weight.nbytes)
+
+
+def count_launches(device: torch.device, steps: Callable[[int], object]) -> tuple[float, float] | None:
+    """Return the kernels (a graph counts as one) and waits of the host per step on a GPU; None on other devices.
+
+    `steps` does so many steps. What is compiled or captured at a first step must be there before.
+    """
+    if device.type != "cuda":
+        return None
+    return per_step(_calls(device, steps, FEW), _calls(device, steps, MANY))
+
+
+def per_step(few: Iterable[str], many: Iterable[str]) -> tuple[float, float]:
+    """Return the kernels and waits of one step, given the names of CUDA's calls during `FEW` and `MANY` steps."""
+    kernels, waits = _counts(few)
+    more_kernels, more_waits = _counts(many)
+    return (more_kernels - kernels) / (MANY - FEW), (more_waits - waits) / (MANY - FEW)
+
+
+def _counts(names: Iterable[str]) -> tuple[int, int]:
+    listed = list(names)
+    return sum(name.startswith(LAUNCHES) for name in listed), sum(name.startswith(WAITS) for name in listed)
+
+
+def _calls(device: torch.device, steps: Callable[[int], object], count: int) -> list[str]:
+    from torch.profiler import ProfilerActivity, profile
+
+    synchronise(device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
+        steps(count)
+        synchronise(device)
+    return [event.name() for event in record.profiler.kineto_results.events()]

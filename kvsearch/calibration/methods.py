@@ -1,0 +1,132 @@
+"""What a calibration method does, and the methods by name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from kvsearch.calibration.options import (
+    AdakvOptions,
+    CakeOptions,
+    CalibrationOptions,
+    LavaOptions,
+    LukvOptions,
+    ProbeOptions,
+    QueryBankOptions,
+    QueryStatisticsOptions,
+)
+from kvsearch.calibration.polykv.options import PolykvOptions
+
+if TYPE_CHECKING:
+    from kvsearch.calibration.data import CalibrationData
+    from kvsearch.calibration.prompts import CalibrationPrompt
+    from kvsearch.calibration.steps import StepCache
+    from kvsearch.core.progress import Progress
+    from kvsearch.models.loading import LoadedModel
+    from kvsearch.models.speed import Work
+    from kvsearch.plan import PolicySpec, Profile, ProfileMetadata
+    from kvsearch.policies import Policy
+
+Options = TypeVar("Options", bound=CalibrationOptions)
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration(ABC, Generic[Options]):
+    """A method on a model and texts; `policies` are those that are measured, the first is what budgets are for."""
+
+    loaded: LoadedModel
+    data: CalibrationData
+    policies: Sequence[Policy]
+    options: Options
+
+    @abstractmethod
+    def prepare(self) -> list[CalibrationPrompt]:
+        """Return the prompts.
+
+        Raises:
+            UsageError: one is too short for the entries that are always kept, or the options do not suit it.
+            IncompatibleError: one does not fit the positions of the model, or the method the model.
+        """
+
+    def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
+        """Return the work that `measure` is: by default a pass over every prompt."""
+        from kvsearch.models.speed import Work
+
+        return Work(len(prompts), sum(prompt.length for prompt in prompts))
+
+    @abstractmethod
+    def measure(
+        self, prompts: Sequence[CalibrationPrompt], steps: StepCache, progress: Progress | None = None
+    ) -> Profile:
+        """Return the profile; what is finished in `steps` is not measured again.
+
+        Raises:
+            UsageError: a step is damaged, or of another calibration.
+            IncompatibleError: the model computes NaN.
+        """
+
+    def describe(
+        self,
+        policy: PolicySpec,
+        method: str,
+        settings: Mapping[str, Any],
+        lengths: Sequence[int],
+        floor: int,
+        rivals: Sequence[PolicySpec] = (),
+    ) -> ProfileMetadata:
+        """Return the metadata of a profile of prompts of these `lengths`, whose heads keep at least `floor` entries.
+
+        `rivals` are policies that were measured beside `policy`.
+        """
+        from kvsearch.models.architecture import describe
+        from kvsearch.plan import ProfileMetadata
+        from kvsearch.plan.origin import ContextRecord, provenance
+
+        data = self.data
+        record = ContextRecord(fitted=data.asked)
+        return ProfileMetadata(
+            model=self.loaded.fingerprint,
+            method=method,
+            policy=policy,
+            length=max(lengths),
+            questions=len(lengths),
+            layers=describe(self.loaded.model).full_layers,
+            floor=floor,
+            policies=(policy, *rivals) if rivals else None,
+            provenance=provenance(method, self.options.seed, data.sha256, settings, record),
+        )
+
+
+METHODS: dict[str, type[CalibrationOptions]] = {
+    "lukv": LukvOptions,
+    "lava": LavaOptions,
+    "cake": CakeOptions,
+    "adakv": AdakvOptions,
+    "polykv": PolykvOptions,
+    "probe": ProbeOptions,
+    "query_bank": QueryBankOptions,
+    "query_statistics": QueryStatisticsOptions,
+}
+# modules are imported when a method is used: torch takes seconds
+_CLASSES = {
+    "lukv": "lukv.LukvCalibration",
+    "lava": "dynamic.DynamicCalibration",
+    "cake": "cake_exponents.CakeCalibration",
+    "adakv": "dynamic.DynamicCalibration",
+    "polykv": "polykv.measure.PolykvCalibration",
+    "probe": "probe.measure.ProbeCalibration",
+    "query_bank": "probe.bank.QueryBankCalibration",
+    "query_statistics": "query_statistics.QueryStatisticsCalibration",
+}
+
+
+def create_calibration(
+    loaded: LoadedModel, data: CalibrationData, policies: Sequence[Policy], options: CalibrationOptions
+) -> Calibration[Any]:
+    """Return the calibration that `options` are of."""
+    module, _, name = _CLASSES[options.method].rpartition(".")
+    kind: type[Calibration[Any]] = getattr(import_module(f"kvsearch.calibration.{module}"), name)
+    return kind(loaded, data, policies, options)

@@ -1,0 +1,165 @@
+"""The verbs of the command line: their help, their options, and what they print, made into commands when they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from inspect import cleandoc
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kvsearch.cli.console import Console
+    from kvsearch.core.errors import KvsearchError
+    from kvsearch.report.screen import Part, View
+
+Action = Callable[[Any, "Console"], None]
+Present = Callable[[Any, Any], "Output"]
+Show = Callable[["Console"], None]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What is printed of a result.
+
+    Args:
+        as_json: returns the result for --json.
+        show: prints it for people, in place of the JSON.
+        remarks: said after either, the commands that naturally follow last.
+        problem: raised when all is said, as the exit code tells of it, too.
+    """
+
+    as_json: Callable[[], Any]
+    show: Show
+    remarks: Iterable[str] = ()
+    problem: KvsearchError | None = None
+
+    def print(self, console: Console) -> None:
+        """Print the result, as JSON if that is wanted, and what there is to say of it."""
+        if console.as_json:
+            console.print_json(self.as_json())
+        else:
+            self.show(console)
+        for remark in self.remarks:
+            console.say(remark)
+        if self.problem is not None:
+            raise self.problem
+
+
+def view_output(view: View) -> Output:
+    """Return the output of a result that has its own JSON and its own parts."""
+    return Output(view.as_json, shown_parts(view.parts))
+
+
+def shown_parts(parts: Callable[[], Iterable[Part | RenderableType]]) -> Show:
+    """Return what prints lines and tables."""
+
+    def show(console: Console) -> None:
+        from kvsearch.cli.render import print_parts
+
+        print_parts(parts(), console)
+
+    return show
+
+
+def said(lines: Iterable[str]) -> Show:
+    """Return what says lines, of a result that is no table."""
+
+    def show(console: Console) -> None:
+        for line in lines:
+            console.say(line)
+
+    return show
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A command: its name, its help, where the model of its options is, and what it does with them.
+
+    Args:
+        options: module and class, as in "kvsearch.jobs.run:RunOptions"; imported when the verb runs.
+        action: takes checked options and a console.
+        dry_run: whether it has that flag.
+        eager: flags that are answered before anything else is asked for.
+        needs_arguments: whether the help is shown when nothing else is typed.
+    """
+
+    name: str
+    help: str
+    options: str
+    action: Action
+    dry_run: bool = False
+    eager: Mapping[str, Any] = field(default_factory=dict)
+    needs_arguments: bool = True
+
+    def load_command(self) -> Any:
+        """Import the options of the verb, and return its command."""
+        from kvsearch.cli.command import command
+
+        module, _, name = self.options.partition(":")
+        options = getattr(import_module(module), name)
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        function = command(options, dry_run=self.dry_run, eager=self.eager)(self.action)
+        app.command(self.name, help=self.help, no_args_is_help=self.needs_arguments)(function)
+        return typer.main.get_command(app)
+
+
+@dataclass(frozen=True)
+class VerbGroup:
+    """A verb that has verbs of its own: a `typer.Typer` of its name in a module of its name."""
+
+    name: str
+    help: str
+
+    def load_command(self) -> Any:
+        """Import the module of the verb, and return its command."""
+        group = getattr(import_module(f"kvsearch.cli.{self.name}"), self.name)
+        group.info.help = self.help
+        return typer.main.get_command(group)
+
+
+VERBS: dict[str, Verb | VerbGroup] = {}
+
+
+def first_sentence(verb: Verb | VerbGroup) -> str:
+    """Return what the list of commands says of a verb: the first paragraph of its help."""
+    return " ".join(verb.help.partition("\n\n")[0].split())
+
+
+def verb(options: str, **how: Any) -> Callable[[Action], Action]:
+    """Register a function of checked options and a console; its docstring is the help. See `Verb` for the rest."""
+
+    def register(action: Action) -> Action:
+        name = action.__name__.replace("_", "-")
+        VERBS[name] = Verb(name, cleandoc(action.__doc__ or ""), options, action, **how)
+        return action
+
+    return register
+
+
+def job_verb(options: str, *, job: str = "", dry_run: bool = True, **how: Any) -> Callable[[Present], Present]:
+    """Register a verb that runs a job, by the function that makes its output of options and result.
+
+    The job is the function of the verb's name, or `job`, in the module of its options; what a dry run prints is what
+    `dry_run` there returns.
+    """
+
+    def register(present: Present) -> Present:
+        def action(checked: Any, console: Console) -> None:
+            module = import_module(options.partition(":")[0])
+            if console.dry_run:
+                console.print_json(module.dry_run(checked, reporter=console))
+                return
+            result = getattr(module, job or present.__name__)(checked, reporter=console)
+            present(checked, result).print(console)
+
+        action.__name__ = present.__name__
+        action.__doc__ = present.__doc__
+        verb(options, dry_run=dry_run, **how)(action)
+        return present
+
+    return register

@@ -1,0 +1,447 @@
+"""Every verb of the command line, in the order of the help: its help, its options, and what it prints of its result.
+
+Nothing that computes and no options are imported here: the help of `kvsearch` alone reads this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kvsearch.cli.registry import (
+    VERBS,
+    Output,
+    VerbGroup,
+    job_verb,
+    said,
+    shown_parts,
+    verb,
+    view_output,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvsearch.cli.console import Console
+    from kvsearch.evaluation.answer import Reply
+    from kvsearch.jobs.bench import BenchOptions
+    from kvsearch.jobs.calibrate import CalibrateOptions
+    from kvsearch.jobs.compress import CompressOptions, SavedContext
+    from kvsearch.jobs.doctor import DoctorOptions
+    from kvsearch.jobs.evaluate import Evaluated, EvaluateOptions
+    from kvsearch.jobs.evolve import Evolution, EvolveOptions
+    from kvsearch.jobs.export import ExportOptions
+    from kvsearch.jobs.generate import GenerateOptions
+    from kvsearch.jobs.headroom import HeadroomOptions
+    from kvsearch.jobs.listings import Listing, PoliciesOptions, RecipesOptions, TasksOptions
+    from kvsearch.jobs.lm_eval import LmEvalOptions
+    from kvsearch.jobs.report import Report, ReportOptions
+    from kvsearch.jobs.reproduce import ReproduceOptions
+    from kvsearch.jobs.run import Ran, RunOptions
+    from kvsearch.jobs.select import Selected, SelectOptions
+    from kvsearch.jobs.show import ShowOptions
+    from kvsearch.jobs.validate import Validated, ValidateOptions
+    from kvsearch.jobs.verify import VerifyOptions
+    from kvsearch.plan import Profile
+    from kvsearch.report.integrity import Verification
+    from kvsearch.report.screen import View
+    from kvsearch.report.speed import SpeedView
+    from kvsearch.results.evaluation import HeadroomResult
+    from kvsearch.results.perplexity import PerplexityResult
+
+__all__ = ["VERBS"]
+
+
+@job_verb("kvsearch.jobs.run:RunOptions")
+def run(options: RunOptions, ran: Ran) -> Output:
+    """Find the best plan of a size: fit rankings, measure budgets, choose on fresh questions, report on others.
+
+    A plan is written if it beats every single policy with its own budgets beyond doubt, else the best of these. The
+    same command goes on where it stopped; --dry-run says what every stage costs.
+
+    Example: kvsearch run bundled --budget 51 -o runs/best
+    """
+    show = shown_parts(ran.tables)
+    return Output(ran.as_json, lambda console: show(console) if console.verbose else None, ran.remarks(options))
+
+
+@job_verb("kvsearch.jobs.calibrate:CalibrateOptions")
+def calibrate(options: CalibrateOptions, profile: Profile) -> Output:
+    """Measure which cache entries a model can live without, and write a profile.
+
+    lukv: from the true importance of entries for later answers. lava, cake, adakv: what these rules decide prompt by
+    prompt, averaged to static budgets. polykv: what every layer loses under each of several patterns; a run that was
+    interrupted goes on when it is repeated, and --dry-run says what it costs. probe: a ranking of entries, fitted to
+    what they are worth, which other methods and `evaluate` then take as the policy probe=DIR. query_bank: likewise, by
+    stored queries of questions, as query_bank=DIR.
+
+    Example: kvsearch calibrate bundled --method lukv --policy snapkv -o runs/snapkv
+    """
+    from kvsearch.plan.saved import PROFILE
+
+    file = options.output / PROFILE
+
+    def as_json() -> dict[str, Any]:
+        return {"profile": str(file), **profile.metadata.model_dump(mode="json")}
+
+    return Output(as_json, said(_calibration_remarks(options, profile)))
+
+
+def _calibration_remarks(options: CalibrateOptions, profile: Profile) -> Iterator[str]:
+    from kvsearch.jobs.calibrate import following_commands
+    from kvsearch.jobs.following import following
+    from kvsearch.plan.saved import PROFILE
+    from kvsearch.report.profile import remarks
+
+    yield from remarks(profile)
+    yield f"wrote {options.output / PROFILE}"
+    for words in following_commands(options, profile):
+        yield following(*words)
+
+
+@job_verb("kvsearch.jobs.validate:ValidateOptions")
+def validate(options: ValidateOptions, validated: Validated) -> Output:
+    """Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same size.
+
+    A signal is useful if its strategy is better than its inverse, and than the uniform strategy or random ones by more
+    than strategies differ by chance; unproven if it is better, but random ones may be, too; harmful if it is worse than
+    the uniform one; else useless. What was found is kept in DIR/validation, with finished replies, so the same command
+    goes on where it stopped.
+
+    Example: kvsearch validate runs/polykv --samples 40
+    """
+    from kvsearch.report.validation import parts
+
+    def all_parts() -> Iterator[Any]:
+        for budget in validated.now:
+            yield from parts(validated.found, budget)
+
+    return Output(validated.as_json, shown_parts(all_parts), _validation_remarks(options, validated))
+
+
+def _validation_remarks(options: ValidateOptions, validated: Validated) -> Iterator[str]:
+    from kvsearch.jobs.following import following
+
+    others = ", ".join(budget.size for budget in validated.found.budgets if budget not in validated.now)
+    yield f"kept in {validated.path}" + (f", beside what was found before at {others}" if others else "")
+    sizes = [f"{budget.budget:g}" for budget in validated.now if budget.ratio is None]
+    if sizes:
+        size = ("--budget", sizes[0]) if len(sizes) == 1 else ("--budgets", ",".join(sizes))
+        yield following("select", options.directory, *size, "-o", options.directory / "plan.json")
+
+
+@job_verb("kvsearch.jobs.select:SelectOptions")
+def select(options: SelectOptions, selected: Selected) -> Output:
+    """Choose the best strategy of a PolyKV calibration, unless a single-policy baseline is as good: then choose that.
+
+    All candidates and baselines answer the first half of split select, the best of them the other half. A strategy is
+    written only if it leads the best baseline there by more than chance. What is written is reported on split report,
+    beside the best candidates, and what it gains by its policies and what by its budgets.
+
+    Example: kvsearch select runs/polykv --budget 64 -o plan.json
+    """
+    return Output(selected.as_json, shown_parts(selected.tables), selected.remarks(options))
+
+
+@job_verb("kvsearch.jobs.evolve:EvolveOptions")
+def evolve(options: EvolveOptions, evolution: Evolution) -> Output:
+    """Search the budgets that serve a task best, at an exact total; a start plan is kept unless one found beats it.
+
+    Searched on split train, chosen on split select, reported on split report, on contexts that no --start was fitted
+    or chosen on. Writes plan.json, report.json and a ledger to the directory; the same command goes on with an
+    interrupted search.
+
+    Example: kvsearch evolve bundled --budget 64 --set window=8 --group-size 2 -o runs/evolve
+    """
+    return Output(evolution.as_json, shown_parts(evolution.tables), evolution.remarks(options))
+
+
+def _list_targets(asked: bool) -> None:
+    """Say which targets of --to there are, and stop."""
+    if asked:
+        from kvsearch.cli.export import list_targets
+
+        list_targets()
+        raise typer.Exit
+
+
+LIST_TARGETS = typer.Option("--list", is_eager=True, callback=_list_targets, help="List the targets of --to, and stop.")
+
+
+@verb("kvsearch.jobs.export:ExportOptions", dry_run=True, eager={"listed": LIST_TARGETS})
+def export(options: ExportOptions, console: Console) -> None:
+    """Write a plan that evicts a share of any prompt (--ratio) or keeps so many entries (--budget).
+
+    Of a PolyKV profile: every layer takes the pattern that its signals prefer, and the share of the budget that its
+    sensitivity asks for.
+
+    Examples: kvsearch export runs/snapkv --ratio 0.8 -o plan.json
+
+    kvsearch export runs/polykv --budget 512 --budget-signal entropy -o plan.json
+
+    kvsearch export plan.json --to folder -o deploy
+    """
+    from kvsearch.cli.export import run_export
+
+    run_export(options, console)
+
+
+@job_verb("kvsearch.jobs.evaluate:EvaluateOptions")
+def evaluate(options: EvaluateOptions, result: Evaluated | PerplexityResult) -> Output:
+    """Score methods or plans on the same questions as the full cache, all at the same size.
+
+    With --output, a run that is interrupted goes on where it stopped when the same command is given again. --tasks
+    ppl:FILE measures perplexity: contexts of --length tokens are compressed, what follows them is predicted. Where the
+    full cache itself scores next to nothing, the exit code is 4: nothing is shown by such questions.
+
+    Example: kvsearch evaluate bundled --methods uniform,pyramid,adakv,lava --budgets 64,128 -o runs/table
+    """
+    from kvsearch.core.errors import IncompatibleError
+    from kvsearch.jobs.evaluate import Evaluated
+    from kvsearch.report.evaluation import parts
+    from kvsearch.report.scores import perplexity_table
+
+    remarks = [] if options.output is None else [f"kept in {options.output}"]
+    if not isinstance(result, Evaluated):
+        return Output(result.as_json, shown_parts(lambda: [perplexity_table(result)]), remarks)
+    doubt = result.comparison.doubt
+    problem = None if doubt is None else IncompatibleError(doubt)
+    return Output(result.as_json, shown_parts(lambda: parts(result.result, options.columns)), remarks, problem)
+
+
+@verb("kvsearch.jobs.reproduce:ReproduceOptions", dry_run=True)
+def reproduce(options: ReproduceOptions, console: Console) -> None:
+    """Make a table of a paper again, on any model: calibrate, search and ask as the paper did.
+
+    The same command goes on where it stopped. For the bundled models there is a short form of every table, in their
+    language. Beside the values are the paper's numbers where the model is the paper's.
+
+    Examples: kvsearch reproduce --list
+
+    kvsearch reproduce lava-table10 --list
+
+    kvsearch reproduce lava-table10 bundled -o runs/reproduce
+    """
+    from kvsearch.jobs import reproduce as jobs
+    from kvsearch.jobs.following import following
+    from kvsearch.papers.tables import find_table
+    from kvsearch.report.reproduced import describe_table, list_tables, listing_json
+
+    if options.listed:
+        name = options.table
+        parts = describe_table(find_table(name)) if name else [list_tables()]
+        Output(lambda: listing_json(name), shown_parts(lambda: parts)).print(console)
+    elif console.dry_run:
+        console.print_json(jobs.dry_run(options, reporter=console))
+    else:
+        reproduced = jobs.reproduce(options, reporter=console)
+        remarks = [f"wrote {', '.join(map(str, reproduced.files))}", following("show", reproduced.files[0])]
+        Output(reproduced.as_json, shown_parts(reproduced.tables), remarks).print(console)
+
+
+@job_verb("kvsearch.jobs.generate:GenerateOptions")
+def generate(options: GenerateOptions, replies: Sequence[Reply]) -> Output:
+    """Read a context into the cache the plan allows, then answer a prompt from it (greedy).
+
+    With --cache the context is one that `kvsearch compress` has read before. Several prompts are asked one by one, and
+    none sees another. Without --context and --prompt a bundled model answers a question about a text of its own.
+    """
+    from kvsearch.tasks.given import expected_reply
+
+    def as_json() -> Any:
+        answers = [asdict(reply) for reply in replies]
+        return answers if len(options.prompt) > 1 else answers[0]
+
+    def show(console: Console) -> None:
+        for prompt, reply in zip(options.read().prompts, replies, strict=True):
+            console.say(f"context: {reply.context_tokens} tokens; prompt: {prompt.strip() or '(none)'}")
+            console.print_reply(reply.text)
+        if options.context is None and not options.prompt:
+            console.say(f"expected to begin with: {expected_reply(options.seed)}")
+        last = replies[-1]
+        most = max(reply.most for reply in replies)
+        console.say(
+            f"cache: {last.entries} of {last.full_entries} entries ({last.bytes / 2**20:.2f} MiB, "
+            f"full {last.full_bytes / 2**20:.2f} MiB) after the context, at most {most} while answering"
+        )
+
+    return Output(as_json, show)
+
+
+@job_verb("kvsearch.jobs.compress:CompressOptions")
+def compress(options: CompressOptions, saved: SavedContext) -> Output:
+    """Read a context once, and write the cache that a plan leaves of it to a file, to be asked for ever.
+
+    `kvsearch generate MODEL --cache FILE --prompt ...` answers from the file with the tokens that follow without the
+    detour, on the same kind of device; another one rounds otherwise. Without --context a bundled model reads a text
+    of its own.
+    """
+    from kvsearch.jobs.following import following
+
+    lines = [
+        f"wrote {saved.path}: {saved.context_tokens} tokens, {saved.entries} of {saved.full_entries} entries; "
+        f"{saved.file_bytes / 2**20:.2f} MiB on disk, {100 * saved.file_bytes / saved.full_bytes:.1f}% of the full "
+        f"cache's {saved.full_bytes / 2**20:.2f} MiB",
+        following("generate", options.model, "--cache", saved.path, "--prompt", "..."),
+    ]
+    return Output(lambda: asdict(saved), said(lines))
+
+
+@job_verb("kvsearch.jobs.bench:BenchOptions")
+def bench(options: BenchOptions, costs: SpeedView) -> Output:
+    """Measure time and memory of plans beside the full cache, on this machine.
+
+    The full cache is measured as transformers' DynamicCache, as its StaticCache (where all layers have full attention)
+    and on kvsearch's own storage: what the last one gains is not a gain of evicting. All of them are in memory at once.
+    """
+    return view_output(costs)
+
+
+@job_verb("kvsearch.jobs.show:ShowOptions", dry_run=False)
+def show(options: ShowOptions, view: View) -> Output:
+    """Show a plan or a profile: tables and a heat map of layers and heads.
+
+    For a profile: local eviction ratios and whether they are stable across questions and texts; of LU-KV, how far the
+    policy's ranking is from the oracle's, and the eviction loss of uniform budgets and of LU-KV's; of a dynamic method,
+    how many entries a static table moves. Of PolyKV: what every pattern does to every layer, without --ratio.
+    """
+    return view_output(view)
+
+
+@job_verb("kvsearch.jobs.verify:VerifyOptions", dry_run=False)
+def verify(options: VerifyOptions, verification: Verification) -> Output:
+    """Check that all that runs have written is whole: checksums, ledgers, schemas, totals of plans, weights.
+
+    For every artefact it says what it is and whether it is whole, unfinished or damaged, and what to do. Exit code 2
+    if anything is damaged. No model is loaded, and nothing is written.
+
+    Example: kvsearch verify runs/best plan.json
+    """
+    from kvsearch.core.errors import UsageError
+    from kvsearch.report.numbers import counted
+
+    damaged = verification.damaged
+    if not damaged:
+        return view_output(verification)
+    first = damaged[0]
+    artefacts = counted(len(verification.artefacts), "artefact")
+    count = f"{len(damaged)} of {artefacts} {'is' if len(damaged) == 1 else 'are'} damaged"
+    problem = UsageError(f"{count}, the first is {first.path}: {first.problem}; {first.remedy}")
+    return Output(verification.as_json, shown_parts(verification.parts), problem=problem)
+
+
+@job_verb("kvsearch.jobs.report:ReportOptions", job="write_report", dry_run=False)
+def report(options: ReportOptions, page: Report) -> Output:
+    """Write runs of any kind as one HTML page that needs no network: figures, tables, and how they were made.
+
+    Each run says in one sentence what was found. Every figure and table has its numbers as CSV; tables sort by a click
+    on a heading. Several runs are grouped by their models. A search that still runs shows how far it is.
+
+    Example: kvsearch report runs/best runs/table -o report.html
+    """
+    from kvsearch.report.numbers import counted
+
+    figures = page.count("figures")
+    tables = page.count("tables")
+    files = list(map(str, page.files))
+    content = {"report": str(page.output), "bytes": page.bytes, "figures": figures, "tables": tables, "files": files}
+    content_words = f"{counted(figures, 'figure')}, {counted(tables, 'table')}"
+    lines = [f"wrote {page.output}: {content_words}, {page.bytes / 1000:.0f} kB"]
+    if files:
+        lines.append(f"wrote {counted(len(files), 'file')} to {options.figures}")
+    return Output(lambda: content, said(lines))
+
+
+@job_verb("kvsearch.jobs.headroom:HeadroomOptions")
+def headroom(options: HeadroomOptions, result: HeadroomResult) -> Output:
+    """Evict by true oracle importance, by simple policies and at random, and compare with the full cache.
+
+    Example: kvsearch headroom bundled --length 1024
+    """
+    from kvsearch.report.scores import headroom_parts
+
+    return Output(result.as_json, shown_parts(lambda: headroom_parts(result)))
+
+
+@job_verb("kvsearch.jobs.lm_eval:LmEvalOptions")
+def lm_eval(options: LmEvalOptions, results: dict[str, Any]) -> Output:
+    """Run tasks of lm-evaluation-harness on the cache that a plan leaves (needs the extra `lm-eval`).
+
+    Example: kvsearch lm-eval bundled --plan plan.json --tasks arc_easy --limit 100
+    """
+    from kvsearch.report.scores import harness_lines
+
+    return Output(lambda: results, shown_parts(lambda: harness_lines(results)))
+
+
+@job_verb("kvsearch.jobs.listings:PoliciesOptions", dry_run=False, needs_arguments=False)
+def policies(options: PoliciesOptions, listing: Listing) -> Output:
+    """List the eviction policies, those of other installed packages included, or show one in full.
+
+    With --json and NAME, an object with these keys:
+
+    name, package, source, title, formula, implementation (module:Class)
+    parameters: an object of names and defaults
+    phases: those in which it evicts
+    stages: how many scores choose what stays of the prompt
+    needs: a list of what it reads besides keys and values
+    sinks and window: how many entries it always keeps
+    decode: its rule while decoding, in words
+
+    What depends on parameters without a default is null. With --json and no
+    NAME: an object with policies, a list of such objects, and problems, a
+    list of objects with name, package and error, of those that cannot be used.
+
+    Example: kvsearch policies snapkv
+    """
+    return Output(listing.as_json, shown_parts(listing.parts))
+
+
+@job_verb("kvsearch.jobs.listings:TasksOptions", dry_run=False, needs_arguments=False)
+def tasks(options: TasksOptions, listing: Listing) -> Output:
+    """List the tasks that evaluate can ask, or show one in full.
+
+    With --json, an object with tasks, a list of objects with these keys, and sets (names that stand for several tasks):
+
+    spec: what --tasks takes
+    category: the group that tables average it in
+    metric
+    source: where its texts come from
+    needs: the file that you must bring, if any
+    packages: Python packages that its metric needs
+    options: those of evaluate that it reads
+    split and splits: the default one, and all there are
+
+    Example: kvsearch tasks ruler:vt
+    """
+    return Output(listing.as_json, shown_parts(listing.parts))
+
+
+@job_verb("kvsearch.jobs.listings:RecipesOptions", dry_run=False, needs_arguments=False)
+def recipes(options: RecipesOptions, listing: Listing) -> Output:
+    """List the recipes that are shipped, which --recipe takes by name, or print one.
+
+    Examples: kvsearch recipes run
+
+    kvsearch recipes evolve/paper-8b
+    """
+    return Output(listing.as_json, shown_parts(listing.parts))
+
+
+@job_verb("kvsearch.jobs.doctor:DoctorOptions", dry_run=False, needs_arguments=False)
+def doctor(options: DoctorOptions, facts: dict[str, Any]) -> Output:
+    """Check versions, devices and the bundled models, and run one tiny generation on the runtime's cache."""
+    from kvsearch.core.errors import EnvironmentFault
+    from kvsearch.jobs.doctor import MISSING
+    from kvsearch.report.screen import facts as fact_lines
+
+    missing = [name for name, value in facts.items() if value == MISSING]
+    problem = None
+    if missing:
+        problem = EnvironmentFault(f"{', '.join(missing)} missing: run `pip install -e .` again where kvsearch is")
+    return Output(lambda: facts, shown_parts(lambda: fact_lines(facts)), problem=problem)
+
+
+VERBS["plan"] = VerbGroup("plan", "Make plans without calibration, change plans, compare them.")

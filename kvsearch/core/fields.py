@@ -1,0 +1,76 @@
+"""Field types of the files kvsearch reads and writes: strict, finite and frozen, equal bytes for equal content."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from kvsearch.core.limits import (
+    MOST_ENTRIES,
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_NUMBER,
+    MOST_SAMPLES,
+    MOST_TOTAL,
+    MOST_WIDTH,
+)
+
+# A pydantic error type of our own: its message is complete, so nothing is added when it is shown.
+COMPLETE = "kvsearch"
+
+
+class Record(BaseModel):
+    """A frozen pydantic model that refuses keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def refuse(problems: Iterable[tuple[tuple[str | int, ...], str]]) -> None:
+    """Raise one pydantic error that holds all `problems`, each a place below the current field and a message.
+
+    Raises:
+        ValidationError: there is at least one problem; inside a validator pydantic merges it with its own errors.
+    """
+    details = [
+        InitErrorDetails(type=PydanticCustomError(COMPLETE, "{what}", {"what": what}), loc=place, input=None)
+        for place, what in problems
+    ]
+    if details:
+        raise ValidationError.from_exception_data("record", details)
+
+
+def _check_scalar(value: Any) -> Any:
+    is_whole = isinstance(value, int) and -MOST_NUMBER <= value <= MOST_NUMBER
+    if is_whole or isinstance(value, str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    message = "must be a finite number, true, false or a text, not a {what}"
+    raise PydanticCustomError(COMPLETE, message, {"what": type(value).__name__})
+
+
+def _check_setting(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(item if item is None else _check_scalar(item) for item in value)
+    return value if value is None else _check_scalar(value)
+
+
+Text = Annotated[str, Field(strict=True, min_length=1)]
+Sha256 = Annotated[str, Field(strict=True, pattern="^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(strict=True, ge=1, le=MOST_NUMBER)]
+Index = Annotated[int, Field(strict=True, ge=0, le=MOST_NUMBER)]
+Entries = Annotated[int, Field(strict=True, ge=1, le=MOST_ENTRIES)]
+Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+Total = Annotated[int, Field(strict=True, ge=1, le=MOST_TOTAL)]
+Layers = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
+Heads = Annotated[int, Field(strict=True, ge=1, le=MOST_HEADS)]
+Width = Annotated[int, Field(strict=True, ge=1, le=MOST_WIDTH)]
+Floor = Annotated[int, Field(strict=True, ge=0, le=MOST_ENTRIES)]
+
+Scalar = bool | int | float | str
+Setting = Scalar | None | tuple[Scalar | None, ...]
+ScalarField = Annotated[Scalar, PlainValidator(_check_scalar)]
+# pydantic's own serializer of unions warns about tuples
+SettingField = Annotated[Setting, PlainValidator(_check_setting), PlainSerializer(lambda value: value)]

@@ -1,0 +1,249 @@
+"""Reading and writing files; a write either completes or leaves what was there."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.core.limits import MOST_DATA
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some of your quota",
+    errno.EACCES: "check the permissions",
+    errno.EPERM: "check the permissions",
+    errno.EROFS: "choose a writable place",
+}
+
+
+class FileKind(NamedTuple):
+    """What `force` may replace: files that hold the `mark` which all that kvsearch writes of this kind has."""
+
+    name: str  # with its article
+    mark: bytes
+
+
+PLAN_FILE = FileKind("a plan", b'"kvsearch.plan"')
+CACHE_FILE = FileKind("a compressed cache", b"kvsearch.cache")
+STRATEGY_FILE = FileKind("a plan in YAML", b"kvsearch.strategy")
+
+
+def read_bytes(path: str | Path, most: int = MOST_DATA) -> bytes:
+    """Read a whole file of at most so many bytes.
+
+    Raises:
+        UsageError: there is no such file, it is a folder or device, or it is larger.
+        EnvironmentFault: it cannot be read.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode):
+                raise UsageError(f"{path} is a device, which may have no end: name a file")
+            if status.st_size <= most:
+                return file.read()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UsageError(f"there is no file {path}: check the path") from error
+    except IsADirectoryError as error:
+        raise UsageError(f"{path} is a folder: name a file in it") from error
+    except OSError as error:
+        raise EnvironmentFault(f"cannot read {path}: {_reason(error)}") from error
+    except ValueError as error:  # a zero byte in the name
+        raise UsageError(f"cannot read {path!r}: {error}") from error
+    raise UsageError(f"{path} is larger than the {most} bytes that such a file may have: is it the right one?")
+
+
+def read_text(path: str | Path, name: str | None = None, most: int = MOST_DATA) -> str:
+    """Read a whole text file, called `name` where it is no text; raises as `read_bytes`, or UsageError: not UTF-8."""
+    return decoded(read_bytes(path, most), name or str(path))
+
+
+def decoded(data: bytes, name: str) -> str:
+    """Return UTF-8 as text; UsageError with the first byte that is none."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is not UTF-8 text: byte {error.start} is {data[error.start]:#04x}") from error
+
+
+def atomic_write(path: str | Path, data: bytes | Iterable[bytes | memoryview], overwrite: bool = True) -> None:
+    """Replace the content of `path` in one step that survives a crash; links are followed, the file mode is kept.
+
+    What is large can be given in pieces, which are asked for one by one. A file that holds what is given whole already
+    is left as it is.
+
+    Raises:
+        UsageError: `path` holds something else and `overwrite` is off, is a folder or device, or its folder does not
+            exist.
+        EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
+    """
+    try:
+        target = Path(path).resolve()
+        mode = _mode_of(target)
+        if not overwrite and _holds(target, data):
+            return
+        _replace(target, data, mode, overwrite)
+        logging.getLogger("kvsearch").debug("wrote %s, %s bytes", path, target.stat().st_size)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {path}: {_reason(error)}") from error
+    except (RuntimeError, ValueError) as error:  # a link that leads to itself, a zero byte in the name
+        raise UsageError(f"cannot write {path!r}: {error}") from error
+    _sync_folder(target.parent)
+
+
+def write_fault(error: OSError, path: Path, then: str) -> EnvironmentFault:
+    """Return what to say of a file that a run cannot write; `then` is how to go on once the cause is removed."""
+    remedy = _REMEDIES.get(error.errno or 0, "check the disk and the permissions")
+    return EnvironmentFault(f"cannot write {path}: {(error.strerror or str(error)).lower()}, {remedy}, then {then}")
+
+
+def check_output(path: Path, force: bool, kind: FileKind | None = None) -> None:
+    """Find out, before there is anything to write, whether a command may write a file at `path`.
+
+    An empty file may be replaced by anything.
+
+    Raises:
+        UsageError: there can be no file, there is one and `force` is off, or it is of another kind, which no `force`
+            replaces (None: any kind).
+    """
+    check_target(path)
+    if not path.exists():
+        return
+    if not force:
+        raise UsageError(f"{path} exists: choose another file, or --force to replace it")
+    if kind is not None:
+        require_kind(path, kind)
+
+
+def require_kind(path: Path, kind: FileKind) -> None:
+    """Raise UsageError if there is a file at `path` that is not empty and of another kind.
+
+    Raises:
+        EnvironmentFault: it cannot be read.
+    """
+    try:
+        if not path.exists() or not path.stat().st_size:
+            return
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            is_of_kind = data.find(kind.mark) >= 0  # without reading all of a large file
+    except OSError as error:
+        raise EnvironmentFault(f"cannot read {path}: {_reason(error)}") from error
+    if not is_of_kind:
+        raise UsageError(f"{path} holds something else than {kind.name}: choose another file")
+
+
+def check_target(path: str | Path) -> None:
+    """Raise UsageError if `path` cannot become a file: it is a folder or device, or its folder does not exist."""
+    _mode_of(Path(path).resolve())
+
+
+def _mode_of(target: Path) -> int | None:
+    """Return the permission bits of an existing regular file, None for a new one."""
+    try:
+        found = target.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        if not target.parent.is_dir():
+            raise UsageError(f"cannot write {target}: its folder does not exist, create it first") from None
+        return None
+    if not stat.S_ISREG(found):
+        what = "a folder" if stat.S_ISDIR(found) else "not a regular file"
+        raise UsageError(f"cannot write {target}: it is {what}, name a file")
+    return stat.S_IMODE(found)
+
+
+def _holds(target: Path, data: bytes | Iterable[bytes | memoryview]) -> bool:
+    """Tell whether a file holds the data; False if there is none, UsageError if it holds something else."""
+    if not target.exists():
+        return False
+    if target.read_bytes() == data:
+        return True
+    raise UsageError(f"{target} exists already and holds something else: choose another name, or delete it first")
+
+
+def _replace(target: Path, data: bytes | Iterable[bytes | memoryview], mode: int | None, overwrite: bool) -> None:
+    with temporary_for(target) as (temporary, file):
+        file.writelines([data] if isinstance(data, bytes) else data)
+        file.flush()
+        os.fsync(file.fileno())
+        if mode is not None:
+            temporary.chmod(mode)
+        if not overwrite and _holds(target, data):  # another process has made it meanwhile
+            temporary.unlink()
+        else:
+            temporary.replace(target)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name durable. The file is complete by now, and some file systems cannot sync folders: no error."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _reason(error: OSError) -> str:
+    what = (error.strerror or str(error)).lower()
+    remedy = _REMEDIES.get(error.errno or 0)
+    return f"{what}, {remedy}" if remedy else what
+
+
+TEMPORARY = ".kvsearch-"  # begins the name of a file that is there only while a process works
+SUFFIX = ".tmp"
+
+
+@contextmanager
+def temporary_for(target: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """Yield a new file next to `target`, and its path; it is removed unless it is renamed before the end.
+
+    Its writer has the system's lock on it, which ends with the process: so what a killed one left of the same target is
+    told from what another one is writing now, and removed. A file system without locks keeps it.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    beginning = f"{TEMPORARY}{hashlib.sha256(target.name.encode(errors='surrogateescape')).hexdigest()[:8]}-"
+    _remove_abandoned(target.parent, beginning)
+    path, file = _made(target.parent, beginning)
+    try:
+        with file:
+            yield path, file
+    except BaseException:
+        with suppress(OSError):
+            path.unlink()
+        raise
+
+
+def _made(folder: Path, beginning: str) -> tuple[Path, BinaryIO]:
+    while True:
+        path = folder / f"{beginning}{secrets.token_hex(8)}{SUFFIX}"
+        file = path.open("xb")
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists():
+                return path, file
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # who looked at it before it was locked took it for abandoned
+
+
+def _remove_abandoned(folder: Path, beginning: str) -> None:
+    for path in folder.iterdir():
+        if path.name.startswith(beginning) and path.suffix == SUFFIX:
+            with suppress(OSError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()

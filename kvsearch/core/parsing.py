@@ -1,0 +1,142 @@
+"""From bytes to checked data, with every mistake of a hand-edited file named by its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from kvsearch.core.errors import UsageError
+from kvsearch.core.fields import COMPLETE
+from kvsearch.core.files import decoded, read_bytes
+from kvsearch.core.limits import MOST_DOCUMENT
+
+# what a library may raise that reads a file of which nobody has thought
+FAULTS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
+_LONGEST_VALUE = 60
+_LONGEST_FAULT = 200
+_MOST_SHOWN = 20
+_MOST_LISTED = 5000
+_MOST_SHOWN_BITS = 1024  # of a whole number
+_PLAIN: Final = {"extra_forbidden": "unknown key: remove it or correct its spelling", "missing": "is missing: add it"}
+_NO_WHOLE: Final = "Input should be a whole number"
+_OF_KIND: Final = {
+    "int_parsing": _NO_WHOLE,
+    "int_parsing_size": _NO_WHOLE,
+    "int_from_float": _NO_WHOLE,
+    "float_parsing": "Input should be a number",
+}
+_ABOUT_CONTENT: Final = (COMPLETE, "too_long", "value_error", "assertion_error")
+
+
+def describe_validation_error(error: ValidationError, name: str) -> str:
+    """List all problems of `error`: a first line with the file's `name`, then `path.to.field: what`, one per line."""
+    return list_problems(problems_of(error), name)
+
+
+def problems_of(error: ValidationError) -> list[str]:
+    """List the problems of `error` as `path.to.field: what`, one line each."""
+    return [f"{'.'.join(map(short_key, place)) or 'the whole'}: {what}" for place, what in located_problems(error)]
+
+
+def located_problems(error: ValidationError) -> list[tuple[tuple[str | int, ...], str]]:
+    """List the problems of `error`, each a place and one line; where there are very many, only how many."""
+    if error.error_count() > _MOST_LISTED:
+        return [((), f"has {error.error_count()} problems, too many to list: restore the file")]
+    problems = []
+    for line in error.errors(include_url=False):
+        kind = line["type"]
+        what = _PLAIN.get(kind) or _OF_KIND.get(kind) or line["msg"].removeprefix("Value error, ")
+        found = "" if kind in _PLAIN or kind in _ABOUT_CONTENT else f", not {shown(line['input'])}"
+        problems.append((line["loc"], " ".join(f"{what}{found}".splitlines())))
+    return problems
+
+
+def short_key(key: str | int) -> str:
+    """Return a part of a place for a message: short, as `shown` has values."""
+    text = str(key)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+
+
+def list_problems(problems: list[str], name: str) -> str:
+    """Put `problems` under a first line that names the file and counts them; of many, the first few."""
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    more = len(problems) - _MOST_SHOWN
+    shown = problems if more <= 0 else [*problems[:_MOST_SHOWN], f"... and {more} more"]
+    return "\n  ".join([f"{name} is not valid, {count}:", *shown])
+
+
+def read_json(path: str | Path, most: int = MOST_DOCUMENT) -> Any:
+    """Read a file of one JSON value; raises as `read_bytes` and `parse_json`."""
+    return parse_json(read_bytes(path, most), str(path))
+
+
+def parse_json(data: bytes, name: str) -> Any:
+    """Parse JSON in UTF-8; UsageError for anything else, a key twice in one object, or what `require_plain` refuses."""
+    text = decoded(data, name)
+    try:
+        content = json.loads(text, object_pairs_hook=_unique)
+        require_plain(content)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno} column {error.colno}"
+        raise UsageError(f"{name} is not valid JSON at {place}: {error.msg}") from error
+    except FAULTS as error:
+        raise UsageError(f"{name} is not valid JSON: {describe_fault(error)}") from error
+    return content
+
+
+def require_plain(content: Any) -> None:
+    """Raise ValueError if a number is not finite or a text is no UTF-8, RecursionError for very deep nesting."""
+    try:
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise ValueError("a number in it is NaN or infinite") from error
+    text.encode()
+
+
+def describe_fault(error: Exception) -> str:
+    """Return what a library says of a file that it cannot read, on one line; its kind if it says nothing."""
+    return " ".join(str(error).split())[:_LONGEST_FAULT] or type(error).__name__
+
+
+def is_text(value: str) -> bool:
+    """Return True if a text can be written as UTF-8: it has no half of a surrogate pair."""
+    return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def require_header(data: object, kind: str, version: int, name: str) -> dict[str, Any]:
+    """Take `data` as a dictionary whose "format" is `kind` and whose "version" this release reads.
+
+    Raises:
+        UsageError: another kind of file, or one written by a newer kvsearch.
+    """
+    if not isinstance(data, dict) or data.get("format") != kind:
+        found = f"its format is {shown(data.get('format'))}" if isinstance(data, dict) else "it holds no object"
+        raise UsageError(f'{name} is not a {kind} file: {found} where "format": "{kind}" is expected')
+    given = data.get("version")
+    if type(given) is not int or given < 1:
+        raise UsageError(f'{name} has no valid version: found {shown(given)} where "version": {version} is expected')
+    if given > version:
+        raise UsageError(f"{name} was written by a newer kvsearch (version {given}, this one reads {version}): upgrade")
+    return data
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: short, without what is in it."""
+    if isinstance(value, dict | list | tuple):
+        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, int) and value.bit_length() > _MOST_SHOWN_BITS:
+        return "a number of very many digits"
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        seen = set[str]()
+        key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {key!r} occurs twice in one object")
+    return content

@@ -1,0 +1,45 @@
+"""What is installed: where files shipped with kvsearch are (in a wheel, or a source checkout), versions of packages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvsearch.core.errors import EnvironmentFault
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def resource(relative: str) -> Path:
+    """Return the path of a shipped file or folder, such as "data/bundled"; EnvironmentFault if it is missing."""
+    for root in (_PACKAGE / "_resources", _PACKAGE.parent):
+        path = root / relative
+        if path.exists():
+            return path
+    raise EnvironmentFault(f"{relative} is missing from this installation of kvsearch: reinstall it")
+
+
+@cache  # a search makes many plans, which all name the versions
+def version(package: str) -> str:
+    """Return the version of an installed package; PackageNotFoundError if it is not installed."""
+    return metadata.version(package)
+
+
+class Closing(ABC):
+    """A resource that a with statement closes, however it ends."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what is held; to do so again changes nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

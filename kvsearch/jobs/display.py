@@ -1,0 +1,182 @@
+"""How far a long command is: one display over all stages of a run, and a line per generation of a search."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvsearch.core.progress import Progress, clock_words
+from kvsearch.jobs.reporter import Reporter, on_interruption
+from kvsearch.runs.run import write_json
+from kvsearch.search.candidates import STARTS
+from kvsearch.search.names import BEST
+
+if TYPE_CHECKING:
+    from kvsearch.search.candidates import Candidate
+    from kvsearch.search.loop import StageProgress
+    from kvsearch.search.settings import SearchLimits
+    from kvsearch.search.trials import TrialLog
+
+PARTS = 1000  # of the whole, as the display counts them
+
+
+@dataclass
+class Overall:
+    """Stages by name, each with its share of the work in any unit; those that were finished before take no time."""
+
+    reporter: Reporter
+    work: Mapping[str, float]
+    show: Progress
+    clock: Callable[[], float] = time.monotonic
+    done: float = 0.0
+    _begun: int = 0
+    _started: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._started = self.clock()
+
+    @contextmanager
+    def stage(self, name: str, words: str) -> Iterator[StageReporter]:
+        """Begin a stage, and give whom its job talks to."""
+        self._begun += 1
+        before = self.done
+        self.reporter.say(f"{self._begun}/{len(self.work)} {words}{self._left()}")
+        yield StageReporter(self.reporter, lambda share: self._at(before + share * self.work[name]))
+        self._at(before + self.work[name])
+
+    def _at(self, done: float) -> None:
+        self.done = max(self.done, done)
+        self.show(round(PARTS * self.done / sum(self.work.values())), PARTS)
+
+    def _left(self) -> str:
+        """Return the time that is left at the speed so far, in words; nothing before anything is done."""
+        spent, whole = self.clock() - self._started, sum(self.work.values())
+        if self.done <= 0 or spent < 1:
+            return ""
+        left = round(spent * (whole - self.done) / self.done)
+        return f" (about {left // 60}:{left % 60:02d} left)"
+
+
+@contextmanager
+def overall(reporter: Reporter, work: Mapping[str, float]) -> Iterator[Overall]:
+    """Show one bar for stages with these shares of the work."""
+    with reporter.progress("parts in 1000") as show:
+        yield Overall(reporter, work, show)
+
+
+@dataclass(frozen=True)
+class StageReporter:
+    """A `Reporter` whose progress is that of a stage; what its steps count from 0 again does not go back."""
+
+    reporter: Reporter
+    at: Callable[[float], None]
+
+    def part(self, begin: float, share: float) -> StageReporter:
+        """Return the reporter of a part of the stage, which has that `share` of its work."""
+        return StageReporter(self.reporter, lambda done: self.at(begin + share * done))
+
+    def say(self, text: str) -> None:
+        """Keep it: what a stage begins with and what it has kept is told once, of all stages."""
+
+    def warn(self, text: str) -> None:
+        """See `Reporter.warn`."""
+        self.reporter.warn(text)
+
+    @contextmanager
+    def progress(self, what: str) -> Iterator[Progress]:  # noqa: ARG002 - there is one display
+        """See `Reporter.progress`."""
+        yield lambda done, total: self.at(done / total if total else 1.0)
+
+    def live(self, title: str) -> AbstractContextManager[Callable[[Sequence[str]], None]]:
+        """See `Reporter.live`."""
+        return self.reporter.live(title)
+
+    def loading(self, name: str) -> AbstractContextManager[None]:
+        """See `Reporter.loading`."""
+        return self.reporter.loading(name)
+
+
+class SearchProgress:
+    """Tells of a search; a `Watcher`."""
+
+    def __init__(self, reporter: Reporter, log: TrialLog, limits: SearchLimits, searches: int = 1) -> None:
+        self.reporter, self.log, self.limits, self.searches = reporter, log, limits, searches
+        self.where, self.failures, self.starts = "", 0, math.nan
+        self.part: StageProgress | None = None
+        self.ends = 0
+        self._open = ExitStack()
+        self._show: Callable[[Sequence[str]], None] | None = None
+
+    def stage(self, name: str, part: StageProgress | None = None) -> None:
+        """See `Watcher`."""
+        self.where, self.part = name, part
+
+    def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
+        """See `Watcher`."""
+        self.failures += sum(not math.isfinite(value) for value in values)
+        place = self.where
+        if stage == STARTS:
+            self.starts = best.value
+        else:
+            place += f", generation {generation}"
+            place += f" (last {self.part.generations - 1})" if self.part is not None else ""
+        if self._show is None:
+            self._show = self._open.enter_context(self.reporter.live("kvsearch evolve"))
+        found = f"best {best.value:.6g} ({best.where}; best start {self.starts:.6g})"
+        failed = [f"{self.failures} failed"] if self.failures else []
+        self._show([place, found, *self._used(), *failed, *self._left(generation)])
+
+    def ended(self, why: str) -> None:
+        """See `Watcher`; gives the screen back."""
+        self.close()
+        self.ends += 1
+        self.reporter.say(f"search ended: {why}")
+
+    def close(self) -> None:
+        """Give the screen back."""
+        self._open.close()
+        self._show = None
+
+    def _used(self) -> Iterator[str]:
+        spent, limits = self.log.spent, self.limits
+        for name, used, most in (
+            ("candidates", spent.evaluations, limits.evaluations),
+            ("seconds", spent.seconds, limits.seconds),
+            ("tokens", spent.tokens, limits.tokens),
+        ):
+            yield f"{name} {used:,.0f}" + ("" if most is None else f" of {most:,.0f}")
+
+    def _left(self, generation: int) -> Iterator[str]:
+        """Yield about how long the search still takes at the most, from what all its sessions took."""
+        if self.part is None:
+            return
+        spent, limits = self.log.spent, self.limits
+        shares = [(self.ends + self.part.done(generation)) / self.searches]
+        for used, most in ((spent.evaluations, limits.evaluations), (spent.tokens, limits.tokens)):
+            shares += [] if most is None else [used / most]
+        share = max(shares)
+        left = spent.seconds * (1 - share) / share if share < 1 else 0.0
+        if limits.seconds is not None:
+            left = min(left, max(0.0, limits.seconds - spent.seconds))
+        yield f"at most {clock_words(left)} left"
+
+
+@contextmanager
+def watching(reporter: Reporter, log: TrialLog, limits: SearchLimits, searches: int = 1) -> Iterator[SearchProgress]:
+    """Show how a search goes; after Ctrl-C write and say what is best so far, and how to go on."""
+    watcher = SearchProgress(reporter, log, limits, searches)
+    directory = log.path.parent
+
+    def words() -> str:
+        watcher.close()
+        if (best := log.best) is not None:
+            write_json(directory / BEST, {"value": best.value, "where": best.where, "budgets": best.candidate})
+            reporter.say(f"best so far: {best.value:.6g} ({best.where}), in {directory / BEST}")
+        return f"give the same command again to go on: what was measured is in {directory}"
+
+    with closing(watcher), on_interruption(reporter, words):
+        yield watcher

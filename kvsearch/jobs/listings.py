@@ -1,0 +1,160 @@
+"""kvsearch policies, tasks, recipes: what there is to choose from, and all there is to know about one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from kvsearch.config.options import JobOptions, Option
+from kvsearch.config.recipes import FOLDERS, about, shipped_recipe, shipped_recipes
+from kvsearch.jobs.public import job
+from kvsearch.jobs.reporter import Reporter
+from kvsearch.policies.catalog import PolicyFacts, catalog, describe_policy
+from kvsearch.report.screen import facts, listing
+from kvsearch.tasks.catalog import SETS, Entry, describe_tasks
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+OPEN = "depends on its parameters"
+STAGES = {None: OPEN, 1: "one score chooses what stays", 2: "two scores in turn choose what stays"}
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What is listed: for programs, and line by line for people."""
+
+    content: Mapping[str, Any]
+    lines: Iterable[RenderableType]
+
+    def as_json(self) -> dict[str, Any]:
+        return dict(self.content)
+
+    def parts(self) -> Iterator[RenderableType]:
+        yield from self.lines
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
+    table = listing(title, columns)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+# --- policies -------------------------------------------------------------------------------------------
+
+
+class PoliciesOptions(JobOptions):
+    """Which policy to show."""
+
+    job: ClassVar[str] = "policies"
+
+    name: Annotated[str | None, Option("Show this one in full.", argument=True)] = None
+
+
+@job(PoliciesOptions)
+def policies(options: PoliciesOptions, reporter: Reporter) -> Listing:  # noqa: ARG001 - as others have it
+    """Return all policies, or all there is to know about one."""
+    if options.name is not None:
+        policy = describe_policy(options.name)
+        return Listing(asdict(policy), _policy_lines(policy))
+    known, faults = catalog()
+    rows = [(one.name, " ".join(one.phases) or "-", _decode_rule(one), one.source, one.package) for one in known]
+    table = _table("eviction policies", ["name", "phases", "while decoding", "source", "package"], rows)
+    content = {"policies": list(map(asdict, known)), "problems": list(map(asdict, faults))}
+    return Listing(content, [table, *(f"{fault.name} ({fault.package}): {fault.error}" for fault in faults)])
+
+
+def _policy_lines(policy: PolicyFacts) -> Iterator[str]:
+    for text in (policy.title, policy.formula):
+        if text:
+            yield from (*text.split("\n"), "")
+    stages = {"of the prompt": STAGES[policy.stages]} if policy.phases else {}
+    kept = OPEN if policy.sinks is None else f"{policy.sinks} first entries, {policy.window} most recent ones"
+    yield from facts(
+        {
+            "name": policy.name, "source": policy.source, "package": policy.package, "class": policy.implementation,
+            "evicts in": " and ".join(policy.phases) or "no phase: it keeps everything", **stages,
+            "while decoding": _decode_rule(policy),
+            "needs": OPEN if policy.needs is None else ", ".join(policy.needs) or "keys and values",
+            "always kept": kept,
+            **{
+                f"parameter {name}": f"default {'(none)' if default is None else default}"
+                for name, default in policy.parameters.items()
+            },
+        }
+    )  # fmt: skip
+
+
+def _decode_rule(policy: PolicyFacts) -> str:
+    return policy.decode or OPEN
+
+
+# --- tasks ----------------------------------------------------------------------------------------------
+
+
+class TasksOptions(JobOptions):
+    """Which tasks to show."""
+
+    job: ClassVar[str] = "tasks"
+
+    spec: Annotated[
+        str | None, Option("Show these only, as for --tasks of evaluate; a single one in full.", argument=True)
+    ] = None
+
+
+@job(TasksOptions)
+def tasks(options: TasksOptions, reporter: Reporter) -> Listing:  # noqa: ARG001 - as others have it
+    """Return tasks, or all there is to know about a single one."""
+    known = describe_tasks(options.spec)
+    content = {"tasks": [task.facts() for task in known], "sets": SETS}
+    if len(known) == 1:
+        return Listing(content, _task_lines(known[0]))
+    rows = [
+        (one.spec, one.category, one.metric, ", ".join(one.packages) or "-", one.needs or one.source) for one in known
+    ]
+    table = _table("tasks", ["task", "category", "metric", "packages", "texts from"], rows)
+    sets = "; ".join(f"{name} ({len(members)})" for name, members in SETS.items())
+    return Listing(content, [table, f"sets: {sets}. One in full: kvsearch tasks SPEC"])
+
+
+def _task_lines(task: Entry) -> Iterator[str]:
+    return facts(
+        {
+            "task": task.spec, "category": task.category, "metric": task.metric, "texts from": task.source,
+            "needs": task.needs or "no file of yours", "packages": ", ".join(task.packages) or "none besides kvsearch",
+            "options": " ".join(task.options), "splits": f"{', '.join(task.splits)}; default {task.split}",
+        }
+    )  # fmt: skip
+
+
+# --- recipes --------------------------------------------------------------------------------------------
+
+
+class RecipesOptions(JobOptions):
+    """Which recipes to list, or which one to show."""
+
+    job: ClassVar[str] = "recipes"
+
+    name: Annotated[
+        str | None,
+        Option("Print this one, or list those of a command: calibrate, evaluate, evolve, run.", argument=True),
+    ] = None
+
+
+@job(RecipesOptions)
+def recipes(options: RecipesOptions, reporter: Reporter) -> Listing:  # noqa: ARG001 - as others have it
+    """Return the shipped recipes with what they say of themselves, or the text of one."""
+    if options.name is not None and options.name not in FOLDERS:
+        name, path = shipped_recipe(options.name)
+        text = path.read_text(encoding="utf-8")
+        return Listing({"name": name, "recipe": text}, text.splitlines())
+    known = (
+        shipped_recipes()
+        if options.name is None
+        else {name: path for name, path in shipped_recipes().items() if name.startswith(f"{options.name}/")}
+    )
+    rows = [(name, about(path)) for name, path in known.items()]
+    table = _table("recipes: kvsearch COMMAND --recipe NAME", ["command/name", "what it is"], rows)
+    return Listing({"recipes": [{"name": name, "about": text} for name, text in rows]}, [table])

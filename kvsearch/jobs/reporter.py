@@ -1,0 +1,111 @@
+"""What a job says while it runs: remarks, doubts, how far it is, and what is kept of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvsearch.core.errors import KvsearchWarning
+from kvsearch.core.progress import Progress
+from kvsearch.evaluation.reply_store import open_stage
+from kvsearch.models.speed import measure_speed
+
+if TYPE_CHECKING:
+    from kvsearch.evaluation.reply_store import ReplyStore
+    from kvsearch.models.loading import LoadedModel
+    from kvsearch.models.speed import Work
+    from kvsearch.runs.identity import RunConfig
+
+AGAIN = "give the same command again to go on"
+FINISHED = "this run was finished: nothing was left to do"
+
+
+class Reporter(Protocol):
+    """Hears of what a job does; it decides nothing."""
+
+    def say(self, text: str) -> None:
+        """Tell something that is not a result."""
+        ...
+
+    def warn(self, text: str) -> None:
+        """Tell of something doubtful, on one line."""
+        ...
+
+    def progress(self, what: str) -> AbstractContextManager[Progress]:
+        """Show how far something is, in units of `what`."""
+        ...
+
+    def live(self, title: str) -> AbstractContextManager[Callable[[Sequence[str]], None]]:
+        """Show facts that change, the first of which says where they are from."""
+        ...
+
+    def loading(self, name: str) -> AbstractContextManager[None]:
+        """Be told that a model is loaded, by libraries that print."""
+        ...
+
+
+class Silent:
+    """Says nothing; doubts become a `KvsearchWarning`. For callers of the Python API."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def warn(self, text: str) -> None:
+        warnings.warn(text, KvsearchWarning, stacklevel=4)
+
+    def progress(self, what: str) -> AbstractContextManager[Progress]:  # noqa: ARG002 - as `Reporter` has it
+        return nullcontext(lambda *_: None)
+
+    def live(self, title: str) -> AbstractContextManager[Callable[[Sequence[str]], None]]:  # noqa: ARG002
+        return nullcontext(lambda _: None)
+
+    def loading(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
+
+
+def estimate_cost(loaded: LoadedModel, work: Work, reporter: Reporter) -> dict[str, Any]:
+    """Say about how long work takes, by a short measured pass of the model; return that as JSON, under "estimate"."""
+    speed = measure_speed(loaded)
+    reporter.say(speed.words(work))
+    return {"estimate": speed.estimate(work)}
+
+
+@contextmanager
+def on_interruption(reporter: Reporter, words: Callable[[], str]) -> Iterator[None]:
+    """Say, after Ctrl-C, what is kept and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        reporter.say(words())
+        raise
+
+
+@contextmanager
+def going_on(place: Path, store: ReplyStore, replies: int, reporter: Reporter, again: str = AGAIN) -> Iterator[None]:
+    """Say which of the `replies` are there already and, after Ctrl-C, how many are kept and how to go on."""
+    if store.samples:
+        reporter.say(f"going on with {place}: {len(store.samples)} replies are there, {replies} are needed")
+    with on_interruption(reporter, lambda: f"{len(store.samples)} replies are kept in {place}: {again}"):
+        yield
+
+
+@contextmanager
+def kept_replies(
+    place: Path,
+    config: RunConfig,
+    replies: int,
+    force: bool,
+    reporter: Reporter,
+    what: str = "batches",
+    again: str = AGAIN,
+) -> Iterator[tuple[ReplyStore, Progress]]:
+    """Open the finished ones of the `replies` of a stage, see `open_stage` and `going_on`."""
+    with (
+        open_stage(place, config, force) as store,
+        reporter.progress(what) as progress,
+        going_on(place, store, replies, reporter, again),
+    ):
+        yield store, progress

@@ -1,0 +1,241 @@
+"""Every table and figure that kvsearch makes again: what is asked, its stages, its rows, and the paper's numbers.
+
+A table is described in `PAPER.yaml` beside this file: where it is, what it shows and of which models, what is asked in
+the paper's form and in the short one, its stages, the `rows` by method, and the `columns` as paths into what the last
+stages have written. In the `rows` {size} and {block} are those of an evaluation.
+
+A stage is a job of kvsearch (its `verb`) with its options. Text in it may hold `$NAME`, for what the form that is made
+has under that name, or for a variable of `each`, by which there are several stages: one for each of its values. Where
+that is an `ask`, its tasks are among the stage's options, and its fields have names, too. {NAME} stands for the file or
+directory of an earlier stage. A mapping of `each` and `item` is a list: the item for each of the values.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
+from string import Template
+from typing import Any, Literal
+
+import yaml
+
+from kvsearch.core.errors import UsageError
+from kvsearch.core.naming import unknown
+
+StageJob = Literal["calibrate", "evolve", "export", "scale", "select", "validate", "evaluate"]
+View = Literal["scores", "best", "categories", "selections", "signals", "layers", "losses", "profiles"]
+STAGES = "stages"  # in the directory of tables: a directory of every stage
+ASKING: frozenset[StageJob] = frozenset({"evolve", "select", "validate", "evaluate"})  # jobs that ask tasks
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Tasks, how many contexts of each, and how long these are.
+
+    `tokens` is about how long a prompt is where `length` does not say so: for the cost alone. `block` is what the paper
+    calls it, where a table asks several.
+    """
+
+    tasks: str
+    samples: int
+    length: tuple[int, ...] = ()
+    tokens: int = 0
+    block: str = ""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As options of the jobs that ask."""
+        return {"tasks": self.tasks, "samples": self.samples} | ({"length": self.length} if self.length else {})
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is asked, and how much is kept: by the paper, or in the short form for the bundled models.
+
+    `searches` are what budgets are searched on; `settings` are the other numbers that stages name.
+    """
+
+    asks: tuple[Ask, ...]
+    searches: tuple[Ask, ...]
+    budgets: tuple[int, ...]
+    ratios: tuple[float, ...]
+    settings: Mapping[str, Any]
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """What $NAME stands for in stages; `searched` are the budgets that have a search of their own."""
+        own = self.settings.get("own", ())
+        named: dict[str, Any] = {
+            **self.settings, "asks": self.asks, "searches": self.searches, "budgets": self.budgets,
+            "ratios": self.ratios,
+        }  # fmt: skip
+        if self.budgets:
+            least, *larger = self.budgets
+            searched = (least, *(budget for budget in larger if budget in own))
+            named |= {"least": least, "larger": tuple(larger), "searched": searched}
+        return named
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A job under a name that is unique in its table; `words` say what it does.
+
+    `methods` are those that an evaluation compares, one by one, so that one that a model cannot run is left out.
+    `block` and `tokens` are those of what is asked.
+    """
+
+    name: str
+    job: StageJob
+    words: str
+    options: Mapping[str, Any]
+    methods: tuple[str, ...] = ()
+    block: str = ""
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table or figure of a paper, and how kvsearch makes it.
+
+    `models` are the paper's: the last part of a hub id, and what the file of the paper's numbers calls it. `changed`
+    says what is not as in the paper at any scale, `smaller` what the short form has in place of what the paper has.
+    """
+
+    name: str
+    source: str  # the paper
+    where: str  # "Table 2"
+    shows: str
+    models: Mapping[str, str]
+    paper: Scale
+    bundled: Scale
+    templates: tuple[Mapping[str, Any], ...]
+    rows: Mapping[str, str]  # what the paper calls a method
+    columns: tuple[str, ...]
+    changed: tuple[str, ...]
+    smaller: tuple[str, ...]
+    view: View = "scores"
+
+    def stages(self, scale: Scale) -> tuple[Stage, ...]:
+        """Return the stages of a form, in their order."""
+        return tuple(stage for template in self.templates for stage in _stages(template, scale.names))
+
+
+def _stages(template: Mapping[str, Any], names: Mapping[str, Any]) -> Iterator[Stage]:
+    """Yield the stages of a template, one for each of the values that it is for."""
+    for bound in _bindings(template.get("each", {}), names):
+        verb = template["verb"]
+        options = _filled(template["options"], bound)
+        ask = bound["ask"] if verb in ASKING else Ask("", 0)
+        if verb in ASKING:
+            options = {**ask.options, **options}
+        if verb == "evaluate":  # it takes sizes as they are typed
+            sizes = {name: options[name] for name in ("budgets", "ratios") if name in options}
+            options |= {name: ",".join(map(str, values)) for name, values in sizes.items()}
+        name, words, methods = (_filled(template.get(part, []), bound) for part in ("name", "words", "methods"))
+        yield Stage(name, verb, words, options, methods, ask.block, ask.tokens)
+
+
+def _bindings(each: Mapping[str, Any], names: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the names with every choice of values of the variables; the last variable changes fastest."""
+    if not each:
+        yield names
+        return
+    (variable, values), *others = each.items()
+    for value in _filled(values, names):
+        bound = {**names, variable: value}
+        if isinstance(value, Ask):
+            bound |= asdict(value)
+            bound["suffix"] = f"-{value.block}" if value.block else ""
+        if variable == "budget":  # the search whose result is scaled to it
+            bound["source"] = value if value in names["searched"] else names["least"]
+        yield from _bindings(dict(others), bound)
+
+
+def _filled(value: Any, names: Mapping[str, Any]) -> Any:
+    """Return a part of a description with what its names stand for: a lone $NAME keeps the kind of its value."""
+    if isinstance(value, str):
+        return names[value[1:]] if value[1:] in names and value[0] == "$" else Template(value).substitute(names)
+    if isinstance(value, Mapping):
+        if value.keys() == {"each", "item"}:
+            return tuple(_filled(value["item"], bound) for bound in _bindings(value["each"], names))
+        return {name: _filled(inner, names) for name, inner in value.items()}
+    if isinstance(value, list):
+        return tuple(_filled(inner, names) for inner in value)
+    return value
+
+
+# --- all tables -------------------------------------------------------------------------------------------------------
+
+PAPERS = ("polykv", "lukv", "lava", "evolkv")
+FOLDER = files(__package__)
+Key = tuple[str, str, str, str]  # model, block ("128", "0.8", "4K 1024"), row, column
+
+
+def _read_tables(paper: str) -> Iterator[PaperTable]:
+    """Yield what the file of a paper describes."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    described = yaml.load(FOLDER.joinpath(f"{paper}.yaml").read_text(encoding="utf-8"), loader)
+    for name, table in described["tables"].items():
+        fields = {
+            **table, "paper": _scale(table["paper"]), "bundled": _scale(table["bundled"]),
+            **{field: tuple(_flat(table[field])) for field in ("columns", "changed", "smaller")},
+        }  # fmt: skip
+        yield PaperTable(name=name, source=described["paper"], templates=tuple(fields.pop("stages")), **fields)
+
+
+def _scale(described: Mapping[str, Any]) -> Scale:
+    settings = dict(described)
+    asks, searches = (
+        tuple(Ask(**{**ask, "length": tuple(ask.get("length", ()))}) for ask in settings.pop(field, ()))
+        for field in ("asks", "searches")
+    )
+    return Scale(asks, searches, tuple(settings.pop("budgets", ())), tuple(settings.pop("ratios", ())), settings)
+
+
+def _flat(parts: list[Any]) -> Iterator[str]:
+    """Yield the texts of a list in which some stand together as lists of their own."""
+    for part in parts:
+        yield from _flat(part) if isinstance(part, list) else (part,)
+
+
+TABLES: dict[str, PaperTable] = {table.name: table for paper in PAPERS for table in _read_tables(paper)}
+# names by number of what has a better one
+ALIASES: dict[str, str] = {
+    f"{name.partition('-')[0]}-table{table.where.removeprefix('Table ')}": name
+    for name, table in TABLES.items()
+    if table.where.startswith("Table ")
+}
+
+
+def find_table(name: str) -> PaperTable:
+    """Return a table by its name, or by its number in the paper; UsageError if there is none."""
+    known = ALIASES.get(name, name)
+    if known not in TABLES:
+        raise UsageError(unknown("table", name, list(TABLES)))
+    return TABLES[known]
+
+
+def model_of(table: PaperTable, model: str) -> str | None:
+    """Return what the paper calls a model, by the last part of its hub id or directory; None if it is not there."""
+    last = model.rstrip("/").rpartition("/")[2].lower()
+    return next((label for name, label in table.models.items() if name.lower() == last), None)
+
+
+@cache
+def numbers(table: str) -> Mapping[Key, float]:
+    """Return what the paper prints in a table, in points of 100 unless it says otherwise; nothing without a file.
+
+    There is one CSV file per table, a line per model, block and row. A table is there only where its text can be read
+    beyond doubt; what the text garbles is left out.
+    """
+    file = FOLDER.joinpath("numbers", f"{table}.csv")
+    if not file.is_file():
+        return {}
+    printed: dict[Key, float] = {}
+    for line in csv.DictReader(file.read_text(encoding="utf-8").splitlines()):
+        place = line.pop("model"), line.pop("block"), line.pop("row")
+        printed.update({(*place, column): float(value) for column, value in line.items() if value})
+    return printed

@@ -1,0 +1,209 @@
+"""The arrays of profiles: what each method measures, with the axes and the range of every array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, field_validator
+
+from kvsearch.core.fields import Entries, Record, Text, refuse
+from kvsearch.core.limits import MOST_MEASURED
+from kvsearch.core.parsing import shown
+from kvsearch.plan.schema import Phase, PolicySpec
+
+if TYPE_CHECKING:
+    from kvsearch.plan.profile import ProfileMetadata
+
+Arrays = Mapping[str, NDArray[Any]]
+
+# Row i of a table of local ratios is the global eviction ratio (i + 1) / 100.
+GRID = 99
+TABLED = ("lukv", "lava", "cake", "adakv")  # methods whose profiles have such a table
+EVICTED_RATIO = "evicted_ratio"
+KEPT = "kept"  # importance kept by policy, see `Profile`
+QUERY_MEAN, QUERY_COVARIANCE, QUERY_ABS = "query_mean", "query_cov", "query_abs"  # by query head, see `Profile`
+QUERIES = "query_statistics"  # the method whose profiles have them
+SIGNALLED = "polykv"  # the method whose profiles have signals by pattern
+BY_PATTERN = ("cosine", "relative_error", "nll")
+FULL_NLL = "full_nll"  # mean nats per token under the full cache
+MEAN_ENTROPY = "mean_entropy"  # nats, of the mean attention row over all samples (PolyKV, Eq. 4)
+ROWS_ENTROPY = "entropy"  # mean over rows, as a share of the largest possible; the name is of old files
+TOKENS = "sample_tokens"  # tokens whose loss counts
+LENGTH, CONTEXT = "sample_length", "sample_context"  # tokens of the prompt, number of the context
+MOST_NATS = 500  # per token: perplexities, their exponentials, have room in float64
+
+DTYPES: dict[str, Any] = {"F32": np.float32, "F64": np.float64, "I32": np.int32, "I64": np.int64}
+_RATIO_SLACK = 1e-5  # of ratios in fp32
+_MEAN_SLACK = 1e-3
+
+
+class SignalAxes(Record):
+    """What the dimensions N, P and R of signal arrays stand for, in their order; L are the layers of the profile.
+
+    `budgets` are entries per kv head, ascending; `protocol` says whether prompts held their question.
+    """
+
+    patterns: tuple[PolicySpec, ...] = Field(min_length=1)
+    phases: tuple[Phase, ...] = Field(min_length=1)
+    budgets: tuple[Entries, ...] = Field(min_length=1)
+    protocol: Text
+
+    @field_validator("budgets")
+    @classmethod
+    def _ascending(cls, budgets: tuple[int, ...]) -> tuple[int, ...]:
+        if sorted(set(budgets)) != list(budgets):
+            refuse([((), "must be ascending, each once")])
+        return budgets
+
+    @field_validator("patterns")
+    @classmethod
+    def _named_once(cls, patterns: tuple[PolicySpec, ...]) -> tuple[PolicySpec, ...]:
+        if len({pattern.name for pattern in patterns}) < len(patterns):
+            refuse([((), "names a pattern twice")])
+        return patterns
+
+
+class Measured(NamedTuple):
+    """The shape of an array, and between what its values lie; `whole`: they are whole numbers.
+
+    A letter is a size that is the same wherever it stands: L layers, H kv heads, A query heads, D dimensions of a head,
+    Q questions, C compared policies; M samples, N budgets, P phases, R patterns.
+    """
+
+    shape: tuple[int | str, ...]
+    least: float = -np.inf
+    most: float = np.inf
+    whole: bool = False
+    needed: bool = False
+
+
+TABLE = {EVICTED_RATIO: Measured((GRID, "L", "H"), 0, 1, needed=True)}
+BESIDE_TABLE = {
+    "question_ratio": Measured(("Q", 9, "L", "H"), 0, 1),  # local ratios at 0.1 ... 0.9
+    "question_context": Measured(("Q",), 0, whole=True),
+    "question_length": Measured(("Q",), 1, whole=True),
+    "ratio_deviation": Measured((99, "L", "H"), 0),
+    "recall": Measured(("L", "H", 101)),
+    "oracle_recall": Measured(("L", "H", 101)),
+    "mass": Measured(("L", "H", 101)),
+    "layer_worth": Measured((2, "L")),
+    "held_out_ratio": Measured(("F", "K", "L", "H"), 0, 1),
+    "choice_recall": Measured(("S", "B")),
+    "fit_exponents": Measured(("E", 2)),
+    "fit_loss": Measured(("E", "T")),  # of pairs: the profile itself counts contexts
+}
+COMPARED = {KEPT: Measured(("C", "L", "H", "K1"), 0, needed=True)}
+STATISTICS = {
+    QUERY_MEAN: Measured(("L", "A", "D"), needed=True),
+    QUERY_COVARIANCE: Measured(("L", "A", "D", "D"), needed=True),
+    QUERY_ABS: Measured(("L", "A", "D/2"), 0, needed=True),
+}
+SIGNALS = {
+    TOKENS: Measured(("M",), 0, whole=True, needed=True),
+    LENGTH: Measured(("M",), 0, whole=True, needed=True),
+    CONTEXT: Measured(("M",), 0, whole=True, needed=True),
+    **dict.fromkeys(("cosine", "relative_error"), Measured(("M", "N", "P", "L", "R"))),
+    "nll": Measured(("M", "N", "P", "L", "R"), -MOST_NATS, MOST_NATS),
+    FULL_NLL: Measured(("M",), -MOST_NATS, MOST_NATS),
+    ROWS_ENTROPY: Measured(("M", "P", "L")),
+    MEAN_ENTROPY: Measured(("P", "L")),
+}
+TOGETHER = (("fit_loss", "fit_exponents"), ("nll", FULL_NLL))
+
+
+def value_problems(arrays: Arrays) -> Iterator[str]:
+    """Find arrays of another type than profiles have, or with values that nothing measures, a line each."""
+    for name, array in sorted(arrays.items()):
+        if array.dtype.newbyteorder("=") not in list(DTYPES.values()):
+            yield f"arrays.{name}: has type {array.dtype}, must be float32, float64, int32 or int64"
+        elif not np.isfinite(array).all():
+            yield f"arrays.{name}: {np.count_nonzero(~np.isfinite(array))} of {array.size} values are not finite"
+        elif array.dtype.kind == "f" and array.size and max(array.max(), -array.min()) > MOST_MEASURED:
+            yield f"arrays.{name}: has values beyond {MOST_MEASURED:g}, which nothing measures"
+
+
+def array_problems(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
+    """Find what is wrong with the arrays of a profile, a line each; its values have been looked at."""
+    method, axes = metadata.method, metadata.signals
+    measured: dict[str, Measured] = {}
+    sizes: dict[int | str, int] = {"L": len(metadata.layers), "H": metadata.model.kv_heads, "Q": metadata.questions}
+    if method in TABLED or EVICTED_RATIO in arrays:
+        measured |= {**TABLE, **BESIDE_TABLE}
+    if metadata.policies is not None or KEPT in arrays:
+        measured |= COMPARED
+        sizes["C"] = len(metadata.policies or ())
+    if method == QUERIES:
+        measured |= STATISTICS
+    if axes is not None:
+        sizes |= {"N": len(axes.budgets), "P": len(axes.phases), "R": len(axes.patterns)}
+    if method == SIGNALLED and axes is None:
+        yield f"signals: is missing, a {SIGNALLED} profile needs it"
+    elif method == SIGNALLED:
+        measured |= SIGNALS
+    elif axes is not None:
+        yield f"signals: only a {SIGNALLED} profile has them, and this is one of method {shown(method)}"
+    problems = list(_misfits(arrays, measured, sizes, method))
+    yield from problems or _contradictions(arrays, metadata)
+
+
+def _misfits(
+    arrays: Arrays, measured: Mapping[str, Measured], sizes: dict[int | str, int], method: str
+) -> Iterator[str]:
+    """Find arrays that are missing, or have another shape or range than what was measured."""
+    for name, spec in measured.items():
+        array = arrays.get(name)
+        if array is None:
+            if spec.needed:
+                yield f"arrays.{name}: is missing, a {method} profile needs it"
+            continue
+        expected = [sizes.get(size, size) for size in spec.shape]
+        pairs = zip(expected, array.shape, strict=False)
+        differs = any(isinstance(size, int) and size != found for size, found in pairs)
+        if differs or array.ndim != len(expected) or not array.size:
+            yield f"arrays.{name}: has shape {list(array.shape)}, must be [{', '.join(map(str, expected))}]"
+            continue
+        sizes |= dict(zip(spec.shape, array.shape, strict=True))
+        if spec.whole and array.dtype.kind != "i":
+            yield f"arrays.{name}: has type {array.dtype}, must be int32"
+        if array.min() < spec.least - _RATIO_SLACK or array.max() > spec.most + _RATIO_SLACK:
+            yield f"arrays.{name}: has values outside [{spec.least:g}, {spec.most:g}]"
+    for pair in TOGETHER:
+        if len(arrays.keys() & set(pair)) == 1 and measured.keys() & set(pair):
+            yield f"arrays: {' and '.join(pair)} go together"
+
+
+def _contradictions(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
+    """Find arrays of the right shapes whose values cannot have been measured."""
+    if EVICTED_RATIO in arrays:
+        yield from _mean_problems(arrays[EVICTED_RATIO], metadata.length, metadata.floor)
+    if KEPT in arrays and (arrays[KEPT] > 1.01 * arrays[KEPT][..., -1:]).any():
+        yield f"arrays.{KEPT}: a part of the context has more importance than the whole"
+    if metadata.method == QUERIES:
+        if np.diagonal(arrays[QUERY_COVARIANCE], axis1=-2, axis2=-1).min() < 0:
+            yield f"arrays.{QUERY_COVARIANCE}: has a variance below 0"
+        if arrays[QUERY_ABS].shape[2] > arrays[QUERY_MEAN].shape[2] // 2:
+            yield f"arrays.{QUERY_ABS}: has more than half of the dimensions of {QUERY_MEAN}"
+    if metadata.method == SIGNALLED and not arrays[TOKENS].any():
+        yield f"arrays.{TOKENS}: no sample has a token whose loss counts"
+
+
+def _mean_problems(table: NDArray[Any], length: int, floor: int) -> Iterator[str]:
+    """Check that the mean of each row is its global ratio, up to one entry per head and rounding.
+
+    Ratios that would leave heads less than the floor stay at what the floor allows.
+    """
+    if table.dtype.newbyteorder("=") != np.float32:
+        yield f"arrays.{EVICTED_RATIO}: has type {table.dtype}, must be float32"
+        return
+    expected = np.minimum(np.arange(1, GRID + 1) / (GRID + 1), 1 - min(floor, length) / length)
+    means = table.mean(axis=(1, 2), dtype=np.float64)
+    wrong = np.flatnonzero(np.abs(means - expected) > 1 / length + _MEAN_SLACK)
+    if wrong.size:
+        row = int(wrong[0])
+        example = f"row {row} ({expected[row]:.2f}) to {means[row]:.4f}"
+        yield (
+            f"arrays.{EVICTED_RATIO}: {wrong.size} of {GRID} rows do not average to their global ratio, e.g. {example}"
+        )

@@ -1,0 +1,385 @@
+"""All that kvsearch writes: what a file or a directory is, how it is read, shown, drawn and told in a sentence.
+
+The directory of a run stands for its result or, unfinished, for what is there of it. So does a file that the run keeps
+beside its report, such as the ledger; any other file stands for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvsearch.calibration.steps import profile_file
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import read_bytes
+from kvsearch.core.parsing import read_json
+from kvsearch.core.printed import command_line
+from kvsearch.evaluation.reply_store import read_replies
+from kvsearch.papers.tables import STAGES, TABLES
+from kvsearch.plan import Profile
+from kvsearch.plan.profile import load_profile
+from kvsearch.plan.saved import FOLDER_PLAN, PROFILE, load_plan
+from kvsearch.plan.schema import PLAN_FORMAT
+from kvsearch.plan.yaml import STRATEGY_FORMAT
+from kvsearch.report import evaluation, scores, search, selection, validation
+from kvsearch.report.figures import results as drawn
+from kvsearch.report.figures.data import Figure
+from kvsearch.report.figures.profiles import profile_figures
+from kvsearch.report.figures.searches import search_figures
+from kvsearch.report.numbers import counted
+from kvsearch.report.plan import cache_parts, plan_headline, plan_parts
+from kvsearch.report.profile import caption, profile_parts
+from kvsearch.report.reproduced import Reproduced
+from kvsearch.report.speed import SpeedView
+from kvsearch.report.table import Table
+from kvsearch.results.base import read_content, telling_damage
+from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
+from kvsearch.results.perplexity import PerplexityResult
+from kvsearch.results.progress import StoredSearch, read_trace
+from kvsearch.results.search import read_search
+from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
+from kvsearch.results.validation import FILE as VALIDATION
+from kvsearch.results.validation import read_validation
+from kvsearch.runs.contexts import CONTEXTS_FORMAT, ContextsFile, read_contexts
+from kvsearch.runs.identity import CONFIG, CONTEXTS, LEDGER, REPORT, SELECTION, RunConfig, read_config
+from kvsearch.runs.identity import SCHEMA as RUN
+
+if TYPE_CHECKING:
+    from kvsearch.report.screen import Part
+
+FRONT, WHOLE_RUN = "front.json", "run.json"
+CACHE = ".kv"  # the suffix of a compressed cache
+BESIDE = (LEDGER, "samples.csv", "tables.md")  # what a run keeps beside its report
+KNOWN = (
+    "a plan, a strategy or recipe in YAML, a profile, the directory of a calibration, evaluation, validation, "
+    "selection, search, run or reproduction, the files in these, a compressed cache (.kv), and what evaluate, bench "
+    "and others print with --json"
+)
+Reader = Callable[[dict[str, Any], Path], Any]
+
+
+@dataclass(frozen=True)
+class ArtifactKind:
+    """What can be done with the content of a file.
+
+    Args:
+        parts: what `show` prints of it.
+        readers: of JSON, by the name of its schema.
+        model: the name of the model that it is about.
+        figures: those of the page beside the maps among its parts.
+        headline: what was found, in a sentence; empty: the first line among its parts says it.
+    """
+
+    parts: Callable[[Any], Iterable[Part]]
+    readers: Mapping[str, Reader] = field(default_factory=dict)
+    model: Callable[[Any], Any] = lambda content: content.model
+    figures: Callable[[Any], Iterable[Figure]] = lambda _: ()
+    headline: Callable[[Any], str] = lambda _: ""
+
+
+def _context_parts(content: ContextsFile) -> Iterator[Part]:
+    uses = ("fitted", "chosen", "reported")
+    yield {use: counted(len(getattr(content, use)), "context hash") for use in uses}
+
+
+def _selection_headline(content: SelectionResult | SelectionsResult) -> str:
+    return "; ".join(f"{one.size.words}: {one.chosen.decision}" for one in content.sizes)
+
+
+KINDS: Mapping[str, ArtifactKind] = {
+    "plan": ArtifactKind(plan_parts, model=lambda plan: plan.model.name, headline=plan_headline),
+    "profile": ArtifactKind(
+        profile_parts,
+        model=lambda profile: profile.metadata.model.name,
+        figures=profile_figures,
+        headline=caption,
+    ),
+    "evaluation": ArtifactKind(
+        evaluation.parts,
+        {"kvsearch.evaluation": partial(read_content, EvaluationResult)},
+        figures=drawn.score_figures,
+        headline=evaluation.headline,
+    ),
+    "perplexity": ArtifactKind(
+        lambda result: [scores.perplexity_table(result)],
+        {"kvsearch.perplexity": partial(read_content, PerplexityResult)},
+        model=lambda result: result.perplexity.model,
+        figures=drawn.perplexity_figures,
+        headline=scores.perplexity_headline,
+    ),
+    "headroom": ArtifactKind(
+        scores.headroom_parts,
+        {"kvsearch.headroom": partial(read_content, HeadroomResult)},
+        figures=drawn.headroom_figures,
+    ),
+    "speed": ArtifactKind(
+        SpeedView.parts,
+        {"kvsearch.speed": partial(read_content, SpeedView)},
+        model=lambda view: view.machine.get("model"),
+        figures=drawn.speed_figures,
+    ),
+    "validation": ArtifactKind(
+        validation.all_parts,
+        {"kvsearch.validation": read_validation},
+        model=lambda result: result.model.name,
+        figures=drawn.validation_figures,
+    ),
+    "selection": ArtifactKind(
+        lambda result: selection.tables(*result.sizes),
+        {
+            "kvsearch.selection": partial(read_content, SelectionResult),
+            "kvsearch.selections": partial(read_content, SelectionsResult),
+        },
+        figures=lambda result: drawn.selection_figures(result.sizes),
+        headline=_selection_headline,
+    ),
+    "search": ArtifactKind(
+        search.parts,
+        dict.fromkeys(
+            ("kvsearch.evolution", "kvsearch.front"), lambda data, path: StoredSearch(read_search(data, path), None)
+        ),
+        model=lambda content: content.result and content.result.model,
+        figures=search_figures,
+    ),
+    "run": ArtifactKind(
+        selection.run_parts,
+        {"kvsearch.run-report": partial(read_content, RunResult)},
+        figures=lambda result: drawn.selection_figures(result.choices),
+    ),
+    "replies": ArtifactKind(lambda content: [scores.progress_table(content)], model=lambda _: None),
+    "contexts": ArtifactKind(_context_parts, model=lambda _: None),
+    "recipe": ArtifactKind(lambda options: [options], model=lambda options: options.get("model")),
+    "reproduction": ArtifactKind(
+        Reproduced.tables, {"kvsearch.reproduction": Reproduced.read}, model=lambda table: table.content.get("model")
+    ),
+    "cache": ArtifactKind(cache_parts, model=lambda header: header.plan.model.name),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """What there is at `path`.
+
+    Args:
+        kind: what it is, of `KINDS`.
+        content: what is in it; None of what has several stages or tables, and no result yet or more than one.
+        data: the file as parsed JSON, where it is one.
+        config: the configuration of the run that wrote it, where that is there.
+        note: why it is not all there; None: it is.
+        places: what is kept with it and can be opened by itself.
+        view: what `show` prints, where options ask for something else than for its kind.
+    """
+
+    path: Path
+    kind: str
+    content: Any
+    data: Any = None
+    config: RunConfig | None = None
+    note: str | None = None
+    places: tuple[Path, ...] = ()
+    view: Callable[[], Iterable[Part]] | None = None
+
+    @property
+    def model(self) -> str | None:
+        """The name of the model that it is about; None where it is about none, or does not say it."""
+        name = None if self.content is None else KINDS[self.kind].model(self.content)
+        if name is None and self.config is not None:
+            name = self.config.options.get("model")
+        return name if isinstance(name, str) else None
+
+    @cached_property
+    def inner(self) -> tuple[Opened, ...]:
+        """What is kept with it, opened; errors as for `open_path`."""
+        return tuple(map(open_path, self.places))
+
+    @cached_property
+    def shown(self) -> list[Part]:
+        """What is shown of its content.
+
+        Raises:
+            UsageError: the content does not fit together.
+        """
+        if self.content is None:
+            return []
+        with telling_damage(self.path):
+            return list(KINDS[self.kind].parts(self.content) if self.view is None else self.view())
+
+    @cached_property
+    def figures(self) -> list[Figure]:
+        """All figures of its content; errors as for `shown`."""
+        if self.content is None:
+            return []
+        with telling_damage(self.path):
+            maps = [part for part in self.shown if isinstance(part, Figure)]
+            return [*maps, *KINDS[self.kind].figures(self.content)]
+
+    @cached_property
+    def headline(self) -> str:
+        """What was found, in a sentence; errors as for `shown`."""
+        if self.content is None:
+            return ""
+        with telling_damage(self.path):
+            lines = [part for part in self.shown if isinstance(part, str)]
+            return KINDS[self.kind].headline(self.content) or next(iter(lines), "")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the file as it is or, where that is not JSON, all that is shown of it."""
+        if self.data is not None:
+            return dict(self.data)
+        parts = self.shown
+        return {
+            "kind": self.kind,
+            "note": self.note,
+            "config": None if self.config is None else self.config.model_dump(mode="json"),
+            "metadata": self.content.metadata.model_dump(mode="json") if isinstance(self.content, Profile) else None,
+            "facts": [dict(part) for part in parts if isinstance(part, Mapping)],
+            "tables": [part.as_json() for part in parts if isinstance(part, Table)],
+            "figures": [part.as_json() for part in parts if isinstance(part, Figure)],
+            "lines": [part for part in parts if isinstance(part, str)],
+        }
+
+    def parts(self) -> Iterator[Part]:
+        """Yield what is shown, why it is not all, and what to show next."""
+        if self.config is not None and self.kind != "recipe":
+            yield {"of": command_line(self.config.command), "model": self.model or "-"}
+        yield from self.shown
+        if self.note is not None:
+            yield self.note
+        for place in self.places:
+            yield f"next: {command_line(['kvsearch', 'show', str(place)])}"
+
+
+def open_path(path: Path) -> Opened:
+    """Read a file or a directory that kvsearch has written.
+
+    Raises:
+        UsageError: there is nothing, it is damaged, or is nothing of ours; the message lists what can be read. A
+            calibration that is not finished, as its samples say nothing before it is.
+        EnvironmentFault: it cannot be read.
+    """
+    if path.is_dir():
+        return _directory(path)
+    if path.name in BESIDE and read_config(path.parent) is not None:
+        return replace(_directory(path.parent), path=path)
+    if path.suffix in (".yaml", ".yml"):
+        return _yaml(path)
+    if path.suffix == ".json":
+        return _json(path)
+    if path.suffix == CACHE:
+        from kvsearch.runtime.store.cache_file import read_header
+
+        header = read_header(path)
+        return Opened(path, "cache", header, header.model_dump(mode="json"))
+    if path.suffix == ".safetensors" or not path.exists():
+        return Opened(path, "profile", load_profile(path))
+    raise _unknown(path)
+
+
+# --- directories ------------------------------------------------------------------------------------------------------
+
+
+def _directory(path: Path) -> Opened:
+    config = read_config(path)
+    if config is not None and config.job != "calibrate":
+        return replace(_of_run(path, config), path=path, config=config)
+    if (path / PROFILE).exists() or config is not None:
+        below = [path / VALIDATION, *sorted(path.glob(f"selection/*/{SELECTION}"))]
+        return Opened(path, "profile", load_profile(profile_file(path)), config=config, places=_existing(below))
+    if (path / FOLDER_PLAN).is_file():
+        return replace(_json(path / FOLDER_PLAN), path=path)
+    tables = _existing([path / f"{name}.json" for name in TABLES])
+    if tables or (path / STAGES).is_dir():
+        return _reproduction(path, tables)
+    raise _unknown(path)
+
+
+def _reproduction(path: Path, tables: tuple[Path, ...]) -> Opened:
+    """Open a directory of papers' tables: the only one there is, or which there are, and the stages of both."""
+    ends = (PROFILE, REPORT, SELECTION)
+    stages = [place for place in sorted((path / STAGES).glob("*")) if any((place / end).exists() for end in ends)]
+    if len(tables) == 1:
+        return replace(_json(tables[0]), path=path, places=tuple(stages))
+    note = None if tables else "no table is finished here: give the command of `kvsearch reproduce` again to go on"
+    return Opened(path, "reproduction", None, note=note, places=(*tables, *stages))
+
+
+def _of_run(path: Path, config: RunConfig) -> Opened:
+    """Open the directory of a run other than a calibration."""
+    if config.job == "evolve":
+        return _search(path)
+    results = {"evaluate": REPORT, "select": SELECTION, "validate": Path(VALIDATION).name}
+    if config.job in results and (path / results[config.job]).exists():
+        return _json(path / results[config.job])
+    is_stage = not config.options  # whose directory has replies alone
+    if config.job == "evaluate" or is_stage:
+        note = None if is_stage else "this evaluation is not finished: give its command again to go on"
+        replies = read_replies(path / LEDGER) if (path / LEDGER).exists() else {}
+        return Opened(path, "replies", list(replies.values()), note=note)
+    plans = sorted(path.glob("plan*.json"))
+    stages = [*sorted(path.glob("fit/*")), path / "curves"]
+    places = _existing([*plans, *(stage for stage in stages if (stage / PROFILE).exists())])
+    if (path / WHOLE_RUN).exists():
+        return replace(_json(path / WHOLE_RUN), places=places)
+    note = "this run is not finished: give its command again to go on"
+    return Opened(path, "run", None, note=note, places=places)
+
+
+def _search(path: Path) -> Opened:
+    trace = read_trace(path / LEDGER) if (path / LEDGER).exists() else None
+    for name in (REPORT, FRONT):
+        if (path / name).exists():
+            opened = _json(path / name)
+            plans = _existing(sorted(path.glob("plan*.json")))
+            return replace(opened, content=replace(opened.content, trace=trace), places=plans)
+    note = "this search is not finished: give its command again to go on"
+    return Opened(path, "search", StoredSearch(None, trace), note=note)
+
+
+def _existing(places: list[Path]) -> tuple[Path, ...]:
+    return tuple(place for place in places if place.exists())
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _yaml(path: Path) -> Opened:
+    from kvsearch.core.limits import MOST_YAML
+    from kvsearch.core.yaml_document import parse_yaml
+    from kvsearch.strategies.from_yaml import plan_of_document
+
+    document = parse_yaml(read_bytes(path, MOST_YAML), str(path))
+    content = document.data
+    if not isinstance(content, dict):
+        raise _unknown(path)
+    if content.get("format") != STRATEGY_FORMAT:
+        return Opened(path, "recipe", {"recipe of": "any command", **content}, content)
+    plan = plan_of_document(document)
+    return Opened(path, "plan", plan, plan.model_dump(mode="json"))
+
+
+def _json(path: Path) -> Opened:
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise _unknown(path)
+    if data.get("format") == PLAN_FORMAT:
+        plan = load_plan(path)
+        return Opened(path, "plan", plan, plan.model_dump(mode="json"))
+    if data.get("format") == CONTEXTS_FORMAT and path.name == CONTEXTS:
+        return Opened(path, "contexts", read_contexts(path.parent), data)
+    schema = data.get("schema")
+    if schema == RUN and path.name == CONFIG:
+        config = read_config(path.parent)
+        assert config is not None
+        return Opened(path, "recipe", {"recipe of": config.job, **config.options}, data, config)
+    name, _, _ = str(schema).partition("/")
+    for kind, artifact in KINDS.items():
+        if name in artifact.readers:
+            return Opened(path, kind, artifact.readers[name](data, path), data)
+    raise _unknown(path)
+
+
+def _unknown(path: Path) -> UsageError:
+    return UsageError(f"{path} is nothing that kvsearch can show, which is: {KNOWN}")

@@ -1,0 +1,160 @@
+"""Figures of results: score against entries, intervals, losses by layer, and costs of caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvsearch.evaluation.values import LayerLoss
+from kvsearch.report.evaluation import task_means
+from kvsearch.report.figures.data import Axis, Figure, Intervals, LineChart, Series
+from kvsearch.report.numbers import Interval, asked, asked_words
+from kvsearch.report.selection import best_first
+from kvsearch.report.speed import SpeedView
+from kvsearch.results.evaluation import EvaluationResult, HeadroomResult, ScoreRow
+from kvsearch.results.perplexity import PerplexityResult
+from kvsearch.results.selection import SelectionResult
+from kvsearch.results.validation import ValidationResult
+from kvsearch.strategies.names import FULL
+
+SCORE = Axis("score, %")
+HELD = "entries held, all layers and kv heads"
+FEW = 6  # tasks that have a figure each
+Point = tuple[float, Interval]
+
+
+def score_figures(result: EvaluationResult) -> Iterator[Figure]:
+    """Yield scores against entries over all tasks and by task, and output losses by layer."""
+    how = f"{result.model}: {result.protocol}, {result.phases}, {asked_words(result.tasks)}; 95% intervals"
+    tasks = [row for row in result.rows if row.kind == "task"]
+    what = "mean over tasks" if len(tasks) > 1 else tasks[0].name
+    yield _score_figure(result, result.overall, "scores", what, how)
+    if 1 < len(tasks) <= FEW:
+        for row in tasks:
+            yield _score_figure(result, row, f"scores-{row.name}", row.name, how)
+    if result.losses:
+        yield _losses(result.model, result.losses)
+
+
+def _score_figure(result: EvaluationResult, row: ScoreRow, name: str, what: str, caption: str) -> Figure:
+    body = LineChart(Axis(HELD, log=True), SCORE, tuple(_by_method(result, row)))
+    return Figure(name, f"Score against entries held: {what}", caption, body)
+
+
+def _by_method(result: EvaluationResult, row: ScoreRow) -> Iterator[Series]:
+    """Yield the full cache as a level, then a line per method over its sizes."""
+    yield level(FULL, row.of(result.full.scores))
+    points: dict[str, list[Point]] = {}
+    for block in result.blocks:
+        for method in block.methods:
+            points.setdefault(method.name, []).append((method.held.entries, row.of(method.scores)))
+    yield from (measured(name, found) for name, found in points.items())
+
+
+def measured(name: str, found: Iterable[Point], muted: bool = False) -> Series:
+    """Return a line of scores in percent with their intervals, by what they are drawn over."""
+    points = sorted(found, key=lambda one: one[0])
+    y, low, high = ([100 * getattr(score, end) for _, score in points] for end in ("mean", "low", "high"))
+    return Series(name, tuple(x for x, _ in points), tuple(y), tuple(low), tuple(high), muted=muted)
+
+
+def level(name: str, score: Interval) -> Series:
+    """Return a horizontal line at a score in percent."""
+    return Series(name, (), (100 * score.mean,), (100 * score.low,), (100 * score.high,), "level", muted=True)
+
+
+def _losses(model: str, losses: Sequence[LayerLoss]) -> Figure:
+    rows = task_means(losses)
+    methods = dict.fromkeys(row.method for row in rows)
+    series = tuple(
+        _line(name, [(float(row.layer), row.loss) for row in rows if row.method == name]) for name in methods
+    )
+    body = LineChart(Axis("layer"), Axis("output loss, L1", log=all(y > 0 for one in series for y in one.y)), series)
+    caption = f"{model}: teacher-forced, every other layer undisturbed; layers differ in scale"
+    return Figure("output-losses", "What the attention output of each layer loses", caption, body)
+
+
+def headroom_figures(found: HeadroomResult) -> Iterator[Figure]:
+    """Yield the scores of all methods in every row, the best first."""
+    groups = tuple((row.task, tuple(best_first(row.scores))) for row in found.rows)
+    title = f"Score with {100 * found.ratio:g}% evicted"
+    yield Figure(
+        "headroom", title, f"{found.model}: {asked_words(found.asked)}", Intervals(SCORE, groups, has_zero=False)
+    )
+
+
+def perplexity_figures(found: PerplexityResult) -> Iterator[Figure]:
+    """Yield what every method loses more than the full cache."""
+    about = found.perplexity
+    rows = [(name, method.difference) for name, method in about.rows]
+    means = tuple((name, difference) for name, difference in rows if difference is not None)
+    caption = (
+        f"{about.model}: {about.text}, {about.windows} windows of {about.context} + {about.continuation} tokens, "
+        f"phases: {found.phases}; 95% intervals"
+    )
+    body = Intervals(Axis("nats per token, minus the full cache"), (("", means),), unit=1)
+    yield Figure("perplexity", "What is lost on the continuation of compressed contexts", caption, body)
+
+
+def selection_figures(found: Sequence[SelectionResult]) -> Iterator[Figure]:
+    """Yield the report split at every size: what was chosen beside all that it is compared with."""
+    several = len(found) > 1
+    for one in found:
+        report, chosen = one.report, one.chosen
+        caption = f"{one.model}: {one.protocol}, {chosen.phases}, {asked(report.asked)}; 95% intervals"
+        body = Intervals(SCORE, ((f"written: {chosen.written}", tuple(best_first(report.scores))),), has_zero=False)
+        stem = f"report-{one.size}" if several else "report"
+        yield Figure(stem, f"Report split at {one.size.words}", caption, body)
+    if several:
+        shared = set.intersection(*(set(one.report.scores) for one in found)) - {FULL}
+        lines = [measured("written", [_at(one, one.chosen.written) for one in found])]
+        lines += [measured(name, [_at(one, name) for one in found]) for name in sorted(shared)]
+        full = level(FULL, found[0].report.scores[FULL])
+        body_of_lines = LineChart(Axis(HELD, log=True), SCORE, (full, *lines))
+        yield Figure("report", "Report split: score against entries held", f"{found[0].model}", body_of_lines)
+
+
+def _at(one: SelectionResult, name: str) -> Point:
+    return one.report.held[name].entries, one.report.scores[name]
+
+
+def validation_figures(found: ValidationResult) -> Iterator[Figure]:
+    """Yield what every signal gains on its controls, at every size."""
+    questions = sum(task.questions for task in found.tasks.values())
+    for at in found.budgets:
+        groups = tuple(
+            (
+                f"{judged.words}: {judged.verdict}",
+                tuple((f"minus {name}", getattr(judged.gains, name)) for name in ("inverse", "uniform", "random")),
+            )
+            for judged in at.signals
+        )
+        caption = f"{found.model.name}: {found.protocol}, {questions} questions, split {found.split}; 95% intervals"
+        stem = f"verdicts-{at.budget:g}" if at.ratio is None else f"verdicts-ratio-{at.ratio:g}"
+        title = f"What signals gain on their controls at {at.size}"
+        yield Figure(stem, title, caption, Intervals(Axis("paired difference, points"), groups))
+
+
+def speed_figures(view: SpeedView) -> Iterator[Figure]:
+    """Yield time per token and bytes held over each size that was measured at several values; over length if none."""
+    sizes = [("length", "batch", "tokens of a prompt"), ("batch", "length", "sequences at a time")]
+    several = [size for size in sizes if len({getattr(costs, size[0]) for costs in view.costs}) > 1]
+    for name, fixed, label in several or sizes[:1]:
+        largest = max(getattr(costs, fixed) for costs in view.costs)
+        costs_at = [costs for costs in view.costs if getattr(costs, fixed) == largest]
+        charts = [
+            ("token", "Time per token", "ms per token", [1e3 * costs.token_seconds for costs in costs_at]),
+            ("held", "Bytes that a cache holds", "MB", [costs.held_bytes / 1e6 for costs in costs_at]),
+        ]
+        for stem, title, unit, values in charts:
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for costs, value in zip(costs_at, values, strict=True):
+                lines.setdefault(costs.cache, []).append((getattr(costs, name), value))
+            series = tuple(_line(cache, sorted(points)) for cache, points in lines.items())
+            body = LineChart(Axis(label, log=True), Axis(unit), series)
+            yield Figure(f"{stem}-over-{name}", f"{title}, {fixed} {largest:,}", view.measured(), body)
+
+
+def _line(name: str, points: Sequence[tuple[float, float]]) -> Series:
+    x = tuple(x for x, _ in points)
+    y = tuple(y for _, y in points)
+    return Series(name, x, y, style="line" if len(points) > 1 else "points")

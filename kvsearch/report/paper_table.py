@@ -1,0 +1,340 @@
+"""From what the stages of a paper's table have written to its cells, and to what stands around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from kvsearch.budgets.pyramidkv import Pyramid
+from kvsearch.calibration.analysis import lost_mass, stability
+from kvsearch.core.arrays import Floats
+from kvsearch.papers.tables import PaperTable, Stage, View, model_of, numbers
+from kvsearch.plan import Plan, Profile, Size
+from kvsearch.report.numbers import counted
+from kvsearch.report.reproduced import LEFT_OUT, MeasuredCell, Reproduced
+from kvsearch.strategies.names import FULL
+
+AVERAGE, FULL_CACHE = "average", "Full"
+SECTIONS = {"tasks": "task", "categories": "category"}  # of scores, and what a report calls one
+SHOWN_BUDGETS = (1, 2, 5, 10, 20, 50)  # percent of a prompt
+KINDS = {"route": "Eviction", "budgets": "Budget allocation"}
+SPLITS = {"evolve": "train", "select": "select, then report", "validate": "select"}
+OTHER_TASKS = "other tasks than the paper's are asked: beside them are its numbers of single tasks alone"
+Estimate = Mapping[str, float]  # a mean with the ends of its interval, as files have it
+
+
+@dataclass(frozen=True)
+class FinishedStage:
+    """A finished stage, with what it has written: a plan, a profile, or the content of a JSON file.
+
+    `left_out` says which methods a model cannot run, and why; `remarks` are what the job says of its options, such as
+    patterns that cannot be tried.
+    """
+
+    stage: Stage
+    result: Any
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
+
+
+def reproduced(
+    table: PaperTable,
+    model: str,
+    short: bool,
+    stages: Sequence[FinishedStage],
+    content: Mapping[str, Any],
+    own_tasks: bool = False,
+) -> Reproduced:
+    """Return a table of what its stages found; `content` is what it is made of.
+
+    `short` says that it is the short form, `own_tasks` that what is asked was chosen by the user: means over these are
+    not beside the paper's.
+    """
+    named = model_of(table, model)
+    printed = numbers(table.name)
+    if own_tasks:
+        of_tasks = table.view == "scores" and "tasks.*" in table.columns
+        printed = {key: value for key, value in printed.items() if of_tasks and key[-1] != AVERAGE}
+    cells = tuple(cell.beside(named, printed) for cell in VIEWS[table.view](table, stages))
+    notes = [*_notes_of_stages(table, stages), *(f"not as in the paper: {change}" for change in table.changed)]
+    if short:
+        notes += [f"made smaller: {change}" for change in table.smaller]
+    if any(cell.paper is not None for cell in cells):
+        notes.append(f"rows with 'paper' are the paper's numbers for {named}, on its own samples")
+    elif named is None:
+        notes.append(f"without the paper's numbers: {model} is none of its models ({', '.join(table.models)})")
+    else:
+        notes.append("without the paper's numbers: they are in a figure, or cannot be read from its text beyond doubt")
+    if own_tasks and named:
+        notes.append(OTHER_TASKS)
+    title = f"{table.source}, {table.where}, on {model}: {table.shows}"
+    asked = dict.fromkeys(", ".join(_asked(finished)) for finished in stages if "tasks" in finished.stage.options)
+    return Reproduced(table.name, title, cells, tuple(asked), tuple(notes), content)
+
+
+def _asked(finished: FinishedStage) -> Iterator[str]:
+    """Say of a search, evaluation or selection what was asked, how, and of which split."""
+    from kvsearch.tasks.catalog import describe_tasks
+
+    stage = finished.stage
+    options = stage.options
+    what = "searched" if stage.job == "evolve" else stage.block or "asked"
+    length = f" of {', '.join(f'{tokens:,}' for tokens in options['length'])} tokens" if "length" in options else ""
+    yield f"{what}: {options['tasks']}, {counted(options['samples'], 'context')} of a task{length}"
+    default = " and ".join(sorted({task.split for task in describe_tasks(options["tasks"])}))
+    yield f"split {SPLITS.get(stage.job) or options.get('split') or default}"
+    yield options["protocol"]
+    if stage.job == "evaluate":
+        tasks = finished.result["tasks"]
+        yield f"evicting in {finished.result['phases']}"
+        contexts, questions = (sum(task[name] for task in tasks) for name in ("contexts", "questions"))
+        yield f"{counted(contexts, 'context')} with {counted(questions, 'question')}"
+
+
+def _notes_of_stages(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[str]:
+    """Say what is left out, and what stages say of their own results."""
+    for finished in stages:
+        yield from finished.remarks
+        yield from (f"{table.rows.get(name, name)} is left out: {why}" for name, why in finished.left_out.items())
+        if finished.stage.job == "select" and finished.result["written"]["fallback"]:
+            name = finished.result["written"]["name"]
+            yield f"{finished.stage.block}: no strategy beats the best single policy beyond doubt, the plan is {name}"
+        if finished.stage.job == "evaluate":
+            yield from finished.result["notes"]
+            yield from filter(None, [finished.result["different_settings"]])
+
+
+# --- scores of evaluations --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PaperBlock:
+    """The scores of one size, by column, of the full cache and of the methods of rows.
+
+    `left_out` are the rows whose methods the model cannot run; `first` says that it is the first size of its stage.
+    """
+
+    name: str
+    first: bool
+    size: Size
+    full: Mapping[str, Estimate]
+    methods: Mapping[str, Mapping[str, Estimate]]
+    left_out: Sequence[str]
+
+    @property
+    def best_baseline(self) -> str:
+        """The row without a plan of its own that scores highest."""
+        baselines = [row for row in self.methods if "{" not in row]
+        return max(baselines, key=lambda row: self.methods[row][AVERAGE]["mean"])
+
+
+def _blocks(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[PaperBlock]:
+    """Yield the scores of all evaluations, size by size."""
+    for finished in stages:
+        if finished.stage.job != "evaluate":
+            continue
+        name = finished.stage.block
+        paths = _columns(table, finished.result)
+        full = _scores(finished.result["full"], paths)
+        for number, sized in enumerate(finished.result["blocks"]):
+            size = Size(**sized["size"])
+            known = {method["name"]: method for method in sized["methods"]}
+            rows = {row: row.format(size=size, block=name) for row in table.rows}
+            methods = {row: _scores(known[method], paths) for row, method in rows.items() if method in known}
+            left_out = [row for row, method in rows.items() if method in finished.left_out]
+            yield PaperBlock(name, number == 0, size, full, methods, left_out)
+
+
+def _columns(table: PaperTable, report: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return the section and the name of every column's score in a report.
+
+    "tasks.*" are all tasks in their order; of several paths with | between them the first is taken that is there.
+    """
+    columns: dict[str, tuple[str, str]] = {}
+    for paths in table.columns:
+        for section, _, name in (path.partition(".") for path in paths.split("|")):
+            known = report["full"]["scores"][section]
+            if name == "*":
+                order = dict.fromkeys(task[SECTIONS[section]] for task in report["tasks"])
+                there = {task: (section, task) for task in order if task in known}
+            else:
+                there = {AVERAGE: (section, name)} if name in known else {}
+            if there:
+                columns |= there
+                break
+    return columns
+
+
+def _scores(method: Mapping[str, Any], paths: Mapping[str, tuple[str, str]]) -> dict[str, Estimate]:
+    return {column: method["scores"][section][name] for column, (section, name) in paths.items()}
+
+
+def _share(
+    row: str, column: str, share: Estimate, block: str = "", key: str = "", *, ranked: bool = False, text: str = ""
+) -> MeasuredCell:
+    """Return a cell of a share, in points of 100."""
+    mean, low, high = (100 * share[name] for name in ("mean", "low", "high"))
+    return MeasuredCell(row, column, mean, block, key or block, low, high, text, ranked=ranked)
+
+
+def scores(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
+    """Yield the scores of all rows at all sizes, after those of the full cache."""
+    for block in _blocks(table, stages):
+        heading = ", ".join(filter(None, (block.name, block.size.words)))
+        key = f"{block.name} {block.size}".strip()
+        if block.first:
+            yield from (_share(FULL_CACHE, column, share, block.name) for column, share in block.full.items())
+        for row, label in table.rows.items():
+            if row in block.left_out:
+                yield MeasuredCell(label, AVERAGE, None, heading, text=LEFT_OUT)
+            for column, share in block.methods.get(row, {}).items():
+                yield _share(label, column, share, heading, key, ranked=True)
+
+
+def beside_best(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
+    """Yield PolyKV's Table 2: the best single policy, strategies, and the better one's lead."""
+    for block in _blocks(table, stages):
+        size = str(block.size)
+        mean = {row: 100 * columns[AVERAGE]["mean"] for row, columns in block.methods.items()}
+        best = block.best_baseline
+        strategies = [row for row in block.methods if "{" in row]
+        yield MeasuredCell(size, FULL_CACHE, 100 * block.full[AVERAGE]["mean"], key=size)
+        yield MeasuredCell(size, "Baseline", mean[best], key=size, text=f"{mean[best]:.2f} ({table.rows[best]})")
+        yield from (MeasuredCell(size, table.rows[row], mean[row], key=size) for row in strategies)
+        if strategies:
+            lead = max(mean[row] for row in strategies) - mean[best]
+            yield MeasuredCell(size, "delta", lead, key=size, text=f"{lead:+.2f}")
+
+
+def by_category(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
+    """Yield PolyKV's Table 4: the strategy minus the best single policy, by category."""
+    for block in _blocks(table, stages):
+        best = block.best_baseline
+        strategy = next(row for row in block.methods if "{" in row)
+        for column, share in block.methods[strategy].items():
+            lead = 100 * (share["mean"] - block.methods[best][column]["mean"])
+            heading = f"{block.name}: minus {table.rows[best]}"
+            yield MeasuredCell(column, "delta", lead, heading, block.name, text=f"{lead:+.2f}")
+
+
+# --- selections, signals, plans, losses -------------------------------------------------------------------------------
+
+
+def selections(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
+    """Yield PolyKV's Table 1, a row per benchmark: all scores are of split report."""
+    for finished in stages:
+        if finished.stage.job != "select":
+            continue
+        row = finished.stage.block
+        report = finished.result["report"]
+        phases = finished.result["written"]["phases"]
+        mean = {name: 100 * score["mean"] for name, score in report["scores"].items()}
+        outcome = next(outcome for outcome in finished.result["outcomes"] if outcome["phases"] == phases)
+        ranked = [method["name"] for method in outcome["standings"] if method["lead"] is not None]
+        best = report["baseline"]
+        top = next(filter(None, (outcome["winner"], *ranked)), None)
+        yield MeasuredCell(row, "FullKV", mean[FULL], key=row)
+        yield MeasuredCell(row, "Best baseline", mean[best], key=row, text=f"{mean[best]:.2f} ({best})")
+        if top is None:
+            yield MeasuredCell(row, "PolyKV Top-1", None, key=row, text="no candidate")
+            continue
+        spread = [mean[name] for name in ranked if name in mean]
+        lead = mean[top] - mean[best]
+        yield MeasuredCell(row, "PolyKV Top-1", mean[top], key=row, text=f"{mean[top]:.2f} ({top})")
+        yield MeasuredCell(row, "Top-5 range", None, key=row, text=f"{min(spread):.2f} to {max(spread):.2f}")
+        yield MeasuredCell(row, "delta", lead, key=row, text=f"{lead:+.2f}")
+        yield MeasuredCell(row, "accepted", None, key=row, text="yes" if outcome["winner"] else "no")
+
+
+def signals(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
+    """Yield PolyKV's Table 3: forward, inverse and their difference, of all that the last validation has judged."""
+    judged = [finished.result["budgets"] for finished in stages if finished.stage.job == "validate"]
+    for signal in (signal for at in judged[-1:] for size in at for signal in size["signals"]):
+        row = f"{table.rows.get(signal['signal'], signal['signal'])}, {signal['phases']}"
+        heading = KINDS[signal["kind"]]
+        gain = signal["gains"]["inverse"]
+        yield _share(row, "Fwd.", signal["forward"], heading)
+        yield _share(row, "Inv.", signal["inverse"], heading)
+        yield _share(row, "delta", gain, heading, text=f"{100 * gain['mean']:+.2f}")
+        yield _share(row, "Uniform", signal["uniform"], heading)
+        yield MeasuredCell(row, "verdict", None, heading, text=signal["verdict"])
+
+
+def layers(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
+    """Yield the mean budget of every layer of every plan, and its pattern where a plan has several."""
+    for finished in stages:
+        if not isinstance(finished.result, Plan):
+            continue
+        phase = finished.result.prefill or finished.result.decode
+        size = finished.stage.options["budget"]
+        for index, layer in enumerate(phase.layers if phase is not None else ()):
+            if layer is not None:
+                budget = fmean(layer.budget)
+                if len(finished.result.policies) > 1:
+                    yield MeasuredCell(f"layer {index}", f"pattern at {size}", None, text=layer.policy.name)
+                yield MeasuredCell(f"layer {index}", f"entries at {size}", budget, text=f"{budget:.0f}")
+
+
+def losses(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
+    """Yield LAVa's Table 14: the loss of the first and of the last layer's output."""
+    for finished in stages:
+        if finished.stage.job != "evaluate":
+            continue
+        measured = finished.result["losses"]
+        known = [method for block in finished.result["blocks"] for method in block["methods"]]
+        depths = sorted({loss["layer"] for loss in measured})
+        for layer, key in dict(zip((depths[0], depths[-1]), table.columns, strict=True)).items():
+            for row, label in table.rows.items():
+                labels = {method["label"] for method in known if method["name"] == row}
+                for loss in measured:
+                    if loss["layer"] == layer and loss["method"] in labels:
+                        yield MeasuredCell(label, loss["task"], loss["loss"], f"Layer {layer}", key)
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def profiles(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
+    """Yield what LU-KV's figures show: recall by budget, eviction loss by layer, stability of local ratios."""
+    ratio = table.paper.ratios[0]
+    known = {finished.stage.name: finished.result for finished in stages}
+    shared = known.pop("adakv", None)
+    named = [(table.rows[stage], profile) for stage, profile in known.items()]
+    for metric, profile in named:
+        for row, name in ((metric, "recall"), (f"{metric}, oracle", "oracle_recall")):
+            curve = profile.arrays[name].mean(axis=(0, 1))
+            for budget in SHOWN_BUDGETS:
+                yield MeasuredCell(row, f"{budget}% kept", 100 * float(curve[budget]), "Figure 1")
+    for metric, profile in named:
+        for name, loss in _eviction_losses(profile, ratio, shared if metric == "SnapKV" else None).items():
+            heading = f"Figures 3, 4, 6: {metric}"
+            for layer, lost in zip(profile.metadata.layers, loss.sum(-1), strict=True):
+                yield MeasuredCell(name, f"layer {layer}", 100 * float(lost), heading)
+            yield MeasuredCell(name, "all", 100 * float(loss.sum()), heading)
+            yield MeasuredCell(name, "worst head", 100 * float(loss.max()), heading)
+    for metric, profile in named:
+        correlation = stability(profile, ratio)
+        for column in ("questions", "texts", "halves"):
+            yield MeasuredCell(metric, column, getattr(correlation, column), "Figure 2b")
+
+
+def _eviction_losses(profile: Profile, ratio: float, shared: Profile | None) -> dict[str, Floats]:
+    """Return what every head loses [L, Hkv] under the allocations of the paper."""
+    shape, length = profile.metadata.shape, profile.metadata.length
+    total, floor = round((1 - ratio) * length * shape[0] * shape[1]), max(profile.metadata.floor, 1)
+    pyramid = Pyramid(window=floor).allocate(np.zeros(shape), total, np.full(shape, floor), np.full(shape, length))
+    kept = {"Uniform": np.full(shape, 1 - ratio), "Pyramid": pyramid / length}
+    if shared is not None:
+        kept["Ada"] = 1 - shared.local_ratios(ratio)
+    kept["LU-KV"] = 1 - profile.local_ratios(ratio)
+    return {name: lost_mass(profile, share) for name, share in kept.items()}
+
+
+VIEWS: Mapping[View, Callable[[PaperTable, Sequence[FinishedStage]], Iterator[MeasuredCell]]] = {
+    "scores": scores, "best": beside_best, "categories": by_category, "selections": selections, "signals": signals,
+    "layers": layers, "losses": losses, "profiles": profiles,
+}  # fmt: skip

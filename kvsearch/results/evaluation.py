@@ -1,0 +1,280 @@
+"""The results of an evaluation and of `headroom`: scores of several methods on the same questions."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
+
+import numpy as np
+from pydantic import FailFast, Field, PlainSerializer, model_validator
+
+from kvsearch.evaluation.statistics import MACRO, Kind, Row
+from kvsearch.evaluation.values import Footprint, LayerLoss
+from kvsearch.plan import Size
+from kvsearch.plan.schema import Protocol
+from kvsearch.results.base import Result, Stored
+from kvsearch.runs.estimates import Difference, Estimate, doubt_of
+from kvsearch.strategies.names import FULL
+from kvsearch.tasks.base import Coverage
+from kvsearch.tasks.longbench import AVERAGES
+from kvsearch.tasks.niah import Grid, NiahTask, grid_of
+
+if TYPE_CHECKING:
+    from kvsearch.evaluation.compare import Comparison
+    from kvsearch.evaluation.samples import Sample
+    from kvsearch.evaluation.statistics import SizeBlock
+
+SECTIONS: dict[Kind, str] = {"task": "tasks", "category": "categories", "average": "averages"}
+Scores = dict[str, dict[str, Estimate]]  # by section and row
+Differences = dict[str, dict[str, Difference]]
+Found = TypeVar("Found")
+LossField = Annotated[LayerLoss, PlainSerializer(lambda loss: {**asdict(loss), "ratio": loss.ratio})]
+# a named tuple is an object in a file
+HeldField = Annotated[Footprint, PlainSerializer(lambda held: held._asdict())]
+SizeField = Annotated[Size, PlainSerializer(lambda size: size.as_json())]
+
+
+class Outcomes(NamedTuple):
+    """On how many tasks a method won, tied and lost."""
+
+    wins: int
+    ties: int
+    losses: int
+
+
+OutcomesField = Annotated[Outcomes, PlainSerializer(lambda outcomes: outcomes._asdict())]
+
+
+class ScoreRow(NamedTuple):
+    """A task, a category or an average, of which every method has a score."""
+
+    kind: Kind
+    name: str
+    questions: int
+
+    def of(self, sections: Mapping[str, Mapping[str, Found]]) -> Found:
+        """Return the score or the difference of this row."""
+        return sections[SECTIONS[self.kind]][self.name]
+
+
+@dataclass(frozen=True)
+class ScoredTask(Coverage):
+    """How much of a task was asked, and what its replies were scored by."""
+
+    metric: str | None = None
+
+
+class MethodScores(Stored):
+    """What one method scored, and what it scored more than the subject (None: it is the subject)."""
+
+    name: str
+    label: str
+    definition: dict[str, Any] = Field(default_factory=dict)
+    phases: str | None = None
+    held: HeldField
+    scores: Scores
+    differences: Differences | None = None
+    contexts: dict[str, Any] | None = None  # what the method knew of the contexts that were asked
+    tasks_won: OutcomesField | None = None
+
+
+class FullScores(Stored):
+    """What the full cache scored."""
+
+    held: HeldField
+    scores: Scores
+
+
+class SizeScores(Stored):
+    """The methods of one size; `size` is None of plans and their baselines."""
+
+    size: SizeField | None
+    methods: tuple[MethodScores, ...]
+    full_differences: Differences | None = None
+
+    def method(self, name: str) -> MethodScores | None:
+        """Return the method of a name; None if it is the full cache."""
+        return next((method for method in self.methods if method.name == name), None)
+
+    @property
+    def heading(self) -> str:
+        """The size in words; nothing of plans."""
+        return "" if self.size is None else self.size.words
+
+
+class NeedleGrid(Stored):
+    """Scores of needles by depth (rows) and length in tokens; None where nothing was asked."""
+
+    lengths: tuple[int, ...]
+    depths: tuple[int, ...]
+    scores: Annotated[tuple[Annotated[tuple[float | None, ...], FailFast()], ...], FailFast()]
+    mean: float | None = None
+
+    @classmethod
+    def of(cls, grid: Grid) -> NeedleGrid:
+        """Return a grid for a file."""
+        scores = tuple(tuple(None if math.isnan(score) else score for score in row) for row in grid.means.tolist())
+        mean = float(grid.means[~np.isnan(grid.means)].mean())
+        return cls(lengths=grid.lengths, depths=grid.depths, scores=scores, mean=mean)
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if [len(row) for row in self.scores] != [len(self.lengths)] * len(self.depths):
+            raise ValueError("scores are not those of its depths and lengths")
+        return self
+
+
+class EvaluationResult(Result):
+    """Scores in [0, 1] of several methods, differences to one of them (the subject), and what each held.
+
+    docs/evaluation.md describes every field. Single replies and the machine's speed are not in it.
+    """
+
+    SCHEMA: ClassVar[str] = "kvsearch.evaluation/1"
+
+    model: str
+    samples: int | None = None
+    protocol: Protocol
+    seed: int = 0
+    batch: int | None = None
+    max_memory: int | None = None
+    max_length: int | None = None
+    subject: str
+    phases: str
+    environment: dict[str, Any] = Field(default_factory=dict)
+    most_tokens: int | None = None
+    tasks: tuple[ScoredTask, ...]
+    averages: dict[str, tuple[str, ...]]
+    full: FullScores
+    blocks: tuple[SizeScores, ...] = Field(min_length=1)
+    notes: tuple[str, ...] = ()
+    different: str | None = Field(default=None, alias="different_settings")
+    needle: dict[str, NeedleGrid] | None = Field(default=None, exclude_if=lambda needle: not needle)
+    losses: tuple[LossField, ...] | None = Field(default=None, exclude_if=lambda losses: losses is None)
+
+    @classmethod
+    def of(cls, found: Comparison, losses: Sequence[LayerLoss] | None = None) -> EvaluationResult:
+        """Return what a comparison found, with the output losses of layers where they were measured."""
+        tasks = [ScoredTask(**asdict(task), metric=found.metrics[task.task]) for task in found.coverage]
+        full = FullScores(held=found.held[FULL], scores=_scores(found.blocks[0], FULL))
+        return cls(
+            model=found.model, **found.settings.as_json(), subject=found.subject, phases=found.phases,
+            environment=dict(found.environment), most_tokens=found.most_tokens, tasks=tuple(tasks),
+            averages=found.averages, full=full, blocks=tuple(_size(block, found) for block in found.blocks),
+            notes=tuple(found.notes), different_settings=found.different, needle=needle_grids(found.samples),
+            losses=None if losses is None else tuple(losses),
+        )  # fmt: skip
+
+    @cached_property
+    def rows(self) -> tuple[ScoreRow, ...]:
+        """Tasks, then categories if there are several, then the named averages, as they were asked."""
+        order: Mapping[Kind, list[str]] = {
+            "task": [task.task for task in self.tasks],
+            "category": [task.category for task in self.tasks],
+            "average": [MACRO, *AVERAGES],
+        }
+        rows = []
+        for kind, names in order.items():
+            section = self.full.scores.get(SECTIONS[kind], {})
+            for name in dict.fromkeys([*names, *section]):
+                if name in section:
+                    questions = self._questions(kind, name)
+                    rows.append(ScoreRow(kind, name, questions))
+        return tuple(rows)
+
+    @property
+    def overall(self) -> ScoreRow:
+        """The mean over all tasks."""
+        return {row.name: row for row in self.rows if row.kind == "average"}[MACRO]
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the evaluation may say little, if it does."""
+        return doubt_of(self.overall.of(self.full.scores).mean)
+
+    def _questions(self, kind: Kind, name: str) -> int:
+        """Return the questions of a row: those that any of its differences has won, tied and lost."""
+        block = self.blocks[0]
+        for differences in (block.full_differences, *(method.differences for method in block.methods)):
+            difference = (differences or {}).get(SECTIONS[kind], {}).get(name)
+            if difference is not None:
+                return difference.wins + difference.ties + difference.losses
+        return 0
+
+
+class HeadroomResult(Result):
+    """Scores of the full cache, of oracles and of simple policies: a row per task, the mean of all last."""
+
+    SCHEMA: ClassVar[str] = "kvsearch.headroom/1"
+
+    model: str
+    ratio: float
+    methods: tuple[str, ...]
+    rows: tuple[Row, ...] = Field(min_length=1)
+    asked: tuple[Coverage, ...]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The mean score of each method as a share of the full cache's."""
+        mean = {method: self.rows[-1].scores[method].mean for method in self.methods}
+        return {method: score / mean[FULL] if mean[FULL] else 0.0 for method, score in mean.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what is written; the scores are there by task and method, too, without their intervals."""
+        scores = {row.task: {method: row.scores[method].mean for method in self.methods} for row in self.rows}
+        return {**super().as_json(), "scores": scores, "share_of_full": self.shares}
+
+
+def count_tasks_won(differences: Differences) -> Outcomes | None:
+    """Return on how many tasks a method's mean is above, at and below the subject's; None if the tasks are one.
+
+    Source: LAVa, Fig. 5 (winning rates).
+    """
+    tasks = differences[SECTIONS["task"]].values()
+    if len(tasks) == 1:
+        return None
+    signs = Counter(int(np.sign(difference.mean)) for difference in tasks)
+    return Outcomes(signs[1], signs[0], signs[-1])
+
+
+def needle_grids(samples: Sequence[Sample]) -> dict[str, NeedleGrid]:
+    """Return the grid of every method, from its replies to the task `niah`; other samples are left out."""
+    mine = [sample for sample in samples if sample.task == NiahTask.name]
+    methods = dict.fromkeys(sample.method for sample in mine)
+    return {method: NeedleGrid.of(grid_of(sample for sample in mine if sample.method == method)) for method in methods}
+
+
+def _size(block: SizeBlock, found: Comparison) -> SizeScores:
+    """Return the methods of one size."""
+    by_label = {method.label: method for method in found.methods}
+    methods = []
+    for name, label in block.methods.items():
+        differences = _differences(block, label)
+        method = MethodScores(
+            name=name, label=label, definition=by_label[label].definition, phases=by_label[label].phases,
+            held=found.held[label], scores=_scores(block, label), differences=differences,
+            contexts=found.seen[name].as_json() if name in found.seen else None,
+            tasks_won=None if differences is None else count_tasks_won(differences),
+        )  # fmt: skip
+        methods.append(method)
+    return SizeScores(size=block.size, methods=tuple(methods), full_differences=_differences(block, FULL))
+
+
+def _scores(block: SizeBlock, label: str) -> Scores:
+    scores: Scores = {section: {} for section in SECTIONS.values()}
+    for row in block.rows:
+        scores[SECTIONS[row.kind]][row.task] = row.scores[label]
+    return scores
+
+
+def _differences(block: SizeBlock, label: str) -> Differences | None:
+    if label == block.subject:
+        return None
+    differences: Differences = {section: {} for section in SECTIONS.values()}
+    for row in block.rows:
+        differences[SECTIONS[row.kind]][row.task] = block.difference(row, label)
+    return differences

@@ -1,0 +1,171 @@
+"""The results of searches: what one found at one budget, and at several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import FailFast, Field
+
+from kvsearch.core.limits import MOST_ENTRIES
+from kvsearch.results.base import Result, Stored, is_none, read_content
+from kvsearch.runs.estimates import Difference, Estimate
+from kvsearch.search.names import EVOLVED
+from kvsearch.selection.acceptance import GapClosed, Scores, measure_gap_closed
+from kvsearch.strategies.names import FULL
+from kvsearch.tasks.base import Coverage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvsearch.evaluation.plan_comparison import PlanComparison
+    from kvsearch.search.evolve import Choice, Evolved, PreparedSearch
+    from kvsearch.search.trials import Spent
+
+Row = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST_ENTRIES)], ...], FailFast()]
+Budgets = Annotated[tuple[Row, ...], FailFast()]  # [phases * L, Hkv]; of a damaged one the first problem will do
+
+
+class Finalist(Stored):
+    """A candidate or start plan that was judged by the metric; leads are over the best start plan."""
+
+    budgets: Budgets
+    value: float | None
+    where: str
+    score: Estimate
+    lead: Difference | None = Field(default=None, exclude_if=is_none)
+    chance: float | None = Field(default=None, exclude_if=is_none)
+    accepted: bool | None = Field(default=None, exclude_if=is_none)
+
+
+class FoundAtBudget(Stored):
+    """What a search found at one budget: `report` has scores by name, `gains` what the result scores above a name."""
+
+    ended: str
+    decision: str = ""
+    flat: bool = False
+    starts: dict[str, Budgets]
+    finalists: dict[str, Finalist]
+    start: str
+    chosen: str
+    best: str
+    budgets: Budgets
+    report: dict[str, Estimate]
+    gains: dict[str, Difference]
+    recovered: dict[str, GapClosed | None]
+
+    @classmethod
+    def at(cls, evolved: Evolved, decision: str) -> FoundAtBudget:
+        """Return what was found; `decision` says what was chosen and why."""
+        choice, report = evolved.choice, evolved.report
+        others = [name for name in report.labels if name not in (EVOLVED, FULL)]
+        return FoundAtBudget(
+            ended=evolved.outcome.ended,
+            decision=decision,
+            flat=evolved.outcome.flat,
+            starts={name: table.tolist() for name, table in evolved.search.starts.items()},
+            finalists={name: _finalist(choice, name) for name in choice.finalists},
+            start=choice.decision.best,
+            chosen=choice.name,
+            best=choice.best,
+            budgets=choice.table.tolist(),
+            report={name: report.score(name) for name in report.labels},
+            gains={name: report.gain(EVOLVED, [name]) for name in others},
+            recovered=gap_shares(report),
+        )
+
+
+class SearchOrigin(Result):
+    """What a search was asked: `asked` says it of each split, `questions` count them."""
+
+    model: str
+    questions: dict[str, int]
+    asked: dict[str, tuple[Coverage, ...]] = Field(default_factory=dict)
+    evaluations: int
+    tokens: int
+    settings: dict[str, Any]
+
+    @property
+    def found(self) -> Mapping[int, FoundAtBudget]:
+        """What was found, by budget, ascending."""
+        raise NotImplementedError
+
+
+class SearchResult(FoundAtBudget, SearchOrigin):
+    """A finished search at one budget."""
+
+    SCHEMA: ClassVar[str] = "kvsearch.evolution/1"
+
+    @classmethod
+    def of(cls, evolved: Evolved, spent: Spent, decision: str) -> SearchResult:
+        """Return everything that a search found; `spent` is what its first part took."""
+        found = dict(FoundAtBudget.at(evolved, decision))
+        return SearchResult(**_origin(evolved.search, spent), settings=evolved.search.as_json(), **found)
+
+    @property
+    def found(self) -> Mapping[int, FoundAtBudget]:
+        """What was found, by budget."""
+        return {self.settings.get("budget", 0): self}
+
+
+class FrontResult(SearchOrigin):
+    """A finished search at several budgets."""
+
+    SCHEMA: ClassVar[str] = "kvsearch.front/1"
+
+    budgets: dict[int, FoundAtBudget] = Field(min_length=1)
+
+    @classmethod
+    def of(cls, found: Sequence[Evolved], spent: Spent, decisions: Sequence[str]) -> FrontResult:
+        """Return everything that a search found at every budget; `spent` is what its first part took."""
+        first = found[0].search
+        budgets = {one.budget: FoundAtBudget.at(one, decision) for one, decision in zip(found, decisions, strict=True)}
+        return cls(**_origin(first, spent), settings=first.settings.as_json(), budgets=budgets)
+
+    @property
+    def found(self) -> Mapping[int, FoundAtBudget]:
+        """What was found, by budget."""
+        return {budget: self.budgets[budget] for budget in sorted(self.budgets)}
+
+
+AnySearch = SearchResult | FrontResult
+
+
+def read_search(data: Any, path: Path) -> AnySearch:
+    """Return what a search found, at one budget or at several; UsageError if the file at `path` is damaged."""
+    several = isinstance(data, dict) and isinstance(data.get("budgets"), dict)
+    return read_content(FrontResult, data, path) if several else read_content(SearchResult, data, path)
+
+
+def gap_shares(report: PlanComparison) -> dict[str, GapClosed | None]:
+    """Return the share of the gap between each baseline and the full cache that the result closes, by baseline."""
+    scores, labels = Scores.of(report.comparison.samples, report.comparison.contexts), report.labels
+    seed = report.comparison.settings.seed
+    return {
+        name: measure_gap_closed(scores, labels[EVOLVED], labels[name], seed=seed)
+        for name in labels
+        if name not in (EVOLVED, FULL)
+    }
+
+
+def _origin(search: PreparedSearch, spent: Spent) -> dict[str, Any]:
+    questions = {name: sum(task.coverage.questions for task in encoded) for name, encoded in search.encoded.items()}
+    questions["search"] = len(search.samples)
+    asked = {name: tuple(task.coverage for task in encoded) for name, encoded in search.encoded.items()}
+    return {
+        "model": search.base.loaded.name, "questions": questions, "asked": asked, "evaluations": spent.evaluations,
+        "tokens": spent.tokens,
+    }  # fmt: skip
+
+
+def _finalist(choice: Choice, name: str) -> Finalist:
+    """Return a finalist with what it leads the best start plan by, where it was compared with that."""
+    found = choice.finalists[name]
+    verdict: dict[str, Any] = {}
+    if name in choice.decision.verdicts:
+        chance, is_accepted = choice.decision.verdicts[name]
+        lead = choice.decision.leads[name]
+        verdict = {"lead": lead, "chance": chance, "accepted": is_accepted}
+    value = found.value if found.value < float("inf") else None
+    score = choice.comparison.score(name)
+    return Finalist(budgets=found.table.tolist(), value=value, where=found.where, score=score, **verdict)

@@ -1,0 +1,98 @@
+"""The result of a validation: which signals of a profile are worth following.
+
+Reading it needs nothing of an evaluation, so that `kvsearch export` can heed the verdicts.
+"""
+
+from __future__ import annotations
+
+import math
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from pydantic import ConfigDict, Field
+
+from kvsearch.core.errors import UsageError
+from kvsearch.core.parsing import read_json, shown
+from kvsearch.plan.saved import PROFILE
+from kvsearch.results.base import Result, read_content
+from kvsearch.selection.verdicts import AtBudget, Conditions, JudgedSignal
+
+if TYPE_CHECKING:
+    from kvsearch.strategies.from_signals import Strategy
+
+FILE: Final = "validation/validation.json"  # in the directory of the calibration
+
+
+class ValidationResult(Result, Conditions):
+    """Signals of one profile, judged by the same questions at one or several sizes, smaller budgets first."""
+
+    SCHEMA: ClassVar[str] = "kvsearch.validation/3"
+    model_config = ConfigDict(extra="forbid")
+
+    budgets: tuple[AtBudget, ...] = Field(min_length=1)
+
+    @classmethod
+    def of(cls, conditions: Conditions, *judged: AtBudget) -> ValidationResult:
+        """Return what was judged under some conditions."""
+        return cls(**dict(conditions), budgets=judged)
+
+    def merged(self, other: ValidationResult) -> ValidationResult:
+        """Return all of this validation, and what only the other one, of the same conditions, has judged."""
+        by_size = {(at.budget, at.ratio or 0.0): at for at in other.budgets}
+        for at in self.budgets:
+            size = at.budget, at.ratio or 0.0
+            before = by_size[size].signals if size in by_size else ()
+            signals = {judged.place: judged for judged in (*before, *at.signals)}
+            by_size[size] = at.model_copy(update={"signals": tuple(signals[place] for place in sorted(signals))})
+        return self.model_copy(update={"budgets": tuple(by_size[size] for size in sorted(by_size))})
+
+
+def read_validation(data: Any, path: Path) -> ValidationResult:
+    """Return the content of a file; UsageError if the file at `path` is damaged, or of another version."""
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != ValidationResult.SCHEMA:
+        wanted = ValidationResult.SCHEMA
+        raise UsageError(f"{path} is no {wanted} file (schema {shown(schema)}): delete it and validate again")
+    return read_content(ValidationResult, {name: data[name] for name in data if name != "schema"}, path)
+
+
+def load_validation(path: Path) -> ValidationResult | None:
+    """Read a file; None if there is none.
+
+    Raises:
+        UsageError: see `read_validation`.
+        EnvironmentFault: it cannot be read.
+    """
+    return read_validation(read_json(path), path) if path.exists() else None
+
+
+def harmful(directory: Path, strategy: Strategy, budget: float) -> str | None:
+    """Return a line about the signals of a strategy that were judged harmful in its phases.
+
+    `directory` is that of the calibration, `budget` in entries per kv head. What counts for a signal is the verdict at
+    the budget nearest to this one, of those at which it was judged. None if no signal was harmful, if they were not
+    validated, or if the validation was of another profile than the one in the directory.
+
+    Raises:
+        UsageError: the file of the validation is damaged.
+    """
+    found, profile = load_validation(directory / FILE), directory / PROFILE
+    if found is None:
+        return None
+    if profile.exists() and sha256(profile.read_bytes()).hexdigest() != found.profile_sha256:
+        return None
+    uses = (("route", strategy.route), ("budgets", strategy.budgets))
+    nearest = (_nearest(found, use, strategy.phases, budget) for use in uses)
+    bad = [(one, at) for one, at in filter(None, nearest) if one.verdict == "harmful"]
+    return "; ".join(f"{one.words} was judged harmful at {at.size}: {one.reason}" for one, at in bad) or None
+
+
+def _nearest(
+    found: ValidationResult, use: tuple[str, str | None], phases: str, budget: float
+) -> tuple[JudgedSignal, AtBudget] | None:
+    """Return what was judged of a signal in its use nearest to a budget, by ratio, and where."""
+    there = [
+        (one, at) for at in found.budgets for one in at.signals if (one.kind, one.signal, one.phases) == (*use, phases)
+    ]
+    return min(there, key=lambda judged: abs(math.log(judged[1].budget / budget)), default=None)

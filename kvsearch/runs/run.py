@@ -1,0 +1,302 @@
+"""A run: a directory that has its configuration, what is finished of it, and in the end its results.
+
+Whether a command may go on in a directory is decided here, for all jobs by the same rule:
+
+- nothing is there: the run begins;
+- the same run is there (equal job and content, see `RunConfig`): it goes on, or is finished already;
+- another run of the job is there: it is refused with the first difference, or begun anew with `force`;
+- anything else is there: it is refused, with `force` or without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from kvsearch.core.canonical import canonical_json
+from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.core.files import TEMPORARY, atomic_write, read_text, write_fault
+from kvsearch.runs.identity import CONFIG, LEDGER, SUMS, Job, RunConfig, read_config
+from kvsearch.runs.ledger import Ledger
+from kvsearch.runs.lock import locked, refuse_locked, require_lock
+
+State = Literal["new", "unfinished", "finished"]
+AnyLedger = TypeVar("AnyLedger", bound=Ledger[Any])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that may be written: its process has the lock of the directory.
+
+    Args:
+        directory: where it is kept.
+        config: what is run.
+        state: how far it was when it was opened: a finished run has been sealed with checksums.
+        earlier: the configuration of the session before, of the same run; None where it is new.
+        files: the patterns of what the run writes beside its configuration and ledger.
+    """
+
+    directory: Path
+    config: RunConfig
+    state: State
+    earlier: RunConfig | None
+    files: Sequence[str]
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        directory: Path,
+        config: RunConfig,
+        *,
+        force: bool = False,
+        files: Sequence[str] = (),
+        reads: Mapping[str, str] | None = None,
+    ) -> Iterator[Run]:
+        """Begin a run, or go on with the one that is there; its configuration is written, its checksums are not valid.
+
+        Args:
+            directory: of the run.
+            config: of the run.
+            force: whether what is there of any run of this job is removed first.
+            files: patterns of what the run writes beside its configuration and ledger.
+            reads: files that a session before has finished and this one reads, with what to do if one was changed.
+
+        Raises:
+            UsageError: another run is there, or something else; a file of `reads` was changed; another process writes
+                there.
+            EnvironmentFault: the disk is full, permissions are missing.
+        """
+        with locked(directory):
+            earlier: RunConfig | None = None
+            state: State = "new"
+            if force:
+                run_in(directory, config.job)  # what is no run of this job is not replaced
+            else:
+                earlier = require_same(directory, config)
+            if earlier is not None:
+                state = "finished" if CONFIG in read_sums(directory) else "unfinished"
+                for name, remedy in (reads or {}).items():
+                    require_unchanged(directory, name, remedy)
+            begin(directory, config, (LEDGER, *files) if force else ())
+            yield cls(directory, config, state, earlier, files)
+
+    def open_ledger(self, kind: Callable[..., AnyLedger], *more: Any) -> AnyLedger:
+        """Return the ledger of the run, opened as `kind`; errors as for `Ledger`."""
+        return kind(self.directory / LEDGER, self.config.identity, *more)
+
+    def write(self, name: str, content: object) -> None:
+        """Write a result; errors as for `write_json`."""
+        write_json(self.directory / name, content)
+
+    def finish(self) -> None:
+        """Seal the run with the checksums of all that it has written; errors as for `sums.finish`."""
+        finish(self.directory, (CONFIG, LEDGER, *self.files))
+
+
+def require_same(directory: Path, config: RunConfig, unknown: Sequence[str] = ()) -> RunConfig | None:
+    """Return the configuration of the run in `directory`, which is the same run; None if nothing is there.
+
+    `unknown` are keys of the content that are left out, as the job finds out their values later.
+
+    Raises:
+        UsageError: another run is there, with the first difference, or something else; see `run_in`.
+    """
+    earlier = run_in(directory, config.job)
+    if earlier is None:
+        return None
+    difference = config.without(unknown).difference(earlier.without(unknown))
+    if difference is not None:
+        raise UsageError(
+            f"{directory} holds another run: {difference}; repeat its command to go on with it, choose another "
+            "--output, or --force to start anew"
+        )
+    return earlier
+
+
+NOUNS: dict[Job, str] = {
+    "calibrate": "a calibration", "evaluate": "an evaluation", "validate": "a validation", "select": "a selection",
+    "evolve": "a search", "run": "a run",
+}  # fmt: skip
+
+
+@contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Keep other processes from writing to `directory`, before anything is read there; see `locked` for the errors.
+
+    A run that has no more than begun when it is found that it cannot be done as asked leaves nothing.
+    """
+    with locked(directory):
+        was_unused = is_unused(directory)
+        try:
+            yield
+        except UsageError:
+            if was_unused and all(item.name == CONFIG for item in directory.iterdir() if not _is_nothing(item)):
+                for item in directory.iterdir():
+                    if item.name in (CONFIG, LEDGER):
+                        item.unlink()
+            raise
+
+
+def check_directory(directory: Path, job: Job) -> RunConfig | None:
+    """Find out, before a model is loaded, whether a run can be kept in `directory`; see `run_in`.
+
+    Raises:
+        UsageError: as `run_in`, or another process is writing there.
+    """
+    refuse_locked(directory)
+    return run_in(directory, job)
+
+
+def run_in(directory: Path, job: Job) -> RunConfig | None:
+    """Return the configuration of the run that is in `directory`; None if nothing is.
+
+    Raises:
+        UsageError: it is a file, it holds something else than a run of this job, or the configuration is damaged.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory} is a file: give a directory to write to")
+    found = read_config(directory)
+    if found.job != job if found is not None else not is_unused(directory):
+        raise other_kind(directory, job)
+    return found
+
+
+def other_kind(directory: Path, job: Job) -> UsageError:
+    """Return what to say of a directory that holds something else than a run of `job`, which no `force` replaces."""
+    return UsageError(
+        f"{directory} holds something else than {NOUNS[job]}: choose another directory, --force replaces only those of "
+        "this kind"
+    )
+
+
+def is_unused(directory: Path) -> bool:
+    """Tell whether nothing is there but what a run leaves that was killed before it had written its configuration."""
+    return not directory.exists() or all(map(_is_nothing, directory.iterdir()))
+
+
+def _is_nothing(item: Path) -> bool:
+    """Tell whether a file is a temporary one, or a ledger without a line."""
+    return item.name.startswith(TEMPORARY) or (item.name == LEDGER and item.is_file() and item.stat().st_size == 0)
+
+
+def begin(directory: Path, config: RunConfig, clear: Iterable[str] = ()) -> None:
+    """Remove what an earlier run has left under the names `clear` (patterns), then write the configuration.
+
+    Raises:
+        EnvironmentFault: the disk is full, permissions are missing; see also `require_lock`.
+    """
+    require_lock(directory)
+    unfinish(directory)
+    for path in [path for pattern in clear for path in sorted(directory.glob(pattern))]:
+        try:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        except OSError as error:
+            raise write_fault(error, path, "give the same command again") from error
+    atomic_write(directory / CONFIG, config.to_bytes())
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a result; equal content gives equal bytes. Errors as for `require_lock` and `atomic_write`."""
+    require_lock(path.parent)
+    atomic_write(path, canonical_json(content))
+
+
+# a name that can lead to a file below the directory
+_LINE = re.compile(r"([0-9a-f]{64}) [ *]((?!/|.*\.\.)[ -\[\]-~]{1,200})")
+_PIECE = 1 << 20
+
+
+def finish(directory: Path, patterns: Sequence[str]) -> None:
+    """Write the checksums of the files in `directory` that match, and of all files in folders that do.
+
+    Patterns are those of names, not of paths.
+    The lines of other jobs stay. Files that are written while a job works, and the sums of other runs, have none.
+
+    Raises:
+        UsageError: the file of the checksums is damaged.
+        EnvironmentFault: a file cannot be read, or the disk is full.
+    """
+    found = {name: sha256_of_file(directory / name) for name in _files(directory, patterns)}
+    _write(directory, {**_others(directory, patterns), **found})
+
+
+def unfinish(directory: Path, patterns: Sequence[str] | None = None) -> None:
+    """Take the lines of what matches out again, None: all, as a job begins that writes it; errors as for `finish`."""
+    if (directory / SUMS).exists():
+        _write(directory, {} if patterns is None else _others(directory, patterns))
+
+
+def require_unchanged(directory: Path, name: str, remedy: str) -> None:
+    """Raise UsageError, with the remedy, if a finished file is not as it was; see also `read_sums`.
+
+    A job that goes on from a file asks this before it begins, as its own checksum of it would hide the change.
+    """
+    digest = read_sums(directory).get(name)
+    if digest is not None and (directory / name).exists() and sha256_of_file(directory / name) != digest:
+        raise UsageError(f"{directory / name} was changed since it was finished, {SUMS} has another one: {remedy}")
+
+
+def read_sums(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of the finished files, by name from `directory`; nothing if nothing is finished.
+
+    Raises:
+        UsageError: a line is damaged.
+        EnvironmentFault: the file cannot be read.
+    """
+    path = directory / SUMS
+    if not path.exists():
+        return {}
+    found: dict[str, str] = {}
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        match = _LINE.fullmatch(line)
+        if match is None or match[2] in found:
+            raise UsageError(f"{path}, line {number} is damaged: delete the file and repeat the command of the run")
+        found[match[2]] = match[1]
+    return found
+
+
+def sha256_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file, which is read piece by piece; EnvironmentFault if it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+    return digest.hexdigest()
+
+
+def _files(directory: Path, patterns: Sequence[str]) -> list[str]:
+    places = {path for pattern in patterns for path in directory.glob(pattern)}
+    files = {file for place in places for file in (place.rglob("*") if place.is_dir() else [place]) if file.is_file()}
+    names = (str(file.relative_to(directory)) for file in files if not file.name.startswith((SUMS, TEMPORARY)))
+    return sorted(name for name in names if _LINE.fullmatch(f"{'0' * 64}  {name}"))
+
+
+def _others(directory: Path, patterns: Sequence[str]) -> dict[str, str]:
+    """Return the lines of files that do not match, nor the folders that they are in."""
+    known = read_sums(directory)
+    return {name: known[name] for name in known if not any(fnmatchcase(Path(name).parts[0], one) for one in patterns)}
+
+
+def _write(directory: Path, sums: Mapping[str, str]) -> None:
+    path = directory / SUMS
+    if sums:
+        atomic_write(path, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())).encode())
+        return
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise write_fault(error, path, "give the same command again") from error

@@ -1,0 +1,1 @@
+"""One token at a time: the eviction rule, captured steps, replies."""

@@ -1,0 +1,377 @@
+"""A layer while its decode rule is in force: token by token, attention first, then the rule, then the slot is free.
+
+A step has two parts. `prepare_step` is the host's: it makes room and decides what the step does. `step` is the
+device's: it changes tensors in place and looks at no value. `attend` runs both; who compiles or captures steps runs the
+first ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsearch.core.arrays import Bools, Ints
+from kvsearch.core.errors import InternalError
+from kvsearch.kernels.dispatch import needs_gradients, serves
+from kvsearch.kernels.step import LayerSums, Slots, step
+from kvsearch.policies import Observation
+from kvsearch.policies.decoding import Cached, State, Step, slots_of
+from kvsearch.runtime.attention import slot_attention
+from kvsearch.runtime.decode.rule import StepRule
+from kvsearch.runtime.logits import Logits
+from kvsearch.runtime.read_mask import Visible
+from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE
+from kvsearch.runtime.store.slots import SlotBlock, SlotSource, SlotStore, StepPlan, capacities, pack, source_of
+
+
+class Decoding:
+    """The entries of one layer and the rule that decides which of them leave."""
+
+    def __init__(self, store: SlotStore, rule: StepRule, peak: Ints, columns: int) -> None:
+        self.store = store
+        self.rule = rule
+        self.peak = peak  # the most each segment has held
+        self.columns = columns  # tokens so far, padding counted
+        self.room = 0  # tokens that there is room for ahead of time; 0: steps are as small as they can be
+        self.packed = 0  # how often the storage was made anew, so that what refers to it is not used any more
+        self.averages: AttentionAverages | None = None
+
+    @classmethod
+    def begin(cls, observation: Observation, keep: Tensor, counts: Ints, rule: StepRule, state: State) -> Decoding:
+        """Start from a prompt: the entries `keep` [B, Hkv, T] bool, `counts` [B, Hkv] of them.
+
+        `state` is as `StepRule.start` gives it.
+        """
+        store = pack([source_of(observation, keep, counts, state)], rule, *keep.shape[:2])
+        return cls(store, rule, store.used(), keep.shape[2])
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: Visible,
+        positions: Tensor,
+        logits: Logits,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """Take in q tokens one after the other, each seeing what the rule left; [B, Hq, q, D] -> [B, Hq, q, Dv].
+
+        `key` [B, Hkv, q, D] and `value` [B, Hkv, q, Dv] are the tokens' own, `positions` [B, q] their rotary positions,
+        `hidden` [B, Hkv, q] what the policy makes of their hidden states, where it wants them.
+        """
+        valid = visible.arrived
+        arrived = None if valid is None else valid.cpu().numpy()
+        outputs = []
+        for token in range(query.shape[2]):
+            this = slice(token, token + 1)
+            real = active = None
+            if valid is not None and arrived is not None and not arrived[:, token].all():
+                real = arrived[:, token]
+                active = valid[:, token]
+            states = None if hidden is None else hidden[:, :, token]
+            self.prepare_step(real)
+            step = (query[:, :, this], key[:, :, this], value[:, :, this])
+            outputs.append(self.step(*step, positions[:, this], logits, states, active, visible.tokens))
+            self.finish_step()
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
+    # --- the host's part ------------------------------------------------------------------------------------------
+
+    def prepare_step(self, real: Bools | None = None) -> None:
+        """Make room for the next token and decide what its step does; it is padding where not `real` [B]."""
+        if not all(block.has_room() for block in self.store.blocks):
+            self._repack()
+        store = self.store
+        heads = self.store.heads
+        over = np.zeros(store.batch, dtype=bool)
+        for block in store.blocks:
+            keys = block.cached.keys
+            real_segments = None if real is None else real[block.names // heads]
+            dtype = None if serves(keys, block.cached.values) else self._bias_dtype(keys)
+            used = block.prepare_step(real_segments, self.room > 0, dtype)
+            over[block.names[used > block.limits.host] // heads] = True
+            self.peak[block.names] = np.maximum(self.peak[block.names], used)
+        self.rule.prepare_step(over, real)
+        self.columns += 1
+        if self.rule.policy.row == "layer" and (self.averages is None or not self.averages.holds(self.columns)):
+            slots = [block.capacity for block in store.blocks]
+            self.packed += self.averages is not None
+            sequences = [block.rows for block in store.blocks]
+            columns = self.columns + self.room
+            empty = torch.inf if self.rule.ranks_by_row else 0.0  # then no slot without an entry comes into question
+            self.averages = AttentionAverages.growing(sequences, slots, store.batch, columns, empty)
+
+    def _bias_dtype(self, keys: Tensor) -> torch.dtype:
+        return torch.float32 if self.rule.policy.row is not None else keys.dtype
+
+    def finish_step(self) -> None:
+        """Give up slots that are not needed any more, once many entries have left."""
+        for block in self.store.blocks:
+            if block.step_plan is None or block.step_plan.leaving.most <= 1:
+                continue
+            # where room is reserved, budgets stay within reach: tensors move once at most
+            wanted = block.limits.host + 1 if self.room else capacities(block.used, block.limits.host)
+            if int(wanted.max()) < block.capacity:
+                self._repack()
+                return
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens ahead of time, and let all steps look at all slots; 0: as before."""
+        self.room = tokens
+        wanted = (capacities(block.used, block.limits.host, tokens) for block in self.store.blocks)
+        if tokens and any((most > block.capacity).any() for most, block in zip(wanted, self.store.blocks, strict=True)):
+            self._repack()
+        for block in self.store.blocks:
+            block.biased = False
+
+    def plan(self) -> tuple[Hashable, ...] | None:
+        """Return all that the foreseen step depends on and the host decided: steps of equal plans are the same.
+
+        None: there is no other like it.
+        """
+        if self.rule.noting:
+            return None
+        plans = (_planned_step(block) for block in self.store.blocks)
+        return self.rule.due, *((*plan[:3], *plan.leaving[1:], plan.holes) for plan in plans)
+
+    def _repack(self) -> None:
+        """Make new blocks for what is held."""
+        sources = []
+        for block in self.store.blocks:
+            cached = block.in_use()
+            slots = slots_of(cached.held, cached.positions, int(block.used.max()))
+            sources.append(SlotSource(block.names, cached, slots, block.used, block.seen))
+        self.store = pack(sources, self.rule, self.store.batch, self.store.heads, self.room)
+        self.packed += 1
+        self.averages = None
+
+    # --- the device's part ----------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        logits: Logits,
+        hidden: Tensor | None = None,
+        active: Tensor | None = None,
+        visible: Tensor | None = None,
+    ) -> Tensor:
+        """Take in the token that was foreseen; see `attend` for the tensors, of which q is 1.
+
+        Not `active` [B] bool (None: all are) has padding. Attention sees the tokens that are `visible` [B, T] bool, by
+        their index in the sequence (None: all); the rule, which decides what leaves, knows all of them. Nothing here
+        waits for the device, depends on values, or binds a tensor that lasts.
+        """
+        store = self.store
+        policy = self.rule.policy
+        learning = needs_gradients(query, key, value)
+        if learning:
+            self._separate()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not learning):
+            self.rule.begin(query, positions, active, hidden)
+        segments = store.batch * store.heads
+        parts = (store.split(states.reshape(segments, -1, states.shape[-1])) for states in (query, key, value))
+        outputs: list[Tensor] = []
+        rows: list[Tensor | None] = []
+        done: set[int] = set()
+        for index, (block, own, keys, values) in enumerate(zip(store.blocks, *parts, strict=True)):
+            step_plan = _planned_step(block)
+            arriving = None if active is None else active[block.rows]
+            fused = None
+            if visible is None:
+                fused = fused_step(
+                    block, step_plan, self.rule, (own, keys[:, 0], values[:, 0]), logits, arriving, self.averages
+                )
+            if fused is not None:
+                outputs.append(fused)
+                rows.append(None)
+                done.add(index)
+                continue
+            block.put(keys[:, 0], values[:, 0], step_plan, arriving)
+            into = None if self.averages is None else self.averages.own(index, step_plan.width)
+            cached = block.first(step_plan.width)
+            bias = block.bias_of(step_plan)
+            full = step_plan.full
+            if visible is not None:
+                cached = block.showing(step_plan, visible)
+                full = False
+                bias = cached_bias(cached, self._bias_dtype(cached.keys))
+            output, row = slot_attention(own, cached, bias, logits, policy.row is not None, into, full)
+            outputs.append(output)
+            rows.append(row)
+        if self.averages is not None:
+            rows[:] = self.averages.layer_rows([b.first(_planned_step(b).width).positions for b in store.blocks])
+        if learning:
+            self._separate()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not learning):
+            for index, (block, row) in enumerate(zip(store.blocks, rows, strict=True)):
+                if index not in done:
+                    self._evict(block, row, active, logits)
+        return store.join(outputs).view(store.batch, -1, 1, outputs[0].shape[-1])
+
+    def _separate(self) -> None:
+        for block in self.store.blocks:
+            block.separate()
+
+    def _evict(self, block: SlotBlock, row: Tensor | None, active: Tensor | None, logits: Logits) -> None:
+        arriving = None if active is None else active[block.rows]
+        step_plan = _planned_step(block)
+        cached = block.first(step_plan.width)
+        before = None if arriving is None else cached.state.changed(torch.clone, torch.clone)
+        full = step_plan.full or (self.averages is not None and self.averages.empty > 0)
+        step = Step(cached, block.slot, block.seen, row, full=full)
+        places = block.rows, block.limits
+        gone = self.rule.decide(step, *places, step_plan.leaving, arriving, logits, block.slot, block.edge)
+        if arriving is not None and before is not None:
+            cached.state.restore(before, ~arriving)
+        block.free(gone, step_plan, arriving)
+
+    def dense(self, seen: int) -> tuple[Tensor, Tensor] | None:
+        """Return keys and values [B, Hkv, seen, D] if nothing is evicted and nothing padded, else None."""
+        if any((block.used != seen).any() or block.width != seen for block in self.store.blocks):
+            return None
+        shape = (self.store.batch, self.store.heads)
+        keys = self.store.join([block.in_use().keys for block in self.store.blocks])
+        values = self.store.join([block.in_use().values for block in self.store.blocks])
+        return keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:])
+
+    @property
+    def batch(self) -> int:
+        return self.store.batch
+
+    def most_entries(self) -> Tensor:
+        """Return the most entries held at a time, [B, Hkv] int64."""
+        return torch.from_numpy(self.peak.reshape(self.batch, -1))
+
+    def entries(self) -> Tensor:
+        """Return the entries held per sequence and kv head, [B, Hkv] int64."""
+        return self.store.entries()
+
+    def kept_positions(self, row: int, head: int) -> list[int]:
+        """Return the token indices of the entries of one sequence and head, ascending."""
+        return self.store.kept_positions(row, head)
+
+    def select_rows(self, rows: Sequence[int]) -> Decoding:
+        """Return sequences `rows` of the batch, in that order and as often as named."""
+        peak = self.peak.reshape(-1, self.store.heads)[list(rows)].flatten()
+        return Decoding(self.store.select_rows(rows), self.rule.select_rows(rows), peak, self.columns)
+
+    def copy(self) -> Decoding:
+        """Return the same, to go its own way."""
+        return self.select_rows(range(self.store.batch))
+
+    def nbytes(self) -> int:
+        """Return the bytes held, running state included."""
+        return self.store.nbytes() + self.rule.nbytes()
+
+
+def cached_bias(cached: Cached, dtype: torch.dtype) -> Tensor:
+    """Return what to add to logits, [S, C]: -inf where there is no entry.
+
+    Padding may see no entry at all: it sees every slot then, so that what becomes of it is finite.
+    """
+    held = cached.held
+    shown = held | ~held.any(-1, keepdim=True)
+    return torch.zeros(held.shape, dtype=dtype, device=held.device).masked_fill_(~shown, float("-inf"))
+
+
+def _planned_step(block: SlotBlock) -> StepPlan:
+    if block.step_plan is None:
+        raise InternalError("a step was run that was not foreseen")
+    return block.step_plan
+
+
+def fused_step(
+    block: SlotBlock,
+    step_plan: StepPlan,
+    rule: StepRule,
+    states: tuple[Tensor, Tensor, Tensor],
+    logits: Logits,
+    active: Tensor | None,
+    averages: AttentionAverages | None = None,
+) -> Tensor | None:
+    """Take in a token and free a slot in one go, [S, G, Dv]; None, and nothing done, where that is not served.
+
+    `states` are the token's query [S, G, D], key [S, D] and value [S, Dv]; it is padding where not `active` [S] bool
+    (None: nowhere). `averages` is where all heads of a layer add up their rows: where it is wanted the block is of all.
+    """
+    cached = block.cached
+    limits = block.limits
+    query, key, value = states
+    if step_plan.leaving.most > 1 or not serves(query, cached.keys, cached.values, key, value):
+        return None
+    if (running := rule.running) is None or (averages is not None and len(averages.parts) > 1):
+        return None
+    state = () if running in ("position", "row", "pooled") else tuple(cached.state.entries.values())
+    slots = Slots(
+        cached.keys, cached.values, cached.positions, state, block.slot, block.clock,
+        limits.budgets, limits.sinks, limits.recent,
+    )  # fmt: skip
+
+    def arriving() -> Tensor | None:
+        seen = block.seen + (1 if active is None else active)
+        own = Step(block.first(step_plan.width), block.slot, seen, None)
+        return rule.arriving(own, block.rows, limits.heads, logits)
+
+    sums = None
+    if averages is not None:
+        averages.made_anew.zero_()
+        sums = LayerSums(averages.sums, averages.first[0][:, 0])
+    how = logits.scaling, logits.softcap, logits.sinks_of(cached.heads)
+    constants = rule.policy.running_constants
+    return step(query, key, value, slots, step_plan.width, running, *how, arriving, active, constants, sums)
+
+
+class AttentionAverages:
+    """A column for every token of every sequence, in which segments add up what they have of it.
+
+    `rows` are the sequences of the segments of each part, [S], of which it has `slots`; slots without an entry get
+    `empty`, 0 or infinity.
+    """
+
+    def __init__(
+        self, rows: Sequence[Tensor], slots: Sequence[int], batch: int, columns: int, empty: float = 0.0
+    ) -> None:
+        self.columns = columns
+        self.empty = empty
+        width = columns + 1  # in front, a column for slots without an entry
+        self.sums = torch.empty(2, batch * width, device=rows[0].device)  # of attention, and how many hold the entry
+        self.made_anew = self.sums.view(2, batch, width)[..., 1 if empty else 0 :]
+        if empty:
+            self.sums[0].fill_(empty)  # in front nothing but 0 is added to it
+            self.sums[1].fill_(1.0)
+        self.first = [sequences[:, None] * width + 1 for sequences in rows]  # [S, 1]
+        # what is added up: attention, to be written by who makes it, and 1
+        self.parts = [self.sums.new_ones(2, len(places), count) for places, count in zip(rows, slots, strict=True)]
+
+    @classmethod
+    def growing(
+        cls, rows: Sequence[Tensor], slots: Sequence[int], batch: int, columns: int, empty: float = 0.0
+    ) -> AttentionAverages:
+        """Make a averages with room for more tokens."""
+        return cls(rows, slots, batch, columns + max(MIN_SPARE, int(columns * GROWTH)), empty)
+
+    def holds(self, columns: int) -> bool:
+        """Tell whether there is a column for so many tokens."""
+        return columns <= self.columns
+
+    def own(self, part: int, count: int) -> Tensor:
+        """Return where the rows [S, C] of a part are to be written, for its first slots."""
+        return self.parts[part][0, :, :count]
+
+    def layer_rows(self, positions: Sequence[Tensor]) -> list[Tensor]:
+        """Average the rows over all heads of the layer that hold an entry, [S, C] fp32, for positions of each part."""
+        self.made_anew.zero_()
+        places = []
+        for held, first, own in zip(positions, self.first, self.parts, strict=True):
+            place = (held + first).view(-1)
+            self.sums.scatter_add_(1, place.expand(2, -1), own[:, :, : held.shape[1]].detach().reshape(2, -1))
+            places.append(place)
+        mean = self.sums[0] / self.sums[1]
+        return [mean.gather(0, place).view_as(held) for place, held in zip(places, positions, strict=True)]

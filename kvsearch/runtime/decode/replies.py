@@ -1,0 +1,257 @@
+"""Greedy replies of a compressed batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import IncompatibleError, InternalError, UsageError
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel
+from kvsearch.runtime.cache import CacheMark, PlanCache
+from kvsearch.runtime.decode.decoding import Decoding
+
+Finished = Callable[[list[int]], bool]
+
+
+class NonFiniteError(IncompatibleError):
+    """The logits of sequence `row` of a batch are no numbers."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__("the model emits NaN or infinite logits: check its dtype and weights")
+        self.row = row
+
+
+class GreedyReply:
+    """One greedy reply while it is made: up to `limit` tokens.
+
+    It ends before a token of `stop`, or with the token that makes `finished` true of it (None: nothing does).
+    """
+
+    def __init__(self, limit: int, stop: set[int], finished: Finished | None = None) -> None:
+        self.limit = limit
+        self.stop = stop
+        self.finished = finished
+        self.generated: list[int] = []  # with the token of `stop`
+        self.ended = False
+
+    def take(self, token: int) -> None:
+        """Go on with a token."""
+        self.generated.append(token)
+        self.ended = token in self.stop or len(self.generated) >= self.limit
+        self.ended = self.ended or (self.finished is not None and self.finished(self.generated))
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token ids, without the one of `stop` that ended it."""
+        return self.generated[:-1] if self.generated[-1] in self.stop else self.generated
+
+
+class Replies:
+    """Greedy replies of one compressed batch: to questions that follow it, or as its own continuation.
+
+    Prompts and questions of different lengths are padded on the left. A reply ends before a token of `stop`, or with
+    the token that makes `finished` true of it (None: nothing does).
+
+    The `cache` holds the prompts; `mask` [B, T] is 0 where they are padded, `first` [B, 1] what follows them (None: not
+    known, as of a cache from a file, which can be asked but does not go on by itself).
+
+    Raises:
+        NonFiniteError: from both kinds of reply.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: PlanCache,
+        mask: Tensor,
+        first: Tensor | None,
+        pad: int,
+        stop: set[int],
+        finished: Finished | None = None,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.mask = mask
+        self.first = first
+        self.pad = pad
+        self.stop = stop
+        self.finished = finished
+        self.lengths = mask.sum(-1, keepdim=True)
+        self._compressed: CacheMark | None = None
+        self.most = [0] * len(mask)  # entries held at a time while the last replies were made, see `PeakEntries`
+
+    def ask(self, questions: Sequence[Tensor], max_new_tokens: Sequence[int]) -> list[list[int]]:
+        """Ask one question per sequence, any number of times: no question sees another.
+
+        Raises:
+            UsageError: questions of different lengths, where padding between context and question would take the place
+                of tokens in the model's sliding windows.
+        """
+        mark = self._mark()
+        ids, seen, positions = self._following(questions)
+        held = self._peak()
+        first = next_tokens(self._forward(ids, seen, positions))
+        held.step(np.array([len(question) for question in questions]))
+        replies = self._generate(first, seen, positions[:, -1:], max_new_tokens, held)
+        self.cache.rewind(mark)
+        return replies
+
+    def force(self, tokens: Sequence[Tensor], rows: int) -> Tensor:
+        """Return the logits [B, rows, V] of the last `rows` of tokens that follow the sequences, a row of them each.
+
+        They are forgotten again, as questions are; errors as for `ask`, but that logits may be NaN.
+        """
+        mark = self._mark()
+        ids, seen, positions = self._following(tokens)
+        logits = self._forward(ids, seen, positions, rows)
+        self.cache.rewind(mark)
+        return logits
+
+    def reply(self, max_new_tokens: Sequence[int]) -> list[list[int]]:
+        """Continue the prompts themselves, once; their last logits give the first token."""
+        if self.first is None:
+            raise InternalError("a cache whose last logits are not known was to go on by itself")
+        return self._generate(self.first, self.mask, self.lengths - 1, max_new_tokens, self._peak())
+
+    def _mark(self) -> CacheMark:
+        """Return where the prompts end."""
+        if self._compressed is None:
+            self.cache.activate_past_recording()  # sliding-window layers must be able to forget a question, too
+            self._compressed = self.cache.mark()
+        return self._compressed
+
+    def _following(self, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens that follow the prompts, [B, n], the mask of all until then, and their positions."""
+        if has_windows(self.model) and len({len(row) for row in tokens}) > 1:
+            raise UsageError(
+                "questions of different lengths cannot share a batch on a model with sliding windows or running states"
+            )
+        ids, mask = left_padded(tokens, self.pad, self.model.device)
+        return ids, torch.cat([self.mask, mask], 1), self.lengths + (mask.cumsum(-1) - 1).clamp(min=0)
+
+    def _generate(
+        self, ids: Tensor, seen: Tensor, positions: Tensor, max_new_tokens: Sequence[int], held: PeakEntries
+    ) -> list[list[int]]:
+        """Make replies that begin with `ids` [B, 1]; `positions` [B, 1] are those of the tokens before."""
+        replies = [GreedyReply(limit, self.stop, self.finished) for limit in max_new_tokens]
+        while True:
+            tokens = ids[:, 0].tolist()
+            for row, reply in enumerate(replies):
+                if not reply.ended:
+                    reply.take(tokens[row])
+                    if reply.ended:
+                        self.most[row] = int(held.most[row])
+            if all(reply.ended for reply in replies):
+                return [reply.tokens for reply in replies]
+            seen = torch.cat([seen, torch.ones_like(ids)], 1)
+            positions = positions + 1
+            ids = next_tokens(self._forward(ids, seen, positions))
+            held.step(np.ones(len(replies), dtype=np.int64))
+
+    def _peak(self) -> PeakEntries:
+        return PeakEntries(self.model, self.cache, self.lengths[:, 0])
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, rows: int = 1) -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self.cache,
+                logits_to_keep=rows,
+            ).logits
+        return logits
+
+
+def next_tokens(logits: Tensor) -> Tensor:
+    """Return the likeliest next tokens [B, 1] by logits [B, n, V]; NonFiniteError if some are no numbers."""
+    chosen, finite = likeliest(logits[:, -1:])
+    if not bool(finite.all()):
+        raise NonFiniteError(int((~finite).nonzero()[0][0]))
+    return chosen
+
+
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the likeliest tokens [...] by logits [..., V], and where these are numbers, bool [...]."""
+    return logits.argmax(-1), logits.isfinite().all(-1)
+
+
+def has_windows(model: Any) -> bool:
+    """Tell whether some layers of a model see a sliding window only."""
+    shape = describe(model)
+    return len(shape.full_layers) < shape.layers
+
+
+def left_padded(rows: Sequence[Tensor], pad: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Stack rows of token ids, padded on the left: ids and attention mask, both [B, longest]."""
+    width = max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), pad)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, width - len(row) :] = row
+        mask[index, width - len(row) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+def stop_tokens(loaded: LoadedModel) -> set[int]:
+    """Return the end-of-sequence tokens of the model's generation configuration and of the tokenizer."""
+    configured = getattr(loaded.model.generation_config, "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return {int(token) for token in [*several, loaded.tokenizer.eos_token_id] if token is not None}
+
+
+class PeakEntries:
+    """The largest sum over all full-attention layers and kv heads at any token so far, per sequence.
+
+    A head counts with the token that is coming in, as it evicts after that. What each head has held at most would add
+    up to more: under two phases with different budgets some heads shrink while others grow. All is counted on the host,
+    nothing waits for the device. Of several tokens that come in at once, as those of a question, the sum is exact at
+    the first, and from the second on as if no head dropped more than it has to: never too low.
+
+    Args:
+        model: the model, for its layers outside the plan, which hold every token.
+        cache: holds the prompts, and takes in the tokens of `step`.
+        lengths: tokens of the prompts, [B].
+    """
+
+    def __init__(self, model: Any, cache: PlanCache, lengths: Tensor) -> None:
+        shape = describe(model)
+        planned = [layer.holder for layer in cache.planned.values()]
+        self._deciding = [holder for holder in planned if isinstance(holder, Decoding)]
+        growing = [holder for holder in planned if holder is not None and not isinstance(holder, Decoding)]
+        self._heads = len(self._deciding) * shape.kv_heads
+        self._growing_heads = len(shape.full_layers) * shape.kv_heads - self._heads
+        unplanned = len(shape.full_layers) - len(planned)
+        self._grown: Ints = unplanned * shape.kv_heads * lengths.cpu().numpy().astype(np.int64)
+        for holder in growing:
+            self._grown += holder.entries().sum(1).numpy()
+        self._limits = _beside(
+            [holder.rule.budgets.reshape(len(lengths), -1) for holder in self._deciding], len(lengths)
+        )
+        self._held = self._now(len(lengths))
+        self.most: Ints = self._held.sum(axis=1) + self._grown
+
+    def step(self, tokens: Ints) -> None:
+        """Take note that so many tokens of each sequence, [B], came into the cache, padding not counted."""
+        came = np.minimum(tokens, 1)
+        later = np.maximum(tokens - 1, 0)
+        first = self._held.sum(axis=1) + self._heads * came + self._grown + self._growing_heads * came
+        lasting = np.minimum(self._held + later[:, None], self._limits).sum(axis=1) + self._heads * came
+        self._grown = self._grown + self._growing_heads * tokens
+        last = np.where(later > 0, lasting + self._grown, 0)
+        self.most = np.maximum(self.most, np.maximum(first, last))
+        self._held = self._now(len(tokens))
+
+    def _now(self, batch: int) -> Ints:
+        """Return the entries of the heads that evict while they decode, [B, heads]."""
+        return _beside([holder.entries().numpy() for holder in self._deciding], batch)
+
+
+def _beside(parts: list[Ints], batch: int) -> Ints:
+    return np.concatenate([np.zeros((batch, 0), dtype=np.int64), *parts], axis=1)

@@ -1,0 +1,232 @@
+"""Decode steps that are done again from what was captured of them, for greedy and sampled generation.
+
+Of a step the host decides how many entries leave where and whether scores are made anew (`PlanCache.ahead`); for every
+such decision that comes up twice there is a graph. The tensors that graphs read and write stay where they are until
+room has run out or sequences are rearranged; then the graphs are dropped and captured anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsearch.core.errors import warn_once
+from kvsearch.runtime.cache import PlanCache
+
+ROOM = 512  # tokens that room is made for at a time, at most
+MOST_GRAPHS = 32  # of one cache
+FEWEST = 16  # tokens for which capturing pays
+WITHOUT = "decode steps run without CUDA graphs (attach(..., graphs=False) is silent about it)"
+INPUTS = ("input_ids", "position_ids", "attention_mask", "past_key_values", "inputs_embeds")
+PLAIN = (type(None), bool, int, float, str)  # other arguments: they are part of what a step is
+
+
+class Captured(NamedTuple):
+    """A step that can be done again: `replay` changes the tensors that the step changed, `output` among them."""
+
+    replay: Callable[[], None]
+    output: Any
+
+
+class CudaGraphs:
+    """CUDA graphs in one pool of memory, so that an output holds until another step is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool: Any = torch.cuda.graph_pool_handle()
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Do a step on the stream that steps are captured on: libraries get ready there for what comes."""
+        now = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(now)
+        with torch.cuda.stream(self.stream):
+            output = step()
+        now.wait_stream(self.stream)
+        return output
+
+    def capture(self, step: Callable[[], Any]) -> Captured:
+        """Write a step down without doing it; its like was run before.
+
+        Raises:
+            RuntimeError: it does what cannot be captured; all tensors are as they were.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            output = step()
+        return Captured(graph.replay, output)
+
+
+def graphs_for(device: torch.device) -> CudaGraphs | None:
+    """Return what captures steps on a device; None: nothing does."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
+class DecodeSteps:
+    """Calls of `model` with `cache`, of which decode steps are captured; `tokens` are the most that will come."""
+
+    def __init__(self, model: Any, cache: PlanCache, graphs: CudaGraphs, tokens: int | None = None) -> None:
+        self.model = model
+        self.cache = cache
+        self.graphs = graphs
+        self.room = min(ROOM, ROOM if tokens is None else max(tokens, 1))
+        self.stopped = False
+        self._known: dict[Hashable, Captured | None] = {}  # None: has been run once
+        self._holders: list[Any] = []  # what planned layers held at the first step
+        self._packed: list[int] = []  # how often they had made their tensors anew, when steps were captured
+        self._inputs: tuple[Tensor, Tensor, Tensor] | None = None  # ids, positions, mask
+
+    def serve(self, given: Mapping[str, Any]) -> Any | None:
+        """Do a call of the model with these arguments, if it is a decode step; None, and nothing done, if not."""
+        output = None
+        if not self.stopped and self._serves(given):
+            self._enter(given["input_ids"], given.get("position_ids"))
+            with self.cache.ahead(self._fixed[1]):
+                output = self._done({name: value for name, value in given.items() if name not in INPUTS})
+        if self.stopped:
+            self.close()
+        return output
+
+    def close(self) -> None:
+        """Drop the graphs, and let the cache take room as it needs it again."""
+        if self._inputs is not None:
+            self.cache.reserve(0)
+        self._known = {}
+        self._holders = []
+        self._inputs = None
+        self.stopped = True
+
+    def _serves(self, given: Mapping[str, Any]) -> bool:
+        ids = given.get("input_ids")
+        positions = given.get("position_ids")
+        planned = self.cache.planned.values()
+        holders = [layer.holder for layer in planned]
+        if given.get("past_key_values") is not self.cache or ids is None or None in holders:
+            return False  # of another model that drafts, or the prompt
+        changed = self._inputs is not None and (ids.shape[1] != 1 or holders != self._holders)
+        if changed or any(layer.drafts for layer in planned):
+            return self._stop("several tokens come at a time, or sequences are rearranged between them")
+        if ids.shape[1] != 1 or given.get("inputs_embeds") is not None:
+            return False
+        if (positions is not None and positions.dim() != 2) or torch.is_grad_enabled() or self.model.training:
+            return False
+        asked = [name for name in ("output_attentions", "output_hidden_states") if given.get(name)]
+        if asked:
+            return self._stop(f"what {' and '.join(asked)} asks for would be overwritten by the next step")
+        mask = given.get("attention_mask")
+        if self._inputs is None and mask is not None and not (mask.dim() == 2 and self._shows_all(mask)):
+            return self._stop("the attention_mask hides tokens that were read before")
+        strange = [key for key, value in given.items() if key not in INPUTS and not isinstance(value, PLAIN)]
+        return self._stop(f"they are given {', '.join(sorted(strange))}") if strange else True
+
+    def _shows_all(self, mask: Tensor) -> bool:
+        """Tell whether a mask [B, T] hides padding only; `generate` adds to it what comes, and hides no more."""
+        return self.cache.read_mask.shows_all(mask.bool())
+
+    def _stop(self, reason: str) -> bool:
+        warn_once(f"{WITHOUT}: {reason}")
+        self.stopped = True
+        return False
+
+    @property
+    def _fixed(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self._inputs is None:
+            raise RuntimeError("no step was entered")
+        return self._inputs
+
+    def _enter(self, ids: Tensor, positions: Tensor | None) -> None:
+        """Copy a step's tokens and their positions to where graphs read them; None: those that models take then."""
+        if positions is None:
+            positions = torch.full((1, 1), self.cache.get_seq_length(), device=ids.device)
+        if self._inputs is None:
+            # a mask of four dimensions is taken as it is; planned layers have no use for one
+            mask = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
+            self._inputs = torch.empty_like(ids), torch.empty_like(positions), mask
+            self.cache.reserve(self.room)
+            self._holders = [layer.holder for layer in self.cache.planned.values()]
+        self._inputs[0].copy_(ids)
+        self._inputs[1].copy_(positions)
+
+    def _done(self, others: Mapping[str, Any]) -> Any:
+        """Do the step that is ahead."""
+        plan = self.cache.step_plan()
+        packed = [holder.packed for holder in self._holders]
+        if packed != self._packed:
+            self._known.clear()
+            self._packed = packed
+        key = None if plan is None else (plan, tuple(sorted(others.items())))
+        if key in self._known and (graph := self._known[key] or self._captured(others)) is not None:
+            self._known[key] = graph
+            graph.replay()
+            return graph.output
+        output = self.graphs.run(lambda: self._step(others))
+        if self.cache.asked:
+            self._stop("the code of the model asks how long the sequence is in every step")
+        elif key is not None and len(self._known) < MOST_GRAPHS:
+            self._known[key] = None
+        return output
+
+    def _captured(self, others: Mapping[str, Any]) -> Captured | None:
+        try:
+            return self.graphs.capture(lambda: self._step(others))
+        except RuntimeError as error:
+            self._stop(f"they cannot be captured ({str(error).splitlines()[0]})")
+            return None
+
+    def _step(self, others: Mapping[str, Any]) -> Any:
+        ids, positions, mask = self._fixed
+        return self.model(
+            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self.cache, **others
+        )
+
+
+def not_captured(model: Any, cache: PlanCache) -> str | None:
+    """Say why no decode step of a model and a cache can be captured; None: it can be tried."""
+    if any(layer.exact for layer in cache.planned.values()):
+        return "`exact` attention is that of transformers, which copies all keys for every token"
+    if others := sorted({type(layer).__name__ for layer in cache.layers} - {"EvictingLayer"}):
+        return f"layers of the model that the plan leaves alone have caches that move ({', '.join(others)})"
+    if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:
+        return "the model is spread over several devices"
+    return None
+
+
+@lru_cache(maxsize=32)
+def _stepping_class(kind: Any) -> type[Any]:
+    """Return a subclass of a model's class whose calls may be decode steps that were captured."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = None if args else self._kvsearch_steps.serve(kwargs)
+        return kind.__call__(self, *args, **kwargs) if found is None else found
+
+    members = {"__slots__": ("_kvsearch_steps",), "__call__": call, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), members)
+
+
+@contextmanager
+def stepping(model: Any, cache: PlanCache, tokens: int | None = None) -> Iterator[Any]:
+    """Give a model, or where steps can be captured another view of it: its very state, and `DecodeSteps` for calls.
+
+    The model itself stays as it is. Where capturing is not possible the reason is said once.
+    """
+    graphs = None if tokens is not None and tokens < FEWEST else graphs_for(model.device)
+    if graphs is None:
+        yield model
+        return
+    if (reason := not_captured(model, cache)) is not None:
+        warn_once(f"{WITHOUT}: {reason}")
+        yield model
+        return
+    kind: Any = type(model)
+    view = object.__new__(_stepping_class(kind))
+    steps = DecodeSteps(model, cache, graphs, tokens)
+    object.__setattr__(view, "__dict__", model.__dict__)
+    object.__setattr__(view, "_kvsearch_steps", steps)
+    try:
+        yield view
+    finally:
+        steps.close()

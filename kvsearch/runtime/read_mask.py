@@ -1,0 +1,170 @@
+"""What attention masks say of the tokens that a cache has read: which are padding, and which are hidden later.
+
+transformers hands every layer of a forward pass the same mask, [B, 1, q, T] over all columns that were read and those
+that come. Entries know the index of their token in its sequence, not its column, so the mask is turned into that form
+once per forward pass, for all planned layers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsearch.core.errors import UsageError
+from kvsearch.runtime.attention import causal_mask
+
+
+class Visible(NamedTuple):
+    """What the mask of one forward pass leaves visible."""
+
+    arrived: Tensor | None = None  # [B, q] bool: which of the tokens that come are no padding; None: all
+    tokens: Tensor | None = None  # [B, T] bool: which tokens are seen, by their index in the sequence; None: all
+
+
+class ReadMask:
+    """The padding of one cache's sequences, and what the mask of the current forward pass hides of their tokens."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self.begun = False
+        self.real: Tensor | None = None  # [B, n] bool: no padding; columns from n on are tokens; None: all are
+        self._current: tuple[tuple[int, int], Visible] | None = None  # seen tokens and id of a mask, what it says
+
+    def begin(self, valid: Tensor, lengths: Sequence[int]) -> None:
+        """Take note of a prompt: `valid` [B, T] bool is False for padding, `lengths` [B] are the tokens of each."""
+        self.begun = True
+        self.real = None if min(lengths) == valid.shape[1] else valid.clone()
+
+    def read(self, mask: Tensor | None, batch: int, seen: int, count: int) -> Visible:
+        """Return what is visible to the last `count` of `seen` columns; waits for the device where there is a mask.
+
+        Args:
+            mask: [B or 1, 1, count, seen], True or 0 where visible; None: everything is.
+            batch: sequences.
+            seen: columns that were read, those that come included.
+            count: columns that come.
+
+        Raises:
+            UsageError: the mask has another size, shows padding, hides everything, or hides other tokens from one row
+                than from the next.
+        """
+        if mask is None:
+            if self.real is not None and bool(self.real.all()):  # padded sequences were dropped, or padding forgotten
+                self.real = None
+            if self.real is not None:
+                raise _shows_padding(~self.real.all(-1))
+            return Visible()
+        key = (seen, id(mask))  # masks live as long as their forward pass, and `seen` is another one in the next
+        if self._current is None or self._current[0] != key:
+            self._current = key, self._read(mask, batch, seen, count)
+        return self._current[1]
+
+    def shows_all(self, row: Tensor) -> bool:
+        """Tell whether the row [B, T] bool of a mask shows every token, and no padding."""
+        if self.real is None:
+            return bool(row.all())
+        real = self.real.to(row.device)
+        length = real.shape[1]
+        return bool((row[:, :length] == real).all() & row[:, length:].all())
+
+    def columns(self, seen: int) -> Tensor | None:
+        """Return which of the first `seen` columns are no padding, [B, seen] bool; None: all."""
+        if self.real is None:
+            return None
+        return torch.nn.functional.pad(self.real, (0, seen - self.real.shape[1]), value=True)
+
+    def _read(self, mask: Tensor, batch: int, seen: int, count: int) -> Visible:
+        if mask.shape[1:] != (1, count, seen):
+            raise UsageError(
+                f"attention_mask is {list(mask.shape)}: {seen - count} tokens were read and {count} come, so it is "
+                f"[{batch}, {seen}], or {[batch, 1, count, seen]}"
+            )
+        shown = visible_columns(mask)[:, 0].expand(batch, -1, -1)
+        row = shown[:, -1]
+        if count == 1 and self.shows_all(row):
+            return Visible()
+        before = seen - count
+        known = self.columns(before)
+        real = row.new_ones(batch, before) if known is None else known.to(row.device)
+        arrived = row[:, before:]
+        causal = causal_mask(count, seen, row.device)
+        padding_shown = (row[:, :before] & ~real).any(-1)
+        nothing_shown = ~row.any(-1)
+        uneven, shows_padding, empty, hides, padded = torch.stack(
+            [
+                (shown != (row[:, None] & causal)).any(),
+                padding_shown.any(),
+                nothing_shown.any(),
+                (real & ~row[:, :before]).any(),
+                ~arrived.all(),
+            ]
+        ).tolist()
+        if uneven:
+            raise UsageError(
+                "attention_mask hides other tokens from one row than from the next: under a plan all tokens of a "
+                "forward pass see the same of what was read, and of each other those before them"
+            )
+        if shows_padding:
+            raise _shows_padding(padding_shown)
+        if empty:
+            raise UsageError(f"attention_mask hides every token of sequence {_first(nothing_shown)}: show one at least")
+        real = torch.cat([real, arrived], 1)
+        if padded:
+            self.real = real
+        return Visible(arrived if padded else None, by_token(real, row) if hides else None)
+
+    # --- rows and columns of the cache ----------------------------------------------------------------------------
+
+    def rearrange(self, chosen: Callable[[Tensor], Tensor]) -> None:
+        """Follow sequences that were selected, repeated or reordered: `chosen` maps [B, n] to [B', n]."""
+        self._current = None
+        if self.real is not None:
+            self.real = chosen(self.real)
+
+    def crop(self, seen: int) -> None:
+        """Forget all but the first `seen` columns; 0: everything."""
+        self._current = None
+        if not seen:
+            self._clear()
+        elif self.real is not None:
+            self.real = self.real[:, :seen]
+
+
+def visible_columns(mask: Tensor) -> Tensor:
+    """Return a mask as bool, True where visible.
+
+    Raises:
+        UsageError: it adds to logits something else than 0, or what hides them.
+    """
+    if not mask.dtype.is_floating_point:
+        return mask.bool()
+    shown = mask == 0
+    if bool((~shown & (mask > torch.finfo(mask.dtype).min / 2)).any()):
+        raise UsageError("attention_mask adds numbers to logits: under a plan it can only show (0) and hide (-inf)")
+    return shown
+
+
+def by_token(real: Tensor, row: Tensor) -> Tensor:
+    """Return a row of a mask, [B, T] bool by column, by the index of the token in its sequence; `real` [B, T] bool."""
+    batch, columns = row.shape
+    index = torch.where(real, real.cumsum(-1) - 1, columns)
+    shown = row.new_ones(batch, columns + 1)  # behind the last one, for padding
+    return shown.scatter_(1, index, row)[:, :columns]
+
+
+def _shows_padding(sequences: Tensor) -> UsageError:
+    """Return what to raise where padding of some `sequences` [B] bool is to be seen."""
+    return UsageError(
+        f"attention_mask shows padding of sequence {_first(sequences)}, of which nothing was kept, or is missing: give "
+        "the mask of all tokens, read and to come"
+    )
+
+
+def _first(sequences: Tensor) -> int:
+    """Return the number of the first sequence that is marked in `sequences` [B] bool."""
+    return int(sequences.int().argmax())

@@ -1,0 +1,1 @@
+"""Replay of a plan on teacher-forced answers, from one dense prefill."""

@@ -1,0 +1,200 @@
+"""The reply that is teacher-forced after a question: the model's own under its full cache, or the right one as given.
+
+What an eviction must not change is what the model says without it, so its own greedy reply is taken where that is
+right: where the task's metric gives it the full score. Elsewhere, and where own replies are not asked for, it is the
+right reply in full as the task words it, `Query.right_reply`. LU-KV takes full-attention decoding (arXiv 2602.08585,
+section 4.3); EvolKV's paper leaves open what a loss would be of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsearch.core.errors import IncompatibleError
+from kvsearch.core.progress import Progress, counted
+from kvsearch.models.loading import LoadedModel
+from kvsearch.models.memory import CPU_BYTES
+from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
+from kvsearch.runtime.attention import running
+from kvsearch.runtime.decode.replies import Finished, NonFiniteError, has_windows, stop_tokens
+from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.shared_prefill import batches, compressed
+from kvsearch.tasks.base import Answers, Query, Task
+from kvsearch.tasks.encode import Reading, TaskPrompts, readings
+from kvsearch.tasks.metrics import is_right, score
+from kvsearch.tasks.prompts import PromptFormat, cut, stop_at
+
+TOGETHER = 8  # sequences that reply side by side
+PAD = 0  # any token will do: nothing sees it
+
+Asked = tuple[str, str, int]  # a question by its task, the key of its example and its number there
+
+
+@dataclass(frozen=True, eq=False)
+class ForcedQuestions:
+    """A prompt, token ids [T], and what is asked of it: `questions` [K] each, replies of at most `limits` tokens.
+
+    A single question without tokens: the prompt has it, and the reply follows at once. A reply ends with the token that
+    makes `ended` true of it. `place` is for messages.
+    """
+
+    prompt: Tensor
+    questions: tuple[Tensor, ...]
+    limits: tuple[int, ...]
+    place: str
+    ended: Finished | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Judge:
+    """Which own replies to the questions of a task are teacher-forced, and how much of them."""
+
+    task: Task
+    format: PromptFormat
+
+    @cached_property
+    def ended(self) -> Finished | None:
+        """Whether a reply has come to a stop text; None where the task has none."""
+        return self.format.ended(self.task.stops)
+
+    def right(self, key: str, number: int, query: Query, reply: list[int]) -> list[int]:
+        """Return a reply up to the stop text that ended it, in whole tokens; nothing if it is not right.
+
+        Raises:
+            UsageError: the metric cannot judge it.
+        """
+        decode = self.format.decode
+        stops = self.task.stops
+        said = list(reply)
+        end = stop_at(decode(reply), stops)
+        while end is not None and said and len(decode(said)) > end:
+            said.pop()
+        if said and is_right(score(self.task, key, number, query, cut(decode(said), stops))):
+            return said
+        return []
+
+
+class ForcedAnswer(NamedTuple):
+    """Token ids [A] to teacher-force; `own`: the model's own reply, else the one that is given."""
+
+    ids: Tensor
+    own: bool
+
+
+def forced_answers(
+    loaded: LoadedModel,
+    tasks: Sequence[TaskPrompts],
+    protocol: Protocol,
+    answers: Answers,
+    progress: Progress | None = None,
+) -> dict[Asked, ForcedAnswer]:
+    """Decide what is teacher-forced after every question of tasks; no tokens where the task names no right answer.
+
+    Own replies are made anew at every call, in batches that depend on the questions alone: equal calls, equal replies.
+
+    Raises:
+        IncompatibleError: the model emits NaN or infinity under its full cache; a prompt is too long for it.
+        UsageError: the metric cannot judge a reply.
+    """
+    asked = [(task, reading) for task in tasks for reading in readings(task.prompts, protocol)]
+    found = {
+        (task.task.name, reading.prompt.key, question.number): ForcedAnswer(question.right, own=False)
+        for task, reading in asked
+        for question in reading.questions
+    }
+    if answers == "given":
+        return found
+    judges = {task.task.name: Judge(task.task, task.format) for task in tasks}
+    made = own_replies(loaded, [_asking(task, one, judges[task.task.name].ended) for task, one in asked], progress)
+    for (task, reading), replies in zip(asked, made, strict=True):
+        name = task.task.name
+        key = reading.prompt.key
+        for question, reply in zip(reading.questions, replies, strict=True):
+            if said := judges[name].right(key, question.number, question.query, reply):
+                found[name, key, question.number] = ForcedAnswer(torch.tensor(said), own=True)
+    return found
+
+
+def own_replies(
+    loaded: LoadedModel, asked: Sequence[ForcedQuestions], progress: Progress | None = None
+) -> list[list[list[int]]]:
+    """Return the greedy replies of the model under its full cache, token ids by prompt and question.
+
+    Raises:
+        IncompatibleError: see `forced_answers`.
+    """
+    [found] = parted_replies(loaded, [asked], progress)
+    return found
+
+
+def parted_replies(
+    loaded: LoadedModel, parts: Sequence[Sequence[ForcedQuestions]], progress: Progress | None = None
+) -> Iterator[list[list[list[int]]]]:
+    """Yield the `own_replies` of each part; sequences of different parts do not reply side by side."""
+    apart = has_windows(loaded.model)  # on sliding windows no padding may come before questions
+
+    def alike(one: ForcedQuestions) -> object:
+        return one.ended, tuple(map(len, one.questions)) if apart else len(one.questions[0]) > 0
+
+    whole = [[(number, one) for number, one in enumerate(part)] for part in parts]
+    together = [list(batches(part, TOGETHER, lambda one: alike(one[1]))) for part in whole]
+    # what ends replies is common to many and has a tokenizer: workers get it once
+    ends = list(dict.fromkeys(one.ended for part in parts for one in part))
+    items = [
+        ([replace(one, ended=None) for _, one in batch], ends.index(batch[0][1].ended))
+        for part in together
+        for batch in part
+    ]
+    replies = counted(loaded.map(partial(_replies, ends=ends, apart=apart), items), len(items), progress)
+    for part in together:
+        found = {number: said for batch in part for (number, _), said in zip(batch, next(replies), strict=True)}
+        yield [found[number] for number in range(len(found))]
+    next(replies, None)  # there are none left: progress is told of the last
+
+
+def _replies(
+    loaded: LoadedModel, item: tuple[Sequence[ForcedQuestions], int], ends: Sequence[Finished | None], apart: bool
+) -> list[list[list[int]]]:
+    """Reply to all questions of one batch; where it has few prompts, to several of each at a time unless `apart`.
+
+    The `item` is the batch, and the number of what `ends` its replies.
+    """
+    part, end = item
+    most = max(len(one.questions) for one in part)
+    size = len(part)
+    copies = 1 if apart else min(most, max(1, TOGETHER // size))
+    programs = {str(copy): full_cache(loaded.model) for copy in range(copies)}
+    prompts = [one.prompt for one in part]
+    stop = stop_tokens(loaded)
+    found = dict[tuple[int, int], list[int]]()
+    try:
+        with running(loaded.model):
+            for joint in compressed(loaded.model, programs, prompts, PAD, stop, ends[end], CPU_BYTES):
+                for first in range(0, most, copies):
+                    rows = [(row, first + int(copy)) for copy in joint.methods for row in range(size)]
+                    # a prompt without a question of that number repeats its first one, unheard
+                    chosen = [(part[row], number if number < len(part[row].questions) else 0) for row, number in rows]
+                    limits = [one.limits[number] for one, number in chosen]
+                    questions = [one.questions[number] for one, number in chosen]
+                    said = joint.replies.ask(questions, limits) if len(questions[0]) else joint.replies.reply(limits)
+                    found.update(zip(rows, said, strict=True))
+    except NonFiniteError as error:
+        raise IncompatibleError(f"{part[error.row % size].place}: {error}") from error
+    return [[found[row, number] for number in range(len(one.questions))] for row, one in enumerate(part)]
+
+
+def _asking(task: TaskPrompts, reading: Reading, ended: Finished | None) -> ForcedQuestions:
+    apart = reading.protocol == QUESTION_AGNOSTIC
+    return ForcedQuestions(
+        reading.ids,
+        tuple(question.ids if apart else question.ids[:0] for question in reading.questions),
+        tuple(question.query.max_new_tokens for question in reading.questions),
+        f"task {task.task.name}, example {reading.prompt.key}",
+        ended,
+    )

@@ -1,0 +1,305 @@
+"""Teacher-forced replay: what layers would attend to, and evict, over K given tokens, without running them one by one.
+
+A decode rule uses nothing but its own layer's queries, keys and values. When these are known for all K tokens, as in
+teacher forcing with the layer's input unperturbed, the outputs of all tokens come from one product; only the choice of
+what leaves goes token by token, for all sequences and layers side by side, over as many slots as are held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import KvsearchError
+from kvsearch.policies import Observation, Policy
+from kvsearch.policies.decoding import Cached, State
+from kvsearch.runtime.collector import Rotary
+from kvsearch.runtime.decode.rule import StepRule, same_in_layers
+from kvsearch.runtime.eviction import Kept, PhaseRule, select
+from kvsearch.runtime.logits import Logits
+from kvsearch.runtime.replay.replay_state import ReplayState, Stretch, spread
+from kvsearch.runtime.store.blocks import right_aligned
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came of K tokens in one layer."""
+
+    outputs: Tensor  # [M, Hq, K, Dv] attention outputs
+    most: Tensor  # [M, Hkv] int64, the most entries held at a time
+    stretches: tuple[Stretch, ...]
+    positions: Tensor  # [M * Hkv, C] index of the token in every slot that is there at the end, -1 for none
+    columns: Tensor | None  # [M * Hkv, C] column of each; None: a slot for every column
+    width: int  # T + K
+
+    @property
+    def held(self) -> Tensor:
+        """Indices of the tokens held at the end, -1 elsewhere, [M, Hkv, T + K] int64."""
+        positions = spread(self.positions[:, None], self.columns, self.width, -1)
+        return positions.view(*self.most.shape, -1)
+
+    @property
+    def shown(self) -> Tensor:
+        """What each token attended to: the prompt's entries, then the tokens', [M, Hkv, K, T + K] bool."""
+        parts = [spread(stretch.held, stretch.columns, self.width) for stretch in self.stretches]
+        return torch.cat(parts, 1).view(*self.most.shape, -1, self.width)
+
+    @property
+    def kept(self) -> list[list[list[int]]]:
+        """Per sequence and kv head: token indices held at the end, ascending."""
+        return [[sorted(row[row >= 0].tolist()) for row in heads] for heads in self.held]
+
+
+class Replays:
+    """Replays of some layers, side by side where they are alike, under one rule after the other.
+
+    Holds keys and values of prompts and tokens for every row of tokens, once a rule has needed them. No tensor given is
+    changed. Scratch memory is that of one token's logits, M * Hq * (T + K) fp32 a few times for each layer.
+    """
+
+    def __init__(self, layers: Sequence[Followed]) -> None:
+        self.layers = layers
+        alike: dict[object, list[int]] = {}
+        for place, layer in enumerate(layers):
+            alike.setdefault(layer.kind, []).append(place)
+        self.stacks = [(places, _Stack([layers[place] for place in places])) for places in alike.values()]
+
+    def under(self, prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Replay]:
+        """Compute attention of the tokens under phase rules, as decoding them one by one would, for each layer.
+
+        Raises:
+            IncompatibleError, EnvironmentFault: scores of a policy are not finite; it names the layer.
+        """
+        replays: dict[int, Replay] = {}
+        for places, stack in self.stacks:
+            replays.update(zip(places, stack.under(prefill, decode), strict=True))
+        return [replays[place] for place in range(len(self.layers))]
+
+
+def replay(layer: Followed, prefill: PhaseRule | None, decode: PhaseRule | None) -> Replay:
+    """Replay one layer; see `Replays`."""
+    return Replays([layer]).under(prefill, decode)[0]
+
+
+class _Stack:
+    """Layers that are alike."""
+
+    def __init__(self, layers: Sequence[Followed]) -> None:
+        self.layers = layers
+        self._whole: States | None = None
+
+    def under(self, prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Replay]:
+        if len(self.layers) == 1:
+            return self._together(prefill, decode)
+        if decode is None or same_in_layers(decode.policy):
+            try:
+                return self._together(prefill, decode)
+            except KvsearchError:  # what is wrong is told of the layer that it is wrong in
+                pass
+        return [replay(layer, prefill, decode) for layer in self.layers]
+
+    def _together(self, prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Replay]:
+        left = [select(layer.observation, prefill, decode, layer.rotary) for layer in self.layers]
+        state = start_of(self.layers, left, self._states)
+        if decode is not None:
+            state.hidden = self._hidden(decode.policy)
+        outputs = state.run()
+        replays = []
+        heads = state.heads
+        segments = len(outputs) // len(self.layers)
+        for first in range(0, len(outputs), segments):
+            segments_of = slice(first, first + segments)
+            replays.append(
+                Replay(
+                    outputs[segments_of].reshape(segments // heads, -1, *outputs.shape[2:]),
+                    torch.from_numpy(state.most[segments_of].reshape(-1, heads)),
+                    tuple(stretch.of(segments_of) for stretch in state.stretches),
+                    state.cached.positions[segments_of],
+                    None if state.columns is None else state.columns[segments_of],
+                    state.width,
+                )
+            )
+        return replays
+
+    def _states(self) -> States:
+        """Return keys and values of all prompts and tokens; made once."""
+        if self._whole is None:
+            keys, values = zip(*(layer.whole for layer in self.layers), strict=True)
+            alone = len(keys) == 1
+            self._whole = (keys[0], values[0]) if alone else (torch.cat(keys), torch.cat(values))
+        return self._whole
+
+    def _hidden(self, policy: Policy) -> Tensor | None:
+        """Return what a policy makes of the hidden states of the tokens, [N, Hkv, K], where it wants them."""
+        of_hidden = policy.needs().hidden
+        parts = []
+        for layer in self.layers:
+            if of_hidden is None or layer.hidden is None:
+                return None
+            parts.append(of_hidden(layer.hidden, layer.observation.layer))
+        return torch.cat(parts)
+
+
+States = tuple[Tensor, Tensor]  # keys [S, C, D] and values [S, C, Dv]
+
+
+@dataclass(frozen=True, eq=False)
+class Followed:
+    """One layer with B prompts of T tokens, and K tokens that follow one of them, M times."""
+
+    observation: Observation  # the dense prompts, with what the policies need of them
+    tokens: tuple[Tensor, Tensor, Tensor]  # queries [M, Hq, K, D], keys [M, Hkv, K, D], values [M, Hkv, K, Dv]
+    logits: Logits
+    rotary: Rotary
+    rows: Tensor | None = None  # [M] the prompt that each row of tokens follows, on the host; None: one each, in order
+    hidden: Tensor | None = None  # hidden states that entered the attention at the tokens, [M, K, d_model]
+
+    def of_rows(self, prompts: Tensor) -> Tensor:
+        """Return something of the prompts [B, ...] for every row of tokens, [M, ...]."""
+        return at_rows(prompts, self.rows)
+
+    @property
+    def whole(self) -> States:
+        """Keys and values of prompts and tokens, by segment, [M * Hkv, T + K, D] each."""
+        seen = self.observation
+        _, keys, values = self.tokens
+        pairs = ((seen.keys, keys), (seen.values, values))
+        states = [torch.cat([self.of_rows(prompt), own], 2).flatten(0, 1) for prompt, own in pairs]
+        return states[0], states[1]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What layers have in common whose segments can stand side by side."""
+        keys = self.observation.keys
+        logits = self.logits
+        shapes = (keys.shape, self.tokens[0].shape, self.tokens[2].shape)
+        own = None if logits.sinks is None else self.observation.layer
+        return (*shapes, keys.dtype, keys.device, logits.scaling, logits.softcap, own)
+
+
+def at_rows(prompts: Tensor, rows: Tensor | None) -> Tensor:
+    """Return the prompts [B, ...] of these `rows` [M], on the host, [M, ...]; None: all as they are."""
+    return prompts if rows is None else prompts[rows.to(prompts.device)]
+
+
+def start_of(layers: Sequence[Followed], left: Sequence[Kept], whole: Callable[[], States]) -> ReplayState:
+    """Put what is left of the prompts of layers that are alike side by side, with slots for the tokens behind it.
+
+    `whole` are keys and values of all that there is, for where nearly all of it is left.
+    """
+    pairs = list(zip(layers, left, strict=True))
+    count = layers[0].tokens[0].shape[2]
+    _, heads, length = left[0].keep.shape
+    used: Ints = np.concatenate(
+        [one.counts if layer.rows is None else one.counts[layer.rows.numpy()] for layer, one in pairs]
+    ).flatten()
+    most = int(used.max())
+    few = 2 * (most + count) < length + count
+    parts = [_Prompts(layer, one, most if few else None) for layer, one in pairs]
+    rules = [
+        one.rule if layer.rows is None else one.rule.select_rows(layer.rows.tolist())
+        for layer, one in pairs
+        if one.rule is not None
+    ]
+    rule = StepRule.joined(rules) if rules else None
+    if few or any(one.observation is not layer.observation for layer, one in pairs):
+        keys, values = (torch.cat(states) for states in zip(*(part.states() for part in parts), strict=True))
+    else:
+        keys, values = whole()
+        if rule is not None and rule.policy.merges:
+            keys = keys.clone()
+            values = values.clone()
+    numbers: Any = layers[0].observation.layer
+    if len(layers) > 1:  # the number of the layer of every segment, [S, 1]
+        each = torch.tensor([layer.observation.layer for layer in layers], device=keys.device)
+        numbers = each.repeat_interleave(len(used) // len(layers))[:, None]
+    coming = [
+        layer.observation.seen if layer.observation.next_position is None else layer.observation.next_position
+        for layer in layers
+    ]
+    cached = Cached(
+        keys,
+        values,
+        torch.cat([part.positions() for part in parts]),
+        joined([part.state() for part in parts]),
+        numbers,
+        torch.arange(heads, device=keys.device).repeat(len(used) // heads),
+    )
+    return ReplayState(
+        torch.cat([layer.tokens[0] for layer in layers]),
+        cached,
+        torch.cat([part.columns() for part in parts]) if few else None,
+        used,
+        torch.cat([layer.of_rows(layer.observation.seen) for layer in layers]).repeat_interleave(heads),
+        torch.cat([layer.of_rows(positions) for layer, positions in zip(layers, coming, strict=True)]),
+        rule,
+        layers[0].logits,
+        length + count,
+    )
+
+
+def joined(states: Sequence[State]) -> State:
+    """Join the states of segments."""
+    first = states[0]
+    return State(
+        {name: torch.cat([state.entries[name] for state in states]) for name in first.entries},
+        {name: torch.cat([state.heads[name] for state in states]) for name in first.heads},
+    )
+
+
+class _Prompts:
+    """What is left of the prompts of one layer, by segment; the K slots for the tokens are behind it.
+
+    With `most`, the most entries that a segment has left, there are as many slots for them; else one for every column.
+    """
+
+    def __init__(self, layer: Followed, left: Kept, most: int | None) -> None:
+        self.layer = layer
+        self.left = left
+        self.count = layer.tokens[0].shape[2]
+        self.batch, self.heads, self.length = left.keep.shape
+        self.chosen: tuple[Tensor, Tensor] | None = None  # columns [B, Hkv, most], and whether they are kept
+        if most is not None:
+            columns, filled = right_aligned(left.keep.flatten(0, 1), most)
+            shape = (self.batch, self.heads, most)
+            self.chosen = columns.view(shape), filled.view(shape)
+
+    def states(self) -> States:
+        seen = self.left.observation
+        _, keys, values = self.layer.tokens
+        return self._with(seen.keys, keys), self._with(seen.values, values)
+
+    def positions(self) -> Tensor:
+        """Return the index of the token in every slot, [S, C]; -1 for none."""
+        index = self.left.observation.index[:, None].expand(self.left.keep.shape)
+        held = index.masked_fill(~self.left.keep, -1)
+        if self.chosen is not None:
+            held = index.gather(2, self.chosen[0]).masked_fill(~self.chosen[1], -1)
+        own = held.new_full((len(self.layer.tokens[0]), self.heads, self.count), -1)
+        return torch.cat([self.layer.of_rows(held), own], 2).flatten(0, 1)
+
+    def state(self) -> State:
+        def longer(tensor: Tensor) -> Tensor:
+            rows = len(self.layer.tokens[0])
+            return self._with(tensor, tensor.new_zeros(rows, self.heads, self.count, *tensor.shape[3:]))
+
+        return self.left.state.changed(longer, lambda tensor: self.layer.of_rows(tensor).flatten(0, 1).clone())
+
+    def columns(self) -> Tensor:
+        """Return the column of every slot, [S, C]."""
+        every = torch.arange(self.length + self.count, device=self.left.keep.device)
+        own = every[self.length :].expand(len(self.layer.tokens[0]), self.heads, -1)
+        return self._with(every[: self.length].expand(self.batch, self.heads, -1), own)
+
+    def _with(self, prompt: Tensor, own: Tensor) -> Tensor:
+        """Return something of every slot, [S, C, ...], of columns of the prompt [B, Hkv, T, ...] and of the tokens."""
+        if self.chosen is not None:
+            index = self.chosen[0].view(*self.chosen[0].shape, *[1] * (prompt.dim() - 3))
+            prompt = prompt.gather(2, index.expand(-1, -1, -1, *prompt.shape[3:]))
+        return torch.cat([self.layer.of_rows(prompt), own], 2).flatten(0, 1)

@@ -1,0 +1,188 @@
+"""The tokens of a replay, one after the other: what leaves after each, for segments of many sequences and layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsearch.core.arrays import Ints
+from kvsearch.policies.checks import require_finite
+from kvsearch.policies.decoding import Cached, Step, by_position, entries_at
+from kvsearch.policies.scoring import chunk_bytes
+from kvsearch.runtime.attention import causal_mask
+from kvsearch.runtime.decode.decoding import AttentionAverages
+from kvsearch.runtime.decode.rule import Limits, StepRule
+from kvsearch.runtime.logits import Logits
+
+TABLES = 3  # of attention logits that there are at a time: logits, masked ones, weights
+
+
+class Stretch(NamedTuple):
+    """Tokens during which the same slots were there."""
+
+    held: Tensor  # [S, k, C] bool, what each of them attended to
+    columns: Tensor | None  # [S, C] column of each slot; None: a slot for every column
+
+    def of(self, segments: slice) -> Stretch:
+        """Return it for some segments."""
+        return Stretch(self.held[segments], None if self.columns is None else self.columns[segments])
+
+
+@dataclass(eq=False)
+class ReplayState:
+    """What is held while K tokens pass, for the S segments of N sequences, those of a sequence one after the other.
+
+    The slots of `cached` are those of the prompt, and K empty ones behind them; what is held is a matter of its
+    `positions`. Once much has left, the slots that are not needed any more are given up: `columns` [S, C] says which
+    column of prompt and tokens each is (None: all are there).
+    """
+
+    query: Tensor  # [N, Hq, K, D]
+    cached: Cached
+    columns: Tensor | None
+    used: Ints  # [S] entries held
+    seen: Tensor  # [S] tokens so far
+    following: Tensor  # [N] rotary position of the first token
+    rule: StepRule | None
+    logits: Logits
+    width: int  # T + K
+    hidden: Tensor | None = None  # what the decode policy makes of the tokens' hidden states, [N, Hkv, K]
+
+    def __post_init__(self) -> None:
+        self.batch, _, self.count, dim = self.query.shape
+        segments = len(self.used)
+        self.heads = segments // self.batch
+        self.by_segment = self.query.reshape(segments, -1, self.count, dim)  # [S, G, K, D]
+        self.rows = torch.arange(self.batch, device=self.query.device).repeat_interleave(self.heads)
+        self.limits = None if self.rule is None else self.rule.limits(np.arange(segments), self.query.device)
+        self.averages: AttentionAverages | None = None
+        self.own = self.cached.positions.shape[1] - self.count  # slot of the first token
+        self.most = self.used
+        self.waiting: list[Tensor] = []  # what the tokens of this stretch attended to, [S, C] bool each
+        self.stretches: list[Stretch] = []
+        self.outputs: list[Tensor] = []  # [S, G, k, Dv]
+        if int(self.used.min()) < self.own:  # else the only empty slots are those of the tokens, which are clear
+            _clear(self.cached)
+
+    def run(self) -> Tensor:
+        """Let all tokens pass; return their outputs, [S, G, K, Dv]."""
+        if self.rule is None or self.limits is None:
+            self.waiting = list(self._unruled().unbind(1))
+        else:
+            for token in range(self.count):
+                self._step(self.rule, self.limits, token)
+            require_finite(self.rule.checks)
+        self._close()
+        return torch.cat(self.outputs, 2)
+
+    def _step(self, rule: StepRule, limits: Limits, token: int) -> None:
+        self.cached.positions[:, self.own + token] = self.seen
+        self.seen = self.seen + 1
+        self.used = self.used + 1
+        self.most = np.maximum(self.most, self.used)
+        held = self.cached.held
+        row = None
+        self.waiting.append(held)
+        if rule.policy.merges or rule.policy.row is not None:
+            scores = self.logits.of(self.by_segment[:, :, token], self.cached.keys)
+            weights = self.logits.softmax(scores.masked_fill_(~held[:, None], float("-inf")), self.cached.heads)
+            row = weights.mean(1)
+            if rule.policy.merges:
+                self.outputs.append((weights.to(self.cached.values.dtype) @ self.cached.values)[:, :, None])
+        self._evict(rule, limits, token, row)
+
+    def _unruled(self) -> Tensor:
+        """Return what the tokens see where nothing leaves after the prompt, [S, K, C] bool."""
+        held = self.cached.held[:, : self.own]
+        own = causal_mask(self.count, self.count, held.device).expand(len(held), -1, -1)
+        arrived = torch.arange(self.count, device=held.device)
+        self.cached.positions[:, self.own :] = self.seen[:, None] + arrived
+        self.most = self.used + self.count
+        return torch.cat([held[:, None].expand(-1, self.count, -1), own], -1)
+
+    def _close(self) -> None:
+        """Compute the outputs of the tokens of this stretch, unless they are there; some segments at a time."""
+        if not self.waiting:
+            return
+        held = torch.stack(self.waiting, 1)
+        first = sum(stretch.held.shape[1] for stretch in self.stretches)
+        self.stretches.append(Stretch(held, self.columns))
+        self.waiting = []
+        if self.rule is not None and self.rule.policy.merges:
+            return
+        cached = self.cached
+        query = self.by_segment[:, :, first : first + held.shape[1]]
+        outputs = cached.values.new_empty(*query.shape[:3], cached.values.shape[-1])
+        step = max(1, chunk_bytes(held.device) // (4 * TABLES * query.shape[1] * held[0].numel()))
+        for start in range(0, len(held), step):
+            part = slice(start, start + step)
+            scores = self.logits.of(query[part].flatten(1, 2), cached.keys[part]).view(*query[part].shape[:3], -1)
+            scores = scores.masked_fill_(~held[part, None], float("-inf"))
+            weights = self.logits.softmax(scores, cached.heads[part]).to(cached.values.dtype)
+            outputs[part] = (weights.flatten(1, 2) @ cached.values[part]).view_as(outputs[part])
+        self.outputs.append(outputs)
+
+    def _evict(self, rule: StepRule, limits: Limits, token: int, row: Tensor | None) -> None:
+        over = np.any((self.used > limits.host).reshape(self.batch, self.heads), axis=-1)
+        states = None if self.hidden is None else self.hidden[:, :, token]
+        rule.prepare_step(over)
+        rule.begin(self.query[:, :, token : token + 1], (self.following + token)[:, None], hidden=states)
+        if row is not None and rule.policy.row == "layer":
+            positions = self.cached.positions
+            if self.averages is None:
+                self.averages = AttentionAverages([self.rows], [positions.shape[1]], self.batch, self.width)
+            self.averages.own(0, positions.shape[1]).copy_(row)
+            row = self.averages.layer_rows([positions])[0]
+        step = Step(self.cached, torch.full_like(self.rows, self.own + token), self.seen, row)
+        plan = limits.leaving(self.used, None)
+        leaving = rule.decide(step, self.rows, limits, plan, None, self.logits)
+        self.used = plan.stay
+        if leaving is not None:
+            self.cached.positions.masked_fill_(~self.cached.staying(leaving), -1)
+            self._give_up_slots(token)
+            _clear(self.cached)
+
+    def _give_up_slots(self, token: int) -> None:
+        """Keep slots for what is held after `token` and for the tokens to come, if that is less than half of them."""
+        used = int(self.used.max())
+        ahead = self.count - token - 1
+        cached = self.cached
+        width = self.cached.positions.shape[1]
+        if 2 * (used + ahead) >= width:
+            return
+        self._close()
+        coming = torch.arange(width - ahead, width, device=self.rows.device).expand(len(self.rows), -1)
+        slots = torch.cat([by_position(cached.positions, cached.held)[:, :used], coming], 1)
+
+        def chosen(tensor: Tensor) -> Tensor:
+            index = slots.view(*slots.shape, *[1] * (tensor.dim() - 2)).expand(-1, -1, *tensor.shape[2:])
+            return tensor.gather(1, index)
+
+        self.columns = slots if self.columns is None else self.columns.gather(1, slots)
+        self.own = used - token - 1
+        self.cached = replace(
+            cached,
+            keys=entries_at(cached.keys, slots),
+            values=entries_at(cached.values, slots),
+            positions=cached.positions.gather(1, slots),
+            state=cached.state.changed(chosen, lambda tensor: tensor),
+        )
+
+
+def _clear(cached: Cached) -> None:
+    """Zero the state of slots without an entry, in place."""
+    empty = ~cached.held
+    for tensor in cached.state.entries.values():
+        tensor.masked_fill_(empty.view(*empty.shape, *[1] * (tensor.dim() - 2)), 0)
+
+
+def spread(slots: Tensor, columns: Tensor | None, width: int, empty: int = 0) -> Tensor:
+    """Spread values of slots [S, k, C] by column, [S, k, width], `empty` where a column has no slot."""
+    if columns is None:
+        return slots
+    table = slots.new_full((*slots.shape[:2], width), empty)
+    return table.scatter_(2, columns[:, None].expand(-1, slots.shape[1], -1), slots)

@@ -1,0 +1,86 @@
+"""transformers' own caches: their layers and what these hold, and the classes of caches that models ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from kvsearch.models.architecture import decoder, describe, text_config
+
+OWN = "MiniMaxCache"  # of MiniMax, for the states of its lightning attention
+
+
+def stock_layers(model: Any) -> list[Any]:
+    """Return the layers of transformers' own cache for `model`; IncompatibleError if it is not supported."""
+    shape = describe(model)
+    return DynamicCache(config=text_config(model)).layers or [DynamicLayer() for _ in range(shape.layers)]
+
+
+def stateful_layers(layers: Sequence[Any]) -> list[int]:
+    """Return the indices of layers that carry a running state from token to token (linear attention, convolutions)."""
+    return [index for index, layer in enumerate(layers) if hasattr(layer, "recurrent_states")]
+
+
+def layer_state(layer: Any) -> dict[str, Any]:
+    """Return the attributes of a stock layer as they are now, whatever it takes in later.
+
+    A running state is copied, as it is written in place; keys and values are replaced when others come.
+    """
+    return deepcopy(vars(layer)) if stateful_layers([layer]) else dict(vars(layer))
+
+
+def join_states(states: Sequence[Any]) -> Any:
+    """Join running states, or dictionaries of them, as one batch; what is no tensor is that of the first."""
+    first = states[0]
+    if isinstance(first, dict):
+        return {key: join_states([state[key] for state in states]) for key in first}
+    return torch.cat(list(states)) if isinstance(first, Tensor) else first
+
+
+def stock_nbytes(layer: Any) -> int:
+    """Return the bytes of cache storage allocated now, in a layer of transformers' own."""
+    groups = (value.values() if isinstance(value, dict) else (value,) for value in vars(layer).values())
+    tensors = (part for group in groups for part in group if isinstance(part, Tensor))
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def cache_class(model: nn.Module, base: Any) -> type[Any]:
+    """Return `base`, or what is both it and the class that the code of `model` asks for."""
+    kind: type[Any] = _class_for(type(decoder(model)).__module__, base)
+    return kind
+
+
+@lru_cache(maxsize=32)
+def _class_for(module: str, base: Any) -> Any:
+    own: Any = getattr(import_module(module), OWN, None)
+    if own is None or issubclass(base, own):
+        return base
+    members = {name: getattr(base, name) for name in ("__len__", "batch_repeat_interleave", "batch_select_indices")}
+    members |= {"set_linear_cache": _set_linear_cache, "get_linear_cache": _get_linear_cache}
+    members |= {"__reduce__": lambda self: (_empty, (module, base), vars(self))}  # pickles find no such class
+    if base is Cache:
+        members["__init__"] = vars(Cache)["__init__"]
+    return type(base.__name__, (own,) if base is Cache else (base, own), members)
+
+
+def _empty(module: str, base: Any) -> Any:
+    """Return a cache of the class for a model of `module` that nothing was done to yet."""
+    kind = _class_for(module, base)
+    return object.__new__(kind)
+
+
+def _set_linear_cache(self: Any, layer_idx: int, linear_cache: Tensor) -> None:
+    """Keep a running state where other models do: in the layer of the cache."""
+    self.layers[layer_idx].update_recurrent_state(linear_cache)
+
+
+def _get_linear_cache(self: Any, layer_idx: int) -> Tensor | None:
+    state: Tensor | None = self.layers[layer_idx].recurrent_states[0]
+    return state

@@ -1,0 +1,1 @@
+"""Where entries are: ragged storage, slots, states of layers, cache files."""

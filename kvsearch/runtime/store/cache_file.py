@@ -1,0 +1,410 @@
+"""A compressed cache on disk: safetensors, with the plan it was made under and the model it is of.
+
+Per planned layer `layers.I.`: blocks of kv heads that hold (nearly) as many entries, each with `segments` [S] (sequence
+times kv heads plus kv head), `keys` [S, N, D], `values` [S, N, Dv] and `positions` [S, N] (the index of the token, -1
+where no entry), and under a decode phase what its rule goes on with. Other layers have the attributes of transformers'
+own cache layers. `tokens` [B, T] are what was read, where that was said; `mask` [B, T] is 0 where it was padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from kvsearch.budgets.plan_checks import check_plan
+from kvsearch.core.canonical import canonical_json, sha256_of
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.fields import Count, Record, Text
+from kvsearch.core.files import check_target
+from kvsearch.core.parsing import describe_validation_error, parse_json, require_header
+from kvsearch.core.resources import version
+from kvsearch.models.architecture import decoder, describe
+from kvsearch.models.fingerprint import fingerprint
+from kvsearch.plan import Plan
+from kvsearch.plan.saved import find_weights, put_weights
+from kvsearch.policies import Policy
+from kvsearch.policies.decoding import Cached, State
+from kvsearch.runtime.collector import Rotary
+from kvsearch.runtime.decode.decoding import Decoding
+from kvsearch.runtime.decode.rule import StepRule, decode_needs
+from kvsearch.runtime.layer import EvictingLayer
+from kvsearch.runtime.read_mask import ReadMask
+from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE, Block
+from kvsearch.runtime.store.slots import SlotBlock, SlotStore
+from kvsearch.runtime.store.storage import RaggedStore
+from kvsearch.runtime.store.tensor_file import read_about, read_tensors, write_tensors
+
+Tensors = dict[str, Tensor]
+
+CACHE_FORMAT = "kvsearch.cache"
+CACHE_VERSION = 1
+READ = ("tokens", "mask")
+
+
+class CacheHeader(Record):
+    """What a cache is of: the plan (which names its model), the dtype of its entries, sequences, tokens of each.
+
+    `length` counts padding. The versions are those it was written with.
+    """
+
+    format: Literal["kvsearch.cache"] = "kvsearch.cache"
+    version: Literal[1] = 1
+    plan: Plan
+    dtype: Text
+    sequences: Count
+    length: Count
+    kvsearch: Text
+    torch: Text
+    transformers: Text
+
+    def require(self, path: str | Path, model: Any, plan: Plan | None) -> None:
+        """Raise an IncompatibleError unless a file with this header is of `plan` (None: of any) and fits `model`."""
+        if plan is not None and (own := sha256_of(self.plan)) != (other := sha256_of(plan)):
+            raise IncompatibleError(
+                f"{path} was compressed under another plan ({own[:12]}, not {other[:12]}): compress the context under "
+                "this one, or leave the plan out"
+            )
+        self.plan.model.require(fingerprint(model), str(path))
+        if self.dtype != (runs := _dtype_name(model.dtype)):
+            raise IncompatibleError(
+                f"{path} holds {self.dtype} and the model runs in {runs}: load it with --dtype {self.dtype}, or "
+                "compress the context again"
+            )
+
+
+def write_cache(
+    path: str | Path,
+    plan: Plan,
+    layers: Sequence[Any],
+    read_mask: ReadMask,
+    read: Sequence[Tensor | None],
+    overwrite: bool,
+) -> int:
+    """Write the layers of a cache whose prompt has passed, and what was `read`; return the size of the file in bytes.
+
+    Raises:
+        UsageError: there is nothing to write yet, `read` is not what was read, or no such file can be written.
+        EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
+    """
+    tensors = {name: tensor for name, tensor in zip(READ, read, strict=True) if tensor is not None}
+    batch = 0
+    length = 0
+    dtype = torch.float32
+    for index, layer in enumerate(layers):
+        if isinstance(layer, EvictingLayer):
+            holder = layer.holder
+            if holder is None:
+                raise UsageError("the cache holds no evicted prompt yet: run the model on the whole prompt first")
+            held = _of_ragged(holder) if isinstance(holder, RaggedStore) else _of_decoding(holder)
+            batch = holder.batch
+            length = layer.seen
+            dtype = layer.dtype
+        else:
+            held = _of_stock(layer)
+        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in held.items()}
+    if "mask" not in tensors and (real := read_mask.columns(length)) is not None:
+        tensors["mask"] = real
+    for name in READ:
+        if name in tensors and tuple(tensors[name].shape) != (batch, length):
+            given = list(tensors[name].shape)
+            raise UsageError(f"{name} is {given} and the cache has read {[batch, length]}: give what it read")
+    if "mask" in tensors and not read_mask.shows_all(tensors["mask"].bool()):
+        raise UsageError("mask does not say which tokens were padding when the cache read them: leave it out")
+    header = CacheHeader(
+        plan=plan,
+        dtype=_dtype_name(dtype),
+        sequences=batch,
+        length=length,
+        kvsearch=version("kvsearch"),
+        torch=version("torch"),
+        transformers=version("transformers"),
+    )
+    check_target(path)
+    put_weights(plan.policies, path)
+    return write_tensors(path, tensors, canonical_json(header).decode(), overwrite)
+
+
+def read_cache(path: str | Path) -> tuple[CacheHeader, Tensors]:
+    """Read and check a cache file, and make the weights known that its plan names; tensors are on the CPU.
+
+    Raises:
+        UsageError: there is no such file, or it is damaged, of another kind or version, or weights are missing.
+        EnvironmentFault: it cannot be read.
+    """
+    about, tensors = read_tensors(path)
+    header = _header(about, path)
+    find_weights(header.plan.policies, path)
+    return header, tensors
+
+
+def read_header(path: str | Path) -> CacheHeader:
+    """Read what a cache file says of itself, which costs little; errors as `read_cache`, as far as that shows."""
+    return _header(read_about(path), path)
+
+
+def _header(about: str, path: str | Path) -> CacheHeader:
+    data = require_header(parse_json(about.encode(), f"the metadata of {path}"), CACHE_FORMAT, CACHE_VERSION, str(path))
+    try:
+        header = CacheHeader.model_validate(data)
+    except ValidationError as error:
+        raise UsageError(describe_validation_error(error, str(path))) from error
+    check_plan(header.plan, f"the plan in {path}")
+    return header
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _of_ragged(store: RaggedStore) -> Tensors:
+    tensors = {"tokens": store.tokens, "longest": store.longest, "appended": torch.tensor(store.appended)}
+    tensors["even"] = torch.tensor(store.even)
+    for number, block in enumerate(block for one in store.blocks for block in one.grouped()):
+        positions = block.positions[:, : block.end]
+        entries = {"keys": block.keys[:, : block.end], "values": block.values[:, : block.end]}
+        part = {name: _blank(states, positions) for name, states in entries.items()}
+        part |= {"segments": block.segments, "positions": positions, "padded": torch.tensor(block.padded)}
+        tensors |= _under(f"blocks.{number}", part)
+    return tensors
+
+
+def _of_decoding(decoding: Decoding) -> Tensors:
+    rule = decoding.rule
+    store = decoding.store
+    tensors = {"budgets": torch.from_numpy(rule.budgets), "scored": torch.from_numpy(rule.scored)}
+    tensors |= {"next_position": rule.next_position, "peak": torch.from_numpy(decoding.peak)}
+    if rule.queries is not None:
+        tensors["queries"] = rule.queries
+    for number, block in enumerate(store.blocks):
+        cached = block.in_use()
+        part = {"segments": torch.from_numpy(block.names), "seen": block.seen, "slot": block.slot}
+        part |= {"positions": cached.positions, "capacity": torch.tensor(block.cached.positions.shape[1])}
+        part |= {name: _blank(getattr(cached, name), cached.positions) for name in ("keys", "values")}
+        for kind in ("entries", "heads"):
+            part |= _under(f"state.{kind}", getattr(cached.state, kind))
+        tensors |= _under(f"blocks.{number}", part)
+    return tensors
+
+
+def _of_stock(layer: Any) -> Tensors:
+    """Return the attributes of a layer of transformers' own; a dtype is an empty tensor of it."""
+    tensors: Tensors = {}
+    for name, value in vars(layer).items():
+        for key, item in value.items() if isinstance(value, dict) else ((None, value),):
+            place = name if key is None else f"{name}.{key}"
+            if isinstance(item, Tensor):
+                tensors[place] = item
+            elif isinstance(item, bool | int):
+                tensors[place] = torch.tensor(item)
+            elif isinstance(item, torch.dtype):
+                tensors[place] = torch.empty(0, dtype=item)
+            elif isinstance(item, torch.device):
+                tensors[place] = torch.tensor(True)
+            elif item is not None:
+                raise UsageError(f"a cache with a {type(layer).__name__} cannot be saved: {place} is no tensor")
+    return tensors
+
+
+class TensorReader:
+    """The tensors of a part of a file, taken out one by one; ValueError where one is missing or not what it must be."""
+
+    def __init__(self, tensors: Tensors, prefix: str, device: torch.device) -> None:
+        self.tensors = tensors  # of the whole file
+        self.prefix = prefix
+        self.device = device
+
+    def take(
+        self, name: str, dtype: torch.dtype | None = None, *shape: int | None, within: tuple[int, int] | None = None
+    ) -> Tensor:
+        """Return a tensor [*shape] (None: any size) of numbers `within` two, these included, on the device."""
+        place = self.prefix + name
+        if place not in self.tensors:
+            raise ValueError(f"{place} is missing")
+        tensor = self.tensors.pop(place)
+        fits = len(tensor.shape) == len(shape) and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
+        if not fits or dtype not in (None, tensor.dtype):
+            raise ValueError(f"{place} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
+        if within and tensor.numel() and not within[0] <= int(tensor.min()) <= int(tensor.max()) <= within[1]:
+            raise ValueError(f"{place} is not between {within[0]} and {within[1]} throughout")
+        return tensor.to(self.device)
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors that are left."""
+        return [place.removeprefix(self.prefix) for place in self.tensors if place.startswith(self.prefix)]
+
+    def under(self, prefix: str) -> TensorReader:
+        """Return the reader of those whose names begin so."""
+        return TensorReader(self.tensors, f"{self.prefix}{prefix}.", self.device)
+
+    def blocks(self) -> list[TensorReader]:
+        """Return the readers of the blocks of a layer, of which there is at least one."""
+        count = len({name.split(".")[1] for name in self.names() if name.startswith("blocks.")})
+        return [self.under(f"blocks.{number}") for number in range(max(count, 1))]
+
+
+class CacheShape(NamedTuple):
+    """What holds for all planned layers of a cache; `seen` tokens have come, padding counted."""
+
+    batch: int
+    heads: int
+    query_heads: int
+    seen: int
+    fewest: int  # tokens that a sequence has without padding: as many where the file does not say what is padding
+    dtype: torch.dtype
+
+
+def fill_layers(path: str | Path, header: CacheHeader, tensors: Tensors, model: Any, layers: Sequence[Any]) -> None:
+    """Let the empty layers of a cache of `model` hold the tensors of a file, on the devices of the model's layers.
+
+    Raises:
+        UsageError: the file does not hold what its header says.
+    """
+    shape = describe(model)
+    fewest = 0 if "mask" in tensors else header.length
+    of = CacheShape(header.sequences, shape.kv_heads, shape.query_heads, header.length, fewest, model.dtype)
+    rest = {name: tensor for name, tensor in tensors.items() if name not in READ}
+    try:
+        for name in READ:
+            if name in tensors and tuple(tensors[name].shape) != (header.sequences, header.length):
+                raise ValueError(f"{name} is not {[header.sequences, header.length]}")
+        for index, layer in enumerate(layers):
+            reader = TensorReader(rest, f"layers.{index}.", _device(model, index))
+            if isinstance(layer, EvictingLayer):
+                _fill_planned(layer, reader, of)
+            else:
+                _fill_stock(layer, reader)
+        if rest:
+            raise ValueError(f"{min(rest)} is not known")
+    except (ValueError, IndexError, UsageError) as error:
+        raise UsageError(f"{path} does not hold what it should: {error}") from error
+
+
+def _device(model: Any, index: int) -> torch.device:
+    """Return where a layer of the model computes."""
+    layers: Any = decoder(model).layers
+    device: torch.device = next(layers[index].parameters()).device
+    return model.device if device.type == "meta" else device
+
+
+def _fill_planned(layer: EvictingLayer, reader: TensorReader, of: CacheShape) -> None:
+    """Let an empty planned layer hold what was written of one."""
+    if layer.decode is None:
+        store = _ragged(reader, of)
+        keys = store.blocks[0].keys
+        layer.holder = store
+    else:
+        decoding = _decoding(reader, layer.decode.policy, layer.rotary, layer.index, of)
+        keys = decoding.store.blocks[0].cached.keys
+        layer.holder = decoding
+    layer.lazy_initialization(keys, keys)
+    layer.seen = of.seen
+
+
+def _ragged(reader: TensorReader, of: CacheShape) -> RaggedStore:
+    tokens = reader.take("tokens", torch.int32, of.batch, within=(of.fewest, of.seen))
+    longest = reader.take("longest", torch.int32, of.batch)  # before some were taken back: may be more than `seen`
+    even = bool(reader.take("even", torch.bool))
+    appended = int(reader.take("appended", torch.int64, within=(0, of.seen)))
+    blocks = []
+    for part in reader.blocks():
+        segments = part.take("segments", torch.int64, None)
+        positions = part.take("positions", torch.int32, len(segments), None, within=(-1, of.seen - 1))
+        keys, values = (part.take(name, of.dtype, *positions.shape, None) for name in ("keys", "values"))
+        padded = bool(part.take("padded", torch.bool))
+        blocks.append(Block(segments, keys, values, positions, positions.shape[1], padded))
+    _require_all((block.segments for block in blocks), of.batch * of.heads)
+    if appended > min(block.end for block in blocks):
+        raise ValueError(f"{appended} tokens came after the prompt, and some heads hold fewer")
+    return RaggedStore.of_blocks(blocks, of.heads, tokens, even, appended, longest)
+
+
+def _decoding(reader: TensorReader, policy: Policy, rotary: Rotary, layer: int, of: CacheShape) -> Decoding:
+    segments = of.batch * of.heads
+    budgets, peak = (reader.take(name, torch.int64, segments).cpu().numpy() for name in ("budgets", "peak"))
+    scored = reader.take("scored", torch.int64, of.batch).cpu().numpy()
+    position = reader.take("next_position", None, of.batch)
+    queries = None
+    if "queries" in reader.names():
+        queries = reader.take("queries", None, of.batch, of.query_heads, decode_needs(policy).query_rows, None)
+    rule = StepRule(policy, budgets, rotary, layer, of.heads, queries, position, scored)
+    blocks = [_slots(part, rule, of) for part in reader.blocks()]
+    _require_all((torch.from_numpy(block.names) for block in blocks), segments)
+    return Decoding(SlotStore(blocks, of.batch, of.heads), rule, peak, of.seen)
+
+
+def _slots(part: TensorReader, rule: StepRule, of: CacheShape) -> SlotBlock:
+    names = part.take("segments", torch.int64, None, within=(0, len(rule.budgets) - 1))
+    positions = part.take("positions", torch.int64, len(names), None, within=(-1, of.seen - 1))
+    size = positions.shape
+    width = size[1]
+    most = width + max(MIN_SPARE, int(width * GROWTH)) + 1
+    capacity = int(part.take("capacity", torch.int64, within=(width, most)))
+
+    def roomy(tensor: Tensor, empty: int = 0) -> Tensor:
+        filled = tensor.new_full((size[0], capacity, *tensor.shape[2:]), empty)
+        filled[:, :width] = tensor
+        return filled
+
+    keys, values = (roomy(part.take(name, of.dtype, *size, None)) for name in ("keys", "values"))
+    entries = {name: roomy(tensor) for name, tensor in _state(part.under("state.entries"), size).items()}
+    state = State(entries, _state(part.under("state.heads"), size[:1]))
+    cached = Cached(keys, values, roomy(positions, -1), state, rule.layer, names % rule.heads)
+    slot = part.take("slot", torch.int64, len(names), within=(0, capacity - 1))
+    tokens = part.take("seen", None, len(names), within=(of.fewest, of.seen))
+    used = (positions >= 0).sum(-1).cpu().numpy()
+    host = names.cpu().numpy()
+    limits = rule.limits(host, names.device)
+    return SlotBlock(host, names // rule.heads, cached, limits, used, tokens, slot, width, holes=True)
+
+
+def _state(reader: TensorReader, size: Sequence[int]) -> Tensors:
+    state = {name: reader.tensors.pop(reader.prefix + name).to(reader.device) for name in reader.names()}
+    for name, tensor in state.items():
+        if tuple(tensor.shape[: len(size)]) != tuple(size):
+            raise ValueError(f"state {name} is {list(tensor.shape)}, and does not begin with {list(size)}")
+    return state
+
+
+def _fill_stock(layer: Any, reader: TensorReader) -> None:
+    """Let an empty layer of transformers' own hold what was written of one."""
+    fresh = vars(layer)
+    for place in reader.names():
+        name, _, key = place.partition(".")
+        tensor = reader.tensors.pop(reader.prefix + place)
+        value: Any = tensor.to(reader.device)
+        if name not in fresh and name not in ("dtype", "device"):
+            raise ValueError(f"{place} is not known to a {type(layer).__name__} of this transformers")
+        if name == "dtype":
+            value = tensor.dtype
+        elif name == "device":
+            value = reader.device
+        elif tensor.dim() == 0 and not isinstance(fresh.get(name), Tensor):
+            value = tensor.item()
+        if key and isinstance(fresh[name], dict) and key.isdecimal() and int(key) in fresh[name]:
+            fresh[name][int(key)] = value
+        elif not key and not isinstance(fresh.get(name), dict):
+            fresh[name] = value
+        else:
+            raise ValueError(f"{place} is not known to a {type(layer).__name__} of this transformers")
+
+
+def _require_all(names: Iterable[Tensor], count: int) -> None:
+    """Raise a ValueError unless every one of `count` segments is in one block, in ascending order there."""
+    parts = [part.cpu().numpy() for part in names]
+    ascending = all((np.diff(part) > 0).all() for part in parts)
+    if not ascending or sorted(np.concatenate(parts).tolist()) != list(range(count)):
+        raise ValueError(f"its blocks do not hold {count} heads, each once")
+
+
+def _blank(states: Tensor, positions: Tensor) -> Tensor:
+    return states.masked_fill((positions < 0)[..., None], 0)
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}

@@ -1,0 +1,296 @@
+"""All segments of a layer behind one another, whatever their lengths: no padding, and one call of attention.
+
+Behind each segment is the same spare room, as all of them get the same tokens. Right after prefill there is none; it
+comes with the first append and then grows by an eighth of the mean segment. Where a segment begins and ends is known to
+the device alone, so that a token is added in place and without a decision of the host's; how many rows segments had
+before anything was appended the host knows, too. Only kernels read this form: for everything else it is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import InternalError
+from kvsearch.kernels.attention import Entries
+from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE, Block, Where, bucket, index_of, shown_positions
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class FlatBlock:
+    """Segments in order: the rows `[starts, ends)` of each are in use, and up to `spare` behind the first `counts`."""
+
+    segments: Tensor  # [S] int64, 0 to S - 1
+    keys: Tensor  # [N, D], N = sum(counts) + S * spare
+    values: Tensor  # [N, Dv]
+    positions: Tensor  # [N] int32, index of the token in its sequence, -1 where padding was appended
+    counts: Ints  # [S] entries before tokens were appended
+    starts: Tensor  # [S] int64
+    ends: Tensor  # [2, S] int64: where each segment goes on, and how many rows it has in use
+    spare: int = 0
+    appended: int = 0
+    padded: bool = False  # padding was appended to some segment
+    fixed: bool = False  # room was made ahead of time
+
+    def __post_init__(self) -> None:
+        self.longest = int(self.counts.max())
+
+    @classmethod
+    def compact(cls, keys: Tensor, values: Tensor, positions: Tensor, counts: Ints, lengths: Tensor) -> FlatBlock:
+        """Take entries without spare room, [N, D], [N, Dv] and [N]; `counts` and `lengths` [S] are the same numbers."""
+        stop = lengths.cumsum(0)
+        segments = torch.arange(len(counts), device=keys.device)
+        return cls(segments, keys, values, positions, counts, stop - lengths, torch.stack([stop, lengths]))
+
+    @classmethod
+    def pack(cls, keys: Tensor, values: Tensor, keep: Tensor, index: Tensor, counts: Ints) -> tuple[FlatBlock, Tensor]:
+        """Copy the kept entries of a dense layer; return them and their places [N] in what is [B, Hkv, T], flattened.
+
+        `counts` [B * Hkv] are how many entries of each segment are kept; for the rest see `RaggedStore.pack`.
+        """
+        heads, length = keys.shape[1:3]
+        places = true_places(keep.flatten(), int(counts.sum()))
+        column = places % length
+        segment = places // length
+        row = segment // heads
+        head = segment % heads  # apart: flattening a transposed layer would copy all of it
+        entries = keys[row, head, column], values[row, head, column], index[row, column].int()
+        return cls.compact(*entries, counts, keep.flatten(0, 1).sum(-1)), places
+
+    @classmethod
+    def joined(cls, parts: Sequence[FlatBlock]) -> FlatBlock:
+        """Put the segments of some blocks, to which nothing is appended, behind one another."""
+        parts = [part.moved(0) if part.spare else part for part in parts]
+        keys, values, positions = (
+            torch.cat([getattr(part, name) for part in parts]) for name in ("keys", "values", "positions")
+        )
+        counts = np.concatenate([part.counts for part in parts])
+        return cls.compact(keys, values, positions, counts, torch.cat([part.ends[1] for part in parts]))
+
+    @classmethod
+    def of_blocks(cls, blocks: Sequence[Block], appended: int) -> FlatBlock:
+        """Copy all segments of a layer out of dense blocks, whose last `appended` columns came after the prompt."""
+        entries: list[tuple[Tensor, Tensor, Tensor]] = []
+        sizes = []
+        for block in blocks:
+            keys, values, positions = (tensor[:, : block.end] for tensor in (block.keys, block.values, block.positions))
+            held = positions >= 0
+            held[:, block.end - appended :] = True
+            entries.append((keys[held], values[held], positions[held]))
+            sizes.append(held.sum(-1))
+        lengths = torch.cat(sizes)
+        names = torch.cat([block.segments for block in blocks]).cpu().numpy()
+        keys, values, positions = (torch.cat(parts) for parts in zip(*entries, strict=True))
+        whole = cls.compact(keys, values, positions, lengths.cpu().numpy(), lengths).moved(0, np.argsort(names))
+        whole = replace(whole, counts=whole.counts - appended, spare=appended, appended=appended)
+        whole.padded = bool((whole.recent(appended) < 0).any())
+        return whole
+
+    # --- tokens that come and go ----------------------------------------------------------------------------------
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, padded: bool) -> None:
+        count = keys.shape[1]
+        if self.appended + count > self.spare:
+            used = int(self.counts.mean()) + self.appended
+            self._grow(self.appended + count + max(MIN_SPARE, int(used * GROWTH)))
+        self.fixed = False
+        self._write(keys, values, positions)
+        self.appended += count
+        self.padded |= padded
+
+    def separate(self) -> None:
+        """Nothing is to be done: kernels are not differentiated, and all else gets copies."""
+
+    def prepare_step(self, room: int) -> bool:
+        anew = not self.fixed or self.appended == self.spare
+        if anew:
+            if self.appended + room > self.spare:
+                self._grow(self.appended + room)
+            self.fixed = True
+        self.appended += 1
+        return anew
+
+    def put(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        if not self.fixed:
+            raise InternalError("a token was put into a block that is not fixed")
+        self._write(keys, values, positions)
+
+    def _write(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        count = keys.shape[1]
+        rows = self.ends[0]
+        if count > 1:
+            rows = (rows[:, None] + torch.arange(count, device=rows.device)).flatten()
+        self.keys.index_copy_(0, rows, keys.flatten(0, 1))
+        self.values.index_copy_(0, rows, values.flatten(0, 1))
+        self.positions.index_copy_(0, rows, positions.expand(len(keys), -1).flatten())
+        self.ends.add_(count)
+
+    def release(self) -> None:
+        self.fixed = False
+
+    def crop(self, count: int) -> None:
+        self.ends.sub_(count)
+        self.appended -= count
+
+    def recent(self, count: int) -> Tensor:
+        return self.positions[self.ends[0][:, None] + torch.arange(-count, 0, device=self.ends.device)]
+
+    # --- other places ---------------------------------------------------------------------------------------------
+
+    def _grow(self, spare: int) -> None:
+        starts, ends, source = self._layout(spare, self.counts)
+        for name in ("keys", "values", "positions"):  # one by one: only one of them is there twice for a moment
+            setattr(self, name, _taken(getattr(self, name), source))
+        self.starts = starts
+        self.ends = ends
+        self.spare = spare
+        self.fixed = False
+
+    def moved(self, spare: int, rows: Ints | None = None) -> FlatBlock:
+        """Copy segments `rows` [S'] (None: all) to a block of their own, with other spare room behind each."""
+        counts = self.counts if rows is None else self.counts[rows]
+        starts, ends, source = self._layout(spare, counts, rows)
+        return replace(
+            self,
+            segments=torch.arange(len(counts), device=starts.device),
+            keys=_taken(self.keys, source),
+            values=_taken(self.values, source),
+            positions=_taken(self.positions, source),
+            counts=counts,
+            starts=starts,
+            ends=ends,
+            spare=spare,
+            fixed=False,
+        )
+
+    def _layout(self, spare: int, counts: Ints, rows: Ints | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return starts and ends of segments `rows` with other spare room, and the row here that each row is of.
+
+        Behind the rows in use those are any. The host waits for nothing, and copies `rows` at most to the device.
+        """
+        starts = self.starts
+        used = self.ends[1]
+        if rows is not None:
+            index = index_of(rows, starts.device)
+            starts = starts[index]
+            used = used[index]
+        # Sizes are known to the device alone, but their sum to the host: with it, repeating waits for nothing.
+        sizes = used + (spare - self.appended)
+        total = int(counts.sum()) + spare * len(counts)
+        first = sizes.cumsum(0) - sizes
+        shift = torch.repeat_interleave(starts - first, sizes, output_size=total)
+        source = (torch.arange(total, device=shift.device) + shift).clamp_(max=len(self.keys) - 1)
+        return first, torch.stack([first + used, used]), source
+
+    def select(self, chosen: Ints) -> FlatBlock:
+        if (chosen[:, 1] != np.arange(len(chosen))).any():
+            raise InternalError("a flat block holds all segments of a layer, in order")
+        return self.moved(self.spare, chosen[:, 0])
+
+    def kept(self, keep: Tensor, counts: Ints) -> Iterator[tuple[FlatBlock, Where, Ints]]:
+        if self.spare:
+            raise InternalError("entries are trimmed before tokens are appended")
+        where = true_places(keep, int(counts.sum()))
+        lengths = torch.from_numpy(counts).to(where.device)
+        block = FlatBlock.compact(self.keys[where], self.values[where], self.positions[where], counts, lengths)
+        yield block, where, np.arange(len(counts))
+
+    def showing(self, visible: Tensor, heads: int) -> FlatBlock:
+        positions = shown_positions(self.positions, self.spread(self.segments // heads), visible)
+        return replace(self, positions=positions, padded=True)
+
+    def spread(self, limits: Tensor) -> Tensor:
+        sizes = self.ends[1] + (self.spare - self.appended)
+        return torch.repeat_interleave(limits, sizes, output_size=len(self.keys))
+
+    # --- what is held ---------------------------------------------------------------------------------------------
+
+    @property
+    def columns(self) -> int:
+        """The most rows that a segment may have in use."""
+        return self.longest + (self.spare if self.fixed else self.appended)
+
+    def for_kernels(self) -> Entries:
+        positions = self.positions if self.padded else None
+        return Entries(self.keys, self.values, self.columns, positions, self.ends[1], self.starts)
+
+    def aligned(self) -> Block:
+        return self._aligned(np.arange(len(self.counts)), self.columns)
+
+    def grouped(self) -> list[Block]:
+        """Return copies in blocks as a CPU would have them, so that files are the same wherever they are written."""
+        members = (np.array(group) for group in bucket(self.counts.tolist(), CPU))
+        return [self._aligned(rows, int(self.counts[rows].max()) + self.appended) for rows in members]
+
+    def _aligned(self, rows: Ints, width: int) -> Block:
+        index = index_of(rows, self.keys.device)
+        ends, used = self.ends[:, index]
+        column = torch.arange(-width, 0, device=index.device)
+        held = column >= -used[:, None]
+        where = (ends[:, None] + column).clamp_(min=0)
+        keys = self.keys[where]
+        values = self.values[where]
+        positions = self.positions[where]
+        padded = bool((self.counts[rows] + self.appended < width).any())
+        if padded:
+            gap = ~held
+            keys, values = (states.masked_fill_(gap[..., None], 0) for states in (keys, values))
+            positions.masked_fill_(gap, -1)
+        return Block(self.segments[index], keys, values, positions, width, padded or self.padded)
+
+    def whole(self, seen: int) -> tuple[Tensor, Tensor] | None:
+        if self.padded or (self.counts + self.appended != seen).any():
+            return None
+        shape = len(self.counts), seen - self.appended + self.spare
+        return self.keys.view(*shape, -1)[:, :seen], self.values.view(*shape, -1)[:, :seen]
+
+    def held(self) -> Tensor:
+        counts = torch.from_numpy(self.counts + self.appended)
+        return counts - (self.recent(self.appended) < 0).sum(-1).cpu() if self.padded else counts
+
+    def positions_of(self, row: int) -> Tensor:
+        first = int((self.counts[:row] + self.spare).sum())
+        return self.positions[first : first + int(self.counts[row]) + self.appended]
+
+    def tensors(self) -> list[Tensor]:
+        return [self.segments, self.keys, self.values, self.positions, self.starts, self.ends]
+
+
+AnyBlock = Block | FlatBlock
+
+
+def regrouped(held: Sequence[AnyBlock]) -> list[AnyBlock]:
+    """Put the same segments into as few blocks as is economical, if that is fewer: attention is one call for each."""
+    if len(held) == 1:
+        return list(held)
+    blocks = [block for source in held for block in source.grouped()]
+    counts = np.concatenate([block.held().numpy() for block in blocks])
+    groups = bucket(counts.tolist(), blocks[0].keys.device)
+    if len(groups) >= len(blocks):
+        return list(blocks)
+    home = np.concatenate([np.full(len(block.segments), number) for number, block in enumerate(blocks)])
+    row = np.concatenate([np.arange(len(block.segments)) for block in blocks])
+    joint: list[AnyBlock] = []
+    for members in groups:
+        group = np.array(members)
+        width = int(counts[members].max())
+        parts = [blocks[b].narrowed(row[group[home[group] == b]], width) for b in np.unique(home[group])]
+        joint.append(Block.stacked(parts, padded=bool((counts[group] < width).any())))
+    return joint
+
+
+def true_places(flags: Tensor, count: int) -> Tensor:
+    """Return where flags [M] are True, ascending, [count] int64: the host knows how many are, so it does not wait."""
+    return torch.searchsorted(flags.cumsum(0), torch.arange(1, count + 1, device=flags.device))
+
+
+def _taken(states: Tensor, source: Tensor) -> Tensor:
+    """Return rows `source` of states, zeros where there is none to take."""
+    return states.index_select(0, source) if len(states) else states.new_zeros(len(source), *states.shape[1:])

@@ -1,0 +1,371 @@
+"""Storage of a layer whose entries are evicted while decoding: a new token takes the slot of one that left.
+
+Every (sequence, kv head) is a segment with slots; segments that may hold (nearly) as much share one dense block. What a
+step does is known on the host before it runs (`SlotBlock.prepare_step`): how many entries every segment holds does not
+depend on which. The step itself changes tensors in place, waits for nothing, and has no branch that depends on their
+values, so it can be compiled, or captured and replayed. A block at its budgets has one free slot per segment between
+two steps and none during attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsearch.core.arrays import Bools, Ints
+from kvsearch.policies import Observation
+from kvsearch.policies.decoding import Cached, State, slots_of
+from kvsearch.runtime.decode.rule import Leaving, Limits, StepRule
+from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE, Segmented, bucket, index_of, shown_positions
+
+
+class StepPlan(NamedTuple):
+    """What a step does to a block, known before it runs."""
+
+    width: int  # slots that are looked at
+    full: bool  # all of them hold an entry
+    bias: Literal["", "keep", "fill", "make"]  # what becomes of the bias: not used, right as it is, one slot, all of it
+    leaving: Leaving
+    holes: bool  # whether slots may be free left of one that is not, after the step
+
+
+@dataclass
+class SlotBlock:
+    """Segments with slots of their own; `used` on the host spares every step a synchronisation."""
+
+    names: Ints  # [S] sequence * Hkv + kv head, ascending
+    rows: Tensor  # [S] sequence of each segment
+    cached: Cached  # a slot without an entry has position -1 and zeros for state
+    limits: Limits
+    used: Ints  # [S] entries held
+    seen: Tensor  # [S] tokens of the sequence so far
+    slot: Tensor  # [S] where the next token goes
+    width: int = 0  # slots that have been in use
+    holes: bool = False
+    step_plan: StepPlan | None = None  # the step that runs now, or ran last
+    bias: Tensor | None = None  # [S, C] what to add to logits, -inf where there is no entry; right if `biased`
+    biased: bool = False  # for all slots but the next token's
+
+    def __post_init__(self) -> None:
+        self.lines = torch.arange(len(self.names), device=self.slot.device)
+        self.clock = torch.stack([self.seen, self.seen - self.limits.young])
+        self.seen, self.edge = self.clock  # the newest position that may leave, [S]
+
+    def has_room(self) -> bool:
+        """Tell whether every segment can take another token."""
+        return int(self.used.max()) < self.capacity
+
+    @property
+    def capacity(self) -> int:
+        return self.cached.positions.shape[1]
+
+    def prepare_step(self, real: Bools | None, fixed: bool, dtype: torch.dtype | None) -> Ints:
+        """Decide what the next step does; return the entries [S] that are held in it.
+
+        Segments not `real` [S] bool (None: all are) have padding in it. With `fixed`, all slots are looked at, whether
+        they have been in use or not, so that steps are alike. `dtype` is that of the bias; None: nobody adds one.
+        """
+        used = self.used + (1 if real is None else real)
+        self.width = max(self.width, int(self.used.max()) + 1)  # padding, too, is written to a slot
+        width = self.capacity if fixed else self.width
+        leaving = self.limits.leaving(used, real)
+        # Where every segment loses one entry, its slot is the next token's: no hole is left behind, and as the slot is
+        # filled before it is looked at, what is added to logits stays right, too.
+        in_place = leaving.most == 0 or leaving.each_one
+        full = bool((used == width).all())
+        bias: Literal["", "keep", "fill", "make"]
+        if full or dtype is None:
+            bias = ""
+        elif not self.biased:
+            bias = "make"
+        else:
+            bias = "keep" if self.step_plan is not None and self.step_plan.leaving.each_one else "fill"
+        holes = self.holes or not in_place
+        self.step_plan = StepPlan(width, full, bias, leaving, holes)
+        self.biased = bias != "" and real is None and in_place
+        self.holes = holes
+        self.used = leaving.stay
+        if self.step_plan.bias and (self.bias is None or self.bias.dtype != dtype):
+            self.bias = torch.empty(self.cached.positions.shape, dtype=dtype, device=self.slot.device)
+        return used
+
+    def separate(self) -> None:
+        """Go on in copies, so that what was done before can still be differentiated."""
+        self.cached = replace(self.cached, keys=self.cached.keys.clone(), values=self.cached.values.clone())
+        self.slot = self.slot.clone()
+
+    def put(self, keys: Tensor, values: Tensor, step_plan: StepPlan, active: Tensor | None) -> None:
+        """Store one token per segment, keys [S, D] and values [S, Dv]; none where not `active` [S] bool."""
+        cached = self.cached
+        where = (self.lines, self.slot)
+        cached.keys.index_put_(where, keys)
+        cached.values.index_put_(where, values)
+        position = self.seen if active is None else self.seen.masked_fill(~active, -1)
+        cached.positions.scatter_(1, self.slot[:, None], position[:, None])
+        self.clock.add_(1 if active is None else active)
+        if self.bias is not None and step_plan.bias == "make":
+            self.bias.zero_().masked_fill_(cached.positions < 0, float("-inf"))
+        elif self.bias is not None and step_plan.bias == "fill":
+            self.bias.scatter_(1, self.slot[:, None], 0.0)
+
+    def bias_of(self, step_plan: StepPlan) -> Tensor | None:
+        """Return what to add to the logits, [S, width]; None: every slot holds an entry, or it is not used."""
+        return None if not step_plan.bias or self.bias is None else self.bias[:, : step_plan.width]
+
+    def in_use(self) -> Cached:
+        """Return the slots in use, as views of keys, values, positions and state."""
+        return self.first(self.width)
+
+    def first(self, width: int) -> Cached:
+        """Return the first slots, as views."""
+        cached = self.cached
+        if width == self.capacity:
+            return cached
+        return replace(
+            cached,
+            keys=cached.keys[:, :width],
+            values=cached.values[:, :width],
+            positions=cached.positions[:, :width],
+            state=State({k: v[:, :width] for k, v in cached.state.entries.items()}, cached.state.heads),
+        )
+
+    def showing(self, step_plan: StepPlan, visible: Tensor) -> Cached:
+        """Return the slots that are looked at, those of tokens not `visible` [B, T] bool as if they had no entry."""
+        cached = self.first(step_plan.width)
+        return replace(cached, positions=shown_positions(cached.positions, self.rows[:, None], visible))
+
+    def free(self, leaving: Tensor | None, step_plan: StepPlan, active: Tensor | None) -> None:
+        """Make room for the next token where entries left, `leaving` [S, E] (-1: none); else the next slot is taken.
+
+        Segments that are not `active` [S] bool took no token and keep the slot they have.
+        """
+        positions = self.cached.positions
+        states = self.cached.state.entries.values()
+        if step_plan.leaving.each_one:  # it is in `slot` already
+            _clear(positions, self.slot[:, None], -1)
+            for tensor in states:
+                _clear(tensor, self.slot[:, None], 0)
+            return
+        if leaving is not None:
+            for tensor, empty in ((positions, -1), *((tensor, 0) for tensor in states)):
+                _blank(tensor, leaving, empty)
+        if step_plan.holes:
+            torch.argmin(positions, -1, out=self.slot)  # an empty slot has position -1: the first one
+        else:
+            self.slot.add_(1 if active is None else active).clamp_(max=self.capacity - 1)
+
+
+def _clear(tensor: Tensor, slots: Tensor, empty: int) -> None:
+    """Set the slots [S, 1] of a tensor [S, C, ...] to `empty`, in place."""
+    tensor.scatter_(1, _beside(slots, tensor), empty)
+
+
+def _blank(tensor: Tensor, leaving: Tensor, empty: int) -> None:
+    """Set the slots `leaving` [S, E] (-1: none) of a tensor [S, C, ...] to `empty`, in place."""
+    if leaving.shape[1] == 1:
+        gone = _beside(leaving >= 0, tensor)
+        where = _beside(leaving.clamp(min=0), tensor)
+        tensor.scatter_(1, where, tensor.gather(1, where).masked_fill(gone, empty))
+        return
+    gone = leaving.new_zeros(len(leaving), tensor.shape[1] + 1, dtype=torch.bool)
+    gone = gone.scatter_(1, leaving + 1, True)[:, 1:]  # -1 goes to the column in front
+    tensor.masked_fill_(gone.view(*gone.shape, *[1] * (tensor.dim() - 2)), empty)
+
+
+def _beside(slots: Tensor, tensor: Tensor) -> Tensor:
+    """Expand [S, E] to the dimensions of a tensor [S, C, ...] behind the second."""
+    rest = tensor.shape[2:]
+    return slots.view(*slots.shape, *[1] * len(rest)).expand(*slots.shape, *rest)
+
+
+class SlotStore(Segmented):
+    """The entries one layer holds for a batch while its decode rule is in force."""
+
+    def __init__(self, blocks: list[SlotBlock], batch: int, heads: int) -> None:
+        self.blocks = blocks
+        self.batch = batch
+        self.heads = heads
+        super().__init__([index_of(block.names, block.slot.device) for block in blocks])
+
+    def used(self) -> Ints:
+        """Return the entries held per segment, [B * Hkv]."""
+        held = np.zeros(self.batch * self.heads, dtype=np.int64)
+        for block in self.blocks:
+            held[block.names] = block.used
+        return held
+
+    def entries(self) -> Tensor:
+        """Return the entries held per sequence and kv head, [B, Hkv] int64."""
+        return torch.from_numpy(self.used().reshape(self.batch, self.heads))
+
+    def kept_positions(self, row: int, head: int) -> list[int]:
+        """Return the token indices of the entries of one sequence and head, ascending."""
+        wanted = row * self.heads + head
+        for block in self.blocks:
+            for index in np.flatnonzero(block.names == wanted):
+                held = block.cached.positions[index]
+                return sorted(held[held >= 0].tolist())
+        return []
+
+    def select_rows(self, rows: Sequence[int]) -> SlotStore:
+        """Return sequences `rows` of this store, in that order and as often as named, as a new store."""
+        blocks = []
+        for block in self.blocks:
+            pairs = [
+                (new * self.heads + int(name) % self.heads, index)
+                for new, old in enumerate(rows)
+                for index, name in enumerate(block.names)
+                if name // self.heads == old
+            ]
+            if pairs:
+                chosen = np.array(sorted(pairs))
+                blocks.append(_selected(block, chosen[:, 0], chosen[:, 1], self.heads))
+        return SlotStore(blocks, len(rows), self.heads)
+
+    def nbytes(self) -> int:
+        """Return the bytes of storage allocated: keys, values, positions and running state, free slots included."""
+        held = [(block.cached.keys, block.cached.values, block.cached.positions) for block in self.blocks]
+        state = sum(block.cached.state.nbytes() for block in self.blocks)
+        return state + sum(tensor.untyped_storage().nbytes() for tensors in held for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class SlotSource:
+    """Segments to be packed: the slots `order` [S, E] of `cached`, ascending by position, -1 behind the last."""
+
+    names: Ints
+    cached: Cached
+    order: Tensor
+    used: Ints
+    seen: Tensor  # [S]
+
+
+def segments_of(observation: Observation, state: State) -> Cached:
+    """Take a prompt apart into segments, by sequence and kv head; state is [B, Hkv, T, ...] and [B, Hkv, ...]."""
+    batch, heads = observation.keys.shape[:2]
+    return Cached(
+        observation.keys.flatten(0, 1),
+        observation.values.flatten(0, 1),
+        observation.index.repeat_interleave(heads, 0),
+        state.changed(lambda t: t.flatten(0, 1), lambda t: t.flatten(0, 1)),
+        observation.layer,
+        torch.arange(heads, device=observation.keys.device).repeat(batch),
+    )
+
+
+def source_of(observation: Observation, keep: Tensor, counts: Ints, state: State) -> SlotSource:
+    """Take the entries `keep` [B, Hkv, T] bool of a prompt, `counts` [B, Hkv], with its state as for `segments_of`."""
+    batch, heads, length = keep.shape
+    flat = keep.flatten(0, 1)
+    used = counts.flatten()
+    order = slots_of(flat, torch.arange(length, device=keep.device).expand_as(flat), int(used.max()))
+    seen = observation.seen.repeat_interleave(heads)
+    return SlotSource(np.arange(batch * heads), segments_of(observation, state), order, used, seen)
+
+
+def capacities(used: Ints, budgets: Ints, room: int = 0) -> Ints:
+    """Return slots for segments that hold `used` entries and may hold `budgets`, with room for some tokens, [S]."""
+    spare = np.maximum(max(MIN_SPARE, room), (used * GROWTH).astype(np.int64))
+    slots: Ints = np.maximum(np.minimum(budgets + 1, used + spare), used + 1)
+    return slots
+
+
+def pack(sources: Sequence[SlotSource], rule: StepRule, batch: int, heads: int, room: int = 0) -> SlotStore:
+    """Copy the entries of sources into a store with room for more tokens, in as few blocks as is economical."""
+    names = np.concatenate([source.names for source in sources])
+    used = np.concatenate([source.used for source in sources])
+    capacity = capacities(used, rule.budgets[names], room)
+    blocks = []
+    for group in bucket(capacity.tolist(), sources[0].order.device):
+        members = np.array(sorted(group, key=lambda index: names[index]))
+        blocks.append(_block(sources, names[members], int(capacity[members].max()), rule, heads))
+    return SlotStore(blocks, batch, heads)
+
+
+def _block(sources: Sequence[SlotSource], names: Ints, capacity: int, rule: StepRule, heads: int) -> SlotBlock:
+    """Gather the block of the segments `names` from the sources that hold them."""
+    parts = [(source, np.flatnonzero(np.isin(source.names, names))) for source in sources]
+    parts = [(source, rows) for source, rows in parts if len(rows)]
+    order = np.concatenate([source.names[rows] for source, rows in parts])
+    back = np.argsort(order)
+    pieces = [_gathered(source, rows, capacity) for source, rows in parts]
+    cached = _joined([piece for piece, _ in pieces], back)
+    device = cached.keys.device
+    used = np.concatenate([source.used[rows] for source, rows in parts])[back]
+    return SlotBlock(
+        names=names,
+        rows=index_of(names, device) // heads,
+        cached=cached,
+        limits=rule.limits(names, device),
+        used=used,
+        seen=torch.cat([seen for _, seen in pieces])[index_of(back, device)],
+        slot=cached.held.sum(-1),
+        width=int(used.max()),
+    )
+
+
+def _gathered(source: SlotSource, rows: Ints, capacity: int) -> tuple[Cached, Tensor]:
+    device = source.order.device
+    index = index_of(rows, device)
+    order = source.order[index, :capacity]
+    order = torch.nn.functional.pad(order, (0, capacity - order.shape[1]), value=-1)
+    empty = order < 0
+    where = (index[:, None], order.clamp(min=0))
+
+    def entry(tensor: Tensor) -> Tensor:
+        taken = tensor[where]
+        return taken.masked_fill(empty.view(*empty.shape, *[1] * (taken.dim() - 2)), 0)
+
+    cached = source.cached
+    return replace(
+        cached,
+        keys=cached.keys[where],
+        values=cached.values[where],
+        positions=cached.positions[where].masked_fill(empty, -1),
+        state=cached.state.changed(entry, lambda tensor: tensor[index]),
+        heads=cached.heads[index],
+    ), source.seen[index]
+
+
+def _joined(parts: list[Cached], back: Ints) -> Cached:
+    if len(parts) == 1 and (back == np.arange(len(back))).all():
+        return parts[0]
+    order = torch.from_numpy(back).to(parts[0].keys.device)
+
+    def both(tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors)[order]
+
+    states = [part.state for part in parts]
+    return replace(
+        parts[0],
+        keys=both([part.keys for part in parts]),
+        values=both([part.values for part in parts]),
+        positions=both([part.positions for part in parts]),
+        state=State(
+            {name: both([state.entries[name] for state in states]) for name in states[0].entries},
+            {name: both([state.heads[name] for state in states]) for name in states[0].heads},
+        ),
+        heads=both([part.heads for part in parts]),
+    )
+
+
+def _selected(block: SlotBlock, names: Ints, rows: Ints, heads: int) -> SlotBlock:
+    index = torch.from_numpy(rows).to(block.slot.device)
+    return replace(
+        block,
+        names=names,
+        rows=torch.from_numpy(names // heads).to(index.device),
+        cached=block.cached.segments(index),
+        limits=block.limits.select(rows),
+        used=block.used[rows],
+        seen=block.seen[index],
+        slot=block.slot[index],
+        step_plan=None,
+        bias=None,
+        biased=False,
+    )

@@ -1,0 +1,231 @@
+"""Ragged storage: every (sequence, kv head) keeps its own number of entries, and only those are in memory.
+
+Where the kernels serve, all segments of a layer lie behind one another (`flat.FlatBlock`); elsewhere those of (nearly)
+equal length share a dense block (`blocks.Block`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import InternalError
+from kvsearch.kernels.dispatch import serves
+from kvsearch.runtime.store.blocks import Block, Segmented, dense_blocks
+from kvsearch.runtime.store.flat import AnyBlock, FlatBlock, regrouped
+
+
+class RaggedStore(Segmented):
+    """The entries one layer kept for a batch, in as few blocks as is economical."""
+
+    def __init__(self, blocks: Sequence[AnyBlock], heads: int, tokens: Tensor, even: bool) -> None:
+        self.blocks = list(blocks)
+        self.batch = len(tokens)
+        self.heads = heads
+        self.tokens = tokens.clone()  # [B] int32 tokens of each sequence
+        self._most = tokens  # and how many they were before some were forgotten
+        self.even = even  # all sequences have the same number of tokens
+        self.appended = 0
+        self.room = 0  # tokens that there is room for ahead of time, in fixed blocks; 0: they are not
+        self.packed = 0  # how often tensors were made anew, so that what refers to them is not used any more
+        super().__init__([block.segments for block in blocks])
+
+    @classmethod
+    def pack(
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        keep: Tensor,
+        index: Tensor,
+        known: tuple[Ints, Sequence[int]] | None = None,
+    ) -> RaggedStore:
+        """Copy the kept entries out of a dense layer.
+
+        `keys` [B, Hkv, T, D] and `values` [B, Hkv, T, Dv] are left untouched, `keep` is [B, Hkv, T] bool, `index`
+        [B, T] the index of each column's token in its sequence, -1 for padding. The host waits for the device once,
+        unless it is told what is `known`: entries kept, [B, Hkv], and the tokens of each sequence.
+        """
+        batch, heads = keys.shape[:2]
+        tokens = index[:, -1].int() + 1
+        if known is None:
+            counts = torch.cat([keep.flatten(0, 1).sum(-1), tokens]).tolist()
+            lengths = counts[: batch * heads]
+            lasting = counts[batch * heads :]
+        else:
+            lengths = known[0].flatten().tolist()
+            lasting = list(known[1])
+        blocks: list[AnyBlock]
+        if serves(keys, values):
+            blocks = [FlatBlock.pack(keys, values, keep, index, np.array(lengths))[0]]
+        else:
+            blocks = [block for block, _ in dense_blocks(keys, values, keep, index, lengths)]
+        return cls(blocks, heads, tokens, even=len(set(lasting)) == 1)
+
+    @classmethod
+    def joined(cls, stores: Sequence[RaggedStore]) -> RaggedStore:
+        """Join the sequences of several stores in one batch, in their order; nothing may have been appended to them."""
+        if any(store.appended for store in stores):
+            raise InternalError("stores that have taken in tokens cannot be joined")
+        heads = stores[0].heads
+        first = 0
+        held = [block for store in stores for block in store.blocks]
+        flat = [block for block in held if isinstance(block, FlatBlock)]
+        if len(flat) == len(held):
+            blocks: list[AnyBlock] = [FlatBlock.joined(flat)]
+        else:
+            parts: list[Block] = []
+            for store in stores:
+                own = [block for ragged in store.blocks for block in ragged.grouped()]
+                parts += [replace(block, segments=block.segments + first * heads) for block in own]
+                first += store.batch
+            blocks = regrouped(parts)
+        tokens = torch.cat([store.tokens for store in stores])
+        even = all(store.even for store in stores) and len({int(store.tokens[0]) for store in stores}) == 1
+        return cls(blocks, heads, tokens, even)
+
+    @classmethod
+    def of_blocks(
+        cls, blocks: Sequence[Block], heads: int, tokens: Tensor, even: bool, appended: int, longest: Tensor
+    ) -> RaggedStore:
+        """Return the store that these blocks were of, `appended` tokens included."""
+        flat = serves(blocks[0].keys, blocks[0].values)
+        store = cls([FlatBlock.of_blocks(blocks, appended)] if flat else blocks, heads, tokens, even)
+        store.appended = appended
+        store.longest = longest
+        return store
+
+    def append(self, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> None:
+        """Add q tokens to every segment.
+
+        `keys` [B, Hkv, q, D], `values` [B, Hkv, q, Dv], `valid` [B, q] bool is False for padding (None: there is none).
+        """
+        count = keys.shape[2]
+        if valid is None:
+            positions = (self.tokens[:1] if self.even else self.tokens)[:, None]
+            if count > 1:
+                positions = positions + torch.arange(count, dtype=torch.int32, device=keys.device)
+        else:
+            positions = (self.tokens[:, None] + valid.cumsum(-1).int() - 1).masked_fill(~valid, -1)
+            self.even = False
+        for block, own_keys, own_values, own_positions in self._by_block(keys, values, positions):
+            block.append(own_keys, own_values, own_positions, valid is not None)
+        self.tokens += count if valid is None else valid.sum(-1).int()
+        self.appended += count
+
+    def separate(self) -> None:
+        """Go on in copies, so that attention of before can still be differentiated."""
+        for block in self.blocks:
+            block.separate()
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens ahead of time, whenever there is none; 0: steps are as small as they can be."""
+        self.room = tokens
+        for block in self.blocks:
+            block.release()
+
+    def prepare_step(self) -> None:
+        """Do the host's part of the next token, where room is reserved: `put` is the device's."""
+        for block in self.blocks:
+            if block.prepare_step(self.room):
+                self.packed += 1
+        self.appended += 1
+
+    def plan(self) -> tuple[Hashable, ...]:
+        """Return what the foreseen step depends on that the host decided: nothing, all steps are the same."""
+        return ()
+
+    def finish_step(self) -> None:
+        """Do nothing after a token: none has left."""
+
+    def put(self, keys: Tensor, values: Tensor) -> None:
+        """Add the foreseen token to every segment, keys [B, Hkv, 1, D] and values [B, Hkv, 1, Dv]; none is padding."""
+        positions = (self.tokens[:1] if self.even else self.tokens)[:, None]
+        for block, own_keys, own_values, own_positions in self._by_block(keys, values, positions):
+            block.put(own_keys, own_values, own_positions)
+        self.tokens += 1
+
+    def _by_block(
+        self, keys: Tensor, values: Tensor, positions: Tensor
+    ) -> Iterator[tuple[AnyBlock, Tensor, Tensor, Tensor]]:
+        """Share out tokens, keys and values [B, Hkv, q, D] and positions [B or 1, q], over the blocks."""
+        rows = [positions] * len(self.blocks)
+        if len(positions) > 1:
+            rows = self.split(positions.repeat_interleave(self.heads, 0))
+        yield from zip(self.blocks, self.split(keys.flatten(0, 1)), self.split(values.flatten(0, 1)), rows, strict=True)
+
+    @property
+    def longest(self) -> Tensor:
+        """The most tokens that each sequence has had, [B] int32."""
+        return torch.maximum(self._most, self.tokens)
+
+    @longest.setter
+    def longest(self, tokens: Tensor) -> None:
+        self._most = tokens.clone()
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` appended tokens."""
+        self.longest = self.longest
+        lost = torch.zeros_like(self.tokens)
+        for block in self.blocks:
+            gone = (block.recent(count) >= 0).sum(-1).int()
+            lost[block.segments // self.heads] = gone  # the same for all heads of a sequence
+            block.crop(count)
+        self.tokens -= lost
+        self.appended -= count
+
+    def showing(self, visible: Tensor | None) -> list[AnyBlock]:
+        """Return the blocks without entries of tokens that are not `visible` [B, T] bool, by index (None: all are)."""
+        return self.blocks if visible is None else [block.showing(visible, self.heads) for block in self.blocks]
+
+    def dense(self, seen: int) -> tuple[Tensor, Tensor] | None:
+        """Return views [B, Hkv, seen, D] of the store if nothing is evicted and nothing padded, else None."""
+        states = None if len(self.blocks) > 1 else self.blocks[0].whole(seen)
+        if states is None:
+            return None
+        shape = (self.batch, self.heads)
+        keys, values = states
+        return keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:])
+
+    def select_rows(self, rows: Sequence[int]) -> RaggedStore:
+        """Return sequences `rows` of this store, in that order and as often as named, as a new store."""
+        home = {s: (b, r) for b, block in enumerate(self.blocks) for r, s in enumerate(block.segments.tolist())}
+        members: list[list[tuple[int, int]]] = [[] for _ in self.blocks]
+        for new_row, old_row in enumerate(rows):
+            for head in range(self.heads):
+                block, row = home[old_row * self.heads + head]
+                members[block].append((row, new_row * self.heads + head))
+        blocks = [source.select(np.array(pairs)) for source, pairs in zip(self.blocks, members, strict=True) if pairs]
+        index = torch.as_tensor(rows, device=self.tokens.device)
+        chosen_store = RaggedStore(blocks, self.heads, self.tokens[index], self.even)
+        chosen_store.appended = self.appended
+        chosen_store.longest = self.longest[index]
+        return chosen_store
+
+    def entries(self) -> Tensor:
+        """Return the entries held per sequence and kv head, [B, Hkv] int64 (padding not counted)."""
+        held = torch.zeros(self.batch * self.heads, dtype=torch.int64)
+        for block in self.blocks:
+            held[block.segments.cpu()] = block.held()
+        return held.view(self.batch, self.heads)
+
+    def most_entries(self) -> Tensor:
+        """Return the most entries held at a time, [B, Hkv] int64."""
+        return self.entries() + (self.longest - self.tokens)[:, None].cpu()
+
+    def kept_positions(self, row: int, head: int) -> list[int]:
+        """Return the token indices of the entries of one sequence and head, ascending."""
+        wanted = row * self.heads + head
+        for block in self.blocks:
+            for index in torch.nonzero(block.segments == wanted).flatten().tolist():
+                held = block.positions_of(index)
+                return sorted(held[held >= 0].tolist())
+        return []
+
+    def nbytes(self) -> int:
+        """Return the bytes allocated: entries, positions, biases and places, padding and spare columns included."""
+        return sum(tensor.untyped_storage().nbytes() for block in self.blocks for tensor in block.tensors())

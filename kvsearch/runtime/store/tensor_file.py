@@ -1,0 +1,146 @@
+"""Tensors in a safetensors file that is written in one step, and read only if it is what was written.
+
+Beside what a caller says of them, the metadata have the SHA-256 of the whole file, with zeros in the place of that
+number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BufferedReader
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.core.files import atomic_write
+from kvsearch.core.parsing import parse_json
+
+ABOUT = "kvsearch"
+CHECKSUM = "sha256"
+METADATA = "__metadata__"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+UNKNOWN = "0" * 64
+MOST_HEADER = 100_000_000  # bytes, as safetensors has it
+AGAIN = "copy it again from where it was written, or write it again"
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: str, overwrite: bool = False) -> int:
+    """Write tensors and a text about them; return the size of the file in bytes. Errors as `atomic_write`."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # each begins at a multiple of its items
+    held = {name: tensors[name].detach().cpu().contiguous() for name in order}
+    ends = [0, *accumulate(tensor.nbytes for tensor in held.values())]
+    header: dict[str, Any] = {METADATA: {ABOUT: about, CHECKSUM: UNKNOWN}}
+    for (name, tensor), offsets in zip(held.items(), pairwise(ends), strict=True):
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": list(offsets)}
+    unsigned = json.dumps(header, separators=(",", ":")).encode()
+    unsigned += b" " * (-len(unsigned) % 8)
+    size = len(unsigned).to_bytes(8, "little")
+    digest = hashlib.sha256(unsigned)
+    for tensor in held.values():
+        digest.update(_bytes(tensor))
+    signed = unsigned.replace(_signature(UNKNOWN), _signature(digest.hexdigest()), 1)
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield size + signed
+        yield from map(_bytes, held.values())
+
+    atomic_write(path, pieces(), overwrite)
+    return 8 + len(signed) + ends[-1]
+
+
+def read_tensors(path: str | Path) -> tuple[str, dict[str, Tensor]]:
+    """Read what `write_tensors` wrote: the text, and the tensors, on the CPU.
+
+    Raises:
+        UsageError: there is no such file, or it is damaged or none of ours.
+        EnvironmentFault: it cannot be read.
+    """
+    with _opened(path) as file:
+        written, about, signature, entries = _header(file, path)
+        if signature is None:  # of another kind, which whoever asked for it will say
+            return about, {}
+        digest = hashlib.sha256(written.replace(_signature(signature), _signature(UNKNOWN), 1))
+        size = os.fstat(file.fileno()).st_size - file.tell()
+        tensors: dict[str, Tensor] = {}
+        end = 0
+        try:
+            for name, entry in entries.items():
+                dtype = DTYPES[entry["dtype"]]
+                start, end = _offsets(entry, dtype, end, size)  # before memory is taken
+                tensors[name] = torch.empty(entry["shape"], dtype=dtype)
+                if end > start:
+                    content = _bytes(tensors[name])
+                    file.readinto(content)
+                    digest.update(content)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"{path} is damaged, its header does not fit its content: {AGAIN}") from error
+        if end != size or digest.hexdigest() != signature:
+            raise UsageError(f"{path} is damaged, its content is not what was written: {AGAIN}")
+    return about, tensors
+
+
+def read_about(path: str | Path) -> str:
+    """Read the text alone, which costs little; whether the rest is whole is not looked at. Errors as `read_tensors`."""
+    with _opened(path) as file:
+        return _header(file, path)[1]
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[BufferedReader]:
+    try:
+        with Path(path).open("rb") as file:
+            yield file
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UsageError(f"there is no file {path}: check the path") from error
+    except IsADirectoryError as error:
+        raise UsageError(f"{path} is a folder: name a file in it") from error
+    except OSError as error:
+        raise EnvironmentFault(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+    except ValueError as error:  # a zero byte in its name
+        raise UsageError(f"{path} is no safetensors file: {error}") from error
+
+
+def _header(file: BufferedReader, path: str | Path) -> tuple[bytes, str, str | None, dict[str, Any]]:
+    """Return the header as it is written, the text in it, its checksum, and what it says of the tensors."""
+    size = int.from_bytes(file.read(8), "little")
+    if not 2 <= size <= min(MOST_HEADER, os.fstat(file.fileno()).st_size - 8):
+        raise UsageError(f"{path} is no safetensors file, or not all of one: {AGAIN}")
+    written = file.read(size)
+    header = parse_json(written, f"the header of {path}")
+    metadata = header.pop(METADATA, None) if isinstance(header, dict) else None
+    if not isinstance(header, dict) or not isinstance(metadata, dict) or not isinstance(metadata.get(ABOUT), str):
+        raise UsageError(f"{path} is a safetensors file without {ABOUT} metadata: it is not ours")
+    signature = metadata.get(CHECKSUM)
+    return written, metadata[ABOUT], signature if isinstance(signature, str) else None, header
+
+
+def _offsets(entry: Mapping[str, Any], dtype: torch.dtype, begin: int, size: int) -> tuple[int, int]:
+    """Return where a tensor begins and ends; ValueError unless that is at `begin`, and before `size`."""
+    start, end = entry["data_offsets"]
+    if start != begin or end - start != math.prod(entry["shape"]) * dtype.itemsize or not start <= end <= size:
+        raise ValueError("offsets do not fit")
+    return start, end
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(b"")
+    data: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return data
+
+
+def _signature(digest: str) -> bytes:
+    return f'"{CHECKSUM}":"{digest}"'.encode()

@@ -1,0 +1,339 @@
+"""The trials of a search: what was measured and told, on disk, so that a search goes on where it stopped.
+
+A line of the log says what it is, the seconds of work on the run before it (`at`, the time between sessions left
+out), and the fields of its class:
+
+    {"kind": "told", "at": 3.25, "stage": "group 1", "generation": 0, "points": [[1.0, 0.75]], "values": [0.5]}
+
+Numbers are read again bit for bit. The state of an optimiser is not kept: it follows from what it is told again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError
+
+from kvsearch.core.arrays import Floats, Ints, Vector
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError
+from kvsearch.core.fields import Floor, Index, Record, Sha256, Text
+from kvsearch.core.parsing import problems_of
+from kvsearch.runs.ledger import Ledger, LedgerFormatError
+from kvsearch.search.candidates import Candidate, Executor, JobOutcome, Minibatch, TrialJob, candidate_key
+from kvsearch.search.objectives import OBJECTIVES
+from kvsearch.search.settings import SearchLimits
+from kvsearch.workers.base import OutcomeKind
+
+DIGITS = 9  # of a value that are told: what differs by less is rounding
+MAX_MESSAGES = 3  # of failures that an error names
+_SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no such numbers
+
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Number = Annotated[
+    float,
+    Field(strict=True),
+    BeforeValidator(lambda value: _SPECIAL.get(value, value) if isinstance(value, str) else value),
+    PlainSerializer(lambda value: value if math.isfinite(value) else str(value)),
+]
+Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+
+
+class Line(Record):
+    """What all lines have: `at`, the seconds of work on the run before it was written."""
+
+    at: Seconds
+
+
+class StageLine(Line):
+    """The begin of a stage, or of one of its generations."""
+
+    name: Text
+
+
+class ResultLine(Line):
+    """Candidates, by `candidate_key`, that were measured together, and what became of them, see `JobOutcome`."""
+
+    keys: list[Sha256] = Field(min_length=1)
+    outcome: OutcomeKind
+    values: list[list[Number]] | None = None
+    message: str = ""
+    seconds: Seconds
+    tokens: Index
+
+
+class ToldLine(Line):
+    """The points of a generation as the optimiser was told them, with their values, which it minimises."""
+
+    stage: Text
+    generation: Index
+    points: list[list[Finite]]
+    values: list[Finite]
+
+
+class BestLine(Line):
+    """The best candidate so far: budgets [L, Hkv], its value, and where it was found."""
+
+    candidate: list[list[Floor]]
+    value: Finite
+    where: Text
+
+
+LINES: dict[str, type[Line]] = {"stage": StageLine, "result": ResultLine, "told": ToldLine, "best": BestLine}
+
+
+class LimitReachedError(Exception):
+    """The search may not measure any more; the message says which limit it is."""
+
+
+class Trial(NamedTuple):
+    """What became of a candidate on some samples: `values` [S], where there are any.
+
+    It counts after the line of that number: the one that it was measured in, or that its failure was told in.
+    """
+
+    state: OutcomeKind
+    values: Floats | None
+    message: str
+    line: int
+
+
+class Spent(NamedTuple):
+    """What a run has used in all its sessions: different candidates evaluated, tokens, seconds of work."""
+
+    evaluations: int
+    tokens: int
+    seconds: float
+
+
+class TrialLog(Ledger[Line]):
+    """The lines of a search; one that is repeated finds there what it asks for, and writes what it does not find.
+
+    `trials` are by `candidate_key`. A failure is among them once the optimiser was told it: until then it may be that
+    of a machine since repaired, and the candidate is measured again. All that writes raises EnvironmentFault if the
+    disk is full or the file cannot be written; what was written before is kept.
+    """
+
+    go_on = "give the same command again to go on"
+
+    def __init__(self, path: Path, identity: str = "") -> None:
+        self.trials: dict[str, Trial] = {}
+        self.best: BestLine | None = None  # the best candidate that was written last
+        self._failed: dict[str, Trial] = {}  # not told yet
+        self._begun: dict[str, int] = {}  # numbers of lines, by stage
+        self._told: set[tuple[str, int]] = set()
+        self._tokens = 0
+        self._at = 0.0
+        super().__init__(path, identity)
+        self._opened = time.monotonic()
+        self._before = self._at
+
+    @staticmethod
+    def parse(content: dict[str, Any]) -> Line:
+        kind = content.pop("kind", None)
+        if not isinstance(kind, str) or kind not in LINES:
+            raise LedgerFormatError(f"there is no kind {kind!r}")
+        try:
+            return LINES[kind].model_validate(content)
+        except ValidationError as error:
+            raise LedgerFormatError(problems_of(error)[0]) from error
+
+    def append(self, kind: str, **fields: Any) -> int:
+        """Write a line of one of the `LINES`; it is on the disk when this returns its number."""
+        line = LINES[kind](at=self.spent.seconds, **fields)
+        self._append(line, json.dumps({"kind": kind, **line.model_dump()}, allow_nan=False))
+        return self.count
+
+    def begin(self, stage: str) -> int:
+        """Return the number of the line where a stage, or a generation, began, or begins now."""
+        return self._begun.get(stage) or self.append("stage", name=stage)
+
+    def record(self, job: TrialJob, outcome: JobOutcome) -> None:
+        """Write what became of a job; "non-finite" if values of some candidate hold NaN or infinity."""
+        kind: OutcomeKind = outcome.kind
+        message = outcome.message
+        bad = [] if outcome.values is None else np.argwhere(~np.isfinite(outcome.values)).tolist()
+        if bad:
+            kind = "non-finite"
+            candidates = len({candidate for candidate, _ in bad})
+            first, sample = bad[0]
+            message = (
+                f"values of {candidates} of {len(job.candidates)} candidates are not finite: candidate {first} of its "
+                f"job on sample {sample}"
+            )
+        values = None if outcome.values is None else outcome.values.tolist()
+        self.append(
+            "result", keys=job.keys, outcome=kind, values=values, message=message, seconds=outcome.seconds,
+            tokens=outcome.tokens,
+        )  # fmt: skip
+
+    def tell(self, stage: str, generation: int, points: Sequence[Vector], values: Sequence[float]) -> None:
+        """Write what the optimiser is told of a generation, unless it is there."""
+        if (stage, generation) not in self._told:
+            rows = [point.tolist() for point in points]
+            self.append("told", stage=stage, generation=generation, points=rows, values=list(values))
+
+    def record_best(self, candidate: Candidate, name: str = "") -> None:
+        """Write the best candidate so far if it is better than the one written last; `name` is in front of `where`."""
+        if self.best is None or candidate.value < self.best.value:
+            rows = candidate.table.tolist()
+            self.append("best", candidate=rows, value=candidate.value, where=name + candidate.where)
+
+    @property
+    def spent(self) -> Spent:
+        """What the run has used until now."""
+        seconds = self._before + (time.monotonic() - self._opened)
+        return Spent(len(self.trials.keys() | self._failed.keys()), self._tokens, seconds)
+
+    def failures_of(self, job: TrialJob) -> list[Trial]:
+        """Return those of a job that failed and were not told yet."""
+        return [self._failed[key] for key in job.keys if key in self._failed]
+
+    def _note(self, line: Line) -> None:
+        self._at = line.at
+        if isinstance(line, ResultLine):
+            self._tokens += line.tokens
+            for key, trial in trials_of(line, self.count).items():
+                self._failed.pop(key, None)
+                (self.trials if trial.state == "ok" else self._failed)[key] = trial
+        elif isinstance(line, ToldLine):
+            self._told.add((line.stage, line.generation))
+            for key, trial in self._failed.items():
+                self.trials[key] = trial._replace(line=self.count)
+            self._failed.clear()
+        elif isinstance(line, BestLine):
+            self.best = line
+        elif isinstance(line, StageLine):
+            self._begun.setdefault(line.name, self.count)
+
+
+def trials_of(line: ResultLine, number: int) -> dict[str, Trial]:
+    """Return what became of each candidate of a line, by its key; others than those that are not finite are "ok"."""
+    if line.values is None:
+        return dict.fromkeys(line.keys, Trial(line.outcome, None, line.message, number))
+    trials = {}
+    for key, row in zip(line.keys, line.values, strict=True):
+        values = np.array(row, dtype=np.float64)
+        if np.isfinite(values).all():
+            trials[key] = Trial("ok", values, "", number)
+        else:
+            trials[key] = Trial("non-finite", values, line.message, number)
+    return trials
+
+
+@dataclass
+class TrialRunner:
+    """Says what candidates are worth: from the log where they are known, else measured and written down before that.
+
+    Values are means over samples, to be minimised (a metric's with its sign turned), NaN where a candidate failed.
+    A job has at most `job_size` candidates; `tokens` is how many tokens one candidate takes at most on some samples,
+    so that no limit is exceeded.
+    """
+
+    executor: Executor
+    log: TrialLog
+    objective: str
+    job_size: int
+    limits: SearchLimits
+    tokens: Callable[[Minibatch], int]
+
+    def measure(self, candidates: Sequence[Ints], since: int, samples: Minibatch = None) -> list[float]:
+        """Return the value of each candidate [L, Hkv]; `since` is the number of the line that begins the generation.
+
+        Raises:
+            LimitReachedError: not all may be measured; those that could be are in the log.
+            IncompatibleError: more than half of the generation failed, all with values that are not finite.
+            EnvironmentFault: more than half of the generation failed, or the log cannot be written.
+            KvsearchError: an evaluator raised it.
+        """
+        trials = self.log.trials
+        keys = [candidate_key(candidate, self.objective, samples) for candidate in candidates]
+        # What was measured since then stays among the jobs: those that are left are then the same as before. Which
+        # candidates are measured together decides the last bits of their values.
+        new = {
+            key: table
+            for key, table in zip(keys, candidates, strict=True)
+            if key not in trials or trials[key].line >= since
+        }
+        missing = [key for key in new if key not in trials]
+        left, _ = self._left(samples)
+        allowed = missing[:left]
+        if allowed:
+            tables = [table for key, table in new.items() if key in trials or key in allowed]
+            self._run(tables, samples, len(candidates))
+        if len(allowed) < len(missing):
+            raise LimitReachedError(self._left(samples)[1])
+        return self.values(candidates, samples)
+
+    def values(self, candidates: Sequence[Ints], samples: Minibatch = None) -> list[float]:
+        """Return the values of candidates that are in the log, NaN for others."""
+        sign = -1 if OBJECTIVES[self.objective].higher_is_better else 1
+        values = []
+        for candidate in candidates:
+            trial = self.log.trials.get(candidate_key(candidate, self.objective, samples))
+            if trial is None or trial.state != "ok" or trial.values is None:
+                values.append(math.nan)
+            else:
+                values.append(sign * round(float(np.mean(trial.values)), DIGITS))
+        return values
+
+    def _run(self, tables: Sequence[Ints], samples: Minibatch, generation: int) -> None:
+        """Have jobs done, and write each down as soon as it is finished, in any order.
+
+        `generation` is the number of candidates that failures are counted against.
+        """
+        failures: list[Trial] = []
+        jobs: list[TrialJob] = []
+        # jobs of about equal size, so that several workers have about as much to do
+        count = math.ceil(len(tables) / self.job_size)
+        for first, last in pairwise(len(tables) * number // count for number in range(count + 1)):
+            job = TrialJob(tuple(tables[first:last]), samples, self.objective)
+            trials = [self.log.trials.get(key) for key in job.keys]
+            failures += [trial for trial in trials if trial is not None and trial.state != "ok"]
+            unknown = tuple(table for table, trial in zip(job.candidates, trials, strict=True) if trial is None)
+            if unknown:
+                jobs.append(job._replace(candidates=unknown))
+        _refuse_failures(failures, generation)
+        for number, outcome in self.executor.run(jobs):
+            self.log.record(jobs[number], outcome)
+            if self._is_over_time():
+                raise LimitReachedError(self._left(samples)[1])
+            failures += self.log.failures_of(jobs[number])
+            _refuse_failures(failures, generation)
+
+    def _left(self, samples: Minibatch) -> tuple[int, str]:
+        """Return how many more candidates may be measured, and the limit that says so."""
+        spent = self.log.spent
+        limits = self.limits
+        left = [(2**31, "")]
+        if limits.evaluations is not None:
+            words = f"{spent.evaluations} candidates were evaluated, as many as allowed"
+            left.append((max(limits.evaluations - spent.evaluations, 0), words))
+        if limits.tokens is not None:
+            words = f"{spent.tokens} tokens were read, and one more candidate could exceed {limits.tokens}"
+            left.append((max((limits.tokens - spent.tokens) // max(1, self.tokens(samples)), 0), words))
+        if self._is_over_time():
+            left.append((0, f"the {limits.seconds:g} seconds that were allowed are over"))
+        return min(left, key=lambda limit: limit[0])
+
+    def _is_over_time(self) -> bool:
+        return self.limits.seconds is not None and self.log.spent.seconds >= self.limits.seconds
+
+
+def _refuse_failures(failures: Sequence[Trial], generation: int) -> None:
+    """Raise an error if more than half of a generation failed."""
+    if 2 * len(failures) <= generation:
+        return
+    messages = list(dict.fromkeys(f"{trial.state}: {trial.message}" for trial in failures))
+    more = f"; and {len(messages) - MAX_MESSAGES} more" if len(messages) > MAX_MESSAGES else ""
+    summary = f"{len(failures)} of {generation} candidates failed ({'; '.join(messages[:MAX_MESSAGES])}{more})"
+    if all(trial.state == "non-finite" for trial in failures):
+        raise IncompatibleError(f"{summary}: the model or the data give no finite values, check them in float32")
+    raise EnvironmentFault(f"{summary}: see to it, then give the same command again to go on")

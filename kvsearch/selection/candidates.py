@@ -1,0 +1,255 @@
+"""The plans that are compared at one size: candidates, baselines, and what makes them.
+
+`find_policy_candidates` makes those of `kvsearch run`: plans by fitted rankings, and every single built-in policy with
+budgets of its own. Names are those of `evaluate --methods`: a policy alone has even budgets, METHOD:POLICY is a policy
+under the budgets of a method. Only what a fitted ranking or a choice between policies brings is a candidate. A built-in
+policy is a baseline, also with the budgets that keep most of its measured importance: a candidate must be worth more.
+
+`lukv:X` are the budgets that `export` makes of the curves of `calibrate --method lukv`. The calibration's own table is
+the mean of what single questions would keep, and it is mixed with even budgets where that keeps more held-out answers.
+That check takes more contexts than are measured here; in its place `half:X`, halfway between measured budgets and even
+ones, is asked beside `lukv:X` and X, so the questions of the first stage choose the mixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
+
+from kvsearch.budgets.allocator import Uniform
+from kvsearch.budgets.dynamic import create_allocation
+from kvsearch.budgets.pyramidkv import Pyramid
+from kvsearch.calibration.options import COMPARED, PROTECTED
+from kvsearch.core.canonical import sha256_of
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import PHASES, Plan, PolicySpec, Profile, Size
+from kvsearch.plan.origin import ContextRecord, joined
+from kvsearch.plan.schema import STATIC
+from kvsearch.policies import Policy, create_policy
+from kvsearch.policies.registry import policy_of
+from kvsearch.runtime.cache import check_rotary
+from kvsearch.strategies.from_signals import UNIFORM
+from kvsearch.strategies.joint import PolicyCurves, joint_plan
+from kvsearch.strategies.methods import METHODS, Recipe, direct_plan
+
+PHASE: Final = "prefill"
+BUILT_IN: Final = (*COMPARED, "streaming", "criticalkv")
+LUKV: Final = "lukv"
+JOINT: Final = "joint"
+HALF: Final = "half"  # of measured budgets and of even ones
+MIXTURES: Final = {LUKV: 0.0, HALF: 0.5}  # shares of even budgets
+ALONE: Final = "uniform"  # of a policy, with even budgets
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateSet:
+    """All plans that are compared in one phase setting, every plan once, by the name of its strategy or method.
+
+    There are no candidates if every strategy is a baseline, too. `even` is the baseline that stands for uniform: the
+    policy of the profile, if it can be used, with equal budgets. `origins` say what plans are made of, for their
+    provenance. `notes` say what was left out, and which signals could not tell patterns or layers apart.
+    """
+
+    phases: str
+    candidates: Mapping[str, Plan]
+    baselines: Mapping[str, Plan]
+    even: str
+    origins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def has_equal_budgets(self, name: str) -> bool:
+        """Return whether a candidate or a pattern is one with equal budgets; methods bring budgets of their own."""
+        return self.origins[name].get("budget_signal") == UNIFORM
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """Candidates, then baselines."""
+        return {**self.candidates, **self.baselines}
+
+
+class NamedPlan(NamedTuple):
+    """A plan with its name and origin; in place of one that is impossible stands a note that says why."""
+
+    name: str
+    plan: Plan | str
+    origin: Mapping[str, str]
+
+
+class PlanFactory:
+    """Makes the plans of one size and phase setting; subclasses say which.
+
+    `origins` are those of all plans that were collected, `notes` say why others are impossible.
+    """
+
+    def __init__(self, loaded: LoadedModel, size: Size, phases: str) -> None:
+        self.loaded, self.size, self.phases = loaded, size, phases
+        self.origins: dict[str, Mapping[str, str]] = {}
+        self.notes: list[str] = []
+        self._contents: set[str] = set()
+
+    def collect(self, entries: Iterable[NamedPlan]) -> dict[str, Plan]:
+        """Return plans by name; without those that differ from one collected before in nothing but their origin."""
+        plans = {}
+        for name, plan, origin in entries:
+            if isinstance(plan, str):
+                self.notes.append(plan)
+                continue
+            content = content_hash(plan)
+            if content not in self._contents:
+                self._contents.add(content)
+                self.origins[name] = origin
+                plans[name] = plan
+        return plans
+
+    def direct_plan(self, policy: Policy, recipe: Recipe, size: Size) -> Plan:
+        """Return a policy under the budgets of a method; errors as for `kvsearch.strategies.methods.direct_plan`."""
+        allocator = Pyramid(window=policy.floor) if recipe.allocator == "pyramid" else Uniform()
+        allocation = create_allocation(recipe.allocation, recipe.options)
+        return direct_plan(self.loaded, policy, size, PHASES[self.phases], allocator, allocation)
+
+
+def content_hash(plan: Plan) -> str:
+    """Return a hash that is equal for plans that keep the same of every prompt."""
+    scales, shares = plan.scaling == "proportional", plan.allocation.name != STATIC
+    kept = plan.model_dump(mode="json", include={"prefill", "decode", "scaling", "allocation"})
+    return sha256_of([kept, plan.floor if scales or shares else None, plan.length if scales else None])
+
+
+class CalibratedPolicies(NamedTuple):
+    """What policies keep of the importance of the same contexts, and the profiles of those that were fitted."""
+
+    curves: PolicyCurves
+    rankings: Mapping[str, Profile]
+
+    @property
+    def policies(self) -> dict[str, PolicySpec]:
+        """The policies that were measured, by name."""
+        return dict(zip(self.curves.names, self.curves.policies, strict=True))
+
+    @property
+    def built_in(self) -> list[str]:
+        """The names of those that were not fitted."""
+        return [name for name in self.curves.names if name not in self.rankings]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the contexts that were measured."""
+        return self.curves.profiles[0].metadata.length
+
+    def select_plans(self, plans: Mapping[str, Plan]) -> dict[str, Plan]:
+        """Return the static ones of some plans that have no other policies than those that were measured."""
+        known = self.curves.policies
+        return {
+            name: plan
+            for name, plan in plans.items()
+            if plan.allocation.name == STATIC and all(policy in known for policy in plan.policies)
+        }
+
+    @property
+    def contexts(self) -> ContextRecord | None:
+        """What all of them were fitted or measured on; None where that is not known of one."""
+        return joined(
+            profile.metadata.provenance.contexts for profile in (*self.curves.profiles, *self.rankings.values())
+        )
+
+
+def find_policy_candidates(
+    loaded: LoadedModel, calibrated: CalibratedPolicies | None, size: Size, more: Mapping[str, Plan] | None = None
+) -> CandidateSet:
+    """Make candidates and baselines, all with the same total; `more` are candidates that were made elsewhere.
+
+    Without measurements (None) there are only baselines whose budgets need none; `size` then says a length. Plans that
+    differ in nothing but their origin are there once, as a baseline if one of them is. Notes say what cannot be used at
+    this size or on this model.
+
+    Raises:
+        UsageError: no baseline can be used at `size`.
+    """
+    if calibrated is not None:
+        size = replace(size, length=size.length or calibrated.length)
+    factory = _PolicyPlans(loaded, calibrated, size)
+    baselines = factory.collect(factory.baselines())
+    if not baselines:
+        raise UsageError(f"{size.words}: no policy can be used at this size: {factory.notes[0]}")
+    others = [NamedPlan(name, plan, {"strategy": name}) for name, plan in (more or {}).items()]
+    candidates = factory.collect([*factory.candidates(), *others])
+    return CandidateSet(PHASE, candidates, baselines, next(iter(baselines)), factory.origins, tuple(factory.notes))
+
+
+class _PolicyPlans(PlanFactory):
+    """Makes the plans of one size from policies and what was measured of them."""
+
+    def __init__(self, loaded: LoadedModel, calibrated: CalibratedPolicies | None, size: Size) -> None:
+        super().__init__(loaded, size, PHASE)
+        self.calibrated = calibrated
+
+    def baselines(self) -> Iterator[NamedPlan]:
+        """Make built-in policies with even budgets, with those of papers, and with measured ones."""
+        for name in BUILT_IN:
+            yield self._direct(name, name, Recipe(name))
+        for method, recipe in METHODS.items():
+            if method != ALONE:
+                yield self._direct(method, recipe.policy, recipe)
+        for name in [] if self.calibrated is None else self.calibrated.built_in:
+            for method, even in MIXTURES.items():
+                yield self._solved(f"{method}:{name}", [name], even)
+
+    def candidates(self) -> Iterator[NamedPlan]:
+        """Make fitted rankings with even budgets, with AdaKV's and with measured ones, then several policies."""
+        if self.calibrated is None:
+            return
+        for name in self.calibrated.rankings:
+            yield self._fitted(self._direct(name, name, Recipe(name)))
+            yield self._fitted(self._direct(f"adakv:{name}", name, METHODS["adakv"]))
+            for method, even in MIXTURES.items():
+                yield self._fitted(self._solved(f"{method}:{name}", [name], even))
+        yield self._fitted(self._solved(JOINT, self.calibrated.curves.names))
+        yield self._solved(f"{JOINT}:built-in", self.calibrated.built_in)
+
+    def _policy(self, name: str) -> Policy:
+        """Return a policy as it was measured, or else with the settings that it would be measured with."""
+        measured = {} if self.calibrated is None else self.calibrated.policies
+        return policy_of(measured[name]) if name in measured else create_policy(name, PROTECTED.get(name, {}))
+
+    def _direct(self, name: str, policy_name: str, recipe: Recipe) -> NamedPlan:
+        """Return a policy under the budgets of a method, by the name of the candidate."""
+        policy = self._policy(policy_name)
+        plan: Plan | str
+        try:
+            policy.check_model(self.loaded.fingerprint)
+            check_rotary(self.loaded.model, [policy])
+            plan = self.direct_plan(policy, recipe, self.size)
+        except (UsageError, IncompatibleError) as error:
+            plan = _left_out(name, error)
+        return NamedPlan(name, plan, {"strategy": name})
+
+    def _solved(self, name: str, policies: Sequence[str], even: float = 0.0) -> NamedPlan:
+        """Return the plan that keeps most of the measured importance under some policies, or its mixture with even."""
+        assert self.calibrated is not None
+        plan: Plan | str
+        try:
+            plan = joint_plan(self.calibrated.curves.only(policies), self.size, even=even).plan
+        except UsageError as error:
+            plan = _left_out(name, error)
+        return NamedPlan(name, plan, {"strategy": name})
+
+    def _fitted(self, entry: NamedPlan) -> NamedPlan:
+        """Return a plan that says what its rankings were fitted on, too."""
+        plan = entry.plan
+        if isinstance(plan, str) or self.calibrated is None:
+            return entry
+        policies = {spec.name for spec in plan.policies}
+        fits = [
+            profile.metadata.provenance.contexts
+            for name, profile in self.calibrated.rankings.items()
+            if name in policies
+        ]
+        contexts = joined([plan.provenance.contexts, *fits])
+        origin = plan.provenance.model_copy(update={"contexts": contexts})
+        return entry._replace(plan=plan.model_copy(update={"provenance": origin}))
+
+
+def _left_out(name: str, error: Exception) -> str:
+    return f"{name} is left out: {error}"

@@ -1,0 +1,388 @@
+"""A selection at one size: candidates against baselines in every phase setting, then a report on another split.
+
+What counts is said in `kvsearch.selection.acceptance`. Every phase setting is judged against baselines of its own
+phases; what the one with the highest score in the second stage ends with is chosen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Any, Final
+
+from kvsearch.core.errors import UsageError
+from kvsearch.evaluation.compare import Evaluation, Settings, work_of
+from kvsearch.evaluation.identity import rows_hash
+from kvsearch.evaluation.plan_comparison import StageStore, prepare_plans
+from kvsearch.models.loading import LoadedModel
+from kvsearch.models.speed import Work
+from kvsearch.plan import PHASES, Plan, Profile, Size
+from kvsearch.plan.origin import ContextRecord, Use, joined, provenance
+from kvsearch.plan.profile_arrays import SIGNALLED
+from kvsearch.runs.identity import RunConfig
+from kvsearch.selection.acceptance import TIE, Rule, Scores, measure_gap_closed
+from kvsearch.selection.candidates import CandidateSet, content_hash
+from kvsearch.selection.comparison import Decision, StagedComparison, prepare_comparison
+from kvsearch.selection.selection import (
+    BUDGETS_ALONE,
+    POLICIES_ALONE,
+    ByBudgets,
+    Decomposition,
+    Kind,
+    MethodResult,
+    PhaseResult,
+    QuestionCount,
+    Reported,
+    Selection,
+    TriedBudget,
+)
+from kvsearch.selection.signal_candidates import Explored, find_signal_candidates
+from kvsearch.selection.splits import refuse_shared
+from kvsearch.strategies.from_signals import cross_plans
+from kvsearch.strategies.names import FULL
+from kvsearch.tasks.base import Task
+from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set, encode_tasks
+
+METHOD: Final = "run"  # of plans that were not chosen among the strategies of a profile
+STEP: Final = 1.1  # from one budget that is tried to the next
+
+
+@dataclass(frozen=True, eq=False)
+class SelectionJob:
+    """A selection that is ready to run: `comparisons` are those of the phase settings, `tasks` are reported on.
+
+    With a `profile` candidates are strategies of its signals, else each has its own origin.
+    """
+
+    loaded: LoadedModel
+    size: Size
+    tasks: Sequence[Task]
+    settings: Settings
+    rule: Rule
+    comparisons: tuple[StagedComparison, ...]
+    profile: Profile | None = None
+
+    def check(self) -> None:
+        """Raise UsageError if the stages or the report split have questions or contexts in common, or too few."""
+        _ = self.comparisons[0].parts
+        refuse_shared({"selection": self.selection_prompts, "report": self.report_prompts})
+
+    @property
+    def selection_prompts(self) -> list[TaskPrompts]:
+        """What both stages ask, the same in every phase setting."""
+        return self.comparisons[0].encoded
+
+    @cached_property
+    def report_prompts(self) -> list[TaskPrompts]:
+        """What is asked once, of what was chosen and what it is compared with."""
+        how = self.settings
+        return encode_tasks(self.loaded, self.tasks, how.samples, how.seed, how.max_length, how.used)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context that is chosen by."""
+        return max(len(prompt.context) for task in self.selection_prompts for prompt in task.prompts)
+
+    @property
+    def hashes(self) -> dict[Use, list[str]]:
+        """The hashes of the contexts of both splits."""
+        return {"chosen": asked_hashes(self.selection_prompts), "reported": asked_hashes(self.report_prompts)}
+
+    @property
+    def replies(self) -> dict[str, int]:
+        """The most replies of each stage and of the report, those of the full cache among them."""
+        counts: Counter[str] = Counter()
+        for comparison in self.comparisons:
+            for name, part, methods in zip(
+                ("first", "second"), comparison.parts, comparison.method_counts, strict=True
+            ):
+                counts[name] += methods * count_questions(part)
+        return {**counts, "report": self._max_reported * count_questions(self.report_prompts)}
+
+    @property
+    def work(self) -> Work:
+        """The most that the model has to do."""
+        report = work_of(self.report_prompts, self.settings.protocol, self._max_reported)
+        return sum((comparison.work for comparison in self.comparisons), report)
+
+    @property
+    def _max_reported(self) -> int:
+        """The most plans of a report, the full cache and even budgets among them."""
+        if self.profile is None:
+            return self.rule.top + self.rule.kept + 2
+        return self.rule.top + 7  # best baseline, single, the other kind of budgets, two parts
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """All that decides replies, as JSON; selections of other candidates or phases are the same run."""
+        content = self.config(self.comparisons[0].prepared.evaluation).content
+        return {**content, "reported": {task.task.name: rows_hash(task) for task in self.report_prompts}}
+
+    def config(self, evaluation: Evaluation) -> RunConfig:
+        """Return the configuration of a stage; it says what plans the names stand for.
+
+        With a profile and a size a name says it, so other candidates or finalists go on with the same replies.
+        """
+        if self.profile is not None:
+            digest = sha256(self.profile.to_bytes()).hexdigest()
+            return evaluation.stage_config("select", profile_sha256=digest, **self.size.as_json())
+        plans = {name: content_hash(plan) for name, plan in self.comparisons[0].candidate_set.plans.items()}
+        return evaluation.stage_config("run", plans=plans, **self.size.as_json())
+
+    def run(self, store: StageStore | None = None, *, answered: bool = False) -> Selection:
+        """Decide in every phase setting, and report; `store` keeps the replies, `answered` as for `decide`.
+
+        Raises:
+            IncompatibleError, UsageError: see `Evaluation.run`.
+        """
+        return self.report(self.decide(store, answered=answered), store)
+
+    def decide(self, store: StageStore | None = None, *, answered: bool = False) -> list[PhaseResult]:
+        """Return what is decided in every phase setting; see `StagedComparison.decide`."""
+        return [
+            phase_result(comparison, comparison.decide(store, answered=answered)) for comparison in self.comparisons
+        ]
+
+    def report(self, results: Sequence[PhaseResult], store: StageStore | None = None) -> Selection:
+        """Choose the phase setting that scores highest, and report it; errors as for `Evaluation.run`."""
+        best = max(range(len(results)), key=lambda number: results[number].score)
+        chosen = results[best]
+        candidate_set = self.comparisons[best].candidate_set
+        plans = candidate_set.plans
+        leader = chosen.leader
+        names = [candidate_set.even, chosen.best]
+        parts: dict[str, Plan] = {}
+        equal = own = single = None
+        notes: list[str] = []
+        if self.profile is None:
+            reached = [method.name for method in chosen.methods if method.second is not None]
+            names = [chosen.written, chosen.best, candidate_set.even, *reached]
+        elif leader is not None:
+            single = max(
+                filter(candidate_set.has_equal_budgets, candidate_set.baselines),
+                key=lambda name: chosen.method(name).first.mean,
+            )
+            strategy = plans[leader.name]
+            parts[POLICIES_ALONE] = cross_plans(self.profile, self.size, strategy, plans[single])
+            parts[BUDGETS_ALONE] = cross_plans(self.profile, self.size, plans[single], strategy)
+            phase = next(iter(strategy.phases))
+            if parts[BUDGETS_ALONE].budgets(phase) != strategy.budgets(phase):
+                notes.append(
+                    f"{single} always keeps more than {leader.name} gives some layers: its parts differ by that"
+                )
+            equal = _find_candidate(chosen, candidate_set, equal_budgets=True)
+            own = _find_candidate(chosen, candidate_set, equal_budgets=False)
+            names += [single, *(method.name for method in chosen.finalists), *filter(None, (equal, own))]
+        asked = {name: plans[name] for name in dict.fromkeys(names)} | parts
+        evaluation = prepare_plans(self.loaded, asked, self.tasks, self.settings)
+        report = evaluation.run_stage(f"{chosen.phases}/report", store)
+        gain = share = lead = by_budgets = decomposition = None
+        if chosen.winner is not None:
+            gain = report.gain(chosen.winner, [chosen.best])
+            scores = Scores.of(report.comparison.samples, report.comparison.contexts)
+            share = measure_gap_closed(scores, chosen.winner, chosen.best, seed=self.settings.seed)
+        if leader is not None:
+            lead = report.gain(leader.name, [chosen.best])
+        if leader is not None and single is not None:
+            by_budgets = ByBudgets(equal, own, report.gain(own, [equal]) if equal and own else None)
+            decomposition = Decomposition.of(report, leader.name, single)
+        reported = Reported(
+            asked=QuestionCount.of(report.comparison),
+            scores={name: report.score(name) for name in report.labels},
+            held={name: report.comparison.held[label] for name, label in report.labels.items()},
+            gain=gain,
+            share=share,
+            lead=lead,
+            by_budgets=by_budgets,
+            parts=decomposition,
+            notes=(*notes, *report.comparison.notes),
+        )
+        return Selection(
+            model=self.loaded.name,
+            size=self.size,
+            protocol=self.settings.protocol,
+            seed=self.settings.seed,
+            rule=self.rule,
+            results=tuple(results),
+            chosen=chosen,
+            even=candidate_set.even,
+            report=reported,
+            loss=report.gain(FULL, [chosen.written]),
+            plan=self._plan(chosen, candidate_set, results),
+        )
+
+    def _plan(self, chosen: PhaseResult, candidate_set: CandidateSet, results: Sequence[PhaseResult]) -> Plan:
+        """Return the plan to write; its provenance says how it was chosen, and what on."""
+        plan = candidate_set.plans[chosen.written]
+        selected = chosen.method(chosen.written)
+        fitted = plan.provenance if self.profile is None else self.profile.metadata.provenance
+        settings = {
+            **fitted.settings,
+            **self.size.as_json(),
+            **candidate_set.origins[chosen.written],
+            "fallback": chosen.winner is None,
+            "candidates": chosen.count("candidate"),
+            "baselines": chosen.count("baseline"),
+            "best_baseline": chosen.best,
+            "selection_protocol": self.settings.protocol,
+            "selection_questions": (chosen.first.questions, chosen.second.questions),
+            "selection_score": chosen.score,
+            "selection_seed": self.settings.seed,
+            "lead": None if selected.lead is None else selected.lead.mean,
+            "chance": selected.chance,
+        }
+        method = METHOD
+        contexts = fitted.contexts
+        if self.profile is not None:
+            method = SIGNALLED
+            settings["phases"] = chosen.phases
+            settings["phases_tried"] = tuple(result.phases for result in results)
+            settings["margin"] = self.rule.margin
+            if chosen.winner is None:
+                contexts = ContextRecord()  # a baseline was fitted on nothing
+        asked = ContextRecord(chosen=asked_set(self.selection_prompts), reported=asked_set(self.report_prompts))
+        origin = provenance(method, fitted.seed, fitted.data_sha256, settings, joined([contexts, asked]))
+        return plan.model_copy(update={"provenance": origin})
+
+
+def _find_candidate(chosen: PhaseResult, candidate_set: CandidateSet, *, equal_budgets: bool) -> str | None:
+    """Return the first candidate with equal budgets, or with budgets of its own; None if there is none."""
+    for method in chosen.methods:
+        if method.kind == "candidate" and candidate_set.has_equal_budgets(method.name) == equal_budgets:
+            return method.name
+    return None
+
+
+def phase_result(comparison: StagedComparison, decision: Decision) -> PhaseResult:
+    """Return what two stages decided, with all methods by score, those of the second stage first."""
+    first, second = decision.stages
+    plans = comparison.candidate_set
+    methods = []
+    for name in plans.plans:
+        kind: Kind = "candidate" if name in plans.candidates else "baseline"
+        score = second.score(name) if name in second.labels else None
+        chance, is_accepted = decision.verdicts.get(name, (None, False))
+        lead = decision.leads.get(name)
+        methods.append(MethodResult(name, kind, first.score(name), score, lead, chance, is_accepted))
+    methods.sort(key=lambda method: (method.second is None, -(method.second or method.first).mean))
+    return PhaseResult(
+        phases=plans.phases,
+        methods=tuple(methods),
+        full=second.score(FULL),
+        best=decision.best,
+        winner=decision.winner,
+        level=comparison.rule.level,
+        margin=comparison.rule.margin,
+        first=QuestionCount.of(first.comparison),
+        second=QuestionCount.of(second.comparison),
+        notes=(*plans.notes, *second.comparison.notes),
+    )
+
+
+def count_questions(encoded: Sequence[TaskPrompts]) -> int:
+    """Return how many questions some tasks have."""
+    return sum(task.coverage.questions for task in encoded)
+
+
+def prepare_selection(
+    loaded: LoadedModel,
+    profile: Profile,
+    size: Size,
+    tasks: Sequence[Task],
+    reported: Sequence[Task],
+    settings: Settings,
+    phases: Sequence[str] = ("prefill",),
+    explored: Explored | None = None,
+    rule: Rule | None = None,
+) -> SelectionJob:
+    """Make all strategies of a profile and baselines, to be chosen by `tasks` and `reported` on.
+
+    Every phase setting is judged against baselines of its own, and shares the level of the rule with the others.
+    `settings.samples` is how many contexts of every task are asked in each of the two splits.
+
+    Raises:
+        UsageError: no phases, a task with one context, a question in both splits, or nothing is evicted from any
+            prompt; see `find_signal_candidates`.
+        IncompatibleError: model and profile, or model and questions, do not fit together.
+    """
+    profile.metadata.model.require(loaded.fingerprint, "this profile")
+    if not phases:
+        raise UsageError(f"no phases to evict in: give at least one of {', '.join(PHASES)}")
+    rule = rule or Rule()
+    shared = replace(rule, level=rule.level / len(phases))
+    plans = [find_signal_candidates(loaded, profile, size, setting, explored) for setting in phases]
+    comparisons = tuple(
+        prepare_comparison(loaded, candidate_set, tasks, settings, shared, size) for candidate_set in plans
+    )
+    selection = SelectionJob(loaded, size, reported, settings, rule, comparisons, profile)
+    selection.check()
+    return selection
+
+
+@dataclass(frozen=True, eq=False)
+class Smallest:
+    """The smallest budget that holds: its selection, what was decided there, and all that was tried, in order."""
+
+    selection: SelectionJob
+    results: list[PhaseResult]
+    tried: tuple[TriedBudget, ...]
+
+
+def ladder(least: int, most: int) -> list[int]:
+    """Return the budgets that are tried: `least`, and then each a tenth larger, rounded up, as far as `most`."""
+    budgets = []
+    budget = float(least)
+    while budget <= most:
+        budgets.append(round(budget))
+        budget = max(budget * STEP, round(budget) + 1)
+    return budgets
+
+
+def find_smallest(
+    budgets: Sequence[int], within: float, selection_at: Callable[[int], tuple[SelectionJob, StageStore | None]]
+) -> Smallest:
+    """Find the smallest of some ascending budgets at which the chosen plan loses at most `within`, in [0, 1].
+
+    A plan is better the more it may keep, so budgets are bisected by what the best candidate loses on the questions of
+    the first stage. The smallest that looks good there is flattered by these questions: what is then chosen has to hold
+    on those of the second stage, too, else the next larger budget is tried. `selection_at` prepares the selection at a
+    budget, and says where its replies are kept.
+
+    Raises:
+        UsageError: no budget holds; see also `StagedComparison.decide`.
+    """
+    tried = list[TriedBudget]()
+
+    def looks_good(budget: int) -> bool:
+        selection, store = selection_at(budget)
+        (comparison,) = selection.comparisons
+        plans = comparison.candidate_set
+        names = list(plans.candidates) or list(plans.baselines)
+        stage = comparison.ask(0, names, store)
+        best = max(names, key=lambda name: stage.score(name).mean)
+        loss = stage.score(FULL).mean - stage.score(best).mean
+        tried.append(TriedBudget(budget, best, loss, confirmed=False))
+        return loss <= within + TIE
+
+    low = 0
+    high = len(budgets)
+    while low < high:
+        middle = (low + high) // 2
+        if looks_good(budgets[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    for budget in budgets[low:]:
+        selection, store = selection_at(budget)
+        results = selection.decide(store, answered=True)
+        loss = results[0].full.mean - results[0].score
+        tried.append(TriedBudget(budget, results[0].written, loss, confirmed=True))
+        if loss <= within + TIE:
+            return Smallest(selection, results, tuple(tried))
+    raise UsageError(
+        f"no budget up to {budgets[-1]} entries per kv head loses at most {100 * within:g} points: allow more with "
+        "--within"
+    )

@@ -1,0 +1,319 @@
+"""What `kvsearch select` chooses from: strategies made of a calibration's signals, and the baselines they have to beat.
+
+A candidate is a route (which pattern a layer takes) with an allocator (how much it gets). Beyond the strategies of
+PolyKV (arXiv 2606.15157) there are PyramidKV's budgets, and budgets by loss curves. Baselines have one policy in all
+layers: every pattern with equal budgets, and the methods of papers with their own allocators.
+
+With both phases budgets are the same in both, by the signals of prefill, as in `kvsearch.strategies.from_signals`:
+candidates then hold no more than baselines at any time. Methods with their own allocators lay out or share the same
+total in every phase in which they evict.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cached_property
+from typing import Final, NamedTuple, NoReturn
+
+import numpy as np
+
+from kvsearch.budgets.loss_curves import LossCurves
+from kvsearch.budgets.polykv import Proportional
+from kvsearch.budgets.pyramidkv import Pyramid
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.core.naming import suggest, unknown
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import PHASES, Phase, Plan, Profile, Size, phases_of
+from kvsearch.policies import Policy
+from kvsearch.policies.registry import create_policy, policy_class
+from kvsearch.selection.candidates import CandidateSet, NamedPlan, PlanFactory
+from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable, is_constant
+from kvsearch.strategies.build import Chosen
+from kvsearch.strategies.from_signals import (
+    FULL,
+    UNIFORM,
+    Strategy,
+    choose,
+    floor_of,
+    floors_of,
+    plan_of,
+    recent_parameter,
+    warn_constant,
+)
+from kvsearch.strategies.methods import METHODS, Recipe
+
+NONE: Final = "none"  # the route that stands for every pattern alone
+PYRAMID: Final = "pyramid"
+CURVES: Final = "curves"
+JOINT_CURVES: Final = "curves-joint"  # which bring their own patterns
+ALLOCATORS: Final = (UNIFORM, PYRAMID, *SENSITIVITIES, CURVES, JOINT_CURVES)
+
+
+class Explored(NamedTuple):
+    """Which candidates there are: every route (or pattern) with every allocator."""
+
+    routes: tuple[str, ...]
+    allocators: tuple[str, ...]
+
+
+_PAPER: Final = (UNIFORM, "entropy", "ppl")
+_STANDARD: Final = (
+    UNIFORM, "entropy", "ppl-chosen", PYRAMID, "cosine-chosen", "error-chosen", "nll-chosen", CURVES, JOINT_CURVES,
+)  # fmt: skip
+LEVELS: Final = {
+    "paper": Explored((NONE, "cosine", "ppl"), _PAPER),
+    "standard": Explored((NONE, *ROUTES), _STANDARD),
+    "full": Explored((NONE, *ROUTES), ALLOCATORS),
+}
+
+
+def explore(
+    profile: Profile,
+    size: Size,
+    level: str = "standard",
+    routes: Sequence[str] | None = None,
+    allocators: Sequence[str] | None = None,
+) -> Explored:
+    """Return the routes and allocators of a level of `LEVELS`, as far as they were measured, or those that are named.
+
+    A route is one of `ROUTES`, a pattern (in all layers), or "none", which is every pattern. Allocators are those of
+    `ALLOCATORS`: a sensitivity; "curves" shares by loss curves of the routed patterns, no layer below the smallest
+    measured budget; "curves-joint" by those of the best pattern at each budget, which is then the one that is used.
+
+    Raises:
+        UsageError: an unknown name, or one that is named but was not measured.
+    """
+    if level not in LEVELS:
+        raise UsageError(unknown("level to explore", level, list(LEVELS)))
+    table = SignalTable(profile)
+    mean = size.pool(profile.metadata).mean
+    problem = _explain_missing_curves(table, mean)
+    patterns = _list_patterns(table)
+    has_routes = (NONE, *table.routes, *patterns)
+    has_allocators = (UNIFORM, PYRAMID, *table.sensitivities)
+    if problem is None:
+        has_allocators = (*has_allocators, CURVES, JOINT_CURVES)
+    for name in routes or ():
+        if name not in has_routes:
+            _refuse("route", name, (NONE, *ROUTES, *patterns), has_routes)
+    for name in allocators or ():
+        if problem is not None and name in (CURVES, JOINT_CURVES):
+            raise UsageError(f"allocator {name!r} cannot be used: {problem}")
+        if name not in has_allocators:
+            _refuse("allocator", name, ALLOCATORS, has_allocators)
+    return Explored(
+        tuple(dict.fromkeys(routes or (name for name in LEVELS[level].routes if name in has_routes))),
+        tuple(dict.fromkeys(allocators or (name for name in LEVELS[level].allocators if name in has_allocators))),
+    )
+
+
+def find_signal_candidates(
+    loaded: LoadedModel, profile: Profile, size: Size, phases: str = "prefill", explored: Explored | None = None
+) -> CandidateSet:
+    """Make candidates and baselines of one phase setting ("prefill", "decode" or "both"), all with the same total.
+
+    Plans that differ in nothing but their origin are there once, as a baseline if one of them is.
+
+    Raises:
+        UsageError: a phase was not measured, or no pattern can be used at `size`.
+    """
+    table = SignalTable(profile)
+    for phase in phases_of(phases):
+        if phase not in table.axes.phases:
+            known = ", ".join(table.axes.phases)
+            raise UsageError(f"signals of the {phase} phase were not measured (only {known}): calibrate with it")
+    factory = _SignalPlans(loaded, table, size, phases)
+    baselines = factory.collect([*factory.single(), *factory.methods()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", KvsearchWarning)
+        candidates = factory.collect(factory.strategies(explored or explore(profile, size)))
+    notes = factory.notes
+    for warning in caught:  # of signals: they mean candidates that are there already
+        if not issubclass(warning.category, KvsearchWarning):
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        elif str(warning.message) not in notes:
+            notes.append(str(warning.message))
+    own = profile.metadata.policy.name
+    even = own if own in baselines else next(iter(baselines))
+    return CandidateSet(phases, candidates, baselines, even, factory.origins, tuple(notes))
+
+
+def tuned_policy(name: str, profile: Profile) -> Policy:
+    """Return a policy with the settings that the patterns of a profile have, so that comparing them is fair.
+
+    One that is no pattern takes over their `window` and `protect`, those of the profile's own policy first.
+    """
+    patterns = SignalTable(profile).axes.patterns
+    for pattern in patterns:
+        if pattern.name == name:
+            return create_policy(name, pattern.params)
+    known = {field.name for field in fields(policy_class(name))} & {"window", "protect"}
+    for pattern in (profile.metadata.policy, *patterns):
+        if "window" in known & pattern.params.keys():
+            return create_policy(name, {key: pattern.params[key] for key in known & pattern.params.keys()})
+    return create_policy(name)
+
+
+class _SignalPlans(PlanFactory):
+    """Makes the plans of one phase setting from signals; no layer takes a `barred` pattern."""
+
+    def __init__(self, loaded: LoadedModel, table: SignalTable, size: Size, phases: str) -> None:
+        super().__init__(loaded, size, phases)
+        self.table, self.pool = table, size.pool(table.profile.metadata)
+        barred = _find_barred(table, self.pool.mean)
+        self.barred = tuple(barred)
+        self.notes += [f"{name} is left out: {why}" for name, why in barred.items()]
+
+    def single(self) -> Iterator[NamedPlan]:
+        """Make every pattern with equal budgets."""
+        for name in self._usable:
+            chosen = choose(self.table, Strategy(None, policy=name, phases=self.phases), self.size)
+            yield self._name_plan(name, chosen, {"baseline": name, "policy": name, "budget_signal": UNIFORM})
+
+    def methods(self) -> Iterator[NamedPlan]:
+        """Make the methods of papers with their own allocators."""
+        for method, recipe in METHODS.items():
+            name = f"{method}, own budgets" if method in self.table.patterns else method
+            plan: Plan | str
+            try:
+                plan = self._method_plan(recipe)
+            except UsageError as error:
+                plan = f"baseline {name} is left out: {error}"
+            yield NamedPlan(name, plan, {"baseline": name, "policy": recipe.policy})
+
+    def strategies(self, explored: Explored) -> Iterator[NamedPlan]:
+        """Make every route with every allocator; the joint allocator brings its own patterns."""
+        for strategy in self._make_routes(explored.routes):
+            routed = choose(self.table, strategy, self.size)
+            route = strategy.route or NONE
+            for allocator in explored.allocators:
+                if allocator == JOINT_CURVES:
+                    continue
+                name = replace(strategy, exclude=()).name + (f" + {allocator}" if allocator != UNIFORM else "")
+                budgets = self._budgets(allocator, routed)
+                chosen = {phase: part._replace(budgets=budgets) for phase, part in routed.items()}
+                yield self._name_plan(name, chosen, {"strategy": name, "route": route, "budget_signal": allocator})
+        if JOINT_CURVES in explored.allocators:
+            origin = {"strategy": JOINT_CURVES, "route": JOINT_CURVES, "budget_signal": JOINT_CURVES}
+            yield self._name_plan(JOINT_CURVES, self._choose_jointly(), origin)
+
+    def _make_routes(self, routes: Sequence[str]) -> Iterator[Strategy]:
+        for name in routes:
+            if name in self.table.routes:
+                yield Strategy(name, phases=self.phases, exclude=self.barred)
+            else:
+                for pattern in self._usable:
+                    if name in (NONE, pattern):
+                        yield Strategy(None, policy=pattern, phases=self.phases)
+
+    def _name_plan(self, name: str, chosen: Mapping[Phase, Chosen], origin: Mapping[str, str]) -> NamedPlan:
+        return NamedPlan(name, plan_of(self.table.profile, chosen, self.size, {}), origin)
+
+    def _method_plan(self, recipe: Recipe) -> Plan:
+        policy = tuned_policy(recipe.policy, self.table.profile)
+        if self.pool.mean < policy.floor:
+            lower = recent_parameter(policy)
+            smaller = f", or calibrate with a smaller --set {lower}" if lower else ""
+            raise UsageError(
+                f"{self.pool.mean:g} entries per kv head is below the {policy.floor} that {policy.name} always "
+                f"keeps: keep more{smaller}"
+            )
+        size = replace(self.size, length=self.pool.length)  # as for candidates, no head gets more
+        return self.direct_plan(policy, recipe, size)
+
+    def _budgets(self, allocator: str, routed: Mapping[Phase, Chosen]) -> Ints:
+        """Return the budgets of the patterns of all phases together, [L, Hkv], by the signals of the first."""
+        phase, part = next(iter(routed.items()))
+        if allocator == UNIFORM:
+            return part.budgets
+        floors = self._floors(floors_of({when: other.policies for when, other in routed.items()}))
+        bounds = self.pool.total, floors, self._caps
+        indices = [self.table.patterns.index(pattern.name) for pattern in part.policies]
+        if allocator == PYRAMID:
+            return Pyramid(window=0).allocate(np.zeros(0), *bounds)
+        if allocator == CURVES:
+            losses = self._losses(phase)[np.arange(len(indices)), indices]
+            return self._curves.allocate(losses, *bounds)
+        weights = self.table.sensitivity(allocator, phase, self.pool.mean, indices)
+        if len(weights) > 1 and is_constant(weights):
+            warn_constant(allocator, phase)
+            return part.budgets
+        return Proportional().allocate(weights, *bounds)
+
+    def _choose_jointly(self) -> dict[Phase, Chosen]:
+        """Return budgets by the best patterns of the first phase, and every phase's best patterns at these budgets."""
+        usable = [self.table.patterns.index(name) for name in self._usable]
+        specs = [self.table.axes.patterns[index] for index in usable]
+        low = self._floors([max(map(floor_of, specs))] * self.pool.shape[0])
+        high = self._caps
+        found = dict[Phase, Chosen]()
+        for phase in PHASES[self.phases]:
+            budgets, best = self._curves.allocate_jointly(self._losses(phase)[:, usable], self.pool.total, low, high)
+            found[phase] = Chosen(tuple(specs[index] for index in best.tolist()), budgets)
+            low = high = budgets  # which leaves other phases no choice but of patterns
+        return found
+
+    @property
+    def _curves(self) -> LossCurves:
+        return LossCurves((*self._measured, self.table.profile.metadata.length))
+
+    def _losses(self, phase: Phase) -> Floats:
+        """Return nats per token that the model loses at the measured budgets below the length, [L, R, N]."""
+        return np.stack([self.table.measured("nll", phase, budget) for budget in self._measured], axis=-1)
+
+    def _floors(self, by_layer: Sequence[int]) -> Ints:
+        return np.array(by_layer, dtype=np.int64)[:, None].repeat(self.pool.shape[1], axis=1)
+
+    @cached_property
+    def _caps(self) -> Ints:
+        return np.full(self.pool.shape, self.pool.length, dtype=np.int64)
+
+    @property
+    def _measured(self) -> tuple[int, ...]:
+        """Budgets at which something can be lost."""
+        return tuple(budget for budget in self.table.axes.budgets if budget < self.table.profile.metadata.length)
+
+    @cached_property
+    def _usable(self) -> tuple[str, ...]:
+        return tuple(name for name in _list_patterns(self.table) if name not in self.barred)
+
+
+def _list_patterns(table: SignalTable) -> tuple[str, ...]:
+    """Return all patterns but the full cache, which evicts nothing."""
+    return tuple(name for name in table.patterns if name != FULL.name)
+
+
+def _find_barred(table: SignalTable, mean: float) -> dict[str, str]:
+    """Return patterns that cannot be used, and why; UsageError if none is left."""
+    found = {
+        pattern.name: f"it always keeps {floor_of(pattern)} entries per kv head, above the mean of {mean:g}"
+        for pattern in table.axes.patterns
+        if pattern.name != FULL.name and floor_of(pattern) > mean
+    }
+    if len(found) == len(_list_patterns(table)):
+        listed = "; ".join(f"{name}: {why}" for name, why in found.items())
+        raise UsageError(f"no pattern of the profile can be used ({listed}): keep more, or calibrate other patterns")
+    return found
+
+
+def _explain_missing_curves(table: SignalTable, mean: float) -> str | None:
+    """Return why loss curves cannot share out a mean budget; None if they can."""
+    budgets = table.axes.budgets
+    listed = ", ".join(map(str, budgets))
+    if "nll" not in table.routes:
+        return "the profile has no nll losses: calibrate with them"
+    if len(budgets) < 2:
+        return f"loss curves need losses at several budgets, the profile has {listed}: calibrate with smaller ones, too"
+    if budgets[0] >= mean:
+        return f"losses were measured at {listed} entries, none below the mean of {mean:g}: calibrate with smaller ones"
+    return None
+
+
+def _refuse(what: str, name: str, known: Sequence[str], measured: Sequence[str]) -> NoReturn:
+    if name not in known:
+        raise UsageError(f"unknown {what} {name!r}{suggest(name, known)}")
+    there = ", ".join(measured)
+    raise UsageError(f"this profile has no signal for {what} {name!r} (it has {there}): calibrate with it")

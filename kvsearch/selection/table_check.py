@@ -1,0 +1,194 @@
+"""Whether a table of budgets is worth having: beside even budgets, on contexts that it was not made of.
+
+Every context is asked under the table that the other contexts make (`held_out_ratio` of its profile), so none judges
+what it was part of. A table may be too sure of itself: where a mixture with even budgets keeps more of the answers, it
+is the mixture that is written (`shrink_table`). What is compared is how much of each answer stays, by context: the
+share of its tokens before the first one that the model predicts otherwise than under its full cache, teacher-forced.
+Chance is that of a sign-flip test, see `kvsearch.selection.acceptance`; several ratios share the level among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsearch.calibration.data import CalibrationData
+from kvsearch.calibration.importance import ImportancePass
+from kvsearch.calibration.options import CalibrationOptions
+from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
+from kvsearch.calibration.tables import CHECKED_RATIOS, HELD_OUT, floor_entries, folds_of
+from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.progress import Progress, counted
+from kvsearch.evaluation.statistics import interval_of, resampled_means
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import GRID, Profile
+from kvsearch.plan.profile import TableCheck
+from kvsearch.plan.profile_arrays import EVICTED_RATIO
+from kvsearch.plan.rounding import water_fill
+from kvsearch.plan.schema import QUESTION_AGNOSTIC
+from kvsearch.policies import Policy
+from kvsearch.runtime.attention import running
+from kvsearch.selection.acceptance import Rule, compute_chances
+
+MIXES = (1.0, 2 / 3, 1 / 3, 0.0)  # shares of the table; the rest is even
+TABLE_AND_EVEN = (1.0, 0.0)  # nothing to choose from: even budgets are what the table is compared with
+ROUNDOFF = 1e-9
+
+
+def check_table(
+    loaded: LoadedModel,
+    data: CalibrationData,
+    options: CalibrationOptions,
+    profile: Profile,
+    progress: Progress | None = None,
+) -> tuple[TableCheck, ...]:
+    """Ask the table of a profile with `held_out_ratio`, and even budgets, what the answers of `data` lose.
+
+    With `options.shrink` mixtures of the two are asked as well, see `shrink_table`. Takes a pass over every context,
+    and 1 + M R over every question, for M mixtures and R ratios. Nothing where no answer has a token that is predicted
+    from the cache.
+    """
+    protocol, minimum = getattr(options, "protocol", QUESTION_AGNOSTIC), getattr(options, "minimum", 0.0)
+    answer_tokens = getattr(options, "answer_tokens", None)
+    mixes = MIXES if getattr(options, "shrink", False) else TABLE_AND_EVEN
+    prompts = prompts_of(loaded, data, protocol, answer_tokens, options.max_length)
+    policy, folds, tables = options.make_policy(), folds_of(data), profile.arrays[HELD_OUT]
+    asked: dict[str, list[Floats]] = {}
+    fold_of: dict[str, int] = {}
+    items = [(prompt, tables[folds[prompt.context]].astype(np.float64)) for prompt in prompts]
+    found = loaded.map(partial(_measure_kept_shares, policy=policy, minimum=minimum, mixes=mixes), items)
+    for prompt, stays in zip(prompts, counted(found, len(prompts), progress), strict=True):
+        text = data.contexts[prompt.context].text
+        fold_of[text] = folds[prompt.context]
+        asked.setdefault(text, []).extend(stays)
+    scores = {text: np.mean(stays, axis=0) for text, stays in asked.items() if stays}
+    if not scores:
+        return ()
+    by_context = np.stack(list(scores.values()))  # [contexts, R, mixes]
+    parts = np.array([fold_of[text] for text in scores])
+    return tuple(
+        _judge_ratio(ratio, by_context[:, number], parts, mixes) for number, ratio in enumerate(CHECKED_RATIOS)
+    )
+
+
+def _measure_kept_shares(
+    loaded: LoadedModel,
+    item: tuple[CalibrationPrompt, Floats],
+    policy: Policy,
+    minimum: float,
+    mixes: tuple[float, ...],
+) -> list[Floats]:
+    """Return the share of each answer's tokens that stays under mixtures of a table [R, L, Hkv], [R, mixes].
+
+    The `item` is a prompt with its table.
+    """
+    with running(loaded.model):
+        return _kept_shares(loaded, *item, policy, minimum, mixes)
+
+
+def _kept_shares(
+    loaded: LoadedModel,
+    prompt: CalibrationPrompt,
+    table: Floats,
+    policy: Policy,
+    minimum: float,
+    mixes: tuple[float, ...],
+) -> list[Floats]:
+    ids, length = prompt.ids.to(loaded.device), prompt.length
+    passed = ImportancePass(loaded.model, [policy], ids, refusal=prompt.refusal(loaded.name))
+    ranks, heads = passed.ranks(), table[0].size
+    floor = floor_entries(length, policy, minimum)
+    found = []
+    for after in prompt.continuations:
+        if not after.predicted:
+            continue
+        tokens = after.tokens.to(loaded.device)
+
+        def said(keep: dict[int, Tensor]) -> Tensor:
+            return passed.logits_seeing(tokens, keep)[after.predicting].argmax(-1)  # noqa: B023 - used at once
+
+        full = said({})
+        stays = np.empty((len(CHECKED_RATIOS), len(mixes)))
+        for row, ratio in enumerate(CHECKED_RATIOS):
+            total = max(round((1 - ratio) * length * heads), floor * heads)
+            for column, mix in enumerate(mixes):
+                weights = 1 - mix_with_even(table[row], mix)
+                budgets = torch.from_numpy(water_fill(weights, total, floor, length))
+                kept = dict(enumerate(ranks < budgets[..., None]))
+                stays[row, column] = float((said(kept) == full).double().cumprod(0).mean())
+        found.append(stays)
+    return found
+
+
+def _judge_ratio(ratio: float, scores: Floats, folds: Ints, mixes: tuple[float, ...]) -> TableCheck:
+    """Judge the scores [contexts, mixes] of a table, of mixtures with even budgets, and of even budgets, at one ratio.
+
+    Every context is judged under the mixture that is best on the contexts of the other `folds` [contexts], so none
+    judges what it has chosen; the mixture that is stated is the best of all contexts.
+    """
+    best = _best_mixture if mixes != TABLE_AND_EVEN else lambda _: 0
+    chosen = np.array([best(scores[folds != fold]) for fold in folds])
+    mine, even = scores[np.arange(len(scores)), chosen], scores[:, -1]
+    leads = mine - even
+    level = Rule().level / len(CHECKED_RATIOS)
+    (means,) = resampled_means(np.random.default_rng(0), [leads], np.ones(len(leads)))
+    low, high = interval_of(means)
+    better, worse = (float(compute_chances(sign * leads[None] / len(leads))[0]) <= level for sign in (1, -1))
+    verdict: Literal["useful", "unproven", "harmful"]
+    verdict = "useful" if low > 0 and better else "harmful" if high < 0 and worse else "unproven"
+    return TableCheck(
+        ratio=ratio,
+        contexts=len(scores),
+        table=float(mine.mean()),
+        even=float(even.mean()),
+        low=low,
+        high=high,
+        verdict=verdict,
+        mix=mixes[best(scores)],
+    )
+
+
+def _best_mixture(scores: Floats) -> int:
+    """Return the column with the best mean of scores [contexts, mixes], even budgets last.
+
+    Of equal ones it is the even one, as what is not shown to help is left out, and else the one with most of the table.
+    """
+    means = scores.mean(0) if len(scores) else np.zeros(scores.shape[1])
+    best = np.flatnonzero(means >= means.max() - ROUNDOFF)
+    return int(best[-1] if best[-1] == len(means) - 1 else best[0])
+
+
+def mix_with_even(table: Floats, mix: float) -> Floats:
+    """Return local eviction ratios [..., L, Hkv] that are the share `mix` of a table, and even ones for the rest."""
+    shared: Floats = mix * table + (1 - mix) * table.mean((-2, -1), keepdims=True)
+    return shared
+
+
+def shrink_table(profile: Profile, checks: tuple[TableCheck, ...]) -> Profile:
+    """Return the profile with every row of its table mixed with even budgets as the checks found best.
+
+    Between the ratios that were checked the mixture is linear in the logarithm of what is kept, beyond them it is that
+    of the nearest.
+    """
+    if all(one.mix == 1 for one in checks):
+        return profile
+    kept = np.log(1 - np.arange(1, GRID + 1) / (GRID + 1))
+    at = sorted(checks, key=lambda one: -one.ratio)  # by what is kept, ascending
+    mixes = np.interp(kept, np.log([1 - one.ratio for one in at]), [one.mix for one in at])
+    table = profile.arrays[EVICTED_RATIO].astype(np.float64)
+    rows = np.stack([mix_with_even(row, mix) for row, mix in zip(table, mixes.tolist(), strict=True)])
+    return replace(profile, arrays={**profile.arrays, EVICTED_RATIO: rows.astype(np.float32)})
+
+
+def harmful_table(profile: Profile, ratio: float) -> str | None:
+    """Return a line about a table that lost to even budgets at the ratio nearest to this one, by what is kept."""
+    checks = profile.metadata.checks or ()
+    nearest = min(checks, key=lambda one: abs(np.log((1 - one.ratio) / (1 - ratio))), default=None)
+    if nearest is None or nearest.verdict != "harmful":
+        return None
+    return f"the budgets of this table lose to even ones: {nearest.words}"

@@ -1,0 +1,333 @@
+"""Whether the signals of a PolyKV calibration are worth following (arXiv 2606.15157, Table 3), with controls.
+
+The paper scores the strategy that a signal makes against its inverse. A large gap may only mean that the inverse is
+bad, so the same questions are also asked under controls of the same size: the uniform strategy, and random ones.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from itertools import count, islice
+from typing import Final
+
+import numpy as np
+
+from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.core.naming import suggest, unknown
+from kvsearch.core.progress import Progress
+from kvsearch.evaluation.compare import Evaluation, Settings
+from kvsearch.evaluation.plan_comparison import PlanEvaluation, prepare_plans
+from kvsearch.evaluation.reply_store import ReplyStore
+from kvsearch.evaluation.totals import check_eviction
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import PHASES, Phase, PhaseNames, Plan, PolicySpec, Profile, Size
+from kvsearch.policies.registry import policy_of
+from kvsearch.runs.identity import RunConfig
+from kvsearch.selection.splits import refuse_reported
+from kvsearch.selection.verdicts import (
+    KINDS,
+    SETTINGS,
+    AtBudget,
+    Conditions,
+    Kind,
+    SignalUse,
+    StrategyNames,
+    TaskContent,
+    judge_signal,
+)
+from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
+from kvsearch.strategies.build import Chosen
+from kvsearch.strategies.from_signals import Strategy, choose, plan_of, recent_parameter
+from kvsearch.strategies.names import FULL
+from kvsearch.tasks.base import Task
+
+SIGNALS: Final[dict[Kind, tuple[str, ...]]] = {"route": ROUTES, "budgets": SENSITIVITIES}
+PAPER: Final[dict[Kind, tuple[str, ...]]] = {"route": ("cosine", "ppl"), "budgets": ("entropy", "ppl")}
+# the paper's budgets by ppl take the worst of all patterns, which may be one that explodes
+DEFAULTS: Final[dict[Kind, tuple[str, ...]]] = {**PAPER, "budgets": ("entropy", "ppl-chosen")}
+PERMUTATIONS = 5  # the fewest random controls that say something
+
+
+def find_uses(
+    table: SignalTable, signals: Sequence[str] | None = None, phases: Sequence[str] | None = None
+) -> list[SignalUse]:
+    """List every signal in every phase setting; by default `DEFAULTS` and all settings that were measured.
+
+    A signal is named as `cosine`, `route:cosine` or `budgets:cosine`. Without its kind it is what the paper uses it
+    for; one that the paper does not use is all that it can be.
+
+    Raises:
+        UsageError: a name is unknown, or was not measured.
+    """
+    settings = _choose_phases(table, phases)
+    measured: dict[Kind, tuple[str, ...]] = {"route": table.routes, "budgets": table.sensitivities}
+    if signals is None:
+        found = [(kind, name) for kind in KINDS for name in DEFAULTS[kind] if name in measured[kind]]
+    else:
+        found = list(dict.fromkeys(each for typed in signals for each in _parse_signal(typed)))
+    for kind, name in found:
+        if name not in measured[kind]:
+            there = ", ".join(measured[kind]) or "none"
+            raise UsageError(f"this profile has no {name!r} signal for {kind} (it has {there}): calibrate with it")
+    if not found:
+        raise UsageError("this profile has none of cosine, ppl and entropy: name the signals to validate")
+    return [SignalUse(name, kind, setting) for kind, name in found for setting in settings]
+
+
+def check_permutations(count: int) -> None:
+    """Raise UsageError if so many random controls are too few."""
+    if count < PERMUTATIONS:
+        raise UsageError(f"{count} permutations cannot tell a signal from chance: at least {PERMUTATIONS} are needed")
+
+
+def prepare_validation(
+    loaded: LoadedModel,
+    profile: Profile,
+    size: Size,
+    tasks: Sequence[Task],
+    settings: Settings,
+    uses: Sequence[SignalUse] | None = None,
+    permutations: int = PERMUTATIONS,
+) -> PreparedValidation:
+    """Make all strategies and controls at `size`, and check that they, the model and the questions fit together.
+
+    Random controls of a route have a random pattern in every layer; those of budgets have the forward budgets of the
+    layers in another order. There are `permutations` of them, or all other orders if these are no more. Default uses:
+    see `find_uses`.
+
+    Raises:
+        UsageError: no uses, too few random controls, a task that results are reported on or that has one context
+            only, a size that the patterns do not allow or that evicts nothing; see `prepare_plans` for more.
+        IncompatibleError: model and profile, or model and questions, do not fit together.
+    """
+    check_permutations(permutations)
+    refuse_reported(tasks)
+    if uses is not None and not uses:
+        raise UsageError("no signals to judge: name at least one, or give None for the usual ones")
+    table = SignalTable(profile)
+    plans, compared = dict[str, Plan](), dict[SignalUse, StrategyNames]()
+    for use in find_uses(table) if uses is None else uses:
+        compared[use], made = _make_strategies(table, use, size, permutations, settings.seed)
+        plans |= {name: plan_of(profile, chosen, size, {}) for name, chosen in made.items() if name not in plans}
+    prepared = prepare_plans(loaded, plans, tasks, settings)
+    for task in prepared.evaluation.encoded:
+        if task.distinct < 2:
+            raise UsageError(f"task {task.task.name} has one context, which makes no interval: ask at least 2")
+    note = check_eviction(prepared.evaluation, size)
+    mean = size.pool(profile.metadata).mean
+    exploding = [one.words for phase in table.axes.phases for one in table.explosions(phase, mean)]
+    return PreparedValidation(prepared, profile, size, compared, tuple(filter(None, (note, *exploding))))
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedValidation:
+    """A validation at one size that is ready to run; `compared` says what each use is judged by.
+
+    `notes` are what to know before the verdicts are trusted.
+    """
+
+    prepared: PlanEvaluation
+    profile: Profile
+    size: Size
+    compared: Mapping[SignalUse, StrategyNames]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """What is asked."""
+        return self.prepared.evaluation
+
+    @property
+    def budget(self) -> float:
+        """Entries per kv head, on average; for a ratio, of a prompt as long as calibrated."""
+        return self.size.pool(self.profile.metadata).mean
+
+    @property
+    def strategies(self) -> int:
+        """How many different strategies and controls there are, besides the full cache."""
+        return len(self.evaluation.methods) - 1
+
+    @cached_property
+    def _profile_sha256(self) -> str:
+        return sha256(self.profile.to_bytes()).hexdigest()
+
+    @cached_property
+    def conditions(self) -> Conditions:
+        """What has to be equal for two validations to be merged."""
+        splits = {str(task.task.split) for task in self.evaluation.encoded if hasattr(task.task, "split")}
+        asked, metrics = self.evaluation.config().content["tasks"], self.evaluation.metrics
+        return Conditions(
+            model=self.profile.metadata.model,
+            profile_sha256=self._profile_sha256,
+            tasks={
+                name: TaskContent(
+                    contexts=asked[name]["contexts"],
+                    questions=asked[name]["questions"],
+                    metric=metric,
+                    rows_sha256=asked[name]["rows_sha256"],
+                )
+                for name, metric in metrics.items()  # in the order in which they were asked for
+            },
+            split=", ".join(sorted(splits)) or None,
+            protocol=self.evaluation.settings.protocol,
+            seed=self.evaluation.settings.seed,
+        )
+
+    def config(self) -> RunConfig:
+        """Return the configuration of the replies; with profile and size, the name of each strategy says what it is.
+
+        So a run with other signals, phases or more permutations goes on with the same replies.
+        """
+        digest = self._profile_sha256
+        return self.evaluation.stage_config(
+            "validate", profile_sha256=digest, budget=self.budget, ratio=self.size.ratio
+        )
+
+    def run(self, progress: Progress | None = None, store: ReplyStore | None = None) -> AtBudget:
+        """Ask everything that is not in the store, and judge; see `Evaluation.run` for the errors."""
+        result = self.prepared.run(progress, store)
+        signals = tuple(judge_signal(result, use, names) for use, names in self.compared.items())
+        return AtBudget(budget=self.budget, ratio=self.size.ratio, full=result.score(FULL), signals=signals)
+
+
+def _parse_signal(typed: str) -> list[tuple[Kind, str]]:
+    """Return the kinds of a signal as it was typed."""
+    kind, colon, name = typed.rpartition(":")
+    if colon and kind not in KINDS:
+        raise UsageError(f"unknown kind of signal {kind!r} in {typed!r}{suggest(kind, KINDS)}")
+    known = [one for one in KINDS if name in SIGNALS[one] and kind in ("", one)]
+    if not known:
+        names = SIGNALS["route" if kind == "route" else "budgets"]  # all routes are sensitivities, too
+        raise UsageError(unknown("signal", name, names))
+    usual = [one for one in known if name in PAPER[one]]
+    return [(one, name) for one in usual or known] if not kind else [(one, name) for one in known]
+
+
+def _choose_phases(table: SignalTable, typed: Sequence[str] | None) -> list[PhaseNames]:
+    measured = [setting for setting in SETTINGS if set(PHASES[setting]) <= set(table.axes.phases)]
+    for setting in typed or ():
+        if setting not in SETTINGS:
+            raise UsageError(unknown("phases", setting, SETTINGS))
+        missing = [phase for phase in PHASES[setting] if phase not in table.axes.phases]
+        if missing:
+            known = ", ".join(table.axes.phases)
+            raise UsageError(f"signals of the {missing[0]} phase were not measured (only {known}): calibrate with it")
+    return [setting for setting in measured if typed is None or setting in typed]
+
+
+def _name_strategies(use: SignalUse, controls: int, exact: bool) -> StrategyNames:
+    """Name what a signal is judged by.
+
+    Controls that do not depend on the signal have the same names for all signals, so they run once.
+    """
+    signal, kind, phases = use
+    own = f"{signal} {kind}"
+    chance = "random patterns" if kind == "route" else f"{own} permuted"
+    return StrategyNames(
+        f"{own} ({phases})",
+        f"{own} inverse ({phases})",
+        f"uniform ({phases})",
+        tuple(f"{chance} {number} ({phases})" for number in range(1, controls + 1)),
+        exact,
+    )
+
+
+def _make_strategies(
+    table: SignalTable, use: SignalUse, size: Size, permutations: int, seed: int
+) -> tuple[StrategyNames, dict[str, dict[Phase, Chosen]]]:
+    """Make what a signal is judged by, by name."""
+    signal, kind, phases = use
+    uniform = Strategy(route=None, phases=phases)  # all else is as in it
+    if kind == "route":
+        _check_floors(table, size)
+        forward = Strategy(signal, phases=phases)
+    else:
+        forward = Strategy(None, signal, phases)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KvsearchWarning)  # of constant signals: the verdict says it
+        chosen = choose(table, forward, size)
+        worst = choose(table, forward, size, inverse=True)
+        even = choose(table, uniform, size)
+    draws = (np.random.default_rng((seed, KINDS.index(kind), SETTINGS.index(phases), number)) for number in count())
+    if kind == "route":
+        exact, random = False, [_reroute(table, chosen, rng) for rng in islice(draws, permutations)]
+    else:
+        exact, random = _reorder(chosen, draws, permutations)
+    names = _name_strategies(use, len(random), exact)
+    made = {names.forward: chosen, names.inverse: worst, names.uniform: even}
+    return names, made | dict(zip(names.random, random, strict=True))
+
+
+def _reroute(table: SignalTable, forward: Mapping[Phase, Chosen], rng: np.random.Generator) -> dict[Phase, Chosen]:
+    """Draw random patterns of every phase, under the forward budgets."""
+    candidates, layers = _list_patterns(table), table.profile.metadata.shape[0]
+    drawn = {phase: rng.integers(len(candidates), size=layers) for phase in forward}
+    return {
+        phase: chosen._replace(policies=tuple(candidates[index] for index in drawn[phase]))
+        for phase, chosen in forward.items()
+    }
+
+
+def _reorder(
+    forward: Mapping[Phase, Chosen], draws: Iterable[np.random.Generator], wanted: int
+) -> tuple[bool, list[dict[Phase, Chosen]]]:
+    """Return forward budgets in other orders of the layers, all different, and whether these are all orders.
+
+    The order is the same in all phases, as budgets are. Layers of one pattern have the same bounds, so budgets in any
+    order keep them.
+    """
+    rows, kinds = np.unique(next(iter(forward.values())).budgets, axis=0, return_inverse=True)
+    own = tuple(kinds.ravel().tolist())
+    orders = list(islice(distinct_orders(own), wanted + 2))  # one more than forward and what is wanted, if there is
+    exact = 1 < len(orders) <= wanted + 1
+    if len(rows) == 1:
+        orders = [own] * wanted  # of equal budgets, which have no other order
+    elif exact:
+        orders.remove(own)
+    else:
+        seen = {own: None}
+        for rng in draws:
+            seen.setdefault(tuple(rng.permutation(own).tolist()))
+            if len(seen) > wanted:
+                break
+        orders = list(seen)[1:]
+    made = [
+        {phase: chosen._replace(budgets=rows[list(order)]) for phase, chosen in forward.items()} for order in orders
+    ]
+    return exact, made
+
+
+def distinct_orders(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield every distinct order of some items once, in lexicographic order; equal items have one order."""
+    row = sorted(items)
+    while True:
+        yield tuple(row)
+        falls = next((n for n in reversed(range(len(row) - 1)) if row[n] < row[n + 1]), None)
+        if falls is None:
+            return
+        larger = next(n for n in reversed(range(len(row))) if row[n] > row[falls])
+        row[falls], row[larger] = row[larger], row[falls]
+        row[falls + 1 :] = reversed(row[falls + 1 :])
+
+
+def _list_patterns(table: SignalTable) -> list[PolicySpec]:
+    """Return the patterns that a route may choose."""
+    return [pattern for pattern in table.axes.patterns if pattern.name != FULL]
+
+
+def _check_floors(table: SignalTable, size: Size) -> None:
+    """Raise UsageError if some candidate always keeps more than there is: the others alone would be another choice."""
+    given = int(size.pool(table.profile.metadata).mean)
+    for pattern in _list_patterns(table):
+        policy = policy_of(pattern)
+        if given < policy.floor:
+            lower = recent_parameter(policy)
+            instead = f"with a smaller {lower}" if lower else f"without {pattern.name}"
+            raise UsageError(
+                f"{given} entries per kv head are below the {policy.floor} that {pattern.name} always keeps: validate "
+                f"routes at a larger budget, or calibrate {instead}"
+            )

@@ -1,0 +1,175 @@
+"""What attention rows say of cached entries: how important they are, and what hiding some of them changes.
+
+Rows are computed in pieces that bound the scratch memory. For one query, y = concat_h(A_h V_h) W_O under the full
+cache, and yhat is the same with attention renormalised over the entries that are kept. The loss of a layer's attention
+output (LAVa) is |y - yhat|_1. A bias of the output projection cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsearch.policies.scoring import chunk_bytes, softmax
+
+LEAST_NORM = 1e-6
+
+
+def score_rows(
+    query: Tensor, keys: Tensor, scaling: float, softcap: float | None, tables: int, valid: Tensor | None = None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield logits of the K rows, -inf for what comes later, a few kv heads at a time, [B, heads, G, K, N] fp32.
+
+    `query` [B, Hq, K, D] are the last K of the N tokens of `keys` [B, Hkv, N, D]. `tables` is how many fp32 tables of
+    that shape the caller makes of a piece. Keys that are not `valid` [B, N] (None: all are) are -inf, too: all of a row
+    is where it comes before the first valid key.
+    """
+    batch, heads, length, _ = keys.shape
+    rows = query.shape[2]
+    queries = query.reshape(batch, heads, -1, query.shape[-1])  # a kv head's query heads as rows of one matrix
+    group = query.shape[1] // heads
+    later = torch.ones(rows, length, dtype=torch.bool, device=keys.device).triu(length - rows + 1)
+    hidden = later if valid is None else later | ~valid[:, None, None, None]
+    step = max(1, chunk_bytes(keys.device) // (4 * tables * batch * group * rows * length))
+    for first in range(0, heads, step):
+        part = slice(first, first + step)
+        scores = queries[:, part].float() @ keys[:, part].float().transpose(-1, -2) * scaling
+        scores = scores.view(batch, -1, group, rows, length)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        yield part, scores.masked_fill_(hidden, float("-inf"))
+
+
+def attention_rows(scores: Tensor, part: slice, sinks: Tensor | None) -> Tensor:
+    """Return the attention of what `score_rows` yields; `sinks` [Hkv, G] are logits beside it that are no entry."""
+    return softmax(scores, None if sinks is None else sinks[None, part, :, None, None])
+
+
+def importance_rows(
+    query: Tensor,
+    keys: Tensor,
+    norms: Tensor | None,
+    context: int,
+    scaling: float,
+    softcap: float | None = None,
+    group: str = "sum",
+    sinks: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Return max_k w_k agg_g A[q_g, k, j] |v_j W_O[q_g]|_2 over the query rows k, for the context entries j.
+
+    `query` [B, Hq, K, D] are the last K tokens, `keys` [B, Hkv, T + K, D] all of them, `norms` [B, Hkv, G, T] (None:
+    attention alone), `sinks` [Hkv, G] logits beside every row that are no entry, `weights` [B, K] the w_k (None: 1).
+    Returns [B, Hkv, T] fp32 with T = `context`. Only K attention rows are ever computed.
+    """
+    parts = []
+    for part, scores in score_rows(query, keys, scaling, softcap, tables=2):
+        taken = attention_rows(scores, part, sinks)[..., :context]
+        if norms is not None:
+            taken = taken * norms[:, part, :, None]
+        if weights is not None:
+            taken = taken * weights[:, None, None, :, None]
+        over_group = taken.amax(2) if group == "max" else taken.sum(2)
+        parts.append(over_group.amax(2))
+    return torch.cat(parts, 1)
+
+
+def residual_weights(states: Tensor) -> Tensor:
+    """Return 1 / |h_k| of residual streams h [B, K, d_model], [B, K] fp32: the w_k of KVzip+ (arXiv 2601.07891)."""
+    weights: Tensor = 1 / states.float().norm(dim=-1).clamp(min=LEAST_NORM)
+    return weights
+
+
+class Agreement(NamedTuple):
+    """How well two attention outputs agree, per token, [..., K] fp32 each."""
+
+    cosine: Tensor  # 1 where they point the same way
+    error: Tensor  # |full - changed| / |full|, 0 where they are equal
+
+
+def output_agreement(full: Tensor, changed: Tensor) -> Agreement:
+    """Compare attention outputs [..., K, d_model] after W_O, which broadcast: cosine (Eq. 2) and relative L2 distance.
+
+    Outputs are compared before the residual is added: it would make every cosine nearly 1. All is computed in fp32.
+    Equal vectors have cosine 1 and error 0 exactly, two zero vectors too. Of one zero vector the cosine is 0; the error
+    is 1 whichever of the two is zero, as there is nothing to measure a change of nothing against.
+    """
+    first, second = full.float(), changed.float()
+    length, other = torch.linalg.vector_norm(first, dim=-1), torch.linalg.vector_norm(second, dim=-1)
+    distance = torch.linalg.vector_norm(first - second, dim=-1)
+    product = (first * second).sum(-1)
+    cosine = (product / length / other).clamp(-1, 1)  # one after the other: their product can overflow
+    error = distance / length
+    nothing, gone = length == 0, other == 0
+    cosine = cosine.masked_fill(nothing | gone, 0.0)
+    error = torch.where(nothing, 1.0, error)
+    equal = (distance == 0) | (nothing & gone)
+    return Agreement(cosine.masked_fill(equal, 1.0), error.masked_fill(equal, 0.0))
+
+
+class AttentionChange(NamedTuple):
+    """What eviction takes from the attention of K queries."""
+
+    outputs: Tensor  # [B, Hq, K, Dv] fp32, A V - Ahat V of every query head
+    evicted: Tensor  # [B, Hq, K] fp32, attention on entries that are hidden
+
+
+class LossBounds(NamedTuple):
+    """Upper bounds of the loss of K queries, [B, K] fp32 each."""
+
+    by_layer: Tensor
+    by_head: Tensor
+
+
+def attention_change(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    shown: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> AttentionChange:
+    """Subtract renormalised attention to those `shown` from attention to all; return it with what the others had.
+
+    `query` [B, Hq, K, D] are the last K tokens, `keys` [B, Hkv, N, D] and `values` [B, Hkv, N, Dv] are of all N tokens,
+    `shown` [B, Hkv, K, N] bool has what each query attends to, itself at least; what comes after a query is hidden
+    anyway. Softmax is fp32, over a few kv heads at a time. The change is exactly 0 where nothing is hidden.
+    """
+    outputs, evicted = [], []
+    for part, scores in score_rows(query, keys, scaling, softcap, tables=4):
+        hidden = ~shown[:, part, None]
+        attention = attention_rows(scores, part, sinks)
+        mass = (attention * hidden).sum(-1, keepdim=True)
+        kept = attention_rows(scores.masked_fill_(hidden, float("-inf")), part, sinks)
+        # on what is kept A - Ahat is -mass * Ahat: the difference itself would drown a small mass in rounding
+        change = torch.where(hidden, attention, -mass * kept)
+        outputs.append(change @ values[:, part, None].float())
+        evicted.append(mass[..., 0])
+    return AttentionChange(torch.cat(outputs, 1).flatten(1, 2), torch.cat(evicted, 1).flatten(1, 2))
+
+
+def output_loss(change: Tensor, weight: Tensor) -> Tensor:
+    """Return |change W_O|_1 of each query, [B, K] fp32 (LAVa, arXiv 2509.09754, Lemma 1 with p = 1).
+
+    `change` [B, Hq, K, Dv] is that of the heads' outputs, `weight` [Hq, Dv, d_model] is W_O per query head, fp32.
+    """
+    moved = change.float().transpose(1, 2).flatten(2) @ weight.flatten(0, 1)
+    return moved.abs().sum(-1)
+
+
+def loss_bounds(evicted: Tensor, values: Tensor, weight: Tensor) -> LossBounds:
+    """Return 2 C sum_h Vmax_h m_h (LAVa Theorem 1), and with each head's own C_h 2 sum_h C_h Vmax_h m_h, which is less.
+
+    m_h is `evicted` [B, Hq, K], the attention that query head h loses. Vmax_h is the largest L1 norm among the values
+    [B, Hkv, N, Dv] that the query sees, the K queries being the last tokens. C_h is the most that W_O, `weight`
+    [Hq, Dv, d_model], makes of a unit of L1 norm in head h: the largest L1 norm of a row. C is the largest C_h.
+    """
+    norms = torch.linalg.vector_norm(values, ord=1, dim=-1, dtype=torch.float32)
+    largest = norms.cummax(-1).values[..., values.shape[2] - evicted.shape[2] :]
+    moved = 2 * evicted * largest.repeat_interleave(evicted.shape[1] // largest.shape[1], 1)
+    gains = weight.abs().sum(-1).amax(-1)
+    return LossBounds(gains.amax() * moved.sum(1), (gains[:, None] * moved).sum(1))

@@ -1,0 +1,77 @@
+"""What a model loses on tokens it should predict, and how far its next-token distributions move.
+
+PolyKV (arXiv 2606.15157, Eq. 3) compares perplexity, exp of the mean loss, with and without eviction. Means and
+differences are left to the caller, in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsearch.core.arrays import Floats
+
+SCRATCH_BYTES = 64 * 2**20
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return -log p of `targets` [K] or [..., K] under `logits` [..., K, V], in nats, [..., K] fp32.
+
+    The row of a target is the one that predicts it. fp32 logits are made of a few rows at a time.
+    """
+    wanted = targets.to(logits.device).expand(logits.shape[:-1]).reshape(-1, 1)
+    rows = logits.flatten(0, -2)
+    step = max(1, SCRATCH_BYTES // (8 * rows.shape[-1]))
+    losses = [
+        -part.float().log_softmax(-1).gather(-1, chosen)
+        for part, chosen in zip(torch.split(rows, step), torch.split(wanted, step), strict=True)
+    ]
+    return torch.cat(losses).reshape(logits.shape[:-1])
+
+
+def answer_losses(logits: Tensor, answers: Tensor) -> Floats:
+    """Sum the negative log-likelihoods of answers over their tokens, in nats, [S].
+
+    Logits are [S, R, V], in the rows that predict the answers [S, R]; -1 where there is no token.
+    """
+    scores, answers = logits.float(), answers.to(logits.device)
+    picked = scores.gather(-1, answers.clamp(min=0)[..., None])[..., 0]
+    # not `token_losses`, whose last bits differ: the ledgers and plans of searches hold on to these
+    return sum_answers(scores.logsumexp(-1) - picked, answers)
+
+
+def sum_answers(losses: Tensor, answers: Tensor) -> Floats:
+    """Sum losses [S, R] over the rows that predict answers [S, R], all but those of -1, in float64, [S]."""
+    sums: Floats = losses.double().masked_fill(answers.to(losses.device) < 0, 0.0).sum(-1).cpu().numpy()
+    return sums
+
+
+def divergence(full: Tensor, changed: Tensor) -> float:
+    """Return the divergence KL(full || changed) of next-token distributions, summed over rows, in nats.
+
+    Both are logits [rows, vocabulary].
+    """
+    return float(_terms(full.float().log_softmax(-1), changed).sum().clamp(min=0))
+
+
+def total_variation(full: Tensor, changed: Tensor) -> float:
+    """Return the total variation of next-token distributions, 1/2 sum |p - q|, mean over rows, in [0, 1].
+
+    Unlike the divergence it has a bound: a reply that is lost for certain weighs as much as one that is just lost.
+    Both are logits [rows, vocabulary].
+    """
+    moved = (full.float().softmax(-1) - changed.float().softmax(-1)).abs().sum(-1) / 2
+    return float(moved.mean())
+
+
+def answer_divergences(full: Tensor, changed: Tensor, answers: Tensor) -> Floats:
+    """Sum the divergences KL(full || changed) over the rows that predict answers [S, R], -1 where there is none, [S].
+
+    `full` are log-probabilities, `changed` logits, [S, R, vocabulary].
+    """
+    return sum_answers(_terms(full.to(changed.device), changed).sum(-1), answers)
+
+
+def _terms(full: Tensor, changed: Tensor) -> Tensor:
+    """Return what each token of the vocabulary adds, by log-probabilities and logits."""
+    return full.exp() * (full - changed.float().log_softmax(-1))

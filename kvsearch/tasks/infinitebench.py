@@ -1,0 +1,75 @@
+"""InfiniteBench: tasks on texts of 100,000 tokens and more, English and Chinese (Zhang et al., arXiv 2402.13718)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import BaseModel, BeforeValidator
+
+from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.dataset_task import BenchmarkTask, DatasetSpec, read_specs
+from kvsearch.tasks.fields import IsList, is_blank
+from kvsearch.tasks.metrics.infinitebench import LETTERS
+from kvsearch.tasks.rows import Dataset
+
+REPOSITORY = "xinrongzhang2022/InfiniteBench"
+SPECS = read_specs("infinitebench")
+INFINITEBENCH_TASKS = tuple(SPECS)
+INFINITEBENCH_LAVA = ("longbook_sum_eng", "longbook_choice_eng", "longdialogue_qa_eng")  # LAVa, Table 12
+
+
+def _texts(value: object) -> object:
+    """Read one answer or several, texts or numbers, as a list of texts."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return [str(item) if type(item) in (int, float) else item for item in items]
+
+
+class InfiniteBenchRow(BaseModel):
+    """A row of InfiniteBench; `options` are empty where there is nothing to choose from."""
+
+    context: str
+    answer: Annotated[tuple[str, ...], IsList, BeforeValidator(_texts)]
+    input: str = ""
+    options: Annotated[tuple[str, ...], IsList] = ()
+
+
+@dataclass(frozen=True)
+class InfiniteBenchTask(BenchmarkTask[InfiniteBenchRow]):
+    """A dataset of InfiniteBench ("longbook_sum_eng").
+
+    Contexts beyond a model's positions lose their middle, as in the official scripts.
+    """
+
+    source: str | Path = REPOSITORY
+
+    benchmark: ClassVar[str] = "InfiniteBench"
+    names: ClassVar[tuple[str, ...]] = INFINITEBENCH_TASKS
+    specs: ClassVar[dict[str, DatasetSpec]] = SPECS
+    row: ClassVar[type[InfiniteBenchRow]] = InfiniteBenchRow
+
+    @property
+    def dataset(self) -> Dataset:
+        name = self.name
+        return Dataset(REPOSITORY, "default", name, (name, f"data/{name}"), file=f"{name}.jsonl")
+
+    def fault(self, row: InfiniteBenchRow) -> str | None:
+        if not self.spec.options or not row.context.strip():
+            return self.missing(row.context, row.input, row.answer)
+        if not 2 <= len(row.options) <= len(LETTERS):
+            return f"without 2 to {len(LETTERS)} options to choose from"
+        return None if row.answer and row.answer[0] in row.options else "whose answer is none of the options"
+
+    def document(self, row: InfiniteBenchRow) -> str:
+        return row.context
+
+    def example(self, position: int, row: InfiniteBenchRow) -> Example:
+        question = row.input
+        answers = tuple(answer for answer in row.answer if not is_blank(answer))
+        if self.spec.options:
+            options = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, row.options, strict=False))
+            question = f"{question}\n{options}" if question.strip() else options
+            answers = answers[:1]  # rows may name the letter of the answer after its text
+        query = Query(self.template.question(question), answers, self.spec.max_new_tokens, options=row.options)
+        return Example(self.name, str(position), self.template.context(row.context), (query,))

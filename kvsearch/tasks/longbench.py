@@ -1,0 +1,111 @@
+"""LongBench: 21 datasets of six categories, English and Chinese, and LongBench-E (Bai et al., arXiv 2308.14508)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import BaseModel
+
+from kvsearch.core.errors import UsageError
+from kvsearch.tasks.base import Example, Query
+from kvsearch.tasks.dataset_task import BenchmarkTask, DatasetSpec, read_specs
+from kvsearch.tasks.fields import IsList, is_blank
+from kvsearch.tasks.metrics.longbench import first_line
+from kvsearch.tasks.rows import Dataset
+
+REPOSITORY = "zai-org/LongBench"
+BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}  # LongBench-E: the length each ends before, in words
+SPECS = read_specs("longbench")
+LONGBENCH_TASKS = tuple(SPECS)
+LONGBENCH_ENGLISH = tuple(name for name, spec in SPECS.items() if not spec.chinese)
+# LongBench-E has files of its own, with contexts of all lengths in like numbers
+LONGBENCH_E = tuple(f"{name}_e" for name in LONGBENCH_ENGLISH if name not in ("narrativeqa", "musique", "qmsum"))
+
+# LAVa tells tasks whose answer stands in the context, scored by F1 or accuracy, from those that write text or code,
+# scored by ROUGE or edit similarity. It names some of each; the metric sorts the others (dureader is the one
+# QA dataset that is scored by ROUGE). passage_count is in neither: LAVa has 20 datasets.
+_GENERATES = ("rouge_l", "rouge_l_zh", "edit_similarity")
+GENERATION = tuple(name for name, spec in SPECS.items() if spec.metric in _GENERATES)
+EXTRACTION = tuple(name for name in LONGBENCH_TASKS if name not in (*GENERATION, "passage_count"))
+
+# Plain means over datasets, not over categories or lengths. LAVa's tables differ in what they leave out.
+AVERAGES: dict[str, tuple[str, ...]] = {
+    "polykv": LONGBENCH_TASKS,
+    "lukv": LONGBENCH_ENGLISH,
+    "lava-mistral": tuple(name for name in LONGBENCH_TASKS if name != "passage_count"),
+    "lava-qwen": LONGBENCH_TASKS,
+    "lava-llama3": tuple(name for name in LONGBENCH_TASKS if name != "vcsum"),
+    "lava-extraction": EXTRACTION,  # LAVa, Figure 2
+    "lava-generation": GENERATION,
+    "evolkv": LONGBENCH_ENGLISH,  # without the samples that were trained on: score a split other than "all"
+}
+
+
+class LongBenchRow(BaseModel):
+    """A row of LongBench; `length` is in words (characters of Chinese)."""
+
+    context: str
+    input: str
+    answers: Annotated[tuple[str, ...], IsList]
+    length: int | None = None
+    dataset: str | None = None
+    all_classes: Annotated[tuple[str, ...], IsList] | None = None
+
+
+@dataclass(frozen=True)
+class LongBenchTask(BenchmarkTask[LongBenchRow]):
+    """A dataset of LongBench ("qasper") or LongBench-E ("qasper_e"), whose keys begin with their bucket."""
+
+    source: str | Path = REPOSITORY
+
+    benchmark: ClassVar[str] = "LongBench"
+    names: ClassVar[tuple[str, ...]] = (*LONGBENCH_TASKS, *LONGBENCH_E)
+    specs: ClassVar[dict[str, DatasetSpec]] = SPECS
+    row: ClassVar[type[LongBenchRow]] = LongBenchRow
+
+    @property
+    def base_name(self) -> str:
+        return self.name.removesuffix("_e")
+
+    @property
+    def dataset(self) -> Dataset:
+        name = self.name
+        files = (name, f"data/{name}", f"{name}/test", f"{name}/test-*")
+        return Dataset(REPOSITORY, name, "test", files, "data.zip", (f"data/{name}.jsonl", f"{name}.jsonl"))
+
+    def read(self, dataset: Dataset, source: str | Path, revision: str | None) -> Sequence[LongBenchRow]:
+        """Refuse rows of another dataset: files are named by the user, and must not be scored as what they are not."""
+        rows = super().read(dataset, source, revision)
+        for row in rows:
+            found = (row.dataset or "").removesuffix("_e")
+            if found != self.base_name and found in LONGBENCH_TASKS:
+                raise UsageError(f"{self.where} holds rows of {found!r}: give the file of {self.base_name!r}")
+            if self.name in LONGBENCH_E and row.length is None:
+                raise UsageError(f"{self.where} has rows without a length, which LongBench-E needs")
+            if self.metric == "classification" and not row.all_classes:
+                raise UsageError(f"{self.where} has rows without all_classes, the classes to choose from")
+        return rows
+
+    def fault(self, row: LongBenchRow) -> str | None:
+        return self.missing(row.context, row.input, row.answers)
+
+    def document(self, row: LongBenchRow) -> str:
+        return row.context
+
+    def example(self, position: int, row: LongBenchRow) -> Example:
+        answers = tuple(answer for answer in row.answers if not is_blank(answer))
+        question = self.template.question(row.input)
+        query = Query(question, answers, self.spec.max_new_tokens, options=row.all_classes or ())
+        key = str(position)
+        length = row.length
+        if self.name in LONGBENCH_E and length is not None:
+            bucket = next(bucket for bucket, end in BUCKETS.items() if end is None or length < end)
+            key = f"{bucket}/{position}"
+        return Example(self.name, key, self.template.context(row.context), (query,))
+
+    def score(self, reply: str, query: Query) -> float:
+        """Return the dataset's metric, best of the answers; few-shot replies count up to their first line's end."""
+        return super().score(first_line(reply) if self.spec.first_line else reply, query)

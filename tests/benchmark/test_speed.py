@@ -1,0 +1,123 @@
+"""What bench measures, without a clock: which caches, what they hold, the peak of allocations, ratios within rounds."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvsearch.benchmark import speed
+from kvsearch.benchmark.speed import Workload, cache_kinds, decode_seconds, measure, peak_bytes, read_weights
+from kvsearch.policies import create_policy
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.program import PhaseProgram
+from tests.families import build, prompts
+from tests.runtime.helpers import running
+from tests.runtime.recorder import Recorder, capturing
+
+WORK = Workload(batch=2, length=20, steps=3, rounds=2)
+
+
+def snapkv(model: Any, budget: int = 6) -> Program:
+    return Program.uniform(model, create_policy("snapkv", {"window": 4}), lambda _: budget)
+
+
+def measured(family: str = "llama", clock: Any = None) -> dict[str, speed.CacheCosts]:
+    model = build(family)
+    kinds = cache_kinds(model, {"snapkv": snapkv(model)}, WORK.length + WORK.steps)
+    found = {one.cache: one for one in measure(model, kinds, WORK)}
+    assert model.config._attn_implementation == "sdpa"
+    return found
+
+
+def test_caches_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "COPIED", 2**12)
+    found = measured()
+    assert list(found) == ["DynamicCache", "StaticCache", "kvsearch, full", "snapkv"]
+    assert [one.entries for one in found.values()] == [20, 20, 20, 6]
+    full = 2 * 4 * 2 * 20 * 2 * 16 * 4  # batch, layers, heads, tokens, keys and values
+    assert found["DynamicCache"].held_bytes == full
+    assert found["StaticCache"].held_bytes == full * 23 // 20 + 4 * 8  # room for the new tokens, and a counter
+    assert found["kvsearch, full"].held_bytes == full + full // 32  # an int32 position per entry
+    assert found["snapkv"].held_bytes == found["kvsearch, full"].held_bytes * 6 // 20
+    assert all(one.peak_bytes > one.held_bytes for one in found.values())
+    assert found["DynamicCache"].prefill_speedup == found["DynamicCache"].token_speedup == 1
+    assert all(one.tokens_per_second == 2 / one.token_seconds for one in found.values())
+
+
+def test_models_with_other_layers_have_no_static_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "COPIED", 2**12)
+    assert list(measured("gemma3")) == ["DynamicCache", "kvsearch, full", "snapkv"]
+
+
+def test_ratios_are_medians_within_rounds_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every measurement takes a second more than the one before; kinds take turns at being first."""
+    monkeypatch.setattr(speed, "COPIED", 2**12)
+    model, ticks = build("llama"), itertools.count(1)
+    kinds = cache_kinds(model, {}, 30)[:2]
+    monkeypatch.setattr(speed, "prefill_seconds", lambda *_: float(next(ticks)))
+    monkeypatch.setattr(speed, "decode_seconds", lambda *_: float(next(ticks)))
+    monkeypatch.setattr(speed, "_peak", lambda *_: 0)
+    monkeypatch.setattr(speed, "_held", lambda *_: (0.0, 0))
+    dynamic, static = measure(model, kinds, Workload(1, 20, 1, 3))
+    # prompts: the warm-up takes 1 and 2; then static 3, dynamic 4; dynamic 5, static 6; static 7, dynamic 8
+    assert (dynamic.prefill_seconds, static.prefill_seconds) == (5, 6)
+    assert static.prefill_speedup == 8 / 7  # the median of 4/3, 5/6 and 8/7
+    assert static.token_speedup == 16 / 15
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_decoding_is_forgotten(family: str) -> None:
+    model, (ids, _) = build(family), prompts(1, 20)
+    phase = snapkv(model).prefill
+    assert isinstance(phase, PhaseProgram)
+    with torch.no_grad(), running(model, NAME):
+        for cache in (PlanCache(model, Program(phase)), PlanCache(model, Program(phase, phase))):
+            model(ids, past_key_values=cache)
+            held = [cache.kept_positions(layer) for layer in cache.planned]
+            assert decode_seconds(model, cache, 1, 4) > 0
+            assert cache.get_seq_length() == 20
+            assert [cache.kept_positions(layer) for layer in cache.planned] == held
+    stock = DynamicCache(config=model.config)
+    with torch.no_grad():
+        expected = model(ids, past_key_values=stock).logits
+        decode_seconds(model, stock, 1, 4)
+        again = DynamicCache(config=model.config)
+        model(ids, past_key_values=again)
+        token = expected[:, -1:].argmax(-1)
+        assert torch.equal(model(token, past_key_values=stock).logits, model(token, past_key_values=again).logits)
+
+
+def test_steps_that_are_captured_are_forgotten_too() -> None:
+    """Those that are timed are replayed."""
+    model, (ids, _), recorder = build("llama", num_hidden_layers=1), prompts(1, 20), Recorder()
+    phase = snapkv(model).prefill
+    with torch.no_grad(), running(model, NAME), capturing(recorder):
+        for cache in (PlanCache(model, Program(phase)), PlanCache(model, Program(phase, phase))):
+            model(ids, past_key_values=cache)
+            held = cache.kept_positions(0)
+            for _ in range(2):
+                assert decode_seconds(model, cache, 1, 4) > 0
+                assert recorder.log[-4:] == ["replayed"] * 4
+                assert (cache.get_seq_length(), cache.kept_positions(0)) == (20, held)
+
+
+def test_the_peak_is_of_what_is_there_at_a_time() -> None:
+    def work() -> None:
+        first = torch.zeros(1000)
+        first += 1
+        del first
+        torch.zeros(3000)
+
+    assert 12000 <= peak_bytes(torch.device("cpu"), work) < 13000
+
+
+def test_weights_that_a_token_reads() -> None:
+    for tied in (True, False):
+        model = build("llama", tie_word_embeddings=tied)
+        total = sum(parameter.nbytes for parameter in model.parameters())
+        assert read_weights(model) == total - (0 if tied else 97 * 64 * 4)

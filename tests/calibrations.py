@@ -1,0 +1,113 @@
+"""Calibrations as jobs run them: prepared, then measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvsearch.budgets.dynamic import Allocation
+from kvsearch.calibration.data import CalibrationData
+from kvsearch.calibration.dynamic import DynamicCalibration
+from kvsearch.calibration.methods import create_calibration
+from kvsearch.calibration.options import (
+    CakeOptions,
+    CalibrationOptions,
+    DynamicOptions,
+    LukvOptions,
+    ProbeOptions,
+    QueryBankOptions,
+    QueryStatisticsOptions,
+)
+from kvsearch.calibration.polykv.options import PolykvOptions
+from kvsearch.calibration.steps import StepCache, step_identity
+from kvsearch.core.progress import Progress
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Profile
+from kvsearch.policies import Policy
+
+
+def calibrate(
+    loaded: LoadedModel,
+    data: CalibrationData,
+    policies: Sequence[Policy],
+    options: CalibrationOptions,
+    progress: Progress | None = None,
+    directory: Path | None = None,
+) -> Profile:
+    calibration = create_calibration(loaded, data, policies, options)
+    prompts = calibration.prepare()
+    compared = [[policy.name, policy.parameters()] for policy in policies]
+    identity = step_identity(loaded, data, prompts, {**options.model_dump(mode="json"), "policies": compared})
+    return calibration.measure(prompts, StepCache(directory, identity), progress)
+
+
+def calibrate_lukv(
+    loaded: LoadedModel,
+    data: CalibrationData,
+    policy: Policy,
+    options: LukvOptions | None = None,
+    progress: Progress | None = None,
+    compared_policies: Sequence[Policy] = (),
+) -> Profile:
+    return calibrate(loaded, data, [policy, *compared_policies], options or LukvOptions(), progress)
+
+
+def calibrate_dynamic(
+    loaded: LoadedModel,
+    data: CalibrationData,
+    policy: Policy,
+    allocation: Allocation,
+    options: DynamicOptions | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Any allocation, with or without options of its own."""
+    options = options or DynamicOptions()
+    allocation.check(policy, f"method {allocation.name}")
+    calibration = DynamicCalibration(loaded, data, [policy], options)
+    return calibration.average(allocation, calibration.prepare(), progress)
+
+
+def calibrate_cake(
+    loaded: LoadedModel,
+    data: CalibrationData,
+    policy: Policy,
+    options: CakeOptions | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    return calibrate(loaded, data, [policy], options or CakeOptions(), progress)
+
+
+def calibrate_query_statistics(
+    loaded: LoadedModel,
+    data: CalibrationData,
+    policy: Policy,
+    options: QueryStatisticsOptions,
+    progress: Progress | None = None,
+) -> Profile:
+    return calibrate(loaded, data, [policy], options, progress)
+
+
+def calibrate_polykv(
+    loaded: LoadedModel,
+    data: CalibrationData,
+    options: PolykvOptions,
+    policies: Sequence[Policy],
+    progress: Progress | None = None,
+    directory: Path | None = None,
+) -> Profile:
+    return calibrate(loaded, data, policies, options, progress, directory)
+
+
+def calibrate_ranking(
+    loaded: LoadedModel,
+    data: CalibrationData,
+    options: Any,
+    progress: Progress | None = None,
+    directory: Path | None = None,
+) -> Profile:
+    assert isinstance(options, ProbeOptions | QueryBankOptions)
+    return calibrate(loaded, data, options.policies(), options, progress, directory)
+
+
+calibrate_probe = calibrate_query_bank = calibrate_ranking

@@ -1,0 +1,125 @@
+"""What every command says of itself: warnings, signals, how far it is, and its log."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+from kvsearch.cli.console import Console
+from kvsearch.cli.progress import Count, lines
+from kvsearch.core.errors import KvsearchWarning
+from kvsearch.jobs.reporter import on_interruption
+from tests.cli.conftest import Run
+from tests.cli.test_bad_input import USAGE, refused
+
+# --- signals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_what_is_kept_is_told(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    heard = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    console = Console()
+    before = signal.signal(number, heard)  # tests in the background ignore some
+
+    def work() -> None:
+        with on_interruption(console, lambda: "7 replies are kept"):
+            os.kill(os.getpid(), number)
+            threading.Event().wait(60)
+
+    try:
+        assert console.run(work) == 128 + number
+        assert signal.getsignal(number) is heard
+    finally:
+        signal.signal(number, before)
+    assert capsys.readouterr().err.startswith("7 replies are kept\nkvsearch: error: ")
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert Console().run(lambda: os.kill(os.getpid(), signal.SIGHUP)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+# --- warnings -------------------------------------------------------------------------------------------------------
+
+
+def test_our_warnings_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def warned(console: Console) -> str:
+        assert console.run(lambda: warnings.warn("no good", KvsearchWarning, stacklevel=1)) == 0
+        return capsys.readouterr().err
+
+    assert warned(Console()) == "kvsearch: warning: no good\n"
+    assert warned(Console(quiet=True, log_file=tmp_path / "log.txt")) == ""
+    assert "WARNING no good" in (tmp_path / "log.txt").read_text()
+
+
+def test_the_warnings_of_others_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(RuntimeWarning, match="theirs"):
+        Console().run(lambda: warnings.warn("theirs", RuntimeWarning, stacklevel=1))
+    assert "kvsearch" not in capsys.readouterr().err
+
+
+# --- how far it is, where there is no terminal ----------------------------------------------------------------------
+
+
+def test_time_left_is_of_what_this_process_does() -> None:
+    now = [0.0]
+    count = Count("batches", clock=lambda: now[0])
+    assert count.words() == "batches: begun 0:00 ago"
+    count(10, 40)  # what is kept
+    assert count.words() == "batches: 10 of 40 in 0:00"
+    now[0] = 20.0
+    count(20, 40)
+    assert count.words() == "batches: 20 of 40 in 0:20, about 0:40 left"
+    count(0, 5)  # another part begins
+    now[0] = 3630.0
+    count(1, 5)
+    assert count.words() == "batches: 1 of 5 in 1:00:30, about 4:00:40 left"
+
+
+def test_lines_come_while_one_step_takes_long() -> None:
+    said = list[str]()
+    twice = threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        if len(said) == 2:
+            twice.set()
+
+    with lines(Count("batches"), say, every=0.01) as progress:
+        progress(0, 3)
+        assert twice.wait(60)
+    assert said[-1].startswith("batches: 0 of 3 in ")
+
+
+# --- the log --------------------------------------------------------------------------------------------------------
+
+
+def test_a_log_goes_to_the_end_of_a_log_and_nowhere_else(run: Run, tmp_path: Path) -> None:
+    plan, log = tmp_path / "plan.json", tmp_path / "log.txt"
+    plan.write_text("{}")
+    refused(run, USAGE, "a log of kvsearch", "policies", "snapkv", "--log-file", plan)
+    assert plan.read_text() == "{}"
+    assert run("policies", "snapkv", "--log-file", log)[0] == 0
+    assert run("policies", "nonesuch", "--log-file", log)[0] == USAGE
+    assert log.read_text().count("kvsearch began: ") == 2
+    assert "ERROR unknown policy 'nonesuch'" in log.read_text()
+
+
+def test_a_log_that_cannot_be_written_ends(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvsearch.cli.console.LogFile.flush", full)
+    code, _, talk = run("policies", "knorm", "--log-file", tmp_path / "log.txt")
+    assert code == 0
+    assert talk.count("; the log ends there") == 1
+    assert "Traceback" not in talk

@@ -1,0 +1,143 @@
+"""`kvsearch policies`, `tasks` and `recipes`; the options that say what tasks are made of."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvsearch.cli.command import command
+from kvsearch.cli.console import Console
+from kvsearch.config.options import Option
+from kvsearch.config.recipes import shipped_recipes
+from kvsearch.jobs.groups import TaskDetails, WithTasks
+from kvsearch.policies import registry
+from kvsearch.tasks.catalog import ENTRIES, SETS, TaskOptions, flag
+from tests.cli.conftest import Run
+from tests.cli.test_bad_input import ENVIRONMENT, USAGE, refused
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["policies"], [*registry.BUILT_IN]),
+        (["tasks"], [*ENTRIES, "jsonl:FILE"]),
+        (["tasks", "longbench:trec,samsum+gsm8k"], ["longbench:trec", "longbench:samsum", "gsm8k"]),
+        (["recipes"], [*shipped_recipes()]),
+        (["recipes", "run"], [name for name in shipped_recipes() if name.startswith("run/")]),
+    ],
+)
+def test_a_listing_names_everything(run: Run, words: list[str], names: list[str]) -> None:
+    code, out, _ = run(*words)
+    assert code == 0
+    first = [line.split()[0] for line in out.splitlines() if line.strip()]
+    assert [name for name in names if name not in first] == []
+    assert "\x1b" not in out
+    code, told, _ = run(*words, "--json")
+    listed = json.loads(told)[words[0]]
+    assert [one.get("name") or one["spec"] for one in listed] == (sorted(names) if words == ["policies"] else names)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["policies", "snapkv"], ["score[i] = pool_i(", "last 32 query rows", "window   default 32"]),
+        (["tasks", "ruler:qa_1"], ["--squad FILE, SQuAD's JSON", "default report", "--length --split --squad"]),
+        (["recipes", "run/bundled"], shipped_recipes()["run/bundled"].read_text().splitlines()),
+    ],
+)
+def test_one_in_full(run: Run, words: list[str], shown: list[str]) -> None:
+    code, out, _ = run(*words)
+    assert code == 0
+    assert [words for words in shown if words not in out] == []
+
+
+@pytest.mark.parametrize("words", [["policies", "snapvk"], ["tasks", "longbench:trek"], ["recipes", "lukv-papr"]])
+def test_what_does_not_exist(run: Run, words: list[str]) -> None:
+    refused(run, USAGE, "did you mean", *words)
+
+
+def test_the_help_documents_every_key_of_the_json(run: Run) -> None:
+    _, out, _ = run("policies", "--help")
+    policy = json.loads(run("policies", "snapkv", "--json")[1])
+    assert policy["parameters"]["window"] == 32
+    for key in (*policy, "policies", "problems", "error"):
+        assert key in out, key
+    _, out, _ = run("tasks", "--help")
+    tasks = json.loads(run("tasks", "niah", "--json")[1])
+    assert tasks["sets"] == {name: list(members) for name, members in SETS.items()}
+    assert [key for key in tasks["tasks"][0] if key not in out] == []
+
+
+def test_a_broken_package_does_not_break_the_listing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("theirs", "no_such_module_here:X", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: EntryPoints([point]))
+    code, out, _ = run("policies")
+    assert code == 0
+    assert "snapkv" in out
+    assert [line for line in out.splitlines() if line.startswith("theirs (no_such_module_here): ")]
+    refused(run, ENVIRONMENT, "repair or uninstall", "policies", "theirs")
+    code, out, _ = run("policies", "--json")
+    assert {"name", "package", "error"} == set(json.loads(out)["problems"][-1])
+
+
+def test_readme_names_every_policy() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert [name for name in registry.BUILT_IN if f"`{name}`" not in readme] == []
+
+
+# --- what tasks are made of -----------------------------------------------------------------------------------------
+
+
+class Probe(WithTasks):
+    """Which tasks are asked."""
+
+    job: ClassVar[str] = "probe"
+
+    split: Annotated[str | None, Option("Part of the examples.")] = None
+
+
+@command(Probe)
+def probe(options: Probe, console: Console) -> None:
+    """Print what was typed."""
+    details = asdict(options.task_options(options.split))
+    shown = {name: str(value) if isinstance(value, Path) else value for name, value in details.items()}
+    console.print_json({"tasks": options.tasks, **{name: value for name, value in shown.items() if value is not None}})
+
+
+def probed(*arguments: str) -> tuple[int, str, str]:
+    app = typer.Typer()
+    app.command()(probe)
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_every_option_of_tasks_has_its_flag_and_arrives() -> None:
+    known = [field.name for field in fields(TaskOptions)]
+    taken = ["lengths" if name == "length" else name for name in TaskDetails.model_fields]
+    assert sorted([*taken, "split"]) == sorted(known)
+    _, out, _ = probed("--help")
+    assert [option for option in known if flag(option) not in out] == []
+    assert json.loads(probed()[1]) == {"tasks": None}  # which are then those of the model
+    typed = [
+        "--tasks", "ruler+gsm8k", "--length", "4096, 8192", "--split", "select", "--data", "me/it", "--data-revision",
+        "v1", "--prompts", "p", "--haystack", "h", "--squad", "s", "--hotpot", "q", "--depths", "0,50", "--shots", "0",
+        "--metric", "gsm8k",
+    ]  # fmt: skip
+    assert json.loads(probed(*typed)[1]) == {
+        "tasks": "ruler+gsm8k", "lengths": [4096, 8192], "split": "select", "data": "me/it", "data_revision": "v1",
+        "prompts": "p", "haystack": "h", "squad": "s", "hotpot": "q", "depths": [0, 50], "shots": 0, "metric": "gsm8k",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("flag", "typed"), [("--length", "4k"), ("--length", ""), ("--depths", "0,,100")])
+def test_numbers_that_are_none(flag: str, typed: str) -> None:
+    code, out, talk = probed(flag, typed)
+    assert (code, out) == (USAGE, "")
+    assert f"{flag}: takes whole numbers with commas between them, got {typed!r}" in talk

@@ -1,0 +1,305 @@
+"""What all verbs have in common: help, bad options, and how a run that is kept begins, ends and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from kvsearch.cli import VERBS
+from kvsearch.core import files as plan_files
+from kvsearch.models.loading import load
+from kvsearch.runs.identity import RunConfig
+from kvsearch.runs.ledger import Ledger
+from kvsearch.runs.lock import locked
+from kvsearch.runs.run import begin
+from tests import tiny
+from tests.cli.conftest import Run, invoke
+from tests.cli.test_bad_input import INTERRUPTED, USAGE, refused
+from tests.robustness.inputs import calibration_file
+from tests.runs.locks import locked_elsewhere
+from tests.shared import Finished, finished_once, folder_once
+from tests.signals.profiles import make_signals, signal_metadata
+
+FINISHED = "this run was finished: nothing was left to do"
+PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 8}, "streaming": {"sinks": 4}, "tova": {}}
+
+# --- every verb -------------------------------------------------------------------------------------------------------
+
+GENERAL = ("--json", "--quiet", "--verbose", "--log-file", "--debug")
+LOADING = ("--device", "--dtype", "--offline")
+FORETELLING = {
+    "run", "calibrate", "validate", "select", "evolve", "export", "evaluate", "generate", "compress", "bench",
+    "headroom", "lm-eval", "reproduce",
+}  # fmt: skip
+WITH_MODEL = FORETELLING | {"doctor"}
+SINGLE = [verb for verb in VERBS if verb not in ("plan", "recipes")]  # those two have verbs of their own
+
+
+@pytest.mark.parametrize("verb", SINGLE)
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_offers_what_the_verb_uses(run: Run, verb: str, flag: str) -> None:
+    code, out, _ = run(verb, flag)
+    assert code == 0
+    assert [option for option in GENERAL if option not in out] == []
+    assert all((option in out) == (verb in WITH_MODEL) for option in LOADING)
+    assert ("--dry-run" in out) == (verb in FORETELLING)
+
+
+@pytest.mark.parametrize("verb", SINGLE)
+def test_an_unknown_option_is_named(run: Run, verb: str) -> None:
+    code, out, talk = run(verb, "--colour")
+    assert (code, out) == (USAGE, "")
+    assert talk.startswith("kvsearch: error: No such option: --colour (")
+    assert talk.endswith(f"(see `kvsearch {verb} -h`)\n")
+
+
+# --- runs that are kept -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A verb that keeps a run: IN stands for the folder of its inputs, RUN for the directory of the run."""
+
+    typed: str
+    other: str  # options with which it is another run
+    results: tuple[str, ...]  # files that have the same bytes whenever the same is asked
+    printed: str | None  # file with what --json prints
+    write: int  # one of its writes, of which there are as many again or more
+    reads_run: bool = False  # its directory is that of a calibration
+
+    def words(self, inputs: Path, folder: Path, *more: object) -> list[object]:
+        typed = self.typed.replace("IN/", f"{inputs}/").replace("RUN", str(folder / "run"))
+        return [*shlex.split(typed), *more]
+
+
+TASKS = "--tasks jsonl:IN/mine.jsonl"
+KEPT = {
+    "calibrate": Kept(
+        "calibrate bundled --data IN/texts.json --method query_statistics -o RUN",
+        "--questions 3", ("run/profile.safetensors", "run/contexts.json"), None, 2,
+    ),
+    "evaluate": Kept(
+        f"evaluate bundled {TASKS} --budgets 24 --samples 2 --batch 1 --methods tova -o RUN",
+        "--seed 1", ("run/report.json",), "run/report.json", 3,
+    ),
+    "validate": Kept(
+        f"validate RUN {TASKS} --budget 24 --samples 2 --batch 1 --phases prefill --signals cosine",
+        "--seed 1", ("run/validation/validation.json",), "run/validation/validation.json", 3, reads_run=True,
+    ),
+    "select": Kept(
+        f"select IN/polykv {TASKS} --budget 24 --samples 2 --batch 1 --routes nll --allocators uniform "
+        "--run RUN -o RUN.json",
+        "--seed 1", ("run/selection.json", "run.json"), "run/selection.json", 4,
+    ),
+    "evolve": Kept(
+        f"evolve bundled {TASKS} --budget 12 --samples 2 --set window=4 --group-size 6 --generations 1 --finalists 2 "
+        "-o RUN",
+        "--seed 1", ("run/plan.json", "run/report.json"), "run/report.json", 5,
+    ),
+    "run": Kept(
+        f"run bundled {TASKS} --budget 40 --samples 4 --policies snapkv --rankings query_bank --fit 4 --measure 2 "
+        "--evaluations 8 -o RUN",
+        "--seed 1", ("run/plan.json", "run/run.json"), "run/run.json", 8,
+    ),
+}  # fmt: skip
+kept = pytest.mark.parametrize("verb", KEPT)
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Questions, texts and a calibration, in the bundled model's language."""
+
+    def fill(folder: Path) -> None:
+        tiny.task_file(folder / "mine.jsonl", 40, length=100, facts=3)
+        calibration_file(folder / "texts.json", 4)
+        (folder / "polykv").mkdir()
+        signals = make_signals(signal_metadata(load("bundled").fingerprint, PATTERNS, budgets=(24,)))
+        (folder / "polykv" / "profile.safetensors").write_bytes(signals.to_bytes())
+        config = {"model": "bundled", "recipe": {"method": "polykv"}, "seed": 0}
+        (folder / "polykv" / "config.json").write_text(json.dumps(config))
+
+    return folder_once(tmp_path_factory, "verbs", fill)
+
+
+def prepare(verb: str, inputs: Path, folder: Path) -> None:
+    """Leave in a folder what has to be there before the verb is run."""
+    if KEPT[verb].reads_run:
+        shutil.copytree(inputs / "polykv", folder / "run")
+
+
+@pytest.fixture(scope="session")
+def finished_by(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Callable[[str], Finished]:
+    """The finished run of a verb, which nobody changes."""
+    known: dict[str, Finished] = {}
+
+    def finished(verb: str) -> Finished:
+        def make(folder: Path) -> tuple[int, str, str]:
+            prepare(verb, inputs, folder)
+            return invoke(*KEPT[verb].words(inputs, folder))
+
+        if verb not in known:
+            known[verb] = finished_once(tmp_path_factory, f"verb-{verb}", make)
+        return known[verb]
+
+    return finished
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def results(verb: str, folder: Path) -> list[bytes]:
+    return [(folder / name).read_bytes() for name in KEPT[verb].results]
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever loads a model fails."""
+    monkeypatch.setattr("kvsearch.models.loading.load", lambda *_: pytest.fail("a model is loaded"))
+
+
+@kept
+def test_a_dry_run_writes_nothing(run: Run, inputs: Path, tmp_path: Path, verb: str) -> None:
+    prepare(verb, inputs, tmp_path)
+    before = contents(tmp_path)
+    code, out, talk = run(*KEPT[verb].words(inputs, tmp_path, "--dry-run"))
+    assert code == 0, talk
+    assert json.loads(out)
+    assert contents(tmp_path) == before
+    assert (tmp_path / "run").exists() == KEPT[verb].reads_run
+
+
+@kept
+def test_a_finished_run_says_so_and_stays_as_it_is(
+    run: Run, inputs: Path, finished_by: Callable[[str], Finished], verb: str
+) -> None:
+    folder, out, talk = finished_by(verb)
+    assert FINISHED not in talk
+    if KEPT[verb].reads_run:
+        run(*KEPT[verb].words(inputs, folder))  # notes in its configuration where the copy is
+    before = contents(folder)
+    code, again, talk = run(*KEPT[verb].words(inputs, folder))
+    assert (code, again, FINISHED in talk) == (0, out, True)
+    code, told, talk = run(*KEPT[verb].words(inputs, folder, "--json"))
+    assert code == 0, talk
+    printed = KEPT[verb].printed
+    found = json.loads(told)
+    assert found
+    assert printed is None or json.loads((folder / printed).read_bytes()).items() <= found.items()
+    assert run(*KEPT[verb].words(inputs, folder, "--dry-run"))[0] == 0
+    assert contents(folder) == before
+
+
+@kept
+def test_another_run_is_refused(run: Run, inputs: Path, finished_by: Callable[[str], Finished], verb: str) -> None:
+    folder = finished_by(verb).folder
+    before = contents(folder)
+    told = refused(run, USAGE, "--force", *KEPT[verb].words(inputs, folder, *shlex.split(KEPT[verb].other)))
+    assert told.count("\n") == 1
+    assert contents(folder) == before
+
+
+@contextmanager
+def stopped_at(number: int) -> Iterator[None]:
+    """Meanwhile, Ctrl-C comes in place of the write of this number."""
+    writes = 0
+
+    def counted(write: Callable[..., Any]) -> Callable[..., Any]:
+        def stopping(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal writes
+            writes += 1
+            if writes == number:
+                raise KeyboardInterrupt
+            return write(*arguments, **keywords)
+
+        return stopping
+
+    replace = mock.patch.object(plan_files, "_replace", counted(plan_files._replace))
+    append = mock.patch.object(Ledger, "_append", counted(Ledger._append))
+    with replace, append:
+        yield
+
+
+@kept
+def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(
+    run: Run, inputs: Path, finished_by: Callable[[str], Finished], tmp_path: Path, verb: str
+) -> None:
+    prepare(verb, inputs, tmp_path)
+    with stopped_at(KEPT[verb].write):
+        code, out, talk = run(*KEPT[verb].words(inputs, tmp_path))
+    assert (code, out) == (INTERRUPTED, ""), talk
+    assert not (tmp_path / KEPT[verb].results[0]).exists()
+    code, _, talk = run(*KEPT[verb].words(inputs, tmp_path))
+    assert code == 0, talk
+    assert FINISHED not in talk
+    assert results(verb, tmp_path) == results(verb, finished_by(verb).folder)
+
+
+@pytest.mark.parametrize(
+    "verb", [pytest.param(verb, marks=[pytest.mark.nightly] if verb == "run" else []) for verb in KEPT]
+)
+def test_force_starts_anew_and_comes_to_the_same(
+    run: Run, inputs: Path, finished_by: Callable[[str], Finished], tmp_path: Path, verb: str
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(finished_by(verb).folder, folder)
+    code, _, talk = run(*KEPT[verb].words(inputs, folder, "--force"))
+    assert code == 0, talk
+    assert FINISHED not in talk
+    assert results(verb, folder) == results(verb, finished_by(verb).folder)
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("more", [(), ("--force",)])
+@kept
+def test_a_second_writer_is_refused(run: Run, inputs: Path, tmp_path: Path, verb: str, more: tuple[str, ...]) -> None:
+    """At once, and nothing is touched."""
+    prepare(verb, inputs, tmp_path)
+    with locked_elsewhere(tmp_path / "run"):
+        before = contents(tmp_path)
+        words = f"another kvsearch is writing to {tmp_path / 'run'} (process {os.getpid()} on "
+        told = refused(run, USAGE, words, *KEPT[verb].words(inputs, tmp_path, *more))
+        assert told.count("\n") == 1
+        assert contents(tmp_path) == before
+
+
+# --- directories of something else ------------------------------------------------------------------------------------
+
+
+def model_of_mine(directory: Path) -> None:
+    directory.mkdir()
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+
+
+def run_of_another_job(directory: Path) -> None:
+    directory.mkdir()
+    with locked(directory):
+        begin(directory, RunConfig(job="select", content={"seed": 1}))
+
+
+def thesis(directory: Path) -> None:
+    directory.mkdir()
+    (directory / "thesis.tex").write_text("mine")
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("more", [(), ("--force",)])
+@pytest.mark.parametrize("occupy", [model_of_mine, run_of_another_job, thesis])
+@pytest.mark.parametrize("verb", [verb for verb in KEPT if verb not in ("validate", "select")])
+def test_a_directory_of_something_else_is_kept(
+    run: Run, inputs: Path, tmp_path: Path, verb: str, occupy: Callable[[Path], None], more: tuple[str, ...]
+) -> None:
+    occupy(tmp_path / "run")
+    before = contents(tmp_path)
+    refused(run, USAGE, "holds something else than", *KEPT[verb].words(inputs, tmp_path, *more))
+    assert contents(tmp_path) == before

@@ -1,0 +1,102 @@
+"""The page: one file that needs nothing else, in which all that is printed is data, and figures are always the same."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markupsafe import Markup
+
+from kvsearch.report.figures.data import Axis, Figure, HeatMap, Intervals, LineChart, Panel, Series, layer_map
+from kvsearch.report.page.page import ModelGroup, Sheet, data_link, draw_svg, is_ours, render
+from kvsearch.report.table import Cell, RowGroup, Table
+from kvsearch.runs.estimates import Estimate
+from tests.examples import at_most
+from tests.report.reader import Reader
+from tests.report.test_figures import FIGURES
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e{{ 7 * 7 }}\x07\"'&"
+
+
+@pytest.fixture(scope="module")
+def hostile() -> str:
+    """A page in which whatever may come from outside is hostile."""
+    bad = Series(HOSTILE, (1.0, 2.0), (1.0, 2.0), (0.5, 1.0), (1.5, 3.0))
+    cells = HeatMap(("0", HOSTILE), (HOSTILE,), HOSTILE, HOSTILE, HOSTILE, (Panel(HOSTILE, ((1.0,), (2.0,))),))
+    figures = [
+        Figure(HOSTILE, HOSTILE, HOSTILE, LineChart(Axis(HOSTILE), Axis(HOSTILE), (bad,))),
+        Figure("cells", HOSTILE, "", cells),
+        Figure("intervals", HOSTILE, "", Intervals(Axis(HOSTILE), ((HOSTILE, ((HOSTILE, Estimate(1, 0, 2)),)),))),
+    ]
+    row = [Cell(HOSTILE), Cell(HOSTILE)]
+    rows = Table(HOSTILE, [HOSTILE, HOSTILE], [RowGroup(HOSTILE, [row])], (HOSTILE,), (HOSTILE,))
+    facts = {HOSTILE: [(HOSTILE, HOSTILE)]}
+    sheet = Sheet(HOSTILE, HOSTILE, HOSTILE, HOSTILE, [HOSTILE], figures, [rows], [HOSTILE], facts)
+    return render([ModelGroup(HOSTILE, HOSTILE, [sheet, sheet])], HOSTILE, HOSTILE).decode()
+
+
+def test_nothing_hostile_becomes_markup(hostile: str) -> None:
+    read = Reader(hostile)
+    assert [name for name, _ in read.found].count("script") == 1
+    assert "img" not in {name for name, _ in read.found}
+    assert not {key for _, found in read.found for key in found if key.startswith("on")}
+    assert "{{ 7 * 7 }}" in read.text
+    assert not re.search("[\u202a-\u202e\u2066-\u2069\x00-\x09\x0b-\x1f]", hostile)
+    assert hostile.count("\\u202e") > 30
+    assert HOSTILE.split("\u202e")[0] in read.text
+
+
+def test_a_policy_allows_our_script_and_style_and_nothing_from_anywhere(hostile: str) -> None:
+    found = Reader(hostile).found
+    (policy,) = (one["content"] or "" for _, one in found if one.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    links = [one.get(name) or "" for _, one in found for name in ("href", "src") if name in one]
+    assert {link[:1] if link.startswith("#") else link.split(",")[0].split(";")[0] for link in links} == {
+        "#", "data:", "data:text/csv",
+    }  # fmt: skip
+    ids = [one["id"] for _, one in found if "id" in one]
+    assert len(ids) == len(set(ids)) > 6
+    assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+
+
+def test_a_page_is_known_as_ours(hostile: str) -> None:
+    assert is_ours(hostile.encode())
+    assert not is_ours(b"<!doctype html><html><head><title>kvsearch report</title>")
+
+
+def test_a_page_of_a_large_model_is_small_and_always_the_same() -> None:
+    rng = np.random.default_rng(0)
+    maps = {name: rng.random((32, 8)) for name in ("uniform", "pyramid", "lukv", "plan")}
+    steps = tuple(map(float, range(400)))
+    chart = LineChart(Axis("candidates"), Axis("nats"), (Series("value", steps, steps, style="points"),))
+    figures = [Figure("loss", "Loss", "", layer_map(maps, range(32), "loss")), Figure("search", "Search", "", chart)]
+    sheet = Sheet("runs/evolve", "search", "joint beats snapkv.", figures=figures)
+    pages = [render([ModelGroup("a model", "llama", [sheet])], "kvsearch report", "1 result") for _ in range(2)]
+    assert len(pages[0]) < 200_000
+    assert pages[0] == pages[1]
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
+def test_figures_are_in_the_ink_of_the_page_and_always_the_same(figure: Figure) -> None:
+    drawing = draw_svg(figure, "f1")
+    assert drawing.startswith("<svg ")
+    assert 'fill="currentColor"' in drawing
+    assert "#000000" not in drawing
+    assert " style=" not in drawing
+    assert drawing == draw_svg(figure, "f1")
+    ids, others = ({one["id"] for _, one in Reader(draw_svg(figure, at)).found if "id" in one} for at in ("f1", "f2"))
+    assert not ids & others
+
+
+@at_most(40)
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_a_link_holds_a_file_whole_and_is_no_markup(text: str) -> None:
+    link = data_link(text)
+    assert unquote(link.partition(",")[2]) == text
+    assert link.isascii() and not set(link) & set('"&<> \n#')
+    assert Reader(Markup('<a href="{}"></a>').format(link)).found == [("a", {"href": link})]

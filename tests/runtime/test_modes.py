@@ -1,0 +1,218 @@
+"""Every way of generating, over families and plans: as over a stock cache where nothing is evicted, no crash elsewhere.
+
+What a plan cannot do is refused in one line; nothing is answered differently without a word.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import cache as once
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvsearch import attach
+from kvsearch.core.errors import KvsearchError, UsageError
+from kvsearch.models.architecture import describe
+from kvsearch.runtime import Program
+from kvsearch.runtime.program import PhaseProgram
+from tests.families import FAMILIES, SPECIAL, build, prompts
+from tests.runtime.modes import BATCH, LENGTH, MODES, Mode, Side, more, ones
+from tests.runtime.places import SLOW_PLACES, at
+from tests.runtime.policies import SMALL, for_model
+
+ENOUGH = 10**6
+TOLERANCE = 1e-4
+PHASES = ("prefill", "decode", "both")
+# what a plan refuses, by what its message says; everything else must be as over a stock cache
+REFUSED = (
+    "cannot take tokens back",  # what evicts while decoding, and running states
+    "forgets its running state",  # transformers' code for the family
+    "drafts need",
+    "prompt lookup and assisted decoding",
+    "no tensor of all keys and values",
+    "holds its last",  # sliding windows that forget
+    "tokens were read and",  # transformers' drafts read a conversation anew, with its mask, into the same cache
+)
+
+
+@once
+def model_of(family: str) -> Any:
+    return build(family)
+
+
+def program(model: Any, name: str, phases: str, budget: int) -> Program:
+    shape = describe(model)
+    policy = for_model(SMALL[name])
+    table = np.full((len(shape.full_layers), shape.kv_heads), budget, dtype=np.int64)
+    table[:, -1] += 3 * (budget < ENOUGH)
+    phase = PhaseProgram(dict.fromkeys(shape.full_layers, policy), Table(table))
+    return Program(phase if phases != "decode" else None, phase if phases != "prefill" else None)
+
+
+class Table:
+    """Budgets that do not depend on the length, of a class that pickles know."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.table = table
+
+    def __call__(self, length: int) -> np.ndarray:
+        return self.table
+
+
+def outcome(mode: Mode, side: Side) -> list[Tensor] | KvsearchError:
+    """What a mode yields, or what a plan refuses it with."""
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return list(mode(side))
+    except KvsearchError as refusal:
+        return refusal
+
+
+def compare(family: str, name: str, policy: str, phases: str) -> None:
+    model, mode = model_of(family), MODES[name]
+    try:
+        stock = outcome(mode, Side(model))
+    except Exception:  # noqa: BLE001 - what transformers itself cannot do with this family is nothing to compare with
+        pytest.skip("not with a stock cache")
+    with attach(model, program(model, policy, phases, ENOUGH)) as planned:
+        found = outcome(mode, Side(model, planned))
+    if isinstance(found, KvsearchError):
+        assert any(reason in str(found) for reason in REFUSED), found
+        assert "\n" not in str(found)
+        return
+    assert isinstance(stock, list)
+    assert len(found) == len(stock)
+    for mine, theirs in zip(found, stock, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def evict(family: str, name: str, policy: str, phases: str) -> None:
+    model = model_of(family)
+    with attach(model, program(model, policy, phases, 9)) as planned:
+        found = outcome(MODES[name], Side(model, planned))
+    if isinstance(found, KvsearchError):
+        assert any(reason in str(found) for reason in REFUSED), found
+        assert "\n" not in str(found)
+        return
+    assert all(bool(part.isfinite().all()) for part in found if part.is_floating_point())
+
+
+@pytest.mark.parametrize("phases", ["prefill", "decode"])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_are_as_over_a_stock_cache(mode: str, phases: str) -> None:
+    compare("llama", mode, "tova", phases)
+
+
+@pytest.mark.parametrize("phases", ["prefill", "both"])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_that_evict_end_well(mode: str, phases: str) -> None:
+    evict("llama", mode, "h2o", phases)
+
+
+def turned() -> Iterator[tuple[str, str, str]]:
+    """Every family with every mode, in phases that take turns."""
+    for row, family in enumerate([*FAMILIES[1:], *SPECIAL]):
+        for column, mode in enumerate(MODES):
+            if family == "minimax" and "beam" in mode:
+                continue  # transformers' own cache for it does not reorder running states with the beams
+            yield family, mode, PHASES[(row + column) % len(PHASES)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("family", "mode", "phases"), list(turned()))
+def test_modes_of_all_families(family: str, mode: str, phases: str) -> None:
+    compare(family, mode, "snapkv{'window': 4, 'kernel': 3, 'sinks': 1}", phases)
+    evict(family, mode, "tova", phases)
+
+
+HIDING = ("masks_that_hide_what_was_read", "taken_back", "finished_sequences_are_fed_pads", "gradients")
+
+
+@pytest.mark.parametrize("policy", SMALL)
+@pytest.mark.parametrize("mode", HIDING)
+def test_masks_and_gradients_under_every_policy(policy: str, mode: str) -> None:
+    compare("llama", mode, policy, "both")
+    evict("llama", mode, policy, "both")
+
+
+@pytest.mark.parametrize("place", SLOW_PLACES)
+@pytest.mark.parametrize("phases", PHASES)
+def test_masks_in_every_store(phases: str, place: str) -> None:
+    with at(place):
+        for family in ("llama", "gemma2", "gpt_oss"):
+            compare(family, "masks_that_hide_what_was_read", "streaming{'sinks': 2}", phases)
+            evict(family, "masks_that_hide_what_was_read", "streaming{'sinks': 2}", phases)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("policy", ["snapkv{'window': 4, 'kernel': 3, 'sinks': 1}", "streaming{'sinks': 2}", "keydiff"])
+def test_learned_sinks_in_half_precision(policy: str, dtype: torch.dtype) -> None:
+    model = build("gpt_oss").to(dtype)
+    ids, mask = prompts(2, LENGTH, pads=5)
+    with attach(model, program(model, policy, "decode", 9)) as planned:
+        output = planned.generate(
+            ids, attention_mask=mask, max_new_tokens=6, output_logits=True, return_dict_in_generate=True
+        )
+    assert all(bool(part.isfinite().all()) for part in output.logits)
+
+
+# --- what is refused ----------------------------------------
+
+
+def wrong_masks() -> Iterator[tuple[str, Any, str]]:
+    good = torch.cat([prompts(BATCH, LENGTH, pads=5)[1], ones(2)], 1)
+    yield "too short", good[:, 1:], "attention_mask has 25 columns: 24 tokens were read and 2 come, so it takes 26"
+    yield "too long", torch.cat([good, ones(1)], 1), "attention_mask has 27 columns"
+    yield "missing", None, "attention_mask shows padding of sequence 0, of which nothing was kept, or is missing"
+    yield "of ones", torch.ones_like(good), "attention_mask shows padding of sequence 0"
+    yield "empty", torch.zeros_like(good), "attention_mask hides every token of sequence 0"
+    shows = good.clone()
+    shows[0, 2] = 1
+    yield "shows padding", shows, "attention_mask shows padding of sequence 0"
+    empty = good.clone()
+    empty[1] = 0
+    yield "hides a sequence", empty, "attention_mask hides every token of sequence 1"
+    four = good[:, None, None].bool().repeat(1, 1, 2, 1)
+    yield "not causal", four, "hides other tokens from one row than from the next"
+    yield "another width", four[..., 1:], "attention_mask is [2, 1, 2, 25]"
+    yield "biases", torch.zeros(four.shape) - 0.5, "attention_mask adds numbers to logits"
+
+
+@pytest.mark.parametrize("phases", PHASES)
+@pytest.mark.parametrize("case", list(wrong_masks()), ids=lambda case: case[0])
+@torch.no_grad()
+def test_masks_that_cannot_be(case: tuple[str, Any, str], phases: str) -> None:
+    """One line each, and the cache goes on as if they had not been given."""
+    _, wrong, message = case
+    model = model_of("llama")
+    ids, mask = prompts(BATCH, LENGTH, pads=5)
+    good = torch.cat([mask, ones(2)], 1)
+    with attach(model, program(model, "tova", phases, 9)) as planned:
+        cache, untouched = planned.new_cache(), planned.new_cache()
+        side = Side(model, planned)
+        for each in (cache, untouched):
+            side.forward(each, ids, mask)
+        with pytest.raises(UsageError) as caught:
+            side.forward(cache, more(2), wrong, position_ids=torch.arange(2)[None] + LENGTH)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert torch.equal(side.forward(cache, more(2), good), side.forward(untouched, more(2), good))
+
+
+def test_an_unpickled_cache_wants_its_model() -> None:
+    import pickle
+
+    model = model_of("llama")
+    ids, _ = prompts(1, LENGTH)
+    with attach(model, program(model, "tova", "both", 9)) as planned, torch.no_grad():
+        side, cache = Side(model, planned), planned.new_cache()
+        side.forward(cache, ids)
+        again = pickle.loads(pickle.dumps(cache))
+        with pytest.raises(UsageError, match=r"call cache\.bind\(model\)"):
+            side.forward(again, more(1, rows=1))

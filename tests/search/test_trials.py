@@ -1,0 +1,321 @@
+"""The trials of a search: what is written is read again bit for bit, and what is known is not measured again."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.search.candidates import Candidate, JobOutcome, TrialJob, candidate_key
+from kvsearch.search.settings import SearchLimits
+from kvsearch.search.trials import LimitReachedError, ResultLine, TrialLog, TrialRunner
+from kvsearch.workers.base import SerialExecutor
+from tests.runs.sealing import lines_of, sealed
+from tests.search.searching import SAMPLES, TOKENS, Measure, generations_of
+from tests.workers import fakes
+from tests.workers.fakes import BROKEN, NAN, NO_MEMORY, Fake, table
+
+KEYS = ["a" * 64, "b" * 64, "c" * 64]
+JOB = TrialJob((np.array([[8, 4]]), np.array([[6, 6]])), (3, 5), "nll")
+OK = JobOutcome("ok", np.array([[0.1 + 0.2, 2.0], [1 / 3, -5e-324]]), "", 1.5, 40)
+
+
+def result(*keys: str, outcome: str = "ok", value: float = 1.0) -> dict[str, Any]:
+    values = [[value]] * len(keys) if outcome in ("ok", "non-finite") else None
+    return {"keys": list(keys), "outcome": outcome, "values": values, "seconds": 1.0, "tokens": 10}
+
+
+def told(generation: int = 0) -> dict[str, Any]:
+    return {"stage": "group 1", "generation": generation, "points": [[1.0]], "values": [2.0]}
+
+
+# --- what is written is read again -----------------------------------------------------------------------------------
+
+
+def test_the_lines_of_a_search(tmp_path: Path) -> None:
+    points = [np.array([1.0, 0.1 + 0.2]), np.array([2**-1074, -1e308])]
+    with TrialLog(tmp_path / "l") as ledger:
+        assert ledger.begin("group 1") == 1
+        ledger.record(JOB, OK)
+        ledger.tell("group 1", 0, points, [0.5, 1 / 3])
+        ledger.tell("group 1", 0, points, [0.5, 1 / 3])  # it is there
+        ledger.record_best(Candidate(JOB.candidates[1], 1 / 3, "group 1, generation 0"))
+        ledger.record_best(Candidate(JOB.candidates[0], 0.5, "group 1, generation 1"))  # no better
+        assert ledger.count == 4
+    with TrialLog(tmp_path / "l") as ledger:
+        assert ledger.begin("group 1") == 1
+        [heard] = generations_of(ledger, "group 1")
+        assert [np.array(point).tobytes() for point in heard.points] == [point.tobytes() for point in points]
+        assert (heard.generation, heard.values) == (0, [0.5, 1 / 3])
+        assert generations_of(ledger, "group 2") == []
+        assert ledger.best is not None
+        assert ledger.best.candidate == [[6, 6]]
+        assert (ledger.best.value, ledger.best.where) == (1 / 3, "group 1, generation 0")
+        for number, key in enumerate(JOB.keys):
+            trial = ledger.trials[key]
+            assert trial.values is not None
+            assert OK.values is not None
+            assert trial.values.tobytes() == OK.values[number].tobytes()
+            assert (trial.state, trial.message, trial.line) == ("ok", "", 2)
+
+
+def test_values_that_are_not_finite_are_no_ok(tmp_path: Path) -> None:
+    with TrialLog(tmp_path / "l") as ledger:
+        ledger.record(JOB, OK._replace(values=np.array([[1.0, 2.0], [0.5, math.nan]])))
+        [failure] = ledger.failures_of(JOB)
+    words = "values of 1 of 2 candidates are not finite: candidate 1 of its job on sample 1"
+    assert (failure.state, failure.message) == ("non-finite", words)
+    assert list(ledger.trials) == JOB.keys[:1]
+
+
+@given(st.lists(st.floats(allow_nan=True), min_size=1))
+def test_values_are_kept_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, values: list[float]) -> None:
+    path = tmp_path_factory.mktemp("values") / "l"
+    with TrialLog(path) as ledger:
+        ledger.append("result", **{**result(KEYS[0], outcome="non-finite"), "values": [values]})
+        ledger.append("told", **told())
+    json.loads(path.read_text().splitlines()[0], parse_constant=pytest.fail)  # JSON that everyone reads
+    with TrialLog(path) as ledger:
+        found = ledger.trials[KEYS[0]]
+    assert found.values is not None
+    np.testing.assert_array_equal(found.values, np.array(values))  # takes any NaN for any other
+    assert np.array_equal(np.signbit(found.values), np.signbit(values)) or any(map(math.isnan, values))
+    assert (found.state == "ok") == bool(np.isfinite(values).all())
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_what_stands_before_every_line(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Against a reading of the lines; a candidate that stands is not measured again, so it is not drawn again."""
+    lines: list[ResultLine | None] = []  # None: a generation was told
+    with TrialLog(tmp_path_factory.mktemp("log") / "l") as log:
+        for _ in range(data.draw(st.integers(0, 12))):
+            new = [key for key in KEYS if key not in by_reading(lines)]
+            if not new or data.draw(st.booleans()):
+                lines.append(None)
+                log.append("told", **told(len(lines)))
+            else:
+                keys = data.draw(st.lists(st.sampled_from(new), min_size=1, unique=True))
+                log.append("result", **result(*keys, outcome=data.draw(st.sampled_from(["ok", "oom"]))))
+                line = lines_of(log)[-1]
+                assert isinstance(line, ResultLine)
+                lines.append(line)
+        for number in range(1, len(lines) + 2):
+            wanted = by_reading(lines[: number - 1])
+            assert {key for key in log.trials if log.trials[key].line < number} == set(wanted)
+        assert {key: trial.state for key, trial in log.trials.items()} == by_reading(lines)
+        assert log.spent.evaluations == len({key for line in lines if line is not None for key in line.keys})
+
+
+def by_reading(lines: Sequence[ResultLine | None]) -> dict[str, str]:
+    """What stands after some lines."""
+    found: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    for line in lines:
+        if line is None:
+            found |= failed
+            failed = {}
+            continue
+        for key in line.keys:
+            failed.pop(key, None)
+            (found if line.outcome == "ok" else failed)[key] = line.outcome
+    return found
+
+
+def test_what_is_spent_is_counted_over_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, clock = tmp_path / "l", SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("kvsearch.search.trials.time", SimpleNamespace(monotonic=lambda: clock.now))
+    with TrialLog(path) as ledger:
+        ledger.append("result", **result(*KEYS[:2]))
+        clock.now += 5
+        ledger.append("result", **result(KEYS[1], KEYS[2]))
+        first = ledger.spent
+        ledger.begin("the end")
+    assert first[:2] == (3, 20)
+    assert first.seconds == 5
+    clock.now += 100  # no work on the run
+    with TrialLog(path) as ledger:
+        second = ledger.spent
+        assert second[:2] == (3, 20)
+        assert second.seconds == 5
+        clock.now += 2
+        assert ledger.spent.seconds == 7
+        ledger.begin("again")
+    ats = [json.loads(line)["at"] for line in path.read_text().splitlines()]
+    assert ats == [0, 5, 5, 7]
+
+
+# --- files that are damaged ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{}", "there is no kind None"),
+        ('{"kind": "stage", "name": "x"}', "at: is missing"),
+        ('{"kind": "stage", "at": 1, "name": "x", "more": 1}', "more: unknown key"),
+        ('{"kind": "result", "at": 1, "keys": ["x"], "outcome": "ok", "seconds": 1, "tokens": 1}', "keys.0: "),
+    ],
+)
+def test_a_whole_line_with_other_content_is_refused(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "l"
+    path.write_text(sealed(['{"kind": "stage", "at": 1, "name": "x"}', line]))
+    with pytest.raises(UsageError, match="line 2 is damaged") as found:
+        TrialLog(path)
+    assert words in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+# --- what candidates are worth ----------------------------------------------------------------------------------------
+
+TABLES = [np.full((2, 1), entries, dtype=np.int64) for entries in range(5, 12)]
+
+
+def runner_of(log: TrialLog, measure: Measure, objective: str = "nll", job: int = 3, **limits: float) -> TrialRunner:
+    return TrialRunner(
+        SerialExecutor(measure), log, objective, job, SearchLimits(**limits),
+        lambda chosen: TOKENS * (SAMPLES if chosen is None else len(chosen)),
+    )  # fmt: skip
+
+
+def test_means_that_are_to_be_minimised(tmp_path: Path) -> None:
+    measure = Measure(lambda table, sample: float(table[0, 0]) + sample)
+    with TrialLog(tmp_path / "l") as ledger:
+        line = ledger.begin("a")
+        assert runner_of(ledger, measure).measure(TABLES[:2], line) == [7.5, 8.5]
+        assert runner_of(ledger, measure).measure(TABLES[:1], line, (0, 4)) == [7.0]
+        assert runner_of(ledger, measure, "metric").measure(TABLES[:1], line) == [-7.5]
+
+
+def test_jobs_are_of_about_equal_size(tmp_path: Path) -> None:
+    measure = Measure()
+    with TrialLog(tmp_path / "l") as ledger:
+        runner_of(ledger, measure).measure(TABLES, ledger.begin("a"))
+    assert [len(job.candidates) for job in measure.jobs] == [2, 2, 3]
+
+
+def test_equal_candidates_are_measured_once_and_all_told(tmp_path: Path) -> None:
+    measure = Measure()
+    with TrialLog(tmp_path / "l") as ledger:
+        line = ledger.begin("a")
+        values = runner_of(ledger, measure).measure([TABLES[0], TABLES[1], TABLES[0]], line)
+    assert len(measure.candidates) == 2
+    assert values[0] == values[2] != values[1]
+
+
+def test_a_job_is_the_same_whatever_of_it_was_known_before_it_was_cut(tmp_path: Path) -> None:
+    """What a generation has measured stays among its jobs, so those that are left are as they were."""
+    whole = Measure()
+    with TrialLog(tmp_path / "whole") as ledger:
+        runner_of(ledger, whole).measure(TABLES, ledger.begin("a"))
+    measure = Measure(interrupt=1)
+    with TrialLog(tmp_path / "l") as ledger:
+        line, runner = ledger.begin("a"), runner_of(ledger, measure)
+        with pytest.raises(KeyboardInterrupt):
+            runner.measure(TABLES, line)
+        runner_of(ledger, measure).measure(TABLES, line)
+    assert [[t.tolist() for t in job.candidates] for job in measure.jobs] == [
+        [t.tolist() for t in job.candidates] for job in whole.jobs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "measured", "message"),
+    [
+        ({"evaluations": 4}, 4, "4 candidates were evaluated, as many as allowed"),
+        ({"tokens": 4 * SAMPLES * TOKENS + 1}, 4, "240 tokens were read, and one more candidate could exceed 241"),
+        ({"seconds": 1e-9}, 0, "the 1e-09 seconds that were allowed are over"),
+    ],
+)
+def test_limits(limits: dict[str, float], measured: int, message: str, tmp_path: Path) -> None:
+    measure = Measure()
+    with TrialLog(tmp_path / "l") as ledger:
+        runner = runner_of(ledger, measure, **limits)
+        line = ledger.begin("a")
+        for _ in range(2):  # and again
+            with pytest.raises(LimitReachedError, match=message):
+                runner.measure(TABLES, line)
+        assert len(measure.candidates) == measured
+        assert np.isfinite(runner.values(TABLES)).sum() == measured
+
+
+def test_what_is_known_may_be_asked_beyond_the_limit(tmp_path: Path) -> None:
+    with TrialLog(tmp_path / "l") as ledger:
+        line = ledger.begin("a")
+        values = runner_of(ledger, Measure()).measure(TABLES, line)
+        assert runner_of(ledger, Measure(), seconds=1e-9).measure(TABLES, line) == values
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def measure_firsts(folder: Path, firsts: Sequence[int], job: int = 1) -> TrialLog:
+    """Measure candidates of `fakes`, and return the log."""
+    log = TrialLog(folder / "log")
+    runner = TrialRunner(SerialExecutor(Fake(folder)), log, "nll", job, SearchLimits(), lambda _: fakes.TOKENS)
+    with log:
+        runner.measure([table(first) for first in firsts], log.begin("a"))
+    return log
+
+
+def test_exactly_half_may_fail_and_failures_count_against_the_generation(tmp_path: Path) -> None:
+    log = measure_firsts(tmp_path, (BROKEN, 8))
+    assert log.spent.evaluations == 2
+    assert [trial.state for trial in log.trials.values()] == ["ok"]
+    with pytest.raises(EnvironmentFault) as found:
+        measure_firsts(tmp_path, (BROKEN,))
+    assert str(found.value) == (
+        "1 of 1 candidates failed (error: ValueError: first line second line): see to it, then give the same "
+        "command again to go on"
+    )
+
+
+def test_of_a_job_without_a_value_all_candidates_failed(tmp_path: Path) -> None:
+    log = measure_firsts(tmp_path, (8, 10, NO_MEMORY, 9, 11, 12), job=2)
+    good = {candidate_key(table(first), "nll", None) for first in (8, 10, 11, 12)}
+    assert {key for key, trial in log.trials.items() if trial.state == "ok"} == good
+    assert log.spent.evaluations == 6
+
+
+def test_known_failures_count_too(tmp_path: Path) -> None:
+    """Those that were told since the generation began."""
+    with TrialLog(tmp_path / "log") as log:
+        line = log.begin("a")
+        log.record(TrialJob((table(NO_MEMORY),), None, "nll"), JobOutcome("error", None, "it broke", 1.0, 1))
+        log.append("told", **told())
+        runner = TrialRunner(SerialExecutor(Fake(tmp_path)), log, "nll", 1, SearchLimits(), lambda _: 1)
+        with pytest.raises(EnvironmentFault, match="2 of 3 candidates failed"):
+            runner.measure([table(first) for first in (BROKEN, NO_MEMORY, 8)], line)
+
+
+def test_a_failure_that_was_not_told_is_measured_again_and_nothing_beside_it(tmp_path: Path) -> None:
+    measure_firsts(tmp_path, (8, NAN, 9), job=3)
+    before = (tmp_path / "log").read_bytes()
+    measure_firsts(tmp_path, (8, NAN, 9), job=3)
+    (again,) = (tmp_path / "log").read_bytes()[len(before) :].splitlines()
+    assert json.loads(again)["keys"] == [candidate_key(table(NAN), "nll", None)]
+
+
+def test_a_key_depends_on_all_that_decides_the_values() -> None:
+    base = candidate_key(table(8, 9), "nll", (0, 1))
+    assert base == candidate_key(np.array([[8], [9]]), "nll", (0, 1))
+    others = [
+        candidate_key(table(9, 8), "nll", (0, 1)),
+        candidate_key(np.array([[8, 9]]), "nll", (0, 1)),
+        candidate_key(table(8, 9), "kl", (0, 1)),
+        candidate_key(table(8, 9), "nll", (0,)),
+        candidate_key(table(8, 9), "nll", (1, 0)),
+        candidate_key(table(8, 9), "nll", None),
+    ]
+    assert len({base, *others}) == 7

@@ -1,0 +1,344 @@
+"""Candidates and baselines of a selection: what is made, that all hold the same, and that nothing is there twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvsearch.budgets.plan_checks import check_plan
+from kvsearch.core.errors import UsageError
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Plan, Profile, Size
+from kvsearch.selection.candidates import CandidateSet, content_hash
+from kvsearch.selection.signal_candidates import (
+    ALLOCATORS,
+    Explored,
+    explore,
+    find_signal_candidates,
+    tuned_policy,
+)
+from kvsearch.strategies.from_signals import Strategy, strategy_plan
+from kvsearch.strategies.methods import METHODS
+from tests import tiny
+from tests.signals.profiles import make_signals, signal_metadata
+
+LAYERS, HEADS, LENGTH = 4, 2, 60
+BUDGETS = (8, 16, 32)
+PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 4}, "streaming": {"sinks": 2}, "tova": {}}
+SIZE = Size(budget=12)
+CURVES = ("curves", "curves-joint")
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded()
+
+
+def profile_of(
+    model: LoadedModel, patterns: dict[str, dict[str, Any]] | None = None, arrays: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Profile:  # fmt: skip
+    known = {"budgets": BUDGETS, "length": LENGTH, **changes}
+    return make_signals(signal_metadata(model.fingerprint, patterns or PATTERNS, **known), **(arrays or {}))
+
+
+def losing(losses: Any, samples: int = 2) -> dict[str, Any]:
+    """Arrays that say what the model loses in prefill, [N, L, R]; in decode nothing."""
+    prefill = np.asarray(losses, dtype=float)
+    both = np.stack([prefill, np.zeros_like(prefill)], axis=1)
+    full = np.linspace(1, 2, samples)
+    return {"nll": full[:, None, None, None, None] + both, "full_nll": full, "samples": samples}
+
+
+def found_in(
+    model: LoadedModel, profile: Profile, routes: Any = None, allocators: Any = None, **options: Any
+) -> CandidateSet:
+    size = options.pop("size", SIZE)
+    return find_signal_candidates(
+        model, profile, size, explored=explore(profile, size, "full", routes, allocators), **options
+    )
+
+
+def kept(plan: Plan, phase: Any = "prefill") -> list[int]:
+    """Entries per head of every layer, where all heads of a layer have the same."""
+    return [sum(budget or ()) // HEADS for budget in plan.budgets(phase)]
+
+
+def patterns(plan: Plan, phase: Any = "prefill") -> list[str]:
+    return [layer.policy.name for layer in plan.phase(phase).layers if layer is not None]
+
+
+# --- what there is ---------------------------------------------------------------------------------------------------
+
+
+def test_everything_that_was_measured(model: LoadedModel) -> None:
+    profile = profile_of(model)
+    full = explore(profile, SIZE, "full")
+    assert full.routes == ("none", "cosine", "error", "ppl", "nll")
+    assert full.allocators == tuple(ALLOCATORS)
+    assert explore(profile, SIZE, "paper") == Explored(("none", "cosine", "ppl"), ("uniform", "entropy", "ppl"))
+    standard = explore(profile, SIZE)
+    assert set(CURVES) < set(standard.allocators) < set(full.allocators)
+    assert "ppl-chosen" in standard.allocators
+    assert "ppl" not in standard.allocators  # the worst of all patterns, whatever is used
+    bare = profile_of(model, arrays={"nll": None, "full_nll": None, "entropy": None, "mean_entropy": None})
+    assert explore(bare, SIZE).routes == ("none", "cosine", "error")
+    assert explore(bare, SIZE).allocators == ("uniform", "pyramid", "cosine-chosen", "error-chosen")
+
+
+def test_all_hold_the_same_and_nothing_is_there_twice(model: LoadedModel) -> None:
+    found = find_signal_candidates(model, profile_of(model), SIZE)
+    assert len(found.candidates) > 30
+    contents = [content_hash(plan) for plan in found.plans.values()]
+    assert len(set(contents)) == len(contents)
+    for name, plan in found.plans.items():
+        assert plan.total == 12 * LAYERS * HEADS, name
+        assert plan.decode is None
+        check_plan(plan, name)
+    # perplexity orders patterns as its logarithm does, so one of two routes is left
+    assert {"cosine", "error", "ppl"} <= found.candidates.keys()
+    assert "nll" not in found.candidates
+    assert found.even == "snapkv"
+    assert found.notes == ()
+
+
+def test_the_baselines_are_patterns_and_methods(model: LoadedModel) -> None:
+    found = found_in(model, profile_of(model), ["cosine"], ["uniform"])
+    # the method uniform is the pattern snapkv, with the window of the profile
+    assert set(found.baselines) == {*PATTERNS, *METHODS} - {"uniform"}
+    assert {one.allocation.name for one in found.baselines.values()} == {"static", "adakv", "cake", "lava"}
+    assert "snapkv" not in found.candidates
+    assert dict(found.origins["lava"]) == {"baseline": "lava", "policy": "lava"}
+    windows = {
+        layer.policy.params["window"]
+        for one in found.baselines.values()
+        for layer in (one.prefill.layers if one.prefill else ())
+        if layer is not None and "window" in layer.policy.params
+    }
+    assert windows == {4}
+
+
+def test_a_method_that_is_a_pattern_keeps_both_of_its_forms(model: LoadedModel) -> None:
+    found = found_in(model, profile_of(model, {"cake": {"window": 4}, "tova": {}}), ["cosine"], ["uniform"])
+    static, dynamic = found.baselines["cake"], found.baselines["cake, own budgets"]
+    assert (static.allocation.name, dynamic.allocation.name) == ("static", "cake")
+    assert patterns(static) == patterns(dynamic) == ["cake"] * LAYERS
+
+
+def test_a_method_that_cannot_hold_so_little_is_left_out_with_a_note(model: LoadedModel) -> None:
+    found = found_in(model, profile_of(model, {"streaming": {"sinks": 2}, "tova": {}}), ["cosine"], ["uniform"])
+    assert {"streaming", "tova"} <= found.baselines.keys()
+    assert "cake" not in found.baselines
+    (note,) = [note for note in found.notes if note.startswith("baseline cake ")]
+    assert note.endswith("below the 32 that cake always keeps: keep more, or calibrate with a smaller --set protect")
+
+
+def test_a_policy_is_set_as_the_profile_has_it(model: LoadedModel) -> None:
+    profile = profile_of(model, {"tova": {}, "snapkv": {"window": 4, "kernel": 3}})
+    assert tuned_policy("snapkv", profile).parameters()["kernel"] == 3
+    assert tuned_policy("lava", profile).parameters()["window"] == 4
+    assert tuned_policy("streaming", profile).parameters() == {"sinks": 4}
+
+
+@pytest.mark.parametrize("route", ["cosine", "ppl", "error"])
+@pytest.mark.parametrize("signal", ["uniform", "entropy", "ppl", "nll-chosen", "error-mean"])
+def test_plain_candidates_are_the_strategies_of_the_paper(model: LoadedModel, route: str, signal: str) -> None:
+    profile = profile_of(model)
+    found = found_in(model, profile, [route], ["uniform", signal])
+    strategy = Strategy(route, signal)
+    mine, theirs = found.candidates[strategy.name], strategy_plan(profile, strategy, SIZE)
+    assert mine.prefill == theirs.prefill
+    assert (mine.scaling, mine.floor, mine.length) == (theirs.scaling, theirs.floor, theirs.length)
+
+
+# --- budgets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [None, 90])
+def test_no_head_gets_more_than_the_length_of_the_plan(model: LoadedModel, length: int | None) -> None:
+    """Budgets beyond that would be of no use, and a candidate would hold less than the baselines."""
+    losses = np.zeros((3, LAYERS, 3))
+    losses[:] = np.array([0.0, 0, 0, 1])[:, None]
+    profile, size = profile_of(model, arrays=losing(losses)), Size(budget=40, length=length)
+    found = find_signal_candidates(model, profile, size, explored=Explored(("tova",), ("nll", "pyramid", "curves")))
+    tops = {name: max(kept(plan)) for name, plan in found.plans.items()}
+    assert max(tops.values()) <= (length or LENGTH)
+    assert tops["tova + nll"] == (length or LENGTH)
+    for plan in found.plans.values():
+        assert plan.total == 40 * LAYERS * HEADS
+        assert plan.length == (length or LENGTH)
+
+
+def test_pyramids_stand_on_what_each_pattern_keeps(model: LoadedModel) -> None:
+    found = found_in(model, profile_of(model), ["snapkv", "cosine"], ["pyramid"])
+    # 8 free entries per head on average, none in the last layer: 16, 10.67, 5.33, 0 above a window of 4
+    snapkv = next(name for name, one in found.baselines.items() if patterns(one) == ["pyramidkv"] * LAYERS)
+    assert kept(found.candidates["snapkv + pyramid"]) == kept(found.baselines[snapkv])
+    mixed = found.candidates["cosine + pyramid"]
+    floors = {"snapkv": 4, "streaming": 3, "tova": 1}
+    free = [budget - floors[name] for budget, name in zip(kept(mixed), patterns(mixed), strict=True)]
+    assert free == sorted(free, reverse=True)
+
+
+def test_loss_curves_of_the_patterns_that_are_used(model: LoadedModel) -> None:
+    # layer 2 loses 4, 1 and 0.2 nats under streaming, the others nothing; under tova layer 0 loses
+    losses = np.zeros((3, LAYERS, 3))
+    losses[:, 2, 1] = [4, 1, 0.2]
+    losses[:, 0, 2] = [4, 1, 0.2]
+    found = found_in(model, profile_of(model, arrays=losing(losses)), ["streaming", "tova"], ["curves"])
+    assert kept(found.candidates["streaming + curves"]) == [8, 8, 24, 8]
+    assert kept(found.candidates["tova + curves"]) == [24, 8, 8, 8]
+
+
+def test_joint_curves_take_the_best_pattern_for_what_a_layer_gets(model: LoadedModel) -> None:
+    losses = np.full((3, LAYERS, 3), 9.0)
+    losses[:, :, 0] = 0  # snapkv loses nothing but in layer 1, where streaming is best at 8 and tova at 16 and 32
+    losses[:, 1] = [[5, 3, 4], [3, 2, 1], [1, 0.9, 0]]
+    profile = profile_of(model, arrays=losing(losses))
+    found = found_in(model, profile, ["cosine"], ["curves-joint"])
+    wide = found.candidates["curves-joint"]
+    assert kept(wide) == [8, 24, 8, 8]
+    assert patterns(wide) == ["snapkv", "tova", "snapkv", "snapkv"]
+    origin = dict(found.origins["curves-joint"])
+    assert origin == {"strategy": "curves-joint", "route": "curves-joint", "budget_signal": "curves-joint"}
+    tight = found_in(model, profile, ["cosine"], ["curves-joint"], size=Size(budget=9)).candidates["curves-joint"]
+    assert (kept(tight)[1], patterns(tight)[1]) == (12, "tova")
+    losses[:, 3, :2] = [[6, 8], [2.9, 5], [0, 0]]  # now layer 3 needs more than layer 1
+    profile = profile_of(model, arrays=losing(losses))
+    tight = found_in(model, profile, ["cosine"], ["curves-joint"], size=Size(budget=9)).candidates["curves-joint"]
+    assert (kept(tight), patterns(tight)[1]) == ([8, 8, 8, 12], "streaming")
+
+
+def test_a_ratio_makes_plans_that_scale(model: LoadedModel) -> None:
+    found = find_signal_candidates(model, profile_of(model), Size(ratio=0.7))
+    assert {(one.scaling, one.length, one.total) for one in found.plans.values()} == {("proportional", LENGTH, 144)}
+    assert max(max(kept(one)) for one in found.plans.values()) <= LENGTH
+
+
+# --- phases ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phases", ["decode", "both"])
+def test_other_phases_have_baselines_of_the_same_phases(model: LoadedModel, phases: str) -> None:
+    found = found_in(model, profile_of(model), ["cosine", "none"], ["uniform", "nll-chosen", *CURVES], phases=phases)
+    # the method uniform is the pattern snapkv; all others bring their own budgets to every phase
+    assert set(found.baselines) == {*PATTERNS, *METHODS} - {"uniform"}
+    assert {one.allocation.name for one in found.baselines.values()} == {"static", "adakv", "cake", "lava"}
+    assert len(set(kept(found.baselines["pyramid"], "decode"))) == LAYERS
+    assert found.notes == ()
+    assert "curves-joint" in found.candidates
+    for name, plan in found.plans.items():
+        assert plan.decode is not None
+        assert plan.decode.total == 12 * LAYERS * HEADS
+        assert (plan.prefill is None) == (phases == "decode")
+        assert plan.prefill is None or plan.budgets("prefill") == plan.budgets("decode"), name
+
+
+def test_budgets_of_both_phases_are_those_of_prefill_above_all_floors(model: LoadedModel) -> None:
+    profile = profile_of(model)
+    explored = explore(profile, SIZE, "full", ["cosine", "none"], ["nll-chosen", "entropy", "pyramid", *CURVES])
+    both, alone = (find_signal_candidates(model, profile, SIZE, phases, explored) for phases in ("both", "prefill"))
+    for name in ("tova + nll-chosen", "tova + entropy", "tova + curves", "curves-joint"):
+        assert kept(both.candidates[name], "decode") == kept(alone.candidates[name]), name
+    floors = {"snapkv": 4, "streaming": 3, "tova": 1}
+    for name, plan in both.candidates.items():
+        for phase in ("prefill", "decode"):
+            rows = zip(kept(plan, phase), patterns(plan, phase), strict=True)
+            assert all(budget >= floors[pattern] for budget, pattern in rows), name
+    strategy = strategy_plan(profile, Strategy("cosine", "nll-chosen", "both"), SIZE)
+    mine = both.candidates["cosine + nll-chosen"]
+    assert (mine.prefill, mine.decode) == (strategy.prefill, strategy.decode)
+
+
+def test_joint_curves_take_the_best_pattern_of_each_phase_at_the_budgets_of_prefill(model: LoadedModel) -> None:
+    losses = np.zeros((2, LAYERS, 3, 3))  # phases, layers, patterns, budgets of 8, 16 and 32
+    losses[0, 1] = np.array([[5, 3, 4], [3, 2, 1], [1, 0.9, 0]]).T
+    losses[1, 1] = np.array([[3, 2, 1], [3, 2, 1], [1, 2, 3]]).T
+    losses[1, 3] = [[9, 9, 9], [0, 0, 0], [9, 9, 9]]  # would take much of the budget, if decode were asked
+    nll = 1 + losses.transpose(3, 0, 1, 2)[None]
+    profile = profile_of(model, arrays={"nll": nll, "full_nll": np.ones(1), "samples": 1})
+    found = found_in(model, profile, ["cosine"], ["curves-joint"], phases="both")
+    plan = found.candidates["curves-joint"]
+    assert kept(plan) == kept(plan, "decode") == [8, 24, 8, 8]
+    assert (patterns(plan)[1], patterns(plan, "decode")[1], patterns(plan, "decode")[3]) == (
+        "tova",
+        "snapkv",
+        "streaming",
+    )
+
+
+def test_patterns_that_cannot_be_used_are_left_out_with_a_note(model: LoadedModel) -> None:
+    large = {**PATTERNS, "pyramidkv": {"window": 13}}
+    found = find_signal_candidates(model, profile_of(model, large), SIZE)
+    assert found.notes[0] == "pyramidkv is left out: it always keeps 13 entries per kv head, above the mean of 12"
+    assert all("pyramidkv" not in patterns(plan) for plan in found.candidates.values())
+    with pytest.raises(UsageError, match=r"no pattern of the profile can be used \(snapkv: it always keeps 4 entries"):
+        find_signal_candidates(model, profile_of(model, {"snapkv": {"window": 4}}), Size(budget=3))
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"level": "papers"}, "unknown level to explore 'papers'; did you mean 'paper'"),
+        ({"routes": ["cosin"]}, "unknown route 'cosin'; did you mean 'cosine'"),
+        ({"routes": ["snapk"]}, "unknown route 'snapk'; did you mean 'snapkv'"),
+        ({"allocators": ["entrop"]}, "unknown allocator 'entrop'; did you mean 'entropy'"),
+    ],
+)
+def test_names_that_are_wrong(model: LoadedModel, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem) as caught:
+        explore(profile_of(model), SIZE, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_why_there_are_no_curves(model: LoadedModel, curve: str) -> None:
+    without = profile_of(model, arrays={"nll": None, "full_nll": None})
+    for profile, problem in (
+        (without, "no nll losses"),
+        (profile_of(model, budgets=(8,)), "need losses at several budgets, the profile has 8"),
+    ):
+        with pytest.raises(UsageError, match=f"allocator '{curve}' cannot be used: .*{problem}"):
+            explore(profile, SIZE, allocators=[curve])
+        assert not set(CURVES) & set(explore(profile, SIZE, "full").allocators)
+
+
+def test_curves_from_the_smallest_measured_budget_on_need_a_smaller_one(model: LoadedModel) -> None:
+    smallest = Size(budget=8)
+    with pytest.raises(UsageError, match="measured at 8, 16, 32 entries, none below the mean of 8"):
+        explore(profile_of(model), smallest, allocators=["curves"])
+    assert not set(CURVES) & set(explore(profile_of(model), smallest).allocators)
+
+
+def test_phases_that_were_not_measured(model: LoadedModel) -> None:
+    with pytest.raises(UsageError, match=r"signals of the decode phase were not measured \(only prefill\)"):
+        find_signal_candidates(model, profile_of(model, phases=("prefill",)), SIZE, "both")
+    with pytest.raises(UsageError, match="unknown phases 'decoding'; did you mean 'decode'"):
+        find_signal_candidates(model, profile_of(model), SIZE, "decoding")
+
+
+@pytest.mark.filterwarnings("error")
+def test_there_may_be_no_candidates(model: LoadedModel) -> None:
+    found = found_in(model, profile_of(model), ["none"], ["uniform"])
+    assert (dict(found.candidates), found.notes, set(found.plans)) == ({}, (), set(found.baselines))
+    one = tiny.loaded(num_hidden_layers=1)
+    assert not found_in(one, profile_of(one), ["cosine", "none"], ["entropy", "nll-chosen"]).candidates
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_signals_cannot_tell_is_noted_once(model: LoadedModel) -> None:
+    cosine, entropy = np.full((3, 3, 2, LAYERS, 3), 0.5, np.float32), np.full((2, LAYERS), 0.5, np.float32)
+    profile = profile_of(model, arrays={"cosine": cosine, "mean_entropy": entropy})
+    found = found_in(model, profile, ["cosine", "none"], ["uniform", "entropy", "cosine-chosen"])
+    assert not found.candidates
+    assert found.notes == (
+        "cosine is the same for all patterns in every prefill layer: nothing seems to have been evicted at 16 entries "
+        "per kv head, so snapkv is used everywhere",
+        "entropy is the same in every prefill layer, so it cannot tell them apart: budgets are equal",
+        "cosine-chosen is the same in every prefill layer, so it cannot tell them apart: budgets are equal",
+    )

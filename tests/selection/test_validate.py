@@ -1,0 +1,542 @@
+"""Validation of signals: verdicts on made-up differences, controls of equal size, what is kept and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.core.errors import UsageError
+from kvsearch.evaluation.compare import Settings
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import PhaseNames, Profile, Size, canonical_json, save_profile
+from kvsearch.report.validation import verdict_lines
+from kvsearch.results.validation import FILE, ValidationResult, harmful
+from kvsearch.runs.estimates import Difference, Estimate
+from kvsearch.runtime.program import PhaseProgram
+from kvsearch.selection.splits import refuse_reported
+from kvsearch.selection.validate import (
+    PreparedValidation,
+    distinct_orders,
+    find_uses,
+    prepare_validation,
+)
+from kvsearch.selection.verdicts import (
+    AtBudget,
+    Gains,
+    JudgedSignal,
+    Kind,
+    RandomControls,
+    Verdict,
+    judge,
+    prediction_reach,
+)
+from kvsearch.signals.table import SignalTable
+from kvsearch.strategies.from_signals import Strategy
+from kvsearch.tasks.base import Query
+from kvsearch.tasks.synthetic.suite import SyntheticTask
+from tests import tiny
+from tests.plan.builders import model as toy
+from tests.signals.profiles import make_signals, signal_metadata
+
+SIZE = Size(budget=16)
+HOW = Settings(3, seed=4, batch=4)
+
+
+@dataclass(frozen=True)
+class Lottery(tiny.Listed):
+    """Any reply has some score: a random model's are never right."""
+
+    def score(self, reply: str, query: Query) -> float:
+        return sum(map(ord, reply)) % 11 / 10
+
+
+TASKS = [Lottery("one", tiny.listed((60, 1), (48, 2), (70, 1)).rows)]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return tiny.loaded()
+
+
+def profile_of(model: LoadedModel, **arrays: Any) -> Profile:
+    return make_signals(signal_metadata(model.fingerprint, budgets=(16, 32)), **arrays)
+
+
+def prepared(
+    model: LoadedModel, signals: Sequence[str], phases: Sequence[str] = ("prefill",), **changes: Any
+) -> PreparedValidation:
+    profile = changes.pop("profile", None) or profile_of(model)
+    uses = changes.pop("uses", None)
+    uses = find_uses(SignalTable(profile), signals, phases) if uses is None else uses
+    asked = {"size": SIZE, "tasks": TASKS, "settings": HOW, "permutations": 5, **changes}
+    return prepare_validation(model, profile, uses=uses, **asked)
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def gain(low: float, high: float) -> Difference:
+    return Difference((low + high) / 2, low, high, 3, 2, 1)
+
+
+ABOVE, LEVEL, BELOW, EQUAL = gain(0.1, 0.3), gain(-0.1, 0.2), gain(-0.3, -0.1), Difference(0, 0, 0, 0, 6, 0)
+
+MANY = 20  # contexts
+SOME = RandomControls(5, 1, 4)  # random controls, one of which scores as high as forward
+
+
+def gains(inverse: Difference, uniform: Difference, random: Difference, reach: float = 0.0) -> Gains:
+    return Gains(inverse=inverse, uniform=uniform, random=random, reach=reach)
+
+
+@pytest.mark.parametrize(
+    ("inverse", "uniform", "random", "verdict"),
+    [
+        (ABOVE, ABOVE, ABOVE, "useful"),
+        (ABOVE, LEVEL, ABOVE, "useful"),
+        (ABOVE, ABOVE, LEVEL, "useful"),
+        (ABOVE, BELOW, ABOVE, "harmful"),
+        (ABOVE, ABOVE, BELOW, "harmful"),
+        (ABOVE, LEVEL, LEVEL, "useless"),
+        (LEVEL, ABOVE, ABOVE, "useless"),
+        (BELOW, LEVEL, LEVEL, "useless"),
+        (EQUAL, EQUAL, EQUAL, "useless"),
+        (gain(0.0, 0.3), ABOVE, ABOVE, "useless"),
+        (ABOVE, gain(-0.3, 0.0), ABOVE, "useful"),
+    ],
+)
+def test_verdicts(inverse: Difference, uniform: Difference, random: Difference, verdict: str) -> None:
+    assert judge("route", gains(inverse, uniform, random), MANY, SOME)[0] == verdict
+
+
+@pytest.mark.parametrize(("reach", "verdict"), [(0.19, "useful"), (0.21, None)])
+@pytest.mark.parametrize("controls", [(LEVEL, ABOVE), (ABOVE, LEVEL), (ABOVE, ABOVE)])
+def test_a_gain_within_the_spread_of_random_strategies_is_none(
+    controls: tuple[Difference, Difference], reach: float, verdict: str | None
+) -> None:
+    """A gain of 0.2 on the uniform control or on the random ones, significant over questions."""
+    less = "unproven" if controls[0] is ABOVE else "useless"
+    assert judge("route", gains(ABOVE, *controls, reach), MANY, SOME)[0] == (verdict or less)
+
+
+@pytest.mark.parametrize(
+    ("draws", "verdict"),
+    [
+        (RandomControls(18, 0, 18), "unproven"),  # too few to rank: the reach counts
+        (RandomControls(19, 0, 19), "useful"),
+        (RandomControls(19, 1, 18), "unproven"),
+        (RandomControls(39, 1, 38), "useful"),
+        (RandomControls(19, 0, 19, exact=True), "useful"),
+        (RandomControls(18, 0, 18, exact=True), "unproven"),
+    ],
+)
+def test_the_rank_among_enough_random_plans_decides(draws: RandomControls, verdict: str) -> None:
+    """One in twenty strategies that are drawn alike is the best of twenty, or one of the best two of forty."""
+    for uniform, random, less in ((ABOVE, LEVEL, "unproven"), (LEVEL, ABOVE, "useless")):
+        found = judge("budgets", gains(ABOVE, uniform, random, 9.0), MANY, draws)[0]
+        assert found == ("useful" if verdict == "useful" else less)
+    mirrored = RandomControls(draws.tried, draws.as_low, draws.as_high, draws.exact)
+    worse = judge("budgets", gains(BELOW, LEVEL, BELOW, 9.0), MANY, mirrored)[0]
+    assert worse == ("harmful" if verdict == "useful" else "useless")
+
+
+def test_draws_are_counted_by_their_scores() -> None:
+    forward, *random = (Estimate(mean, 0, 1) for mean in (0.3, 0.1 + 0.2, 0.2, 0.4, 0.1))
+    assert RandomControls.of(forward, random) == (4, 2, 3, False)
+
+
+@pytest.mark.parametrize(("spread", "count"), [(0.02, 5), (0.05, 5), (0.1, 5), (0.1, 20)])
+def test_signals_that_say_nothing_are_rarely_useful(spread: float, count: int) -> None:
+    """Forward, inverse, uniform and random strategies drawn alike: 40 questions, scores that differ by `spread`."""
+    rng, verdicts = np.random.default_rng(0), list[str]()
+
+    def above(one: np.ndarray, other: np.ndarray) -> Difference:
+        found = one - other
+        half = 1.96 * found.std(ddof=1) / 40**0.5
+        return Difference(found.mean(), found.mean() - half, found.mean() + half, 20, 0, 20)
+
+    for _ in range(3000):
+        questions = rng.normal(0, 0.3, 40) + rng.normal(0, spread, (3 + count, 1)) + rng.normal(0, 0.1, (3 + count, 40))
+        forward, inverse, uniform, *random = questions
+        reach = prediction_reach([one.mean() for one in random])
+        made = gains(above(forward, inverse), above(forward, uniform), above(forward, np.mean(random, axis=0)), reach)
+        means = [one.mean() for one in random]
+        draws = RandomControls(
+            count, sum(mean >= forward.mean() for mean in means), sum(mean <= forward.mean() for mean in means)
+        )
+        verdicts.append(judge("route", made, 40, draws)[0])
+    assert verdicts.count("useful") <= 0.06 * 3000
+    assert verdicts.count("useful") > 0  # the rule is no wall
+
+
+def test_how_far_one_more_random_strategy_may_be() -> None:
+    """Scores 1 to 5: mean 3, s = 1.5811, t(4) = 2.7764: 2.7764 * 1.5811 * sqrt(1.2) = 4.8089."""
+    assert prediction_reach([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(4.8089, abs=1e-4)
+    assert prediction_reach([0.3, 0.3, 0.3]) == 0.0
+
+
+def test_one_of_the_random_strategies_is_rarely_beyond_them() -> None:
+    """What is drawn like its five controls is outside their reach one time in twenty."""
+    rng = np.random.default_rng(0)
+    draws = rng.normal(size=(4000, 6))
+    outside = [abs(row[0] - row[1:].mean()) > prediction_reach(row[1:].tolist()) for row in draws]
+    assert np.mean(outside) == pytest.approx(0.05, abs=0.012)
+
+
+def test_a_constant_signal_does_no_harm() -> None:
+    """Whatever the one strategy scores is not the signal's doing."""
+    found = gains(EQUAL, EQUAL, BELOW)
+    assert judge("route", found, MANY, SOME, constant=True)[0] == "useless"
+    assert judge("route", found, MANY, SOME)[0] == "harmful"
+
+
+bounds = st.tuples(st.integers(-2, 2), st.integers(-2, 2)).map(lambda ends: gain(min(ends) / 4, max(ends) / 4))
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> RandomControls:
+    count = draw(st.integers(1, 40))
+    high = draw(st.integers(0, count))
+    return RandomControls(count, high, draw(st.integers(count - high, count)), draw(st.booleans()))
+
+
+@given(bounds, bounds, bounds, st.sampled_from(["route", "budgets"]), st.sampled_from([0.0, 0.3]), drawn())
+def test_verdicts_exclude_each_other(
+    inverse: Difference, uniform: Difference, random: Difference, kind: Kind, reach: float, draws: RandomControls
+) -> None:
+    found = gains(inverse, uniform, random, reach)
+    verdict, why = judge(kind, found, MANY, draws)
+    beyond = [draws.beyond(gain, reach) for gain in (uniform, random)]
+    assert beyond[0] in (0, (uniform.low > 0) - (uniform.high < 0))
+    harms = min(beyond) < 0 or uniform.high < 0
+    assert (verdict == "harmful") == harms
+    assert (verdict == "useful") == (not harms and inverse.low > 0 and max(beyond) > 0)
+    assert (verdict == "unproven") == (not harms and inverse.low > 0 and uniform.low > 0 and max(beyond) <= 0)
+    assert why
+    assert "\n" not in why
+
+
+# --- what is judged --------------------------------------------------------------------------------------------------
+
+
+def test_the_signals_of_the_paper_in_all_phases() -> None:
+    """Budgets by the loss under the pattern that is used; by the worst one, as the paper has it, where asked for."""
+    found = find_uses(SignalTable(make_signals()))
+    kinds = [("cosine", "route"), ("ppl", "route"), ("entropy", "budgets"), ("ppl-chosen", "budgets")]
+    assert found == [(*kind, phases) for kind in kinds for phases in ("prefill", "decode", "both")]
+
+
+def test_only_what_was_measured() -> None:
+    table = SignalTable(make_signals(signal_metadata(phases=("decode",)), nll=None, full_nll=None))
+    assert find_uses(table) == [("cosine", "route", "decode"), ("entropy", "budgets", "decode")]
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        (["cosine"], [("cosine", "route")]),
+        (["ppl"], [("ppl", "route"), ("ppl", "budgets")]),
+        (["budgets:ppl", "ppl"], [("ppl", "budgets"), ("ppl", "route")]),
+        (["error"], [("error", "route"), ("error", "budgets")]),
+        (["nll-chosen"], [("nll-chosen", "budgets")]),
+        (["budgets:cosine", "entropy"], [("cosine", "budgets"), ("entropy", "budgets")]),
+    ],
+)
+def test_signals_by_name(typed: list[str], found: list[tuple[str, str]]) -> None:
+    assert find_uses(SignalTable(make_signals()), typed, ["both"]) == [(*one, "both") for one in found]
+
+
+@pytest.mark.parametrize(
+    ("signals", "phases", "problem"),
+    [
+        (["cosin"], None, "unknown signal 'cosin'; did you mean 'cosine'"),
+        (["route:entropy"], None, "unknown signal 'entropy'"),
+        (["ppl"], None, r"no 'ppl' signal for route \(it has cosine, error\): calibrate with it"),
+        (None, ["both"], r"decode phase were not measured \(only prefill\): calibrate with it"),
+    ],
+)
+def test_what_cannot_be_judged(signals: list[str] | None, phases: list[str] | None, problem: str) -> None:
+    table = SignalTable(make_signals(signal_metadata(phases=("prefill",)), nll=None, full_nll=None))
+    with pytest.raises(UsageError, match=problem):
+        find_uses(table, signals, phases)
+
+
+# --- controls --------------------------------------------------------------------------------------------------------
+
+
+def phase_of(made: PreparedValidation, name: str, phase: str = "prefill") -> PhaseProgram:
+    label = made.prepared.labels[name]
+    program = next(one.program for one in made.evaluation.methods if one.label == label)
+    found = getattr(program, phase)
+    assert isinstance(found, PhaseProgram)
+    return found
+
+
+def patterns(made: PreparedValidation, name: str, phase: str = "prefill") -> list[str]:
+    return [policy.name for _, policy in sorted(phase_of(made, name, phase).policies.items())]
+
+
+def budgets(made: PreparedValidation, name: str, phase: str = "prefill") -> list[int]:
+    """Of every layer, the entries of all heads."""
+    return [int(row) for row in np.sum(phase_of(made, name, phase).table(200), axis=1)]
+
+
+def test_controls_of_a_route(model: LoadedModel) -> None:
+    profile = profile_of(model)
+    made = prepared(model, ["cosine"], ["both"], profile=profile)
+    (names,) = made.compared.values()
+    table, known = SignalTable(profile), list(SignalTable(profile).patterns)
+    drawn = []
+    for phase in table.axes.phases:
+        wanted = table.preference("cosine", phase, 16)
+        assert patterns(made, names.forward, phase) == [known[index] for index in wanted.argmax(axis=1)]
+        assert patterns(made, names.inverse, phase) == [known[index] for index in wanted.argmin(axis=1)]
+        assert patterns(made, names.uniform, phase) == [profile.metadata.policy.name] * 4
+        drawn += [patterns(made, name, phase) for name in names.random]
+        for name in (names.forward, names.inverse, names.uniform, *names.random):
+            assert budgets(made, name, phase) == [32] * 4
+    assert {name for each in drawn for name in each} == set(known)
+    assert len({tuple(each) for each in drawn}) > 5  # the phases are drawn by themselves
+
+
+def test_controls_of_budgets(model: LoadedModel) -> None:
+    entropy = np.broadcast_to(np.array([0.1, 0.2, 0.3, 0.9], np.float32), (2, 4))
+    made = prepared(model, ["entropy"], ["both"], profile=profile_of(model, mean_entropy=entropy))
+    (names,) = made.compared.values()
+    for name in names.random:
+        assert budgets(made, name, "prefill") == budgets(made, name, "decode")  # or they would hold more than forward
+    for phase in ("prefill", "decode"):
+        forward = budgets(made, names.forward, phase)
+        assert sum(forward) == 4 * 32
+        assert forward == sorted(forward)
+        assert budgets(made, names.inverse, phase) == forward[::-1]
+        assert budgets(made, names.uniform, phase) == [32] * 4
+        drawn = [budgets(made, name, phase) for name in names.random]
+        assert all(sorted(each) == forward for each in drawn)
+        assert len({tuple(each) for each in (forward, *drawn)}) == 6  # all different, and none is forward
+        for name in (names.forward, names.inverse, names.uniform, *names.random):
+            assert set(patterns(made, name, phase)) == {"snapkv"}
+
+
+@given(st.lists(st.integers(0, 3), max_size=6))
+def test_distinct_orders(items: list[int]) -> None:
+    assert list(distinct_orders(items)) == sorted(set(permutations(items)))
+
+
+def test_few_orders_are_all_tried(model: LoadedModel) -> None:
+    """One layer gets more than the three others, so there are three other orders, and not five."""
+    entropy = np.broadcast_to(np.array([0.0, 0.0, 1.0, 0.0], np.float32), (2, 4))
+    profile = profile_of(model, mean_entropy=entropy)
+    made = prepared(model, ["entropy"], profile=profile)
+    (names,) = made.compared.values()
+    assert names.exact
+    assert len(names.random) == 3
+    forward, drawn = budgets(made, names.forward), [budgets(made, name) for name in names.random]
+    assert {tuple(each) for each in (forward, *drawn)} == set(permutations(forward))
+    (one,) = made.run().signals
+    assert (one.exact, one.gains.reach, len(one.random)) == (True, 0.0, 3)
+    text = " ".join(verdict_lines(AtBudget(budget=16, full=one.forward, signals=(one,))))
+    assert re.search(r"\d of 3 other orders of these budgets score lower", text)
+
+
+def test_more_random_controls_begin_with_the_fewer(model: LoadedModel) -> None:
+    few, many = (prepared(model, ["entropy"], permutations=count) for count in (5, 9))
+    (less,), (more,) = few.compared.values(), many.compared.values()
+    assert more.random[:5] == less.random
+    assert [budgets(many, name) for name in more.random[:5]] == [budgets(few, name) for name in less.random]
+    assert few.config().difference(many.config()) is None
+    hurried = prepared(model, ["entropy"], settings=Settings(3, seed=4, batch=1, max_memory=10**9))
+    assert hurried.config().difference(few.config()) is None
+    again = prepared(model, ["entropy"], settings=Settings(3, seed=5))
+    assert [budgets(again, name) for name in less.random] != [budgets(few, name) for name in less.random]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"permutations": 4}, "4 permutations cannot tell a signal from chance: at least 5"),
+        ({"size": Size(budget=3)}, "3 entries per kv head are below the 4 that snapkv always keeps"),
+        ({"tasks": [SyntheticTask("single", 512)]}, "task single: split 'report' .* nothing may be fitted to them"),
+        ({"settings": Settings(1)}, "task one has one context"),
+        ({"uses": []}, "no signals to judge: name at least one"),
+        (
+            {"size": Size(budget=71)},
+            "^71 entries per kv head: nothing would be evicted from any prompt, .* smaller",
+        ),
+    ],
+)
+def test_what_is_refused(model: LoadedModel, changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        prepared(model, ["cosine"], **changes)
+
+
+def test_prompts_that_nothing_is_evicted_from_are_noted(model: LoadedModel) -> None:
+    assert prepared(model, ["cosine"]).notes == ()
+    (note,) = prepared(model, ["cosine"], size=Size(budget=65)).notes
+    assert re.search(r"2 of 3 prompts are so short, up to 52 tokens, that (\d+) of \1 strategies evict nothing", note)
+    late = prepared(model, ["cosine"], ["decode"], size=Size(budget=71))  # the longest prompt and its reply
+    assert "2 of 3 prompts are so short" in late.notes[0]
+    with pytest.raises(UsageError, match="nothing would be evicted from any prompt"):
+        prepared(model, ["cosine"], ["decode"], size=Size(budget=120))
+
+
+def test_reported_examples_are_out_of_reach() -> None:
+    refuse_reported([SyntheticTask("single", 512, split) for split in ("train", "calibrate", "select")])
+    for split in ("report", "all"):
+        with pytest.raises(UsageError, match=f"split '{split}' has the examples that results are reported on"):
+            refuse_reported([Lottery("x", ()), Split("mine", (), split=split)])
+
+
+@dataclass(frozen=True)
+class Split(tiny.Listed):
+    split: str = "all"
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(model: LoadedModel) -> ValidationResult:
+    validation = prepared(model, ["cosine", "entropy"], ["prefill", "both"])
+    return ValidationResult.of(validation.conditions, validation.run())
+
+
+def test_scores_and_gains(found: ValidationResult, model: LoadedModel) -> None:
+    (at,) = found.budgets
+    assert (at.budget, at.ratio, len(at.signals)) == (16.0, None, 4)
+    assert [(one.signal, one.kind, one.phases) for one in at.signals][:2] == [
+        ("cosine", "route", "prefill"), ("cosine", "route", "both"),
+    ]  # fmt: skip
+    for one in at.signals:
+        assert one.gains.inverse.mean == pytest.approx(one.forward.mean - one.inverse.mean)
+        assert one.gains.uniform.mean == pytest.approx(one.forward.mean - one.uniform.mean)
+        assert one.gains.random.mean == pytest.approx(one.forward.mean - np.mean([r.mean for r in one.random]))
+        assert len(one.random) == 5
+        assert one.verdict == "unproven"
+        assert one.reason == "too few contexts to tell: 3 different ones, at least 6 are needed"
+    assert len({one.forward.mean for one in at.signals}) > 1  # else these tests would say nothing
+    asked = found.tasks["one"]
+    assert (asked.contexts, asked.questions, found.split, found.seed) == (3, 4, None, 4)
+    assert found.model == model.fingerprint
+
+
+@pytest.mark.parametrize("name", ["cosine", "entropy"])
+def test_a_constant_signal(model: LoadedModel, name: str) -> None:
+    array, shape = ("cosine", (3, 2, 2, 4, 3)) if name == "cosine" else ("mean_entropy", (2, 4))
+    profile = profile_of(model, **{array: np.full(shape, 0.5, np.float32)})
+    (one,) = prepared(model, [name], profile=profile).run().signals
+    assert (one.verdict, one.reason) == ("useless", "constant: forward and inverse are the same strategy")
+    assert one.forward == one.inverse == one.uniform
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def judged(
+    verdict: Verdict = "harmful", signal: str = "cosine", kind: Kind = "route", phases: PhaseNames = "prefill"
+) -> JudgedSignal:
+    score, made = Estimate(0.5, 0.4, 0.6), gains(ABOVE, BELOW, LEVEL)
+    alone = {"forward": score, "inverse": score, "uniform": Estimate(0.7, 0.6, 0.8)}
+    return JudgedSignal(
+        signal=signal, kind=kind, phases=phases, **alone, random=(Estimate(0.3, 0.2, 0.4), Estimate(0.6, 0.5, 0.7)),
+        gains=made, verdict=verdict, reason="of that",
+    )  # fmt: skip
+
+
+def made_up(*sizes: tuple[float, list[JudgedSignal]], **changes: Any) -> ValidationResult:
+    full = Estimate(1.0, 1.0, 1.0)
+    asked = {"contexts": 3, "questions": 4, "metric": "exact", "rows_sha256": "a" * 64}
+    return ValidationResult(
+        **{
+            "model": toy(), "profile_sha256": "b" * 64, "tasks": {"one": asked}, "split": "select", "seed": 0,
+            "protocol": "question-aware", **changes,
+        },
+        budgets=tuple(AtBudget(budget=size, full=full, signals=tuple(signals)) for size, signals in sizes),
+    )  # fmt: skip
+
+
+def save(found: ValidationResult, directory: Path) -> None:
+    (directory / FILE).parent.mkdir(exist_ok=True)
+    (directory / FILE).write_bytes(canonical_json(found.as_json()))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"schema": "kvsearch.validation/2"}, r"is no kvsearch.validation/3 file .schema 'kvsearch.validation/2'."),
+        ({"budgets": []}, "is damaged .budgets: .*: restore it, or run its command again"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+    content = {**made_up((64, [judged()])).as_json(), **change}
+    (tmp_path / FILE).parent.mkdir()
+    (tmp_path / FILE).write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=problem) as caught:
+        harmful(tmp_path, Strategy(), 64)
+    assert "\n" not in str(caught.value)
+    (tmp_path / FILE).write_text("[" + json.dumps(content))
+    with pytest.raises(UsageError, match="not valid JSON"):
+        harmful(tmp_path, Strategy(), 64)
+
+
+def test_merging_keeps_what_was_not_judged_again() -> None:
+    before = made_up((32, [judged()]), (64, [judged(), judged(phases="both"), judged(signal="ppl")]))
+    now = made_up((64, [judged("useful"), judged("useless", "entropy", "budgets")]), (16, [judged("useful")]))
+    found = now.merged(before)
+    assert [at.budget for at in found.budgets] == [16, 32, 64]
+    assert [(one.signal, one.phases, one.verdict) for one in found.budgets[2].signals] == [
+        ("cosine", "prefill", "useful"), ("cosine", "both", "harmful"), ("ppl", "prefill", "harmful"),
+        ("entropy", "prefill", "useless"),
+    ]  # fmt: skip
+    assert found.budgets[1].signals == before.budgets[0].signals
+
+
+# --- warnings for others ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    bad = [judged(), judged(signal="entropy", kind="budgets", phases="both"), judged("useless", "ppl")]
+    save(made_up((32, [judged("useful")]), (128, bad)), tmp_path)
+    return tmp_path
+
+
+COSINE = "cosine as a route in prefill was judged harmful at 128 entries per kv head: of that"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "budget", "told"),
+    [
+        (Strategy(), 128, COSINE),
+        (Strategy(), 65, COSINE),  # nearer by ratio than 32
+        (Strategy(), 63, None),  # useful at 32
+        (Strategy(phases="both"), 128, None),  # not validated
+        (Strategy("ppl"), 128, None),
+        (Strategy(None), 128, None),
+        (
+            Strategy(None, "entropy", "both"),
+            128,
+            "entropy for budgets in both phases was judged harmful at 128 entries per kv head: of that",
+        ),
+        (Strategy("cosine", "entropy"), 200, COSINE),
+    ],
+)
+def test_harmful_signals_of_a_strategy(directory: Path, strategy: Strategy, budget: float, told: str | None) -> None:
+    assert harmful(directory, strategy, budget) == told
+
+
+def test_harm_is_of_the_profile_that_was_validated(directory: Path) -> None:
+    profile = make_signals()
+    save_profile(profile, directory / "profile.safetensors")
+    assert harmful(directory, Strategy(), 128) is None
+    assert harmful(directory / "elsewhere", Strategy(), 128) is None

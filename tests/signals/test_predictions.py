@@ -1,0 +1,112 @@
+"""Losses of tokens, divergences of next-token distributions, and both over answers: by hand and against torch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvsearch.signals import predictions
+from kvsearch.signals.predictions import answer_divergences, answer_losses, divergence, token_losses
+
+
+def test_a_worked_example() -> None:
+    """Probabilities 1/2, 1/4, 1/4: the first token costs ln 2 nats, the second ln 4; perplexity is sqrt 8."""
+    logits = torch.tensor([2.0, 1.0, 1.0]).log().expand(2, 3)
+    losses = token_losses(logits, torch.tensor([0, 1]))
+    assert losses.tolist() == pytest.approx([math.log(2), math.log(4)])
+    assert math.exp(losses.double().mean()) == pytest.approx(math.sqrt(8))
+
+
+@pytest.mark.parametrize("scratch", [1, 8 * 50 * 3, 2**26])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_scratch_memory_gives_the_same(scratch: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictions, "SCRATCH_BYTES", scratch)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 7, 50, generator=generator).to(dtype)
+    targets = torch.randint(0, 50, (2, 3, 7), generator=generator)
+    expected = F.cross_entropy(logits.double().flatten(0, 2), targets.flatten(), reduction="none").view(2, 3, 7)
+    found = token_losses(logits, targets)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sure_prediction_costs_next_to_nothing() -> None:
+    """In logsumexp minus the logit, 1000 would round the loss away."""
+    logits = torch.tensor([[1000.0, 990.0, -math.inf]])
+    assert token_losses(logits, torch.tensor([0])).item() == pytest.approx(math.exp(-10), rel=0.01)
+    assert token_losses(logits, torch.tensor([1])).item() == pytest.approx(10, rel=1e-4)
+    assert token_losses(logits, torch.tensor([2])).item() == math.inf
+
+
+def logits(seed: int, rows: int = 4) -> torch.Tensor:
+    return torch.randn(rows, 11, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def test_divergence_of_two_known_distributions() -> None:
+    full, changed = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
+    expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    assert divergence(full, changed) == pytest.approx(expected)
+
+
+def test_divergence_adds_up_over_rows_and_does_not_care_for_scale() -> None:
+    a, b = logits(0), logits(1)
+    assert divergence(a, a) == 0.0
+    assert divergence(a, b) == pytest.approx(sum(divergence(a[i : i + 1], b[i : i + 1]) for i in range(4)))
+    assert divergence(a, b + torch.arange(4.0)[:, None]) == pytest.approx(divergence(a, b), rel=1e-5)
+    assert divergence(a.bfloat16(), b.bfloat16()) == divergence(a.bfloat16().float(), b.bfloat16().float())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_divergence_is_never_negative(seed: int) -> None:
+    noise = torch.randn(4, 11, generator=torch.Generator().manual_seed(seed))
+    assert 0 <= divergence(logits(seed), logits(seed) + 1e-7 * noise) < 1e-5
+
+
+# two samples, two rows, three tokens; the first sample has one token of an answer, in the last row
+LOGITS = torch.tensor([[[9.0, 0.0, 0.0], [0.0, 0.0, 0.0]], [[math.log(2.0), 0.0, 0.0], [0.0, math.log(6.0), 0.0]]])
+ANSWERS = torch.tensor([[-1, 2], [0, 1]])
+
+
+def test_nll_by_hand() -> None:
+    """-log 1/3, and -log 2/4 - log 6/8."""
+    found = answer_losses(LOGITS, ANSWERS)
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, [math.log(3), math.log(2) + math.log(8 / 6)], rtol=1e-6)
+
+
+def test_kl_by_hand() -> None:
+    """Against an even distribution, on the rows that count."""
+    even = torch.full((2, 2, 3), -math.log(3))
+    first = (math.log(4 / 6) + 2 * math.log(4 / 3)) / 3
+    second = (math.log(8 / 18) + 2 * math.log(8 / 3)) / 3
+    np.testing.assert_allclose(answer_divergences(even, LOGITS, ANSWERS), [0, first + second], atol=1e-7)
+
+
+def test_losses_are_those_of_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, full = (torch.randn(3, 4, 50, generator=generator) * 3 for _ in range(2))
+    full = full.log_softmax(-1)
+    answers = torch.randint(0, 50, (3, 4), generator=generator)
+    nll = F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="none").view(3, 4).sum(-1)
+    kl = F.kl_div(logits.log_softmax(-1), full, log_target=True, reduction="none").sum((-1, -2))
+    np.testing.assert_allclose(answer_losses(logits, answers), nll, rtol=1e-5)
+    np.testing.assert_allclose(answer_divergences(full, logits, answers), kl, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_none_stay_with_their_sample(bad: float) -> None:
+    logits = LOGITS.clone()
+    logits[1, 0, 0] = bad
+    full = torch.full((2, 2, 3), -math.log(3))
+    for found in (answer_losses(logits, ANSWERS), answer_divergences(full, logits, ANSWERS)):
+        assert np.isfinite(found).tolist() == [True, False]
+
+
+def test_rows_without_an_answer_do_not_count_whatever_they_are() -> None:
+    logits = LOGITS.clone()
+    logits[0, 0] = float("nan")
+    np.testing.assert_array_equal(answer_losses(logits, ANSWERS), answer_losses(LOGITS, ANSWERS))

@@ -1,0 +1,227 @@
+"""Scores of replies: a table of cases, and what holds of all."""
+
+from __future__ import annotations
+
+import random
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jieba
+import pytest
+import yaml
+from fuzzywuzzy import fuzz
+from fuzzywuzzy.StringMatcher import StringMatcher
+from hypothesis import given
+from hypothesis import strategies as st
+from rouge import Rouge
+
+from kvsearch.core.errors import UsageError
+from kvsearch.tasks.base import Query
+from kvsearch.tasks.metrics import METRICS
+from kvsearch.tasks.metrics.longbench import first_line
+
+CASES: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
+CLOSE = 1e-7  # the package of ROUGE-L adds 1e-8 to a denominator
+BOOKS = ("Anna", "Ben", "Cleo", "Dora")
+KINDS = ("animal", "food", "sport", "food animal")
+
+
+def score(metric: str, reply: str, answers: str | tuple[str, ...], options: tuple[str, ...] = ()) -> float:
+    """The score of a reply against one answer or several."""
+    listed = (answers,) if isinstance(answers, str) else answers
+    return METRICS[metric](reply, Query("a question", listed, options=options))
+
+
+@pytest.mark.parametrize(("metrics", "case"), [(metrics, case) for metrics, cases in CASES.items() for case in cases])
+def test_cases(metrics: str, case: list[Any]) -> None:
+    reply, answers, *more = case
+    options = tuple(more.pop(0)) if isinstance(more[0], list) else ()
+    names = metrics.split()
+    expected = more if len(more) == len(names) else more * len(names)
+    given_answers = answers if isinstance(answers, str) else tuple(answers)
+    for name, value in zip(names, expected, strict=True):
+        assert score(name, reply, given_answers, options) == pytest.approx(float(Fraction(value)), abs=CLOSE), name
+
+
+def test_every_metric_has_cases() -> None:
+    assert {name for metrics in CASES for name in metrics.split()} == set(METRICS)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES["niah_recall"] if "." not in case[0]])
+def test_recall_of_lava_without_full_stops(case: list[Any]) -> None:
+    reply, answers, expected = case
+    listed = answers if isinstance(answers, str) else tuple(answers)
+    assert score("niah_recall_lava", reply, listed) == pytest.approx(float(Fraction(expected)))
+
+
+def test_contains_takes_the_reply_as_it_is() -> None:
+    assert score("contains", "red\tfox", "red\tfox") == 1
+    assert score("contains", " dog ", " dog") == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "line"),
+    [
+        ("", ""), ("a\nb", "a"), ("\n\na\nb", "a"), ("\n", ""), (" \na", " "), ("\t\na", "\t"), ("\r\na", "\r"),
+        ("a\r\nb", "a\r"), ("a\u2028b", "a\u2028b"),
+    ],
+)  # fmt: skip
+def test_first_line(reply: str, line: str) -> None:
+    """Only newlines are stripped."""
+    assert first_line(reply) == line
+
+
+@given(reply=st.text("ab \n\tAB"), answers=st.lists(st.text("ab", min_size=1), min_size=1, max_size=4).map(tuple))
+def test_all_is_the_mean_and_part_the_best_of_single_answers(reply: str, answers: tuple[str, ...]) -> None:
+    single = [score("string_match_part", reply, answer) for answer in answers]
+    assert score("string_match_all", reply, answers) == pytest.approx(sum(single) / len(single))
+    assert score("string_match_part", reply, answers) == max(single)
+
+
+@pytest.mark.parametrize("metric", ["qa_f1", "qa_f1_zh"])
+@given(reply=st.text(max_size=40), answer=st.text(max_size=40))
+def test_f1_is_symmetric_and_bounded(metric: str, reply: str, answer: str) -> None:
+    there = score(metric, reply, answer)
+    assert 0 <= there <= 1
+    assert score(metric, answer, reply) == pytest.approx(there)
+
+
+@given(words=st.lists(st.sampled_from(["red", "blue", "cat", "12"]), min_size=1, max_size=8), seed=st.randoms())
+def test_order_does_not_matter_to_f1(words: list[str], seed: random.Random) -> None:
+    mixed = seed.sample(words, len(words))
+    assert score("qa_f1", " ".join(mixed), " ".join(words)) == 1
+
+
+# --- ROUGE-L and edit similarity against their packages -------------------------------------------------------------
+
+
+def official(reply: str, answer: str) -> float:
+    """What the package says of all its metrics at once, averaged over one pair, as LongBench asks it."""
+    try:
+        return float(Rouge().get_scores([reply], [answer], avg=True)["rouge-l"]["f"])
+    except ValueError:
+        return 0.0
+
+
+WORDS = st.lists(st.sampled_from(["a", "b", "c", "A", ".", "d.", "\n", "x,", "3.5"]), max_size=12).map(" ".join)
+HAN = st.text(st.sampled_from("我是中国人，。！《论语》 \n.3a北京大学"), max_size=25)
+LINE = st.text("abc(=) x", max_size=30)
+
+
+@given(reply=WORDS, answer=WORDS)
+def test_rouge_is_the_packages(reply: str, answer: str) -> None:
+    assert score("rouge_l", reply, answer) == official(reply, answer)
+
+
+@given(reply=HAN, answer=HAN)
+def test_rouge_is_the_packages_on_words_of_jieba(reply: str, answer: str) -> None:
+    spaced = [" ".join(jieba.cut(text, cut_all=False)) for text in (reply, answer)]
+    assert score("rouge_l_zh", reply, answer) == official(*spaced)
+
+
+def long_reply(words: int) -> str:
+    """A sentence of so many words, and then the answer "y"."""
+    return " ".join(f"x{index}" for index in range(words)) + ". y"
+
+
+@pytest.mark.parametrize(("words", "expected"), [(900, 2 / 902), (1100, 0)])
+def test_too_long_a_sentence_scores_nothing(words: int, expected: float) -> None:
+    """However deep the caller is."""
+
+    def nested(levels: int) -> float:
+        return nested(levels - 1) if levels else score("rouge_l", long_reply(words), "y")
+
+    assert nested(0) == pytest.approx(expected, abs=CLOSE)
+    assert nested(500) == pytest.approx(expected, abs=CLOSE)
+
+
+@given(line=LINE, answer=LINE)
+def test_edit_similarity_is_fuzzywuzzys(line: str, answer: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fuzz, "SequenceMatcher", StringMatcher)  # as with python-Levenshtein installed
+        assert score("edit_similarity", line, answer) == fuzz.ratio(line, answer) / 100
+
+
+# --- classes, options and needles -----------------------------------------------------------------------------------
+
+
+def test_the_first_line_decides_between_classes() -> None:
+    assert score("classification", first_line("\nfood\nsport"), "food", KINDS) == 1
+
+
+@given(st.permutations(("a", "b", "ab", "ba", "c")), st.text("abc ", max_size=8), st.sampled_from(("ab", "c")))
+def test_parts_of_the_answer_can_only_lower_the_score(classes: list[str], reply: str, answer: str) -> None:
+    others = [name for name in classes if name in reply and (name == answer or name not in answer)]
+    best = 1 / len(others) if answer in others else 0
+    assert 0 <= score("classification", reply, answer, tuple(classes)) <= best
+
+
+@given(reply=st.text(alphabet="ABCD answeris:.\n", max_size=20))
+def test_at_most_one_option_is_chosen_by_a_single_letter(reply: str) -> None:
+    if sum(letter in reply for letter in "ABCD") == 1:
+        assert sum(score("choice", reply, book, BOOKS) for book in BOOKS) <= 1
+
+
+SOME = st.lists(st.sampled_from(["red", "fox", "on", "a", "day."]), min_size=1, max_size=6)
+
+
+@given(reply=SOME, more=SOME, answer=SOME)
+def test_more_words_never_lower_the_recall(reply: list[str], more: list[str], answer: list[str]) -> None:
+    short = score("niah_recall", " ".join(reply), " ".join(answer))
+    assert 0 <= short <= score("niah_recall", " ".join(more + reply), " ".join(answer)) <= 1
+
+
+# --- final numbers --------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(-(10**9), 10**9), st.sampled_from(["{}", "{:,}", "It is {}.", "${:,}", "9 + {:,}", "#### {:,}\n8"]))
+def test_integers_in_any_form(number: int, form: str) -> None:
+    assert score("gsm8k", form.format(number), str(number)) == 1
+    assert score("gsm8k", form.format(number), str(number + 1)) == 0
+
+
+@given(st.decimals(-(10**6), 10**6, places=2), st.sampled_from(["{}", "{:,}", "= {:,} dollars."]))
+def test_decimals_in_any_form(number: Decimal, form: str) -> None:
+    assert score("gsm8k", form.format(number), str(number)) == 1
+
+
+@given(st.integers(0, 10**9))
+def test_the_official_scorer_reads_plain_integers(number: int) -> None:
+    assert score("gsm8k_official", f"The answer is {number}.", f"#### {number:,}") == 1
+
+
+def test_very_long_runs_of_digits() -> None:
+    assert score("gsm8k", "9" * 5000, "9") == 0
+    assert score("gsm8k_official", "9" * 5000, "9") == 0
+
+
+# --- answers that cannot be scored ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metric", "answer", "options", "message"),
+    [
+        ("classification", "food", (), "classification needs all classes"),
+        ("retrieval", "12", (), "'12' names no paragraph: it must contain 'Paragraph 12'"),
+        ("retrieval", "paragraph 12", (), "names no paragraph"),
+        ("retrieval_zh", "段落 12", (), "must contain '段落12'"),
+        ("niah_recall", " ", (), "an answer is blank"),
+        ("niah_recall_lava", " ", (), "an answer is blank"),
+        ("first_number", "three", (), "'three' is not a number"),
+        *(("gsm8k", answer, (), "has no number") for answer in ("", "many", "####", "#### many")),
+        *(
+            ("gsm8k_official", answer, (), "is no number")
+            for answer in ("", "many", "####", "#### many", "1.2.3", "It is 42", "...", "#### 007")
+        ),
+        *(
+            (metric, "Cleo", options, "must be one of 2 to 4 options, got Cleo")
+            for metric in ("choice", "choice_of_function")
+            for options in ((), ("Cleo",), ("Anna", "Ben"), (*BOOKS, "Cleo"))
+        ),
+    ],
+)
+def test_what_cannot_be_scored(metric: str, answer: str, options: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        score(metric, "42", answer, options)

@@ -1,0 +1,246 @@
+"""Rows of public datasets: files of every format, folders, and the hub's answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pytest
+from pydantic import BaseModel
+
+from kvsearch.core.errors import EnvironmentFault, KvsearchWarning, UsageError
+from kvsearch.tasks.rows import Dataset, Row, check_rows, load_rows, usable
+
+ROWS: list[Row] = [
+    {"question": "Wo?", "answers": ["Köln", "b"], "length": 3},
+    {"question": "2", "answers": [], "length": 4},
+]
+FLAT = [{"question": row["question"], "length": row["length"]} for row in ROWS]
+DATA = Dataset("owner/data", "small", "test", ("small", "data/small", "small/test", "small/test-*"))
+ZIPPED = Dataset(DATA.repo, DATA.config, DATA.split, DATA.files, "data.zip", ("data/small.jsonl", "small.jsonl"))
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test touches the network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def lines(rows: list[Row] = ROWS) -> str:
+    return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n"
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def parquet(path: Path, rows: list[Row] = ROWS) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_list(rows).to_parquet(str(path))
+    return path
+
+
+def archive(path: Path, member: str, content: str | None = None) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(member, lines() if content is None else content)
+    return path
+
+
+def refusal(dataset: Dataset, source: str | Path | None, kind: type[Exception] = UsageError, **options: Any) -> str:
+    with pytest.raises(kind) as caught:
+        load_rows(dataset, source, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_files_of_every_format(tmp_path: Path) -> None:
+    assert load_rows(DATA, write(tmp_path / "a.jsonl", lines())) == ROWS
+    assert load_rows(DATA, write(tmp_path / "dos.JSONL", lines().replace("\n", "\r\n\r\n"))) == ROWS
+    assert load_rows(DATA, write(tmp_path / "a.json", "\n " + json.dumps(ROWS))) == ROWS
+    assert load_rows(DATA, write(tmp_path / "lines.json", lines())) == ROWS
+    assert load_rows(DATA, parquet(tmp_path / "a.parquet")) == ROWS
+    assert load_rows(ZIPPED, archive(tmp_path / "x.zip", "data/small.jsonl")) == ROWS
+    assert load_rows(ZIPPED, archive(tmp_path / "y.zip", "small.jsonl")) == ROWS
+
+
+@pytest.mark.parametrize("name", ["small.jsonl", "data/small.json", "small/test.jsonl"])
+def test_folders(name: str, tmp_path: Path) -> None:
+    write(tmp_path / name, lines())
+    write(tmp_path / "other.jsonl", lines(FLAT))
+    assert load_rows(DATA, tmp_path) == ROWS
+
+
+def test_parts_of_a_split_are_joined_in_order(tmp_path: Path) -> None:
+    parquet(tmp_path / "small" / "test-00001-of-00002.parquet", ROWS[1:])
+    parquet(tmp_path / "small" / "test-00000-of-00002.parquet", ROWS[:1])
+    parquet(tmp_path / "small" / "train-00000-of-00001.parquet", FLAT)
+    assert load_rows(DATA, tmp_path) == ROWS
+
+
+def test_a_folder_with_the_archive(tmp_path: Path) -> None:
+    archive(tmp_path / "data.zip", "data/small.jsonl")
+    assert load_rows(ZIPPED, tmp_path) == ROWS
+    assert "has no small, data/small, small/test, small/test-* (.jsonl" in refusal(DATA, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.txt", "text", "is no file of rows: give one of .jsonl, .json, .parquet"),
+        ("a.zip", b"PK", "a.zip is no file of rows"),
+        ("a.jsonl", lines() + "{", "a.jsonl line 3 is not valid JSON"),
+        ("a.jsonl", lines() + "[]\n", "a.jsonl line 3 is not an object: a row has named columns"),
+        ("a.json", "[{}, 3]", "a.json row 2 is not an object"),
+        ("a.json", "[{}", "a.json is not valid JSON"),
+        ("a.jsonl", b'{"a": "\xff"}', "is not UTF-8 text: byte 7"),
+        ("a.parquet", "no parquet", "a.parquet is no readable Parquet file: "),
+    ],
+)
+def test_files_of_no_use(name: str, content: str | bytes, problem: str, tmp_path: Path) -> None:
+    assert problem in refusal(DATA, write(tmp_path / name, content))
+
+
+def test_archives_of_no_use(tmp_path: Path) -> None:
+    assert "x.zip is no readable zip archive" in refusal(ZIPPED, write(tmp_path / "x.zip", b"PK no zip"))
+    other = archive(tmp_path / "y.zip", "data/other.jsonl")
+    assert "y.zip has none of data/small.jsonl, small.jsonl: is it the archive of" in refusal(ZIPPED, other)
+    bad = archive(tmp_path / "z.zip", "small.jsonl", "{}\nx")
+    assert "z.zip/small.jsonl line 2 is not valid JSON" in refusal(ZIPPED, bad)
+
+
+def test_sources_that_are_not_there(tmp_path: Path) -> None:
+    assert (
+        refusal(DATA, tmp_path / "gone.jsonl")
+        == f"there is no file or folder {tmp_path / 'gone.jsonl'}: check the path"
+    )
+    assert refusal(DATA, "gone.jsonl") == "there is no file or folder gone.jsonl: check the path"
+    path = write(tmp_path / "a.jsonl", lines())
+    assert refusal(DATA, path, revision="v1").endswith("has no revision 'v1': leave the revision out")
+
+
+def test_the_hub_out_of_reach() -> None:
+    for dataset in (DATA, ZIPPED):
+        message = refusal(dataset, None, EnvironmentFault)
+        assert message.startswith(
+            "dataset 'owner/data' cannot be fetched: check the network and HF_HUB_OFFLINE, or fetch"
+        )
+
+
+def test_what_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def load(repo: str, config: str, *, split: str, revision: str | None) -> datasets.Dataset:
+        asked.append((repo, config, split, revision))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert load_rows(DATA) == load_rows(DATA, "my/copy", "v2") == ROWS
+    assert asked == [("owner/data", "small", "test", None), ("my/copy", "small", "test", "v2")]
+
+
+def test_the_archive_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `huggingface_hub` keeps it, so that nothing needs to be fetched."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    kept = tmp_path / "datasets--owner--data"
+    archive(kept / "snapshots" / ("a" * 40) / "data.zip", "data/small.jsonl")
+    write(kept / "refs" / "main", "a" * 40)
+    assert load_rows(ZIPPED) == load_rows(ZIPPED, revision="a" * 40) == ROWS
+    assert "cannot be fetched" in refusal(ZIPPED, None, EnvironmentFault, revision="b" * 40)
+
+
+def test_a_repository_without_the_archive(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> str:
+        raise hub_error("RemoteEntryNotFoundError", "no data.zip")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", missing)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(ROWS))
+    assert load_rows(ZIPPED) == ROWS
+
+
+def hub_error(name: str, message: str) -> Exception:
+    response = SimpleNamespace(headers={}, request=None)
+    error: Exception = getattr(huggingface_hub.errors, name)(message, response=response)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "problem"),
+    [
+        (
+            RuntimeError("Dataset scripts are no longer supported, but found data.py"),
+            UsageError,
+            "dataset 'owner/data' is a loading script, which datasets no longer runs: fetch its files elsewhere",
+        ),
+        (
+            datasets.exceptions.DatasetNotFoundError("Dataset 'owner/data' doesn't\nexist"),
+            UsageError,
+            "'owner/data' is no file or folder here and no dataset of the hub that can be read (Dataset 'owner/data'",
+        ),
+        (hub_error("RevisionNotFoundError", "no v9"), UsageError, "no dataset of the hub that can be read (no v9"),
+        (
+            ValueError("BuilderConfig 'small' not found"),
+            UsageError,
+            "has no readable 'small', split 'test' (BuilderConfig",
+        ),
+        (ConnectionError("Couldn't reach"), EnvironmentFault, "cannot be fetched: check the network"),
+    ],
+)
+def test_what_the_hub_refuses(
+    error: Exception, kind: type[Exception], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    assert problem in refusal(DATA, None, kind)
+
+
+class Model(BaseModel):
+    question: str
+    answers: tuple[str, ...]
+    length: int = 0
+
+
+def test_missing_columns_and_wrong_values() -> None:
+    with pytest.raises(UsageError) as caught:
+        check_rows([ROWS[0], {"query": "q", "answers": []}], Model, "my.jsonl")
+    assert str(caught.value) == "row 2 of my.jsonl has no column 'question' (found: query, answers)"
+    with pytest.raises(UsageError) as caught:
+        check_rows([{"question": None, "answers": "Ann"}, {"question": "q", "answers": [1]}], Model, "my.jsonl")
+    head, *problems = str(caught.value).splitlines()
+    assert head == "my.jsonl is not valid, 3 problems:"
+    assert [problem.strip().partition(": I")[0] for problem in problems] == [
+        "row 1: question",
+        "row 1: answers",
+        "row 2: answers.0",
+    ]
+
+
+def test_rows_that_are_left_out_are_counted() -> None:
+    rows = check_rows(ROWS * 2, Model, "here")
+    with pytest.warns(KvsearchWarning, match="here: 2 of 4 rows left out: 2 without an answer"):
+        kept = usable(rows, lambda row: None if row.answers else "without an answer", "here")
+    assert kept == [(0, rows[0]), (2, rows[2])]
+    with pytest.raises(UsageError, match="here has no usable row: 4 too old"):
+        usable(rows, lambda row: "too old", "here")
+    with pytest.raises(UsageError, match=r"^here has no usable row$"):
+        usable([], lambda row: None, "here")
+
+
+def test_the_one_file_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    kept = tmp_path / "datasets--owner--data"
+    write(kept / "snapshots" / ("a" * 40) / "small.jsonl", lines())
+    write(kept / "refs" / "main", "a" * 40)
+    assert load_rows(dataclasses.replace(DATA, file="small.jsonl")) == ROWS
