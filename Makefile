@@ -38,6 +38,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks scripts
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/shape.py --check
 

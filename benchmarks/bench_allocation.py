@@ -15,10 +15,10 @@ import statistics
 from typing import Any
 
 import torch
-from bench_policies import load, peak, prefill
+from bench_policies import load, prefill
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
+from kvsearch.benchmark.speed import peak_bytes
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.models.architecture import describe
 from kvsearch.policies import create_policy
@@ -42,14 +42,8 @@ def program_of(model: Any, method: str, budget: int) -> Program:
 def memory(model: Any, program: Program, ids: Tensor) -> tuple[float, float]:
     """Peak MB of a forward pass and MB held after it."""
     cache = PlanCache(model, program)
-    if model.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        prefill(model, ids, cache)
-        return (torch.cuda.max_memory_allocated() - before) / 1e6, cache.nbytes() / 1e6
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        prefill(model, ids, cache)
-    return peak(record) / 1e6, cache.nbytes() / 1e6
+    peak = peak_bytes(model.device, lambda: prefill(model, ids, cache))
+    return peak / 1e6, cache.nbytes() / 1e6
 
 
 def main() -> None:

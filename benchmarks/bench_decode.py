@@ -82,7 +82,8 @@ def kept(cache: Any) -> float:
 def megabytes(cache: Any) -> float:
     if isinstance(cache, PlanCache):
         return cache.nbytes() / 1e6
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / 1e6
+    held: int = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return held / 1e6
 
 
 def main() -> None:

@@ -12,20 +12,35 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from typing import Any
 
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.evaluation.samples import Sample
-from kvsearch.models.loading import LoadOptions, load
+from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.plan.schema import PROTOCOLS, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.tasks.encode import encode_tasks
+from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 
 
 def timed(action: Callable[[], list[Sample]]) -> tuple[list[Sample], float]:
     start = time.perf_counter()
     return action(), time.perf_counter() - start
+
+
+def program_at(model: Any, budget: int) -> Program:
+    return Program.uniform(model, create_policy("snapkv"), lambda _: budget)
+
+
+def one_by_one(
+    loaded: LoadedModel, programs: dict[str, Program], encoded: list[TaskPrompts], protocol: Protocol, batch: int
+) -> list[Sample]:
+    """Return the samples of programs that are run without each other."""
+    runs = [run_encoded(loaded, {name: program}, encoded, protocol, batch) for name, program in programs.items()]
+    return list(chain.from_iterable(runs))
 
 
 def main() -> None:
@@ -38,20 +53,11 @@ def main() -> None:
     args = parser.parse_args()
     loaded = load("bundled", LoadOptions())
     encoded = encode_tasks(loaded, [SyntheticTask(args.task, args.length)], args.samples)
-    programs = {
-        f"plan {number}": Program.uniform(loaded.model, create_policy("snapkv"), lambda _, b=64 + 8 * number: b)
-        for number in range(args.plans)
-    }
+    programs = {f"plan {number}": program_at(loaded.model, 64 + 8 * number) for number in range(args.plans)}
     print(f"{args.plans} plans, {args.samples} contexts of {args.length:,} tokens, bundled model")
     for protocol in PROTOCOLS:
-        together, one_run = timed(lambda p=protocol: run_encoded(loaded, programs, encoded, p, args.batch))
-        apart, many_runs = timed(
-            lambda p=protocol: [
-                sample
-                for method, program in programs.items()
-                for sample in run_encoded(loaded, {method: program}, encoded, p, args.batch)
-            ]
-        )
+        together, one_run = timed(partial(run_encoded, loaded, programs, encoded, protocol, args.batch))
+        apart, many_runs = timed(partial(one_by_one, loaded, programs, encoded, protocol, args.batch))
         same = sum(replies(together)[key] == reply for key, reply in replies(apart).items())
         print(f"{protocol}: all together {one_run:.1f} s, one by one {many_runs:.1f} s: {many_runs / one_run:.1f}x; "
               f"{same} of {len(apart)} replies are the same")  # fmt: skip

@@ -133,7 +133,7 @@ def make_search(rng: np.random.Generator, model: ModelFingerprint, directory: Pa
     )  # fmt: skip
     begin(directory, config, (LEDGER,))
     best, least, length = draw(), np.inf, (model.layers + 3) // 4
-    with TrialLog(directory / LEDGER) as ledger:
+    with TrialLog(directory / LEDGER, config.identity) as ledger:
         ledger.begin("group 1")
         for generation in range(candidates // POPULATION):
             points = [rng.normal(size=length) for _ in range(POPULATION)]
@@ -144,7 +144,7 @@ def make_search(rng: np.random.Generator, model: ModelFingerprint, directory: Pa
             ledger.tell("group 1", generation, points, values)
             if min(values) < least:
                 best, least = draw(), min(values)
-                ledger.append("best", candidate=best, value=least, where=f"group 1, generation {generation}")
+                ledger.append("best", candidate=best.tolist(), value=least, where=f"group 1, generation {generation}")
     layers = [{"policy": POLICY, "budget": list(map(int, row))} for row in best]
     plan = Plan.model_validate(
         {

@@ -17,6 +17,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -119,7 +120,7 @@ def compare(loaded: LoadedModel, policy: Policy, task: TaskPrompts, protocol: Pr
           f"{SEARCH} extrapolated: {SEARCH * slow:,.0f} s); bank: prefill {prefill:.2f} s once")  # fmt: skip
     for objective in ("nll", "metric"):
         job = TrialJob(tuple(candidates[: args.population]), None, objective)
-        fast = seconds_each(lambda job=job: bank.evaluate(job), args.population)
+        fast = seconds_each(partial(bank.evaluate, job), args.population)
         whole = prefill + SEARCH * fast
         print(f"  {objective:6s} {1000 * fast:8.2f} ms per candidate: {slow / fast:6.1f}x; with the prefill, "
               f"{SEARCH} candidates in {whole:.1f} s: {SEARCH * slow / whole:.1f}x (extrapolated)")  # fmt: skip

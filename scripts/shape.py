@@ -199,8 +199,9 @@ def is_repeated_list(node: ast.AST) -> bool:
 
 def only_says_see(node: ast.AST) -> bool:
     """Return whether a docstring does nothing but name another place."""
-    documented = isinstance(node, ast.Module | ast.ClassDef | Function)
-    text = (ast.get_docstring(node) or "") if documented else ""
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    text = ast.get_docstring(node) or ""
     return text.startswith("See `") and "\n" not in text
 
 
