@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = [path for folder in ("benchmarks", "scripts") for path in sorted((ROOT / folder).glob("*.py"))]
 
@@ -17,7 +19,6 @@ def test_it_can_be_imported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     runpy.run_path(str(path), run_name="imported")
 
 
-@pytest.mark.slow
 def test_runs_of_the_report_benchmark_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["bench_report.py", "--layers", "2", "--candidates", "8", "--keep", str(tmp_path)])
     bench = runpy.run_path(str(ROOT / "benchmarks" / "bench_report.py"))
