@@ -27,7 +27,7 @@ from kvsearch.evaluation.samples import Place, Sample
 from kvsearch.runs.identity import LEDGER, LOSSES, METRICS, REPORT, SAMPLES, TABLES, Job, RunConfig, read_config
 from kvsearch.runs.ledger import Ledger, LedgerFormatError, read_lines
 from kvsearch.runs.lock import locked
-from kvsearch.runs.run import Run, check_directory, run_in
+from kvsearch.runs.run import Run, run_in
 
 FILES = (REPORT, SAMPLES, TABLES, LOSSES)
 _KEEP_REPLIES: tuple[Job, ...] = ("evaluate", "validate", "select")
@@ -81,7 +81,7 @@ def check_run(output: Path | None, reuse: Path | None) -> None:
     """Find out, before a model is loaded, whether a run can be kept in `output` and take replies from `reuse`.
 
     Raises:
-        UsageError: it cannot, see also `kvsearch.runs.run.check_directory`.
+        UsageError: it cannot, see also `kvsearch.runs.run.run_in`.
     """
     if reuse is not None:
         if output is None:
@@ -92,7 +92,7 @@ def check_run(output: Path | None, reuse: Path | None) -> None:
         if there is None or there.job not in _KEEP_REPLIES:
             raise UsageError(f"{reuse} is no directory of an evaluation: --reuse takes an --output of another run")
     if output is not None:
-        check_directory(output, "evaluate")
+        run_in(output, "evaluate")
 
 
 @contextmanager

@@ -11,15 +11,17 @@ from kvsearch.calibration.steps import calibration_content
 from kvsearch.config.options import Option, asked_by_name, one_of
 from kvsearch.core.errors import UsageError
 from kvsearch.jobs.groups import ASKED, RATIO, Batching, Loading, WithTasks, WithWorkers
+from kvsearch.plan.origin import ContextRecord
+from kvsearch.plan.profile import Profile, load_profile
 from kvsearch.plan.saved import PROFILE
 from kvsearch.plan.schema import Protocol, find_protocol
 from kvsearch.runs.identity import CONFIG
+from kvsearch.signals.table import SignalTable
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Settings
     from kvsearch.jobs.reporter import Reporter
     from kvsearch.models.loading import LoadedModel
-    from kvsearch.plan import Profile
 
 
 HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
@@ -48,7 +50,7 @@ class OnSignals(WithTasks, Batching, WithWorkers):
 
     @classmethod
     def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """See `JobOptions.merged`; one size takes the place of another."""
+        """Return what a recipe has `stated` with what was `given` over it; one size takes the place of another."""
         return {**one_of(stated, given, ("budget", "ratio")), **given}
 
     @property
@@ -58,9 +60,6 @@ class OnSignals(WithTasks, Batching, WithWorkers):
 
     def settings(self, profile: Profile) -> Settings:
         """Return how questions are asked: on contexts that nothing was fitted on, by default in its protocol."""
-        from kvsearch.plan.origin import ContextRecord
-        from kvsearch.signals.table import SignalTable
-
         asked = self.asking(self.protocol or find_protocol(SignalTable(profile).axes.protocol))
         return replace(asked, used=(profile.metadata.provenance.contexts or ContextRecord()).used)
 
@@ -81,15 +80,13 @@ def load_signals(directory: Path) -> Profile:
     Raises:
         UsageError: there is no such directory or no profile in it, or the profile is damaged or has no signals.
     """
-    from kvsearch.plan.profile import load_profile
-    from kvsearch.signals.table import SignalTable
-
-    if not directory.is_dir():
-        what = "is a file" if directory.exists() else "does not exist"
-        raise UsageError(f"{directory} {what}: give the directory of a calibration, or {HOW}")
-    if not (directory / PROFILE).exists():
-        raise UsageError(f"{directory} has no {PROFILE}: give the directory of a finished calibration, or {HOW}")
-    return SignalTable(load_profile(directory / PROFILE)).profile
+    path = directory / PROFILE
+    if not path.exists():
+        what = "does not exist"
+        if directory.exists():
+            what = f"has no {PROFILE}" if directory.is_dir() else "is a file"
+        raise UsageError(f"{directory} {what}: give the directory of a finished calibration, or {HOW}")
+    return SignalTable(load_profile(path)).profile
 
 
 def load_calibrated(

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvsearch.core.progress import Progress, clock_words
@@ -24,41 +24,37 @@ if TYPE_CHECKING:
 PARTS = 1000  # of the whole, as the display counts them
 
 
-@dataclass
 class Overall:
-    """Stages by name, each with its share of the work in any unit; those that were finished before take no time."""
+    """Stages by name, each with its share of the `work` in any unit; those that were finished before take no time."""
 
-    reporter: Reporter
-    work: Mapping[str, float]
-    show: Progress
-    clock: Callable[[], float] = time.monotonic
-    done: float = 0.0
-    _begun: int = 0
-    _started: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._started = self.clock()
+    def __init__(
+        self, reporter: Reporter, work: Mapping[str, float], show: Progress, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.reporter = reporter
+        self.work = work
+        self.show = show
+        self.clock = clock
+        self.done = 0.0
+        self._begun = 0
+        self._started = clock()
 
     @contextmanager
     def stage(self, name: str, words: str) -> Iterator[StageReporter]:
         """Begin a stage, and give whom its job talks to."""
         self._begun += 1
         before = self.done
-        self.reporter.say(f"{self._begun}/{len(self.work)} {words}{self._left()}")
+        left = ""  # the time that is left at the speed so far, once anything is done
+        spent = self.clock() - self._started
+        if before > 0 and spent >= 1:
+            seconds = round(spent * (sum(self.work.values()) - before) / before)
+            left = f" (about {seconds // 60}:{seconds % 60:02d} left)"
+        self.reporter.say(f"{self._begun}/{len(self.work)} {words}{left}")
         yield StageReporter(self.reporter, lambda share: self._at(before + share * self.work[name]))
         self._at(before + self.work[name])
 
     def _at(self, done: float) -> None:
         self.done = max(self.done, done)
         self.show(round(PARTS * self.done / sum(self.work.values())), PARTS)
-
-    def _left(self) -> str:
-        """Return the time that is left at the speed so far, in words; nothing before anything is done."""
-        spent, whole = self.clock() - self._started, sum(self.work.values())
-        if self.done <= 0 or spent < 1:
-            return ""
-        left = round(spent * (whole - self.done) / self.done)
-        return f" (about {left // 60}:{left % 60:02d} left)"
 
 
 @contextmanager
@@ -83,20 +79,16 @@ class StageReporter:
         """Keep it: what a stage begins with and what it has kept is told once, of all stages."""
 
     def warn(self, text: str) -> None:
-        """See `Reporter.warn`."""
         self.reporter.warn(text)
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Progress]:  # noqa: ARG002 - there is one display
-        """See `Reporter.progress`."""
         yield lambda done, total: self.at(done / total if total else 1.0)
 
     def live(self, title: str) -> AbstractContextManager[Callable[[Sequence[str]], None]]:
-        """See `Reporter.live`."""
         return self.reporter.live(title)
 
     def loading(self, name: str) -> AbstractContextManager[None]:
-        """See `Reporter.loading`."""
         return self.reporter.loading(name)
 
 
@@ -112,11 +104,9 @@ class SearchProgress:
         self._show: Callable[[Sequence[str]], None] | None = None
 
     def stage(self, name: str, part: StageProgress | None = None) -> None:
-        """See `Watcher`."""
         self.where, self.part = name, part
 
     def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
-        """See `Watcher`."""
         self.failures += sum(not math.isfinite(value) for value in values)
         place = self.where
         if stage == STARTS:
@@ -131,7 +121,6 @@ class SearchProgress:
         self._show([place, found, *self._used(), *failed, *self._left(generation)])
 
     def ended(self, why: str) -> None:
-        """See `Watcher`; gives the screen back."""
         self.close()
         self.ends += 1
         self.reporter.say(f"search ended: {why}")

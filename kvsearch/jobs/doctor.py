@@ -31,9 +31,20 @@ class DoctorOptions(Loading, Seeded):
 @job(DoctorOptions)
 def doctor(options: DoctorOptions, reporter: Reporter) -> dict[str, Any]:
     """Return versions, devices and what the bundled models answer; packages that are not there are "missing"."""
+    import torch
+
     facts = {"python": platform.python_version(), "kvsearch": version("kvsearch")}
-    facts |= {name: _version(name) for name in (*PACKAGES, *EXTRAS)}
-    facts |= {"devices": _devices(), "cores": str(os.cpu_count()), "offline": os.environ.get("HF_HUB_OFFLINE", "0")}
+    for name in (*PACKAGES, *EXTRAS):
+        try:
+            facts[name] = version(name)
+        except PackageNotFoundError:
+            facts[name] = MISSING if name in PACKAGES else "not installed (optional)"
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    facts |= {
+        "devices": ", ".join(devices) or "cpu only",
+        "cores": str(os.cpu_count()),
+        "offline": os.environ.get("HF_HUB_OFFLINE", "0"),
+    }
     if MISSING in facts.values():
         return facts
     from kvsearch.evaluation.answer import answer
@@ -43,17 +54,3 @@ def doctor(options: DoctorOptions, reporter: Reporter) -> dict[str, Any]:
         (reply,) = answer(options.load(name, reporter), None, context, [prompt], plain, 3)
         facts[f"{name} model"] = f"answers {reply.text!r} from {reply.entries} entries"
     return facts
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return MISSING if package in PACKAGES else "not installed (optional)"
-
-
-def _devices() -> str:
-    import torch
-
-    count = torch.cuda.device_count()
-    return ", ".join(torch.cuda.get_device_name(index) for index in range(count)) if count else "cpu only"

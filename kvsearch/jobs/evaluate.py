@@ -245,7 +245,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> Evaluated | Perple
         return _measure_text(options, reporter)
     _, evaluation = _prepare(options, reporter)
     directory = options.output
-    config = evaluation.config().with_options(options.recorded())
+    config = evaluation.config().changed(options=options.recorded())
     tasks = [task.task for task in evaluation.encoded]
     with (
         _open_replies(directory, config, options.force, options.reuse, evaluation.replies, reporter) as (run, store),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from kvsearch.jobs.groups import (
 )
 from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, kept_replies
+from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, stage_store
 from kvsearch.plan import save_plan
 from kvsearch.plan.schema import PHASES
 from kvsearch.policies import create_policy
@@ -47,8 +47,6 @@ from kvsearch.search.trials import TrialLog
 from kvsearch.tasks.catalog import find_tasks
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import Evaluation
-    from kvsearch.evaluation.plan_comparison import OpenStage, StageStore
     from kvsearch.plan import Plan
     from kvsearch.policies import Policy
     from kvsearch.report.table import Table
@@ -102,10 +100,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, TaskDetails, Asking, Evolve
         Params,
         Option("A policy parameter, as in --set window=16; repeatable.", flag="--set", panel=WHAT, repeated=True),
     ] = Field(default_factory=dict)
-    tasks: Annotated[
-        str | None,
-        TASKS_OPTION,
-    ] = None
+    tasks: Annotated[str | None, TASKS_OPTION] = None
     samples: Annotated[Samples, Option("Contexts per task in each of the three splits.", panel=ASKED)] = 10
     max_evals: Annotated[int | None, Field(ge=1), Option("Different candidates.", panel=LIMITS)] = None
     max_time: Annotated[
@@ -125,14 +120,14 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, TaskDetails, Asking, Evolve
 
     @classmethod
     def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """See `JobOptions.merged`; a size takes the place of sizes, parameters are added to those of the policy."""
+        """Return the options; a size takes the place of sizes, parameters are added to those of the policy."""
         if "lambda" in stated:
             stated["lam"] = stated.pop("lambda")
         stated = one_of(stated, given, ("budget", "budgets"))
         return with_params(stated, given, stated.get("policy") or DEFAULT_POLICY)
 
     def recorded(self) -> dict[str, Any]:
-        """See `JobOptions.recorded`; a group size that nobody stated suits other models, too."""
+        """Return what config.json has as "options"; a group size that nobody stated suits other models, too."""
         stated = "group_size" in self.model_fields_set
         return {key: value for key, value in super().recorded().items() if stated or key != "group_size"}
 
@@ -147,13 +142,12 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, TaskDetails, Asking, Evolve
         stated = {name: getattr(self, name) for name in EvolveSettings.model_fields if name in self.model_fields_set}
         return EvolveSettings.model_validate({**stated, "seed": self.seed, "protocol": self.protocol})
 
-    def config(self, searches: Sequence[PreparedSearch]) -> RunConfig:
-        """Return the configuration of searches that share their questions and a directory."""
+    @property
+    def config(self) -> RunConfig:
+        """The configuration of the run, still without the content of its searches, see `describe_searches`."""
         workers = self.ray_workers()
         execution = {"limits": asdict(self.limits), "workers": None if workers is None else asdict(workers)}
-        return RunConfig(
-            job="evolve", options=self.recorded(), content=describe_searches(searches), execution=execution
-        )
+        return RunConfig(job="evolve", options=self.recorded(), content={}, execution=execution)
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,22 +242,31 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
     """
     from kvsearch.search.evolve import run_searches
 
+    directory = options.output
+    config = options.config
     limits = options.limits
+    force = options.force
     searches = _prepare(options, reporter)
-    if options.force or not (options.output / CONFIG).exists():
+    if force or not (directory / CONFIG).exists():
         with reporter.progress("batches of the full cache") as progress:
             searches[0].require_answers(progress)
     searches = _keep_hard_questions(searches, reporter)
+    store = stage_store(directory, lambda evaluation: evaluation.config(), lambda _: reporter, force=True)
     with (
-        open_search(options, searches, FILES, reporter) as (searches, executor, run, log),
+        open_search(directory, config, searches, FILES, reporter, force=force, workers=options.workers) as (
+            searches,
+            executor,
+            run,
+            log,
+        ),
         watching(reporter, log, limits, len(searches)) as watcher,
     ):
         lines_before = log.count
-        write_contexts(run.directory, searches[0].hashes)
-        found = run_searches(searches, executor, log, limits, watcher, _stage_store(run.directory, reporter))
+        write_contexts(directory, searches[0].hashes)
+        found = run_searches(searches, executor, log, limits, watcher, store)
         result = Evolution(found, log.spent)
         for budget, plan in result.plans.items():
-            save_plan(plan, run.directory / result.files[budget], overwrite=True)
+            save_plan(plan, directory / result.files[budget], overwrite=True)
         run.write(FRONT if len(found) > 1 else REPORT, result.as_json())
         run.finish()
         if run.state == "finished" and log.count == lines_before:
@@ -273,26 +276,34 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
 
 @contextmanager
 def open_search(
-    options: EvolveOptions, searches: tuple[PreparedSearch, ...], files: Sequence[str], reporter: Reporter
+    directory: Path,
+    config: RunConfig,
+    searches: tuple[PreparedSearch, ...],
+    files: Sequence[str],
+    reporter: Reporter,
+    *,
+    force: bool = False,
+    workers: int | None = None,
 ) -> Iterator[tuple[tuple[PreparedSearch, ...], Executor, Run, TrialLog]]:
     """Decide what is teacher-forced, read the prompts, and open the directory: all that comes before candidates.
 
-    `files` are patterns of what is written there, see `Run.open`.
+    The `config` is completed with the content of the searches. `files` are patterns of what is written there, see
+    `Run.open`. `workers` is how many each read the prompts.
 
     Raises:
         UsageError: another search is in the directory; see also `Run.open`.
         EnvironmentFault, IncompatibleError: see `make_executor`.
     """
-    if not options.force:
-        require_same(options.output, options.config(searches), unknown=(SEARCHED,))
+    if not force:
+        require_same(directory, config.changed(content=describe_searches(searches)), unknown=(SEARCHED,))
     searches = _decide_answers(searches, reporter)
-    config = options.config(searches)
-    if not options.force:
-        require_same(options.output, config)
+    config = config.changed(content=describe_searches(searches))
+    if not force:
+        require_same(directory, config)
     # who evaluates comes first: with --force the old run is gone only once the new one can begin
     with (
-        _make_executor(searches, options.workers, options.memory_bytes, reporter) as executor,
-        Run.open(options.output, config, force=options.force, files=files) as run,
+        _make_executor(searches, workers, reporter) as executor,
+        Run.open(directory, config, force=force, files=files) as run,
         run.open_ledger(TrialLog) as log,
     ):
         yield searches, executor, run, log
@@ -301,7 +312,7 @@ def open_search(
 def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch, ...]:
     """Check all that can be checked without a model, then load it, and prepare a search for each budget."""
     from kvsearch.search.evolve import Splits, prepare_searches
-    from kvsearch.search.start_plans import Base
+    from kvsearch.search.start_plans import Base, check_names
 
     budgets = (options.budgets or ()) if options.budget is None else (options.budget,)
     if not budgets:
@@ -311,7 +322,12 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
     run_in(options.output, "evolve")
     if not options.force and (options.output / LEDGER).exists():
         list(read_lines(options.output / LEDGER, TrialLog.parse))  # a damaged one is told before a model is loaded
-    plans = _read_start_plans(options.start)
+    names = [path.stem for path in options.start]
+    check_names(names)
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"two start plans are called {name}: rename one of the files")
+    plans = {path.stem: checked_plan(path) for path in options.start}
     policies = _find_policies(options.space, options.policy, options.params, plans)
     for name, plan in plans.items():
         if plan.provenance.contexts is None or not plan.provenance.contexts.complete:
@@ -372,20 +388,7 @@ def _decide_answers(searches: Sequence[PreparedSearch], reporter: Reporter) -> t
     own = sum(answer.own for answer in found.values())
     reporter.say(f"the model's own reply is right and teacher-forced after {own} of {len(found)} questions, the right "
              "answer after the others")  # fmt: skip
-    return (first, *(replace(one, answers=found) for one in searches[1:]))
-
-
-def _read_start_plans(paths: Iterable[Path]) -> dict[str, Plan]:
-    """Read start plans, by the names of their files."""
-    from kvsearch.search.start_plans import check_names
-
-    check_names(path.stem for path in paths)
-    found: dict[str, Plan] = {}
-    for path in paths:
-        if path.stem in found:
-            raise UsageError(f"two start plans are called {path.stem}: rename one of the files")
-        found[path.stem] = checked_plan(path)
-    return found
+    return (first, *(replace(search, answers=found) for search in searches[1:]))
 
 
 def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
@@ -396,9 +399,9 @@ def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
     return {
         **environment(first.base.loaded),
         "settings": first.as_json(),
-        "budgets": [one.budget for one in searches],
-        "policies": [{"name": one.name, "params": one.parameters()} for one in first.base.policies],
-        "starts": [{name: table.tolist() for name, table in one.starts.items()} for one in searches],
+        "budgets": [search.budget for search in searches],
+        "policies": [{"name": policy.name, "params": policy.parameters()} for policy in first.base.policies],
+        "starts": [{name: table.tolist() for name, table in search.starts.items()} for search in searches],
         "asked": {"samples": first.asked.samples, "max_length": first.asked.max_length},
         "metrics": {task.task.name: metric_of(task.task) for task in first.encoded["search"]},
         "splits": {name: {task.task.name: rows_hash(task) for task in split} for name, split in first.encoded.items()},
@@ -406,9 +409,7 @@ def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
     }
 
 
-def _make_executor(
-    searches: Sequence[PreparedSearch], workers: int | None, max_memory: int | None, reporter: Reporter
-) -> Executor:
+def _make_executor(searches: Sequence[PreparedSearch], workers: int | None, reporter: Reporter) -> Executor:
     """Return who evaluates candidates, with the prompts read."""
     from kvsearch.search.workers import make_executor
 
@@ -422,14 +423,4 @@ def _make_executor(
         )
     cap = max(search.cap for search in searches)
     with reporter.progress("prompts") as progress:
-        return make_executor(first, cap, max_memory, progress)
-
-
-def _stage_store(directory: Path, reporter: Reporter) -> StageStore:
-    """Return what keeps the replies of choice and report in `directory`; those of other finalists are thrown away."""
-
-    def open_stage(stage: str, evaluation: Evaluation) -> OpenStage:
-        config = evaluation.config()
-        return kept_replies(directory / stage, config, evaluation.replies, True, reporter, f"{stage}: batches")
-
-    return open_stage
+        return make_executor(first, cap, first.asked.max_memory, progress)

@@ -8,33 +8,32 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
+from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.calibration.steps import profile_file
 from kvsearch.config.options import Option, Repeated
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.core.files import atomic_write
+from kvsearch.exporters import exporter_of
 from kvsearch.jobs.groups import BUDGET, RATIO, Loading, Names
 from kvsearch.jobs.plan import PlanOptions, Sized
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
+from kvsearch.plan import ModelFingerprint, Plan, Profile, Size, load_plan, load_profile
+from kvsearch.plan.saved import plan_of_folder
+from kvsearch.results import validation
 from kvsearch.runs.lock import locked
 from kvsearch.runs.run import finish, unfinish
+from kvsearch.signals.table import SignalTable
+from kvsearch.strategies.build import plan_from_profile
+from kvsearch.strategies.from_signals import UNIFORM, Strategy, strategy_plan
+from kvsearch.strategies.joint import joint_plan, policy_curves
 
 if TYPE_CHECKING:
     from kvsearch.exporters.base import Exported, Inputs
-    from kvsearch.plan import ModelFingerprint, Plan, Profile, Size
-    from kvsearch.strategies.from_signals import Strategy
 
 TOOLS_PANEL = "Other tools"
-
-
-PLAN = "plan"  # the target of every other kind of export: one plan file
-
-
 PANEL = "PolyKV"
-
-
-def _is_given(value: object) -> bool:
-    return value is not None and value is not False  # 0 is
+PLAN = "plan"  # the target of every other kind of export: one plan file
 
 
 class ExportOptions(PlanOptions, Sized, Loading):
@@ -140,7 +139,6 @@ class ExportOptions(PlanOptions, Sized, Loading):
             UsageError: there is no such target.
             IncompatibleError: `--model` is another one.
         """
-        from kvsearch.exporters import exporter_of
         from kvsearch.exporters.base import Inputs
 
         if self.model is None or not exporter_of(self.to).needs_model:
@@ -175,10 +173,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
             UsageError: there is no such target, it needs a profile, or as `make`.
             IncompatibleError: the target cannot express all of it, and `lossy` is off.
         """
-        from kvsearch.exporters import exporter_of
         from kvsearch.exporters.base import PlanExporter, ProfileExporter
-        from kvsearch.plan import load_plan, load_profile
-        from kvsearch.plan.saved import plan_of_folder
 
         exporter, path = exporter_of(self.to), self.profile
         if self.push_to_hub is not None and (self.to != "folder" or self.offline):
@@ -205,21 +200,18 @@ class ExportOptions(PlanOptions, Sized, Loading):
 
     def make(self, reporter: Reporter) -> Plan:
         """Look the plan up in the profile, or follow its signals; warns of signals that were judged harmful."""
-        from kvsearch.plan import load_profile
-        from kvsearch.strategies.build import plan_from_profile
-
         if self.to == PLAN:
             self.check_output()
         profile = load_profile(profile_file(self.profile))
         if profile.metadata.signals is not None and not self.join:
             return self._of_signals(profile, reporter)
         several = bool(self.join) or profile.metadata.policies is not None
-        of_polykv = (
-            (name, option)
+        of_polykv = {
+            option.called(name): getattr(self, name)
             for name, (_, option) in self.offered().items()
             if option.panel == PANEL and not (several and name == "policy")
-        )
-        unused = [option.called(name) for name, option in of_polykv if _is_given(getattr(self, name))]
+        }
+        unused = [flag for flag, value in of_polykv.items() if value is not None and value is not False]  # 0 is given
         if unused:
             raise UsageError(
                 f"{', '.join(unused)}: only for profiles of method polykv, this one is of method "
@@ -242,9 +234,6 @@ class ExportOptions(PlanOptions, Sized, Loading):
 
     def _joint(self, profile: Profile, reporter: Reporter) -> Plan:
         """Choose a policy for every layer, and budgets."""
-        from kvsearch.plan import load_profile
-        from kvsearch.strategies.joint import joint_plan, policy_curves
-
         curves = policy_curves([profile, *(load_profile(profile_file(path)) for path in self.join)])
         if self.policy is not None:
             curves = curves.only([self.policy])
@@ -256,9 +245,6 @@ class ExportOptions(PlanOptions, Sized, Loading):
         return found.plan
 
     def _of_signals(self, profile: Profile, reporter: Reporter) -> Plan:
-        from kvsearch.budgets.plan_checks import check_plan
-        from kvsearch.results import validation
-        from kvsearch.strategies.from_signals import strategy_plan
 
         size = self.size_in(profile)
         strategy = self.strategy(profile)
@@ -284,9 +270,6 @@ class ExportOptions(PlanOptions, Sized, Loading):
 
     def strategy(self, profile: Profile) -> Strategy:
         """Return what was asked for, or else the defaults of a strategy in what was measured."""
-        from kvsearch.signals.table import SignalTable
-        from kvsearch.strategies.from_signals import UNIFORM, Strategy
-
         table = SignalTable(profile)
         route = self.route or next(iter(table.routes), "none")  # cosine, the paper's, where it was measured
         if self.least is not None and self.budget_signal in (None, UNIFORM):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, cast
@@ -10,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, Valida
 
 from kvsearch.config.options import JobOptions, Option, Seeded, above_zero, asked_by_name, bytes_of
 from kvsearch.core.errors import UsageError
-from kvsearch.core.fields import Samples
+from kvsearch.core.fields import Samples, refuse
 from kvsearch.jobs.reporter import Reporter, Silent
 from kvsearch.models import loading
 from kvsearch.models.loading import BUNDLED, LoadedModel, LoadOptions
@@ -170,6 +171,16 @@ class WithRun(JobOptions):
         return (self.output,)
 
 
+def refuse_two_sizes(options: JobOptions, names: Sequence[str]) -> None:
+    """Refuse options of a job if several of these `names`, each a size, are given, or a budget twice."""
+    given = [name for name in names if getattr(options, name) is not None and getattr(options, name) is not False]
+    budgets = getattr(options, "budgets", None) or ()
+    if len(given) > 1:
+        refuse([((given[1],), f"is in place of {given[0]}: give one of them")])
+    if len(set(budgets)) < len(budgets):
+        refuse([(("budgets",), "has a budget twice: give each once")])
+
+
 def default_tasks(model: str | None) -> str:
     """Return the spec of what a model is asked by default: bundled ones in their own language, others in English.
 
@@ -242,10 +253,7 @@ class TaskDetails(JobOptions):
 class WithTasks(TaskDetails):
     """Which tasks are asked."""
 
-    tasks: Annotated[
-        str | None,
-        TASKS_OPTION,
-    ] = None
+    tasks: Annotated[str | None, TASKS_OPTION] = None
 
     def find_tasks(self, model: str | None, split: str | None = None) -> list[Task]:
         """Return the tasks for a model, of one split; see `kvsearch.tasks.catalog.find_tasks` for the errors."""

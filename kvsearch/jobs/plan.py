@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from kvsearch.budgets.allocator import Uniform
+from kvsearch.budgets.plan_checks import check_plan
+from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.config.options import JobOptions, Option, Params
-from kvsearch.core.files import PLAN_FILE, check_output
+from kvsearch.core.files import PLAN_FILE, STRATEGY_FILE, atomic_write, check_output, read_bytes
+from kvsearch.core.limits import MOST_YAML
 from kvsearch.jobs.groups import BUDGET, RATIO, WithModel
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
-
-if TYPE_CHECKING:
-    from kvsearch.budgets.allocator import Uniform
-    from kvsearch.budgets.pyramidkv import Pyramid
-    from kvsearch.plan import Plan, Size
-    from kvsearch.policies import Policy
+from kvsearch.plan import Plan, Size, arithmetic, load_plan, phases_of, save_plan
+from kvsearch.plan.yaml import plan_to_yaml
+from kvsearch.policies import Policy, create_policy
+from kvsearch.policies.fitted import fitted_policy
 
 
 class Sized(JobOptions):
@@ -31,8 +33,6 @@ class Sized(JobOptions):
     @property
     def size(self) -> Size:
         """The size of the plan; UsageError if there is none, or two, or one out of range."""
-        from kvsearch.plan import Size
-
         return Size(self.budget, self.ratio, self.length)
 
 
@@ -48,8 +48,6 @@ class PlanOptions(JobOptions):
 
     def write(self, reporter: Reporter) -> Plan:
         """Make the plan and write it; EnvironmentFault if it cannot be written."""
-        from kvsearch.plan import save_plan
-
         plan = self.make(reporter)
         save_plan(plan, self.output, overwrite=self.force)
         return plan
@@ -60,8 +58,6 @@ class PlanOptions(JobOptions):
 
     def checked(self, plan: Plan) -> Plan:
         """Return the plan; UsageError if its parts do not fit together."""
-        from kvsearch.budgets.plan_checks import check_plan
-
         check_plan(plan, f"the plan for {self.output}")
         return plan
 
@@ -72,10 +68,7 @@ def checked_plan(path: Path) -> Plan:
     Raises:
         UsageError: the file, a policy or a budget of it cannot be used.
     """
-    from kvsearch.plan import load_plan
-
     plan = load_plan(path)
-    from kvsearch.budgets.plan_checks import check_plan
 
     check_plan(plan, str(path))
     return plan
@@ -101,22 +94,20 @@ class UniformOptions(PlanOptions, Sized, WithModel):
 
     def make(self, reporter: Reporter) -> Plan:
         """Make the plan; what can be checked without a model is checked before one is loaded."""
-        from kvsearch.plan import phases_of
-        from kvsearch.policies import create_policy
-        from kvsearch.policies.fitted import fitted_policy
         from kvsearch.strategies.methods import check_request, direct_plan, parse_allocation
 
         name, fitted = fitted_policy(self.policy)
-        policy, allocation = create_policy(name, {**fitted, **(self.settings or {})}), parse_allocation(self.allocation)
-        phases, allocator, size = phases_of(self.phases), self.allocator(policy), self.size
+        policy = create_policy(name, {**fitted, **(self.settings or {})})
+        allocation = parse_allocation(self.allocation)
+        phases = phases_of(self.phases)
+        allocator = self.allocator(policy)
+        size = self.size
         check_request(policy, size, allocation)
         self.check_output()
         return self.checked(direct_plan(self.load(self.model, reporter), policy, size, phases, allocator, allocation))
 
     def allocator(self, policy: Policy) -> Uniform | Pyramid:  # noqa: ARG002 - as a pyramid has it
         """Return what shares the total out between layers and kv heads."""
-        from kvsearch.budgets.allocator import Uniform
-
         return Uniform()
 
 
@@ -130,9 +121,7 @@ class PyramidOptions(UniformOptions):
     ] = 20.0
 
     def allocator(self, policy: Policy) -> Uniform | Pyramid:
-        """See `UniformOptions.allocator`; UsageError if beta is below 1."""
-        from kvsearch.budgets.pyramidkv import Pyramid
-
+        """Return a pyramid; UsageError if beta is below 1."""
         return Pyramid(self.beta, policy.floor)
 
 
@@ -148,11 +137,9 @@ class ScaleOptions(PlanOptions, Sized):
 
     def make(self, reporter: Reporter) -> Plan:  # noqa: ARG002
         """Scale the plan."""
-        from kvsearch.plan import scale
-
         self.check_output()
         plan = checked_plan(self.plan)
-        return self.checked(scale(plan, budget=self.budget, ratio=self.ratio, length=self.length))
+        return self.checked(arithmetic.scale(plan, budget=self.budget, ratio=self.ratio, length=self.length))
 
 
 class ConvertOptions(PlanOptions):
@@ -165,10 +152,8 @@ class ConvertOptions(PlanOptions):
 
     def make(self, reporter: Reporter) -> Plan:  # noqa: ARG002
         """Convert the plan."""
-        from kvsearch.plan import convert
-
         self.check_output()
-        return self.checked(convert(checked_plan(self.plan), self.length))
+        return self.checked(arithmetic.convert(checked_plan(self.plan), self.length))
 
 
 class MergeOptions(PlanOptions):
@@ -181,10 +166,8 @@ class MergeOptions(PlanOptions):
 
     def make(self, reporter: Reporter) -> Plan:  # noqa: ARG002
         """Merge the plans."""
-        from kvsearch.plan import merge
-
         self.check_output()
-        return self.checked(merge(checked_plan(self.policies), checked_plan(self.budgets)))
+        return self.checked(arithmetic.merge(checked_plan(self.policies), checked_plan(self.budgets)))
 
 
 class BuildOptions(PlanOptions):
@@ -196,8 +179,6 @@ class BuildOptions(PlanOptions):
 
     def make(self, reporter: Reporter) -> Plan:  # noqa: ARG002
         """Read the YAML; UsageError if no plan can be written, or says all that is wrong with it."""
-        from kvsearch.core.files import read_bytes
-        from kvsearch.core.limits import MOST_YAML
         from kvsearch.strategies.from_yaml import plan_from_yaml
 
         self.check_output()
@@ -215,10 +196,6 @@ class YamlOptions(JobOptions):
 
     def make(self) -> str:
         """Return the text of the file; UsageError if it cannot be written."""
-        from kvsearch.core.files import STRATEGY_FILE, check_output
-        from kvsearch.plan import load_plan
-        from kvsearch.plan.yaml import plan_to_yaml
-
         check_output(self.output, self.force, STRATEGY_FILE)
         return plan_to_yaml(load_plan(self.plan))
 
@@ -267,8 +244,6 @@ def build(options: BuildOptions, reporter: Reporter) -> Plan:
 @job(YamlOptions)
 def yaml(options: YamlOptions, reporter: Reporter) -> str:  # noqa: ARG001
     """Write a plan in YAML to read and edit, and return the text; UsageError if a file cannot be read or written."""
-    from kvsearch.core.files import atomic_write
-
     text = options.make()
     atomic_write(options.output, text.encode(), overwrite=options.force)
     return text

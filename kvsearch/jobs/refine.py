@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.progress import Progress
-from kvsearch.jobs.evolve import SEARCHED, EvolveOptions, open_search
+from kvsearch.jobs.evolve import SEARCHED, describe_searches, open_search
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.plan import load_plan, save_plan
 from kvsearch.plan.arithmetic import scale
 from kvsearch.policies.registry import policy_of
 from kvsearch.runs.contexts import write_contexts
-from kvsearch.runs.identity import CONFIG, CONTEXTS
+from kvsearch.runs.identity import CONFIG, CONTEXTS, RunConfig
 from kvsearch.runs.run import read_sums, require_same, require_unchanged
-from kvsearch.search.settings import SearchLimits
+from kvsearch.search.settings import EvolveSettings, SearchLimits
 
 if TYPE_CHECKING:
+    from kvsearch.evaluation.compare import Settings
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Plan, Size
     from kvsearch.plan.origin import ContextRecord
@@ -73,77 +74,87 @@ class _CandidateProgress:
         """Show nothing: the run goes on."""
 
 
-def refine(
-    loaded: LoadedModel,
-    calibrated: CalibratedPolicies,
-    options: EvolveOptions,
-    tasks: Sequence[Task],
-    starts: Mapping[Size, Mapping[str, Plan]],
-    most: int,
-    reporter: Reporter,
-) -> RefinedPlans | None:
-    """Search on from the plans of every size, `most` candidates each, and return what is better than all of these.
+@dataclass(frozen=True, eq=False)
+class Refinement:
+    """A search that goes on from plans that were solved, of sizes that share their questions.
 
-    None, with a warning, where that cannot be done: a run has other candidates. The directory of `options` keeps what
-    was measured: the same call goes on where it was killed, and what is finished is only read.
-
-    Raises:
-        UsageError: another search is in the directory, or a plan there was changed; see also `open_search`.
-        EnvironmentFault, IncompatibleError: see `Search.run` and `open_search`.
+    Args:
+        loaded: the model.
+        directory: of the search: it keeps what was measured, so the same call goes on where it was killed.
+        config: of the run that is kept there, still without the content of its searches.
+        settings: how to search.
+        asked: how the tasks are asked.
+        tasks: what is searched on.
+        evaluations: candidates at each size.
     """
-    try:
-        searches = _prepare(loaded, calibrated, options, tasks, starts)
-    except (UsageError, IncompatibleError) as error:
-        reporter.warn(f"nothing is searched on: {error}")
-        return None
-    if CONFIG in read_sums(options.output):
-        require_same(options.output, options.config(searches), unknown=(SEARCHED,))
-    else:
-        _search(options, searches, most, reporter)
-    plans = {search.budget: _read_plans(options.output, search.budget) for search in searches}
-    return RefinedPlans(plans, searches[0].record(searched=True))
 
+    loaded: LoadedModel
+    directory: Path
+    config: RunConfig
+    settings: EvolveSettings
+    asked: Settings
+    tasks: Sequence[Task]
+    evaluations: int
 
-def _prepare(
-    loaded: LoadedModel,
-    calibrated: CalibratedPolicies,
-    options: EvolveOptions,
-    tasks: Sequence[Task],
-    starts: Mapping[Size, Mapping[str, Plan]],
-) -> tuple[PreparedSearch, ...]:
-    """Prepare a search for every size from its `starts`, by name, among the policies that were measured."""
-    from kvsearch.search.bank.prepared import ranking_policies
-    from kvsearch.search.evolve import Splits, prepare_search, resize_search
-    from kvsearch.search.start_plans import RESERVED, Base
+    def run(
+        self, calibrated: CalibratedPolicies, starts: Mapping[Size, Mapping[str, Plan]], reporter: Reporter
+    ) -> RefinedPlans | None:
+        """Search on from the plans of every size, by name, and return what is better than all of these.
 
-    base = Base.choosing(loaded, [policy_of(spec) for spec in calibrated.curves.policies])
-    ranking_policies(loaded.model, base.by_layer)  # told before prompts are read
-    (budget, plans), *others = (
-        (_budget(size), {name: plan for name, plan in solved.items() if name not in RESERVED})
-        for size, solved in starts.items()
-    )
-    asked = options.asking(options.protocol)
-    splits = Splits(tasks, (), ())
-    first = prepare_search(base, budget, options.settings, splits, asked, plans, calibrated.contexts)
-    return (first, *(resize_search(first, budget, plans) for budget, plans in others))
+        None, with a warning, where that cannot be done: a run has other candidates. What is finished is only read.
 
+        Raises:
+            UsageError: another search is in the directory, or a plan there was changed; see also `open_search`.
+            EnvironmentFault, IncompatibleError: see `Search.run` and `open_search`.
+        """
+        try:
+            searches = self._prepare(calibrated, starts)
+        except (UsageError, IncompatibleError) as error:
+            reporter.warn(f"nothing is searched on: {error}")
+            return None
+        if CONFIG in read_sums(self.directory):
+            config = self.config.changed(content=describe_searches(searches))
+            require_same(self.directory, config, unknown=(SEARCHED,))
+        else:
+            self._search(searches, reporter)
+        plans = {search.budget: _read_plans(self.directory, search.budget) for search in searches}
+        return RefinedPlans(plans, searches[0].record(searched=True))
 
-def _search(options: EvolveOptions, searches: tuple[PreparedSearch, ...], most: int, reporter: Reporter) -> None:
-    """Search at every budget, and write the best plans."""
-    with (
-        open_search(options, searches, (CONTEXTS, "plan-*.json"), reporter) as (ready, executor, run, log),
-        reporter.progress("candidates") as progress,
-    ):
-        write_contexts(run.directory, {"fitted": ready[0].hashes["fitted"]})
-        watcher = _CandidateProgress(log, most * len(ready), progress)
-        for number, search in enumerate(ready, 1):
-            limits = SearchLimits(evaluations=number * most)  # one log has all searches
-            outcome = search.search(executor, log, limits, watcher, f"budget {search.budget}: ")
-            for rank, candidate in enumerate(_find_better(search, outcome), 1):
-                origin = {**search.as_json(), "found": candidate.where, "value": candidate.value}
-                plan = search.plan(candidate.table, origin, search.record(searched=True))
-                save_plan(plan, run.directory / f"plan-{search.budget}-{rank}.json", overwrite=True)
-        run.finish()
+    def _prepare(
+        self, calibrated: CalibratedPolicies, starts: Mapping[Size, Mapping[str, Plan]]
+    ) -> tuple[PreparedSearch, ...]:
+        """Prepare a search for every size from its `starts`, among the policies that were measured."""
+        from kvsearch.search.bank.prepared import ranking_policies
+        from kvsearch.search.evolve import Splits, prepare_search, resize_search
+        from kvsearch.search.start_plans import RESERVED, Base
+
+        base = Base.choosing(self.loaded, [policy_of(spec) for spec in calibrated.curves.policies])
+        ranking_policies(self.loaded.model, base.by_layer)  # told before prompts are read
+        (budget, plans), *others = (
+            (_budget(size), {name: plan for name, plan in solved.items() if name not in RESERVED})
+            for size, solved in starts.items()
+        )
+        splits = Splits(self.tasks, (), ())
+        first = prepare_search(base, budget, self.settings, splits, self.asked, plans, calibrated.contexts)
+        return (first, *(resize_search(first, budget, plans) for budget, plans in others))
+
+    def _search(self, searches: tuple[PreparedSearch, ...], reporter: Reporter) -> None:
+        """Search at every budget, and write the best plans."""
+        files = (CONTEXTS, "plan-*.json")
+        with (
+            open_search(self.directory, self.config, searches, files, reporter) as (ready, executor, run, log),
+            reporter.progress("candidates") as progress,
+        ):
+            write_contexts(self.directory, {"fitted": ready[0].hashes["fitted"]})
+            watcher = _CandidateProgress(log, self.evaluations * len(ready), progress)
+            for number, search in enumerate(ready, 1):
+                limits = SearchLimits(evaluations=number * self.evaluations)  # one log has all searches
+                outcome = search.search(executor, log, limits, watcher, f"budget {search.budget}: ")
+                for rank, candidate in enumerate(_find_better(search, outcome), 1):
+                    origin = {**search.as_json(), "found": candidate.where, "value": candidate.value}
+                    plan = search.plan(candidate.table, origin, search.record(searched=True))
+                    save_plan(plan, self.directory / f"plan-{search.budget}-{rank}.json", overwrite=True)
+            run.finish()
 
 
 def _find_better(search: PreparedSearch, outcome: SearchOutcome) -> list[Candidate]:

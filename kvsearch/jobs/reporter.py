@@ -14,6 +14,8 @@ from kvsearch.evaluation.reply_store import open_stage
 from kvsearch.models.speed import measure_speed
 
 if TYPE_CHECKING:
+    from kvsearch.evaluation.compare import Evaluation
+    from kvsearch.evaluation.plan_comparison import OpenStage, StageStore
     from kvsearch.evaluation.reply_store import ReplyStore
     from kvsearch.models.loading import LoadedModel
     from kvsearch.models.speed import Work
@@ -84,28 +86,48 @@ def on_interruption(reporter: Reporter, words: Callable[[], str]) -> Iterator[No
 
 
 @contextmanager
-def going_on(place: Path, store: ReplyStore, replies: int, reporter: Reporter, again: str = AGAIN) -> Iterator[None]:
+def going_on(place: Path, store: ReplyStore, replies: int, reporter: Reporter) -> Iterator[None]:
     """Say which of the `replies` are there already and, after Ctrl-C, how many are kept and how to go on."""
     if store.samples:
         reporter.say(f"going on with {place}: {len(store.samples)} replies are there, {replies} are needed")
-    with on_interruption(reporter, lambda: f"{len(store.samples)} replies are kept in {place}: {again}"):
+    with on_interruption(reporter, lambda: f"{len(store.samples)} replies are kept in {place}: {AGAIN}"):
         yield
 
 
 @contextmanager
 def kept_replies(
-    place: Path,
-    config: RunConfig,
-    replies: int,
-    force: bool,
-    reporter: Reporter,
-    what: str = "batches",
-    again: str = AGAIN,
+    place: Path, config: RunConfig, replies: int, reporter: Reporter, what: str = "batches", force: bool = False
 ) -> Iterator[tuple[ReplyStore, Progress]]:
     """Open the finished ones of the `replies` of a stage, see `open_stage` and `going_on`."""
     with (
         open_stage(place, config, force) as store,
         reporter.progress(what) as progress,
-        going_on(place, store, replies, reporter, again),
+        going_on(place, store, replies, reporter),
     ):
         yield store, progress
+
+
+def stage_store(
+    directory: Path,
+    config_of: Callable[[Evaluation], RunConfig],
+    reporter_of: Callable[[str], Reporter],
+    *,
+    title: str = "",
+    force: bool = False,
+) -> StageStore:
+    """Return what keeps the replies of every stage in a directory of its own, below `directory`.
+
+    Args:
+        directory: of the command that has the stages.
+        config_of: the configuration of a stage that asks this evaluation.
+        reporter_of: who hears of the stage with this name.
+        title: what the progress of all stages begins with.
+        force: whether replies that cannot be gone on with are thrown away, see `open_stage`.
+    """
+
+    def open_replies(stage: str, evaluation: Evaluation) -> OpenStage:
+        what = f"{title}{stage.replace('/', ', ')}: batches"
+        config = config_of(evaluation)
+        return kept_replies(directory / stage, config, evaluation.replies, reporter_of(stage), what, force)
+
+    return open_replies

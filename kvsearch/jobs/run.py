@@ -37,10 +37,11 @@ from kvsearch.jobs.groups import (
     WithTasks,
     WithWorkers,
     default_tasks,
+    refuse_two_sizes,
 )
 from kvsearch.jobs.public import job
-from kvsearch.jobs.refine import refine
-from kvsearch.jobs.reporter import FINISHED, Reporter, kept_replies, on_interruption
+from kvsearch.jobs.refine import Refinement
+from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption, stage_store
 from kvsearch.plan import Size, save_plan
 from kvsearch.plan.origin import ContextSet, joined
 from kvsearch.policies.fitted import Fitted, profile_of
@@ -56,8 +57,8 @@ from kvsearch.tasks.catalog import find_tasks
 
 if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
-    from kvsearch.evaluation.compare import Evaluation
-    from kvsearch.evaluation.plan_comparison import OpenStage, StageStore
+    from kvsearch.evaluation.compare import Settings
+    from kvsearch.evaluation.plan_comparison import StageStore
     from kvsearch.jobs.refine import RefinedPlans
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Plan
@@ -92,6 +93,10 @@ class Curves(LukvOptions, CalibrateOptions):
     def chosen(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:  # noqa: ARG003
         """Return this kind of options, whatever was stated."""
         return cls
+
+    def with_policies(self, names: Sequence[str]) -> Self:
+        """Return the options of a measurement of these policies, of which there is one at least."""
+        return self.model_copy(update={"policy": names[0], "rivals": tuple(names[1:])})
 
     def used(self) -> ContextSet:
         """Return what the rankings were fitted on, which look better there than they are."""
@@ -171,22 +176,18 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
 
     @model_validator(mode="after")
     def _one_size(self) -> RunOptions:
-        given = [name for name in SIZES if getattr(self, name) not in (None, False)]
-        if len(given) > 1:
-            refuse([((given[1],), f"is in place of {given[0]}: give one of them")])
+        refuse_two_sizes(self, SIZES)
         if "within" in self.model_fields_set and not self.smallest:
             refuse([(("within",), "is for --smallest: leave it out, or give --smallest")])
-        if self.budgets is not None and len(set(self.budgets)) < len(self.budgets):
-            refuse([(("budgets",), "has a budget twice: give each once")])
         return self
 
     @classmethod
     def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """See `JobOptions.merged`; one size takes the place of others."""
+        """Return what a recipe has `stated` with what was `given` over it; one size takes the place of others."""
         return {**one_of(stated, given, (*SIZES, "within")), **given}
 
     def recorded(self) -> dict[str, Any]:
-        """See `JobOptions.recorded`; what may be lost is a part of --smallest."""
+        """Return what config.json has as "options"; what may be lost is a part of --smallest."""
         return {name: value for name, value in super().recorded().items() if name != "within" or self.smallest}
 
     @property
@@ -293,22 +294,24 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
                     f"are measured on others: {lower}"
                 )
 
-    def curves(self, policies: Sequence[str], rankings: Sequence[str]) -> Curves:
-        """Return the measurement of what policies and fitted rankings keep.
+    def curves(self) -> Curves:
+        """Return the measurement of what the built-in policies keep.
 
         It is on other contexts than rankings are fitted on: there they look better than they are.
         """
-        first, *rivals = (*policies, *(f"{name}={self.output / FIT / name}" for name in rankings))
-        more: dict[str, Any] = {"policy": first, "rivals": tuple(rivals), "check": False}  # the choice checks
-        return self.calibration(Curves, CURVES, self.measure, self.seed + 1, **more)
+        curves = self.calibration(Curves, CURVES, self.measure, self.seed + 1, check=False)  # the choice checks
+        return curves.with_policies(self.policies)
 
-    def refinement(self) -> EvolveOptions:
+    def refinement(self, loaded: LoadedModel) -> Refinement:
         """Return the search that refines plans, on contexts of the tasks' split train."""
         names = (*Loading.model_fields, "max_length", "batch", "max_memory", "protocol")
-        return EvolveOptions.of(
+        search = EvolveOptions.of(
             model=self.model, output=self.output / REFINE, space="joint", seed=self.seed + 2, samples=self.measure,
             generations=self.evaluations, **{name: getattr(self, name) for name in names},
         )  # fmt: skip
+        asked = search.asking(search.protocol)
+        tasks = self.questions("train")
+        return Refinement(loaded, search.output, search.config, search.settings, asked, tasks, self.evaluations)
 
 
 @dataclass(frozen=True, eq=False)
@@ -363,26 +366,28 @@ def run(options: RunOptions, reporter: Reporter) -> Ran:
         EnvironmentFault: the disk is full, or the model cannot be loaded here.
     """
     stages = prepare_run(options, reporter)
-    config = RunConfig(job="run", options=options.recorded(), content=stages.content(options.recorded()))
-    again = f"what is finished is kept in {options.output}: give the same command again to go on"
+    directory = stages.directory
+    recorded = options.recorded()
+    config = RunConfig(job="run", options=recorded, content=stages.content(recorded))
+    again = f"what is finished is kept in {directory}: give the same command again to go on"
     with (
-        Run.open(options.output, config, force=options.force, files=FILES) as opened,
+        Run.open(directory, config, force=options.force, files=FILES) as opened,
         on_interruption(reporter, lambda: again),
     ):
-        was_finished = (options.output / REPORT).exists()
+        was_finished = (directory / REPORT).exists()
         with overall(reporter, stages.work) as display:
             calibrated = stages.calibrate(display)
             refined = stages.refine(calibrated, display)
             selections = [stages.select(calibrated, size, refined, display) for size in stages.sizes]
             smallest = None
-            if options.smallest:
-                smallest, selection = stages.find_smallest(calibrated, display)
+            if stages.within is not None:
+                smallest, selection = stages.find_smallest(calibrated, stages.within, display)
                 selections.append(selection)
         files = tuple(options.plan_file(selection.size) for selection in selections)
         for selection, file in zip(selections, files, strict=True):
             check_plan(selection.plan, f"the plan for {file}")
             save_plan(selection.plan, file, overwrite=True)
-        write_contexts(options.output, stages.hashes)
+        write_contexts(directory, stages.hashes)
         result = Ran(tuple(selections), files, was_finished, smallest)
         opened.write(REPORT, result.as_json())
         opened.finish()
@@ -397,11 +402,13 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     from kvsearch.tasks.encode import counter, encode_tasks
 
     sizes = options.sizes
-    run_in(options.output, "run")
+    directory = options.output
+    run_in(directory, "run")
     tasks = {split: options.questions(split) for split in ("select", "report")}
     options.check_names()
-    options.fits()
-    measured = options.curves(options.policies, ()).policies()
+    fits = options.fits()
+    curves = options.curves()
+    measured = curves.policies()
     loaded = options.load(options.model, reporter)
     usable = []
     for policy in measured:
@@ -410,17 +417,23 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
             usable.append(policy.name)
         except IncompatibleError as error:  # it needs what this model does not have
             reporter.warn(f"no budgets for {policy.name}: {error}")
+    asked = options.asking(options.protocol)
     encoded = {
-        split: encode_tasks(loaded, split_tasks, options.samples, options.seed, options.max_length)
+        split: encode_tasks(loaded, split_tasks, asked.samples, asked.seed, asked.max_length)
         for split, split_tasks in tasks.items()
     }
     refuse_shared(encoded)
-    split_contexts(encoded["select"], FIRST, options.seed)  # one context leaves a stage empty: told before any fit
+    split_contexts(encoded["select"], FIRST, asked.seed)  # one context leaves a stage empty: told before any fit
     options.refuse_few(counter(loaded.tokenizer))
-    stages = RunStages(options.with_model(loaded), loaded, sizes, tasks, encoded, usable)
+    work = share_work(options, sizes, encoded)
+    refinement = options.refinement(loaded) if REFINE in work else None
+    within = options.within if options.smallest else None
+    stages = RunStages(
+        loaded, directory, sizes, within, tasks, encoded, asked, fits, curves, usable, refinement, work
+    )  # fmt: skip
     if options.texts is not None:  # a context may be too short, or too long: told before any stage
-        for fit in options.fits().values():
-            calibration_dry_run(stages.as_new(fit), reporter=reporter)
+        for fit in fits.values():
+            stages.estimate(fit, reporter)
     least = min(policy.floor for policy in measured)
     for size in sizes:
         if size.mean(stages.longest) < least:
@@ -432,20 +445,70 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     return stages
 
 
+def share_work(
+    options: RunOptions, sizes: Sequence[Size], encoded: Mapping[str, Sequence[TaskPrompts]]
+) -> dict[str, float]:
+    """Return the stages in their order, with about how long each takes, in tokens that a choice reads.
+
+    A token that a stage before fits, measures or stores by takes longer, as `PACE` says of the bundled model.
+    """
+    asked = encoded["select"]
+    contexts = [len(prompt.context) for task in asked for prompt in task.prompts]
+    length = sum(contexts) / len(contexts)
+    fitted = options.fit * len(asked) * length
+    measured = options.measure * len(asked) * length
+    choice = count_tokens(asked)
+    report = count_tokens(encoded["report"])
+    stages = {f"{FIT}/{name}": PACE[FIT] * fitted for name in options.rankings}
+    stages[CURVES] = PACE[CURVES] * measured
+    if options.refine and sizes:
+        stages[REFINE] = PACE[REFINE] * measured * (1 + len(sizes))
+    for size in sizes:
+        stages[f"{CHOICE}/{size}"] = choice + report
+    if options.smallest:  # some six budgets on half of the questions, under a few methods
+        stages[f"{CHOICE}/smallest"] = 3 * choice + report
+    return stages
+
+
+def count_tokens(encoded: Sequence[TaskPrompts]) -> float:
+    """Return about how many tokens are read to ask some 15 methods."""
+    prompts = [prompt for task in encoded for prompt in task.prompts]
+    questions = [question for prompt in prompts for question in prompt.questions]
+    asked = sum(len(question.ids) + question.query.max_new_tokens for question in questions)
+    return sum(len(prompt.context) for prompt in prompts) + 15.0 * asked
+
+
 @dataclass(frozen=True, eq=False)
 class RunStages:
     """The stages of a run whose model and questions fit together.
 
-    `tasks` and `encoded` are those of the splits select and report, before anything was fitted; `policies` are the
-    built-in ones that can be used on this model.
+    Args:
+        loaded: the model.
+        directory: of the run; every stage has one below it.
+        sizes: of the plans, none if one is to be found.
+        within: what of the score, in points, the smallest budget may lose; None: sizes were given.
+        tasks: of the splits select and report.
+        encoded: their questions, before anything was fitted.
+        asked: how they are asked.
+        fits: the calibration of every ranking that is fitted, by its name.
+        curves: the measurement of what policies keep.
+        policies: the built-in ones that can be used on this model.
+        refinement: the search that begins at the solved plans, None where that is not wanted.
+        work: the stages in their order, see `share_work`.
     """
 
-    options: RunOptions
     loaded: LoadedModel
+    directory: Path
     sizes: Sequence[Size]
+    within: float | None
     tasks: Mapping[str, list[Task]]
     encoded: Mapping[str, list[TaskPrompts]]
+    asked: Settings
+    fits: Mapping[str, CalibrateOptions]
+    curves: Curves
     policies: Sequence[str]
+    refinement: Refinement | None
+    work: Mapping[str, float]
 
     @property
     def longest(self) -> int:
@@ -471,45 +534,8 @@ class RunStages:
 
     # --- what they cost -----------------------------------------------------------------------------------------------
 
-    @property
-    def work(self) -> dict[str, float]:
-        """The stages in their order, with about how long each takes, in tokens that a choice reads.
-
-        A token that a stage before fits, measures or stores by takes longer, as `PACE` says of the bundled model.
-        """
-        options = self.options
-        asked = self.encoded["select"]
-        prompts = [prompt for task in asked for prompt in task.prompts]
-        length = sum(len(prompt.context) for prompt in prompts) / len(prompts)
-        fitted = options.fit * len(asked) * length
-        measured = options.measure * len(asked) * length
-        choice = self._tokens("select")
-        report = self._tokens("report")
-        stages = {f"{FIT}/{name}": PACE[FIT] * fitted for name in options.rankings}
-        stages[CURVES] = PACE[CURVES] * measured
-        if options.refine and self.sizes:
-            stages[REFINE] = PACE[REFINE] * measured * (1 + len(self.sizes))
-        for size in self.sizes:
-            stages[f"{CHOICE}/{size}"] = choice + report
-        if options.smallest:  # some six budgets on half of the questions, under a few methods
-            stages[f"{CHOICE}/smallest"] = 3 * choice + report
-        return stages
-
-    def _tokens(self, split: str) -> float:
-        """Return about how many tokens are read to ask a split of some 15 methods."""
-        prompts = [prompt for task in self.encoded[split] for prompt in task.prompts]
-        questions = [question for prompt in prompts for question in prompt.questions]
-        asked = sum(len(question.ids) + question.query.max_new_tokens for question in questions)
-        return sum(len(prompt.context) for prompt in prompts) + 15.0 * asked
-
     def costs(self, reporter: Reporter) -> dict[str, Any]:
         """Return what every stage costs, as far as that can be told before the first one has run."""
-        options = self.options
-        costs = dict[str, Any]()
-        for name, fit in options.fits().items():
-            costs[f"{FIT}/{name}"] = calibration_dry_run(self.as_new(fit), reporter=reporter)
-        # without the rankings, which are not there yet: they add a look at what is read anyway
-        costs[CURVES] = calibration_dry_run(self.as_new(options.curves(self.policies, ())), reporter=reporter)
         asked = {
             split: {
                 "contexts": sum(task.coverage.contexts for task in tasks),
@@ -517,21 +543,21 @@ class RunStages:
             }
             for split, tasks in self.encoded.items()
         }
-        work = self.work
-        for name in work:
-            if name == REFINE:
-                costs[name] = {
-                    "contexts": options.measure * len(self.encoded["select"]),
-                    "evaluations": options.evaluations * len(self.sizes),
-                }
-            elif name.startswith(CHOICE):
-                costs[name] = asked
-        whole = sum(work.values())
-        return {name: {**cost, "share": round(work[name] / whole, 3)} for name, cost in costs.items()}
+        costs = {f"{FIT}/{name}": self.estimate(fit, reporter) for name, fit in self.fits.items()}
+        # without the rankings, which are not there yet: they add a look at what is read anyway
+        costs[CURVES] = self.estimate(self.curves.with_policies(self.policies), reporter)
+        if self.refinement is not None:
+            costs[REFINE] = {
+                "contexts": self.refinement.asked.samples * len(self.encoded["select"]),
+                "evaluations": self.refinement.evaluations * len(self.sizes),
+            }
+        whole = sum(self.work.values())
+        return {name: {**costs.get(name, asked), "share": round(work / whole, 3)} for name, work in self.work.items()}
 
-    def as_new(self, options: Calibration) -> Calibration:
-        """Return options of a stage with the model, as of one that begins anew."""
-        return options.model_copy(update={"force": True}).with_model(self.loaded)
+    def estimate(self, calibration: CalibrateOptions, reporter: Reporter) -> dict[str, Any]:
+        """Return what a stage that calibrates costs, as of one that begins anew."""
+        anew = calibration.model_copy(update={"force": True})
+        return calibration_dry_run(anew.with_model(self.loaded), reporter=reporter)
 
     # --- what they do -------------------------------------------------------------------------------------------------
 
@@ -540,7 +566,7 @@ class RunStages:
         from kvsearch.selection.candidates import CalibratedPolicies
 
         rankings = {}
-        for name, fit in self.options.fits().items():
+        for name, fit in self.fits.items():
             with display.stage(f"{FIT}/{name}", f"fitting the ranking {name}") as stage:
                 profile = calibrate(fit.with_model(self.loaded), reporter=stage)
                 if RankingView(profile).is_last:
@@ -549,55 +575,53 @@ class RunStages:
                     rankings[name] = profile
         names = ", ".join((*self.policies, *rankings))
         with display.stage(CURVES, f"measuring what {names} keep") as stage:
-            curves = self.options.curves(self.policies, list(rankings)).with_model(self.loaded)
+            fitted = [f"{name}={self.directory / FIT / name}" for name in rankings]
+            curves = self.curves.with_policies((*self.policies, *fitted)).with_model(self.loaded)
             return CalibratedPolicies(policy_curves([calibrate(curves, reporter=stage)]), rankings)
 
     def refine(self, calibrated: CalibratedPolicies, display: Overall) -> RefinedPlans | None:
         """Search on from what was solved at every size; None where that is not wanted, or not possible."""
         from kvsearch.selection.candidates import find_policy_candidates
 
-        if REFINE not in self.work:
+        refinement = self.refinement
+        if refinement is None:
             return None
-        most = self.options.evaluations
-        with display.stage(REFINE, f"searching on, {most} plans of each size") as stage:
+        with display.stage(REFINE, f"searching on, {refinement.evaluations} plans of each size") as stage:
             starts = {}
             for size in self.sizes:
                 planned = planned_size(size, calibrated.length, self.longest)
                 plans = find_policy_candidates(self.loaded, calibrated, planned).plans
                 starts[planned] = calibrated.select_plans(plans)
-            search = self.options.refinement().with_model(self.loaded)
-            tasks = self.options.questions("train")
-            return refine(self.loaded, calibrated, search, tasks, starts, most, stage)
+            return refinement.run(calibrated, starts, stage)
 
     def select(
         self, calibrated: CalibratedPolicies, size: Size, refined: RefinedPlans | None, display: Overall
     ) -> Selection:
         """Choose at a size, and report."""
         with display.stage(f"{CHOICE}/{size}", f"choosing at {size.words}, then the report") as stage:
-            selection = self._prepare_selection(calibrated, size, refined)
-            return selection.run(self._stage_store(selection, stage), answered=True)
+            selection, store = self._prepare_selection(calibrated, size, refined, stage)
+            return selection.run(store, answered=True)
 
-    def find_smallest(self, calibrated: CalibratedPolicies, display: Overall) -> tuple[Smallest, Selection]:
+    def find_smallest(
+        self, calibrated: CalibratedPolicies, within: float, display: Overall
+    ) -> tuple[Smallest, Selection]:
         """Find the smallest budget, between what policies always keep and the longest context, and report."""
         from kvsearch.selection.selection_job import find_smallest, ladder
 
-        within = self.options.within
-        least = min(policy.floor for policy in self.options.curves(self.policies, ()).policies())
+        least = min(policy.floor for policy in self.curves.with_policies(self.policies).policies())
         words = f"finding the smallest budget that loses at most {within:g} points"
         with display.stage(f"{CHOICE}/smallest", words) as stage:
-
-            def selection_at(budget: int) -> tuple[SelectionJob, StageStore]:
-                selection = self._prepare_selection(calibrated, Size(budget), None)
-                return selection, self._stage_store(selection, stage)
-
-            smallest = find_smallest(ladder(least + 1, self.longest - 1), within / 100, selection_at)
+            budgets = ladder(least + 1, self.longest - 1)
+            smallest = find_smallest(
+                budgets, within / 100, lambda budget: self._prepare_selection(calibrated, Size(budget), None, stage)
+            )
             store = self._stage_store(smallest.selection, stage)
             return smallest, smallest.selection.report(smallest.results, store)
 
     def _prepare_selection(
-        self, calibrated: CalibratedPolicies, size: Size, refined: RefinedPlans | None
-    ) -> SelectionJob:
-        """Prepare the choice at a size, on contexts that nothing was fitted on."""
+        self, calibrated: CalibratedPolicies, size: Size, refined: RefinedPlans | None, reporter: StageReporter
+    ) -> tuple[SelectionJob, StageStore]:
+        """Prepare the choice at a size, on contexts that nothing was fitted on, and what keeps its replies."""
         from kvsearch.selection.candidates import find_policy_candidates
         from kvsearch.selection.comparison import prepare_comparison
         from kvsearch.selection.selection_job import SelectionJob
@@ -608,28 +632,26 @@ class RunStages:
         if refined is not None:
             known = joined([known, refined.contexts])
             more = refined.candidates(planned)
-        settings = replace(self.options.asking(self.options.protocol), used=None if known is None else known.used)
+        settings = replace(self.asked, used=None if known is None else known.used)
         plans = find_policy_candidates(self.loaded, calibrated, planned, more)
         # a few candidates need few questions to be ranked: most are for what is decided on. Fallbacks are chosen there,
         # too: few questions may have put the best one behind others
         rule = Rule(share=FIRST, kept=5)
         shared = replace(rule, level=rule.level / max(len(self.sizes), 1))
-        comparison = prepare_comparison(self.loaded, plans, self.tasks["select"], settings, shared, size)
+        comparison = prepare_comparison(
+            self.loaded, plans, self.tasks["select"], settings, shared, size, ("first", "second")
+        )
         selection = SelectionJob(self.loaded, size, self.tasks["report"], settings, rule, (comparison,))
         selection.check()
-        return selection
+        return selection, self._stage_store(selection, reporter)
 
     def _stage_store(self, selection: SelectionJob, reporter: StageReporter) -> StageStore:
-        """Return what keeps the replies of both stages and of the report."""
-        directory = self.options.output / CHOICE / str(selection.size)
+        """Return what keeps the replies of both stages and of the report, each with its share of the progress."""
         replies = selection.replies
-        names = list(replies)
-
-        def open_stage(stage: str, evaluation: Evaluation) -> OpenStage:
-            name = stage.rpartition("/")[2]
-            before = sum(replies[earlier] for earlier in names[: names.index(name)])
-            whole = sum(replies.values())
-            part = reporter.part(before / whole, replies[name] / whole)
-            return kept_replies(directory / name, selection.config(evaluation), evaluation.replies, False, part, name)
-
-        return open_stage
+        whole = sum(replies.values())
+        parts = {}
+        before = 0
+        for name, count in replies.items():
+            parts[name] = reporter.part(before / whole, count / whole)
+            before += count
+        return stage_store(self.directory / CHOICE / str(selection.size), selection.config, parts.__getitem__)

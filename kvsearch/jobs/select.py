@@ -12,15 +12,15 @@ from pydantic import Field, model_validator
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.config.options import Option, one_of
 from kvsearch.core.errors import UsageError
-from kvsearch.core.fields import Entries, Samples, refuse
+from kvsearch.core.fields import Entries, Samples
 from kvsearch.core.files import PLAN_FILE, check_output, read_bytes
 from kvsearch.core.naming import unknown
 from kvsearch.evaluation.reply_store import check_place
 from kvsearch.jobs.calibrated import OnSignals, load_signals
 from kvsearch.jobs.following import evaluation, following
-from kvsearch.jobs.groups import ASKED, BUDGET, Names, Numbers
+from kvsearch.jobs.groups import ASKED, BUDGET, Names, Numbers, refuse_two_sizes
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, kept_replies
+from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, stage_store
 from kvsearch.models.speed import Work
 from kvsearch.plan import PHASES, Size, canonical_json, save_plan
 from kvsearch.report.selection import selection_result, tables
@@ -33,8 +33,6 @@ from kvsearch.selection.verdicts import SETTINGS
 from kvsearch.signals.table import SignalTable
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import Evaluation
-    from kvsearch.evaluation.plan_comparison import OpenStage, StageStore
     from kvsearch.plan import Profile
     from kvsearch.report.table import Table
     from kvsearch.results.selection import SelectionResult
@@ -119,10 +117,7 @@ class SelectOptions(OnSignals):
 
     @model_validator(mode="after")
     def _one_size_or_several(self) -> SelectOptions:
-        if self.budgets is not None and (self.budget is not None or self.ratio is not None):
-            refuse([(("budgets",), "is in place of budget and ratio: give one of them")])
-        if self.budgets is not None and len(set(self.budgets)) < len(self.budgets):
-            refuse([(("budgets",), "has a budget twice: give each once")])
+        refuse_two_sizes(self, ("budget", "ratio", "budgets"))
         return self
 
     @classmethod
@@ -132,7 +127,7 @@ class SelectOptions(OnSignals):
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """See `JobOptions.directories`; the profile says where they are if the options do not."""
+        """The directories of the runs; the profile says where they are if the options do not."""
         places = self.places(load_signals(self.directory))
         for place in places:
             check_place(place)
@@ -260,7 +255,8 @@ def select(options: SelectOptions, reporter: Reporter) -> Selected:
         were_finished &= output.exists()
         config = RunConfig(job="select", options=recorded, content=selection.content)
         with Run.open(place, config, force=options.force, files=(SELECTION, CONTEXTS, *SETTINGS)) as run:
-            found = selection.run(_stage_store(place, selection, reporter), answered=True)
+            store = stage_store(place, selection.config, lambda _: reporter, title=f"{selection.size}, ")
+            found = selection.run(store, answered=True)
             _write(run, selection, found, output, options.force)
             were_finished &= run.state == "finished"
         selections.append(found)
@@ -269,16 +265,6 @@ def select(options: SelectOptions, reporter: Reporter) -> Selected:
     places, plans, _ = zip(*prepared, strict=True)
     files = tuple(place / SELECTION for place in places)
     return Selected(tuple(selections), plans, files, options.budgets is not None)
-
-
-def _stage_store(place: Path, selection: SelectionJob, reporter: Reporter) -> StageStore:
-    """Return what keeps the replies of all stages in a directory."""
-
-    def open_stage(stage: str, evaluation: Evaluation) -> OpenStage:
-        what = f"{selection.size}, {stage.replace('/', ', ')}: batches"
-        return kept_replies(place / stage, selection.config(evaluation), evaluation.replies, False, reporter, what)
-
-    return open_stage
 
 
 def _write(run: Run, selection: SelectionJob, found: Selection, output: Path, force: bool) -> None:

@@ -144,7 +144,7 @@ def validate(options: ValidateOptions, reporter: Reporter) -> Validated:
             many = f"{validation.strategies} strategies and the full cache"
             reporter.say(f"{many} at {validation.budget:g} entries per kv head: {replies} replies")
             place = run.directory / f"{name}-{protocol}"
-            with kept_replies(place, validation.config(), replies, False, reporter) as (store, progress):
+            with kept_replies(place, validation.config(), replies, reporter) as (store, progress):
                 validation.evaluation.require_answers(progress, store)
                 result = ValidationResult.of(conditions, validation.run(progress, store))
             found = result if found is None else result.merged(found)

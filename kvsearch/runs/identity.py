@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -50,14 +50,9 @@ class RunConfig(Record):
     content: Values
     execution: Values = Field(default_factory=dict)
 
-    def with_options(self, options: Mapping[str, Any]) -> RunConfig:
-        """Return the configuration with the `options` that it was made of."""
-        return RunConfig(**{**dict(self), "options": dict(options)})
-
-    def without(self, keys: Collection[str]) -> RunConfig:
-        """Return the configuration without some keys of its content."""
-        content = {key: value for key, value in self.content.items() if key not in keys}
-        return RunConfig(**{**dict(self), "content": content})
+    def changed(self, **fields: Any) -> RunConfig:
+        """Return the configuration with other values of some fields."""
+        return RunConfig(**{**dict(self), **fields})
 
     def to_bytes(self) -> bytes:
         """Return the content of the file: equal configurations have equal bytes."""
@@ -68,9 +63,11 @@ class RunConfig(Record):
         """The SHA-256 of the job and the content: equal for sessions of one run, and its ledger begins with it."""
         return sha256_of({"job": self.job, "content": self.content})
 
-    def difference(self, there: RunConfig) -> str | None:
-        """Say where the content of the run that is `there` first differs; None if it is the same run."""
-        return difference(there.content, self.content)
+    def difference(self, there: RunConfig, unknown: Sequence[str] = ()) -> str | None:
+        """Say where the content of the run that is `there` first differs but for `unknown` keys; None if nowhere."""
+        old = {key: value for key, value in there.content.items() if key not in unknown}
+        new = {key: value for key, value in self.content.items() if key not in unknown}
+        return difference(old, new)
 
 
 def read_config(directory: Path) -> RunConfig | None:

@@ -25,7 +25,7 @@ from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.core.files import TEMPORARY, atomic_write, read_text, write_fault
 from kvsearch.runs.identity import CONFIG, LEDGER, SUMS, Job, RunConfig, read_config
 from kvsearch.runs.ledger import Ledger
-from kvsearch.runs.lock import locked, refuse_locked, require_lock
+from kvsearch.runs.lock import locked, require_lock
 
 State = Literal["new", "unfinished", "finished"]
 AnyLedger = TypeVar("AnyLedger", bound=Ledger[Any])
@@ -112,7 +112,7 @@ def require_same(directory: Path, config: RunConfig, unknown: Sequence[str] = ()
     earlier = run_in(directory, config.job)
     if earlier is None:
         return None
-    difference = config.without(unknown).difference(earlier.without(unknown))
+    difference = config.difference(earlier, unknown)
     if difference is not None:
         raise UsageError(
             f"{directory} holds another run: {difference}; repeat its command to go on with it, choose another "
@@ -145,16 +145,6 @@ def writing(directory: Path) -> Iterator[None]:
             raise
 
 
-def check_directory(directory: Path, job: Job) -> RunConfig | None:
-    """Find out, before a model is loaded, whether a run can be kept in `directory`; see `run_in`.
-
-    Raises:
-        UsageError: as `run_in`, or another process is writing there.
-    """
-    refuse_locked(directory)
-    return run_in(directory, job)
-
-
 def run_in(directory: Path, job: Job) -> RunConfig | None:
     """Return the configuration of the run that is in `directory`; None if nothing is.
 
@@ -164,26 +154,23 @@ def run_in(directory: Path, job: Job) -> RunConfig | None:
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory} is a file: give a directory to write to")
     found = read_config(directory)
-    if found.job != job if found is not None else not is_unused(directory):
-        raise other_kind(directory, job)
+    if found is None and is_unused(directory):
+        return None
+    if found is None or found.job != job:
+        raise UsageError(
+            f"{directory} holds something else than {NOUNS[job]}: choose another directory, --force replaces only "
+            "those of this kind"
+        )
     return found
 
 
-def other_kind(directory: Path, job: Job) -> UsageError:
-    """Return what to say of a directory that holds something else than a run of `job`, which no `force` replaces."""
-    return UsageError(
-        f"{directory} holds something else than {NOUNS[job]}: choose another directory, --force replaces only those of "
-        "this kind"
-    )
-
-
 def is_unused(directory: Path) -> bool:
-    """Tell whether nothing is there but what a run leaves that was killed before it had written its configuration."""
+    """Return True if nothing is there but what a run leaves that was killed before it had written its configuration."""
     return not directory.exists() or all(map(_is_nothing, directory.iterdir()))
 
 
 def _is_nothing(item: Path) -> bool:
-    """Tell whether a file is a temporary one, or a ledger without a line."""
+    """Return True for a temporary file, and for a ledger without a line."""
     return item.name.startswith(TEMPORARY) or (item.name == LEDGER and item.is_file() and item.stat().st_size == 0)
 
 

@@ -122,15 +122,24 @@ class StagedComparison:
 
 
 def prepare_comparison(
-    loaded: LoadedModel, plans: CandidateSet, tasks: Sequence[Task], settings: Settings, rule: Rule, size: Size
+    loaded: LoadedModel,
+    plans: CandidateSet,
+    tasks: Sequence[Task],
+    settings: Settings,
+    rule: Rule,
+    size: Size,
+    stages: tuple[str, str] | None = None,
 ) -> StagedComparison:
     """Return a comparison in two stages, of plans of a size that evict something.
+
+    `stages` are the names that replies are kept by; None: they are named after the phases of the plans.
 
     Raises:
         UsageError: nothing is evicted from any prompt; see `prepare_plans`.
         IncompatibleError: see `prepare_plans`.
     """
-    stages = (f"{plans.phases}/first", f"{plans.phases}/second")
+    if stages is None:
+        stages = (f"{plans.phases}/first", f"{plans.phases}/second")
     comparison = StagedComparison(loaded, plans, tasks, settings, rule, stages)
     note = check_eviction(comparison.prepared.evaluation, size)
     if note is None:

@@ -178,7 +178,8 @@ class SelectionJob:
             names += [single, *(method.name for method in chosen.finalists), *filter(None, (equal, own))]
         asked = {name: plans[name] for name in dict.fromkeys(names)} | parts
         evaluation = prepare_plans(self.loaded, asked, self.tasks, self.settings)
-        report = evaluation.run_stage(f"{chosen.phases}/report", store)
+        stage = "report" if self.profile is None else f"{chosen.phases}/report"
+        report = evaluation.run_stage(stage, store)
         gain = share = lead = by_budgets = decomposition = None
         if chosen.winner is not None:
             gain = report.gain(chosen.winner, [chosen.best])

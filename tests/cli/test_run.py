@@ -244,7 +244,7 @@ def test_bad_input(run: Run, questions: Path, tmp_path: Path, arguments: tuple[o
 
 def test_a_file_of_contexts_is_divided_between_fit_and_curves(tmp_path: Path) -> None:
     options = RunOptions.of(model="bundled", budget=40, output=tmp_path, data=str(default_data("bundled")))
-    fit, curves = options.fits()["probe"].given_data, options.curves(["snapkv"], ["probe"]).given_data
+    fit, curves = options.fits()["probe"].given_data, options.curves().given_data
     assert fit is not None
     assert curves is not None
     kinds = ["single", "multikey", "multiquery", "multivalue", "chain", "vote"]

@@ -172,8 +172,8 @@ def test_what_would_be_done(directory: Path, questions: Path) -> None:
         (("--allocators", "uniform,,ppl"), "--allocators takes names with commas between them"),
         (("--explore", "fill"), "unknown level to explore 'fill'; did you mean 'full'"),
         (("--top", "0"), "--top 0 lets no candidate through"),
-        (("--ratio", "0.5"), "give either a ratio"),
-        (("--budgets", "16,24"), "--budgets: is in place of budget and ratio: give one of them"),
+        (("--ratio", "0.5"), "--ratio: is in place of budget: give one of them"),
+        (("--budgets", "16,24"), "--budgets: is in place of budget: give one of them"),
         (("-o", "/no/such/plan.json"), "its folder does not exist"),
     ],
 )

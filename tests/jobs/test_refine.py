@@ -9,7 +9,7 @@ import pytest
 
 from kvsearch.core.errors import KvsearchWarning
 from kvsearch.jobs.evolve import EvolveOptions
-from kvsearch.jobs.refine import refine
+from kvsearch.jobs.refine import Refinement
 from kvsearch.jobs.reporter import Silent
 from kvsearch.plan import Size
 from kvsearch.policies import create_policy
@@ -32,7 +32,10 @@ def test_what_cannot_be_searched_is_said(family: str, policies: tuple[str, ...],
     specs = [create_policy(name).spec for name in policies]
     measured = cast("CalibratedPolicies", SimpleNamespace(curves=SimpleNamespace(policies=specs), contexts=None))
     options = EvolveOptions.of(model=family, output=tmp_path / "refine", space="joint")
+    refinement = Refinement(
+        tiny.loaded(family), options.output, options.config, options.settings, options.asking(options.protocol), [], 10
+    )
     with pytest.warns(KvsearchWarning, match=words):
-        found = refine(tiny.loaded(family), measured, options, [], {Size(40, length=100): {}}, 10, Silent())
+        found = refinement.run(measured, {Size(40, length=100): {}}, Silent())
     assert found is None
     assert not (tmp_path / "refine").exists()

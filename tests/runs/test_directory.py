@@ -11,17 +11,17 @@ import pytest
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.runs.identity import CONFIG, LEDGER, RunConfig
 from kvsearch.runs.lock import locked
-from kvsearch.runs.run import begin, check_directory, is_unused, run_in
+from kvsearch.runs.run import begin, is_unused, run_in
 
 ONE = RunConfig(job="evaluate", content={"seed": 1})
 
 
 def test_what_is_there(tmp_path: Path) -> None:
-    assert check_directory(tmp_path / "new", "evaluate") is None
-    assert check_directory(tmp_path, "evaluate") is None
+    assert run_in(tmp_path / "new", "evaluate") is None
+    assert run_in(tmp_path, "evaluate") is None
     with locked(tmp_path):
         begin(tmp_path, ONE)
-    found = check_directory(tmp_path, "evaluate")
+    found = run_in(tmp_path, "evaluate")
     assert found is not None
     assert found.to_bytes() == ONE.to_bytes()
 
@@ -31,7 +31,7 @@ def test_what_a_killed_run_leaves_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / ".kvsearch-12.tmp").write_text("{")
     (tmp_path / ".kvsearch-lock").write_text("{}")
     assert is_unused(tmp_path)
-    assert check_directory(tmp_path, "evolve") is None
+    assert run_in(tmp_path, "evolve") is None
     (tmp_path / LEDGER).write_text("{}\n")
     assert not is_unused(tmp_path)
 
@@ -48,9 +48,8 @@ def test_what_a_killed_run_leaves_is_no_obstacle(tmp_path: Path) -> None:
 )
 def test_something_else_is_refused(tmp_path: Path, name: str, content: str, words: str) -> None:
     (tmp_path / name).write_text(content)
-    for look in (check_directory, run_in):
-        with pytest.raises(UsageError, match=words):
-            look(tmp_path, "evolve")
+    with pytest.raises(UsageError, match=words):
+        run_in(tmp_path, "evolve")
     assert [item.name for item in tmp_path.iterdir()] == [name]
 
 
