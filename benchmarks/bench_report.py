@@ -171,15 +171,15 @@ def made_up_report(
         for name, table in tables.items()
     }
     return {
-        "schema": "kvsearch.evolution/1", "model": model.name, "questions": {"search": 24, "choice": 24, "report": 24},
+        "schema": "kvsearch.evolution/2", "model": model.name, "questions": {"search": 24, "choice": 24, "report": 24},
         "evaluations": candidates, "tokens": 500 * candidates, "settings": {
             "budget": BUDGET, "phases": "prefill", "protocol": "question-agnostic", "objective": "nll",
         },
         "ended": "all stages are finished", "decision": "chosen: #1", "starts": {"uniform": uniform.tolist()},
-        "finalists": {**finalists, "#1": {**finalists["#1"], "lead": lead, "chance": 0.02, "accepted": True}},
-        "start": "uniform", "chosen": "#1", "best": "#1", "budgets": best.tolist(),
+        "finalists": {**finalists, "#1": {**finalists["#1"], "lead": lead, "chance": 0.02}},
+        "start": "uniform", "chosen": "#1", "verdict": "likely", "best": "#1", "budgets": best.tolist(),
         "report": {"evolved": estimate(0.62), "uniform": estimate(0.52), "full": estimate(0.7)},
-        "gains": {"uniform": lead}, "recovered": {"uniform": estimate(0.55)},
+        "gains": {"uniform": lead}, "recovered": {"uniform": estimate(0.55)}, "ahead": {},
     }  # fmt: skip
 
 

@@ -49,7 +49,7 @@ class Judged:
 def judged(directory: Path, size: str, found: dict[str, Any]) -> Judged:
     """Compare the plan of a size with the best baseline of the report split."""
     (outcome,) = found["outcomes"]
-    kinds = {one["name"]: one["kind"] for one in outcome["standings"]}
+    kinds = {one["name"]: one["kind"] for one in outcome["methods"]}
     scores = {name: one["mean"] for name, one in found["report"]["scores"].items()}
     baselines = [name for name in scores if kinds.get(name) == "baseline"]
     best, written = max(baselines, key=lambda name: scores[name]), found["written"]["name"]

@@ -136,6 +136,12 @@ def contrast(
     return Difference(mean, *interval_of(spread), *_outcomes([scores.by_method[AVERAGE] for scores in sums]))
 
 
+def estimate(samples: Sequence[Sample], seed: int = 0, contexts: Contexts | None = None) -> Estimate:
+    """Return the mean score of one method over all tasks, with its interval, as `summarize` does."""
+    method = samples[0].method
+    return summarize(samples, method, seed, contexts)[-1].scores[method]
+
+
 def _weighted(scores: Mapping[str, Floats], weights: Mapping[str, float]) -> Floats:
     total: Floats = np.sum([weight * scores[method] for method, weight in weights.items()], axis=0)
     return np.where(np.abs(total) < 1e-12, 0.0, total)  # a tie stays one whatever the weights

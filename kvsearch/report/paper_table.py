@@ -234,7 +234,7 @@ def selections(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[M
         phases = finished.result["written"]["phases"]
         mean = {name: 100 * score["mean"] for name, score in report["scores"].items()}
         outcome = next(outcome for outcome in finished.result["outcomes"] if outcome["phases"] == phases)
-        ranked = [method["name"] for method in outcome["standings"] if method["lead"] is not None]
+        ranked = [method["name"] for method in outcome["methods"] if method["kind"] == "candidate"]
         best = report["baseline"]
         top = next(filter(None, (outcome["winner"], *ranked)), None)
         yield MeasuredCell(row, "FullKV", mean[FULL], key=row)
@@ -247,7 +247,7 @@ def selections(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[M
         yield MeasuredCell(row, "PolyKV Top-1", mean[top], key=row, text=f"{mean[top]:.2f} ({top})")
         yield MeasuredCell(row, "Top-5 range", None, key=row, text=f"{min(spread):.2f} to {max(spread):.2f}")
         yield MeasuredCell(row, "delta", lead, key=row, text=f"{lead:+.2f}")
-        yield MeasuredCell(row, "accepted", None, key=row, text="yes" if outcome["winner"] else "no")
+        yield MeasuredCell(row, "accepted", None, key=row, text=outcome["verdict"])
 
 
 def signals(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.report.numbers import Interval, asked_words, chance_of, counted, interval, percent
-from kvsearch.report.selection import best_first
+from kvsearch.report.selection import ahead_words, best_first
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.progress import StoredSearch, Trace
 from kvsearch.results.search import AnySearch, Finalist, FrontResult, SearchResult
 from kvsearch.search.names import EVOLVED, EXPANDED, UNIFORM
 from kvsearch.search.trials import Spent
-from kvsearch.selection.acceptance import GapClosed
+from kvsearch.selection.scores import GapClosed
+from kvsearch.selection.selection_job import find_ahead
 from kvsearch.strategies.names import FULL
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def tables(result: AnySearch) -> list[Table]:
     return [
         Table.plain(
             f"second split: what is chosen from{_asked(result, 'choice')}",
-            ["", "found", "search value", "score", f"minus {found.start}", "chance", "accepted"],
+            ["", "found", "search value", "score", f"minus {found.start}", "chance"],
             finalists,
         ),
         Table.plain(
@@ -98,39 +99,47 @@ def _front_table(result: AnySearch) -> Table:
 
 
 def decision(evolved: Evolved) -> str:
-    """Say what was chosen and why, in one sentence."""
+    """Say what was chosen, how sure that is, and what scores higher in the report, in one sentence."""
+    ahead = ahead_words(find_ahead(evolved.report, EVOLVED), len(evolved.report.labels) - 2)
+    return f"{_choice_words(evolved)}{f'; {ahead}' if ahead else ''}"
+
+
+def _choice_words(evolved: Evolved) -> str:
     choice, outcome = evolved.choice, evolved.outcome
     if outcome.flat:
         return f"{outcome.ended}; {choice.name} was written"
-    score = percent(choice.comparison.score(choice.name).mean)
+    score = percent(choice.decision.score(choice.name).mean)
     found = choice.finalists[choice.name].where
     if outcome.result is not None:
-        told = f"the paper's result: {choice.name} ({found}), {score} on the second split"
-        above = f"; {choice.best} scores {percent(choice.comparison.score(choice.best).mean)} there"
-        return told if choice.best == choice.name else told + above
-    if choice.name in choice.decision.verdicts:
+        words = f"the paper's result: {choice.name} ({found}), {score} on the second split"
+        if choice.best != choice.name:
+            words += f"; {choice.best} scores {percent(choice.decision.score(choice.best).mean)} there"
+        return words
+    if choice.decision.winner is not None:
         lead, chance = _led(choice, choice.name)
-        ahead = f"{lead} points above the best start plan, {choice.decision.best} (chance {chance})"
-        return f"chosen: {choice.name} ({found}), {score} on the second split, {ahead}"
-    kept = f"the start plan {choice.name} is kept ({score} on the second split)"
+        verb = "beats" if choice.decision.verdict == "beats" else "is likely better than"
+        return (
+            f"{choice.name} ({found}) {verb} the best start plan, {choice.decision.best}: {lead} points, chance "
+            f"{chance}; {score} on the second split"
+        )
+    kept = f"the start plan {choice.name} is written ({score} on the second split)"
     if choice.best == choice.name:
         return f"{kept}: nothing that was found scores above it"
     lead, chance = _led(choice, choice.best)
-    return f"{kept}: {choice.best} scores {lead} points above it, which may be chance ({chance})"
+    return f"{kept}: {choice.best} scores {lead} points above it, chance {chance}, which is too little"
 
 
 def _led(choice: Choice, name: str) -> tuple[str, str]:
     """Return what a finalist leads the best start plan by, and the chance of that."""
-    chance, _ = choice.decision.verdicts[name]
-    return interval(choice.decision.leads[name], "+.2f"), chance_of(chance)
+    return interval(choice.decision.lead(name), "+.2f"), chance_of(choice.decision.chance(name))
 
 
-def _lead_cells(found: Finalist) -> tuple[str | Cell, str | Cell, str]:
-    """Return what a finalist leads the best start plan by, the chance of that, and whether it was accepted."""
+def _lead_cells(found: Finalist) -> tuple[str | Cell, str | Cell]:
+    """Return what a finalist leads the best start plan by, and the chance of that."""
     if found.lead is None or found.chance is None:
-        return "", "", ""
+        return "", ""
     lead = Cell.mean(found.lead, "+.2f")
-    return lead, Cell(chance_of(found.chance), value=found.chance), "yes" if found.accepted else "no"
+    return lead, Cell(chance_of(found.chance), value=found.chance)
 
 
 def _phases(result: AnySearch) -> str:

@@ -9,7 +9,7 @@ from kvsearch.report.numbers import asked, bounds, chance_of, counted, interval,
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.selection import PhaseOutcome, RunChoice, RunResult, SelectionResult
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.selection.acceptance import Rule
+from kvsearch.selection.race import LEAST_CONTEXTS, Rule
 from kvsearch.selection.selection import (
     BUDGETS_ALONE,
     POLICIES_ALONE,
@@ -23,7 +23,7 @@ from kvsearch.strategies.names import FULL
 if TYPE_CHECKING:
     from kvsearch.selection.selection_job import Smallest
 
-SHOWN = 10  # rows of the table of a first stage
+SHOWN = 16  # rows of the table of a race
 
 
 def selection_result(selection: Selection, plan: str | None = None) -> SelectionResult:
@@ -37,30 +37,39 @@ def told(selection: Selection) -> tuple[list[str], str]:
 
 
 def decision(result: PhaseResult) -> str:
-    """Say what was decided for one phase setting and why, in one sentence."""
-    baselines, finalists, leader = counted(result.count("baseline"), "baseline"), result.finalists, result.leader
+    """Say what is written for one phase setting, and how sure that is, in one sentence."""
+    baselines = counted(result.count("baseline"), "baseline")
+    asked_about = f"{counted(result.asked.questions, 'question')} about {counted(result.asked.contexts, 'context')}"
+    leader = result.leader
     if leader is None:
+        return f"{result.best}, the best of {baselines}, is written: every strategy is a baseline, too"
+    lead = _lead(leader, result)
+    if result.verdict == "beats":
+        left = f"; {result.available - result.asked.contexts} more were not needed"
+        over = left if result.available > result.asked.contexts else ""
+        return f"{leader.name} beats {result.best}, the best of {baselines}: {lead}, on {asked_about}{over}"
+    few = "; with fewer than 8 contexts no lead is beyond chance" if result.asked.contexts < LEAST_CONTEXTS else ""
+    if result.verdict == "likely":
         return (
-            f"fallback to {result.best}, the best of {baselines} on all questions: there is no candidate, every "
-            "strategy is a baseline, too"
+            f"{leader.name} is likely better than {result.best}, the best of {baselines}: {lead}, on {asked_about}{few}"
         )
-    found = "nothing"
-    if leader.lead is not None and leader.chance is not None:
-        found = f"{_points(leader)}, chance {chance_of(leader.chance)} over {counted(len(finalists), 'finalist')}"
-        if result.margin is None and result.level < Rule.level:  # several phases or sizes share it
-            found += f", where {result.level:.2g} or less counts"
-    fresh = f"{counted(result.second.questions, 'fresh question')} about {counted(result.second.contexts, 'context')}"
-    how = "beyond doubt" if result.margin is None else f"by more than {100 * result.margin:g} points"
-    if result.winner:
-        return f"{result.winner} beats {result.best}, the best of {baselines}, {how} on {fresh}: {found}"
-    hopeless = result.margin is None and 0.5**result.second.contexts > result.level
-    few = "; so few contexts cannot show any lead, ask more" if hopeless else ""
+    wanted = "likely better" if result.sure < 1 - Rule.level else "better beyond chance"
     candidates = counted(result.count("candidate"), "candidate")
-    tried = f"none of {counted(len(finalists), 'finalist')} out of {candidates}"
     return (
-        f"fallback to {result.best}, the best of {baselines}: {tried} beats it {how} on {fresh}; the nearest is "
-        f"{leader.name}, {found}{few}"
+        f"{result.best}, the best of {baselines}, is written: none of {candidates} is {wanted} on {asked_about}; the "
+        f"nearest is {leader.name}, {lead}{few}"
     )
+
+
+def ahead_words(ahead: Mapping[str, Difference], others: int) -> str:
+    """Say how many of the `others` of a report score higher than what was written, and whether that may be chance."""
+    if not ahead:
+        return ""
+    name, lead = next(iter(ahead.items()))
+    surely = sum(found.low > 0 for found in ahead.values())
+    chance = "within chance" if surely == 0 else f"{surely} of them beyond chance"
+    most = interval(lead, "+.1f", noun=" points")
+    return f"{len(ahead)} of {counted(others, 'other')} in the report score higher, {chance}: {name} by {most}"
 
 
 def gap(selection: Selection) -> str:
@@ -79,19 +88,19 @@ def gap(selection: Selection) -> str:
 
 
 def tables(*selections: SelectionResult) -> list[Table]:
-    """Return both stages and the report of every selection, then what all report on the candidates, by size.
+    """Return the races and the report of every selection, then what all report on the candidates, by size.
 
     The selections are of one profile at several sizes, whose reports ask the same questions.
     """
-    found = [table for one in selections for table in stage_tables(one)]
+    found = [table for one in selections for table in choice_tables(one)]
     leading = [one for one in selections if one.chosen.leader is not None]
     return [*found, *([_budget_table(leading), _part_table(leading)] if leading else [])]
 
 
-def stage_tables(selection: SelectionResult) -> list[Table]:
-    """Return both stages of every phase setting, and the report."""
-    stages = [table for outcome in selection.outcomes for table in _stages(selection, outcome)]
-    return [*stages, report_table(selection)]
+def choice_tables(selection: SelectionResult) -> list[Table]:
+    """Return the race of every phase setting, and the report."""
+    races = [_race_table(selection, outcome) for outcome in selection.outcomes]
+    return [*races, report_table(selection)]
 
 
 def _budget_table(selections: Sequence[SelectionResult]) -> Table:
@@ -105,7 +114,7 @@ def _budget_table(selections: Sequence[SelectionResult]) -> Table:
                 "" if found.gain is None else Cell.mean(found.gain, "+.2f"),
             ])  # fmt: skip
     header = ["", "best baseline", "equal budgets", "own budgets", "own minus equal"]
-    note = "the best candidate of either kind: by the second stage if one of the kind is a finalist, else by the first"
+    note = "the best candidate of either kind: one that was asked longest, of these the one with the highest score"
     return Table.plain(f"report split: what budgets bring ({_where(selections[0])})", header, rows, notes=(note,))
 
 
@@ -134,29 +143,26 @@ def _where(selection: SelectionResult) -> str:
     return f"{selection.protocol}, {asked(selection.report.asked)}"
 
 
-def _stages(selection: SelectionResult, result: PhaseOutcome) -> list[Table]:
+def _race_table(selection: SelectionResult, result: PhaseOutcome) -> Table:
+    """Return what every candidate and baseline scored until it left, those that were asked longest first."""
+    rows = []
+    for method in result.methods[:SHOWN]:
+        lead = [Cell(""), Cell("")]
+        if method.lead is not None and method.chance is not None:
+            points = interval(method.lead, "+.2f", noun=" points")
+            ahead = Cell(f"{points} {outcomes(method.lead)}", value=method.lead.mean)
+            lead = [ahead, Cell(chance_of(method.chance), value=method.chance)]
+        contexts = Cell.number(method.contexts, ".0f")
+        name = Cell(method.name, method.name == result.written)
+        rows.append([name, Cell(method.kind), contexts, Cell.mean(method.score), *lead])
+    left = len(result.methods) - SHOWN
+    notes = [result.decision]
+    if left > 0:
+        notes.append(f"{left} more")
+    header = ["choice", "kind", "contexts", "score", f"minus {result.best} (won / tied / lost)", "chance"]
     where = f"{selection.size.words}, {selection.protocol}, phases: {result.phases}"
-    ranked = sorted(result.methods, key=lambda one: -one.first.mean)
-    first: list[list[str | Cell]] = [
-        [one.name, one.kind, Cell(percent(one.first.mean), value=one.first.mean)] for one in ranked[:SHOWN]
-    ]
-    left = (f"{len(ranked) - SHOWN} more",) if len(ranked) > SHOWN else ()
-    second = []
-    for one in result.methods:
-        if one.second is not None:
-            score = Cell.mean(one.second)
-            lead = [Cell(""), Cell(""), Cell("")]
-            if one.lead is not None and one.chance is not None:
-                ahead = Cell(f"{_points(one)} {outcomes(one.lead)}", value=one.lead.mean)
-                chance = Cell(chance_of(one.chance), value=one.chance)
-                lead = [ahead, chance, Cell("yes" if one.accepted else "no")]
-            second.append([Cell(one.name, one.name == result.written), Cell(one.kind), score, *lead])
-    title = f"first stage: {asked(result.first)} ({where})"
-    header = ["second stage", "kind", "score", f"minus {result.best} (won / tied / lost)", "chance", "accepted"]
-    return [
-        Table.plain(title, ["first stage", "kind", "score"], first, notes=left),
-        Table(f"second stage: {asked(result.second)}", header, [RowGroup("", second)], (result.decision,)),
-    ]
+    title = f"choice: {asked(result.asked)} of {result.available} ({where})"
+    return Table(title, header, [RowGroup("", rows)], tuple(notes))
 
 
 def report_table(selection: SelectionResult) -> Table:
@@ -185,8 +191,12 @@ def best_first(scores: Mapping[str, Estimate]) -> list[tuple[str, Estimate]]:
     return sorted(scores.items(), key=lambda one: (one[0] != FULL, -one[1].mean, one[0]))
 
 
-def _points(one: MethodResult) -> str:
-    return "" if one.lead is None else interval(one.lead, "+.2f", noun=" points")
+def _lead(method: MethodResult, result: PhaseResult) -> str:
+    """Return what a candidate leads by, and the chance of that; its level where several races share one."""
+    assert method.lead is not None
+    assert method.chance is not None
+    shared = f", where {result.level:.2g} or less counts" if result.level < min(Rule.level, 1 - result.sure) else ""
+    return f"{interval(method.lead, '+.2f', noun=' points')}, chance {chance_of(method.chance)}{shared}"
 
 
 def run_result(found: Sequence[Selection], files: Sequence[str], smallest: Smallest | None = None) -> RunResult:
@@ -199,8 +209,8 @@ def run_result(found: Sequence[Selection], files: Sequence[str], smallest: Small
 
 
 def run_tables(found: Sequence[SelectionResult]) -> list[Table]:
-    """Return both stages and the report of every size."""
-    return [table for one in found for table in stage_tables(one)]
+    """Return the races and the report of every size."""
+    return [table for one in found for table in choice_tables(one)]
 
 
 def run_parts(content: RunResult) -> Iterator[str | Table]:
@@ -210,7 +220,7 @@ def run_parts(content: RunResult) -> Iterator[str | Table]:
     yield from run_tables(content.choices)
     if content.tried:
         rows = [
-            [step.budget, step.name, percent(step.loss), "second stage" if step.confirmed else "first stage"]
+            [step.budget, step.name, percent(step.loss), "other contexts" if step.confirmed else "one half"]
             for step in content.tried
         ]
         columns = ["budget", "best", "points lost", "asked"]
@@ -245,7 +255,8 @@ def sentences(one: Selection, *, several: bool = False) -> Iterator[str]:
     """Say what was chosen and why, then what it scores on the report split beside what it is compared with."""
     chosen = one.chosen
     report = one.report
-    yield f"{f'{one.size.words}: ' if several else ''}{decision(chosen)}"
+    ahead = ahead_words(report.ahead, len(report.scores) - 2)
+    yield f"{f'{one.size.words}: ' if several else ''}{decision(chosen)}{f'; {ahead}' if ahead else ''}"
     written, best, full = (report.scores[name] for name in (chosen.written, chosen.best, FULL))
     parts = [f"{chosen.written} {percent(written.mean, 1)} {bounds(written, '.1f')}"]
     if chosen.winner:

@@ -11,7 +11,9 @@ from kvsearch.core.limits import MOST_ENTRIES
 from kvsearch.results.base import Result, Stored, is_none, read_content
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.search.names import EVOLVED
-from kvsearch.selection.acceptance import GapClosed, Scores, measure_gap_closed
+from kvsearch.selection.race import Verdict
+from kvsearch.selection.scores import GapClosed, Scores, measure_gap_closed
+from kvsearch.selection.selection_job import find_ahead
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Coverage
 
@@ -35,11 +37,13 @@ class Finalist(Stored):
     score: Estimate
     lead: Difference | None = Field(default=None, exclude_if=is_none)
     chance: float | None = Field(default=None, exclude_if=is_none)
-    accepted: bool | None = Field(default=None, exclude_if=is_none)
 
 
 class FoundAtBudget(Stored):
-    """What a search found at one budget: `report` has scores by name, `gains` what the result scores above a name."""
+    """What a search found at one budget: `report` has scores by name, `gains` what the result scores above a name.
+
+    `ahead` are those of the report that score higher than the result, with what they score above it.
+    """
 
     ended: str
     decision: str = ""
@@ -48,11 +52,13 @@ class FoundAtBudget(Stored):
     finalists: dict[str, Finalist]
     start: str
     chosen: str
+    verdict: Verdict
     best: str
     budgets: Budgets
     report: dict[str, Estimate]
     gains: dict[str, Difference]
     recovered: dict[str, GapClosed | None]
+    ahead: dict[str, Difference]
 
     @classmethod
     def at(cls, evolved: Evolved, decision: str) -> FoundAtBudget:
@@ -67,11 +73,13 @@ class FoundAtBudget(Stored):
             finalists={name: _finalist(choice, name) for name in choice.finalists},
             start=choice.decision.best,
             chosen=choice.name,
+            verdict=choice.decision.verdict,
             best=choice.best,
             budgets=choice.table.tolist(),
             report={name: report.score(name) for name in report.labels},
             gains={name: report.gain(EVOLVED, [name]) for name in others},
             recovered=gap_shares(report),
+            ahead=find_ahead(report, EVOLVED),
         )
 
 
@@ -94,7 +102,7 @@ class SearchOrigin(Result):
 class SearchResult(FoundAtBudget, SearchOrigin):
     """A finished search at one budget."""
 
-    SCHEMA: ClassVar[str] = "kvsearch.evolution/1"
+    SCHEMA: ClassVar[str] = "kvsearch.evolution/2"
 
     @classmethod
     def of(cls, evolved: Evolved, spent: Spent, decision: str) -> SearchResult:
@@ -111,7 +119,7 @@ class SearchResult(FoundAtBudget, SearchOrigin):
 class FrontResult(SearchOrigin):
     """A finished search at several budgets."""
 
-    SCHEMA: ClassVar[str] = "kvsearch.front/1"
+    SCHEMA: ClassVar[str] = "kvsearch.front/2"
 
     budgets: dict[int, FoundAtBudget] = Field(min_length=1)
 
@@ -162,10 +170,8 @@ def _finalist(choice: Choice, name: str) -> Finalist:
     """Return a finalist with what it leads the best start plan by, where it was compared with that."""
     found = choice.finalists[name]
     verdict: dict[str, Any] = {}
-    if name in choice.decision.verdicts:
-        chance, is_accepted = choice.decision.verdicts[name]
-        lead = choice.decision.leads[name]
-        verdict = {"lead": lead, "chance": chance, "accepted": is_accepted}
+    if name in choice.decision.evidence:
+        verdict = {"lead": choice.decision.lead(name), "chance": choice.decision.chance(name)}
     value = found.value if found.value < float("inf") else None
-    score = choice.comparison.score(name)
+    score = choice.decision.score(name)
     return Finalist(budgets=found.table.tolist(), value=value, where=found.where, score=score, **verdict)

@@ -14,8 +14,8 @@ from kvsearch.plan.schema import Protocol
 from kvsearch.results.base import Result, Stored, is_none
 from kvsearch.results.evaluation import HeldField
 from kvsearch.runs.estimates import Difference
-from kvsearch.selection.acceptance import Rule
-from kvsearch.selection.selection import MethodResult, PhaseResult, Reported, Selection, TriedBudget
+from kvsearch.selection.race import Rule
+from kvsearch.selection.selection import PhaseResult, Reported, Selection, TriedBudget
 
 DECODE_ONLY: Final = (
     "decode-only strategies hold the full cache at the end of prefill: their peak memory is that of no eviction"
@@ -26,7 +26,6 @@ DECODE_ONLY: Final = (
 class PhaseOutcome(PhaseResult):
     """What was found in one phase setting; `decision` says what was decided there and why."""
 
-    methods: Annotated[tuple[MethodResult, ...], Field(alias="standings")]
     decision: str = field(kw_only=True)
 
     @computed_field  # type: ignore[prop-decorator]
@@ -64,7 +63,7 @@ class SelectionResult(Result):
     `plan` is the file of what was chosen, where the record is not beside it.
     """
 
-    SCHEMA: ClassVar[str] = "kvsearch.selection/1"
+    SCHEMA: ClassVar[str] = "kvsearch.selection/2"
 
     model: str
     budget: int | None = Field(default=None, exclude_if=is_none)
@@ -133,7 +132,7 @@ class SelectionResult(Result):
 class SelectionsResult(Result):
     """What was chosen at several budgets of one profile, by budget."""
 
-    SCHEMA: ClassVar[str] = "kvsearch.selections/1"
+    SCHEMA: ClassVar[str] = "kvsearch.selections/2"
 
     budgets: dict[str, Annotated[SelectionResult, PlainSerializer(SelectionResult.as_json)]] = Field(min_length=1)
 
@@ -168,7 +167,7 @@ class RunChoice(SelectionResult):
 class RunResult(Result):
     """A finished run, and the budgets that it tried where it had to find one."""
 
-    SCHEMA: ClassVar[str] = "kvsearch.run-report/1"
+    SCHEMA: ClassVar[str] = "kvsearch.run-report/2"
 
     sizes: dict[str, Annotated[RunChoice, PlainSerializer(RunChoice.as_json)]] = Field(min_length=1)
     tried: tuple[TriedBudget, ...] = Field(default=(), exclude_if=lambda tried: not tried)

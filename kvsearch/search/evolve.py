@@ -2,10 +2,9 @@
 
 1. Search, on the first split: start plans, then the stages of `loop`, by a cheap loss or by the task's metric.
 2. Choice, on the second split, whose contexts nothing at hand was searched, fitted or chosen on: the best candidates
-   and all start plans answer by themselves. A candidate is the result if the rule of `kvsearch.selection.acceptance`
-   accepts it over the best start plan, else that start is. So the result never scores below a start plan there, and a
-   candidate takes the place of one only if its lead is beyond chance, the best of several counted as that. With parity
-   the result is the paper's, whatever scores above it.
+   and all start plans answer by themselves. A candidate is the result if it beats the best start plan or is likely
+   better, by the rule of `kvsearch.selection.race`, else that start plan is. So the result never scores below the best
+   start plan there. With parity the result is the paper's, whatever scores above it.
 3. Report, on the third split, which is asked once: the choice beside the full cache and baselines of the same size.
 """
 
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -41,9 +40,9 @@ from kvsearch.search.settings import JOINT_OPTIMISER, EvolveSettings, SearchLimi
 from kvsearch.search.stages import Frame, stages_of
 from kvsearch.search.start_plans import Base, start_tables
 from kvsearch.search.trials import TrialLog, TrialRunner
-from kvsearch.selection.acceptance import Rule
 from kvsearch.selection.candidates import CandidateSet
-from kvsearch.selection.comparison import Decision, StagedComparison
+from kvsearch.selection.comparison import Decision, PlanRace
+from kvsearch.selection.race import Rule, SharedLevel
 from kvsearch.selection.splits import refuse_shared
 from kvsearch.strategies.methods import direct_plan
 from kvsearch.strategies.names import FULL
@@ -65,10 +64,11 @@ class Splits:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What was chosen on the second split: its name, budgets and plan, and the comparison of all finalists by name.
+    """What was chosen on the second split: its name, budgets and plan, and how the race of all finalists ended.
 
     `finalists` are the start plans by their names, and the best candidates as "#1", "#2", ...; `best` is the one with
-    the highest score, of equal ones the lower loss, then the first. Baselines of the `decision` are start plans.
+    the highest score of those asked to the end, of equal ones the lower loss, then the first. Baselines of the
+    `decision` are start plans.
     """
 
     name: str
@@ -77,11 +77,6 @@ class Choice:
     finalists: Mapping[str, Candidate]
     best: str
     decision: Decision
-
-    @property
-    def comparison(self) -> PlanComparison:
-        """The scores of all finalists."""
-        return self.decision.stages[-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +91,7 @@ class PreparedSearch:
     splits: Splits
     encoded: Mapping[str, list[TaskPrompts]]
     before: ContextRecord  # of the start plans that were given
+    rule: Rule = field(default_factory=Rule)
     kept: frozenset[str] | None = None  # SHA-256 of the questions that are searched on; None: all of the split
     answers: Mapping[Asked, ForcedAnswer] | None = None  # what is teacher-forced; None: the right answers as given
 
@@ -218,8 +214,14 @@ class PreparedSearch:
         """Score plans on a split; `name` is what their replies are kept under."""
         return prepare_plans(self.base.loaded, plans, tasks, self.asked).run_stage(name, store)
 
-    def choose(self, outcome: SearchOutcome, store: StageStore | None = None, store_name: str = "choice") -> Choice:
-        """Choose on the second split: a candidate that is accepted over the best start plan, or else that one.
+    def choose(
+        self,
+        outcome: SearchOutcome,
+        store: StageStore | None = None,
+        store_name: str = "choice",
+        shared: SharedLevel | None = None,
+    ) -> Choice:
+        """Choose on the second split: a candidate that is better than the best start plan, or else that one.
 
         Of several the one with the highest score; with parity the paper's result whatever it scores. See `Choice`.
         """
@@ -232,19 +234,18 @@ class PreparedSearch:
         candidates = {name: plans[name] for name in ranked if name not in self.starts}
         starts = {name: plans[name] for name in ranked if name in self.starts}
         candidate_set = CandidateSet(self.settings.phases, candidates, starts, even=UNIFORM)
-        stages = (store_name,)
-        comparison = StagedComparison(self.base.loaded, candidate_set, self.splits.choice, self.asked, Rule(), stages)
-        decision = comparison.decide(store)
-        scores = decision.stages[-1]
-        chosen = decision.winner or decision.best
+        race = PlanRace(self.base.loaded, candidate_set, self.splits.choice, self.asked, self.rule, store_name)
+        decision = race.decide(store, shared)
+        chosen = decision.written
         if outcome.result is not None:
             chosen = _find_name(finalists, outcome.result.table)
         table = finalists[chosen].table
         origin = {
-            **settings, "chosen": chosen, "found": finalists[chosen].where, "score": scores.score(chosen).mean,
+            **settings, "chosen": chosen, "found": finalists[chosen].where, "score": decision.score(chosen).mean,
         }  # fmt: skip
         plan = self.plan(table, origin, self.record(searched=chosen not in self.starts))
-        best = max(ranked, key=lambda name: round(scores.score(name).mean, 9))
+        to_the_end = [name for name in ranked if decision.rounds_of(name) == len(decision.rounds)]
+        best = max(to_the_end, key=lambda name: round(decision.score(name).mean, 9))
         return Choice(chosen, table, plan, finalists, best, decision)
 
     def reported_plans(self, choice: Choice) -> dict[str, Plan]:
@@ -382,12 +383,17 @@ def run_searches(
     """
     is_front = len(searches) > 1
     finished: list[tuple[PreparedSearch, SearchOutcome, Choice]] = []
+    shared = SharedLevel(searches[0].rule.level, len(searches))
     for number, search in enumerate(searches, 1):
         outcome = search.search(executor, log, limits, watcher, f"budget {search.budget}: " if is_front else "")
         if number == len(searches):
             executor.close()  # its memory is for the replies now
-        choice = search.choose(outcome, store, f"choice-{search.budget}" if is_front else "choice")
+        choice = search.choose(outcome, store, f"choice-{search.budget}" if is_front else "choice", shared)
         finished.append((search, outcome, choice))
+    finished = [
+        (search, outcome, replace(choice, decision=choice.decision.at_level(shared.part)))
+        for search, outcome, choice in finished
+    ]
     smallest = finished[0][2].table
     plans: dict[str, Plan] = {}
     asked: list[dict[str, str]] = []  # the names in the report, by the name at one budget

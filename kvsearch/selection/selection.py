@@ -1,4 +1,4 @@
-"""What a selection finds: the records of its stages, of its report, and of the whole."""
+"""What a selection finds: the records of its races, of its report, and of the whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from kvsearch.evaluation.values import Footprint
 from kvsearch.plan import Plan, Size
 from kvsearch.plan.schema import Protocol
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.selection.acceptance import GapClosed, Rule
+from kvsearch.selection.race import Rule, Verdict
+from kvsearch.selection.scores import GapClosed
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Comparison
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 Kind = Literal["candidate", "baseline"]
 POLICIES_ALONE: Final = "its policies, equal budgets"
 BUDGETS_ALONE: Final = "its budgets, one policy"
+FOREMOST: Final = 5  # candidates, and as many baselines, that a report asks
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class QuestionCount:
 
     contexts: int
     questions: int
-    shortest: int | None = None  # tokens
-    longest: int | None = None
+    shortest: int  # tokens
+    longest: int
 
     @classmethod
     def of(cls, comparison: Comparison) -> QuestionCount:
@@ -39,27 +41,27 @@ class QuestionCount:
 
 @dataclass(frozen=True)
 class MethodResult:
-    """What a candidate or baseline scored in the first stage, and in the second if it got there.
+    """What a candidate or baseline scored on the contexts that it was asked about before it left.
 
-    `lead` is what a candidate scored above the best baseline in the second stage, with the 95% interval of this pair
-    alone; `chance` is the probability that the largest of all leads there is as large by luck.
+    Of a candidate `lead` is what it scored there above the best baseline, and `chance` a bound of the probability that
+    any candidate leads so much by luck, whenever one looks.
     """
 
     name: str
     kind: Kind
-    first: Estimate
-    second: Estimate | None = None
+    score: Estimate
+    contexts: int
     lead: Difference | None = None
     chance: float | None = None
-    accepted: bool = False
 
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """What was found in one phase setting; methods are by score, those of the second stage first.
+    """How the race of one phase setting ended; methods that were asked longest come first, then the higher score.
 
-    `level` is what chances are compared with, unless there is a `margin`. `best` is the best baseline, `winner` the
-    accepted candidate that scores highest.
+    `best` is the best baseline; `winner` the candidate that is written, None if it is the baseline. `verdict` says what
+    is known of it, see `kvsearch.selection.race`; `level` is what chances are compared with. `asked` counts what was
+    asked until it was decided, of `available` contexts.
     """
 
     phases: str
@@ -67,10 +69,11 @@ class PhaseResult:
     full: Estimate
     best: str
     winner: str | None
+    verdict: Verdict
     level: float
-    margin: float | None
-    first: QuestionCount
-    second: QuestionCount
+    sure: float
+    asked: QuestionCount
+    available: int
     notes: tuple[str, ...] = ()
 
     @property
@@ -80,27 +83,25 @@ class PhaseResult:
 
     def method(self, name: str) -> MethodResult:
         """Return what is known of a candidate or baseline."""
-        return {one.name: one for one in self.methods}[name]
+        return {method.name: method for method in self.methods}[name]
 
     @property
     def score(self) -> float:
-        """The second stage's score of what this setting ends with."""
-        found = self.method(self.written).second
-        return 0.0 if found is None else found.mean
+        """The score of what this setting ends with."""
+        return self.method(self.written).score.mean
 
     def count(self, kind: Kind) -> int:
         """Count candidates or baselines."""
-        return sum(one.kind == kind for one in self.methods)
+        return sum(method.kind == kind for method in self.methods)
 
-    @property
-    def finalists(self) -> list[MethodResult]:
-        """The candidates of the second stage, the highest score first."""
-        return [one for one in self.methods if one.lead is not None]
+    def foremost(self, kind: Kind) -> list[MethodResult]:
+        """Return the candidates or baselines that are reported: those that were asked longest and score highest."""
+        return [method for method in self.methods if method.kind == kind][:FOREMOST]
 
     @property
     def leader(self) -> MethodResult | None:
-        """The winner, or else the candidate that scores highest in the second stage; None without candidates."""
-        return self.method(self.winner) if self.winner else next(iter(self.finalists), None)
+        """The winner, or else the foremost candidate; None without candidates."""
+        return self.method(self.winner) if self.winner else next(iter(self.foremost("candidate")), None)
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ class ByBudgets:
 class Reported:
     """The report split, which nothing was chosen by: scores by name, the full cache among them.
 
+    `ahead` are those that score higher than what was written, the full cache aside, with what they score above it.
     `gain` is of the winner over the best baseline, `share` what it recovers of the gap to the full cache; None without
     a winner, `share` also where the full cache is not above the best baseline. Of candidates, None where there are
     none: `lead` is of the leader over the best baseline, `by_budgets` are the best ones with equal budgets and with
@@ -158,6 +160,7 @@ class Reported:
     held: dict[str, Footprint]
     gain: Difference | None
     share: GapClosed | None
+    ahead: dict[str, Difference]
     lead: Difference | None = None
     by_budgets: ByBudgets | None = None
     parts: Decomposition | None = None
@@ -168,7 +171,7 @@ class Reported:
 class Selection:
     """A finished selection at one size, with the plan of what was chosen.
 
-    `chosen` is the phase setting that scores highest in its second stage, `even` the strategy with equal budgets that
+    `chosen` is the phase setting whose race ended with the highest score, `even` the strategy with equal budgets that
     every report has, `loss` how far the full cache is above the plan on the report split.
     """
 
@@ -187,7 +190,10 @@ class Selection:
 
 @dataclass(frozen=True)
 class TriedBudget:
-    """What the best plan of a budget loses against the full cache, in [0, 1]; `confirmed`: on the second stage."""
+    """What the best plan of a budget loses against the full cache, in [0, 1].
+
+    `confirmed`: on other contexts than the budget was looked for on.
+    """
 
     budget: int
     name: str

@@ -1,7 +1,7 @@
 """A selection at one size: candidates against baselines in every phase setting, then a report on another split.
 
-What counts is said in `kvsearch.selection.acceptance`. Every phase setting is judged against baselines of its own
-phases; what the one with the highest score in the second stage ends with is chosen.
+What counts is said in `kvsearch.selection.race`. Every phase setting is judged against baselines of its own phases;
+what the one whose race ends with the highest score has written is chosen.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from typing import Any, Final
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Settings, work_of
 from kvsearch.evaluation.identity import rows_hash
-from kvsearch.evaluation.plan_comparison import StageStore, prepare_plans
+from kvsearch.evaluation.plan_comparison import PlanComparison, StageStore, prepare_plans
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work
 from kvsearch.plan import PHASES, Plan, Profile, Size
 from kvsearch.plan.origin import ContextRecord, Use, joined, provenance
 from kvsearch.plan.profile_arrays import SIGNALLED
+from kvsearch.runs.estimates import Difference
 from kvsearch.runs.identity import RunConfig
-from kvsearch.selection.acceptance import TIE, Rule, Scores, measure_gap_closed
 from kvsearch.selection.candidates import CandidateSet, content_hash
-from kvsearch.selection.comparison import Decision, StagedComparison, prepare_comparison
+from kvsearch.selection.comparison import Decision, PlanRace, prepare_race
+from kvsearch.selection.race import Rule, SharedLevel
+from kvsearch.selection.scores import TIE, Scores, measure_gap_closed
 from kvsearch.selection.selection import (
     BUDGETS_ALONE,
+    FOREMOST,
     POLICIES_ALONE,
     ByBudgets,
     Decomposition,
-    Kind,
     MethodResult,
     PhaseResult,
     QuestionCount,
@@ -40,7 +42,7 @@ from kvsearch.selection.selection import (
     TriedBudget,
 )
 from kvsearch.selection.signal_candidates import Explored, find_signal_candidates
-from kvsearch.selection.splits import refuse_shared
+from kvsearch.selection.splits import halve_contexts, refuse_shared
 from kvsearch.strategies.from_signals import cross_plans
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task
@@ -52,7 +54,7 @@ STEP: Final = 1.1  # from one budget that is tried to the next
 
 @dataclass(frozen=True, eq=False)
 class SelectionJob:
-    """A selection that is ready to run: `comparisons` are those of the phase settings, `tasks` are reported on.
+    """A selection that is ready to run: `races` are those of the phase settings, `tasks` are reported on.
 
     With a `profile` candidates are strategies of its signals, else each has its own origin.
     """
@@ -62,18 +64,17 @@ class SelectionJob:
     tasks: Sequence[Task]
     settings: Settings
     rule: Rule
-    comparisons: tuple[StagedComparison, ...]
+    races: tuple[PlanRace, ...]
     profile: Profile | None = None
 
     def check(self) -> None:
-        """Raise UsageError if the stages or the report split have questions or contexts in common, or too few."""
-        _ = self.comparisons[0].parts
+        """Raise UsageError if the selection and the report split have questions or contexts in common."""
         refuse_shared({"selection": self.selection_prompts, "report": self.report_prompts})
 
     @property
     def selection_prompts(self) -> list[TaskPrompts]:
-        """What both stages ask, the same in every phase setting."""
-        return self.comparisons[0].encoded
+        """What the races ask, the same in every phase setting."""
+        return self.races[0].encoded
 
     @cached_property
     def report_prompts(self) -> list[TaskPrompts]:
@@ -93,32 +94,30 @@ class SelectionJob:
 
     @property
     def replies(self) -> dict[str, int]:
-        """The most replies of each stage and of the report, those of the full cache among them."""
-        counts: Counter[str] = Counter()
-        for comparison in self.comparisons:
-            for name, part, methods in zip(
-                ("first", "second"), comparison.parts, comparison.method_counts, strict=True
-            ):
-                counts[name] += methods * count_questions(part)
-        return {**counts, "report": self._max_reported * count_questions(self.report_prompts)}
+        """The most replies of each round and of the report, those of the full cache among them."""
+        rounds: Counter[str] = Counter()
+        for race in self.races:
+            for number, questions in enumerate(race.rounds, 1):
+                rounds[f"round-{number}"] += race.methods * count_questions(questions)
+        return {**rounds, "report": self._max_reported * count_questions(self.report_prompts)}
 
     @property
     def work(self) -> Work:
         """The most that the model has to do."""
         report = work_of(self.report_prompts, self.settings.protocol, self._max_reported)
-        return sum((comparison.work for comparison in self.comparisons), report)
+        return sum((race.work for race in self.races), report)
 
     @property
     def _max_reported(self) -> int:
         """The most plans of a report, the full cache and even budgets among them."""
         if self.profile is None:
-            return self.rule.top + self.rule.kept + 2
-        return self.rule.top + 7  # best baseline, single, the other kind of budgets, two parts
+            return 2 * FOREMOST + 3  # of either kind, best baseline and even budgets, the full cache
+        return FOREMOST + 7  # best baseline, single, the other kind of budgets, two parts
 
     @property
     def content(self) -> dict[str, Any]:
         """All that decides replies, as JSON; selections of other candidates or phases are the same run."""
-        content = self.config(self.comparisons[0].prepared.evaluation).content
+        content = self.config(self.races[0].prepared.evaluation).content
         return {**content, "reported": {task.task.name: rows_hash(task) for task in self.report_prompts}}
 
     def config(self, evaluation: Evaluation) -> RunConfig:
@@ -129,7 +128,7 @@ class SelectionJob:
         if self.profile is not None:
             digest = sha256(self.profile.to_bytes()).hexdigest()
             return evaluation.stage_config("select", profile_sha256=digest, **self.size.as_json())
-        plans = {name: content_hash(plan) for name, plan in self.comparisons[0].candidate_set.plans.items()}
+        plans = {name: content_hash(plan) for name, plan in self.races[0].candidate_set.plans.items()}
         return evaluation.stage_config("run", plans=plans, **self.size.as_json())
 
     def run(self, store: StageStore | None = None, *, answered: bool = False) -> Selection:
@@ -138,19 +137,26 @@ class SelectionJob:
         Raises:
             IncompatibleError, UsageError: see `Evaluation.run`.
         """
-        return self.report(self.decide(store, answered=answered), store)
+        shared = SharedLevel(self.rule.level, len(self.races))
+        decisions = self.decide(store, shared, answered=answered)
+        return self.report(self.results(decisions, shared), store)
 
-    def decide(self, store: StageStore | None = None, *, answered: bool = False) -> list[PhaseResult]:
-        """Return what is decided in every phase setting; see `StagedComparison.decide`."""
+    def decide(self, store: StageStore | None, shared: SharedLevel, *, answered: bool = False) -> list[Decision]:
+        """Return how the races of all phase settings end; see `PlanRace.decide`."""
+        return [race.decide(store, shared, answered=answered) for race in self.races]
+
+    def results(self, decisions: Sequence[Decision], shared: SharedLevel) -> list[PhaseResult]:
+        """Return what the races found, once all that share the level have ended."""
         return [
-            phase_result(comparison, comparison.decide(store, answered=answered)) for comparison in self.comparisons
+            phase_result(race, decision.at_level(shared.part))
+            for race, decision in zip(self.races, decisions, strict=True)
         ]
 
     def report(self, results: Sequence[PhaseResult], store: StageStore | None = None) -> Selection:
         """Choose the phase setting that scores highest, and report it; errors as for `Evaluation.run`."""
         best = max(range(len(results)), key=lambda number: results[number].score)
         chosen = results[best]
-        candidate_set = self.comparisons[best].candidate_set
+        candidate_set = self.races[best].candidate_set
         plans = candidate_set.plans
         leader = chosen.leader
         names = [candidate_set.even, chosen.best]
@@ -158,12 +164,12 @@ class SelectionJob:
         equal = own = single = None
         notes: list[str] = []
         if self.profile is None:
-            reached = [method.name for method in chosen.methods if method.second is not None]
-            names = [chosen.written, chosen.best, candidate_set.even, *reached]
+            foremost = [*chosen.foremost("candidate"), *chosen.foremost("baseline")]
+            names = [chosen.written, chosen.best, candidate_set.even, *(method.name for method in foremost)]
         elif leader is not None:
             single = max(
                 filter(candidate_set.has_equal_budgets, candidate_set.baselines),
-                key=lambda name: chosen.method(name).first.mean,
+                key=lambda name: chosen.method(name).score.mean,
             )
             strategy = plans[leader.name]
             parts[POLICIES_ALONE] = cross_plans(self.profile, self.size, strategy, plans[single])
@@ -175,7 +181,7 @@ class SelectionJob:
                 )
             equal = _find_candidate(chosen, candidate_set, equal_budgets=True)
             own = _find_candidate(chosen, candidate_set, equal_budgets=False)
-            names += [single, *(method.name for method in chosen.finalists), *filter(None, (equal, own))]
+            names += [single, *(method.name for method in chosen.foremost("candidate")), *filter(None, (equal, own))]
         asked = {name: plans[name] for name in dict.fromkeys(names)} | parts
         evaluation = prepare_plans(self.loaded, asked, self.tasks, self.settings)
         stage = "report" if self.profile is None else f"{chosen.phases}/report"
@@ -196,6 +202,7 @@ class SelectionJob:
             held={name: report.comparison.held[label] for name, label in report.labels.items()},
             gain=gain,
             share=share,
+            ahead=find_ahead(report, chosen.written),
             lead=lead,
             by_budgets=by_budgets,
             parts=decomposition,
@@ -225,11 +232,12 @@ class SelectionJob:
             **self.size.as_json(),
             **candidate_set.origins[chosen.written],
             "fallback": chosen.winner is None,
+            "verdict": chosen.verdict,
             "candidates": chosen.count("candidate"),
             "baselines": chosen.count("baseline"),
             "best_baseline": chosen.best,
             "selection_protocol": self.settings.protocol,
-            "selection_questions": (chosen.first.questions, chosen.second.questions),
+            "selection_questions": chosen.asked.questions,
             "selection_score": chosen.score,
             "selection_seed": self.settings.seed,
             "lead": None if selected.lead is None else selected.lead.mean,
@@ -241,7 +249,6 @@ class SelectionJob:
             method = SIGNALLED
             settings["phases"] = chosen.phases
             settings["phases_tried"] = tuple(result.phases for result in results)
-            settings["margin"] = self.rule.margin
             if chosen.winner is None:
                 contexts = ContextRecord()  # a baseline was fitted on nothing
         asked = ContextRecord(chosen=asked_set(self.selection_prompts), reported=asked_set(self.report_prompts))
@@ -257,30 +264,45 @@ def _find_candidate(chosen: PhaseResult, candidate_set: CandidateSet, *, equal_b
     return None
 
 
-def phase_result(comparison: StagedComparison, decision: Decision) -> PhaseResult:
-    """Return what two stages decided, with all methods by score, those of the second stage first."""
-    first, second = decision.stages
-    plans = comparison.candidate_set
+def phase_result(race: PlanRace, decision: Decision) -> PhaseResult:
+    """Return how a race ended, with all methods: those that were asked longest first, then the higher score."""
+    plans = race.candidate_set
     methods = []
     for name in plans.plans:
-        kind: Kind = "candidate" if name in plans.candidates else "baseline"
-        score = second.score(name) if name in second.labels else None
-        chance, is_accepted = decision.verdicts.get(name, (None, False))
-        lead = decision.leads.get(name)
-        methods.append(MethodResult(name, kind, first.score(name), score, lead, chance, is_accepted))
-    methods.sort(key=lambda method: (method.second is None, -(method.second or method.first).mean))
+        contexts = decision.contexts_of(name)
+        if name in plans.candidates:
+            chance = decision.chance(name)
+            methods.append(MethodResult(name, "candidate", decision.score(name), contexts, decision.lead(name), chance))
+        else:
+            methods.append(MethodResult(name, "baseline", decision.score(name), contexts))
+    methods.sort(key=lambda method: (-method.contexts, -method.score.mean))
+    kinds = decision.lower_kinds()
+    notes = [*plans.notes, *decision.behind.values(), *decision.rounds[-1].comparison.notes]
+    if kinds:
+        notes.append(f"{decision.written} scores less than {decision.best} on some kinds: {', '.join(kinds)}")
     return PhaseResult(
         phases=plans.phases,
         methods=tuple(methods),
-        full=second.score(FULL),
+        full=decision.score(FULL),
         best=decision.best,
         winner=decision.winner,
-        level=comparison.rule.level,
-        margin=comparison.rule.margin,
-        first=QuestionCount.of(first.comparison),
-        second=QuestionCount.of(second.comparison),
-        notes=(*plans.notes, *second.comparison.notes),
+        verdict=decision.verdict,
+        level=decision.level,
+        sure=race.rule.sure,
+        asked=decision.asked,
+        available=sum(task.distinct for task in race.encoded),
+        notes=tuple(notes),
     )
+
+
+def find_ahead(report: PlanComparison, written: str) -> dict[str, Difference]:
+    """Return what others of a report score above what was written, the most first; the full cache aside."""
+    higher = {
+        name: report.gain(name, [written])
+        for name in report.labels
+        if name not in (FULL, written) and report.score(name).mean > report.score(written).mean + TIE
+    }
+    return dict(sorted(higher.items(), key=lambda item: -item[1].mean))
 
 
 def count_questions(encoded: Sequence[TaskPrompts]) -> int:
@@ -305,20 +327,17 @@ def prepare_selection(
     `settings.samples` is how many contexts of every task are asked in each of the two splits.
 
     Raises:
-        UsageError: no phases, a task with one context, a question in both splits, or nothing is evicted from any
-            prompt; see `find_signal_candidates`.
+        UsageError: no phases, a question in both splits, or nothing is evicted from any prompt; see
+            `find_signal_candidates`.
         IncompatibleError: model and profile, or model and questions, do not fit together.
     """
     profile.metadata.model.require(loaded.fingerprint, "this profile")
     if not phases:
         raise UsageError(f"no phases to evict in: give at least one of {', '.join(PHASES)}")
     rule = rule or Rule()
-    shared = replace(rule, level=rule.level / len(phases))
     plans = [find_signal_candidates(loaded, profile, size, setting, explored) for setting in phases]
-    comparisons = tuple(
-        prepare_comparison(loaded, candidate_set, tasks, settings, shared, size) for candidate_set in plans
-    )
-    selection = SelectionJob(loaded, size, reported, settings, rule, comparisons, profile)
+    races = tuple(prepare_race(loaded, candidate_set, tasks, settings, rule, size) for candidate_set in plans)
+    selection = SelectionJob(loaded, size, reported, settings, rule, races, profile)
     selection.check()
     return selection
 
@@ -348,21 +367,22 @@ def find_smallest(
     """Find the smallest of some ascending budgets at which the chosen plan loses at most `within`, in [0, 1].
 
     A plan is better the more it may keep, so budgets are bisected by what the best candidate loses on the questions of
-    the first stage. The smallest that looks good there is flattered by these questions: what is then chosen has to hold
-    on those of the second stage, too, else the next larger budget is tried. `selection_at` prepares the selection at a
-    budget, and says where its replies are kept.
+    one half of the contexts. The smallest that looks good there is flattered by these questions: what is then chosen on
+    the other half has to hold there, too, else the next larger budget is tried. `selection_at` prepares the selection
+    at a budget, and says where its replies are kept.
 
     Raises:
-        UsageError: no budget holds; see also `StagedComparison.decide`.
+        UsageError: no budget holds; see also `PlanRace.decide`.
     """
     tried = list[TriedBudget]()
 
     def looks_good(budget: int) -> bool:
         selection, store = selection_at(budget)
-        (comparison,) = selection.comparisons
-        plans = comparison.candidate_set
+        (race,) = selection.races
+        plans = race.candidate_set
         names = list(plans.candidates) or list(plans.baselines)
-        stage = comparison.ask(0, names, store)
+        first, _ = halve_contexts(race.encoded, race.settings.seed)
+        stage = race.ask(first, names, "look", store)
         best = max(names, key=lambda name: stage.score(name).mean)
         loss = stage.score(FULL).mean - stage.score(best).mean
         tried.append(TriedBudget(budget, best, loss, confirmed=False))
@@ -378,7 +398,10 @@ def find_smallest(
             low = middle + 1
     for budget in budgets[low:]:
         selection, store = selection_at(budget)
-        results = selection.decide(store, answered=True)
+        shared = SharedLevel(selection.rule.level, 1)
+        _, second = halve_contexts(selection.selection_prompts, selection.settings.seed)
+        halved = replace(selection, races=tuple(replace(race, only=second) for race in selection.races))
+        results = halved.results(halved.decide(store, shared, answered=True), shared)
         loss = results[0].full.mean - results[0].score
         tried.append(TriedBudget(budget, results[0].written, loss, confirmed=True))
         if loss <= within + TIE:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvsearch.core.errors import UsageError
-from kvsearch.plan.size import round_half_up
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, token_hash
 
@@ -46,27 +45,38 @@ def refuse_reported(tasks: Sequence[Task]) -> None:
             )
 
 
-def split_contexts(
-    encoded: Sequence[TaskPrompts], share: float, seed: int
-) -> tuple[list[TaskPrompts], list[TaskPrompts]]:
-    """Divide the contexts of every task at random: `share` of them, at least one, and the rest, at least one.
+def divide_contexts(
+    encoded: Sequence[TaskPrompts], ends: Sequence[Sequence[int]], seed: int
+) -> list[list[TaskPrompts]]:
+    """Divide the contexts of every task at random into parts that end after `ends` [parts, tasks] contexts.
 
     Equal contexts, such as one document with several sets of questions, stay together.
+    """
+    parts: list[list[TaskPrompts]] = [[] for _ in ends]
+    for number, task in enumerate(encoded):
+        names = list(dict.fromkeys(task.contexts[prompt.key] for prompt in task.prompts))
+        random.Random(f"{seed}/{task.task.name}").shuffle(names)
+        begin = 0
+        for part, end in zip(parts, ends, strict=True):
+            part.append(_part(task, set(names[begin : end[number]])))
+            begin = end[number]
+    return parts
+
+
+def halve_contexts(encoded: Sequence[TaskPrompts], seed: int) -> tuple[list[TaskPrompts], list[TaskPrompts]]:
+    """Divide the contexts of every task into halves.
 
     Raises:
         UsageError: a task has one context.
     """
-    first, second = list[TaskPrompts](), list[TaskPrompts]()
     for task in encoded:
-        names = list(dict.fromkeys(task.contexts[prompt.key] for prompt in task.prompts))
-        if len(names) < 2:
+        if task.distinct < 2:
             raise UsageError(
-                f"task {task.task.name} has one context to select by: two stages need two or more, ask more --samples"
+                f"task {task.task.name} has one context to choose by: a budget is looked for on one half and checked "
+                "on the other, ask more --samples"
             )
-        random.Random(f"{seed}/{task.task.name}").shuffle(names)
-        count = min(max(round_half_up(share * len(names)), 1), len(names) - 1)
-        first.append(_part(task, set(names[:count])))
-        second.append(_part(task, set(names[count:])))
+    halves = [(task.distinct + 1) // 2 for task in encoded]
+    first, second = divide_contexts(encoded, [halves, [task.distinct for task in encoded]], seed)
     return first, second
 
 

@@ -4,7 +4,8 @@ Every context is asked under the table that the other contexts make (`held_out_r
 what it was part of. A table may be too sure of itself: where a mixture with even budgets keeps more of the answers, it
 is the mixture that is written (`shrink_table`). What is compared is how much of each answer stays, by context: the
 share of its tokens before the first one that the model predicts otherwise than under its full cache, teacher-forced.
-Chance is that of a sign-flip test, see `kvsearch.selection.acceptance`; several ratios share the level among them.
+Chance is that of a sign-flip test: if a table is no better than even budgets, the lead of a context is as likely to be
+of either sign, so signs are flipped at random. Several ratios share the level among them.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import running
-from kvsearch.selection.acceptance import Rule, compute_chances
 
 MIXES = (1.0, 2 / 3, 1 / 3, 0.0)  # shares of the table; the rest is even
 TABLE_AND_EVEN = (1.0, 0.0)  # nothing to choose from: even budgets are what the table is compared with
 ROUNDOFF = 1e-9
+LEVEL = 0.05  # chance that a table is said wrongly to be better, or worse, at any of the ratios
+FLIPS = 9999
 
 
 def check_table(
@@ -135,10 +137,11 @@ def _judge_ratio(ratio: float, scores: Floats, folds: Ints, mixes: tuple[float, 
     chosen = np.array([best(scores[folds != fold]) for fold in folds])
     mine, even = scores[np.arange(len(scores)), chosen], scores[:, -1]
     leads = mine - even
-    level = Rule().level / len(CHECKED_RATIOS)
+    level = LEVEL / len(CHECKED_RATIOS)
     (means,) = resampled_means(np.random.default_rng(0), [leads], np.ones(len(leads)))
     low, high = interval_of(means)
-    better, worse = (float(compute_chances(sign * leads[None] / len(leads))[0]) <= level for sign in (1, -1))
+    better = compute_chance(leads) <= level
+    worse = compute_chance(-leads) <= level
     verdict: Literal["useful", "unproven", "harmful"]
     verdict = "useful" if low > 0 and better else "harmful" if high < 0 and worse else "unproven"
     return TableCheck(
@@ -151,6 +154,13 @@ def _judge_ratio(ratio: float, scores: Floats, folds: Ints, mixes: tuple[float, 
         verdict=verdict,
         mix=mixes[best(scores)],
     )
+
+
+def compute_chance(leads: Floats) -> float:
+    """Return the probability of a mean lead as large as that of `leads` [contexts] if either sign is as likely."""
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (FLIPS, len(leads)))
+    flipped = signs @ leads
+    return float((1 + (flipped >= leads.sum() - ROUNDOFF).sum()) / (FLIPS + 1))
 
 
 def _best_mixture(scores: Floats) -> int:

@@ -18,7 +18,7 @@ from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.fields import Filled, IsList, NotEmpty
 from kvsearch.tasks.metrics import METRICS, OF_ALL_ANSWERS, find_metric
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
-from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, draw, part
+from kvsearch.tasks.splits import ALL, OWN_SHARES, Shares, check_split, draw, part
 
 SHOWN = 10
 METRIC = "contains"
@@ -62,14 +62,14 @@ class JsonlTask(Task):
     prompt: str = PLAIN_PROMPT
     category: str = CATEGORY
     split: str = ALL
-    shares: Shares = SHARES
+    shares: Shares = OWN_SHARES
 
     def __post_init__(self) -> None:
         find_metric(self.metric)
         check_split(self.split, self.shares)
 
     @classmethod
-    def load(cls, path: str | Path, split: str = ALL, shares: Shares = SHARES) -> JsonlTask:
+    def load(cls, path: str | Path, split: str = ALL, shares: Shares = OWN_SHARES) -> JsonlTask:
         """Read and check a file.
 
         Raises:

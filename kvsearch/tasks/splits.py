@@ -15,7 +15,8 @@ Shares = tuple[float, float, float]
 
 ALL = "all"
 SPLITS = ("train", "select", "report")
-SHARES: Shares = (0.2, 0.2, 0.6)
+SHARES: Shares = (0.2, 0.2, 0.6)  # of benchmarks, which are reported
+OWN_SHARES: Shares = (0.4, 0.35, 0.25)  # of a user's own questions, which a decision is made by
 # one shuffle for every run: were it the run's own seed, what one run trains on would be what another reports
 _SHUFFLE = "kvsearch/split"
 

@@ -1,4 +1,4 @@
-"""The rule of a selection under simulation, its statistics worked by hand, and whole selections on tiny models."""
+"""The scores of a selection worked by hand, how contexts are divided, and whole selections on tiny models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,11 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.report.selection import selection_result, tables
 from kvsearch.results.selection import DECODE_ONLY
-from kvsearch.runs.estimates import Difference
-from kvsearch.selection.acceptance import Rule, Scores, compute_chances, judge_leads, measure_gap_closed
+from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection import BUDGETS_ALONE, POLICIES_ALONE, Selection
 from kvsearch.selection.selection_job import SelectionJob, prepare_selection
 from kvsearch.selection.signal_candidates import Explored, explore, find_signal_candidates
-from kvsearch.selection.splits import split_contexts
+from kvsearch.selection.splits import divide_contexts, halve_contexts
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
 from tests.evaluation.shown import rendered
@@ -78,82 +76,7 @@ def test_two_sets_of_contexts_make_one() -> None:
     assert one.ranked(["b", "b"]) == ["b", "b"]
 
 
-# --- chance ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("contexts", [1, 2, 4, 7])
-def test_the_least_chance_is_that_all_coins_agree(contexts: int) -> None:
-    assert compute_chances(np.full((1, contexts), 0.1))[0] == pytest.approx(0.5**contexts, abs=0.01)
-    assert compute_chances(np.full((1, contexts), -0.1))[0] == 1.0
-    assert compute_chances(np.zeros((2, contexts))).tolist() == [1.0, 1.0]
-
-
-def test_chances_are_those_of_all_signs() -> None:
-    leads = np.array(
-        [[0.5, 0.2, 0.4, -0.1, 0.3, 0.2], [0.1, 0.1, 0.0, 0.1, 0.1, 0.1], [0.3, -0.3, 0.9, 0.1, 0.2, -0.6]]
-    )
-    scaled = leads / np.linalg.norm(leads, axis=1, keepdims=True)
-    largest = np.array([(scaled @ np.array(signs)).max() for signs in product([-1, 1], repeat=6)])
-    exact = (largest[:, None] >= scaled.sum(axis=1) - 1e-9).mean(axis=0)
-    np.testing.assert_allclose(compute_chances(leads), exact, atol=0.015)
-    alone = np.array([compute_chances(row[None])[0] for row in leads])
-    assert (alone <= compute_chances(leads)).all()  # more finalists, more luck
-    assert compute_chances(leads)[0] > 1.5 * alone[0]
-
-
-# --- the rule --------------------------------------------------------------------------------------------------------
-
-
-def simulated(rng: np.random.Generator, quality: Sequence[float], contexts: int, questions: int = 4) -> Scores:
-    """Methods named by number on contexts that are hard for all or for some; replies are right or wrong."""
-    level = np.array(quality)[:, None] + rng.normal(0, 1, contexts) + rng.normal(0, 0.7, (len(quality), contexts))
-    right = rng.binomial(questions, 1 / (1 + np.exp(-level)))
-    return Scores(("t",) * contexts, np.full(contexts, float(questions)), {str(n): row for n, row in enumerate(right)})
-
-
-def outcome(
-    rng: np.random.Generator, candidates: Sequence[float], baselines: Sequence[float], contexts: int, rule: Rule
-) -> bool:
-    """Whether any candidate is accepted; only the test of chance and the other baselines can prevent it."""
-    quality = [*candidates, *baselines]
-    names = [str(n) for n in range(len(quality))]
-    first, second = (simulated(rng, quality, part) for part in (contexts // 2, contexts - contexts // 2))
-    finalists = first.ranked(names[: len(candidates)])[: rule.top]
-    kept = first.ranked(names[len(candidates) :])[: rule.kept]
-    best = first.beside(second).ranked(kept)[0]
-    leads = {name: second.mean(name) - second.mean(best) for name in finalists}
-    differences = {name: Difference(lead, lead, lead, 0, 0, 0) for name, lead in leads.items()}
-    return any(good for _, good in judge_leads(second, differences, best, kept, rule).values())
-
-
-def rate(candidates: Sequence[float], baselines: Sequence[float], contexts: int, rule: Rule | None = None) -> float:
-    rng = np.random.default_rng(contexts)
-    return float(np.mean([outcome(rng, candidates, baselines, contexts, rule or Rule()) for _ in range(200)]))
-
-
-EQUAL = [0.0] * 12
-ONE_BETTER = [0.3, *EQUAL[1:]]
-
-
-@pytest.mark.parametrize("contexts", [6, 16, 60])
-@pytest.mark.parametrize(
-    ("candidates", "baselines"),
-    [([0.0] * 60, EQUAL), ([0.3] * 60, ONE_BETTER), ([0.3] * 5 + [0.0] * 55, ONE_BETTER), ([0.0], [0.0])],
-)
-def test_candidates_that_are_no_better_are_hardly_ever_accepted(
-    candidates: list[float], baselines: list[float], contexts: int
-) -> None:
-    assert rate(candidates, baselines, contexts) <= 0.05
-
-
-def test_a_margin_believes_the_best_of_several_on_its_word() -> None:
-    assert rate([0.3] * 60, ONE_BETTER, 60, Rule(margin=0.0)) > 0.3
-    assert rate([0.3] * 60, ONE_BETTER, 60, Rule(margin=0.2)) < 0.05
-
-
-def test_candidates_that_are_better_are_accepted() -> None:
-    assert rate([2.0, *[0.0] * 59], EQUAL, 60) > 0.9
-    assert rate([2.0, *[0.0] * 59], EQUAL, 6) == 0  # three fresh contexts show nothing
+# --- the share of the gap --------------------------------------------------------------------------------------------
 
 
 def made(**rows: Sequence[float]) -> Scores:
@@ -162,42 +85,11 @@ def made(**rows: Sequence[float]) -> Scores:
     return Scores(("t",) * contexts, np.ones(contexts), sums)
 
 
-def leads_of(scores: Scores, best: str, *names: str, low: float = 0.01) -> dict[str, Difference]:
-    return {name: Difference(scores.mean(name) - scores.mean(best), low, 1.0, 0, 0, 0) for name in names}
-
-
-def test_what_an_accepted_candidate_has_to_be() -> None:
-    won, lost = [1.0] * 10, [0.0] * 10
-    scores = made(a=won, b=lost, other=[1.0] * 9 + [0.0], tied=won)
-    verdict = judge_leads(scores, leads_of(scores, "b", "a"), "b", ["b", "other"], Rule())["a"]
-    assert verdict == (pytest.approx(2**-10, abs=2e-3), True)
-    # the interval touches zero, another baseline is as good, the level is stricter
-    assert not judge_leads(scores, leads_of(scores, "b", "a", low=0.0), "b", ["b"], Rule())["a"][1]
-    assert not judge_leads(scores, leads_of(scores, "b", "a"), "b", ["b", "tied"], Rule())["a"][1]
-    assert not judge_leads(scores, leads_of(scores, "b", "a"), "b", ["b"], Rule(level=1e-5))["a"][1]
-    # a margin asks for the mean alone, still above every baseline
-    few = made(a=[1.0, 0.6], b=[0.5, 0.5], tied=[1.0, 0.6])
-    assert judge_leads(few, leads_of(few, "b", "a", low=-1.0), "b", ["b"], Rule(margin=0.29))["a"][1]
-    assert not judge_leads(few, leads_of(few, "b", "a"), "b", ["b"], Rule(margin=0.3))["a"][1]
-    assert not judge_leads(few, leads_of(few, "b", "a"), "b", ["b", "tied"], Rule(margin=0.0))["a"][1]
-
-
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        ({"top": 0}, "--top 0 lets no candidate through"),
-        ({"margin": float("nan")}, "--margin nan is outside"),
-        ({"share": 1.0}, "a first stage with 1 of the contexts"),
-        ({"level": 0.0}, "a level of 0 is no probability"),
-    ],
-)
-def test_rules_out_of_range(values: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UsageError, match=problem) as caught:
-        Rule(**values)
-    assert "\n" not in str(caught.value)
-
-
-# --- the share of the gap --------------------------------------------------------------------------------------------
+def simulated(rng: np.random.Generator, quality: Sequence[float], contexts: int, questions: int = 4) -> Scores:
+    """Methods named by number on contexts that are hard for all or for some; replies are right or wrong."""
+    level = np.array(quality)[:, None] + rng.normal(0, 1, contexts) + rng.normal(0, 0.7, (len(quality), contexts))
+    right = rng.binomial(questions, 1 / (1 + np.exp(-level)))
+    return Scores(("t",) * contexts, np.full(contexts, float(questions)), {str(n): row for n, row in enumerate(right)})
 
 
 def test_a_share_worked_by_hand() -> None:
@@ -252,27 +144,28 @@ def questions_of(*numbers: int, length: int = 44, name: str = "one", each: int =
     return tiny.Listed(name, rows)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.8, 0.99])
-def test_the_stages_have_nothing_in_common(model: LoadedModel, share: float) -> None:
+def test_the_rounds_have_nothing_in_common(model: LoadedModel) -> None:
     whole = encode_tasks(model, [questions_of(*range(8)), questions_of(*range(3), length=50, name="two")], 8)
-    first, second = split_contexts(whole, share, seed=5)
-    for task, early, late in zip(whole, first, second, strict=True):
-        keys = [[prompt.key for prompt in part.prompts] for part in (task, early, late)]
-        assert sorted(keys[1] + keys[2]) == sorted(keys[0])
-        assert all(keys[1:])
-        for part in (early, late):
+    ends = [[3, 1], [5, 2], [8, 3]]
+    rounds = divide_contexts(whole, ends, seed=5)
+    for number, task in enumerate(whole):
+        keys = [[prompt.key for prompt in questions[number].prompts] for questions in rounds]
+        assert [len(part) for part in keys] == [ends[0][number], *np.diff(np.array(ends)[:, number])]
+        assert sorted(key for part in keys for key in part) == sorted(prompt.key for prompt in task.prompts)
+        for questions in rounds:
+            part = questions[number]
             assert part.coverage.contexts == part.coverage.questions == len(part.prompts)
-            assert [key for key in keys[0] if key in {p.key for p in part.prompts}] == [p.key for p in part.prompts]
-        assert abs(len(keys[1]) - share * len(keys[0])) <= 1
-    again, _ = split_contexts(whole, share, seed=5)
-    assert [[p.key for p in task.prompts] for task in again] == [[p.key for p in task.prompts] for task in first]
+    again = divide_contexts(whole, ends, seed=5)
+    assert [[p.key for task in part for p in task.prompts] for part in again] == [
+        [p.key for task in part for p in task.prompts] for part in rounds
+    ]
 
 
 def test_equal_contexts_stay_together(model: LoadedModel) -> None:
     rows = questions_of(*range(4)).rows
     twice = tuple(replace(row, key=f"{row.key}/{copy}") for row in rows for copy in "ab")
     for seed in range(5):
-        (first,), (second,) = split_contexts(encode_tasks(model, [tiny.Listed("one", twice)], 8), 0.5, seed)
+        (first,), (second,) = halve_contexts(encode_tasks(model, [tiny.Listed("one", twice)], 8), seed)
         assert len(first.prompts) == len(second.prompts) == 4
         assert not {p.key[0] for p in first.prompts} & {p.key[0] for p in second.prompts}
 
@@ -280,10 +173,10 @@ def test_equal_contexts_stay_together(model: LoadedModel) -> None:
 def test_questions_about_one_context_are_divided_all_the_same(model: LoadedModel) -> None:
     (row,) = questions_of(0, each=3).rows
     rows = tuple(replace(row, key=str(n), queries=(query,)) for n, query in enumerate(row.queries))
-    (first,), (second,) = split_contexts(encode_tasks(model, [tiny.Listed("one", rows)], 8), 0.5, 0)
+    (first,), (second,) = halve_contexts(encode_tasks(model, [tiny.Listed("one", rows)], 8), 0)
     assert {p.key for p in (*first.prompts, *second.prompts)} == {"0", "1", "2"}
-    with pytest.raises(UsageError, match="task one has one context to select by: two stages need two or more"):
-        split_contexts(encode_tasks(model, [tiny.Listed("one", rows[:1])], 8), 0.5, 0)
+    with pytest.raises(UsageError, match="task one has one context to choose by"):
+        halve_contexts(encode_tasks(model, [tiny.Listed("one", rows[:1])], 8), 0)
 
 
 # --- whole selections ------------------------------------------------------------------------------------------------
@@ -330,7 +223,7 @@ def prepared_of(model: LoadedModel, profile: Profile, favourite: str | None, **o
 
 @pytest.fixture(scope="module")
 def won(model: LoadedModel, profile: Profile) -> Selection:
-    return prepared_of(model, profile, "error + entropy", rule=Rule(top=3, kept=2)).run()
+    return prepared_of(model, profile, "error + entropy").run()
 
 
 @pytest.fixture(scope="module")
@@ -345,13 +238,16 @@ def test_a_candidate_that_is_better_is_written(won: Selection) -> None:
     told = won.plan.provenance.settings
     assert (told["strategy"], told["route"], told["budget_signal"]) == ("error + entropy", "error", "entropy")
     assert (told["fallback"], told["phases"], told["budget"], told["candidates"]) == (False, "prefill", 12, 6)
-    assert told["selection_questions"] == (16, 16)
+    assert told["selection_questions"] == chosen.asked.questions == 2 * chosen.asked.contexts
+    assert chosen.available == 16
+    assert chosen.verdict == told["verdict"] != "baseline"
     check_plan(won.plan, "the plan")
-    assert 0 < chosen.method("error + entropy").chance <= chosen.level == 0.05  # type: ignore[operator]
+    assert chosen.level == 0.05
+    assert (chosen.method("error + entropy").chance <= 0.05) == (chosen.verdict == "beats")  # type: ignore[operator]
 
 
 def test_only_what_was_chosen_before_is_reported(won: Selection) -> None:
-    finalists = {one.name for one in won.chosen.finalists}
+    finalists = {method.name for method in won.chosen.foremost("candidate")}
     by_budgets, parts = won.report.by_budgets, won.report.parts
     assert by_budgets is not None
     assert parts is not None
@@ -372,7 +268,7 @@ def test_the_winner_is_taken_apart_on_the_report_split(won: Selection) -> None:
     """Its policies alone and its budgets alone, over the best single pattern; both ways add up to the same."""
     parts, scores = won.report.parts, {name: one.mean for name, one in won.report.scores.items()}
     assert parts is not None
-    singles = {name: won.chosen.method(name).first.mean for name in PATTERNS}
+    singles = {name: won.chosen.method(name).score.mean for name in PATTERNS}
     assert (parts.strategy, singles[parts.control]) == ("error + entropy", max(singles.values()))
     assert parts.both.mean == pytest.approx(scores["error + entropy"] - scores[parts.control])
     for part, alone in ((parts.policies, POLICIES_ALONE), (parts.budgets, BUDGETS_ALONE)):
@@ -392,16 +288,13 @@ def test_the_best_candidates_of_either_kind_of_budgets(won: Selection) -> None:
     assert found.gain.mean == pytest.approx(scores["error + entropy"].mean - scores[found.equal].mean)
 
 
-def test_the_second_stage_has_those_that_the_first_let_through(won: Selection) -> None:
-    standings = won.chosen.methods
-    through = [one for one in standings if one.second is not None]
-    for kind, count in (("candidate", 3), ("baseline", 2)):
-        mine = [one for one in standings if one.kind == kind]
-        best = sorted((one.first.mean for one in mine), reverse=True)[:count]
-        assert sorted((one.first.mean for one in through if one.kind == kind), reverse=True) == best
-        assert won.chosen.count(kind) == len(mine)  # type: ignore[arg-type]
-    assert [one.accepted for one in standings if one.name == "error + entropy"] == [True]
-    assert all(one.lead is None and one.chance is None for one in standings if one.second is None)
+def test_methods_are_asked_until_they_leave(won: Selection) -> None:
+    methods = won.chosen.methods
+    assert methods[0].contexts == won.chosen.asked.contexts
+    assert [method.contexts for method in methods] == sorted((method.contexts for method in methods), reverse=True)
+    assert {method.kind for method in methods if method.lead is None} == {"baseline"}
+    assert all(method.chance is not None for method in methods if method.kind == "candidate")
+    assert won.report.ahead == {}  # nothing scores more than 100
 
 
 def test_a_baseline_that_is_as_good_is_written_instead(lost: Selection) -> None:
@@ -411,7 +304,8 @@ def test_a_baseline_that_is_as_good_is_written_instead(lost: Selection) -> None:
     assert {layer.policy.name for layer in lost.plan.phase("prefill").layers if layer} == {"tova"}
     assert lost.report.lead is not None
     assert lost.report.lead.mean < 0
-    assert lost.chosen.leader == lost.chosen.finalists[0]
+    assert lost.chosen.leader == lost.chosen.foremost("candidate")[0]
+    assert lost.chosen.verdict == "baseline"
 
 
 def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, profile: Profile) -> None:
@@ -424,7 +318,7 @@ def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, pro
     told = found.plan.provenance.settings
     assert (told["fallback"], told["candidates"], told["lead"]) == (True, 0, None)
     assert json.loads(json.dumps(selection_result(found).as_json(), allow_nan=False))["outcomes"][0]["winner"] is None
-    assert "there is no candidate" in rendered(tables(selection_result(found)))
+    assert "every strategy is a baseline" in rendered(tables(selection_result(found)))
 
 
 def test_replies_are_as_many_as_foretold(model: LoadedModel, profile: Profile) -> None:
@@ -434,13 +328,14 @@ def test_replies_are_as_many_as_foretold(model: LoadedModel, profile: Profile) -
         seen[name] = evaluation.replies
         return nullcontext((None, None))
 
-    prepared = prepared_of(model, profile, None, rule=Rule(top=2))
+    prepared = prepared_of(model, profile, None)
     prepared.run(keep)
-    assert list(seen) == ["prefill/first", "prefill/second", "prefill/report"]
     foretold = prepared.replies
-    assert seen["prefill/first"] == foretold["first"] == (6 + 11 + 1) * 16
-    assert seen["prefill/second"] == foretold["second"] == (2 + 3 + 1) * 16
-    assert seen["prefill/report"] <= foretold["report"] == (2 + 7) * 20
+    assert list(foretold) == ["round-1", "round-2", "round-3", "report"]
+    assert seen["prefill/round-1"] == foretold["round-1"] == (6 + 11 + 1) * 16
+    assert {name.partition("/")[2] for name in seen} <= set(foretold)
+    assert all(seen[name] <= foretold[name.partition("/")[2]] for name in seen)
+    assert seen["prefill/report"] <= foretold["report"] == (5 + 7) * 20
 
 
 @pytest.mark.nightly
@@ -448,7 +343,7 @@ def test_every_phase_setting_has_baselines_of_its_own(model: LoadedModel, profil
     found = prepared_of(model, profile, "error + entropy", phases=("decode", "both")).run()
     assert [one.phases for one in found.results] == ["decode", "both"]
     assert {one.count("baseline") for one in found.results} == {11}
-    assert {one.level for one in found.results} == {0.025}
+    assert {one.level for one in found.results} <= {0.025, 0.05}
     assert found.chosen.score == max(one.score for one in found.results)
     assert found.chosen.phases == "decode"
     assert (found.plan.prefill, found.plan.provenance.settings["phases_tried"]) == (None, ("decode", "both"))
@@ -467,8 +362,6 @@ def test_what_is_chosen_by_cannot_be_reported(model: LoadedModel, profile: Profi
     ]
     with pytest.raises(UsageError, match="its context is in the selection and in the report split"):
         prepare_selection(model, profile, SIZE, [task], [replace(task, rows=tuple(rows))], HOW)
-    with pytest.raises(UsageError, match="task one has one context to select by"):
-        prepare_selection(model, profile, SIZE, [questions_of(1)], [task], HOW)
 
 
 def test_a_selection_needs_phases_and_something_to_evict(model: LoadedModel, profile: Profile) -> None:
@@ -480,9 +373,9 @@ def test_a_selection_needs_phases_and_something_to_evict(model: LoadedModel, pro
     with pytest.raises(UsageError, match=r"^59 entries per kv head: nothing would be evicted from any prompt, the"):
         prepare_selection(model, profile, Size(budget=59), *questions, HOW, **late)
     both = ([questions_of(*range(4)), questions_of(*range(4), length=80, name="two")], questions[1])
-    (one,) = prepare_selection(model, profile, Size(budget=59), *both, HOW, **late).comparisons
+    (one,) = prepare_selection(model, profile, Size(budget=59), *both, HOW, **late).races
     assert "4 of 8 prompts are so short" in one.candidate_set.notes[-1]
-    (one,) = prepare_selection(model, profile, Size(budget=50), *questions, HOW).comparisons  # some give and take
+    (one,) = prepare_selection(model, profile, Size(budget=50), *questions, HOW).races  # some give and take
     assert re.search(r"4 of 4 prompts .* that \d+ of \d+ strategies evict nothing", one.candidate_set.notes[-1])
 
 
@@ -492,7 +385,7 @@ def test_another_batch_goes_on_with_the_same_replies(model: LoadedModel, profile
         prepare_selection(model, profile, SIZE, *questions, how)
         for how in (HOW, replace(HOW, batch=1, max_memory=10**9), replace(HOW, seed=4))
     )
-    first, again, elsewhere = (each.config(each.comparisons[0].prepared.evaluation) for each in (one, other, third))
+    first, again, elsewhere = (each.config(each.races[0].prepared.evaluation) for each in (one, other, third))
     assert first.difference(again) is None
     assert first.difference(elsewhere) == "seed is 4 there, 3 here"
 

@@ -1,0 +1,235 @@
+"""A race: candidates and baselines answer contexts in rounds, until it is decided which plan is written.
+
+The best of many candidates on the questions that they are compared on looks better than it is (the winner's curse), and
+a lead that is looked at after every round is above any fixed bound some day. So what says that a candidate *beats* the
+baselines holds for all candidates together and at whatever round the race ends:
+
+- A bettor stakes a share of what he has on every context: where the candidate leads by x in [-1, 1], he then has
+  1 + share * x times as much. If the expected lead is not above zero, what he has is not expected to grow, whatever the
+  distribution of leads; so the chance that 1 ever becomes 1 / level is at most the level (Ville's inequality). Several
+  bettors begin with equal parts of the stake, each with a share of his own, as nobody knows the best one (Waudby-Smith
+  and Ramdas 2024, "Estimating means of bounded random variables by betting", 4.1 and 4.4). The tasks of a round have
+  the same stake together, so that it is the mean over tasks that is bet on.
+- A candidate is bet on against every baseline, and its wealth is the least of these bets.
+- Candidates share the level by closed testing (`adjust_for_several`), sizes and phase settings by Holm's rule.
+
+A candidate that is not proven may still be the best guess: it is *likely* better if the one-sided bound of its lead
+over the best baseline is above zero after all contexts. That is no proof: the best of several looks better than it is,
+and few contexts do not show what happens rarely. Else the best *baseline* is written.
+
+After every round those leave that cannot win any more: who is behind another one beyond a 95% bound. That, too, may be
+wrong for the best one, but then another that is about as good is ahead of it.
+
+`benchmarks/study_decisions.py` shows what the rule does where nobody leads and where somebody does, beside others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from scipy.special import logsumexp, stdtrit
+
+from kvsearch.core.arrays import Floats
+from kvsearch.core.errors import UsageError
+from kvsearch.selection.scores import Scores
+
+STAKES = np.linspace(0.05, 0.95, 19)  # shares of what a bettor has; with all of it one lost context would end him
+LEAST_CONTEXTS = 8  # with fewer nothing beats
+LEAVES = 0.95  # of the one-sided bound by which one that is behind leaves
+GROWTH = 1.5  # of the contexts from one round to the next
+
+Verdict = Literal["beats", "likely", "baseline"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How sure one has to be.
+
+    Args:
+        sure: level of the one-sided bound by which a candidate has to lead the best baseline to be written. From .95 on
+            only candidates that beat the baselines are written.
+        level: chance that a candidate is said to beat the baselines although it does not; at most 1 - `sure`.
+
+    Raises:
+        UsageError: one of them is out of range.
+    """
+
+    sure: float = 0.9
+    level: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 0.5 <= self.sure < 1:
+            raise UsageError(f"--sure {self.sure:g} is outside [0.5, 1): 0.9 is 'likely better', 0.95 'beats'")
+        if not 0 < self.level < 1:
+            raise UsageError(f"a level of {self.level:g} is no probability of a wrong choice")
+        object.__setattr__(self, "level", min(self.level, round(1 - self.sure, 12)))
+
+    @property
+    def writes_likely(self) -> bool:
+        """Whether a candidate that is not proven to be better is written."""
+        return self.sure < 1 - Rule.level
+
+
+@dataclass
+class SharedLevel:
+    """The level of a rule as several races share it by Holm's rule: whoever beats the baselines leaves his part.
+
+    `races` is how many there are, `beaten` in how many of those that have ended a candidate beat the baselines.
+    """
+
+    level: float
+    races: int
+    beaten: int = 0
+
+    @property
+    def part(self) -> float:
+        """The level of the next race, or after the last one that of all in which nobody beat the baselines."""
+        return self.level / max(self.races - self.beaten, 1)
+
+
+def log_wealths(leads: Floats) -> Floats:
+    """Return the logarithms of what bettors make of 1, [..., stakes], of `leads` [..., contexts] in [-1, 1]."""
+    return np.stack([np.log1p(stake * leads).sum(axis=-1) for stake in STAKES], axis=-1)
+
+
+def mix_bettors(wealths: Floats) -> Floats:
+    """Return the logarithm of the mean wealth of all bettors, [...], of their log wealths [..., stakes]."""
+    mixed: Floats = logsumexp(wealths, axis=-1) - np.log(len(STAKES))
+    return mixed
+
+
+def adjust_for_several(wealths: Floats) -> Floats:
+    """Return the evidence for each of several candidates together, [candidates], of their log wealths.
+
+    It is the least mean wealth of any set of candidates that has the candidate in it (closed testing with averages,
+    Vovk and Wang 2021, "E-values: calibration, combination and applications", 5): the chance that it reaches 1 / level
+    for any candidate that does not lead is at most the level. Candidates that lead together support each other, which
+    Bonferroni's rule (the wealth divided by their number) does not let them do.
+    """
+    order = np.argsort(wealths)
+    evidence = np.empty(len(wealths))
+    for number, wealth in enumerate(wealths):
+        others = wealths[order[order != number]]
+        sets = np.logaddexp.accumulate(np.append(wealth, others))  # the candidate with the poorest 0, 1, 2, ... others
+        evidence[number] = (sets - np.log(np.arange(1, len(wealths) + 1))).min()
+    return evidence
+
+
+def bets(scores: Scores, method: str, other: str) -> Floats:
+    """Return the lead of a method over another in each context as a bet, [contexts] in [-1, 1].
+
+    Contexts that count more for the mean stake more, so that all tasks have the same stake together.
+    """
+    worth = scores.questions * scores.weights
+    leads: Floats = (scores.added(method) - scores.added(other)) / worth.max()
+    return leads
+
+
+def lead_bound(scores: Scores, method: str, other: str, level: float) -> float:
+    """Return the one-sided lower bound of the mean lead of a method over another, by Student's t over contexts.
+
+    The variance is that of the contexts within each task. Tasks with one context say nothing of it: they count as one
+    task. With one context in all there is no bound, minus infinity.
+    """
+    leads = scores.added(method) - scores.added(other)
+    numbers = np.unique(scores.tasks, return_inverse=True)[1]
+    groups = np.where(np.bincount(numbers)[numbers] > 1, numbers, -1)
+    variance = 0.0
+    freedom = 0
+    for group in np.unique(groups):
+        members = leads[groups == group]
+        if len(members) > 1:
+            variance += len(members) * float(members.var(ddof=1))
+            freedom += len(members) - 1
+    if freedom == 0:
+        return -math.inf
+    return float(leads.sum() - stdtrit(freedom, level) * math.sqrt(variance))
+
+
+def plan_rounds(counts: Sequence[int]) -> list[list[int]]:
+    """Return how many contexts of each task have been asked after every round, of `counts` in all.
+
+    Every round has contexts of every task. The first has `LEAST_CONTEXTS` at least, the others half as many more each.
+    """
+    most = max(counts)
+    rounds = [[0] * len(counts)]
+    size = 1
+    while size < most:
+        asked = [-(-size * count // most) for count in counts]  # rounded up
+        if sum(asked) >= LEAST_CONTEXTS and all(new > old for new, old in zip(asked, rounds[-1], strict=True)):
+            rounds.append(asked)
+            size = max(size, int(GROWTH * size) - 1)
+        size += 1
+    if any(count == old for count, old in zip(counts, rounds[-1], strict=True)):
+        rounds.pop()  # a task would have nothing left for a last round
+    return [*rounds[1:], list(counts)]
+
+
+@dataclass(eq=False)
+class Race:
+    """Candidates and baselines that answer contexts in rounds; see the head of this file.
+
+    `candidates` and `baselines` are those that the next round asks, `scores` all rounds of those that the last one
+    asked, and `wealths` the logarithm of what bets on every candidate made of 1 as of the last round that asked it.
+    `winner` and `verdict` are None until the race ends; `best` is the baseline with the highest score then. `behind`
+    are reasons why others left that do not show in their scores.
+    """
+
+    candidates: list[str]
+    baselines: list[str]
+    rule: Rule
+    scores: Scores | None = None
+    wealths: dict[str, float] = field(default_factory=dict)
+    best: str = ""
+    winner: str | None = None
+    verdict: Verdict | None = None
+    _bettors: dict[tuple[str, str], Floats] = field(default_factory=dict)
+
+    def judge_round(self, asked: Scores, *, is_last: bool) -> None:
+        """Take in the scores of a round, and let those leave that cannot win any more."""
+        scores = asked if self.scores is None else self.scores.beside(asked)
+        self.scores = scores
+        self.best = scores.ranked(self.baselines)[0]
+        for name in self.candidates:
+            for other in self.baselines:
+                before = self._bettors.get((name, other), 0.0)
+                self._bettors[name, other] = before + log_wealths(bets(asked, name, other))
+            against = np.stack([self._bettors[name, other] for other in self.baselines])
+            self.wealths[name] = float(mix_bettors(against).min())
+        leader = scores.ranked(self.candidates)[0] if self.candidates else None
+        if leader is None:
+            self._let_leave(scores, self.best)
+        elif self.evidence(leader) >= -math.log(self.rule.level) and len(scores.tasks) >= LEAST_CONTEXTS:
+            self._end(leader, "beats")
+        elif is_last:
+            is_likely = self.rule.writes_likely and lead_bound(scores, leader, self.best, self.rule.sure) > 0
+            if is_likely:
+                self._end(leader, "likely")
+            else:
+                self._end(self.best, "baseline")
+        else:
+            self._let_leave(scores, leader)
+        if self.verdict is None and not self.candidates and (is_last or len(self.baselines) == 1):
+            self._end(self.best, "baseline")
+
+    def evidence(self, name: str) -> float:
+        """Return the logarithm of the evidence for a candidate, with all others taken into account."""
+        names = list(self.wealths)
+        return float(adjust_for_several(np.array(list(self.wealths.values())))[names.index(name)])
+
+    def _let_leave(self, scores: Scores, leader: str) -> None:
+        ahead = [leader, self.best]
+        self.candidates = [
+            name
+            for name in self.candidates
+            if all(lead_bound(scores, other, name, LEAVES) <= 0 for other in ahead if other != name)
+        ]
+        self.baselines = [name for name in self.baselines if lead_bound(scores, self.best, name, LEAVES) <= 0]
+
+    def _end(self, winner: str, verdict: Verdict) -> None:
+        self.winner = winner
+        self.verdict = verdict

@@ -1,0 +1,102 @@
+"""What methods scored by context, and the share of a gap that one closes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from kvsearch.core.arrays import Floats
+from kvsearch.evaluation.samples import Contexts, Sample
+from kvsearch.evaluation.statistics import LEVEL, resampled_means, scores_by_task
+from kvsearch.strategies.names import FULL
+
+TIE = 1e-9  # leads that differ by less are equal, but for rounding
+
+
+@dataclass(frozen=True)
+class GapClosed:
+    """Share of the gap between the best baseline and the full cache; an end of the interval may be unbounded, None."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What methods scored, by context; all arrays are [contexts].
+
+    `sums` are over the questions of a context, by method. Means give every task the same weight.
+    """
+
+    tasks: tuple[str, ...]
+    questions: Floats
+    sums: Mapping[str, Floats]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], contexts: Contexts | None = None) -> Scores:
+        """Return the scores in samples of methods that answered the same questions; errors as for `scores_by_task`.
+
+        `contexts` say, by task and key, what their contexts are (None: every key is one).
+        """
+        by_task = scores_by_task(samples, contexts)
+        counted = {task: scores.by_context() for task, scores in by_task.items()}
+        tasks = tuple(task for task, (_, sizes) in counted.items() for _ in sizes)
+        questions = np.concatenate([sizes for _, sizes in counted.values()]).astype(np.float64)
+        methods = next(iter(counted.values()))[0]
+        return cls(tasks, questions, {m: np.concatenate([sums[m] for sums, _ in counted.values()]) for m in methods})
+
+    def beside(self, other: Scores) -> Scores:
+        """Return the contexts of both, of the methods that both have."""
+        both = {name: np.append(sums, other.sums[name]) for name, sums in self.sums.items() if name in other.sums}
+        return Scores(self.tasks + other.tasks, np.append(self.questions, other.questions), both)
+
+    def added(self, method: str) -> Floats:
+        """Return what each context adds to the mean of a method."""
+        return self.sums[method] * self.weights
+
+    def mean(self, method: str) -> float:
+        """Return the mean over tasks of the mean over their questions."""
+        return float(self.added(method).sum())
+
+    def ranked(self, methods: Sequence[str]) -> list[str]:
+        """Rank methods by their means, the highest first; equal ones in the order given."""
+        return sorted(methods, key=lambda name: -round(self.mean(name), 9))
+
+    def resampled(self, methods: Sequence[str], seed: int) -> Floats:
+        """Return means of methods in every bootstrap resample of the contexts of each task, [methods, resamples]."""
+        rng, means = np.random.default_rng(seed), []
+        for task in dict.fromkeys(self.tasks):
+            mine = np.array([name == task for name in self.tasks])
+            means.append(resampled_means(rng, [self.sums[name][mine] for name in methods], self.questions[mine]))
+        mean: Floats = np.mean(means, axis=0)
+        return mean
+
+    @cached_property
+    def weights(self) -> Floats:
+        """What a question of each context counts for the mean."""
+        asked = dict.fromkeys(self.tasks, 0.0)
+        for task, questions in zip(self.tasks, self.questions.tolist(), strict=True):
+            asked[task] += questions
+        return np.array([1 / (asked[task] * len(asked)) for task in self.tasks])
+
+
+def measure_gap_closed(report: Scores, winner: str, baseline: str, full: str = FULL, seed: int = 0) -> GapClosed | None:
+    """Return the share of the gap from a baseline to the full cache that a winner closes; None where there is no gap.
+
+    The 95% interval is over bootstrap resamples of the contexts. In a resample without a gap the share is unbounded, on
+    the side of the winner's lead there, so where the gap is in doubt an end of the interval may have no bound.
+    """
+    lead, whole = (report.mean(name) - report.mean(baseline) for name in (winner, full))
+    if whole <= TIE:
+        return None
+    won, base, most = report.resampled([winner, baseline, full], seed)
+    leads, gaps = won - base, most - base
+    unbounded = np.where(leads > TIE, np.inf, np.where(leads < -TIE, -np.inf, 0.0))
+    shares = np.where(gaps > TIE, leads / np.where(gaps > TIE, gaps, 1.0), unbounded)
+    low = float(np.quantile(shares, (1 - LEVEL) / 2, method="lower"))
+    high = float(np.quantile(shares, (1 + LEVEL) / 2, method="higher"))
+    return GapClosed(lead / whole, low if np.isfinite(low) else None, high if np.isfinite(high) else None)

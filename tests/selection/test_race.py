@@ -1,0 +1,219 @@
+"""A race: its evidence worked by hand, what it says where nobody leads and where somebody does, and its rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.core.errors import UsageError
+from kvsearch.selection.race import (
+    LEAST_CONTEXTS,
+    STAKES,
+    Race,
+    Rule,
+    SharedLevel,
+    adjust_for_several,
+    bets,
+    lead_bound,
+    log_wealths,
+    mix_bettors,
+    plan_rounds,
+)
+from kvsearch.selection.scores import Scores
+from tests.examples import at_most
+
+
+def made(tasks: Sequence[str] | None = None, **rows: Sequence[float]) -> Scores:
+    contexts = len(next(iter(rows.values())))
+    sums = {name: np.array(row, dtype=float) for name, row in rows.items()}
+    return Scores(tuple(tasks or ("t",) * contexts), np.ones(contexts), sums)
+
+
+# --- evidence --------------------------------------------------------------------------------------------------------
+
+
+def test_wealth_worked_by_hand() -> None:
+    wealths = log_wealths(np.array([1.0, -0.5]))
+    assert wealths.shape == STAKES.shape
+    np.testing.assert_allclose(np.exp(wealths), (1 + STAKES) * (1 - STAKES / 2))
+    assert math.exp(mix_bettors(wealths)) == pytest.approx(np.mean((1 + STAKES) * (1 - STAKES / 2)))
+    assert mix_bettors(log_wealths(np.zeros(5))) == pytest.approx(0.0)
+
+
+def test_evidence_of_several_worked_by_hand() -> None:
+    # alone 40; with the poorest, 1, the mean is 20.5; with both others (40 + 1 + 19) / 3 = 20
+    evidence = np.exp(adjust_for_several(np.log([40.0, 19.0, 1.0])))
+    np.testing.assert_allclose(evidence, [20.0, 10.0, 1.0])
+    assert np.exp(adjust_for_several(np.log([7.0]))) == pytest.approx([7.0])
+
+
+@given(st.lists(st.floats(-20, 20), min_size=1, max_size=6))
+@at_most(50)
+def test_evidence_is_between_bonferroni_and_none(values: list[float]) -> None:
+    wealths = np.array(values)
+    evidence = adjust_for_several(wealths)
+    assert (evidence <= wealths + 1e-9).all()
+    assert (evidence >= wealths - math.log(len(values)) - 1e-9).all()
+
+
+@pytest.mark.parametrize("loses", [0.0, 0.05, 0.2])
+def test_wealth_hardly_ever_grows_without_a_lead(loses: float) -> None:
+    """Leads of mean zero, also where gains are small and a whole context is lost now and then."""
+    rng = np.random.default_rng(0)
+    gain = loses / (1 - loses)
+    draws = rng.random((600, 200)) < loses
+    leads = np.where(draws, -1.0, gain) if loses else rng.choice([-0.4, 0.4], (600, 200))
+    wealth = np.stack([np.cumsum(np.log1p(stake * leads), axis=1) for stake in STAKES], axis=-1)
+    ever = mix_bettors(wealth).max(axis=1) >= math.log(20)
+    assert ever.mean() <= 0.05
+
+
+def test_tasks_have_the_same_stake() -> None:
+    scores = made(tasks=["a", "b", "b", "b"], x=[1.0, 1.0, 0.0, 1.0], y=[0.0, 0.0, 0.0, 0.5])
+    np.testing.assert_allclose(bets(scores, "x", "y"), [1.0, 1 / 3, 0.0, 1 / 6])
+
+
+def test_a_bound_worked_by_hand() -> None:
+    scores = made(x=[0.5, 0.3, 0.7, 0.5], y=[0.4, 0.4, 0.4, 0.4])
+    leads = np.array([0.1, -0.1, 0.3, 0.1])
+    # Student's quantile of three degrees of freedom at .95 is 2.353
+    assert lead_bound(scores, "x", "y", 0.95) == pytest.approx(0.1 - 2.3534 * leads.std(ddof=1) / 2, abs=1e-4)
+    assert lead_bound(made(x=[1.0], y=[0.0]), "x", "y", 0.95) == -math.inf
+
+
+# --- rounds ----------------------------------------------------------------------------------------------------------
+
+
+def test_rounds_grow_by_half() -> None:
+    assert [asked for (asked,) in plan_rounds([42])] == [8, 12, 18, 27, 40, 42]
+    assert plan_rounds([5]) == [[5]]
+    assert plan_rounds([15] * 13)[:3] == [[1] * 13, [2] * 13, [3] * 13]
+    assert plan_rounds([2, 30])[-1] == [2, 30]
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=5))
+@at_most(50)
+def test_every_round_asks_every_task(counts: list[int]) -> None:
+    rounds = [[0] * len(counts), *plan_rounds(counts)]
+    assert rounds[-1] == counts
+    for before, after in pairwise(rounds):
+        assert all(new > old for old, new in zip(before, after, strict=True))
+    assert sum(rounds[1]) >= min(LEAST_CONTEXTS, sum(counts))
+
+
+# --- races -----------------------------------------------------------------------------------------------------------
+
+
+def run_race(rows: dict[str, np.ndarray], candidates: list[str], rule: Rule | None = None) -> tuple[Race, int]:
+    """Return a finished race of scores by context, and how many contexts it asked."""
+    race = Race(list(candidates), [name for name in rows if name not in candidates], rule or Rule())
+    contexts = len(next(iter(rows.values())))
+    begin = 0
+    for (end,) in plan_rounds([contexts]):
+        asked = made(**{name: rows[name][begin:end] for name in (*race.candidates, *race.baselines)})
+        race.judge_round(asked, is_last=end == contexts)
+        begin = end
+        if race.winner is not None:
+            break
+    return race, begin
+
+
+def test_a_lead_beyond_doubt_ends_the_race() -> None:
+    rows = {"a": np.ones(60), "b": np.zeros(60), "c": np.full(60, 0.5), "d": np.full(60, 0.4)}
+    race, asked = run_race(rows, ["a", "b"])
+    assert (race.winner, race.verdict, race.best) == ("a", "beats", "c")
+    assert asked < 30
+    assert race.evidence("a") >= math.log(20)
+    assert "b" not in race.candidates
+    assert "d" not in race.baselines
+
+
+def test_few_contexts_are_likely_at_most() -> None:
+    rows = {"a": np.ones(7), "b": np.zeros(7)}
+    race, _ = run_race(rows, ["a"])
+    assert (race.winner, race.verdict) == ("a", "likely")
+    race, _ = run_race(rows, ["a"], Rule(sure=0.95))
+    assert (race.winner, race.verdict) == ("b", "baseline")
+
+
+def test_what_is_likely() -> None:
+    leads = np.tile([0.3, -0.1, 0.2, 0.0], 5)
+    rows = {"a": 0.5 + leads, "b": np.full(20, 0.5)}
+    assert run_race(rows, ["a"])[0].verdict == "likely"
+    assert run_race({"a": rows["b"], "b": rows["a"]}, ["a"])[0].verdict == "baseline"
+    assert run_race({"a": rows["b"], "b": rows["b"]}, ["a"])[0].winner == "b"  # nobody leads
+    alternating = {"a": 0.5 + np.tile([0.3, -0.25], 10), "b": np.full(20, 0.5)}
+    assert run_race(alternating, ["a"])[0].verdict == "baseline"
+    assert run_race(alternating, ["a"], Rule(sure=0.5))[0].verdict == "likely"
+
+
+def test_without_candidates_the_best_baseline_wins() -> None:
+    race, _ = run_race({"a": np.full(20, 0.4), "b": np.linspace(0.3, 0.7, 20)}, [])
+    assert (race.winner, race.verdict) == ("b", "baseline")
+
+
+def simulated(rng: np.random.Generator, quality: Sequence[float], contexts: int, loses: float = 0.0) -> np.ndarray:
+    """Scores [methods, contexts] on contexts that are hard for all or for some; candidates lose some of them whole."""
+    level = np.array(quality)[:, None] + rng.normal(0, 1, contexts) + rng.normal(0, 0.7, (len(quality), contexts))
+    right = rng.binomial(4, 1 / (1 + np.exp(-level))) / 4
+    right[: len(quality) // 2][rng.random((len(quality) // 2, contexts)) < loses] = 0
+    return right
+
+
+def rate(candidates: Sequence[float], baselines: Sequence[float], contexts: int, loses: float = 0.0) -> float:
+    """Return how often a candidate is said to beat the baselines."""
+    rng = np.random.default_rng(contexts)
+    names = [f"c{number}" for number in range(len(candidates))]
+    known = [f"b{number}" for number in range(len(baselines))]
+    beaten = 0
+    for _ in range(60):
+        rows = simulated(rng, [*candidates, *baselines], contexts, loses)
+        race, _ = run_race(dict(zip([*names, *known], rows, strict=True)), names)
+        beaten += race.verdict == "beats"
+    return beaten / 60
+
+
+@pytest.mark.parametrize(
+    ("candidates", "baselines", "loses"),
+    [([0.0] * 6, [0.0] * 3, 0.0), ([0.3] * 6, [0.3, 0.0, 0.0], 0.0), ([0.3] * 6, [0.0] * 3, 0.1)],
+)
+def test_candidates_that_are_no_better_are_hardly_ever_said_to_beat(
+    candidates: list[float], baselines: list[float], loses: float
+) -> None:
+    assert rate(candidates, baselines, 40, loses) <= 0.06
+
+
+def test_candidates_that_are_better_beat() -> None:
+    assert rate([2.5, *[0.0] * 5], [0.0] * 3, 60) > 0.9
+
+
+# --- the rule --------------------------------------------------------------------------------------------------------
+
+
+def test_levels_follow_from_how_sure_one_wants_to_be() -> None:
+    assert Rule().level == 0.05
+    assert Rule(sure=0.99).level == 0.01
+    assert Rule(sure=0.9).writes_likely
+    assert not Rule(sure=0.95).writes_likely
+
+
+@pytest.mark.parametrize("values", [{"sure": 0.4}, {"sure": 1.0}, {"sure": math.nan}, {"level": 0.0}])
+def test_rules_out_of_range(values: dict[str, float]) -> None:
+    with pytest.raises(UsageError) as caught:
+        Rule(**values)
+    assert "\n" not in str(caught.value)
+
+
+def test_levels_are_shared_by_holms_rule() -> None:
+    shared = SharedLevel(0.06, races=3)
+    assert shared.part == pytest.approx(0.02)
+    shared.beaten = 1
+    assert shared.part == pytest.approx(0.03)
+    shared.beaten = 3
+    assert shared.part == pytest.approx(0.06)
