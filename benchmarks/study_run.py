@@ -1,12 +1,13 @@
-"""How often `kvsearch run` writes a plan that is below the best baseline, over seeds, budgets and models.
+"""How often `kvsearch run` writes a plan that is below the best baseline, by verdict, over seeds, budgets and models.
 
     python benchmarks/study_run.py --models bundled,bundled-redundant --seeds 20 --output runs/study-run
 
 What is run is said in a recipe of `kvsearch run`: by default `study_run.yaml` beside this file, which is small enough
-for dozens of runs. The best baseline is the one that scores highest on the report split, of those that reached the
-second stage: it is picked by the same questions, which favours it. A plan counts as below it where the 95% interval of
-the paired difference is below zero. Runs are kept in `--output`: the same command goes on where it stopped, and
-`--finished` counts what is there.
+for dozens of runs. The best baseline is the one that scores highest on the report split, of the five best of the choice
+and even budgets: it is picked by the same questions, which favours it. A plan counts as below it where the interval of
+the paired difference is below zero. The regret is how many points the best method of the report split, candidates among
+them, is above the plan; it is picked by the same questions, too. Runs are kept in `--output`: the same command goes on
+where it stopped, and `--finished` counts what is there.
 """
 
 from __future__ import annotations
@@ -32,35 +33,36 @@ RECIPE = Path(__file__).with_suffix(".yaml")
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A plan, what it scores above the best baseline of the report split (None: it is the plan), and that in words."""
+class JudgedPlan:
+    """A plan, its verdict, its regret, and what it scores above the best baseline (None: no baseline is above it)."""
 
     name: str
-    fallback: bool
+    verdict: str
+    regret: float
     lead: Difference | None
     words: str
 
     @property
     def is_below(self) -> bool:
-        """Whether it is below beyond the interval."""
+        """Whether it is below the best baseline beyond the interval."""
         return self.lead is not None and self.lead.high < 0
 
 
-def judged(directory: Path, size: str, found: dict[str, Any]) -> Judged:
-    """Compare the plan of a size with the best baseline of the report split."""
-    (outcome,) = found["outcomes"]
-    kinds = {one["name"]: one["kind"] for one in outcome["methods"]}
-    scores = {name: one["mean"] for name, one in found["report"]["scores"].items()}
-    baselines = [name for name in scores if kinds.get(name) == "baseline"]
-    best, written = max(baselines, key=lambda name: scores[name]), found["written"]["name"]
+def judge(directory: Path, size: str, choice: dict[str, Any]) -> JudgedPlan:
+    """Compare the plan of a size with the best baseline, and with the best method, of the report split."""
+    (outcome,) = choice["outcomes"]
+    kinds = {method["name"]: method["kind"] for method in outcome["methods"]}
+    scores = {name: score["mean"] for name, score in choice["report"]["scores"].items() if name in kinds}
+    written = choice["written"]["name"]
+    best = max((name for name in scores if kinds[name] == "baseline"), key=lambda name: scores[name])
+    regret = 100 * (max(scores.values()) - scores[written])
     lead = None
+    words = f"{percent(scores[written], 1)}, no baseline above it"
     if scores[best] > scores[written]:
         replies = read_replies(directory / "choice" / size / "report" / "ledger.jsonl")
         lead = contrast(list(replies.values()), {written: 1.0, best: -1.0})
-    told = f"{percent(scores[written], 1)}, no baseline above it"
-    if lead is not None:
-        told = f"{percent(scores[written], 1)}, minus {best}: {interval(lead, '+.1f', noun=' points')}"
-    return Judged(written, found["written"]["fallback"], lead, told)
+        words = f"{percent(scores[written], 1)}, minus {best}: {interval(lead, '+.1f', noun=' points')}"
+    return JudgedPlan(written, outcome["verdict"], regret, lead, words)
 
 
 def runs(args: argparse.Namespace) -> Iterator[tuple[str, Path]]:
@@ -89,17 +91,26 @@ def main() -> None:
     plans = []
     args = parser.parse_args()
     for name, directory in runs(args):
-        for size, found in json.loads((directory / REPORT).read_bytes())["sizes"].items():
-            one = judged(directory, size, found)
-            plans.append(one)
-            mark = "  BELOW" if one.is_below else ""
-            print(f"{name} budget {size}: {one.name} {one.words}{mark}", flush=True)
-    below, baselines = sum(one.is_below for one in plans), sum(one.fallback for one in plans)
+        for size, choice in json.loads((directory / REPORT).read_bytes())["sizes"].items():
+            plan = judge(directory, size, choice)
+            plans.append(plan)
+            mark = "  BELOW" if plan.is_below else ""
+            print(f"{name} budget {size}: {plan.name} ({plan.verdict}) {plan.words}{mark}", flush=True)
+    for verdict in ("beats", "likely", "baseline"):
+        print(summarize([plan for plan in plans if plan.verdict == verdict], verdict))
+    print(summarize(plans, "all"))
+
+
+def summarize(plans: list[JudgedPlan], verdict: str) -> str:
+    """Return how many plans are below the best baseline, with the interval of that share, and the mean regret."""
+    below = sum(plan.is_below for plan in plans)
     low = float(beta.ppf(0.025, below, len(plans) - below + 1)) if below else 0.0
     high = float(beta.ppf(0.975, below + 1, len(plans) - below)) if below < len(plans) else 1.0
-    print(
-        f"{len(plans)} plans, {baselines} of them baselines; below the best baseline of the report split: {below} "
-        f"({percent(below / max(len(plans), 1), 1)}%, 95% interval {percent(low, 1)} to {percent(high, 1)})"
+    regret = sum(plan.regret for plan in plans) / max(len(plans), 1)
+    return (
+        f"{verdict}: {len(plans)} plans, {below} below the best baseline of the report split "
+        f"({percent(below / max(len(plans), 1), 1)}%, 95% interval {percent(low, 1)} to {percent(high, 1)}); mean regret "
+        f"{regret:.2f} points"
     )
 
 

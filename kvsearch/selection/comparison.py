@@ -193,7 +193,7 @@ class PlanRace:
             names = [*race.candidates, *race.baselines]
             comparison = self.ask(questions, names, f"round-{number}", store, answered=answered and number == 1)
             rounds.append(comparison)
-            behind |= _behind_on_kinds(rounds, race.candidates, race.baselines)
+            behind |= behind_on_kinds(rounds, race.candidates, race.baselines)
             race.candidates = [name for name in race.candidates if name not in behind]
             asked = Scores.of(comparison.comparison.samples, comparison.comparison.contexts)
             race.judge_round(asked, is_last=number == len(self.rounds))
@@ -208,7 +208,7 @@ class PlanRace:
         )
 
 
-def _behind_on_kinds(
+def behind_on_kinds(
     rounds: Sequence[PlanComparison], candidates: Sequence[str], baselines: Sequence[str]
 ) -> dict[str, str]:
     """Return the candidates that the best baseline leads on a kind of question beyond chance, with a reason each.

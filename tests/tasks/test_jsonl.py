@@ -163,7 +163,7 @@ def test_the_right_reply_has_all_answers_where_the_metric_wants_all(metric: str,
 def test_splits_never_divide_a_context(tmp_path: Path) -> None:
     path = write(tmp_path, *(row(context=f"text {i // 2}", question=f"q{i}") for i in range(40)))
     parts = [JsonlTask.load(path, split).examples(99, 0) for split in SPLITS]
-    assert [len(some) for some in parts] == [4, 4, 12]
+    assert [len(some) for some in parts] == [8, 7, 5]
     assert all(len(example.queries) == 2 for some in parts for example in some)
     keys = [example.key for some in parts for example in some]
     assert sorted(keys) == sorted(example.key for example in JsonlTask.load(path).examples(99, 0))

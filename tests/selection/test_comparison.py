@@ -1,0 +1,55 @@
+"""What a race asks and says on a tiny model: kinds of questions on which a candidate is behind, and levels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvsearch.evaluation.samples import Sample
+from kvsearch.selection.comparison import Decision, behind_on_kinds, by_kind
+from tests.evaluation.test_statistics import samples
+
+
+def comparison_of(*scores: Sample) -> Any:
+    """Return what stands for a round: its replies."""
+    contexts = {(sample.task, sample.key): sample.key for sample in scores}
+    labels = {sample.method: sample.method for sample in scores}
+    distinct = {task: len({key for name, key in contexts if name == task}) for task in {s.task for s in scores}}
+    lengths = SimpleNamespace(samples=list(scores), contexts=contexts, distinct=distinct, coverage=())
+    return SimpleNamespace(comparison=lengths, labels=labels)
+
+
+def of_two_kinds(candidate: float) -> Any:
+    """Return a round in which a candidate scores 1 on one kind and `candidate` on the other, where a baseline has 1."""
+    easy, hard = [[1.0]] * 8, [[candidate]] * 7 + [[1.0]]
+    return comparison_of(
+        *samples(easy, "a", "t"), *samples(hard, "a", "u"), *samples([[0.5]] * 8, "b", "t"),
+        *samples([[1.0]] * 8, "b", "u"),
+    )  # fmt: skip
+
+
+def test_a_candidate_that_loses_a_kind_is_out() -> None:
+    assert list(behind_on_kinds([of_two_kinds(0.2)], ["a"], ["b"])) == ["a"]
+    assert behind_on_kinds([of_two_kinds(1.0)], ["a"], ["b"]) == {}
+    one_kind = comparison_of(*samples([[0.0]] * 8, "a", "t"), *samples([[1.0]] * 8, "b", "t"))
+    assert behind_on_kinds([one_kind], ["a"], ["b"]) == {}  # there the mean says it
+
+
+def test_kinds_are_tasks_or_their_categories() -> None:
+    one, two = samples([[1.0], [0.0]], "a", "t")
+    assert list(by_kind([one, two])) == ["t"]
+    assert list(by_kind([one, replace(two, category="other")])) == [f"t, {one.category}", "t, other"]
+
+
+@pytest.mark.parametrize(("level", "verdict"), [(0.01, "likely"), (0.05, "beats")])
+def test_what_is_likely_may_beat_at_a_higher_level(level: float, verdict: str) -> None:
+    asked = comparison_of(*samples([[1.0]] * 10, "a", "t"), *samples([[0.0]] * 10, "b", "t"))
+    evidence = {"a": math.log(30)}
+    decision = Decision((asked,), "b", "a", "likely", evidence, {}, 0.01, 0)
+    assert decision.at_level(level).verdict == verdict
+    assert decision.chance("a") == pytest.approx(1 / 30)
+    assert replace(decision, verdict="baseline", written="b").at_level(0.05).verdict == "baseline"
