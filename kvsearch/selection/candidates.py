@@ -35,7 +35,7 @@ from kvsearch.strategies.joint import PolicyCurves, joint_plan
 from kvsearch.strategies.methods import METHODS, Recipe, direct_plan
 
 PHASE: Final = "prefill"
-BUILT_IN: Final = (*COMPARED, "streaming", "criticalkv")
+BUILT_IN: Final = (*COMPARED, "streaming", "criticalkv", "scissorhands", "cam", "d2o")
 LUKV: Final = "lukv"
 JOINT: Final = "joint"
 HALF: Final = "half"  # of measured budgets and of even ones
