@@ -54,6 +54,10 @@ WholeNumbers = Annotated[tuple[Annotated[int, Field(strict=True)], ...], Numbers
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 BUDGET = Option("Entries to keep per kv head, on average.")
 RATIO = Option("Share of the cache to evict, above 0 and below 1.")
+SURE = Option(
+    "How sure to be that what is written is better than the best baseline: 0.9 takes what is likely better, 0.95 or "
+    "more only what beats it."
+)
 TASKS_OPTION = Option(
     "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, synthetic:sparse, ruler, "
     "ruler:no-qa, longbench, longbench:english, longbench:e, infinitebench, gsm8k, niah, jsonl:FILE; see "
@@ -300,6 +304,11 @@ class Batching(Batches):
         from kvsearch.evaluation.compare import Settings
 
         return Settings(self.samples, protocol, self.seed, self.batch, self.memory_bytes, self.max_length)
+
+
+def contexts_per_task(contexts: int, tasks: int) -> int:
+    """Return how many contexts each of some tasks has if they have so many together, two at least."""
+    return max(contexts // tasks, 2)
 
 
 class Asking(Batching):

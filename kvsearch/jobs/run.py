@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,6 +27,7 @@ from kvsearch.jobs.groups import (
     ASKED,
     BUDGET,
     RATIO,
+    SURE,
     TASKS,
     Asking,
     Loading,
@@ -36,6 +38,7 @@ from kvsearch.jobs.groups import (
     WithRun,
     WithTasks,
     WithWorkers,
+    contexts_per_task,
     default_tasks,
     refuse_two_sizes,
 )
@@ -51,7 +54,7 @@ from kvsearch.report.selection import run_result, run_tables, selection_result, 
 from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.run import Run, run_in
-from kvsearch.selection.acceptance import Rule
+from kvsearch.selection.race import LEAST_CONTEXTS, Rule, SharedLevel
 from kvsearch.strategies.joint import policy_curves
 from kvsearch.tasks.catalog import find_tasks
 
@@ -65,7 +68,7 @@ if TYPE_CHECKING:
     from kvsearch.plan.origin import Use
     from kvsearch.report.table import Table
     from kvsearch.selection.candidates import CalibratedPolicies
-    from kvsearch.selection.selection import Selection
+    from kvsearch.selection.selection import PhaseResult, Selection
     from kvsearch.selection.selection_job import SelectionJob, Smallest
     from kvsearch.tasks.base import Task, TokenCount
     from kvsearch.tasks.encode import TaskPrompts
@@ -73,9 +76,20 @@ if TYPE_CHECKING:
 SIZE = "How much is kept"
 FITTING = "What is fitted"
 SIZES = ("budget", "ratio", "budgets", "smallest")
-FIT, CURVES, REFINE, CHOICE, PLAN, REPORT = "fit", "curves", "refine", "choice", "plan.json", "run.json"
+FIT = "fit"
+CURVES = "curves"
+REFINE = "refine"
+CHOICE = "choice"
+REPORTED = "report"
+PLAN = "plan.json"
+REPORT = "run.json"
 FILES = (FIT, CURVES, REFINE, CHOICE, "plan*.json", REPORT, "contexts.json", "*.safetensors")
-FIRST = 0.25  # of the contexts to choose by: what the first stage asks
+FIT_TOKENS = 80_000  # that rankings are fitted on by default, of all tasks together
+MEASURE_TOKENS = 55_000  # that budgets are measured on, and refined on others
+LEAST_FITTED = 24  # contexts, however long they are
+LEAST_MEASURED = 16
+CHOICE_CONTEXTS = 200  # the most to choose by, of all tasks together
+REPORT_CONTEXTS = 260
 RANKINGS: dict[str, type[CalibrateOptions]] = {name: OPTIONS[name] for name in ("probe", "query_bank")}
 PACE = {FIT: 8.0, CURVES: 7.0, REFINE: 2.0}  # of a token, where one that a choice reads is 1
 Calibration = TypeVar("Calibration", bound=CalibrateOptions)
@@ -149,8 +163,22 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
     form: Annotated[Literal["network", "linear"], Option("probe: the largest fit that is tried.", panel=FITTING)] = (
         "network"
     )
-    fit: Annotated[Samples, Option("Contexts per task to fit rankings on.", panel=FITTING)] = 6
-    measure: Annotated[Samples, Option("Contexts per task to measure budgets on.", panel=FITTING)] = 4
+    fit: Annotated[
+        Samples | None,
+        Option(
+            "Contexts per task to fit rankings on.",
+            panel=FITTING,
+            shown="half of what there is to calibrate on, up to 80,000 tokens of all tasks",
+        ),
+    ] = None
+    measure: Annotated[
+        Samples | None,
+        Option(
+            "Contexts per task to measure budgets on, and as many others to search on.",
+            panel=FITTING,
+            shown="a quarter of what there is, up to 55,000 tokens",
+        ),
+    ] = None
     refine: Annotated[
         bool,
         Option(
@@ -169,10 +197,14 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
         ),
     ] = None
     samples: Annotated[
-        Samples,
-        Field(ge=2),
-        Option("Contexts per task to choose by, and as many others to report on.", panel=ASKED),
-    ] = 20
+        Annotated[Samples, Field(ge=2)] | None,
+        Option(
+            "Contexts per task to choose by, at most, and as many others to report on.",
+            panel=ASKED,
+            shown="200 to choose by and 260 to report on, of all tasks together",
+        ),
+    ] = None  # type: ignore[assignment]
+    sure: Annotated[float, replace(SURE, panel=ASKED)] = Rule.sure
 
     @model_validator(mode="after")
     def _one_size(self) -> RunOptions:
@@ -189,6 +221,11 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
     def recorded(self) -> dict[str, Any]:
         """Return what config.json has as "options"; what may be lost is a part of --smallest."""
         return {name: value for name, value in super().recorded().items() if name != "within" or self.smallest}
+
+    @property
+    def rule(self) -> Rule:
+        """How sure to be; UsageError if that is out of range."""
+        return Rule(self.sure)
 
     @property
     def sizes(self) -> list[Size]:
@@ -241,7 +278,39 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
             )
         return dict(zip((FIT, CURVES), data.by_turns(2), strict=True))
 
-    def calibration(self, kind: type[Calibration], stage: str, samples: int, seed: int, **more: Any) -> Calibration:
+    def with_counts(self, length: float, count: TokenCount) -> RunOptions:
+        """Return the options with how many contexts of each task are fitted on and measured on.
+
+        `length` are the tokens of a context, `count` counts them. A task may have few: half of them are fitted on, a
+        quarter is measured on, and the rest is searched on.
+
+        Raises:
+            UsageError: there is one context, or --fit leaves none to measure on.
+        """
+        if self.texts is not None:
+            return self
+        tasks = self.questions("train")
+        most_fitted = max(math.ceil(FIT_TOKENS / length), LEAST_FITTED)
+        most_measured = max(math.ceil(MEASURE_TOKENS / length), LEAST_MEASURED)
+        fit = self.fit or math.ceil(most_fitted / len(tasks))
+        measure = self.measure or math.ceil(most_measured / len(tasks))
+        for task in tasks:
+            available = len(task.examples(2 * fit + 4 * measure, self.seed, count))
+            if self.fit is None:
+                fit = min(fit, max(available // 2, 1))
+            if self.measure is None:
+                measure = min(measure, max(available // 4, 1))
+            if self.rankings and available <= fit:
+                lower = f"lower --fit to at most {available - 1}" if available > 1 else "give more"
+                raise UsageError(
+                    f"task {task.name}: {fit} of {available} contexts of the split train are fitted on, but budgets "
+                    f"are measured on others: {lower}"
+                )
+        return self.model_copy(update={"fit": fit, "measure": measure})
+
+    def calibration(
+        self, kind: type[Calibration], stage: str, samples: int | None, seed: int, **more: Any
+    ) -> Calibration:
         """Return the options of a stage that calibrates, on contexts of the tasks' split train or on --data.
 
         `stage` is the name of its directory, or begins with FIT.
@@ -250,7 +319,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
         if self.texts is None:
             details = {name: getattr(self, name) for name in TaskDetails.model_fields}
             shared |= {name: value for name, value in details.items() if value is not None}
-            shared |= {"tasks": self.asked_tasks, "samples": samples}
+            shared |= {"tasks": self.asked_tasks, "samples": samples or 1}  # not known before the model is
         else:
             shared |= {"data": self.data}
         method = kind.model_fields["method"].default
@@ -281,19 +350,6 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
                 if names.count(name) > 1:
                     raise UsageError(f"--{option} has {name} twice: name each once")
 
-    def refuse_few(self, count: TokenCount) -> None:
-        """Raise UsageError if rankings are fitted on all that a task has, so that there is nothing to measure on."""
-        if self.texts is not None:
-            return
-        for task in self.questions("train") if self.rankings else ():
-            found = len(task.examples(self.fit + 1, self.seed, count))
-            if found <= self.fit:
-                lower = f"lower --fit to at most {found - 1}" if found > 1 else "give more"
-                raise UsageError(
-                    f"task {task.name}: --fit {self.fit} takes all {found} contexts of the split train, but budgets "
-                    f"are measured on others: {lower}"
-                )
-
     def curves(self) -> Curves:
         """Return the measurement of what the built-in policies keep.
 
@@ -306,7 +362,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
         """Return the search that refines plans, on contexts of the tasks' split train."""
         names = (*Loading.model_fields, "max_length", "batch", "max_memory", "protocol")
         search = EvolveOptions.of(
-            model=self.model, output=self.output / REFINE, space="joint", seed=self.seed + 2, samples=self.measure,
+            model=self.model, output=self.output / REFINE, space="joint", seed=self.seed + 2, samples=self.measure or 1,
             generations=self.evaluations, **{name: getattr(self, name) for name in names},
         )  # fmt: skip
         asked = search.asking(search.protocol)
@@ -378,7 +434,7 @@ def run(options: RunOptions, reporter: Reporter) -> Ran:
         with overall(reporter, stages.work) as display:
             calibrated = stages.calibrate(display)
             refined = stages.refine(calibrated, display)
-            selections = [stages.select(calibrated, size, refined, display) for size in stages.sizes]
+            selections = stages.select(calibrated, refined, display)
             smallest = None
             if stages.within is not None:
                 smallest, selection = stages.find_smallest(calibrated, stages.within, display)
@@ -398,7 +454,7 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     """Check all that can be before anything is measured; the sizes against the longest context."""
     from kvsearch.runtime.cache import check_rotary
     from kvsearch.selection.candidates import find_policy_candidates
-    from kvsearch.selection.splits import refuse_shared, split_contexts
+    from kvsearch.selection.splits import halve_contexts, refuse_shared
     from kvsearch.tasks.encode import counter, encode_tasks
 
     sizes = options.sizes
@@ -406,9 +462,9 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     run_in(directory, "run")
     tasks = {split: options.questions(split) for split in ("select", "report")}
     options.check_names()
-    fits = options.fits()
-    curves = options.curves()
-    measured = curves.policies()
+    rule = options.rule
+    options.fits()  # tells of settings that are wrong before the model is loaded
+    measured = options.curves().policies()
     loaded = options.load(options.model, reporter)
     usable = []
     for policy in measured:
@@ -417,19 +473,34 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
             usable.append(policy.name)
         except IncompatibleError as error:  # it needs what this model does not have
             reporter.warn(f"no budgets for {policy.name}: {error}")
-    asked = options.asking(options.protocol)
+    counts = {
+        "select": options.samples or contexts_per_task(CHOICE_CONTEXTS, len(tasks["select"])),
+        "report": options.samples or contexts_per_task(REPORT_CONTEXTS, len(tasks["report"])),
+    }
+    asked = {
+        split: Settings(
+            samples, options.protocol, options.seed, options.batch, options.memory_bytes, options.max_length
+        )
+        for split, samples in counts.items()
+    }
     encoded = {
-        split: encode_tasks(loaded, split_tasks, asked.samples, asked.seed, asked.max_length)
+        split: encode_tasks(loaded, split_tasks, counts[split], options.seed, options.max_length)
         for split, split_tasks in tasks.items()
     }
     refuse_shared(encoded)
-    split_contexts(encoded["select"], FIRST, asked.seed)  # one context leaves a stage empty: told before any fit
-    options.refuse_few(counter(loaded.tokenizer))
+    if options.smallest:
+        halve_contexts(encoded["select"], options.seed)  # one context leaves a half empty: told before any fit
+    contexts = [len(prompt.context) for task in encoded["select"] for prompt in task.prompts]
+    options = options.with_counts(sum(contexts) / len(contexts), counter(loaded.tokenizer))
+    for warning in find_doubts(options, encoded["select"], counter(loaded.tokenizer)):
+        reporter.warn(warning)
+    fits = options.fits()
+    curves = options.curves()
     work = share_work(options, sizes, encoded)
     refinement = options.refinement(loaded) if REFINE in work else None
     within = options.within if options.smallest else None
     stages = RunStages(
-        loaded, directory, sizes, within, tasks, encoded, asked, fits, curves, usable, refinement, work
+        loaded, directory, sizes, within, tasks, encoded, asked, rule, fits, curves, usable, refinement, work
     )  # fmt: skip
     if options.texts is not None:  # a context may be too short, or too long: told before any stage
         for fit in fits.values():
@@ -445,6 +516,37 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     return stages
 
 
+def find_doubts(options: RunOptions, asked: Sequence[TaskPrompts], count: TokenCount) -> Iterator[str]:
+    """Yield what leaves in doubt what will be chosen: few contexts, and kinds of questions that are not fitted on."""
+    contexts = sum(task.distinct for task in asked)
+    if contexts < LEAST_CONTEXTS:
+        yield (
+            f"there are {contexts} contexts to choose by, and {LEAST_CONTEXTS} are needed to show that a plan beats "
+            "the baselines: what is written is likely better at most"
+        )
+    if not options.rankings:
+        return
+    kinds = {
+        (task.task.name, question.query.category)
+        for task in asked
+        for prompt in task.prompts
+        for question in prompt.questions
+    }
+    if options.texts is not None:
+        tasks = ", ".join(task.task.name for task in asked)
+        yield f"rankings are fitted on {options.data}, and the choice asks {tasks}: other questions than are fitted on"
+        return
+    fitted = {
+        (task.name, query.category)
+        for task in options.questions("train")
+        for example in task.examples(options.fit or 1, options.seed, count)
+        for query in example.queries
+    }
+    absent = sorted(f"{task} ({category})" if category else task for task, category in kinds - fitted)
+    if absent:
+        yield (f"asked but not fitted on: {', '.join(absent)}; a ranking may be far worse on what it was not fitted on")
+
+
 def share_work(
     options: RunOptions, sizes: Sequence[Size], encoded: Mapping[str, Sequence[TaskPrompts]]
 ) -> dict[str, float]:
@@ -455,16 +557,16 @@ def share_work(
     asked = encoded["select"]
     contexts = [len(prompt.context) for task in asked for prompt in task.prompts]
     length = sum(contexts) / len(contexts)
-    fitted = options.fit * len(asked) * length
-    measured = options.measure * len(asked) * length
+    fitted = (options.fit or 1) * len(asked) * length
+    measured = (options.measure or 1) * len(asked) * length
     choice = count_tokens(asked)
     report = count_tokens(encoded["report"])
     stages = {f"{FIT}/{name}": PACE[FIT] * fitted for name in options.rankings}
     stages[CURVES] = PACE[CURVES] * measured
     if options.refine and sizes:
         stages[REFINE] = PACE[REFINE] * measured * (1 + len(sizes))
-    for size in sizes:
-        stages[f"{CHOICE}/{size}"] = choice + report
+    stages |= {f"{CHOICE}/{size}": choice for size in sizes}
+    stages |= {f"{REPORTED}/{size}": report for size in sizes}
     if options.smallest:  # some six budgets on half of the questions, under a few methods
         stages[f"{CHOICE}/smallest"] = 3 * choice + report
     return stages
@@ -489,7 +591,8 @@ class RunStages:
         within: what of the score, in points, the smallest budget may lose; None: sizes were given.
         tasks: of the splits select and report.
         encoded: their questions, before anything was fitted.
-        asked: how they are asked.
+        asked: how those of each split are asked.
+        rule: how sure to be of what is written.
         fits: the calibration of every ranking that is fitted, by its name.
         curves: the measurement of what policies keep.
         policies: the built-in ones that can be used on this model.
@@ -503,7 +606,8 @@ class RunStages:
     within: float | None
     tasks: Mapping[str, list[Task]]
     encoded: Mapping[str, list[TaskPrompts]]
-    asked: Settings
+    asked: Mapping[str, Settings]
+    rule: Rule
     fits: Mapping[str, CalibrateOptions]
     curves: Curves
     policies: Sequence[str]
@@ -594,13 +698,24 @@ class RunStages:
                 starts[planned] = calibrated.select_plans(plans)
             return refinement.run(calibrated, starts, stage)
 
-    def select(
-        self, calibrated: CalibratedPolicies, size: Size, refined: RefinedPlans | None, display: Overall
-    ) -> Selection:
-        """Choose at a size, and report."""
-        with display.stage(f"{CHOICE}/{size}", f"choosing at {size.words}, then the report") as stage:
-            selection, store = self._prepare_selection(calibrated, size, refined, stage)
-            return selection.run(store, answered=True)
+    def select(self, calibrated: CalibratedPolicies, refined: RefinedPlans | None, display: Overall) -> list[Selection]:
+        """Choose at every size; then report, as sizes share the chance of a wrong choice."""
+        shared = SharedLevel(self.rule.level, len(self.sizes))
+        decided = []
+        for size in self.sizes:
+            with display.stage(f"{CHOICE}/{size}", f"choosing at {size.words}") as stage:
+                selection = self._prepare_selection(calibrated, size, refined)
+                decisions = selection.decide(self._rounds_store(selection, stage), shared, answered=True)
+                decided.append((selection, decisions))
+        return [
+            self._report(selection, selection.results(decisions, shared), display) for selection, decisions in decided
+        ]
+
+    def _report(self, selection: SelectionJob, results: Sequence[PhaseResult], display: Overall) -> Selection:
+        """Report what was chosen at a size."""
+        with display.stage(f"{REPORTED}/{selection.size}", f"report at {selection.size.words}") as stage:
+            store = stage_store(self._choice_directory(selection), selection.config, lambda _: stage)
+            return selection.report(results, store)
 
     def find_smallest(
         self, calibrated: CalibratedPolicies, within: float, display: Overall
@@ -612,18 +727,21 @@ class RunStages:
         words = f"finding the smallest budget that loses at most {within:g} points"
         with display.stage(f"{CHOICE}/smallest", words) as stage:
             budgets = ladder(least + 1, self.longest - 1)
-            smallest = find_smallest(
-                budgets, within / 100, lambda budget: self._prepare_selection(calibrated, Size(budget), None, stage)
-            )
-            store = self._stage_store(smallest.selection, stage)
+
+            def selection_at(budget: int) -> tuple[SelectionJob, StageStore]:
+                selection = self._prepare_selection(calibrated, Size(budget), None)
+                return selection, self._rounds_store(selection, stage)
+
+            smallest = find_smallest(budgets, within / 100, selection_at)
+            store = self._rounds_store(smallest.selection, stage)
             return smallest, smallest.selection.report(smallest.results, store)
 
     def _prepare_selection(
-        self, calibrated: CalibratedPolicies, size: Size, refined: RefinedPlans | None, reporter: StageReporter
-    ) -> tuple[SelectionJob, StageStore]:
-        """Prepare the choice at a size, on contexts that nothing was fitted on, and what keeps its replies."""
+        self, calibrated: CalibratedPolicies, size: Size, refined: RefinedPlans | None
+    ) -> SelectionJob:
+        """Prepare the choice at a size, on contexts that nothing was fitted on."""
         from kvsearch.selection.candidates import find_policy_candidates
-        from kvsearch.selection.comparison import prepare_comparison
+        from kvsearch.selection.comparison import prepare_race
         from kvsearch.selection.selection_job import SelectionJob
 
         known = calibrated.contexts
@@ -632,26 +750,24 @@ class RunStages:
         if refined is not None:
             known = joined([known, refined.contexts])
             more = refined.candidates(planned)
-        settings = replace(self.asked, used=None if known is None else known.used)
+        used = None if known is None else known.used
+        asked, reported = (replace(self.asked[split], used=used) for split in ("select", "report"))
         plans = find_policy_candidates(self.loaded, calibrated, planned, more)
-        # a few candidates need few questions to be ranked: most are for what is decided on. Fallbacks are chosen there,
-        # too: few questions may have put the best one behind others
-        rule = Rule(share=FIRST, kept=5)
-        shared = replace(rule, level=rule.level / max(len(self.sizes), 1))
-        comparison = prepare_comparison(
-            self.loaded, plans, self.tasks["select"], settings, shared, size, ("first", "second")
-        )
-        selection = SelectionJob(self.loaded, size, self.tasks["report"], settings, rule, (comparison,))
+        race = prepare_race(self.loaded, plans, self.tasks["select"], asked, self.rule, size, name="")
+        selection = SelectionJob(self.loaded, size, self.tasks["report"], reported, self.rule, (race,))
         selection.check()
-        return selection, self._stage_store(selection, reporter)
+        return selection
 
-    def _stage_store(self, selection: SelectionJob, reporter: StageReporter) -> StageStore:
-        """Return what keeps the replies of both stages and of the report, each with its share of the progress."""
-        replies = selection.replies
+    def _choice_directory(self, selection: SelectionJob) -> Path:
+        return self.directory / CHOICE / str(selection.size)
+
+    def _rounds_store(self, selection: SelectionJob, reporter: StageReporter) -> StageStore:
+        """Return what keeps the replies of all rounds, each with its share of the progress."""
+        replies = {name: count for name, count in selection.replies.items() if name != REPORTED}
         whole = sum(replies.values())
         parts = {}
         before = 0
         for name, count in replies.items():
             parts[name] = reporter.part(before / whole, count / whole)
             before += count
-        return stage_store(self.directory / CHOICE / str(selection.size), selection.config, parts.__getitem__)
+        return stage_store(self._choice_directory(selection), selection.config, lambda name: parts.get(name, reporter))

@@ -18,7 +18,7 @@ from kvsearch.core.naming import unknown
 from kvsearch.evaluation.reply_store import check_place
 from kvsearch.jobs.calibrated import OnSignals, load_signals
 from kvsearch.jobs.following import evaluation, following
-from kvsearch.jobs.groups import ASKED, BUDGET, Names, Numbers, refuse_two_sizes
+from kvsearch.jobs.groups import ASKED, BUDGET, SURE, Names, Numbers, refuse_two_sizes
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, stage_store
 from kvsearch.models.speed import Work
@@ -28,7 +28,7 @@ from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
 from kvsearch.runs.run import Run, run_in
-from kvsearch.selection.acceptance import Rule
+from kvsearch.selection.race import Rule, SharedLevel
 from kvsearch.selection.verdicts import SETTINGS
 from kvsearch.signals.table import SignalTable
 
@@ -92,15 +92,7 @@ class SelectOptions(OnSignals):
             shown="those of --explore",
         ),
     ] = None
-    top: Annotated[int, Option("Candidates that reach the second stage.", panel=CHOICE)] = 5
-    margin: Annotated[
-        float | None,
-        Option(
-            "Accept a mean lead above this in the second stage, whether or not it may be chance; 0.01 is one point.",
-            panel=CHOICE,
-            shown="a lead beyond chance",
-        ),
-    ] = None
+    sure: Annotated[float, replace(SURE, panel=CHOICE)] = Rule.sure
     samples: Annotated[Samples, Field(ge=2), Option("Contexts per task in each of the two splits.", panel=ASKED)] = 20
     run: Annotated[
         Path | None,
@@ -216,8 +208,8 @@ def dry_run(options: SelectOptions, reporter: Reporter) -> dict[str, Any]:
     selections = _prepare(options, reporter)
     for place, _, selection in selections:
         phases = {}
-        for comparison in selection.comparisons:
-            plans = comparison.candidate_set
+        for race in selection.races:
+            plans = race.candidate_set
             phases[plans.phases] = {
                 "candidates": len(plans.candidates),
                 "baselines": list(plans.baselines),
@@ -251,12 +243,13 @@ def select(options: SelectOptions, reporter: Reporter) -> Selected:
     recorded = options.recorded()
     selections = []
     were_finished = True
+    shared = SharedLevel(Rule(options.sure).level, sum(len(selection.races) for *_, selection in prepared))
     for place, output, selection in prepared:
         were_finished &= output.exists()
         config = RunConfig(job="select", options=recorded, content=selection.content)
         with Run.open(place, config, force=options.force, files=(SELECTION, CONTEXTS, *SETTINGS)) as run:
             store = stage_store(place, selection.config, lambda _: reporter, title=f"{selection.size}, ")
-            found = selection.run(store, answered=True)
+            found = selection.run(store, shared, answered=True)
             _write(run, selection, found, output, options.force)
             were_finished &= run.state == "finished"
         selections.append(found)
@@ -284,7 +277,7 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
     from kvsearch.selection.signal_candidates import explore
 
     profile = load_signals(options.directory)
-    rule = Rule(options.top, margin=options.margin)
+    rule = Rule(options.sure)
     sizes = options.sizes(profile)
     phases = options.phase_settings()
     explored = [explore(profile, size, options.explore, options.routes, options.allocators) for size in sizes]

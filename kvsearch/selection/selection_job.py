@@ -131,13 +131,15 @@ class SelectionJob:
         plans = {name: content_hash(plan) for name, plan in self.races[0].candidate_set.plans.items()}
         return evaluation.stage_config("run", plans=plans, **self.size.as_json())
 
-    def run(self, store: StageStore | None = None, *, answered: bool = False) -> Selection:
-        """Decide in every phase setting, and report; `store` keeps the replies, `answered` as for `decide`.
+    def run(
+        self, store: StageStore | None = None, shared: SharedLevel | None = None, *, answered: bool = False
+    ) -> Selection:
+        """Decide in every phase setting, and report; `store` keeps the replies, the rest is as for `PlanRace.decide`.
 
         Raises:
             IncompatibleError, UsageError: see `Evaluation.run`.
         """
-        shared = SharedLevel(self.rule.level, len(self.races))
+        shared = shared or SharedLevel(self.rule.level, len(self.races))
         decisions = self.decide(store, shared, answered=answered)
         return self.report(self.results(decisions, shared), store)
 
