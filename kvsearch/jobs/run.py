@@ -1,8 +1,6 @@
 """kvsearch run: from a model to its best plan in one command; it goes on where it was killed."""
 
 from __future__ import annotations
-
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -84,12 +82,12 @@ REPORTED = "report"
 PLAN = "plan.json"
 REPORT = "run.json"
 FILES = (FIT, CURVES, REFINE, CHOICE, "plan*.json", REPORT, "contexts.json", "*.safetensors")
-FIT_TOKENS = 80_000  # that rankings are fitted on by default, of all tasks together
-MEASURE_TOKENS = 55_000  # that budgets are measured on, and refined on others
+FIT_TOKENS = 36_000  # that rankings are fitted on by default, of all tasks together
+MEASURE_TOKENS = 24_000  # that budgets are measured on, and refined on others
 LEAST_FITTED = 24  # contexts, however long they are
 LEAST_MEASURED = 16
-CHOICE_CONTEXTS = 200  # the most to choose by, of all tasks together
-REPORT_CONTEXTS = 260
+CHOICE_CONTEXTS = 160  # the most to choose by, of all tasks together
+REPORT_CONTEXTS = 120
 RANKINGS: dict[str, type[CalibrateOptions]] = {name: OPTIONS[name] for name in ("probe", "query_bank")}
 PACE = {FIT: 8.0, CURVES: 7.0, REFINE: 2.0}  # of a token, where one that a choice reads is 1
 Calibration = TypeVar("Calibration", bound=CalibrateOptions)
@@ -168,7 +166,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
         Option(
             "Contexts per task to fit rankings on.",
             panel=FITTING,
-            shown="half of what there is to calibrate on, up to 80,000 tokens of all tasks",
+            shown="half of what there is to calibrate on, up to 36,000 tokens of all tasks",
         ),
     ] = None
     measure: Annotated[
@@ -176,7 +174,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
         Option(
             "Contexts per task to measure budgets on, and as many others to search on.",
             panel=FITTING,
-            shown="a quarter of what there is, up to 55,000 tokens",
+            shown="a quarter of what there is, up to 24,000 tokens",
         ),
     ] = None
     refine: Annotated[
@@ -201,7 +199,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
         Option(
             "Contexts per task to choose by, at most, and as many others to report on.",
             panel=ASKED,
-            shown="200 to choose by and 260 to report on, of all tasks together",
+            shown="160 to choose by and 120 to report on, of all tasks together",
         ),
     ] = None  # type: ignore[assignment]
     sure: Annotated[float, replace(SURE, panel=ASKED)] = Rule.sure
@@ -290,10 +288,8 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
         if self.texts is not None:
             return self
         tasks = self.questions("train")
-        most_fitted = max(math.ceil(FIT_TOKENS / length), LEAST_FITTED)
-        most_measured = max(math.ceil(MEASURE_TOKENS / length), LEAST_MEASURED)
-        fit = self.fit or math.ceil(most_fitted / len(tasks))
-        measure = self.measure or math.ceil(most_measured / len(tasks))
+        fit = self.fit or round(max(FIT_TOKENS / length, LEAST_FITTED) / len(tasks)) or 1
+        measure = self.measure or round(max(MEASURE_TOKENS / length, LEAST_MEASURED) / len(tasks)) or 1
         for task in tasks:
             available = len(task.examples(2 * fit + 4 * measure, self.seed, count))
             if self.fit is None:
@@ -478,9 +474,7 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
         "report": options.samples or contexts_per_task(REPORT_CONTEXTS, len(tasks["report"])),
     }
     asked = {
-        split: Settings(
-            samples, options.protocol, options.seed, options.batch, options.memory_bytes, options.max_length
-        )
+        split: options.model_copy(update={"samples": samples}).asking(options.protocol)
         for split, samples in counts.items()
     }
     encoded = {
