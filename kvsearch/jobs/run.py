@@ -1,6 +1,7 @@
 """kvsearch run: from a model to its best plan in one command; it goes on where it was killed."""
 
 from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
