@@ -82,7 +82,7 @@ def main() -> None:
     if not sources:
         parser.error(f"no Python files below {options.root}")
     if options.check:
-        sys.exit(check(gated(sources, read(options.root.resolve().parent / "tests"))))
+        sys.exit(check(gated(sources, count_lines(options.root.resolve().parent / "tests"))))
     print(json.dumps(measure(sources), indent=2) if options.json else table(measure(sources)))
 
 
@@ -140,10 +140,15 @@ def check(figures: Mapping[str, int]) -> int:
     return int(any(figure > GATES[name] for name, figure in figures.items()))
 
 
-def gated(sources: list[Source], tests: list[Source]) -> dict[str, int]:
-    """Work out the figures that have limits."""
+def count_lines(root: Path) -> int:
+    """Count the lines of every file below `root`."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in root.rglob("*.py"))
+
+
+def gated(sources: list[Source], test_lines: int) -> dict[str, int]:
+    """Work out the figures that have limits; `test_lines` are those of the package's tests."""
     nodes = [node for source in sources for node in source.nodes]
-    package_lines, test_lines = (sum(len(source.rows) for source in some) for some in (sources, tests))
+    package_lines = sum(len(source.rows) for source in sources)
     modules = Counter(Path(source.path).stem for source in sources if not source.path.endswith("__init__.py"))
     helpers = called_once(sources)
     shell = [source for source in sources if source.path.startswith(("jobs/", "commands/", "cli/"))]

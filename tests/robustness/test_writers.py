@@ -12,8 +12,8 @@ TRIED = """
 import sys
 from tests.robustness import races
 from tests.robustness.crash import __main__ as crash
-failed = crash.main("--only evaluate --only compress --every 30 --jobs 1".split())
-sys.exit(failed or races.main("--only evaluate --only compress --races 3".split()))
+failed = crash.main("--only evaluate --only compress --every 90 --jobs 1".split())
+sys.exit(failed or races.main("--only evaluate --only compress --races 2".split()))
 """
 
 
