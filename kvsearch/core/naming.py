@@ -5,8 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+from kvsearch.core.errors import UsageError
+
 LONGEST = 100  # letters of a name that somebody may have meant: to compare takes the product of the lengths
-_SHOWN, _LISTED = 60, 100  # letters of a known name, and how many of them
+_SHOWN = 60  # letters of a known name
+_LISTED = 100  # known names
+
+
+def require_known(what: str, name: object, known: Sequence[str]) -> None:
+    """Raise UsageError if the name of `what` is none of the known ones; the message says which is nearest."""
+    if name not in known:
+        raise UsageError(unknown(what, name, known))
 
 
 def unknown(what: str, name: object, known: Sequence[str]) -> str:

@@ -115,7 +115,7 @@ def find_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:
         UsageError: they are not beside it, and unknown to this process, or they are others than it names.
         EnvironmentFault: they cannot be read.
     """
-    for spec, path in _with_weights(specs, beside):
+    for spec, path in with_weights(specs, beside):
         wanted = str(spec.params[WEIGHTS])
         if wanted in _known:
             continue
@@ -129,12 +129,13 @@ def find_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:
 
 def put_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:
     """Write the weights that a file's policies name beside it; raises as `known_weights` and `atomic_write`."""
-    for spec, path in _with_weights(specs, beside):
+    for spec, path in with_weights(specs, beside):
         _, data = known_weights(str(spec.params[WEIGHTS]))
         if not path.exists() or path.read_bytes() != data:
             atomic_write(path, data)
 
 
-def _with_weights(specs: Iterable[PolicySpec], beside: str | Path) -> list[tuple[PolicySpec, Path]]:
+def with_weights(specs: Iterable[PolicySpec], beside: str | Path) -> list[tuple[PolicySpec, Path]]:
+    """List the policies that have weights, and where these lie beside a file."""
     places = [(spec, weights_file(spec, beside)) for spec in specs]
     return [(spec, path) for spec, path in places if path is not None]

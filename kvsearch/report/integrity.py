@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvsearch.calibration.steps import SAMPLES as MEASURED
-from kvsearch.core.errors import EnvironmentFault, KvsearchError, UsageError
-from kvsearch.core.files import TEMPORARY, read_bytes
+from kvsearch.core.errors import KvsearchError, UsageError
+from kvsearch.core.files import TEMPORARY, opened, read_bytes
 from kvsearch.core.parsing import read_json
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.plan import Plan, Profile
@@ -131,11 +131,8 @@ def _is_ours(path: Path) -> bool:
         return True
     if path.suffix not in READ:
         return False
-    try:
-        with path.open("rb") as file:
-            return path.parent.name == MEASURED or MARK in file.read(HEAD)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+    with opened(path) as file:
+        return path.parent.name == MEASURED or MARK in file.read(HEAD)
 
 
 def _check(path: Path, sums: Mapping[Path, str]) -> Artefact:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import FailFast, Field
 
+from kvsearch.core.fields import is_none
 from kvsearch.core.limits import MOST_ENTRIES
-from kvsearch.results.base import Result, Stored, is_none, read_content
+from kvsearch.results.base import Result, Stored, read_content
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.search.names import EVOLVED
 from kvsearch.selection.acceptance import GapClosed, Scores, measure_gap_closed

@@ -9,9 +9,10 @@ from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
 
 from pydantic import Field, PlainSerializer, computed_field, model_validator
 
+from kvsearch.core.fields import is_none
 from kvsearch.plan import Size
 from kvsearch.plan.schema import Protocol
-from kvsearch.results.base import Result, Stored, is_none
+from kvsearch.results.base import Result, Stored
 from kvsearch.results.evaluation import HeldField
 from kvsearch.runs.estimates import Difference
 from kvsearch.selection.acceptance import Rule

@@ -12,7 +12,6 @@ from kvsearch.budgets.dynamic import Allocation
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import (
     AllocationSpec,
-    LayerPlan,
     ModelFingerprint,
     Phase,
     PhasePlan,
@@ -45,7 +44,10 @@ def build_plan(
     allocation: Allocation | None = None,
 ) -> Plan:
     """Return the plan of what was `chosen` for model layers `layers` in its phases; other layers keep everything."""
-    phases = {phase: _phase_plan(part, layers, model.layers) for phase, part in chosen.items()}
+    phases = {}
+    for phase, part in chosen.items():
+        policies = dict(zip(layers, part.policies, strict=True))
+        phases[phase] = PhasePlan.of([policies.get(layer) for layer in range(model.layers)], part.budgets)
     shared = {} if allocation is None else {"name": allocation.name, "params": allocation.parameters()}
     return Plan(
         model=model,
@@ -58,13 +60,6 @@ def build_plan(
         total=next(iter(phases.values())).total,
         provenance=origin,
     )
-
-
-def _phase_plan(chosen: Chosen, layers: Sequence[int], count: int) -> PhasePlan:
-    planned: list[LayerPlan | None] = [None] * count
-    for layer, policy, budget in zip(layers, chosen.policies, chosen.budgets.tolist(), strict=True):
-        planned[layer] = LayerPlan(policy=policy, budget=tuple(budget))
-    return PhasePlan(layers=tuple(planned))
 
 
 def plan_from_profile(profile: Profile, size: Size) -> Plan:

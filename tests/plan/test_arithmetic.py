@@ -179,7 +179,7 @@ def test_what_is_not_a_budget_is_kept() -> None:
             {"total": 15},
             r"total of 15 is below the 16 entries that 4 kv heads always keep, 4 each \(the plan's floor\)",
         ),
-        ({"budget": 0}, "total of 0 is below the 16"),
+        ({"budget": 0}, "a budget of 0 keeps nothing"),
         ({"ratio": 0.91}, "total of 14 is below the 16"),
         ({"total": 161}, "total of 161 is above the 160 entries that prompts of this length have for 4 kv heads: keep"),
         ({"budget": 41}, "total of 164 is above the 160"),
