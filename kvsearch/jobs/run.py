@@ -47,7 +47,7 @@ from kvsearch.plan.origin import ContextSet, joined
 from kvsearch.policies.fitted import Fitted, profile_of
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.ranking import RankingView
-from kvsearch.report.selection import run_result, run_tables, selection_result, sentences, smallest_words
+from kvsearch.report.selection import run_result, selection_result, sentences, smallest_words, stage_tables
 from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.run import Run, run_in
@@ -329,7 +329,7 @@ class Ran:
 
     def tables(self) -> list[Table]:
         """Return what was found as tables."""
-        return run_tables([selection_result(selection) for selection in self.selections])
+        return [table for found in self.selections for table in stage_tables(selection_result(found))]
 
     def remarks(self, options: RunOptions) -> Iterator[str]:
         """Say what was chosen, how good that is, where it is, and what to do with it."""

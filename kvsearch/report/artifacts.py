@@ -20,6 +20,7 @@ from kvsearch.core.printed import command_line
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.papers.tables import STAGES, TABLES
 from kvsearch.plan import Profile
+from kvsearch.plan.origin import USES
 from kvsearch.plan.profile import load_profile
 from kvsearch.plan.saved import FOLDER_PLAN, PROFILE, load_plan
 from kvsearch.plan.schema import PLAN_FORMAT
@@ -38,19 +39,19 @@ from kvsearch.report.table import Table
 from kvsearch.results.base import read_content, telling_damage
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.results.perplexity import PerplexityResult
-from kvsearch.results.progress import StoredSearch, read_trace
-from kvsearch.results.search import read_search
+from kvsearch.results.search import StoredSearch, read_search, read_trace
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.results.validation import FILE as VALIDATION
 from kvsearch.results.validation import read_validation
-from kvsearch.runs.contexts import CONTEXTS_FORMAT, ContextsFile, read_contexts
+from kvsearch.runs.contexts import CONTEXTS_FORMAT, read_contexts
 from kvsearch.runs.identity import CONFIG, CONTEXTS, LEDGER, REPORT, SELECTION, RunConfig, read_config
 from kvsearch.runs.identity import SCHEMA as RUN
 
 if TYPE_CHECKING:
     from kvsearch.report.screen import Part
 
-FRONT, WHOLE_RUN = "front.json", "run.json"
+FRONT = "front.json"
+WHOLE_RUN = "run.json"
 CACHE = ".kv"  # the suffix of a compressed cache
 BESIDE = (LEDGER, "samples.csv", "tables.md")  # what a run keeps beside its report
 KNOWN = (
@@ -78,15 +79,6 @@ class ArtifactKind:
     model: Callable[[Any], Any] = lambda content: content.model
     figures: Callable[[Any], Iterable[Figure]] = lambda _: ()
     headline: Callable[[Any], str] = lambda _: ""
-
-
-def _context_parts(content: ContextsFile) -> Iterator[Part]:
-    uses = ("fitted", "chosen", "reported")
-    yield {use: counted(len(getattr(content, use)), "context hash") for use in uses}
-
-
-def _selection_headline(content: SelectionResult | SelectionsResult) -> str:
-    return "; ".join(f"{one.size.words}: {one.chosen.decision}" for one in content.sizes)
 
 
 KINDS: Mapping[str, ArtifactKind] = {
@@ -134,7 +126,7 @@ KINDS: Mapping[str, ArtifactKind] = {
             "kvsearch.selections": partial(read_content, SelectionsResult),
         },
         figures=lambda result: drawn.selection_figures(result.sizes),
-        headline=_selection_headline,
+        headline=lambda result: "; ".join(f"{one.size.words}: {one.chosen.decision}" for one in result.sizes),
     ),
     "search": ArtifactKind(
         search.parts,
@@ -150,7 +142,10 @@ KINDS: Mapping[str, ArtifactKind] = {
         figures=lambda result: drawn.selection_figures(result.choices),
     ),
     "replies": ArtifactKind(lambda content: [scores.progress_table(content)], model=lambda _: None),
-    "contexts": ArtifactKind(_context_parts, model=lambda _: None),
+    "contexts": ArtifactKind(
+        lambda content: [{use: counted(len(getattr(content, use)), "context hash") for use in USES}],
+        model=lambda _: None,
+    ),
     "recipe": ArtifactKind(lambda options: [options], model=lambda options: options.get("model")),
     "reproduction": ArtifactKind(
         Reproduced.tables, {"kvsearch.reproduction": Reproduced.read}, model=lambda table: table.content.get("model")

@@ -38,7 +38,8 @@ ANEW = "restore it, or start anew with another --output or --force"
 REFINED = "found.json"  # of the searches that refine a run
 WITHOUT_SCHEMA = (BEST, REFINED, LOSSES)
 READ = (".json", ".yaml", ".yml", ".safetensors", CACHE)  # what can be told from the file itself
-MARK, HEAD = b"kvsearch", 1 << 20  # what our files have in their first bytes
+MARK = b"kvsearch"  # what our files have
+HEAD = 1 << 20  # in so many first bytes
 _WEIGHTS = re.compile(r"[a-z0-9_]+-([0-9a-f]{12})\.safetensors")
 
 
@@ -96,7 +97,12 @@ def verify_paths(paths: Iterable[Path]) -> Verification:
         if not path.exists():
             raise UsageError(f"there is nothing at {path}: check the path")
         sums = _sums_over(path)
-        files = _artefacts_in(path, sums) if path.is_dir() else [path]
+        files = [path]
+        if path.is_dir():
+            place = path.absolute()
+            ours = {file for file in place.rglob("*") if file.is_file() and (file in sums or _is_ours(file))}
+            ours |= {file for file in sums if file.is_relative_to(place)}  # some may be missing
+            files = [path / file.relative_to(place) for file in sorted(ours)]
         if not files:
             raise UsageError(f"{path} has nothing in it that kvsearch can verify: name a run, or a file of one")
         artefacts |= {file: _check(file, sums) for file in files}
@@ -113,14 +119,6 @@ def _sums_over(path: Path) -> dict[Path, str]:
         except KvsearchError:  # told of the file itself, where it is asked about
             continue
     return sums
-
-
-def _artefacts_in(directory: Path, sums: Mapping[Path, str]) -> list[Path]:
-    """Return the files in a directory that kvsearch wrote, and those that have a checksum and are missing."""
-    place = directory.absolute()
-    files = {file for file in place.rglob("*") if file.is_file() and (file in sums or _is_ours(file))}
-    files |= {file for file in sums if file.is_relative_to(place)}
-    return [directory / file.relative_to(place) for file in sorted(files)]
 
 
 def _is_ours(path: Path) -> bool:
@@ -140,7 +138,8 @@ def _check(path: Path, sums: Mapping[Path, str]) -> Artefact:
     digest = sums.get(path.absolute())
     if not path.is_file():
         return Artefact(path, "a file", "damaged", "it is missing", RESTORE)
-    what, problem = "a file", ""
+    what = "a file"
+    problem = ""
     try:
         what = _describe(path)
     except KvsearchError as error:
@@ -163,7 +162,11 @@ def _describe(path: Path) -> str:
             raise UsageError(f"{path} is no configuration of a run")
         return NOUNS[config.job]
     if path.name == LEDGER:
-        return _describe_ledger(path)
+        config = read_config(path.parent)
+        parse = TrialLog.parse if config is not None and config.job == "evolve" else ReplyStore.parse
+        lines: list[tuple[Any, int]] = list(parsed_lines(read_bytes(path), path, parse, read_identity(path.parent)))
+        is_cut = sum(size for _, size in lines) < path.stat().st_size
+        return f"ledger, {counted(len(lines), 'line')}{'; one more was cut short and is done again' if is_cut else ''}"
     if path.name == SUMS:
         return f"checksums of {counted(len(read_sums(path.parent)), 'file')}"
     if path.name in WITHOUT_SCHEMA:
@@ -176,14 +179,6 @@ def _describe(path: Path) -> str:
     if path.parent.name == MEASURED and path.suffix == ".safetensors":
         return _describe_measured(path)
     return _describe_artefact(path) if path.suffix in READ else "a file"
-
-
-def _describe_ledger(path: Path) -> str:
-    config = read_config(path.parent)
-    parse = TrialLog.parse if config is not None and config.job == "evolve" else ReplyStore.parse
-    lines: list[tuple[Any, int]] = list(parsed_lines(read_bytes(path), path, parse, read_identity(path.parent)))
-    is_cut = sum(size for _, size in lines) < path.stat().st_size
-    return f"ledger, {counted(len(lines), 'line')}{'; one more was cut short and is done again' if is_cut else ''}"
 
 
 def _describe_measured(path: Path) -> str:

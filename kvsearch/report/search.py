@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.report.numbers import Interval, asked_words, chance_of, counted, interval, percent
-from kvsearch.report.selection import best_first
+from kvsearch.report.selection import best_first, gap_bounds, lead_cells
 from kvsearch.report.table import Cell, Table
-from kvsearch.results.progress import StoredSearch, Trace
-from kvsearch.results.search import AnySearch, Finalist, FrontResult, SearchResult
+from kvsearch.results.search import AnySearch, FrontResult, SearchResult, StoredSearch, Trace
 from kvsearch.search.names import EVOLVED, EXPANDED, UNIFORM
 from kvsearch.search.trials import Spent
 from kvsearch.selection.acceptance import GapClosed
@@ -21,14 +20,12 @@ if TYPE_CHECKING:
 STEPS = 12  # of a search, the last ones
 
 
-def search_result(evolved: Evolved, spent: Spent) -> SearchResult:
-    """Return everything that a search found; `spent` is what its first part took."""
-    return SearchResult.of(evolved, spent, decision(evolved))
-
-
-def front_result(found: Sequence[Evolved], spent: Spent) -> FrontResult:
-    """Return everything that a search at several budgets found, by budget."""
-    return FrontResult.of(found, spent, [decision(evolved) for evolved in found])
+def search_result(found: Sequence[Evolved], spent: Spent) -> AnySearch:
+    """Return everything that a search found at one or at several budgets; `spent` is what its first part took."""
+    decisions = [decision(evolved) for evolved in found]
+    return (
+        SearchResult.of(found[0], spent, decisions[0]) if len(found) == 1 else FrontResult.of(found, spent, decisions)
+    )
 
 
 def parts(content: StoredSearch) -> Iterator[str | Table]:
@@ -63,12 +60,12 @@ def tables(result: AnySearch) -> list[Table]:
             one.where,
             "" if one.value is None else Cell.number(one.value, ".6g"),
             Cell.mean(one.score),
-            *_lead_cells(one),
+            *lead_cells(one.lead, one.chance, one.accepted),
         ]
         for name, one in ranked
     ]
     rows = [
-        [name, Cell.mean(score), _mean(found.gains, name, "+.2f"), _share(found.recovered.get(name))]
+        [name, Cell.mean(score), _mean(found.gains, name, "+.2f"), _gap_cell(found.recovered.get(name))]
         for name, score in best_first(found.report)
     ]
     return [
@@ -99,7 +96,8 @@ def _front_table(result: AnySearch) -> Table:
 
 def decision(evolved: Evolved) -> str:
     """Say what was chosen and why, in one sentence."""
-    choice, outcome = evolved.choice, evolved.outcome
+    choice = evolved.choice
+    outcome = evolved.outcome
     if outcome.flat:
         return f"{outcome.ended}; {choice.name} was written"
     score = percent(choice.comparison.score(choice.name).mean)
@@ -125,14 +123,6 @@ def _led(choice: Choice, name: str) -> tuple[str, str]:
     return interval(choice.decision.leads[name], "+.2f"), chance_of(chance)
 
 
-def _lead_cells(found: Finalist) -> tuple[str | Cell, str | Cell, str]:
-    """Return what a finalist leads the best start plan by, the chance of that, and whether it was accepted."""
-    if found.lead is None or found.chance is None:
-        return "", "", ""
-    lead = Cell.mean(found.lead, "+.2f")
-    return lead, Cell(chance_of(found.chance), value=found.chance), "yes" if found.accepted else "no"
-
-
 def _phases(result: AnySearch) -> str:
     """Return the protocol, with the phases where it is not the prompt alone that is evicted."""
     protocol, phases = (str(result.settings.get(name)) for name in ("protocol", "phases"))
@@ -147,8 +137,5 @@ def _mean(estimates: Mapping[str, Interval], name: str, form: str = ".2f") -> st
     return Cell.mean(estimates[name], form) if name in estimates else ""
 
 
-def _share(share: GapClosed | None) -> str | Cell:
-    if share is None:
-        return ""
-    low, high = ("-" if end is None else f"{percent(end, 0)}%" for end in (share.low, share.high))
-    return Cell(f"{percent(share.mean, 0)}% ({low} to {high})", value=share.mean)
+def _gap_cell(share: GapClosed | None) -> str | Cell:
+    return "" if share is None else Cell(f"{percent(share.mean, 0)}% ({gap_bounds(share, '-')})", value=share.mean)

@@ -9,7 +9,7 @@ from kvsearch.report.numbers import asked, bounds, chance_of, counted, interval,
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.selection import PhaseOutcome, RunChoice, RunResult, SelectionResult
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.selection.acceptance import Rule
+from kvsearch.selection.acceptance import GapClosed, Rule
 from kvsearch.selection.selection import (
     BUDGETS_ALONE,
     POLICIES_ALONE,
@@ -38,7 +38,9 @@ def told(selection: Selection) -> tuple[list[str], str]:
 
 def decision(result: PhaseResult) -> str:
     """Say what was decided for one phase setting and why, in one sentence."""
-    baselines, finalists, leader = counted(result.count("baseline"), "baseline"), result.finalists, result.leader
+    baselines = counted(result.count("baseline"), "baseline")
+    finalists = result.finalists
+    leader = result.leader
     if leader is None:
         return (
             f"fallback to {result.best}, the best of {baselines} on all questions: there is no candidate, every "
@@ -65,17 +67,29 @@ def decision(result: PhaseResult) -> str:
 
 def gap(selection: Selection) -> str:
     """Say what the report split says of the choice, in one sentence."""
-    report, best = selection.report, selection.chosen.best
+    report = selection.report
+    best = selection.chosen.best
     fresh = f"{asked(report.asked)} of the report split"
     if report.gain is None:
         return f"on {fresh} {best} scores {percent(report.scores[best].mean)}"
     share = "no gap: the full cache is not above the best baseline"
     if report.share is not None:
-        ends = (report.share.low, report.share.high)
-        within = " to ".join("unbounded" if end is None else f"{percent(end, 0)}%" for end in ends)
-        share = f"{percent(report.share.mean, 0)}% of the gap to the full cache is recovered (95% interval {within})"
+        within = f"95% interval {gap_bounds(report.share, 'unbounded')}"
+        share = f"{percent(report.share.mean, 0)}% of the gap to the full cache is recovered ({within})"
     lead = interval(report.gain, "+.2f", noun=" points")
     return f"{selection.chosen.winner} minus {best} on {fresh}: {lead}; {share}"
+
+
+def gap_bounds(share: GapClosed, unbounded: str) -> str:
+    """Write the ends of the share of a gap that is closed."""
+    return " to ".join(unbounded if end is None else f"{percent(end, 0)}%" for end in (share.low, share.high))
+
+
+def lead_cells(lead: Difference | None, chance: float | None, accepted: bool | None) -> list[Cell]:
+    """Return the cells of a lead, its chance, and whether it was accepted; empty ones where nothing was compared."""
+    if lead is None or chance is None:
+        return [Cell("")] * 3
+    return [Cell.mean(lead, "+.2f"), Cell(chance_of(chance), value=chance), Cell("yes" if accepted else "no")]
 
 
 def tables(*selections: SelectionResult) -> list[Table]:
@@ -98,7 +112,8 @@ def _budget_table(selections: Sequence[SelectionResult]) -> Table:
     """Return the best candidates with equal budgets and with budgets of their own at every size (PolyKV, Table 2)."""
     rows: list[list[str | Cell]] = []
     for one in selections:
-        report, found = one.report, one.report.by_budgets
+        report = one.report
+        found = report.by_budgets
         if found is not None:
             rows.append([
                 one.size.words, _named(report, one.chosen.best), _named(report, found.equal), _named(report, found.own),
@@ -115,10 +130,10 @@ def _part_table(selections: Sequence[SelectionResult]) -> Table:
     for one in selections:
         if (parts := one.report.parts) is not None:
             rows = [
-                [Cell("policies"), Cell.mean(parts.policies.alone, "+.2f"), Cell.mean(parts.policies.beside, "+.2f")],
-                [Cell("budgets"), Cell.mean(parts.budgets.alone, "+.2f"), Cell.mean(parts.budgets.beside, "+.2f")],
-                [Cell("both"), Cell.mean(parts.both, "+.2f"), Cell("")],
+                [Cell(name), Cell.mean(gained.alone, "+.2f"), Cell.mean(gained.beside, "+.2f")]
+                for name, gained in (("policies", parts.policies), ("budgets", parts.budgets))
             ]
+            rows.append([Cell("both"), Cell.mean(parts.both, "+.2f"), Cell("")])
             heading = f"{one.size.words}: {parts.strategy} minus {parts.control}"
             groups.append(RowGroup(heading, rows))
     title = f"report split: gains in points over the best single pattern with equal budgets ({_where(selections[0])})"
@@ -137,20 +152,16 @@ def _where(selection: SelectionResult) -> str:
 def _stages(selection: SelectionResult, result: PhaseOutcome) -> list[Table]:
     where = f"{selection.size.words}, {selection.protocol}, phases: {result.phases}"
     ranked = sorted(result.methods, key=lambda one: -one.first.mean)
-    first: list[list[str | Cell]] = [
-        [one.name, one.kind, Cell(percent(one.first.mean), value=one.first.mean)] for one in ranked[:SHOWN]
-    ]
+    first = [[one.name, one.kind, Cell(percent(one.first.mean), value=one.first.mean)] for one in ranked[:SHOWN]]
     left = (f"{len(ranked) - SHOWN} more",) if len(ranked) > SHOWN else ()
     second = []
     for one in result.methods:
         if one.second is not None:
-            score = Cell.mean(one.second)
-            lead = [Cell(""), Cell(""), Cell("")]
-            if one.lead is not None and one.chance is not None:
-                ahead = Cell(f"{_points(one)} {outcomes(one.lead)}", value=one.lead.mean)
-                chance = Cell(chance_of(one.chance), value=one.chance)
-                lead = [ahead, chance, Cell("yes" if one.accepted else "no")]
-            second.append([Cell(one.name, one.name == result.written), Cell(one.kind), score, *lead])
+            lead, *verdict = lead_cells(one.lead, one.chance, one.accepted)
+            if one.lead is not None:
+                lead = lead._replace(text=f"{_points(one)} {outcomes(one.lead)}")
+            named = Cell(one.name, one.name == result.written)
+            second.append([named, Cell(one.kind), Cell.mean(one.second), lead, *verdict])
     title = f"first stage: {asked(result.first)} ({where})"
     header = ["second stage", "kind", "score", f"minus {result.best} (won / tied / lost)", "chance", "accepted"]
     return [
@@ -160,7 +171,8 @@ def _stages(selection: SelectionResult, result: PhaseOutcome) -> list[Table]:
 
 
 def report_table(selection: SelectionResult) -> Table:
-    report, chosen = selection.report, selection.chosen
+    report = selection.report
+    chosen = selection.chosen
     told = [
         (FULL, "no eviction"), (chosen.winner, "winner"), (chosen.best, "best baseline"),
         (None if report.parts is None else report.parts.control, "best pattern"), (report.uniform, "uniform"),
@@ -198,16 +210,12 @@ def run_result(found: Sequence[Selection], files: Sequence[str], smallest: Small
     return RunResult(sizes=sizes, tried=() if smallest is None else smallest.tried)
 
 
-def run_tables(found: Sequence[SelectionResult]) -> list[Table]:
-    """Return both stages and the report of every size."""
-    return [table for one in found for table in stage_tables(one)]
-
-
 def run_parts(content: RunResult) -> Iterator[str | Table]:
     """Yield what was chosen at each size, in words and as tables, and what was tried to find the size."""
     for one in content.choices:
         yield from one.words
-    yield from run_tables(content.choices)
+    for one in content.choices:
+        yield from stage_tables(one)
     if content.tried:
         rows = [
             [step.budget, step.name, percent(step.loss), "second stage" if step.confirmed else "first stage"]

@@ -33,7 +33,7 @@ class PhaseOutcome(PhaseResult):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def written(self) -> str:
-        """See `PhaseResult.written`."""
+        """The winner of the phase setting, or else its best baseline."""
         return super().written
 
 
@@ -85,7 +85,8 @@ class SelectionResult(Result):
 
         `decisions` say what was decided in each phase setting, `reported` what the report split says of the choice.
         """
-        chosen, report = selection.chosen, selection.report
+        chosen = selection.chosen
+        report = selection.report
         outcomes = tuple(
             PhaseOutcome(**vars(result), decision=decision)
             for result, decision in zip(selection.results, decisions, strict=True)
