@@ -47,7 +47,7 @@ from kvsearch.plan.origin import ContextSet, joined
 from kvsearch.policies.fitted import Fitted, profile_of
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.ranking import RankingView
-from kvsearch.report.selection import run_result, selection_result, sentences, smallest_words, stage_tables
+from kvsearch.report.selections import run_result, selection_result, sentences, smallest_words, stage_tables
 from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.run import Run, run_in

@@ -23,7 +23,7 @@ from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, stage_store
 from kvsearch.models.speed import Work
 from kvsearch.plan import PHASES, Size, canonical_json, save_plan
-from kvsearch.report.selection import selection_result, tables
+from kvsearch.report.selections import selection_result, tables
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig

@@ -215,12 +215,17 @@ def read_profile(data: bytes, name: str) -> Profile:
     return Profile(metadata, arrays)
 
 
-def _read(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Array], list[str]]:
-    """Split a file into metadata, the arrays of types we use, and what is wrong with the rest."""
+def split_tensors(data: bytes, name: str) -> dict[str, dict[str, Any]]:
+    """Return what a safetensors file says of its tensors, and their bytes; UsageError if it is not a whole one."""
     try:
-        tensors = dict(deserialize(data))  # type: ignore[no-untyped-call]
+        return dict(deserialize(data))  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise UsageError(f"{name} is no complete safetensors file: {error}") from error
+
+
+def _read(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Array], list[str]]:
+    """Split a file into metadata, the arrays of types we use, and what is wrong with the rest."""
+    tensors = split_tensors(data, name)
     size = int.from_bytes(data[:8], "little")  # deserialize has checked it
     header = json.loads(data[8 : 8 + size]).get("__metadata__") or {}
     if _HEADER_KEY not in header:

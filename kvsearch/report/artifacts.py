@@ -25,16 +25,16 @@ from kvsearch.plan.profile import load_profile
 from kvsearch.plan.saved import FOLDER_PLAN, PROFILE, load_plan
 from kvsearch.plan.schema import PLAN_FORMAT
 from kvsearch.plan.yaml import STRATEGY_FORMAT
-from kvsearch.report import evaluation, scores, search, selection, validation
+from kvsearch.report import evaluation, scores, search, selections, validation
+from kvsearch.report.costs import SpeedView
 from kvsearch.report.figures import results as drawn
 from kvsearch.report.figures.data import Figure
 from kvsearch.report.figures.profiles import profile_figures
 from kvsearch.report.figures.searches import search_figures
 from kvsearch.report.numbers import counted
-from kvsearch.report.plan import cache_parts, plan_headline, plan_parts
+from kvsearch.report.plans import cache_parts, plan_headline, plan_parts
 from kvsearch.report.profile import caption, profile_parts
 from kvsearch.report.reproduced import Reproduced
-from kvsearch.report.speed import SpeedView
 from kvsearch.report.table import Table
 from kvsearch.results.base import read_content, telling_damage
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
@@ -120,7 +120,7 @@ KINDS: Mapping[str, ArtifactKind] = {
         figures=drawn.validation_figures,
     ),
     "selection": ArtifactKind(
-        lambda result: selection.tables(*result.sizes),
+        lambda result: selections.tables(*result.sizes),
         {
             "kvsearch.selection": partial(read_content, SelectionResult),
             "kvsearch.selections": partial(read_content, SelectionsResult),
@@ -137,7 +137,7 @@ KINDS: Mapping[str, ArtifactKind] = {
         figures=search_figures,
     ),
     "run": ArtifactKind(
-        selection.run_parts,
+        selections.run_parts,
         {"kvsearch.run-report": partial(read_content, RunResult)},
         figures=lambda result: drawn.selection_figures(result.choices),
     ),

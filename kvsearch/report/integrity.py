@@ -15,6 +15,7 @@ from kvsearch.core.files import TEMPORARY, opened, read_bytes
 from kvsearch.core.parsing import read_json
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.plan import Plan, Profile
+from kvsearch.plan.profile import split_tensors
 from kvsearch.plan.saved import PROFILE, WEIGHTS, weights_file
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.registry import BUILT_IN, FITTED, policy_of
@@ -177,18 +178,9 @@ def _describe(path: Path) -> str:
             raise UsageError(f"{path} has other weights than its name says")
         return "weights of a fitted ranking"
     if path.parent.name == MEASURED and path.suffix == ".safetensors":
-        return _describe_measured(path)
+        split_tensors(read_bytes(path), str(path))
+        return "measured so far"
     return _describe_artefact(path) if path.suffix in READ else "a file"
-
-
-def _describe_measured(path: Path) -> str:
-    from safetensors import SafetensorError, deserialize
-
-    try:
-        deserialize(read_bytes(path))  # type: ignore[no-untyped-call]
-    except SafetensorError as error:
-        raise UsageError(f"{path} is no complete safetensors file: {error}") from error
-    return "measured so far"
 
 
 def _describe_artefact(path: Path) -> str:

@@ -260,9 +260,9 @@ def layers(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[Measu
     for finished in stages:
         if not isinstance(finished.result, Plan):
             continue
-        phase = finished.result.prefill or finished.result.decode
+        phase, *_ = finished.result.phases.values()
         size = finished.stage.options["budget"]
-        for index, layer in enumerate(phase.layers if phase is not None else ()):
+        for index, layer in enumerate(phase.layers):
             if layer is not None:
                 budget = fmean(layer.budget)
                 if len(finished.result.policies) > 1:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.report.numbers import Interval, asked_words, chance_of, counted, interval, percent
-from kvsearch.report.selection import best_first, gap_bounds, lead_cells
+from kvsearch.report.selections import best_first, gap_bounds, lead_cells
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.search import AnySearch, FrontResult, SearchResult, StoredSearch, Trace
 from kvsearch.search.names import EVOLVED, EXPANDED, UNIFORM

@@ -18,7 +18,7 @@ from kvsearch.calibration.data import default_data, load_calibration_data
 from kvsearch.jobs.run import RunOptions, planned_size
 from kvsearch.plan import Size, load_plan
 from kvsearch.report.integrity import verify_paths
-from kvsearch.report.selection import smallest_words
+from kvsearch.report.selections import smallest_words
 from kvsearch.runs.contexts import read_contexts
 from kvsearch.runs.estimates import Difference
 from kvsearch.selection.selection import TriedBudget

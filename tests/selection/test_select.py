@@ -24,7 +24,7 @@ from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.statistics import contrast, summarize
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
-from kvsearch.report.selection import selection_result, tables
+from kvsearch.report.selections import selection_result, tables
 from kvsearch.results.selection import DECODE_ONLY
 from kvsearch.runs.estimates import Difference
 from kvsearch.selection.acceptance import Rule, Scores, compute_chances, judge_leads, measure_gap_closed

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvsearch.evaluation.values import LayerLoss
+from kvsearch.report.costs import SpeedView
 from kvsearch.report.evaluation import task_means
 from kvsearch.report.figures.data import Axis, Figure, Intervals, LineChart, Series
 from kvsearch.report.numbers import Interval, asked, asked_words
-from kvsearch.report.selection import best_first
-from kvsearch.report.speed import SpeedView
+from kvsearch.report.selections import best_first
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult, ScoreRow
 from kvsearch.results.perplexity import PerplexityResult
 from kvsearch.results.selection import SelectionResult
