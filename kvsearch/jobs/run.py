@@ -16,7 +16,7 @@ from kvsearch.calibration.options import PROTECTED, LukvOptions
 from kvsearch.config.options import Option, one_of
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Entries, Samples, refuse
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import require_known
 from kvsearch.jobs.calibrate import OPTIONS, CalibrateOptions, calibrate
 from kvsearch.jobs.calibrate import dry_run as calibration_dry_run
 from kvsearch.jobs.display import Overall, StageReporter, overall
@@ -268,8 +268,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
     def check_names(self) -> None:
         """Raise UsageError if a ranking is unknown, a policy is one that is fitted, or a name is there twice."""
         for name in self.rankings:
-            if name not in RANKINGS:
-                raise UsageError(unknown("ranking", name, list(RANKINGS)))
+            require_known("ranking", name, list(RANKINGS))
         for name in self.policies:
             if name.partition("=")[0] in FITTED:
                 raise UsageError(

@@ -108,6 +108,14 @@ def weights_file(spec: PolicySpec, beside: str | Path) -> Path | None:
     return Path(beside).parent / f"{spec.name}-{digest[:12]}.safetensors" if isinstance(digest, str) else None
 
 
+def checked_weights(path: Path, owner: str | Path, digest: str) -> bytes:
+    """Read the weights that a file names; UsageError if they are others than those of the SHA-256 that it states."""
+    data = read_bytes(path)
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise UsageError(f"{path} has other weights than {owner} names: copy both from where they were written")
+    return data
+
+
 def find_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:
     """Make the weights known that a file's policies name.
 
@@ -121,10 +129,7 @@ def find_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:
             continue
         if not path.exists():
             raise UsageError(f"{beside} needs the weights {path.name} beside it: copy them from where it was written")
-        data = read_bytes(path)
-        if hashlib.sha256(data).hexdigest() != wanted:
-            raise UsageError(f"{path} has other weights than {beside} names: copy both from where they were written")
-        know(data, path)
+        know(checked_weights(path, beside, wanted), path)
 
 
 def put_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:

@@ -16,7 +16,7 @@ from kvsearch.core.parsing import read_json
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.plan import Plan, Profile
 from kvsearch.plan.profile import split_tensors
-from kvsearch.plan.saved import PROFILE, WEIGHTS, weights_file
+from kvsearch.plan.saved import PROFILE, WEIGHTS, checked_weights, weights_file
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.registry import BUILT_IN, FITTED, policy_of
 from kvsearch.report.artifacts import CACHE, open_path
@@ -202,7 +202,7 @@ def _check_policies(specs: Iterable[PolicySpec], path: Path) -> None:
     """Check parameters, and the weights beside the file, which may be known to this process from elsewhere."""
     for spec in specs:
         beside = weights_file(spec, path)
-        if beside is not None and sha256_of_file(beside) != spec.params[WEIGHTS]:
-            raise UsageError(f"{beside} has other weights than {path} names")
+        if beside is not None:
+            checked_weights(beside, path, str(spec.params[WEIGHTS]))
         if spec.name in BUILT_IN and spec.name not in FITTED:  # others may be of a package that is not here
             policy_of(spec)

@@ -88,11 +88,6 @@ class SearchOrigin(Result):
     tokens: int
     settings: dict[str, Any]
 
-    @property
-    def found(self) -> Mapping[int, FoundAtBudget]:
-        """What was found, by budget, ascending."""
-        raise NotImplementedError
-
 
 class SearchResult(FoundAtBudget, SearchOrigin):
     """A finished search at one budget."""
@@ -127,8 +122,8 @@ class FrontResult(SearchOrigin):
 
     @property
     def found(self) -> Mapping[int, FoundAtBudget]:
-        """What was found, by budget."""
-        return {budget: self.budgets[budget] for budget in sorted(self.budgets)}
+        """What was found, by budget, ascending."""
+        return dict(sorted(self.budgets.items()))
 
 
 AnySearch = SearchResult | FrontResult

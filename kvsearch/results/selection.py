@@ -150,7 +150,6 @@ class SelectionsResult(Result):
         return tuple(smallest_first(self.budgets.values()))
 
 
-AnySelection = SelectionResult | SelectionsResult
 Chosen = TypeVar("Chosen", bound=SelectionResult)
 
 

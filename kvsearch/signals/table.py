@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import require_known, unknown
 from kvsearch.plan import Phase, Profile
 from kvsearch.plan.profile_arrays import FULL_NLL, MEAN_ENTROPY, ROWS_ENTROPY, TOKENS, SignalAxes
 
@@ -134,8 +134,7 @@ class SignalTable:
         Raises:
             UsageError: there is no such signal, or it or the phase was not measured.
         """
-        if name not in SENSITIVITIES:
-            raise UsageError(unknown("budget signal", name, SENSITIVITIES))
+        require_known("budget signal", name, SENSITIVITIES)
         if name in ENTROPIES:
             values = self._array(ENTROPIES[name], name)
             per_phase = values.mean(axis=0) if values.ndim == 3 else values

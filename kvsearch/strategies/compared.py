@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import require_known, unknown
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, Plan, Size, load_plan, phases_of
@@ -151,8 +151,7 @@ def check_plans(
         UsageError: two plans of one name, different totals, unknown policies or baselines, a subject that is no plan.
     """
     for name in names:
-        if name not in BASELINES:
-            raise UsageError(unknown("baseline", name, BASELINES))
+        require_known("baseline", name, BASELINES)
     _check_files(plans, paths, (FULL, *BASELINES), "a baseline")
     if subject is not None and subject not in plans:
         raise UsageError(f"{unknown('plan', subject, list(plans))}: the subject is one of the plans")
