@@ -11,7 +11,6 @@ from kvsearch.report.table import Cell, Table
 from kvsearch.results.search import AnySearch, FrontResult, SearchResult, StoredSearch, Trace
 from kvsearch.search.names import EVOLVED, EXPANDED, UNIFORM
 from kvsearch.search.trials import Spent
-from kvsearch.selection.acceptance import GapClosed
 from kvsearch.strategies.names import FULL
 
 if TYPE_CHECKING:
@@ -64,10 +63,12 @@ def tables(result: AnySearch) -> list[Table]:
         ]
         for name, one in ranked
     ]
-    rows = [
-        [name, Cell.mean(score), _mean(found.gains, name, "+.2f"), _gap_cell(found.recovered.get(name))]
-        for name, score in best_first(found.report)
-    ]
+    rows = []
+    for name, score in best_first(found.report):
+        share = found.recovered.get(name)
+        closed = "" if share is None else f"{percent(share.mean, 0)}% ({gap_bounds(share, '-')})"
+        gain = _mean(found.gains, name, "+.2f")
+        rows.append([name, Cell.mean(score), gain, Cell(closed, value=None if share is None else share.mean)])
     return [
         Table.plain(
             f"second split: what is chosen from{_asked(result, 'choice')}",
@@ -135,7 +136,3 @@ def _asked(result: AnySearch, split: str) -> str:
 
 def _mean(estimates: Mapping[str, Interval], name: str, form: str = ".2f") -> str | Cell:
     return Cell.mean(estimates[name], form) if name in estimates else ""
-
-
-def _gap_cell(share: GapClosed | None) -> str | Cell:
-    return "" if share is None else Cell(f"{percent(share.mean, 0)}% ({gap_bounds(share, '-')})", value=share.mean)
