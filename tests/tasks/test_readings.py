@@ -124,8 +124,8 @@ def test_the_size_of_a_batch_changes_nothing(family: str, protocol: Protocol) ->
     model = build(family)
     alone = run(model, programs(model), [PREFIX], 4, batch=1, protocol=protocol)
     assert len({sample.prompt_tokens for sample in alone}) > 3
-    for batch in (3, 16):
-        assert comparable(run(model, programs(model), [PREFIX], 4, batch=batch, protocol=protocol)) == comparable(alone)
+    together = run(model, programs(model), [PREFIX], 4, batch=3, protocol=protocol)
+    assert comparable(together) == comparable(alone)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
