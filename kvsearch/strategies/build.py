@@ -90,16 +90,18 @@ def plan_from_profile(profile: Profile, size: Size) -> Plan:
 
 def check_pool(pool: Pool, floor: int = 0) -> None:
     """Raise UsageError if what may be kept is below the floor of every head, or is all of a prompt."""
-    heads = pool.shape[0] * pool.shape[1]
-    if pool.total < floor * heads:
+    kept = "are always kept (sinks, recent entries, minimum share)"
+    check_mean(pool.mean, floor, pool.length, kept, "calibrate with a smaller --set protect or window")
+
+
+def check_mean(mean: float, floor: int, length: int | None, kept: str, remedy: str) -> None:
+    """Raise UsageError if the mean budget of kv heads is below the `floor` that `kept` words, or is all of a prompt."""
+    if mean < floor:
+        raise UsageError(f"{mean:g} entries per kv head is below the {floor} that {kept}: keep more, or {remedy}")
+    if length is not None and mean >= length:
         raise UsageError(
-            f"{pool.mean:g} entries per kv head is below the {floor} that are always kept "
-            f"(sinks, recent entries, minimum share): keep more, or calibrate with a smaller --set protect or window"
-        )
-    if pool.total >= pool.length * heads:
-        raise UsageError(
-            f"{pool.mean:g} entries per kv head is all of a {pool.length}-token prompt: nothing would be evicted; "
-            f"lower the budget or give the --length of your prompts"
+            f"{mean:g} entries per kv head is all of a {length}-token prompt: nothing would be evicted; lower the "
+            "budget or give the --length of your prompts"
         )
 
 

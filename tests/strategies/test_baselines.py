@@ -67,7 +67,7 @@ def plan_of(model: LoadedModel, *names: str) -> Program:
 
 def test_names_and_policies(model: LoadedModel) -> None:
     found = baselines(model.model, plan_of(model, "keydiff"))
-    assert tuple(found) == BASELINES
+    assert tuple(found) == tuple(BASELINES)
     policies = {name: set(program.policies) for name, program in found.items()}
     assert policies == {
         "uniform": {create_policy("keydiff", {"sinks": 4})},
