@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from kvsearch.calibration.polykv.measure import PolykvCalibration
 from kvsearch.calibration.polykv.options import PAPER, PolykvOptions
-from kvsearch.calibration.steps import StepCache
 from kvsearch.cli import app
 from kvsearch.config.options import parse_setting
 from kvsearch.core.errors import UsageError
@@ -171,28 +170,18 @@ def run(data: Path, tmp_path: Path) -> Run:
     return command
 
 
-class Calibrations:
-    """Stands for a PolyKV calibration."""
-
-    def __init__(self) -> None:
-        self.calls: list[PolykvCalibration] = []
-
-    def measure(self, calibration: PolykvCalibration, prompts: Any, steps: StepCache, progress: Any) -> Any:
-        self.calls.append(calibration)
-        return make_signals()
-
-
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Calibrations:
-    stand_in = Calibrations()
-    monkeypatch.setattr(PolykvCalibration, "measure", lambda *given: stand_in.measure(*given))
-    return stand_in
+def made(monkeypatch: pytest.MonkeyPatch) -> list[PolykvCalibration]:
+    """The calibrations that would have measured."""
+    calls: list[PolykvCalibration] = []
+    monkeypatch.setattr(PolykvCalibration, "measure", lambda self, *_: calls.append(self) or make_signals())
+    return calls
 
 
-def test_what_is_calibrated_is_recorded(run: Run, made: Calibrations, tmp_path: Path) -> None:
+def test_what_is_calibrated_is_recorded(run: Run, made: list[PolykvCalibration], tmp_path: Path) -> None:
     code, _, talk = run("--phases", "prefill", "--seed", 3, *EVICTS)
     assert code == 0, talk
-    (calibration,) = made.calls
+    (calibration,) = made
     assert (calibration.options.measured_phases, calibration.options.seed) == (("prefill",), 3)
     assert "calibrating bundled by polykv for h2o, tova, " in talk
     assert " on 2 contexts with 4 questions from short" in talk
@@ -203,16 +192,11 @@ def test_what_is_calibrated_is_recorded(run: Run, made: Calibrations, tmp_path: 
     assert load_profile(tmp_path / "run" / "profile.safetensors").metadata.method == "polykv"
 
 
-def test_remarks_are_told(run: Run, made: Calibrations) -> None:
+def test_remarks_are_told(run: Run, made: list[PolykvCalibration]) -> None:
     code, _, talk = run("--budgets", 16, "--policy", "tova", "--set", "pyramidkv.window=9")
     assert code == 0, talk
     assert "warning: snapkv is left out: it always keeps 32 entries" in talk
-    assert [policy.name for policy in made.calls[0].policies] == [n for n in PAPER if n not in ("snapkv", "cake")]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("."))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    assert [policy.name for policy in made[0].policies] == [n for n in PAPER if n not in ("snapkv", "cake")]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +217,7 @@ def test_the_command_that_comes_next_works(signals: str, route: str, more: str, 
     assert settings["budget_signal"] == ("entropy" if more else "uniform")
 
 
-def test_a_dry_run_says_what_it_costs(run: Run, made: Calibrations, tmp_path: Path) -> None:
+def test_a_dry_run_says_what_it_costs(run: Run, made: list[PolykvCalibration], tmp_path: Path) -> None:
     code, out, talk = run("--recipe", "polykv-bundled", "--budgets", 64, "--dry-run", "--json")
     assert code == 0, talk
     found = json.loads(out)
@@ -246,5 +230,5 @@ def test_a_dry_run_says_what_it_costs(run: Run, made: Calibrations, tmp_path: Pa
     assert naive["passes"] == 2 + 4 * (1 + 8 * 2 * 6)
     assert naive["tokens"] > 10 * found["estimate"]["tokens"]
     assert f"on this machine (cpu): {naive['passes']:,} prompts of {naive['tokens']:,} tokens in all" in talk
-    assert made.calls == []
+    assert made == []
     assert not (tmp_path / "run").exists()
