@@ -29,17 +29,17 @@ from pathlib import Path
 # The most that --check, which `make lint` calls, lets the package have. A limit may only come down: put the figure of
 # today here when it is lower.
 GATES = {
-    "code lines": 37_200,
-    "files": 360,
-    "records": 477,
+    "code lines": 36_949,
+    "files": 359,
+    "records": 474,
     "public class names used twice": 0,
-    "module names used more than twice": 11,
-    "private helpers of at most 6 lines with one caller": 125,
+    "module names used more than twice": 7,
+    "private helpers of at most 6 lines with one caller": 87,
     "imports inside functions of jobs, commands and cli": 132,
-    "assignments of a tuple to a tuple": 373,
+    "assignments of a tuple to a tuple": 224,
     "lists repeated by a condition": 0,
-    "docstrings that only say See": 11,
-    "places that raise UsageError": 509,
+    "docstrings that only say See": 1,
+    "places that raise UsageError": 452,
     "import circles": 0,
     "test lines per 1000 lines of the package": 912,
 }
@@ -82,7 +82,7 @@ def main() -> None:
     if not sources:
         parser.error(f"no Python files below {options.root}")
     if options.check:
-        sys.exit(check(gated(sources, read(options.root.resolve().parent / "tests"))))
+        sys.exit(check(gated(sources, count_lines(options.root.resolve().parent / "tests"))))
     print(json.dumps(measure(sources), indent=2) if options.json else table(measure(sources)))
 
 
@@ -140,10 +140,15 @@ def check(figures: Mapping[str, int]) -> int:
     return int(any(figure > GATES[name] for name, figure in figures.items()))
 
 
-def gated(sources: list[Source], tests: list[Source]) -> dict[str, int]:
-    """Work out the figures that have limits."""
+def count_lines(root: Path) -> int:
+    """Count the lines of every file below `root`."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in root.rglob("*.py"))
+
+
+def gated(sources: list[Source], test_lines: int) -> dict[str, int]:
+    """Work out the figures that have limits; `test_lines` are those of the package's tests."""
     nodes = [node for source in sources for node in source.nodes]
-    package_lines, test_lines = (sum(len(source.rows) for source in some) for some in (sources, tests))
+    package_lines = sum(len(source.rows) for source in sources)
     modules = Counter(Path(source.path).stem for source in sources if not source.path.endswith("__init__.py"))
     helpers = called_once(sources)
     shell = [source for source in sources if source.path.startswith(("jobs/", "commands/", "cli/"))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -303,9 +303,7 @@ def _peak(model: Any, kind: CacheKind, ids: Tensor, steps: int) -> int:
     def pass_through() -> None:
         cache = kind.make()
         prefill_seconds(model, cache, ids)
-        token = ids[:, -1:]
-        for _ in range(steps):
-            token = model(input_ids=token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        _decoded(model, cache, ids[:, -1:], steps)
 
     return peak_bytes(model.device, pass_through)
 
@@ -365,16 +363,14 @@ def count_launches(device: torch.device, steps: Callable[[int], object]) -> tupl
     return per_step(_calls(device, steps, FEW), _calls(device, steps, MANY))
 
 
-def per_step(few: Iterable[str], many: Iterable[str]) -> tuple[float, float]:
+def per_step(few: Sequence[str], many: Sequence[str]) -> tuple[float, float]:
     """Return the kernels and waits of one step, given the names of CUDA's calls during `FEW` and `MANY` steps."""
-    kernels, waits = _counts(few)
-    more_kernels, more_waits = _counts(many)
-    return (more_kernels - kernels) / (MANY - FEW), (more_waits - waits) / (MANY - FEW)
 
+    def counted(calls: tuple[str, ...]) -> float:
+        more, fewer = (sum(name.startswith(calls) for name in names) for names in (many, few))
+        return (more - fewer) / (MANY - FEW)
 
-def _counts(names: Iterable[str]) -> tuple[int, int]:
-    listed = list(names)
-    return sum(name.startswith(LAUNCHES) for name in listed), sum(name.startswith(WAITS) for name in listed)
+    return counted(LAUNCHES), counted(WAITS)
 
 
 def _calls(device: torch.device, steps: Callable[[int], object], count: int) -> list[str]:

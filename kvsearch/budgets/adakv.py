@@ -10,6 +10,7 @@ import numpy as np
 from kvsearch.budgets.dynamic import Allocation, Order
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
+from kvsearch.core.naming import require_known
 from kvsearch.plan.size import round_down
 from kvsearch.policies.tensors import Tensor, torch
 
@@ -93,8 +94,7 @@ class AdaKVAllocation(Allocation):
         check_floor_share(self.floor_share)
         if self.variant == OFFICIAL:
             raise UsageError("the official rounding of adakv does not sum to the total; use exact or kvpress")
-        if self.variant not in get_args(Variant):
-            raise UsageError(f"unknown variant {self.variant!r} (known: {', '.join(get_args(Variant))})")
+        require_known("variant", self.variant, get_args(Variant))
 
     def order(self, ranked: Tensor, free: int) -> Order:
         return head_order(normalized(ranked, free // len(ranked)) if self.normalize else ranked, free)

@@ -41,18 +41,24 @@ class Allocator(Protocol):
 
 def check_bounds(total: int, floors: Ints, caps: Ints) -> tuple[Ints, Ints]:
     """Return int64 [L, Hkv] bounds that admit `total`; UsageError if they cross, or their sums do not enclose it."""
-    low, high = np.asarray(floors, dtype=np.int64), np.asarray(caps, dtype=np.int64)
+    low = np.asarray(floors, dtype=np.int64)
+    high = np.asarray(caps, dtype=np.int64)
     if low.ndim != 2 or low.shape != high.shape:
         raise UsageError(f"floors and caps must be [layers, kv heads], got {list(low.shape)} and {list(high.shape)}")
-    wrong = np.argwhere((low < 0) | (low > high))
-    if wrong.size:
-        at = tuple(wrong[0].tolist())
-        raise UsageError(f"a floor must be in [0, cap]: head {list(at)} has floor {low[at]} and cap {high[at]}")
+    check_floors(low, high)
     if not low.sum() <= total <= high.sum():
         raise UsageError(
             f"total {total} cannot be met by {low.size} budgets: at least {low.sum()}, at most {high.sum()}"
         )
     return low, high
+
+
+def check_floors(floors: Ints, caps: Ints) -> None:
+    """Raise UsageError that names the first head whose floor is negative or above its cap."""
+    wrong = np.argwhere((floors < 0) | (floors > caps))
+    if wrong.size:
+        at = tuple(wrong[0].tolist())
+        raise UsageError(f"a floor must be in [0, cap]: head {list(at)} has floor {floors[at]} and cap {caps[at]}")
 
 
 def lift_floors(least: int, total: int, floors: Ints, caps: Ints) -> Ints:
@@ -74,7 +80,21 @@ def share_above(weights: ArrayLike, total: int, floors: Ints, caps: Ints) -> Int
     return floors + water_fill(np.broadcast_to(np.asarray(weights), room.shape), total - int(floors.sum()), 0, room)
 
 
-def check_signals(signals: Signals, noun: str, least: float = -np.inf) -> Floats:
+def check_at_least(least: int, /, **options: int | None) -> None:
+    """Raise UsageError that names the first of the `options` that is below `least`; None is none that was given."""
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise UsageError(f"{name.replace('_', ' ')} must be {least} or more, got {value}")
+
+
+def check_shape(values: Floats, noun: str, *shapes: tuple[int, ...]) -> None:
+    """Raise UsageError if the shape of `values` is none of these."""
+    if values.shape not in shapes:
+        known = " or ".join(str(list(shape)) for shape in shapes)
+        raise UsageError(f"{noun} must be {known}, got shape {list(values.shape)}")
+
+
+def check_signals(signals: ArrayLike, noun: str, least: float = -np.inf) -> Floats:
     """Return signals as float64; UsageError names the first value that is not finite or below `least`."""
     values = np.asarray(signals, dtype=np.float64)
     wrong = np.argwhere(~(np.isfinite(values) & (values >= least)))

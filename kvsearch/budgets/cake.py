@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvsearch.budgets.allocator import Signals, check_bounds, check_signals, share_above
+from kvsearch.budgets.allocator import (
+    Signals,
+    check_at_least,
+    check_bounds,
+    check_shape,
+    check_signals,
+    share_above,
+)
 from kvsearch.budgets.dynamic import Allocation
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
@@ -63,13 +70,12 @@ def preference(entropy: ArrayLike, variance: ArrayLike, tau1: float = 1.0, tau2:
         UsageError: entropy or variance is negative, not finite or of another shape; tau is not above 0; a preference is
             too large for a float.
     """
-    spread = check_signals(np.asarray(entropy), "entropy", 0.0)
-    shift = check_signals(np.asarray(variance), "variance", 0.0)
-    if spread.shape != shift.shape:
-        raise UsageError(f"entropy and variance differ in shape: {list(spread.shape)} and {list(shift.shape)}")
+    spread = check_signals(entropy, "entropy", 0.0)
+    shift = check_signals(variance, "variance", 0.0)
+    check_shape(shift, "variance", spread.shape)
     _check_temperatures(tau1, tau2)
     with np.errstate(over="ignore", invalid="ignore"):
-        wanted: Floats = np.asarray(spread ** (1 / tau1) * shift ** (1 / tau2), dtype=np.float64)
+        wanted = spread ** (1 / tau1) * shift ** (1 / tau2)
     return check_signals(wanted, "preferences", 0.0)
 
 
@@ -99,8 +105,7 @@ class CAKEAllocation(Allocation):
 
     def __post_init__(self) -> None:
         _check_temperatures(self.tau1, self.tau2)
-        if self.window < 0:
-            raise UsageError(f"window must be 0 or more, got {self.window}")
+        check_at_least(0, window=self.window)
 
     def needs(self, policy: Policy) -> Needs:
         """Return the window's query rows."""
@@ -126,10 +131,7 @@ class CAKEAllocation(Allocation):
         """
         low, high = check_bounds(total, floors, caps)
         wanted = check_signals(signals, "preferences", 0.0)
-        if wanted.shape != (len(low),):
-            raise UsageError(
-                f"preferences must be one number for each of {len(low)} layers, got shape {list(wanted.shape)}"
-            )
+        check_shape(wanted, "preferences", low.shape[:1])
         return share_above(wanted[:, None], total, low, high)
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvsearch.budgets.allocator import check_signals
 from kvsearch.core.arrays import Floats, Ints
-from kvsearch.core.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,17 @@ class Blocks:
         return Blocks(self.head[mine], self.size[mine], self.slope[mine])
 
 
-def merged(parts: Sequence[Blocks], small_first: bool = True) -> Blocks:
+def merged(parts: Sequence[Blocks]) -> Blocks:
     """Return the blocks of different heads in one order, see `sorted_blocks`."""
     head, size, slope = (np.concatenate([getattr(part, name) for part in parts]) for name in ("head", "size", "slope"))
-    order = np.lexsort((head, size * small_first, -slope))
+    order = np.lexsort((head, size, -slope))
     return Blocks(head[order], size[order], slope[order])
 
 
-def sorted_blocks(rows: Floats, floors: Ints, caps: Ints, small_first: bool = True) -> Blocks:
+def sorted_blocks(rows: Floats, floors: Ints, caps: Ints) -> Blocks:
     """Pool entries floors[h] to caps[h] of each head and sort all blocks by slope, the steepest first.
 
-    Equal slopes are sorted by size if `small_first`, then by layer and head. This is the order a k-way heap over each
+    Equal slopes are sorted by size, then by layer and head. This is the order a k-way heap over each
     head's next block pops them in: slopes fall strictly inside a head, so sorting cannot break its prefix order.
     `rows` is [heads, T], `floors` and `caps` are [heads].
     """
@@ -60,19 +61,7 @@ def sorted_blocks(rows: Floats, floors: Ints, caps: Ints, small_first: bool = Tr
     starts = inside & (first | (gains != np.roll(gains, 1, axis=1)))
     head, start = np.nonzero(starts)
     stop = np.where(np.append(head[1:] == head[:-1], False), np.append(start[1:], 0), caps[head])
-    return merged([Blocks(head, stop - start, gains[head, start])], small_first)
-
-
-def check_importance(importance: ArrayLike) -> Floats:
-    """Return importance as float64; UsageError names the first value that is negative or not finite."""
-    values = np.asarray(importance, dtype=np.float64)
-    if not values.ndim:
-        raise UsageError("importance must have an axis of ranked entries, got a single number")
-    good = np.isfinite(values) & (values >= 0)
-    if not good.all():
-        at = tuple(int(axis) for axis in np.argwhere(~good)[0])
-        raise UsageError(f"importance must be finite and >= 0, got {values[at]} at {list(at)}")
-    return values
+    return merged([Blocks(head, stop - start, gains[head, start])])
 
 
 def without_gap(importance: ArrayLike, protected: int = 0) -> Floats:
@@ -81,9 +70,15 @@ def without_gap(importance: ArrayLike, protected: int = 0) -> Floats:
     The first `protected` entries stay in front in their order, as no ranking decides about them. Solving with it is the
     ablation of the optimality gap; evict with the real ranking (LU-KV, "w/o gap").
     """
-    checked = check_importance(importance)
-    fixed, ranked = checked[..., :protected], checked[..., protected:]
-    return np.concatenate([fixed, -np.sort(-ranked, axis=-1)], axis=-1)
+    checked = check_signals(importance, "importance", 0.0)
+    return np.concatenate([checked[..., :protected], -np.sort(-checked[..., protected:], axis=-1)], axis=-1)
+
+
+def prefix_sums(importance: NDArray[Any]) -> Floats:
+    """Return what is kept of ranked importance at every budget: [..., T] -> float64 [..., T + 1], index = budget."""
+    kept = np.zeros((*importance.shape[:-1], importance.shape[-1] + 1))
+    np.cumsum(importance, axis=-1, dtype=np.float64, out=kept[..., 1:])
+    return kept
 
 
 def recall_curve(importance: ArrayLike) -> Floats:
@@ -91,9 +86,7 @@ def recall_curve(importance: ArrayLike) -> Floats:
 
     A head without any importance has nothing to lose: its recall is 1 at every budget.
     """
-    ranked = check_importance(importance)
-    kept = np.zeros((*ranked.shape[:-1], ranked.shape[-1] + 1))
-    np.cumsum(ranked, axis=-1, out=kept[..., 1:])
+    kept = prefix_sums(check_signals(importance, "importance", 0.0))
     mass = kept[..., -1:]
     return np.divide(kept, mass, out=np.ones_like(kept), where=mass > 0)
 
@@ -186,7 +179,8 @@ class _ByDensity:
         """Take blocks of uncut heads while they fit and are as dense as any prefix of a cut head."""
         while self.left and self.next < len(self.blocks.head):
             window = slice(self.next, self.next + self.left)
-            head, slope = self.blocks.head[window], self.blocks.slope[window]
+            head = self.blocks.head[window]
+            slope = self.blocks.slope[window]
             size = np.where(np.isneginf(self.density[head]), self.blocks.size[window], 0)
             spent = np.cumsum(size)
             fit = int(np.count_nonzero((spent <= self.left) & (slope >= at_least)))
@@ -202,4 +196,5 @@ class _ByDensity:
         gains = self.prefix[head, held + 1 : held + self.left + 1] - self.prefix[head, held]
         density = gains / np.arange(1, self.left + 1)
         longest = len(density) - 1 - int(density[::-1].argmax())
-        self.density[head], self.length[head] = density[longest], longest + 1
+        self.density[head] = density[longest]
+        self.length[head] = longest + 1

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvsearch.budgets.allocator import lift_floors
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import InternalError, UsageError
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import require_known
 from kvsearch.plan.rounding import largest_remainder, water_fill, water_level
 from kvsearch.plan.schema import STATIC, typed_values
 from kvsearch.plan.size import GUARD
@@ -35,8 +35,6 @@ BUILT_IN = {
     "cake": "kvsearch.budgets.cake:CAKEAllocation",
     "lava": "kvsearch.budgets.lava:LAVaAllocation",
 }
-Layers = Literal["dynamic", "planned"]
-Heads = Literal["dynamic", "equal"]
 Order = NDArray[np.integer[Any]]
 
 
@@ -231,26 +229,17 @@ def create_allocation(name: str, params: Mapping[str, object] | None = None) -> 
         if params:
             raise UsageError(f"allocation static has no option {next(iter(params))!r}")
         return None
-    if name not in BUILT_IN:
-        raise UsageError(unknown("allocation", name, allocation_names()))
+    kind = allocation_class(name)
+    fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    allocation: Allocation = kind(**typed_values(params or {}, fields, f"allocation {name}", "option"))
+    return allocation
+
+
+def allocation_class(name: str) -> Any:
+    """Return the class of an allocation other than "static"; UsageError for an unknown name."""
+    require_known("allocation", name, sorted([STATIC, *BUILT_IN]))
     module, _, attribute = BUILT_IN[name].partition(":")
-    found: type[Allocation] = getattr(import_module(module), attribute)
-    fields = {field.name: field.default for field in dataclasses.fields(found)}  # type: ignore[arg-type]
-    return found(**typed_values(params or {}, fields, f"allocation {name}", "option"))
-
-
-def allocation_names() -> list[str]:
-    """Return all names that `create_allocation` knows, sorted."""
-    return sorted([STATIC, *BUILT_IN])
-
-
-def check_modes(name: str, layers: str, heads: str) -> None:
-    """Raise UsageError if a mode is unknown, or nothing is dynamic."""
-    for option, value, known in (("layers", layers, get_args(Layers)), ("heads", heads, get_args(Heads))):
-        if value not in known:
-            raise UsageError(f"{option} must be {' or '.join(known)}, got {value!r}")
-    if "dynamic" not in (layers, heads):
-        raise UsageError(f"allocation {name} with planned layers and equal heads shares nothing: use static")
+    return getattr(import_module(module), attribute)
 
 
 def _part(planned: Ints, floors: Ints, caps: Ints) -> tuple[Ints, Ints, int]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvsearch.budgets.lukv import MarginalSolver
+from kvsearch.budgets.lukv import MarginalSolver, check_reach
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 
@@ -79,7 +79,8 @@ class JointSolver:
             raise UsageError(f"importance must be [policies, layers, kv heads, entries], got shape {list(rows.shape)}")
         low = np.broadcast_to(np.asarray(floors, dtype=np.int64), rows.shape[:3])
         self.singles = [MarginalSolver(one, least, caps) for one, least in zip(rows, low, strict=True)]
-        self.shape, self.length = self.singles[0].shape, self.singles[0].length
+        self.shape = self.singles[0].shape
+        self.length = self.singles[0].length
         curves = [_curves(solver) for solver in self.singles]
         self._curves = [[curves[policy][layer] for policy in range(len(rows))] for layer in range(self.shape[0])]
         self._corners = [_envelope(layer) for layer in self._curves]
@@ -87,7 +88,8 @@ class JointSolver:
         slope = np.concatenate([corners.slope for corners in self._corners])
         layer = np.repeat(np.arange(self.shape[0]), [len(corners.size) for corners in self._corners])
         order = np.lexsort((layer, size, -slope))
-        self._layer, self._slope = layer[order], slope[order]
+        self._layer = layer[order]
+        self._slope = slope[order]
         self._ends = sum(int(corners.entries[0]) for corners in self._corners) + np.cumsum([0, *size[order]])
 
     @property
@@ -115,18 +117,28 @@ class JointSolver:
         Raises:
             UsageError: the total is outside [least, most].
         """
-        return self.solve_many([total])[0]
-
-    def solve_many(self, totals: Sequence[int] | Ints) -> list[JointBudgets]:
-        """Allocate each total on its own; see `solve`."""
-        wanted = [int(total) for total in totals]
-        for total in wanted:
-            if not self.least <= total <= self.most:
-                raise UsageError(
-                    f"total {total} is outside the budgets' reach: at least {self.least}, at most {self.most}"
-                )
-        alone = [self._alone(policy, wanted) for policy in range(len(self.singles))]
-        return [self._solve(total, [one[total] for one in alone if total in one]) for total in wanted]
+        check_reach(total, self.least, self.most)
+        taken = int(np.searchsorted(self._ends, total, side="right")) - 1
+        places = np.bincount(self._layer[:taken], minlength=self.shape[0])
+        policies = np.array([corners.policy[at] for corners, at in zip(self._corners, places, strict=True)])
+        promised = sum(float(corners.kept[at]) for corners, at in zip(self._corners, places, strict=True))
+        left = total - int(self._ends[taken])
+        if not left:
+            return JointBudgets(policies, self._at_corners(places), promised, promised)
+        cut = int(self._layer[taken])
+        slope = float(self._slope[taken])
+        bound = promised + slope * left
+        best = self._best_alone(total)
+        for policy, most in self._worth_trying(cut, int(places[cut]), slope, bound):
+            if best is not None and most <= best.kept:
+                break
+            chosen = policies.copy()
+            chosen[cut] = policy
+            trial = self._under(chosen, total)
+            if trial is not None and (best is None or trial.kept > best.kept):
+                best = trial
+        assert best is not None  # the policies of the corners can meet the total: it is no less than they hold
+        return best._replace(bound=bound)
 
     def simplified(self, found: JointBudgets, share: float) -> JointBudgets:
         """Give layers back the policy that keeps most in all of them, where a policy of their own is hardly worth it.
@@ -136,10 +148,9 @@ class JointSolver:
         that policy does with its own budgets.
         """
         total = int(found.budgets.sum())
-        alone = [one for policy in range(len(self.singles)) for one in self._alone(policy, [total]).values()]
-        if not alone:
+        main = self._best_alone(total)
+        if main is None:
             return found
-        main = max(alone, key=lambda one: one.kept)
         policy = int(main.policies[0])
         whole = np.full(self.shape, self.length)
         enough = share * (self.singles[policy].kept(whole) - main.kept)
@@ -147,11 +158,7 @@ class JointSolver:
         def without(layer: int, chosen: JointBudgets) -> JointBudgets | None:
             policies = chosen.policies.copy()
             policies[layer] = policy
-            solver = MarginalSolver.of_layers(self.singles, policies)
-            if solver.least > total:
-                return None
-            table = solver.solve(total)
-            return JointBudgets(policies, table, solver.kept(table), found.bound)
+            return self._under(policies, total)
 
         trials = {int(layer): without(int(layer), found) for layer in np.flatnonzero(found.policies != policy)}
         cheapest = sorted((found.kept - one.kept, layer) for layer, one in trials.items() if one is not None)
@@ -160,41 +167,20 @@ class JointSolver:
             trial = without(layer, current)
             if trial is not None and current.kept - trial.kept < enough:
                 current = trial
-        return current if current.kept > main.kept else main._replace(bound=found.bound)
+        return (current if current.kept > main.kept else main)._replace(bound=found.bound)
 
-    def _alone(self, policy: int, totals: Sequence[int]) -> dict[int, JointBudgets]:
-        """Return the solutions of a single policy by total, for those that it can meet."""
-        solver, everywhere = self.singles[policy], np.full(self.shape[0], policy)
-        able = [total for total in dict.fromkeys(totals) if total >= solver.least]
-        tables = solver.solve_many(able)
-        return {
-            total: JointBudgets(everywhere, table, solver.kept(table), np.inf)
-            for total, table in zip(able, tables, strict=True)
-        }
+    def _best_alone(self, total: int) -> JointBudgets | None:
+        """Return the best budgets with one policy in all layers, the first of equals; None if none meets the total."""
+        everywhere = [self._under(np.full(self.shape[0], policy), total) for policy in range(len(self.singles))]
+        return max((found for found in everywhere if found is not None), key=lambda found: found.kept, default=None)
 
-    def _solve(self, total: int, alone: Sequence[JointBudgets]) -> JointBudgets:
-        taken = int(np.searchsorted(self._ends, total, side="right")) - 1
-        places = np.bincount(self._layer[:taken], minlength=self.shape[0])
-        policies = np.array([corners.policy[at] for corners, at in zip(self._corners, places, strict=True)])
-        promised = sum(float(corners.kept[at]) for corners, at in zip(self._corners, places, strict=True))
-        left = total - int(self._ends[taken])
-        if not left:
-            return JointBudgets(policies, self._at_corners(places), promised, promised)
-        cut, slope = int(self._layer[taken]), float(self._slope[taken])
-        bound = promised + slope * left
-        best = max(alone, key=lambda one: one.kept, default=None)
-        for policy, most in self._worth_trying(cut, int(places[cut]), slope, bound):
-            if best is not None and most <= best.kept:
-                break
-            chosen = policies.copy()
-            chosen[cut] = policy
-            solver = MarginalSolver.of_layers(self.singles, chosen)
-            if solver.least <= total:
-                table = solver.solve(total)
-                one = JointBudgets(chosen, table, solver.kept(table), bound)
-                best = one if best is None or one.kept > best.kept else best
-        assert best is not None  # the policies of the corners can meet the total: it is no less than they hold
-        return best._replace(bound=bound)
+    def _under(self, policies: Ints, total: int) -> JointBudgets | None:
+        """Return LU-KV's budgets with the policies of layers given, [L], without a bound; None below their floors."""
+        solver = MarginalSolver.of_layers(self.singles, policies)
+        if solver.least > total:
+            return None
+        table = solver.solve(total)
+        return JointBudgets(policies, table, solver.kept(table), np.inf)
 
     def _worth_trying(self, layer: int, place: int, slope: float, bound: float) -> Iterator[tuple[int, float]]:
         """Yield policies of a layer whose envelope is cut after a corner, with what they could keep, the most first.
@@ -203,7 +189,8 @@ class JointSolver:
         the line through the cut piece and the policy's curve.
         """
         corners = self._corners[layer]
-        entries, kept = float(corners.entries[place]), float(corners.kept[place])
+        entries = float(corners.entries[place])
+        kept = float(corners.kept[place])
         gaps = [float((kept + slope * (one.entries - entries) - one.kept).min()) for one in self._curves[layer]]
         first = int(corners.policy[place])  # of equal ones the policy that the layer has
         for policy in sorted(range(len(gaps)), key=lambda policy: (gaps[policy], policy != first)):
@@ -212,7 +199,8 @@ class JointSolver:
     def _at_corners(self, places: Ints) -> Ints:
         table = np.zeros(self.shape, dtype=np.int64)
         for layer, (corners, place) in enumerate(zip(self._corners, places, strict=True)):
-            policy, blocks = int(corners.policy[place]), int(corners.blocks[place])
+            policy = int(corners.policy[place])
+            blocks = int(corners.blocks[place])
             curve = self._curves[layer][policy]
             table[layer] = self.singles[policy].floors[layer]
             np.add.at(table[layer], curve.head[:blocks], curve.size[:blocks])
@@ -222,7 +210,8 @@ class JointSolver:
 def _curves(solver: MarginalSolver) -> list[_Curve]:
     """Return what each layer keeps as its blocks are taken in their order."""
     layers, heads = solver.shape
-    blocks, floors = solver.blocks, solver.floors
+    blocks = solver.blocks
+    floors = solver.floors
     held = solver.kept_by_head(floors).sum(axis=1)
     order = np.argsort(blocks.head // heads, kind="stable")
     ends = np.searchsorted(blocks.head[order] // heads, np.arange(layers + 1))

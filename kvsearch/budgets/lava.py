@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import numpy as np
 
 from kvsearch.budgets.adakv import check_floor_share, head_order, split_heads
-from kvsearch.budgets.dynamic import Allocation, Heads, Layers, Order, check_modes
+from kvsearch.budgets.dynamic import Allocation, Order
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
+from kvsearch.core.naming import require_known
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
     from kvsearch.policies.base import Observation, Policy
+
+
+Layers = Literal["dynamic", "planned"]
+Heads = Literal["dynamic", "equal"]
 
 
 def layer_entropy(scores: Tensor) -> Tensor:
@@ -61,7 +66,10 @@ class LAVaAllocation(Allocation):
 
     def __post_init__(self) -> None:
         check_floor_share(self.floor_share)
-        check_modes(self.name, self.layers, self.heads)
+        require_known("layers", self.layers, get_args(Layers))
+        require_known("heads", self.heads, get_args(Heads))
+        if not (self.shares_layers or self.shares_heads):
+            raise UsageError("allocation lava with planned layers and equal heads shares nothing: use static")
 
     @property
     def shares_layers(self) -> bool:

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Signals, check_bounds, check_signals, lift_floors
+from kvsearch.budgets.allocator import Signals, check_at_least, check_bounds, check_shape, check_signals, lift_floors
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.plan.rounding import water_fill
@@ -49,8 +49,7 @@ class LossCurves:
         if len(self.budgets) < 2 or sorted(set(self.budgets)) != list(self.budgets) or self.budgets[0] < 1:
             told = ", ".join(map(str, self.budgets)) or "none"
             raise UsageError(f"loss curves need two or more ascending budgets of 1 entry or more, got {told}")
-        if self.least is not None and self.least < 1:
-            raise UsageError(f"loss curves begin at 1 entry or more, got {self.least}")
+        check_at_least(1, least=self.least)
 
     def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
         """Allocate `total` entries by losses [L, len(budgets) - 1] in any unit; heads of a layer share equally.
@@ -66,12 +65,12 @@ class LossCurves:
         """
         low, high = check_bounds(total, floors, caps)
         losses = check_signals(signals, "losses")
-        if losses.shape != (len(low), len(self.budgets) - 1):
-            raise UsageError(f"losses must be {[len(low), len(self.budgets) - 1]}, got shape {list(losses.shape)}")
+        check_shape(losses, "losses", (len(low), len(self.budgets) - 1))
         if not low.size:
             return low
         knots, curves = self.curves(losses)
-        have, gain = lift_floors(int(knots[0]), total, low, high), np.diff(-curves, axis=1) / np.diff(knots)
+        have = lift_floors(int(knots[0]), total, low, high)
+        gain = np.diff(-curves, axis=1) / np.diff(knots)
         sums = _bought(np.maximum(gain, 0.0), knots * low.shape[1], total, have.sum(axis=1), high.sum(axis=1))
         rows = zip(sums.tolist(), have, high, strict=True)
         return np.stack([water_fill(np.ones(low.shape[1]), kept, *bounds) for kept, *bounds in rows])
@@ -90,7 +89,8 @@ class LossCurves:
         """Return the knots [K] of the curves, in entries per kv head, and convex losses there, [L, K]."""
         known = np.array(self.budgets, dtype=np.int64)
         whole = np.concatenate([np.maximum(losses, 0.0), np.zeros((len(losses), 1))], axis=1)
-        hull, first = convex(known.astype(np.float64), whole), self.budgets[0]
+        hull = convex(known.astype(np.float64), whole)
+        first = self.budgets[0]
         least = first if self.least is None else min(self.least, first)
         halvings = math.ceil(math.log2(first / least))
         below = np.unique(np.geomspace(least, first, halvings + 1).round().astype(np.int64))[:-1]

@@ -4,51 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvsearch.budgets.convex import check_importance, merged, sorted_blocks, spend_leftover
+from kvsearch.budgets.allocator import check_floors, check_signals
+from kvsearch.budgets.convex import merged, prefix_sums, sorted_blocks, spend_leftover
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import GRID
-
-Split = Literal["best", "partial_block"]
 
 
 class MarginalSolver:
     """Allocates any total over the heads of one importance table (LU-KV, Algorithm 1).
 
     Floors are granted first and the rest is pooled and sorted once; a solution is then the longest run of whole blocks
-    that fits, with the leftover placed by the split rule: `best` compares candidates by true importance,
-    `partial_block` cuts the next block short as the paper does, with ties between heads in their order. As the total
-    rises, `best` may move a leftover from one head to another, by less than the block that is split.
+    that fits, and `spend_leftover` places the rest where it keeps most of the true importance: no less than where the
+    next block is cut short, as in the paper. As the total rises, a leftover may move from one head to another, by less
+    than the block that is split.
 
     Args:
         importance: [L, Hkv, T] oracle importance >= 0 in the ranking's order, protected entries first.
         floors: least entries per head, broadcasts to [L, Hkv].
         caps: most entries per head, broadcasts to [L, Hkv]; T where it is larger or None.
-        split: the split rule.
 
     Raises:
-        UsageError: importance is negative, not finite or not [L, Hkv, T]; floors are outside [0, caps]; unknown split.
+        UsageError: importance is negative, not finite or not [L, Hkv, T]; floors are outside [0, caps].
     """
 
-    def __init__(
-        self, importance: ArrayLike, floors: ArrayLike = 0, caps: ArrayLike | None = None, split: Split = "best"
-    ) -> None:
-        checked = check_importance(importance)
+    def __init__(self, importance: ArrayLike, floors: ArrayLike = 0, caps: ArrayLike | None = None) -> None:
+        checked = check_signals(importance, "importance", 0.0)
         if checked.ndim != 3:
             raise UsageError(f"importance must be [layers, kv heads, entries], got shape {list(checked.shape)}")
-        if split not in get_args(Split):
-            raise UsageError(f"unknown split rule {split!r} (known: {', '.join(get_args(Split))})")
-        self.shape, self.length, self.split = checked.shape[:2], checked.shape[2], split
+        self.shape = checked.shape[:2]
+        self.length = checked.shape[2]
         rows = checked.reshape(-1, self.length)
-        self._floors, self._caps = _head_bounds(floors, caps, self.shape, self.length)
-        self._prefix = np.zeros((len(rows), self.length + 1))
-        np.cumsum(rows, axis=1, out=self._prefix[:, 1:])
-        self.blocks = sorted_blocks(rows, self._floors, self._caps, small_first=split == "best")
+        try:
+            low = np.broadcast_to(np.asarray(floors, dtype=np.int64), self.shape)
+            high = np.broadcast_to(np.asarray(self.length if caps is None else caps, dtype=np.int64), self.shape)
+        except ValueError:
+            layers, heads = self.shape
+            raise UsageError(f"floors or caps do not fit {layers} layers of {heads} kv heads") from None
+        high = np.minimum(high, self.length)
+        check_floors(low, high)
+        self._floors = low.ravel()
+        self._caps = high.ravel()
+        self._prefix = prefix_sums(rows)
+        self.blocks = sorted_blocks(rows, self._floors, self._caps)
         self._ends = self.least + np.concatenate([[0], np.cumsum(self.blocks.size)])
 
     @classmethod
@@ -56,13 +58,16 @@ class MarginalSolver:
         """Return the solver of a table whose layers come from those of `solvers`, `chosen` [L] says which."""
         made = copy(solvers[0])
         source = np.repeat(chosen, made.shape[1])  # of each head
-        made._prefix, made._floors = made._prefix.copy(), made._floors.copy()
+        made._prefix = made._prefix.copy()
+        made._floors = made._floors.copy()
         parts = []
         for number in np.unique(chosen):
-            solver, mine = solvers[number], source == number
-            made._prefix[mine], made._floors[mine] = solver._prefix[mine], solver._floors[mine]
+            solver = solvers[number]
+            mine = source == number
+            made._prefix[mine] = solver._prefix[mine]
+            made._floors[mine] = solver._floors[mine]
             parts.append(solver.blocks.of_heads(mine))
-        made.blocks = merged(parts, small_first=made.split == "best")
+        made.blocks = merged(parts)
         made._ends = made.least + np.concatenate([[0], np.cumsum(made.blocks.size)])
         return made
 
@@ -103,20 +108,25 @@ class MarginalSolver:
     def solve_many(self, totals: Sequence[int] | Ints) -> Ints:
         """Allocate each total on its own: int64 [len(totals), L, Hkv]; UsageError outside [least, most]."""
         wanted = np.asarray(totals, dtype=np.int64)
-        for total in wanted[(wanted < self.least) | (wanted > self.most)][:1]:
-            raise UsageError(f"total {total} is outside the budgets' reach: at least {self.least}, at most {self.most}")
+        for total in wanted.tolist():
+            check_reach(total, self.least, self.most)
         solved = np.empty((len(wanted), len(self._floors)), dtype=np.int64)
         taken = np.searchsorted(self._ends, wanted, side="right") - 1
-        whole, reached = self._floors.copy(), 0
+        whole = self._floors.copy()
+        reached = 0
         for row in np.argsort(wanted, kind="stable"):
             np.add.at(whole, self.blocks.head[reached : taken[row]], self.blocks.size[reached : taken[row]])
             reached = int(taken[row])
-            solved[row], left = whole, int(wanted[row] - self._ends[reached])
-            if left and self.split == "best":
+            solved[row] = whole
+            if left := int(wanted[row] - self._ends[reached]):
                 solved[row] = spend_leftover(self._prefix, self._caps, self.blocks, reached, whole, left)
-            elif left:
-                solved[row, self.blocks.head[reached]] += left
         return solved.reshape(-1, *self.shape)
+
+
+def check_reach(total: int, least: int, most: int) -> None:
+    """Raise UsageError if a total is outside what the bounds of heads admit."""
+    if not least <= total <= most:
+        raise UsageError(f"total {total} is outside the budgets' reach: at least {least}, at most {most}")
 
 
 def profile_grid(solver: MarginalSolver) -> NDArray[np.float32]:
@@ -125,22 +135,12 @@ def profile_grid(solver: MarginalSolver) -> NDArray[np.float32]:
     Row k - 1 keeps round_half_up((1 - k / 100) * T * L * Hkv) entries, or the nearest total within the bounds; its
     entries are 1 - budget / T (LU-KV, section 5; kvpress' curve array).
     """
-    entries = solver.length * solver.shape[0] * solver.shape[1]
-    totals = (2 * (100 - np.arange(1, GRID + 1)) * entries + 100) // 200
+    totals = grid_totals(solver.length * solver.shape[0] * solver.shape[1])
     budgets = solver.solve_many(np.clip(totals, solver.least, solver.most))
     ratios: NDArray[np.float32] = (1.0 - budgets / solver.length).astype(np.float32)
     return ratios
 
 
-def _head_bounds(floors: ArrayLike, caps: ArrayLike | None, shape: tuple[int, ...], length: int) -> tuple[Ints, Ints]:
-    try:
-        low = np.broadcast_to(np.asarray(floors, dtype=np.int64), shape).ravel()
-        high = np.broadcast_to(np.asarray(length if caps is None else caps, dtype=np.int64), shape).ravel()
-    except ValueError:
-        raise UsageError(f"floors or caps do not fit {shape[0]} layers of {shape[1]} kv heads") from None
-    high = np.minimum(high, length)
-    wrong = np.flatnonzero((low < 0) | (low > high))
-    if wrong.size:
-        at = wrong[0]
-        raise UsageError(f"a floor must be in [0, cap]: head {at} has floor {low[at]} and cap {high[at]}")
-    return low, high
+def grid_totals(entries: int) -> Ints:
+    """Return what is kept of so many entries at the global eviction ratios 0.01 ... 0.99, halves upward, int64 [99]."""
+    return (2 * (100 - np.arange(1, GRID + 1, dtype=np.int64)) * entries + 100) // 200

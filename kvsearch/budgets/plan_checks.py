@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from kvsearch.budgets.dynamic import Allocation, create_allocation
+from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.core.errors import UsageError
 from kvsearch.core.parsing import list_problems
 from kvsearch.plan.yaml import layer_ranges
@@ -13,7 +12,7 @@ from kvsearch.policies.base import Policy
 from kvsearch.policies.registry import policy_of
 
 if TYPE_CHECKING:
-    from kvsearch.plan import LayerPlan, Plan, PolicySpec
+    from kvsearch.plan import Plan
 
 MOST_HEADS = 8  # that a message names
 
@@ -26,64 +25,41 @@ def check_plan(plan: Plan, name: str) -> None:
             entries, policies whose entries the allocation cannot share; all of it in one message.
         EnvironmentFault: a policy comes from a package that cannot be imported.
     """
-    problems = [
-        problem
-        for phase in ("prefill", "decode")
-        if (part := getattr(plan, phase)) is not None
-        for problem in _phase_problems(phase, part.layers, plan.length)
-    ]
-    problems += _allocation_problems(plan)
-    if problems:
-        raise UsageError(list_problems(problems, name))
-
-
-def _allocation_problems(plan: Plan) -> Iterator[str]:
-    """Yield what is wrong with the allocation, and in which phases and layers it does not suit the policy."""
+    problems: list[str] = []
+    sharing: list[str] = []
+    allocation = None
     try:
         allocation = create_allocation(plan.allocation.name, plan.allocation.params)
     except UsageError as error:
-        yield f"allocation: {error}"
-        return
-    if allocation is None:
-        return
-    for phase in ("prefill", "decode"):
-        told: list[PolicySpec] = []
-        for index, layer in enumerate(getattr(getattr(plan, phase), "layers", ())):
-            if layer is None or layer.policy in told:
+        sharing.append(f"allocation: {error}")
+    for phase, part in plan.phases.items():
+        unusable: dict[str, list[int]] = {}
+        small: list[str] = []
+        shared: set[Policy] = set()
+        for index, layer in enumerate(part.layers):
+            if layer is None:
                 continue
-            told.append(layer.policy)
-            yield from _sharing_problem(allocation, layer.policy, f"{phase}.layers.{index}")
-
-
-def _sharing_problem(allocation: Allocation, spec: PolicySpec, place: str) -> Iterator[str]:
-    try:
-        policy = policy_of(spec)
-    except UsageError:
-        return  # told already
-    try:
-        allocation.check(policy, place)
-    except UsageError as error:
-        yield str(error)
-
-
-def _phase_problems(phase: str, layers: Iterable[LayerPlan | None], length: int | None) -> Iterator[str]:
-    planned = {index: layer for index, layer in enumerate(layers) if layer is not None}
-    unusable: dict[str, list[int]] = {}
-    small = []
-    for index, layer in planned.items():
-        try:
-            policy = policy_of(layer.policy)
-            if phase == "decode" and (problem := policy.no_decode_rule()) is not None:
-                raise UsageError(problem)
-        except UsageError as error:
-            unusable.setdefault(str(error), []).append(index)
-            continue
-        problem = _budget_problem(policy, layer.budget, length)
-        small += [f"{phase}.layers.{index}.budget: {problem}"] if problem else []
-    for what, where in unusable.items():
-        others = f" (and in layers {', '.join(layer_ranges(where[1:]))})" if where[1:] else ""
-        yield f"{phase}.layers.{where[0]}.policy{others}: {what}"
-    yield from small
+            try:
+                policy = policy_of(layer.policy)
+                if phase == "decode" and (problem := policy.no_decode_rule()) is not None:
+                    raise UsageError(problem)
+            except UsageError as error:
+                unusable.setdefault(str(error), []).append(index)
+                continue
+            if problem := _budget_problem(policy, layer.budget, plan.length):
+                small.append(f"{phase}.layers.{index}.budget: {problem}")
+            if allocation is not None and policy not in shared:
+                shared.add(policy)
+                try:
+                    allocation.check(policy, f"{phase}.layers.{index}")
+                except UsageError as error:
+                    sharing.append(str(error))
+        for problem, (first, *others) in unusable.items():
+            more = f" (and in layers {', '.join(layer_ranges(others))})" if others else ""
+            problems.append(f"{phase}.layers.{first}.policy{more}: {problem}")
+        problems += small
+    if problems + sharing:
+        raise UsageError(list_problems(problems + sharing, name))
 
 
 def _budget_problem(policy: Policy, budget: tuple[int, ...], length: int | None) -> str | None:

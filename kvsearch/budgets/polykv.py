@@ -7,9 +7,17 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Signals, check_bounds, check_signals, lift_floors, share_above
+from kvsearch.budgets.allocator import (
+    Signals,
+    check_at_least,
+    check_bounds,
+    check_shape,
+    check_signals,
+    lift_floors,
+    share_above,
+)
 from kvsearch.core.arrays import Floats, Ints
-from kvsearch.core.errors import UsageError
+from kvsearch.core.naming import require_known
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.plan.size import round_half_up
 
@@ -37,10 +45,8 @@ class Proportional:
     least: int | None = None
 
     def __post_init__(self) -> None:
-        if self.direction not in get_args(Direction):
-            raise UsageError(f"unknown direction {self.direction!r} (known: {', '.join(get_args(Direction))})")
-        if self.least is not None and self.least < 0:
-            raise UsageError(f"least must be 0 or more entries, got {self.least}")
+        require_known("direction", self.direction, get_args(Direction))
+        check_at_least(0, least=self.least)
 
     def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
         """Allocate `total` entries by sensitivities [L] or [L, Hkv]: int64 [L, Hkv].
@@ -51,10 +57,7 @@ class Proportional:
         """
         low, high = check_bounds(total, floors, caps)
         given = check_signals(signals, "sensitivities")
-        if given.shape not in (low.shape, low.shape[:1]):
-            raise UsageError(
-                f"sensitivities must be {list(low.shape[:1])} or {list(low.shape)}, got shape {list(given.shape)}"
-            )
+        check_shape(given, "sensitivities", low.shape[:1], low.shape)
         if not low.size:
             return low
         least = round_half_up(total / low.size / 10) if self.least is None else self.least

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Signals, check_bounds, lift_floors, share_above
+from kvsearch.budgets.allocator import Signals, check_at_least, check_bounds, lift_floors, share_above
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.plan.size import round_down
@@ -38,8 +38,7 @@ class Pyramid:
     def __post_init__(self) -> None:
         if not 1 <= self.beta < math.inf:
             raise UsageError(f"beta must be finite and 1 or more, got {self.beta}")
-        if self.window < 0:
-            raise UsageError(f"window must be 0 or more, got {self.window}")
+        check_at_least(0, window=self.window)
 
     def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:  # noqa: ARG002
         """Allocate `total` entries over the [L, Hkv] heads of `floors`; the signals are not read.

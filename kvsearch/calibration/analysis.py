@@ -17,7 +17,8 @@ from kvsearch.core.parsing import shown
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import BY_PATTERN, CONTEXT, ROWS_ENTROPY
 
-STABLE, DOUBTFUL = 0.8, 0.5
+STABLE = 0.8
+DOUBTFUL = 0.5
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def signal_stability(profile: Profile) -> dict[str, float]:
     found: dict[str, float] = {}
     for name in (*BY_PATTERN, ROWS_ENTROPY):
         if name in arrays and len(np.unique(arrays[CONTEXT])) > 1:
-            values, inner = arrays[name].astype(np.float64), 1 if name == ROWS_ENTROPY else 2
+            values = arrays[name].astype(np.float64)
+            inner = 1 if name == ROWS_ENTROPY else 2
             conditions = values.reshape(len(values), -1, math.prod(values.shape[-inner:]))
             found[name] = _mean(
                 [_left_out(_by_text(conditions[:, n], arrays[CONTEXT])) for n in range(conditions.shape[1])]
@@ -165,20 +167,18 @@ def fit_gain(profile: Profile) -> FitGain | None:
     loss = profile.arrays["fit_loss"].astype(np.float64)
     tau1, tau2 = _array(profile, "fit_exponents")[least_loss(loss)].tolist()
     gains = loss[0] - loss  # [pairs, questions] over the first pair, (1, 1)
+    held_out = float("nan")
+    if loss.shape[1] > 1:
+        by_even = gains[least_loss(loss[:, 1::2]), ::2]
+        by_odd = gains[least_loss(loss[:, ::2]), 1::2]
+        held_out = float(np.concatenate([by_odd, by_even]).mean())
     return FitGain(
         tau1,
         tau2,
         plain=float(loss[0].mean()),
         seen=float(gains[least_loss(loss)].mean()),
-        held_out=_held_out(loss, gains) if loss.shape[1] > 1 else float("nan"),
+        held_out=held_out,
     )
-
-
-def _held_out(loss: Floats, gains: Floats) -> float:
-    """Return the mean gain on each half of the questions of what the other half chooses."""
-    odd, even = slice(0, None, 2), slice(1, None, 2)
-    halves = [gains[least_loss(loss[:, one]), other] for one, other in ((odd, even), (even, odd))]
-    return float(np.concatenate(halves).mean())
 
 
 def least_loss(loss: NDArray[np.floating[Any]]) -> int:
@@ -190,7 +190,8 @@ def spearman(a: Floats, b: Floats) -> float:
     """Return the rank correlation with ties at their mean rank; 1 for two constant rows, 0 if one is constant."""
     from scipy.stats import rankdata
 
-    x, y = rankdata(a) - (len(a) + 1) / 2, rankdata(b) - (len(b) + 1) / 2
+    x = rankdata(a) - (len(a) + 1) / 2
+    y = rankdata(b) - (len(b) + 1) / 2
     spread = float(np.sqrt((x**2).sum() * (y**2).sum()))
     if spread == 0:
         return float(not x.any() and not y.any())

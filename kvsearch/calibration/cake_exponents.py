@@ -7,7 +7,6 @@ answers are teacher-forced while all layers see only what the policy keeps. The 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -47,22 +46,6 @@ PLAIN: Pair = (1.0, 1.0)
 PAIRS = (PLAIN, *(pair for pair in product(TEMPERATURES, TEMPERATURES) if pair != PLAIN))
 
 
-@dataclass(frozen=True, eq=False)
-class ExponentFit:
-    """What the pairs (tau1, tau2) cost: `loss` [pairs, questions] fp32, nats that an answer diverges, over its tokens.
-
-    Answers of which the eviction touches no token are left out.
-    """
-
-    pairs: tuple[Pair, ...]
-    loss: NDArray[np.float32]
-
-    @property
-    def chosen(self) -> Pair:
-        """The pair with the least mean loss; the first of equals."""
-        return self.pairs[least_loss(self.loss)]
-
-
 class Dispersion(NamedTuple):
     """What CAKE's preference for a layer is made of, and the ranks of the prompt there."""
 
@@ -75,7 +58,7 @@ class CakeCalibration(DynamicCalibration[CakeOptions]):
     """CAKE's decisions, with exponents as the options say.
 
     Fitted ones leave all that was tried in the profile: "fit_exponents", float64 [25, 2], (tau1, tau2) by row, and
-    "fit_loss", float32 [25, questions], see `ExponentFit`.
+    "fit_loss", float32 [25, questions], what they cost.
     """
 
     def prepare(self) -> list[CalibrationPrompt]:
@@ -107,15 +90,18 @@ class CakeCalibration(DynamicCalibration[CakeOptions]):
             settings["tuned_for"] = options.tuned_for
         elif options.exponents == "fit":
             first, progress = _halves(progress)
-            fit = self.fit(first)
-            pair = fit.chosen
-            arrays = {"fit_exponents": np.array(fit.pairs), "fit_loss": fit.loss}
+            loss = self.fit(first)
+            pair = PAIRS[least_loss(loss)]
+            arrays = {"fit_exponents": np.array(PAIRS), "fit_loss": loss}
             settings |= {"fit_ratio": options.fit_ratio, "answer_tokens": options.answer_tokens}
         profile = self.average(CAKEAllocation(*pair, options.window), prompts, progress)
         return extended(profile, settings, arrays)
 
-    def fit(self, progress: Progress | None = None) -> ExponentFit:
+    def fit(self, progress: Progress | None = None) -> NDArray[np.float32]:
         """Measure what the answers lose under every pair of `PAIRS` at the global eviction ratio `fit_ratio`.
+
+        That is [pairs, questions], nats that an answer diverges, over its tokens; answers of which the eviction touches
+        no token are left out.
 
         Raises:
             UsageError: a prompt is too short, the ratio leaves less than what is always kept, or no answer is long
@@ -131,7 +117,7 @@ class CakeCalibration(DynamicCalibration[CakeOptions]):
                 "no answer is long enough to fit exponents: with the question in the prompt, eviction changes the "
                 "second token of an answer first; use protocol question-agnostic, or exponents auto or fixed"
             )
-        return ExponentFit(PAIRS, np.stack(losses, 1).astype(np.float32))
+        return np.stack(losses, 1).astype(np.float32)
 
     def prompts_to_fit(self) -> list[CalibrationPrompt]:
         """Return the prompts with their answers; errors as `fit`."""
@@ -194,7 +180,7 @@ def _of_answer(passed: DensePass[Dispersion], after: Continuation, budgets: list
     known: dict[bytes, float] = {}
     for given in budgets:
         if given.tobytes() not in known:
-            kept = {row: layer.ranks < layer.ranks.new_tensor(few)[:, None]
-                    for row, (layer, few) in enumerate(zip(passed.noted, given.tolist(), strict=True))}  # fmt: skip
+            rows = zip(passed.noted, given.tolist(), strict=True)
+            kept = {row: layer.ranks < layer.ranks.new_tensor(few)[:, None] for row, (layer, few) in enumerate(rows)}
             known[given.tobytes()] = divergence(full, passed.logits_seeing(tokens, kept)[after.predicting])
     return np.array([known[given.tobytes()] for given in budgets])

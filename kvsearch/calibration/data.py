@@ -154,7 +154,8 @@ class CalibrationData:
             raise UsageError(f"a calibration needs at least one question, got {questions}")
         if not self.questions:
             raise UsageError(f"the contexts of {self.name} have no questions to limit: leave --questions out")
-        kept, left = [], questions
+        kept = []
+        left = questions
         for context in self.contexts:
             if left > 0:
                 kept.append(replace(context, questions=context.questions[:left], taken=context.taken[:left]))

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.dynamic import Allocation, LayerDemand, shared_budgets
+from kvsearch.budgets.lukv import grid_totals
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import DynamicOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
 from kvsearch.calibration.steps import StepCache
-from kvsearch.calibration.tables import HELD_OUT, RatioTables, checkable, folds_of, grid_totals
+from kvsearch.calibration.tables import HELD_OUT, RatioTables, checkable, folds_of
 from kvsearch.core.arrays import Ints
 from kvsearch.core.progress import Progress, counted
 from kvsearch.models.architecture import describe
@@ -120,8 +121,7 @@ def full_pass(
     """Read one prompt, and `look` in every full-attention layer at what `policy` needs and what `more` is asked for."""
     check_rotary(loaded.model, [policy])
     needs = dict.fromkeys(describe(loaded.model).full_layers, (policy.needs(), more))
-    ids, refusal = prompt.ids.to(loaded.device), prompt.refusal(loaded.name)
-    return DensePass(loaded.model, needs, look, ids, refusal=refusal)
+    return DensePass(loaded.model, needs, look, prompt.ids.to(loaded.device), refusal=prompt.refusal(loaded.name))
 
 
 def decisions(allocation: Allocation, demands: Sequence[LayerDemands], length: int, floor: int) -> Ints:
@@ -130,7 +130,8 @@ def decisions(allocation: Allocation, demands: Sequence[LayerDemands], length: i
     Every head keeps `floor` entries at least, and the rows whose totals do not reach that just those.
     """
     shape = (len(demands), demands[0].ordered.shape[1])
-    floors, caps = np.full(shape, floor, dtype=np.int64), np.full(shape, length, dtype=np.int64)
+    floors = np.full(shape, floor, dtype=np.int64)
+    caps = np.full(shape, length, dtype=np.int64)
     # as a rule the order of the most entries that can be free serves all that are fewer
     most = None if isinstance(allocation, AdaKVAllocation) and allocation.normalize else shape[1] * (length - floor)
 
@@ -140,7 +141,7 @@ def decisions(allocation: Allocation, demands: Sequence[LayerDemands], length: i
     return np.stack(
         [
             shared_budgets(allocation, even_budgets(total, floors, caps), floors, caps, demand)
-            for total in grid_totals(length, floors.size, floor).tolist()
+            for total in np.maximum(grid_totals(length * floors.size), floor * floors.size).tolist()
         ]
     )
 

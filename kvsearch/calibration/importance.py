@@ -82,7 +82,8 @@ class ImportancePass(DensePass[RankedContext]):
         check_rotary(model, policies)
         needs = [*(policy.needs() for policy in policies), Needs(projection=True), more]
         super().__init__(model, dict.fromkeys(describe(model).full_layers, needs), observe, context, refusal=refusal)
-        self.group, self.plus = group, plus
+        self.group = group
+        self.plus = plus
 
     def ranks(self, policy: int = 0) -> Tensor:
         """Return the ranks under the policy of that index, [L, Hkv, T] int32 on the CPU."""
@@ -94,7 +95,8 @@ class ImportancePass(DensePass[RankedContext]):
         importance = []
         with self.following(tokens, output_hidden_states=self.plus) as output:
             for layer in self.continuations():
-                length, how = layer.prompt[0].shape[2], layer.logits
+                length = layer.prompt[0].shape[2]
+                how = layer.logits
                 rows = (layer.query, layer.keys, layer.noted.norms, length, how.scaling, how.softcap, self.group)
                 weights = residual_weights(output.hidden_states[layer.index]) if self.plus else None
                 importance.append(importance_rows(*rows, sinks=how.sinks, weights=weights)[0].cpu())

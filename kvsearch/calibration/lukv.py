@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvsearch.budgets.convex import oracle_recall_curve, recall_curve, without_gap
+from kvsearch.budgets.convex import oracle_recall_curve, prefix_sums, recall_curve, without_gap
 from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.calibration.importance import NODES, ImportancePass, QuestionImportance, integrated_gradients
 from kvsearch.calibration.methods import Calibration
@@ -38,6 +38,7 @@ from kvsearch.calibration.tables import (
     checkable,
     floor_entries,
     folds_of,
+    sampled,
 )
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError, UsageError
@@ -117,35 +118,30 @@ class LukvCalibration(Calibration[LukvOptions]):
         options = self.options
         if options.answers == "own":
             prompts = with_own_replies(self.loaded, prompts, options.answer_tokens)
-        summary = _Summary(policy, options)
-        in_nats: list[MeasuredQuestion] = []
-        arrays: dict[str, NDArray[Any]] = {}
+        measuring = measure_importance(self.loaded, prompts, policy, options, compared_policies)
+        questions = list(counted(measuring, self.data.questions, progress))
         is_checked = options.check and options.aggregate == "ratios" and checkable(self.data)
-        questions = measure_importance(self.loaded, prompts, policy, options, compared_policies)
-        for question in counted(questions, self.data.questions, progress):
-            if options.normalization in IN_NATS:
-                in_nats.append(question)  # the weights come from all questions together: effects are noisy one by one
-            else:
-                summary.add(question, 1 / question.scale)
-        if in_nats:
-            effects = np.stack([question.effect for question in in_nats])
-            weights = layer_weights(effects.sum(0), in_nats)
-            for question in in_nats:
-                summary.add(question, weights)
+        tables = RatioTables(policy, options.minimum)
+        if options.normalization in IN_NATS:
+            # the weights come from all questions together: effects are noisy one by one
+            effects = np.stack([question.effect for question in questions])
+            weights = layer_weights(effects.sum(0), questions)
+            arrays = _summarize(questions, [weights] * len(questions), tables, options)
             if is_checked:
-                arrays[HELD_OUT] = _held_out(in_nats, effects, folds_of(self.data), policy, options)
-            worth = np.stack([effects.mean(0), effects.std(0) / len(in_nats) ** 0.5])
+                arrays[HELD_OUT] = _held_out(questions, effects, folds_of(self.data), policy, options)
+            worth = np.stack([effects.mean(0), effects.std(0) / len(questions) ** 0.5])
             arrays["layer_worth"] = worth.astype(np.float32)
-        elif is_checked:
-            arrays[HELD_OUT] = summary.tables.held_out(folds_of(self.data))
+        else:
+            arrays = _summarize(questions, [1 / question.scale for question in questions], tables, options)
+            if is_checked:
+                arrays[HELD_OUT] = tables.held_out(folds_of(self.data))
         settings = {**options.texts(self.data), **options.settings()}
         if named := tuple(choices(policy)):
             settings["choices"] = named
-        tables = summary.tables
         rivals = [compared.spec for compared in compared_policies]
         floor = tables.floor(tables.length)
         metadata = self.describe(policy.spec, "lukv", settings, tables.lengths, floor, rivals)
-        return Profile(metadata, {**summary.arrays(), **arrays})
+        return Profile(metadata, arrays)
 
 
 def reply_work(prompts: Sequence[CalibrationPrompt], options: AnsweredOptions) -> Work:
@@ -185,13 +181,11 @@ def _measure_prompt(
         refusal = prompt.refusal(loaded.name)
         policies = [policy, *other_choices, *compared_policies]
         context_pass = ImportancePass(loaded.model, policies, prompt.ids.to(loaded.device), options.group, refusal)
-        ranks = context_pass.ranks()
-        order = torch.argsort(ranks, dim=-1)
-        choice_ranks = [context_pass.ranks(1 + number) for number in range(len(other_choices))]
-        first_compared = 1 + len(other_choices)
-        compared_orders = [
-            context_pass.ranks(first_compared + number).argsort(-1) for number in range(len(compared_policies))
-        ]
+        ranks, *others = (context_pass.ranks(number) for number in range(len(policies)))
+        order = ranks.argsort(-1)
+        choice_ranks = others[: len(other_choices)]
+        compared_orders = [compared.argsort(-1) for compared in others[len(other_choices) :]]
+        lengths = [max(1, round(share * prompt.length)) for share in RECALL_AT]
         protected = ranks < policy.protected(prompt.length)
         for continuation in prompt.continuations:
             question = context_pass.ask(continuation.tokens.to(loaded.device))
@@ -203,7 +197,12 @@ def _measure_prompt(
                 scale=_scale(question.importance, protected, options.normalization).double().numpy(),
                 effect=_effects(context_pass, continuation, question, protected, options.normalization),
                 context=prompt.context,
-                kept=np.array([_kept_importance(question.importance, ranks) for ranks in choice_ranks]),
+                kept=np.array(
+                    [
+                        [(question.importance.double() * (chosen < length)).sum((1, 2)).numpy() for length in lengths]
+                        for chosen in choice_ranks
+                    ]
+                ),
                 curves=np.array(
                     [_kept_curve(question.importance.gather(-1, order).numpy()) for order in compared_orders]
                 ),
@@ -271,81 +270,54 @@ def _held_out(
     return np.array(tables, dtype=np.float32)
 
 
-class _Summary:
-    """Running means over the questions, so that one question's importance is in memory at a time."""
+def _summarize(
+    questions: Sequence[MeasuredQuestion], weights: Sequence[Floats], tables: RatioTables, options: LukvOptions
+) -> dict[str, NDArray[Any]]:
+    """Return what the questions say together; `weights` [L] make the layers of each comparable.
 
-    def __init__(self, policy: Policy, options: LukvOptions) -> None:
-        self.options = options
-        self.tables = RatioTables(policy, options.minimum)
-        self._curves: list[NDArray[np.float64]] = []  # [3, L, Hkv, 101]: recall, the oracle's, importance kept
-        self._mean: NDArray[np.float64] | None = None
-        self._kept: list[NDArray[np.float64]] = []  # [C, len(RECALL_AT)] shares of the comparable importance
-        self._by_policy: NDArray[np.float64] | None = None  # [1 + R, L, Hkv, KEPT_POINTS], a sum over the questions
-
-    def add(self, question: MeasuredQuestion, weights: NDArray[np.float64]) -> None:
-        """Take in one question; `weights` [L] make its layers comparable."""
-        values = question.importance.astype(np.float64) * weights[:, None, None]
+    The table of every question goes into `tables`.
+    """
+    curves = []  # [3, L, Hkv, 101]: recall, the oracle's, importance kept
+    recalls = []  # [C, len(RECALL_AT)] shares of the comparable importance
+    by_policy = []  # [1 + R, L, Hkv, KEPT_POINTS]
+    solved = []
+    for question, weight in zip(questions, weights, strict=True):
+        values = question.importance.astype(np.float64) * weight[:, None, None]
         length = values.shape[-1]
         by_layer = values.sum((1, 2))
         total = question.importance.sum((1, 2), dtype=np.float64)
         if question.kept.size and by_layer.sum() > 0:
-            weight = np.divide(by_layer, total, out=np.zeros_like(total), where=total > 0)
-            self._kept.append(question.kept @ weight / by_layer.sum())
+            scale = np.divide(by_layer, total, out=np.zeros_like(total), where=total > 0)
+            recalls.append(question.kept @ scale / by_layer.sum())
         if len(question.curves):
-            curves = np.concatenate([_kept_curve(question.importance)[None], question.curves])
-            curves *= weights[:, None, None]
-            self._by_policy = curves if self._by_policy is None else self._by_policy + curves
-        recall = _sampled(recall_curve(question.importance))
-        oracle = _sampled(oracle_recall_curve(question.importance))
-        mass = _sampled(recall_curve(values)) * values.sum(-1, keepdims=True)
-        self._curves.append(np.stack([recall, oracle, mass]))
-        values = comparable_importance(question, weights, self.tables.policy, self.options)
-        table = profile_grid(MarginalSolver(values, self.tables.floor(length)))
-        self.tables.add(table, length, question.context)
-        if self.options.aggregate == "importance":
-            self._mean = values if self._mean is None else self._mean + values
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        tables = self.tables
-        arrays = tables.arrays()
-        if self._mean is not None:
-            solver = MarginalSolver(self._mean / len(tables.lengths), tables.floor(tables.length))
-            arrays["evicted_ratio"] = profile_grid(solver)
-        if self._by_policy is not None:
-            arrays[KEPT] = (self._by_policy / len(tables.lengths)).astype(np.float32)
-        if self._kept:
-            arrays["choice_recall"] = np.mean(self._kept, axis=0).astype(np.float32)
-        curves = np.mean(self._curves, axis=0).astype(np.float32)
-        return {
-            **arrays,
-            "recall": curves[0],  # [L, Hkv, 101] share of importance kept by the policy at budget i% of the context
-            "oracle_recall": curves[1],
-            "mass": curves[2],  # [L, Hkv, 101] importance kept, in comparable units
-        }
-
-
-def _kept_importance(importance: Tensor, ranks: Tensor) -> list[NDArray[np.float64]]:
-    """Return what every layer keeps of the importance [L, Hkv, T] under `ranks` at each budget of `RECALL_AT`, [L]."""
-    length = importance.shape[-1]
-    masks = (ranks < max(1, round(share * length)) for share in RECALL_AT)
-    return [importance.double().masked_fill(~mask, 0.0).sum((1, 2)).numpy() for mask in masks]
+            kept = np.concatenate([_kept_curve(question.importance)[None], question.curves])
+            by_policy.append(kept * weight[:, None, None])
+        recall = sampled(recall_curve(question.importance), CURVE_POINTS)
+        oracle = sampled(oracle_recall_curve(question.importance), CURVE_POINTS)
+        mass = sampled(recall_curve(values), CURVE_POINTS) * values.sum(-1, keepdims=True)
+        curves.append(np.stack([recall, oracle, mass]))
+        values = comparable_importance(question, weight, tables.policy, options)
+        tables.add(profile_grid(MarginalSolver(values, tables.floor(length))), length, question.context)
+        if options.aggregate == "importance":
+            solved.append(values)
+    arrays = tables.arrays()
+    if solved:
+        arrays["evicted_ratio"] = profile_grid(
+            MarginalSolver(np.sum(solved, axis=0) / len(solved), tables.floor(tables.length))
+        )
+    if by_policy:
+        arrays[KEPT] = (np.sum(by_policy, axis=0) / len(questions)).astype(np.float32)
+    if recalls:
+        arrays["choice_recall"] = np.mean(recalls, axis=0).astype(np.float32)
+    # [L, Hkv, 101]: shares of importance that the policy and the best ranking keep at budget i% of the context, and
+    # importance kept in comparable units
+    names = ("recall", "oracle_recall", "mass")
+    return {**arrays, **dict(zip(names, np.mean(curves, axis=0).astype(np.float32), strict=True))}
 
 
 def _kept_curve(importance: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return what heads keep of ranked importance [L, Hkv, T] at budgets 0 ... T, read at `KEPT_POINTS` of them."""
-    kept = np.zeros((*importance.shape[:-1], importance.shape[-1] + 1))
-    np.cumsum(importance, axis=-1, dtype=np.float64, out=kept[..., 1:])
-    return _sampled(kept, KEPT_POINTS)
-
-
-def _sampled(curve: NDArray[np.float64], points: int = CURVE_POINTS) -> NDArray[np.float64]:
-    """Read a curve over budgets 0 ... T at `points` of them, 0%, 1%, ... 100% of T, linear between entries."""
-    position = np.linspace(0, curve.shape[-1] - 1, points)
-    below = np.floor(position).astype(int)
-    above = np.minimum(below + 1, curve.shape[-1] - 1)
-    share = position - below
-    sampled: NDArray[np.float64] = (1 - share) * curve[..., below] + share * curve[..., above]
-    return sampled
+    return sampled(prefix_sums(importance), KEPT_POINTS)
 
 
 def _scale(importance: Tensor, protected: Tensor, normalization: Normalization) -> Tensor:

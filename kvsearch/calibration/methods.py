@@ -85,8 +85,7 @@ class Calibration(ABC, Generic[Options]):
         from kvsearch.plan import ProfileMetadata
         from kvsearch.plan.origin import ContextRecord, provenance
 
-        data = self.data
-        record = ContextRecord(fitted=data.asked)
+        record = ContextRecord(fitted=self.data.asked)
         return ProfileMetadata(
             model=self.loaded.fingerprint,
             method=method,
@@ -96,37 +95,28 @@ class Calibration(ABC, Generic[Options]):
             layers=describe(self.loaded.model).full_layers,
             floor=floor,
             policies=(policy, *rivals) if rivals else None,
-            provenance=provenance(method, self.options.seed, data.sha256, settings, record),
+            provenance=provenance(method, self.options.seed, self.data.sha256, settings, record),
         )
 
 
-METHODS: dict[str, type[CalibrationOptions]] = {
-    "lukv": LukvOptions,
-    "lava": LavaOptions,
-    "cake": CakeOptions,
-    "adakv": AdakvOptions,
-    "polykv": PolykvOptions,
-    "probe": ProbeOptions,
-    "query_bank": QueryBankOptions,
-    "query_statistics": QueryStatisticsOptions,
+# the options of methods, and their calibrations, whose modules are imported when a method is used: torch takes seconds
+_METHODS: dict[str, tuple[type[CalibrationOptions], str]] = {
+    "lukv": (LukvOptions, "lukv.LukvCalibration"),
+    "lava": (LavaOptions, "dynamic.DynamicCalibration"),
+    "cake": (CakeOptions, "cake_exponents.CakeCalibration"),
+    "adakv": (AdakvOptions, "dynamic.DynamicCalibration"),
+    "polykv": (PolykvOptions, "polykv.measure.PolykvCalibration"),
+    "probe": (ProbeOptions, "probe.measure.ProbeCalibration"),
+    "query_bank": (QueryBankOptions, "probe.bank.QueryBankCalibration"),
+    "query_statistics": (QueryStatisticsOptions, "query_statistics.QueryStatisticsCalibration"),
 }
-# modules are imported when a method is used: torch takes seconds
-_CLASSES = {
-    "lukv": "lukv.LukvCalibration",
-    "lava": "dynamic.DynamicCalibration",
-    "cake": "cake_exponents.CakeCalibration",
-    "adakv": "dynamic.DynamicCalibration",
-    "polykv": "polykv.measure.PolykvCalibration",
-    "probe": "probe.measure.ProbeCalibration",
-    "query_bank": "probe.bank.QueryBankCalibration",
-    "query_statistics": "query_statistics.QueryStatisticsCalibration",
-}
+METHODS = {name: options for name, (options, _) in _METHODS.items()}
 
 
 def create_calibration(
     loaded: LoadedModel, data: CalibrationData, policies: Sequence[Policy], options: CalibrationOptions
 ) -> Calibration[Any]:
     """Return the calibration that `options` are of."""
-    module, _, name = _CLASSES[options.method].rpartition(".")
+    module, _, name = _METHODS[options.method][1].rpartition(".")
     kind: type[Calibration[Any]] = getattr(import_module(f"kvsearch.calibration.{module}"), name)
     return kind(loaded, data, policies, options)

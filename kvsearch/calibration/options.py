@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from inspect import get_annotations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -19,10 +19,7 @@ from kvsearch.policies.probe import FEATURES
 from kvsearch.tasks.base import Answers
 
 if TYPE_CHECKING:
-    from kvsearch.budgets.adakv import AdaKVAllocation
-    from kvsearch.budgets.cake import CAKEAllocation
     from kvsearch.budgets.dynamic import Allocation
-    from kvsearch.budgets.lava import LAVaAllocation
     from kvsearch.calibration.data import CalibrationData
     from kvsearch.policies import Policy
 
@@ -283,7 +280,7 @@ class LukvOptions(AnsweredOptions):
         return [*super().policies(), *self.make_rivals()]
 
     def settings(self) -> dict[str, Any]:
-        """See `CalibrationOptions.settings`; rivals are in the profile's metadata."""
+        """Return the method's own options but rivals, which are in the profile's metadata."""
         return {name: value for name, value in super().settings().items() if name != "rivals"}
 
     def resolved(self) -> dict[str, Any]:
@@ -352,7 +349,6 @@ class QueryBankOptions(RankingOptions):
 
     @property
     def most_contexts(self) -> int:
-        """See `RankingOptions.most_contexts`."""
         return -(-CANDIDATES // LEAST_DRAWN)
 
 
@@ -384,7 +380,6 @@ class ProbeOptions(RankingOptions):
 
     @property
     def most_contexts(self) -> int:
-        """See `RankingOptions.most_contexts`."""
         return -(-self.entries // LEAST_DRAWN)
 
 
@@ -414,11 +409,15 @@ class DynamicOptions(CalibrationOptions):
     check: Check = True
 
     def make_allocation(self) -> Allocation:
-        """Return the rule that decides; UsageError if its options contradict each other."""
-        raise NotImplementedError(f"{type(self).__name__} names no rule")
+        """Return the rule that decides, by the options that both have; UsageError if they contradict each other."""
+        from kvsearch.budgets.dynamic import allocation_class
+
+        rule = allocation_class(self.method)
+        allocation: Allocation = rule(**{field.name: getattr(self, field.name) for field in fields(rule)})
+        return allocation
 
     def make_policy(self) -> Policy:
-        """See `CalibrationOptions.make_policy`; UsageError if the method cannot share the policy's entries, too."""
+        """Return the policy; UsageError if the method cannot share its entries, too."""
         policy = super().make_policy()
         self.make_allocation().check(policy, f"method {self.method}")
         return policy
@@ -437,12 +436,6 @@ class LavaOptions(DynamicOptions):
         "dynamic"
     )
 
-    def make_allocation(self) -> LAVaAllocation:
-        """See `DynamicOptions.make_allocation`."""
-        from kvsearch.budgets.lava import LAVaAllocation
-
-        return LAVaAllocation(self.floor_share, self.heads, self.layers)
-
 
 class AdakvOptions(DynamicOptions):
     """AdaKV: the heads of a layer, by where its highest scores are."""
@@ -454,12 +447,6 @@ class AdakvOptions(DynamicOptions):
         "exact"
     )
     normalize: Annotated[Flag, Option("adakv: divide scores by the sum of their head.", panel=SHARED)] = False
-
-    def make_allocation(self) -> AdaKVAllocation:
-        """See `DynamicOptions.make_allocation`."""
-        from kvsearch.budgets.adakv import AdaKVAllocation
-
-        return AdaKVAllocation(self.floor_share, self.variant, self.normalize)
 
 
 class CakeOptions(DynamicOptions):
@@ -502,9 +489,3 @@ class CakeOptions(DynamicOptions):
             if source != self.exponents and getattr(self, name) != type(self).model_fields[name].default
         )
         return self
-
-    def make_allocation(self) -> CAKEAllocation:
-        """See `DynamicOptions.make_allocation`."""
-        from kvsearch.budgets.cake import CAKEAllocation
-
-        return CAKEAllocation(self.tau1, self.tau2, self.window)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsearch.calibration.data import CalibrationData, Context, Pair, TakenOf
+from kvsearch.calibration.data import CalibrationData, Context, TakenOf
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.core.progress import Progress
 from kvsearch.models.loading import LoadedModel
@@ -66,7 +66,7 @@ class CalibrationPrompt:
     ended: Finished | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """See `Continuation.__getstate__`."""
+        """Leave out what own replies alone are made with."""
         return {**self.__dict__, "ended": None}
 
     @property
@@ -81,6 +81,21 @@ class CalibrationPrompt:
     @property
     def length(self) -> int:
         return self.ids.shape[1]
+
+    def asking(self, loaded: LoadedModel, most: int, limit: int) -> ForcedQuestions:
+        """Return what is asked for own replies of `most` tokens where a question says nothing; `limit` is of all."""
+        questions = tuple(after.tokens[0, : after.answer] for after in self.continuations)
+        room = tuple(min(after.most or most, limit - self.length - after.answer) for after in self.continuations)
+        return ForcedQuestions(self.ids[0], questions, room, self.refusal(loaded.name), self.ended)
+
+    def replied(self, replies: Sequence[list[int]], most: int) -> CalibrationPrompt:
+        """Return the prompt with what is taken of `replies` in place of answers, `most` tokens; never nothing."""
+        continuations = []
+        for after, reply in zip(self.continuations, replies, strict=True):
+            if taken := (reply if after.taken is None else after.taken(reply))[:most]:
+                after = replace(after, tokens=torch.cat([after.tokens[:, : after.answer], torch.tensor([taken])], 1))
+            continuations.append(after)
+        return replace(self, continuations=tuple(continuations))
 
     def refusal(self, model: str) -> str:
         """Word the error of a model that computes NaN here."""
@@ -105,12 +120,16 @@ def prompts_of(
             leave no room for a context.
     """
     prompts: list[CalibrationPrompt] = []
-    limit, truncated = most_tokens(loaded.model, max_length), 0
+    limit = most_tokens(loaded.model, max_length)
+    truncated = 0
     for number, context in enumerate(data.contexts):
         form = PromptFormat(loaded.tokenizer, context.prompt or data.prompt, context.chat)
         whole = form.context(context.text)
         pairs = [
-            (form.question(pair.question, pair.prefix), _answer(form, pair)[:, :answer_tokens])
+            (
+                form.question(pair.question, pair.prefix),
+                form.answer(pair.answer, pair.prefix)[:, : pair.max_new_tokens or None][:, :answer_tokens],
+            )
             for pair in context.questions
         ]
         ids = whole if limit is None else _fitted(form, context, whole, pairs, limit, f"calibration context {number}")
@@ -119,16 +138,15 @@ def prompts_of(
             (pair.max_new_tokens, taken, pair.kind or context.kind)
             for pair, taken in zip_longest(context.questions, context.taken)
         ]
-        if protocol == QUESTION_AGNOSTIC:
-            after = (
-                Continuation(torch.cat([question, answer], 1), question.shape[1], *how)
-                for (question, answer), how in zip(pairs, own, strict=True)
-            )
-            prompts.append(CalibrationPrompt(ids, number, tuple(after), context.ended))
-            continue
+        followed: list[Continuation] = []
         for (question, answer), how in zip(pairs, own, strict=True):
-            asked = torch.cat([ids, question], 1)
-            prompts.append(CalibrationPrompt(asked, number, (Continuation(answer, 0, *how),), context.ended))
+            if protocol == QUESTION_AGNOSTIC:
+                followed.append(Continuation(torch.cat([question, answer], 1), question.shape[1], *how))
+            else:
+                asked = torch.cat([ids, question], 1)
+                prompts.append(CalibrationPrompt(asked, number, (Continuation(answer, 0, *how),), context.ended))
+        if protocol == QUESTION_AGNOSTIC:
+            prompts.append(CalibrationPrompt(ids, number, tuple(followed), context.ended))
     if truncated:
         warnings.warn(
             f"the middle of {truncated} of {len(data.contexts)} calibration contexts was cut out, so that context, "
@@ -138,11 +156,6 @@ def prompts_of(
             stacklevel=2,
         )
     return prompts
-
-
-def _answer(form: PromptFormat, pair: Pair) -> Tensor:
-    """Return the token ids [1, K] of a given answer, as far as a reply may go."""
-    return form.answer(pair.answer, pair.prefix)[:, : pair.max_new_tokens or None]
 
 
 def _fitted(
@@ -186,30 +199,10 @@ def parted_own_replies(
 ) -> Iterator[list[CalibrationPrompt]]:
     """Yield each part as `with_own_replies` does; prompts of different parts do not reply side by side."""
     limit = most_tokens(loaded.model) or sys.maxsize
-    replying = [[prompt for prompt in part if prompt.continuations] for part in parts]
-    asked = [[_asking(prompt, prompt.refusal(loaded.name), most, limit) for prompt in part] for part in replying]
-    for part, those, made in zip(parts, replying, parted_replies(loaded, asked, progress), strict=True):
-        found = {}
-        for prompt, replies in zip(those, made, strict=True):
-            after = (_replied(one, reply, most) for one, reply in zip(prompt.continuations, replies, strict=True))
-            found[prompt] = replace(prompt, continuations=tuple(after))
-        yield [found.get(prompt, prompt) for prompt in part]
-
-
-def _asking(prompt: CalibrationPrompt, place: str, most: int, limit: int) -> ForcedQuestions:
-    questions = tuple(after.tokens[0, : after.answer] for after in prompt.continuations)
-    room = [
-        min(one.most or most, limit - prompt.length - len(question))
-        for one, question in zip(prompt.continuations, questions, strict=True)
-    ]
-    return ForcedQuestions(prompt.ids[0], questions, tuple(room), place, prompt.ended)
-
-
-def _replied(after: Continuation, reply: list[int], most: int) -> Continuation:
-    said = (reply if after.taken is None else after.taken(reply))[:most]
-    return (
-        replace(after, tokens=torch.cat([after.tokens[:, : after.answer], torch.tensor([said])], 1)) if said else after
-    )
+    asked = [[prompt.asking(loaded, most, limit) for prompt in part if prompt.continuations] for part in parts]
+    for part, replies_of_part in zip(parts, parted_replies(loaded, asked, progress), strict=True):
+        replies = iter(replies_of_part)
+        yield [prompt.replied(next(replies), most) if prompt.continuations else prompt for prompt in part]
 
 
 def check_lengths(prompts: Sequence[CalibrationPrompt], policy: Policy, floor: Callable[[int], int]) -> None:

@@ -8,7 +8,7 @@ what TriAttention scores keys by.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -72,7 +72,9 @@ class QueryStatisticsCalibration(Calibration[QueryStatisticsOptions]):
         (policy,) = self.policies
         # one after the other: covariances of all contexts at once would not fit a large model's host
         contexts = self.loaded.map(partial(_layers_of, policy=policy), prompts)
-        layers = reduce(_merged, counted(contexts, len(prompts), progress))
+        layers: list[QueryMoments] = []
+        for context in counted(contexts, len(prompts), progress):
+            layers = [total.merged(more) for total, more in zip(layers, context, strict=True)] if layers else context
         statistics = [layer.moments.statistics() for layer in layers]
         arrays = {
             QUERY_MEAN: torch.cat([layer.mean for layer in statistics]),
@@ -88,7 +90,6 @@ class QueryStatisticsCalibration(Calibration[QueryStatisticsOptions]):
 
 def _layers_of(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy) -> list[QueryMoments]:
     """Return the statistics of one context by layer."""
-    ids, refusal = prompt.ids.to(loaded.device), prompt.refusal(loaded.name)
 
     def look(seen: Observation) -> QueryMoments:
         if seen.queries is None or seen.rotary is None:
@@ -100,8 +101,6 @@ def _layers_of(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy) -
 
     needs = dict.fromkeys(describe(loaded.model).full_layers, (Needs(query_rows=prompt.length),))
     with running(loaded.model):
-        return DensePass(loaded.model, needs, look, ids, refusal=refusal).noted
-
-
-def _merged(one: list[QueryMoments], other: list[QueryMoments]) -> list[QueryMoments]:
-    return [first.merged(more) for first, more in zip(one, other, strict=True)]
+        return DensePass(
+            loaded.model, needs, look, prompt.ids.to(loaded.device), refusal=prompt.refusal(loaded.name)
+        ).noted

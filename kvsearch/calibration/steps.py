@@ -64,10 +64,11 @@ class StepCache:
         made = make([item for item, is_known in zip(items, known, strict=True) if not is_known])
         for path, is_known in zip(paths, known, strict=True):
             if is_known:
-                self._check(path)
+                yield self._read(path)
             else:
-                self.store(path, next(made))
-            yield _FileArrays(path)
+                arrays = next(made)
+                self.store(path, arrays)
+                yield arrays
 
     def store(self, path: Path, arrays: Arrays) -> None:
         """Write a step; it is on the disk when this returns."""
@@ -78,14 +79,14 @@ class StepCache:
         metadata = {IDENTITY: self.identity, CONTENT: _digest(path.name, arrays)}
         atomic_write(path, save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata))
 
-    def _check(self, path: Path) -> None:
-        """Raise UsageError if the file of a step is damaged, or of something else."""
+    def _read(self, path: Path) -> Arrays:
+        """Return the arrays of a step; UsageError if its file is damaged, or of something else."""
         from safetensors import SafetensorError
         from safetensors.numpy import load
 
         content = read_bytes(path)
         try:
-            arrays = load(content)
+            arrays: Arrays = load(content)
         except (SafetensorError, KeyError, ValueError) as error:  # a type that numpy does not have, too many dimensions
             raise _damaged(path, " ".join(str(error).split())) from error
         size = int.from_bytes(content[:8], "little")  # `load` has checked it
@@ -97,6 +98,7 @@ class StepCache:
             )
         if metadata.get(CONTENT) != _digest(path.name, arrays):
             raise _damaged(path, "its arrays are not those that were written")
+        return arrays
 
 
 def step_identity(
@@ -131,32 +133,6 @@ def _digest(file_name: str, arrays: Arrays) -> str:
         digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
-
-
-class _FileArrays(Mapping[str, "NDArray[Any]"]):
-    """The arrays of a file, each read when it is asked for: all of all files may be more than memory holds."""
-
-    def __init__(self, path: Path) -> None:
-        from safetensors import safe_open
-
-        self.path = path
-        with safe_open(path, "numpy") as file:
-            self._names = tuple(sorted(file.keys()))
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        from safetensors import safe_open
-
-        if name not in self._names:
-            raise KeyError(name)
-        with safe_open(self.path, "numpy") as file:
-            array: NDArray[Any] = file.get_tensor(name)
-        return array
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def count_steps(directory: Path) -> int:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import STABILITY_RATIOS
-from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.arrays import Floats
 from kvsearch.plan import GRID
 from kvsearch.policies import Policy
 
@@ -27,14 +27,14 @@ def floor_entries(length: int, policy: Policy, minimum: float) -> int:
     return max(math.ceil(minimum * length - 1e-9), policy.protected(length), 1)
 
 
-def grid_totals(length: int, heads: int, floor: int) -> Ints:
-    """Return the entries of all `heads` at the global eviction ratios 0.01 ... 0.99, halves upward, [99] int64.
-
-    What would leave a head less than `floor` stays at that.
-    """
-    entries = length * heads
-    totals: Ints = (2 * (100 - np.arange(1, GRID + 1, dtype=np.int64)) * entries + 100) // 200
-    return np.maximum(totals, floor * heads)
+def sampled(curves: Floats, points: int) -> Floats:
+    """Read curves [..., T + 1] over budgets 0 ... T at `points` of them, evenly, linear between entries."""
+    position = np.linspace(0, curves.shape[-1] - 1, points)
+    below = np.floor(position).astype(int)
+    above = np.minimum(below + 1, curves.shape[-1] - 1)
+    share = position - below
+    read: Floats = (1 - share) * curves[..., below] + share * curves[..., above]
+    return read
 
 
 def folds_of(data: CalibrationData) -> list[int]:
@@ -52,7 +52,8 @@ class RatioTables:
     """The tables of all prompts; each is float32 [99, L, Hkv]."""
 
     def __init__(self, policy: Policy, minimum: float) -> None:
-        self.policy, self.minimum = policy, minimum
+        self.policy = policy
+        self.minimum = minimum
         self.lengths: list[int] = []
         self.contexts: list[int] = []
         self.tables: list[NDArray[np.float32]] = []

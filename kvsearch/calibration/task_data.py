@@ -34,12 +34,20 @@ def data_of_tasks(
         UsageError: a task has no usable question or no context that is not used, or fills contexts to a length above
             the limit; see `check_length`.
     """
-    count, limit = counter(loaded.tokenizer), most_tokens(loaded.model, max_length)
+    count = counter(loaded.tokenizer)
+    limit = most_tokens(loaded.model, max_length)
     contexts: list[Context] = []
     for task in tasks:
         check_length(loaded, task, limit)
-        drawn = map(_answerable, unused(task, samples, seed, count, used or ContextSet())[0])
-        examples = {example.key: example for example in drawn if example.queries and not is_blank(example.context)}
+        examples: dict[str, Example] = {}
+        for example in unused(task, samples, seed, count, used or ContextSet())[0]:
+            answerable = tuple(
+                query
+                for query in example.queries
+                if not (is_blank(query.question) or all(map(is_blank, query.answers)))
+            )
+            if answerable and not is_blank(example.context):
+                examples[example.key] = replace(example, queries=answerable)
         if not examples:
             raise UsageError(f"task {task.name} has no question with an answer to calibrate on: leave it out")
         encoded = encode(loaded.tokenizer, task, list(examples.values()))
@@ -50,15 +58,10 @@ def data_of_tasks(
     )
 
 
-def _answerable(example: Example) -> Example:
-    """Return an example with those questions alone that say something and have an answer."""
-    asked = (one for one in example.queries if not (is_blank(one.question) or all(map(is_blank, one.answers))))
-    return replace(example, queries=tuple(asked))
-
-
 def _context(judge: Judge, encoded: TaskPrompts, prompt: Prompt, text: str) -> Context:
     """Return a context as records know it, with its questions and what is taken of own replies to them."""
-    task, key = encoded.task, prompt.key
+    task = encoded.task
+    key = prompt.key
     pairs = tuple(
         Pair(
             question=query.question,

@@ -35,7 +35,7 @@ def run_export(options: ExportOptions, console: Console) -> None:
         _say_target(found, options, console)
         return
     plan = make(jobs.export, options, console)
-    parts = {name: part for name in ("prefill", "decode") if (part := getattr(plan, name)) is not None}
+    parts = plan.phases
     shown = parts if SIGNAL_BUDGET in plan.provenance.settings else {}  # what every phase of a strategy does
     if console.as_json:
         summary = {

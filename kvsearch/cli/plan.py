@@ -31,7 +31,7 @@ def make_and_show(job: Callable[..., Plan], options: PlanOptions, console: Conso
     """Make a plan, and say where it was, or in a dry run would be, written to, and how much it keeps."""
     plan = make(job, options, console)
     if console.as_json:
-        phases = "both" if plan.prefill and plan.decode else "prefill" if plan.prefill else "decode"
+        phases = "both" if len(plan.phases) > 1 else next(iter(plan.phases))
         console.print_json(
             {
                 "plan": str(options.output), "total": plan.total, "scaling": plan.scaling, "length": plan.length,
@@ -53,7 +53,7 @@ def say_next(plan: Plan, path: Path, console: Console) -> None:
 
 def written(plan: Plan, options: PlanOptions, console: Console) -> str:
     """Return where a plan is and how much it keeps, in words."""
-    part = plan.prefill or plan.phase("decode")
+    part = next(iter(plan.phases.values()))
     mean = plan.total / (len(part.planned_layers) * plan.model.kv_heads)
     of = f" of a {plan.length}-token prompt" if plan.length else ""
     verb = "would write" if console.dry_run else "wrote"
@@ -168,7 +168,7 @@ def diff(options: DiffOptions, console: Console) -> None:
     Example: kvsearch plan diff plan.json smaller.json
     """
     from kvsearch.plan import load_plan
-    from kvsearch.report.plan import DifferenceView
+    from kvsearch.report.plans import DifferenceView
 
     plans = load_plan(options.before), load_plan(options.after)
     view_output(DifferenceView(plans, (str(options.before), str(options.after)))).print(console)

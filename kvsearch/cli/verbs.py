@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from kvsearch.jobs.validate import Validated, ValidateOptions
     from kvsearch.jobs.verify import VerifyOptions
     from kvsearch.plan import Profile
+    from kvsearch.report.costs import SpeedView
     from kvsearch.report.integrity import Verification
     from kvsearch.report.screen import View
-    from kvsearch.report.speed import SpeedView
     from kvsearch.results.evaluation import HeadroomResult
     from kvsearch.results.perplexity import PerplexityResult
 

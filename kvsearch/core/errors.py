@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from typing import TypeVar
+
+Value = TypeVar("Value")
 
 
 class KvsearchError(Exception):
@@ -37,6 +40,13 @@ class InternalError(KvsearchError):
 
 class KvsearchWarning(UserWarning):
     """Something that works but is probably not what one wants."""
+
+
+def given(value: Value | None, problem: str) -> Value:
+    """Return a value that has to be there; UsageError with the problem where it is None."""
+    if value is None:
+        raise UsageError(problem)
+    return value
 
 
 _said: set[str] = set()

@@ -29,6 +29,11 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
+def is_none(value: object) -> bool:
+    """Tell whether a field is left out of what is written, so that a file without it keeps its bytes."""
+    return value is None
+
+
 def refuse(problems: Iterable[tuple[tuple[str | int, ...], str]]) -> None:
     """Raise one pydantic error that holds all `problems`, each a place below the current field and a message.
 

@@ -12,6 +12,7 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -40,19 +41,27 @@ STRATEGY_FILE = FileKind("a plan in YAML", b"kvsearch.strategy")
 
 
 def read_bytes(path: str | Path, most: int = MOST_DATA) -> bytes:
-    """Read a whole file of at most so many bytes.
+    """Read a whole file of at most so many bytes; raises as `opened`, or UsageError: it is a device, or larger."""
+    with opened(path) as file:
+        status = os.fstat(file.fileno())
+        if stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode):
+            raise UsageError(f"{path} is a device, which may have no end: name a file")
+        if status.st_size <= most:
+            return file.read()
+    raise UsageError(f"{path} is larger than the {most} bytes that such a file may have: is it the right one?")
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[BufferedReader]:
+    """Open a file to be read, and say what keeps it from being opened or read.
 
     Raises:
-        UsageError: there is no such file, it is a folder or device, or it is larger.
+        UsageError: there is no such file, or it is a folder.
         EnvironmentFault: it cannot be read.
     """
     try:
         with Path(path).open("rb") as file:
-            status = os.fstat(file.fileno())
-            if stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode):
-                raise UsageError(f"{path} is a device, which may have no end: name a file")
-            if status.st_size <= most:
-                return file.read()
+            yield file
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(f"there is no file {path}: check the path") from error
     except IsADirectoryError as error:
@@ -61,7 +70,6 @@ def read_bytes(path: str | Path, most: int = MOST_DATA) -> bytes:
         raise EnvironmentFault(f"cannot read {path}: {_reason(error)}") from error
     except ValueError as error:  # a zero byte in the name
         raise UsageError(f"cannot read {path!r}: {error}") from error
-    raise UsageError(f"{path} is larger than the {most} bytes that such a file may have: is it the right one?")
 
 
 def read_text(path: str | Path, name: str | None = None, most: int = MOST_DATA) -> str:
@@ -99,13 +107,17 @@ def atomic_write(path: str | Path, data: bytes | Iterable[bytes | memoryview], o
         raise EnvironmentFault(f"cannot write {path}: {_reason(error)}") from error
     except (RuntimeError, ValueError) as error:  # a link that leads to itself, a zero byte in the name
         raise UsageError(f"cannot write {path!r}: {error}") from error
-    _sync_folder(target.parent)
+    with suppress(OSError):  # the file is complete by now, and some file systems cannot sync folders
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def write_fault(error: OSError, path: Path, then: str) -> EnvironmentFault:
     """Return what to say of a file that a run cannot write; `then` is how to go on once the cause is removed."""
-    remedy = _REMEDIES.get(error.errno or 0, "check the disk and the permissions")
-    return EnvironmentFault(f"cannot write {path}: {(error.strerror or str(error)).lower()}, {remedy}, then {then}")
+    return EnvironmentFault(f"cannot write {path}: {_reason(error)}, then {then}")
 
 
 def check_output(path: Path, force: bool, kind: FileKind | None = None) -> None:
@@ -127,20 +139,12 @@ def check_output(path: Path, force: bool, kind: FileKind | None = None) -> None:
 
 
 def require_kind(path: Path, kind: FileKind) -> None:
-    """Raise UsageError if there is a file at `path` that is not empty and of another kind.
-
-    Raises:
-        EnvironmentFault: it cannot be read.
-    """
-    try:
-        if not path.exists() or not path.stat().st_size:
-            return
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            is_of_kind = data.find(kind.mark) >= 0  # without reading all of a large file
-    except OSError as error:
-        raise EnvironmentFault(f"cannot read {path}: {_reason(error)}") from error
-    if not is_of_kind:
-        raise UsageError(f"{path} holds something else than {kind.name}: choose another file")
+    """Raise UsageError if there is a file at `path` that is not empty and of another kind; errors as `opened`."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    with opened(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if data.find(kind.mark) < 0:  # without reading all of a large file
+            raise UsageError(f"{path} holds something else than {kind.name}: choose another file")
 
 
 def check_target(path: str | Path) -> None:
@@ -184,20 +188,9 @@ def _replace(target: Path, data: bytes | Iterable[bytes | memoryview], mode: int
             temporary.replace(target)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the new name durable. The file is complete by now, and some file systems cannot sync folders: no error."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def _reason(error: OSError) -> str:
-    what = (error.strerror or str(error)).lower()
-    remedy = _REMEDIES.get(error.errno or 0)
-    return f"{what}, {remedy}" if remedy else what
+    remedy = _REMEDIES.get(error.errno or 0, "check the disk and the permissions")
+    return f"{(error.strerror or str(error)).lower()}, {remedy}"
 
 
 TEMPORARY = ".kvsearch-"  # begins the name of a file that is there only while a process works
@@ -215,7 +208,11 @@ def temporary_for(target: Path) -> Iterator[tuple[Path, BinaryIO]]:
         OSError: the file cannot be made.
     """
     beginning = f"{TEMPORARY}{hashlib.sha256(target.name.encode(errors='surrogateescape')).hexdigest()[:8]}-"
-    _remove_abandoned(target.parent, beginning)
+    for left in target.parent.iterdir():
+        if left.name.startswith(beginning) and left.suffix == SUFFIX:
+            with suppress(OSError), left.open("rb") as abandoned:
+                fcntl.flock(abandoned, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink()
     path, file = _made(target.parent, beginning)
     try:
         with file:
@@ -239,11 +236,3 @@ def _made(folder: Path, beginning: str) -> tuple[Path, BinaryIO]:
             file.close()
             raise
         file.close()  # who looked at it before it was locked took it for abandoned
-
-
-def _remove_abandoned(folder: Path, beginning: str) -> None:
-    for path in folder.iterdir():
-        if path.name.startswith(beginning) and path.suffix == SUFFIX:
-            with suppress(OSError), path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()

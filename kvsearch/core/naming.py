@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+
+from kvsearch.core.errors import UsageError
 
 LONGEST = 100  # letters of a name that somebody may have meant: to compare takes the product of the lengths
-_SHOWN, _LISTED = 60, 100  # letters of a known name, and how many of them
+_SHOWN = 60  # letters of a known name
+_LISTED = 100  # known names
 
 
 def unknown(what: str, name: object, known: Sequence[str]) -> str:
     """Return what to say of a name of `what` that nothing has: in short, the nearest known one, and all of them."""
     text = repr(name)
     return f"unknown {what} {text if len(text) <= LONGEST else f'{text[:LONGEST]}...'}{suggest(name, known)}"
+
+
+def require_known(what: str, name: object, known: Collection[str]) -> None:
+    """Raise the UsageError of `unknown` if `name` is not among the `known` names."""
+    if name not in known:
+        raise UsageError(unknown(what, name, list(known)))
+
+
+def check_unique(what: str, names: Iterable[object]) -> None:
+    """Raise UsageError if one of the `names` is there twice; `what` comes before it in the message."""
+    seen = set()
+    for name in names:
+        if name in seen:
+            raise UsageError(f"{what} {name} is given twice: give it once")
+        seen.add(name)
 
 
 def suggest(name: object, known: Sequence[str]) -> str:

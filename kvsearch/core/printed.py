@@ -67,7 +67,7 @@ def markdown_text(text: str) -> str:
 
 def command_line(words: Iterable[str]) -> str:
     r"""Return a command to be pasted; a word with unseen characters is quoted as $'\x1b', which bash and zsh know."""
-    return " ".join(map(_shell_word, words))
+    return " ".join(shlex.quote(word) if visible(word, keep="") == word else _shell_quoted(word) for word in words)
 
 
 def _csv_cell(cell: object) -> str:
@@ -79,16 +79,16 @@ def _csv_cell(cell: object) -> str:
     return text if _BARE.fullmatch(text) else '"' + text.replace('"', '""') + '"'
 
 
-def _shell_word(word: str) -> str:
-    if visible(word, keep="") == word:
-        return shlex.quote(word)
-    shown = (_bytes(one) if _is_unseen(one) else f"\\{one}" if one in "\\'" else one for one in word)
-    return f"$'{''.join(shown)}'"
-
-
-def _bytes(one: str) -> str:
-    errors = "surrogateescape" if "\udc80" <= one <= "\udcff" else "surrogatepass"  # a byte of a file's name, or none
-    return "".join(f"\\x{byte:02x}" for byte in one.encode(errors=errors))
+def _shell_quoted(word: str) -> str:
+    quoted = ""
+    for letter in word:
+        if _is_unseen(letter):
+            # a byte of a file's name, or none
+            errors = "surrogateescape" if "\udc80" <= letter <= "\udcff" else "surrogatepass"
+            quoted += "".join(f"\\x{byte:02x}" for byte in letter.encode(errors=errors))
+        else:
+            quoted += f"\\{letter}" if letter in "\\'" else letter
+    return f"$'{quoted}'"
 
 
 def _is_unseen(one: str) -> bool:

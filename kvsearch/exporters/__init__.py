@@ -5,8 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import require_known
 
 if TYPE_CHECKING:
     from kvsearch.exporters.base import Exporter
@@ -31,8 +30,7 @@ TARGETS = {
 
 def exporter_of(target: str) -> Exporter:
     """Return the exporter of a target; UsageError if there is none of that name."""
-    if target not in TARGETS:
-        raise UsageError(unknown("target", target, list(TARGETS)))
+    require_known("target", target, list(TARGETS))
     module, _, name = TARGETS[target].partition(":")
     found: Exporter = getattr(import_module(module), name)()
     return found

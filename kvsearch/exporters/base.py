@@ -15,9 +15,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from kvsearch.core.arrays import Ints
-from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError, given
 from kvsearch.models.architecture import Architecture
-from kvsearch.plan import LayerPlan, ModelFingerprint, Plan, PolicySpec, Profile, budgets_at
+from kvsearch.plan import ModelFingerprint, Plan, PolicySpec, Profile, budgets_at
 from kvsearch.plan.schema import STATIC
 
 SINGLE = ""  # the name of the one file of a target that is no folder
@@ -86,26 +86,13 @@ class Budgets:
         return cls(plan, entries, at)
 
     @property
-    def layers(self) -> list[LayerPlan]:
-        """The planned layers."""
-        assert self.plan.prefill is not None
-        return [layer for layer in self.plan.prefill.layers if layer is not None]
-
-    @property
     def total(self) -> int:
         return int(self.entries.sum())
 
     @property
     def known_length(self) -> int:
         """The prompt length; UsageError where there is none."""
-        if self.length is None:
-            raise UsageError("the target is told shares of a prompt and the plan is for no length: give --length")
-        return self.length
-
-    @property
-    def shares(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-        """What is kept of the prompt, [L, Hkv] in 0 to 1; UsageError as `known_length`."""
-        return self.entries / self.known_length
+        return given(self.length, "the target is told shares of a prompt and the plan is for no length: give --length")
 
     @property
     def per_layer(self) -> list[int]:
@@ -115,17 +102,15 @@ class Budgets:
     @property
     def policy(self) -> PolicySpec:
         """The policy of most entries."""
-        counts: dict[str, tuple[int, PolicySpec]] = {}
-        for layer in self.layers:
-            key = layer.policy.model_dump_json()
-            counts[key] = (counts.get(key, (0, layer.policy))[0] + sum(layer.budget), layer.policy)
-        return max(counts.values(), key=lambda pair: pair[0])[1]
+        layers = [layer for layer in self.plan.phase("prefill").layers if layer is not None]
+        specs = list({layer.policy.model_dump_json(): layer.policy for layer in layers}.values())
+        return max(specs, key=lambda spec: sum(sum(layer.budget) for layer in layers if layer.policy == spec))
 
-    def entries_of(self, differs: Callable[[PolicySpec], bool]) -> int:
-        """Count the entries of layers whose policy differs."""
-        assert self.plan.prefill is not None
-        rows = zip(self.plan.prefill.layers, self.entries, strict=True)
-        return int(sum(row.sum() for layer, row in rows if layer is not None and differs(layer.policy)))
+    def policy_loss(self, what: str, differs: Callable[[PolicySpec], bool]) -> list[Loss]:
+        """Return the loss of the entries of layers whose policy differs, nothing if there are none."""
+        rows = zip(self.plan.phase("prefill").policies, self.entries, strict=True)
+        entries = int(sum(row.sum() for spec, row in rows if spec is not None and differs(spec)))
+        return [Loss(what, entries)] if entries else []
 
 
 @dataclass(frozen=True)
@@ -144,16 +129,12 @@ class Inputs:
     @property
     def known_architecture(self) -> Architecture:
         """The shape of the model; UsageError where it was not given."""
-        if self.architecture is None:
-            raise UsageError("the target is told of query heads, which a plan does not know: give --model")
-        return self.architecture
+        return given(self.architecture, "the target is told of query heads, which a plan does not know: give --model")
 
     @property
     def known_model(self) -> Any:
         """The model; UsageError where it was not given."""
-        if self.model is None:
-            raise UsageError("the target is made of weights of the model: give --model")
-        return self.model
+        return given(self.model, "the target is made of weights of the model: give --model")
 
 
 NOTHING = Inputs()
@@ -206,7 +187,8 @@ class BudgetExporter(PlanExporter):
             at = budgets.known_length if written.at is None else written.at
             losses += budget_loss(budgets.entries, self.read(written.files, plan.model, at), self.coarser.format(at=at))
         if self.ranks:
-            losses += ranks_as(budgets, *self.ranks)
+            what = f"the target picks entries as {self.ranks[0]} does, other policies do not"
+            losses += budgets.policy_loss(what, lambda spec: spec.name not in self.ranks)
         losses += [*written.losses, *common_losses(budgets, proportional=self.proportional)]
         return replace(written, losses=tuple(losses), total=budgets.total)
 
@@ -228,12 +210,6 @@ class ProfileExporter(Exporter):
         """
 
 
-def ranks_as(budgets: Budgets, *names: str) -> list[Loss]:
-    """Return the loss of layers whose policy is not one of `names`, the only ones that the target has."""
-    other = budgets.entries_of(lambda spec: spec.name not in names)
-    return [Loss(f"the target picks entries as {names[0]} does, other policies do not", other)] if other else []
-
-
 def budget_loss(planned: Ints, written: Ints, what: str) -> list[Loss]:
     """Return what is lost between two sets of budgets [L, Hkv], nothing if they are the same."""
     return [] if np.array_equal(planned, written) else [Loss(what, int(np.maximum(planned - written, 0).sum()))]
@@ -245,7 +221,8 @@ def common_losses(budgets: Budgets, *, proportional: bool | None) -> list[Loss]:
     `proportional`: whether the target's budgets follow the prompt (True), are numbers (False), or are shares of a
     total that it is told elsewhere (None).
     """
-    plan, losses = budgets.plan, []
+    plan = budgets.plan
+    losses = []
     if plan.decode is not None:
         losses.append(Loss("eviction while decoding is left out"))
     if plan.allocation.name != STATIC:
@@ -255,13 +232,6 @@ def common_losses(budgets: Budgets, *, proportional: bool | None) -> list[Loss]:
     if proportional is False and plan.scaling == "proportional":
         losses.append(Loss(f"budgets no longer follow the prompt: they are those of {budgets.known_length:,} tokens"))
     return losses
-
-
-def one_policy(budgets: Budgets) -> list[Loss]:
-    """Return the loss of layers that rank by another policy than most entries."""
-    spec = budgets.policy
-    other = budgets.entries_of(lambda found: found != spec)
-    return [Loss(f"layers that do not rank by {spec.name} do so there", other)] if other else []
 
 
 def same_for_heads(entries: Sequence[int], heads: int) -> Ints:

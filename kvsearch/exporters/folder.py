@@ -12,7 +12,7 @@ from kvsearch.core.printed import command_line, markdown_text
 from kvsearch.exporters.base import NOTHING, Budgets, Exported, Inputs, PlanExporter
 from kvsearch.plan import ModelFingerprint, Plan, canonical_json
 from kvsearch.plan.origin import USES
-from kvsearch.plan.saved import FOLDER_PLAN, WEIGHTS, known_weights, weights_file
+from kvsearch.plan.saved import FOLDER_PLAN, WEIGHTS, known_weights, with_weights
 
 SCRIPT = '''\
 """Answer a prompt under the plan of this folder: python generate.py --prompt "..." [--context @FILE] [--model NAME]."""
@@ -50,8 +50,8 @@ class Folder(PlanExporter):
 
     def export(self, plan: Plan, inputs: Inputs = NOTHING) -> Exported:
         """Make the folder; UsageError if the weights of a fitted ranking are not here."""
-        places = [(spec, weights_file(spec, FOLDER_PLAN)) for spec in plan.policies]
-        weights = {place.name: known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places if place}
+        places = with_weights(plan.policies, FOLDER_PLAN)
+        weights = {place.name: known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
         files = {
             FOLDER_PLAN: canonical_json(plan),
             **weights,
@@ -68,17 +68,17 @@ class Folder(PlanExporter):
 
 def card(plan: Plan, scores: str | None = None) -> Iterator[str]:
     """Yield the lines of a card in Markdown, with the front matter of the hub; `scores` are in Markdown, too."""
-    origin, model = plan.provenance, plan.model
+    origin = plan.provenance
+    model = plan.model
     yield from ("---", "library_name: kvsearch", f"base_model: {json.dumps(model.name)}")
     yield from ("tags:", "- kv-cache", "---", "")
     yield from (f"# KV-cache plan for {markdown_text(model.name)}", "")
-    first = plan.prefill or plan.decode
-    assert first is not None
+    first = next(iter(plan.phases.values()))
     heads = len(first.planned_layers) * model.kv_heads
     size = f"{plan.total / heads:.4g} entries per kv head on average, {plan.total:,} in {heads} heads"
     where = f"for prompts of {plan.length:,} tokens" if plan.length else "for prompts of any length"
     follows = "; budgets follow the prompt" if plan.scaling == "proportional" else ""
-    phases = " and ".join(name for name in ("prefill", "decode") if getattr(plan, name) is not None)
+    phases = " and ".join(plan.phases)
     policies = markdown_text(", ".join(spec.name for spec in plan.policies))
     yield from (f"Keeps {size}, {where}{follows}. Phases: {phases}. Policies: {policies}.", "")
     yield from (f"Model: {markdown_text(model.short())}.", "")

@@ -61,7 +61,8 @@ class HeadKV(BudgetExporter):
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:
         """Write the line; the query heads of a group have the budget of their kv head."""
-        group, mean = inputs.known_architecture.group, max(1, budgets.total // budgets.entries.size)
+        group = inputs.known_architecture.group
+        mean = max(1, budgets.total // budgets.entries.size)
         scores = {
             f"{layer}-{head * group + member}": [int(entries)]
             for (layer, head), entries in np.ndenumerate(budgets.entries)
@@ -98,7 +99,8 @@ class DuoAttentionGates(BudgetExporter):
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Write the folder; as many heads keep everything as come nearest to the plan's total."""
-        policy, at = policy_of(budgets.policy), budgets.known_length
+        policy = policy_of(budgets.policy)
+        at = budgets.known_length
         sinks = policy.sink_count
         recent = policy.recent_count or max(1, int(budgets.entries.min()) - sinks)
         streaming = min(at, sinks + recent)
@@ -111,7 +113,7 @@ class DuoAttentionGates(BudgetExporter):
         whole = min(max(whole, 0), order.size)
         keeps_all = np.zeros_like(budgets.entries)
         keeps_all.flat[order[:whole]] = 1
-        gates = budgets.shares * (1 - 1e-9) + 1e-9 * keeps_all  # heads on both sides may hold as many
+        gates = budgets.entries / at * (1 - 1e-9) + 1e-9 * keeps_all  # heads on both sides may hold as many
         table = "\n".join("\t".join(f"{gate:.12g}" for gate in row) for row in gates) + "\n"
         share = 1 - whole / order.size
         usage = (

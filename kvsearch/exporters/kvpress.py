@@ -21,10 +21,9 @@ from kvsearch.exporters.base import (
     Loss,
     ProfileExporter,
     heads_lost,
-    one_policy,
     same_for_heads,
 )
-from kvsearch.plan import ModelFingerprint, PolicySpec, Profile, canonical_json
+from kvsearch.plan import ModelFingerprint, Profile, canonical_json
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID
 from kvsearch.policies import Policy
 from kvsearch.policies.expected_attention import ExpectedAttention
@@ -54,7 +53,8 @@ class KvpressLukv(ProfileExporter):
             raise UsageError(f"target {self.name} needs a table of ratios, and a {metadata.method} profile has none")
         curves = np.zeros((GRID, metadata.model.layers, metadata.model.kv_heads))
         curves[:, list(metadata.layers)] = profile.arrays[EVICTED_RATIO]
-        policy, press = policy_of(metadata.policy), press_of(metadata.policy)
+        policy = policy_of(metadata.policy)
+        press = press_of(policy)
         file = io.BytesIO()
         np.save(file, curves)
         usage = (
@@ -76,14 +76,20 @@ class KvpressLayers(BudgetExporter):
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Write the list; every share lies half an entry off, as the press cuts fractions of an entry off."""
-        at, kept = budgets.known_length, budgets.per_layer
-        evicted = [0.0 if entries >= at else 1 - (entries + 0.5) / at for entries in kept]
-        press, policy = press_of(budgets.policy), policy_of(budgets.policy)
+        at = budgets.known_length
+        evicted = [0.0 if entries >= at else 1 - (entries + 0.5) / at for entries in budgets.per_layer]
+        spec = budgets.policy
+        policy = policy_of(spec)
+        press = press_of(policy)
         losses = [
             *heads_lost(budgets),
-            *one_policy(budgets),
-            *map(Loss, (*press.differs, *protection_losses(press, policy))),
+            *budgets.policy_loss(f"layers that do not rank by {spec.name} do so there", lambda other: other != spec),
+            *map(Loss, press.differs),
         ]
+        if policy.sink_count > press.sinks:
+            losses.append(Loss(f"the press does not protect the first {policy.sink_count} entries"))
+        if policy.recent_count > press.recent:
+            losses.append(Loss(f"the press does not protect the last {policy.recent_count} entries"))
         usage = (f"press = PerLayerCompressionPress({press.code}, compression_ratios=json.load(open({{path!r}})))",)
         return Exported({SINGLE: canonical_json(evicted)}, usage, losses)
 
@@ -102,24 +108,13 @@ class Press(NamedTuple):
     differs: tuple[str, ...]
 
 
-def press_of(spec: PolicySpec) -> Press:
+def press_of(policy: Policy) -> Press:
     """Return the press that ranks as a policy does; IncompatibleError if kvpress has none."""
-    policy = policy_of(spec)
     for kind, make in _PRESSES.items():
         if isinstance(policy, kind):
             return make(policy)
     known = ", ".join(sorted(kind.name for kind in _PRESSES))
-    raise IncompatibleError(f"kvpress has no press that ranks as {spec.name} does: plan with {known}")
-
-
-def protection_losses(press: Press, policy: Policy) -> list[str]:
-    """Say which entries a press does not protect by itself, though the policy does."""
-    found = []
-    if policy.sink_count > press.sinks:
-        found.append(f"the press does not protect the first {policy.sink_count} entries")
-    if policy.recent_count > press.recent:
-        found.append(f"the press does not protect the last {policy.recent_count} entries")
-    return found
+    raise IncompatibleError(f"kvpress has no press that ranks as {policy.name} does: plan with {known}")
 
 
 def _snapkv(policy: SnapKV) -> Press:
@@ -134,17 +129,15 @@ def _snapkv(policy: SnapKV) -> Press:
     return Press(code, 0, policy.window, tuple(differs))
 
 
-def _expected_attention(policy: ExpectedAttention) -> Press:
-    code = (
-        f"ExpectedAttentionPress(n_future_positions={policy.future}, n_sink={policy.sinks}, "
-        f"use_covariance={policy.covariance}, use_vnorm={policy.value_norm}, epsilon={policy.epsilon})"
-    )
-    return Press(code, policy.sinks, 0, ())
-
-
 _PRESSES: dict[type[Policy], Callable[..., Press]] = {
     SnapKV: _snapkv,
-    ExpectedAttention: _expected_attention,
+    ExpectedAttention: lambda policy: Press(
+        f"ExpectedAttentionPress(n_future_positions={policy.future}, n_sink={policy.sinks}, "
+        f"use_covariance={policy.covariance}, use_vnorm={policy.value_norm}, epsilon={policy.epsilon})",
+        policy.sinks,
+        0,
+        (),
+    ),
     KeyDiff: lambda _: Press("KeyDiffPress()", 0, 0, ()),
     Knorm: lambda _: Press("KnormPress()", 0, 0, ()),
     StreamingLLM: lambda policy: Press(

@@ -20,7 +20,8 @@ from kvsearch.plan import Profile, canonical_json
 from kvsearch.policies.generic import SPREAD
 from kvsearch.policies.probe import ARRAYS, METHOD
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
 LINEAR = ("key", "value")  # features that are linear in hidden states
 CHANGED = ("k_norm", "k_layernorm", "key_layernorm", "qk_norm", "v_norm")  # of an attention that makes them non-linear
 
@@ -54,11 +55,15 @@ class KvpressKvzap(ProfileExporter):
             UsageError: the profile is no probe, or one that looks at more; the model was not given.
             IncompatibleError: keys or values of the model are not linear in hidden states, or layers were not fitted.
         """
-        metadata, features = profile.metadata, self._features(profile)
+        metadata = profile.metadata
+        features = self._features(profile)
         modules = attention_modules(inputs.known_model)
         if list(metadata.layers) != list(range(metadata.model.layers)):
             raise IncompatibleError(f"target {self.name} is told of all layers, and not all of this model were fitted")
-        fits = [_fit(profile, row) for row in range(len(metadata.layers))]
+        fits = [  # the regressions of all heads of a layer, [Hkv, ...] fp64
+            {name: torch.from_numpy(profile.arrays[name][row].copy()).double() for name in ARRAYS}
+            for row in range(len(metadata.layers))
+        ]
         heads = [_heads(modules[layer], features, fit) for layer, fit in zip(metadata.layers, fits, strict=True)]
         linear = not any(bool(fit["output"].any()) for fit in fits)
         made = [(_linear if linear else _network)(one, fit) for one, fit in zip(heads, fits, strict=True)]
@@ -97,11 +102,6 @@ class KvpressKvzap(ProfileExporter):
         return features
 
 
-def _fit(profile: Profile, row: int) -> dict[str, Tensor]:
-    """Return the regressions of all heads of a layer, [Hkv, ...] fp64."""
-    return {name: torch.from_numpy(profile.arrays[name][row].copy()).double() for name in ARRAYS}
-
-
 def _heads(module: Any, features: list[str], fit: Mapping[str, Tensor]) -> HeadMaps:
     """Return what is read of a layer; IncompatibleError if it is not linear in hidden states."""
     projections: list[Any] = [getattr(module, name, None) for name in ("k_proj", "v_proj")]
@@ -112,8 +112,10 @@ def _heads(module: Any, features: list[str], fit: Mapping[str, Tensor]) -> HeadM
             f"keys and values of {type(module).__name__} are not linear in what enters it: {why}; kvsearch itself "
             "runs the probe"
         )
-    count, width = fit["center"].shape[0], projections[0].weight.shape[1]
-    weight, bias = list[Tensor](), list[Tensor]()
+    count = fit["center"].shape[0]
+    width = projections[0].weight.shape[1]
+    weight = list[Tensor]()
+    bias = list[Tensor]()
     for name in features:
         if name == SPREAD:
             weight.append(torch.zeros(count, 1, width, dtype=torch.float64))
@@ -155,7 +157,9 @@ def _network(read: HeadMaps, fit: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _losses(profile: Profile, features: list[str], fits: list[dict[str, Tensor]]) -> Iterator[Loss]:
     """Say what the surrogate cannot see, and what the press does not do."""
     if SPREAD in features:
-        column = _column_of_spread(features, fits[0])
+        # the other features, which are as wide as a head, share the rest
+        wide = (fits[0]["center"].shape[1] - 1) // max(1, len(features) - 1)
+        column = wide * features.index(SPREAD)
         even = sum(int((fit["linear"][:, column] != 0).sum()) for fit in fits)
         if even:
             heads = len(fits) * len(fits[0]["bias"])
@@ -163,9 +167,3 @@ def _losses(profile: Profile, features: list[str], fits: list[dict[str, Tensor]]
     sinks, recent = (profile.metadata.policy.params.get(name, 0) for name in ("sinks", "protect"))
     if sinks or recent:
         yield Loss(f"the press protects neither the first {sinks} nor the last {recent} entries")
-
-
-def _column_of_spread(features: list[str], fit: Mapping[str, Tensor]) -> int:
-    """Return the column of the spread; the other features, which are as wide as a head, share the rest."""
-    wide = (fit["center"].shape[1] - 1) // max(1, len(features) - 1)
-    return wide * features.index(SPREAD)

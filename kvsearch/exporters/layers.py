@@ -45,7 +45,8 @@ class SparseVLLM(BudgetExporter):
         sinks = min(policy.sink_count, *kept)
         recent = min(policy.recent_count, min(kept) - sinks)
         free = [entries - sinks - recent for entries in kept]
-        base, most = max(free[0], 1), max(*free, 1) + 1
+        base = max(free[0], 1)
+        most = max(*free, 1) + 1
         ratios = [base / most, *((entries + 0.25) / most for entries in free[1:])]
         settings = {
             "sparse_method": "pyramidkv",
@@ -60,9 +61,9 @@ class SparseVLLM(BudgetExporter):
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Scale the kept entries of the first layer by the ratios, as the engine does."""
         settings = json.loads(files[SINGLE])
-        ratios, keep = settings["pyramid_layer_ratios"], settings["decode_keep_tokens"]
+        ratios = settings["pyramid_layer_ratios"]
         fixed = settings["sink_keep_tokens"] + settings["recent_keep_tokens"]
-        kept = [min(length, fixed + int(keep * ratio / ratios[0])) for ratio in ratios]
+        kept = [min(length, fixed + int(settings["decode_keep_tokens"] * ratio / ratios[0])) for ratio in ratios]
         return same_for_heads(kept, model.kv_heads)
 
 
@@ -77,7 +78,8 @@ class SpectralKV(BudgetExporter):
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:
         """Write the profile."""
-        shape, origin = inputs.known_architecture, budgets.plan.provenance
+        shape = inputs.known_architecture
+        origin = budgets.plan.provenance
         profile = {
             "name": f"{budgets.plan.model.name} by kvsearch, {origin.method}",
             "architecture": {
@@ -90,10 +92,7 @@ class SpectralKV(BudgetExporter):
             "weights": [int(row.sum()) / budgets.total for row in budgets.entries],
             "calibration": {"tool": "kvsearch", "method": origin.method, "seed": origin.seed},
         }
-        losses = [
-            *heads_lost(budgets),
-            Loss("no policy: the tool ranks by a rule of its own", budgets.total),
-        ]
+        losses = [*heads_lost(budgets), Loss("no policy: the tool ranks by a rule of its own", budgets.total)]
         usage = (f"profile {{path}}, and a total of {budgets.total} entries",)
         return Exported({SINGLE: canonical_json(profile)}, usage, losses)
 
@@ -146,7 +145,8 @@ class VLLM(Windows):
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Choose the layers that keep everything so that the fewest entries are in the wrong place."""
-        kept, at = np.array(budgets.per_layer), budgets.known_length
+        kept = np.array(budgets.per_layer)
+        at = budgets.known_length
         order = np.argsort(-kept, kind="stable")
 
         def wrong(whole: int) -> int:

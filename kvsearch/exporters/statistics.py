@@ -18,7 +18,9 @@ from kvsearch.plan.profile_arrays import QUERIES, QUERY_ABS, QUERY_COVARIANCE, Q
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.registry import policy_of
 
-WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+CARD = "README.md"
 STATISTICS = "statistics.safetensors"
 
 
@@ -52,7 +54,8 @@ class KvpressEA(ProfileExporter):
 
     def export(self, profile: Profile, inputs: Inputs = NOTHING) -> Exported:  # noqa: ARG002
         """Make the folder."""
-        arrays, metadata = statistics_of(profile, self.name), profile.metadata
+        arrays = statistics_of(profile, self.name)
+        metadata = profile.metadata
         policy = policy_of(metadata.policy)
         if not isinstance(policy, ExpectedAttention):
             raise UsageError(f"target {self.name} is for policy expected_attention, not {policy.name}")
@@ -98,8 +101,10 @@ class TriAttention(ProfileExporter):
             UsageError, IncompatibleError: as `statistics_of`; part of a head is not turned.
         """
         arrays = statistics_of(profile, self.name)
-        mean, modulus = arrays[QUERY_MEAN], arrays[QUERY_ABS]
-        pairs, size = modulus.shape[2], mean.shape[2]
+        mean = arrays[QUERY_MEAN]
+        modulus = arrays[QUERY_ABS]
+        size = mean.shape[2]
+        pairs = modulus.shape[2]
         if 2 * pairs != size:
             raise IncompatibleError(
                 f"target {self.name} is told of heads that are turned as a whole, and {2 * pairs} of {size} numbers "

@@ -20,7 +20,7 @@ from kvsearch.models.memory import default_memory, free_bytes
 from kvsearch.models.shapes import device_of, random_model
 from kvsearch.plan import Size, phases_of
 from kvsearch.policies import create_policy
-from kvsearch.report.speed import SpeedView
+from kvsearch.report.costs import SpeedView
 
 if TYPE_CHECKING:
     from kvsearch.benchmark.cache_costs import CacheCosts

@@ -36,7 +36,7 @@ from kvsearch.plan.schema import PHASES
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import fitted_policy
 from kvsearch.policies.registry import policy_of
-from kvsearch.report.search import decision, front_result, search_result, tables
+from kvsearch.report.search import decision, search_result, tables
 from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import CONFIG, LEDGER, REPORT, RunConfig
 from kvsearch.runs.ledger import read_lines
@@ -175,8 +175,7 @@ class Evolution:
     @property
     def result(self) -> AnySearch:
         """What is written of what was found."""
-        several = len(self.found) > 1
-        return front_result(self.found, self.spent) if several else search_result(self.found[0], self.spent)
+        return search_result(self.found, self.spent)
 
     def tables(self) -> list[Table]:
         """Return what was found as tables."""

@@ -20,7 +20,7 @@ from kvsearch.jobs.reporter import Reporter
 from kvsearch.plan import Plan
 
 if TYPE_CHECKING:
-    from kvsearch.lm_eval.tasks import TaskNames
+    from kvsearch.lm_eval.tasks import HarnessTasks
 
 
 class LmEvalOptions(WithModel, Seeded):
@@ -87,16 +87,16 @@ def lm_eval(options: LmEvalOptions, reporter: Reporter) -> dict[str, Any]:
     return results
 
 
-def _check(options: LmEvalOptions) -> tuple[Plan, TaskNames]:
+def _check(options: LmEvalOptions) -> tuple[Plan, HarnessTasks]:
     """Return the plan and the names of the tasks, once all is checked that can be without a model."""
     os.environ["TQDM_DISABLE"] = "1"  # read when the harness is imported: progress is shown here
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    from kvsearch.lm_eval.tasks import TaskNames
+    from kvsearch.lm_eval.tasks import HarnessTasks
 
     plan = checked_plan(options.plan)
     if options.log_samples is not None:
         check_output(options.log_samples, options.force)
-    return plan, TaskNames.find([name for name in options.tasks.split(",") if name], list(options.include_path))
+    return plan, HarnessTasks.find([name for name in options.tasks.split(",") if name], list(options.include_path))
 
 
 def _doubts(results: dict[str, Any]) -> Iterator[str]:

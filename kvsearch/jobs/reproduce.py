@@ -26,6 +26,8 @@ from kvsearch.report.artifacts import open_path
 from kvsearch.report.paper_table import FinishedStage, reproduced
 from kvsearch.report.reproduced import Reproduced
 from kvsearch.report.table import latex, markdown
+from kvsearch.results.validation import FILE as VALIDATION
+from kvsearch.runs.identity import REPORT, SELECTION
 from kvsearch.runs.lock import require_lock
 from kvsearch.runs.run import finish, unfinish
 from kvsearch.tasks.base import Task
@@ -33,7 +35,7 @@ from kvsearch.tasks.catalog import TaskOptions, find_entries, find_tasks
 
 RUNS = Path("runs") / "reproduce"
 FORMS = ".json", ".csv", ".md", ".tex"
-PLAN, REPORT, SELECTION, VALIDATION = "plan.json", "report.json", "selection.json", "validation/validation.json"
+PLAN = "plan.json"
 DECIDING = ("model", "seed", "max_length", "dtype", "revision")  # what every stage depends on
 MADE: frozenset[StageJob] = frozenset({"export", "scale"})  # a file, made in a moment
 KEPT: frozenset[StageJob] = frozenset({"evolve", "select"})  # what is finished is not run again
@@ -41,7 +43,7 @@ KEPT: frozenset[StageJob] = frozenset({"evolve", "select"})  # what is finished 
 
 # what a stage has found, by its job: a file in its directory
 RESULTS: Mapping[StageJob, str] = {
-    "calibrate": PROFILE, "evolve": PLAN, "select": SELECTION, "validate": VALIDATION, "evaluate": REPORT,
+    "calibrate": PROFILE, "evolve": PLAN, "select": SELECTION, "validate": str(VALIDATION), "evaluate": REPORT,
 }  # fmt: skip
 LAST = {**RESULTS, "evolve": REPORT}  # the last file that it writes
 
@@ -260,8 +262,7 @@ class Stages:
                     raise
                 self.impossible[stage.name] = str(error)
                 return
-        opened = open_path(place / RESULTS.get(stage.job, ""))
-        result = opened.data if stage.job in ASKING - {"evolve"} else opened.content
+        result = open_path(place / RESULTS.get(stage.job, "")).content
         self.finished.append(FinishedStage(stage, result, left_out, remarks))
 
     def _lost(self, value: object) -> str | None:

@@ -16,7 +16,7 @@ from kvsearch.calibration.options import PROTECTED, LukvOptions
 from kvsearch.config.options import Option, one_of
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Entries, Samples, refuse
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import require_known
 from kvsearch.jobs.calibrate import OPTIONS, CalibrateOptions, calibrate
 from kvsearch.jobs.calibrate import dry_run as calibration_dry_run
 from kvsearch.jobs.display import Overall, StageReporter, overall
@@ -49,7 +49,7 @@ from kvsearch.plan.origin import ContextSet, joined
 from kvsearch.policies.fitted import Fitted, profile_of
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.ranking import RankingView
-from kvsearch.report.selection import run_result, run_tables, selection_result, sentences, smallest_words
+from kvsearch.report.selections import run_result, selection_result, sentences, smallest_words, choice_tables
 from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.run import Run, run_in
@@ -334,8 +334,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
     def check_names(self) -> None:
         """Raise UsageError if a ranking is unknown, a policy is one that is fitted, or a name is there twice."""
         for name in self.rankings:
-            if name not in RANKINGS:
-                raise UsageError(unknown("ranking", name, list(RANKINGS)))
+            require_known("ranking", name, list(RANKINGS))
         for name in self.policies:
             if name.partition("=")[0] in FITTED:
                 raise UsageError(
@@ -382,7 +381,7 @@ class Ran:
 
     def tables(self) -> list[Table]:
         """Return what was found as tables."""
-        return run_tables([selection_result(selection) for selection in self.selections])
+        return [table for found in self.selections for table in choice_tables(selection_result(found))]
 
     def remarks(self, options: RunOptions) -> Iterator[str]:
         """Say what was chosen, how good that is, where it is, and what to do with it."""

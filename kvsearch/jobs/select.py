@@ -14,7 +14,7 @@ from kvsearch.config.options import Option, one_of
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries, Samples
 from kvsearch.core.files import PLAN_FILE, check_output, read_bytes
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import require_known
 from kvsearch.evaluation.reply_store import check_place
 from kvsearch.jobs.calibrated import OnSignals, load_signals
 from kvsearch.jobs.following import evaluation, following
@@ -23,7 +23,7 @@ from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, stage_store
 from kvsearch.models.speed import Work
 from kvsearch.plan import PHASES, Size, canonical_json, save_plan
-from kvsearch.report.selection import selection_result, tables
+from kvsearch.report.selections import selection_result, tables
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
@@ -155,8 +155,7 @@ class SelectOptions(OnSignals):
 
     def phase_settings(self) -> tuple[str, ...]:
         """Return the phase settings to try; UsageError if there is none of that name."""
-        if self.phases not in (*PHASES, ALL):
-            raise UsageError(unknown("phases", self.phases, [*PHASES, ALL]))
+        require_known("phases", self.phases, (*PHASES, ALL))
         return tuple(PHASES) if self.phases == ALL else (self.phases,)
 
 

@@ -54,7 +54,8 @@ class Generation(NamedTuple):
         settings = dict(normalize_gen_kwargs(dict(options)))
         if settings.pop("do_sample"):
             raise UsageError(f"{where} samples its replies, under a plan they are greedy: it needs do_sample: false")
-        stops, limit = settings.pop("until"), settings.pop("max_gen_toks")
+        stops = settings.pop("until")
+        limit = settings.pop("max_gen_toks")
         if settings.get("num_beams") == 1:
             del settings["num_beams"]
         other = sorted(settings.keys() - set(WITHOUT_EFFECT))
@@ -204,7 +205,10 @@ class PlannedLM(LM):  # type: ignore[misc]
         progress: Progress | None = None,
     ) -> None:
         super().__init__()
-        self.loaded, self.program, self.batch, self.progress = loaded, program, batch, progress
+        self.loaded = loaded
+        self.program = program
+        self.batch = batch
+        self.progress = progress
         self.tokenizer: Any = loaded.tokenizer
         self.max_length = most_tokens(loaded.model, max_length)
         self.holdings: list[Holding] = []  # in the order of reading

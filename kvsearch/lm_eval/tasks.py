@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,14 +32,18 @@ NEAR = 5  # names to suggest: the harness has thousands
 
 
 @dataclass(frozen=True)
-class TaskNames:
-    """Names of tasks, groups and tags that the harness has, and where it finds them."""
+class HarnessTasks:
+    """Names of tasks, groups and tags that the harness has, and where it finds them.
+
+    `items` are the tasks and groups themselves, once they are loaded; the harness changes them, so evaluate them once.
+    """
 
     manager: Any
     names: tuple[str, ...]
+    items: tuple[Task | Group, ...] = ()
 
     @classmethod
-    def find(cls, names: Sequence[str], include: Sequence[Path] = (), own: bool = True) -> TaskNames:
+    def find(cls, names: Sequence[str], include: Sequence[Path] = (), own: bool = True) -> HarnessTasks:
         """Look names up, which may have wildcards, among those of the harness (unless `own` is off) and of folders.
 
         Raises:
@@ -59,7 +63,7 @@ class TaskNames:
             raise UsageError("there is no task to evaluate: name one or more")
         return cls(manager, tuple(found))
 
-    def load(self) -> Tasks:
+    def load(self) -> HarnessTasks:
         """Load the tasks and their datasets.
 
         Raises:
@@ -78,21 +82,13 @@ class TaskNames:
             for task in loaded["tasks"].values():
                 _check(task)
             items += [loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values()
-        return Tasks(self.manager, tuple(items))
-
-
-@dataclass(frozen=True)
-class Tasks:
-    """Loaded tasks and groups; the harness changes them, so evaluate them once."""
-
-    manager: Any
-    items: tuple[Task | Group, ...]
+        return replace(self, items=tuple(items))
 
 
 def evaluate_tasks(
     loaded: LoadedModel,
     plan: Plan,
-    tasks: Tasks,
+    tasks: HarnessTasks,
     *,
     limit: int | None = None,
     num_fewshot: int | None = None,

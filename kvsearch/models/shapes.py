@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import require_known
 from kvsearch.models.loading import LoadedModel, require_device
 from kvsearch.models.memory import free_bytes
 
@@ -52,8 +52,7 @@ def random_model(
 
     from kvsearch.models.fingerprint import fingerprint
 
-    if shape not in SHAPES:
-        raise UsageError(unknown("shape", shape, list(SHAPES)))
+    require_known("shape", shape, list(SHAPES))
     settings = dict(SHAPES[shape])
     if layers is not None:
         if not 1 <= layers <= settings["num_hidden_layers"]:

@@ -22,8 +22,7 @@ from typing import Any, Literal
 
 import yaml
 
-from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import require_known
 
 StageJob = Literal["calibrate", "evolve", "export", "scale", "select", "validate", "evaluate"]
 View = Literal["scores", "best", "categories", "selections", "signals", "layers", "losses", "profiles"]
@@ -213,8 +212,7 @@ ALIASES: dict[str, str] = {
 def find_table(name: str) -> PaperTable:
     """Return a table by its name, or by its number in the paper; UsageError if there is none."""
     known = ALIASES.get(name, name)
-    if known not in TABLES:
-        raise UsageError(unknown("table", name, list(TABLES)))
+    require_known("table", known, list(TABLES))
     return TABLES[known]
 
 

@@ -6,8 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvsearch.core.canonical import canonical_json, sha256_of
-from kvsearch.core.files import atomic_write
-from kvsearch.core.parsing import describe_validation_error
 from kvsearch.plan.origin import Provenance
 from kvsearch.plan.saved import load_plan, save_plan
 from kvsearch.plan.schema import (
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from kvsearch.plan.arithmetic import BudgetChange, PlanDiff, SettingChange, budgets_at, convert, diff, merge, scale
     from kvsearch.plan.profile import Profile, ProfileMetadata, load_profile, save_profile
     from kvsearch.plan.profile_arrays import GRID
-    from kvsearch.plan.rounding import largest_remainder, water_fill
 
 __all__ = [
     "GRID",
@@ -48,13 +45,10 @@ __all__ = [
     "Provenance",
     "SettingChange",
     "Size",
-    "atomic_write",
     "budgets_at",
     "canonical_json",
     "convert",
-    "describe_validation_error",
     "diff",
-    "largest_remainder",
     "load_plan",
     "load_profile",
     "merge",
@@ -64,14 +58,12 @@ __all__ = [
     "save_profile",
     "scale",
     "sha256_of",
-    "water_fill",
 ]
 
 _LAZY = {
     **dict.fromkeys(("budgets_at", "convert", "merge", "scale"), "arithmetic"),
     **dict.fromkeys(("BudgetChange", "PlanDiff", "SettingChange", "diff"), "arithmetic"),
     **dict.fromkeys(("GRID", "Profile", "ProfileMetadata", "load_profile", "save_profile"), "profile"),
-    **dict.fromkeys(("largest_remainder", "water_fill"), "rounding"),
 }
 
 

@@ -15,10 +15,11 @@ from kvsearch.core.fields import Scalar
 from kvsearch.core.limits import MOST_ENTRIES
 from kvsearch.plan.origin import changed, with_policies_of
 from kvsearch.plan.rounding import water_fill
-from kvsearch.plan.schema import PHASES, AllocationSpec, LayerPlan, Phase, PhasePlan, Plan, PolicySpec
-from kvsearch.plan.size import round_half_up
+from kvsearch.plan.schema import PHASES, AllocationSpec, Phase, PhasePlan, Plan, PolicySpec
+from kvsearch.plan.size import ONE_SIZE, Size
 
 Scaling = Literal["fixed", "proportional"]
+Change = tuple[str, Scalar | None, Scalar | None]  # the name of a setting, and its value in two plans
 
 
 def budgets_at(plan: Plan, phase: Phase, length: int, clip: bool = True) -> Ints:
@@ -40,7 +41,8 @@ def budgets_at(plan: Plan, phase: Phase, length: int, clip: bool = True) -> Ints
         return np.minimum(wanted, length) if phase == "prefill" and clip else wanted
     if length == plan.length:
         return wanted
-    low, total = max(plan.floor, 1), _times(int(wanted.sum()), length, plan.length)
+    low = max(plan.floor, 1)
+    total = _times(int(wanted.sum()), length, plan.length)
     if phase == "decode":  # the sequence will outgrow its prompt
         return water_fill(wanted, max(total, low * wanted.size), low)
     low = min(low, length)
@@ -125,11 +127,17 @@ def merge(policies: Plan, budgets: Plan) -> Plan:
     difference = budgets.model.mismatch(policies.model)
     if difference is not None:
         raise IncompatibleError(f"cannot merge plans of different models: {difference}")
-    theirs, ours = policies.phases, budgets.phases
+    theirs = policies.phases
+    ours = budgets.phases
     if theirs.keys() != ours.keys():
         phases = [" and ".join(names) for names in (theirs, ours)]
         raise UsageError(f"cannot merge policies of {phases[0]} with budgets of {phases[1]}: both need the same phases")
-    joined = {name: _joined(theirs[name], ours[name], name) for name in ours}
+    joined = {}
+    for name, phase in ours.items():
+        only = set(theirs[name].planned_layers) ^ set(phase.planned_layers)
+        if only:
+            raise UsageError(f"cannot merge: only one of the plans has layers {sorted(only)} in its {name} phase")
+        joined[name] = PhasePlan.of(theirs[name].policies, phase.table)
     smallest = min(int(phase.table.min()) for phase in ours.values())
     change = f"merged: policies of plan {sha256_of(policies)}, all else of plan {sha256_of(budgets)}"
     return _remade(
@@ -142,19 +150,14 @@ def merge(policies: Plan, budgets: Plan) -> Plan:
 
 def _entries(heads: int, total: int | None, budget: int | None, ratio: float | None, length: int | None) -> int:
     """Return the total of `heads` kv heads that one of three sizes stands for."""
-    if sum(size is not None for size in (total, budget, ratio)) != 1:
-        raise UsageError("give either a ratio to evict (--ratio 0.8) or entries to keep per kv head (--budget 512)")
-    if length is not None and length < 1:
-        raise UsageError(f"length {length} must be 1 token or more")
     if total is not None:
+        if budget is not None or ratio is not None:
+            raise UsageError(ONE_SIZE)
         return total
-    if budget is not None:
-        return budget * heads
-    if ratio is None or not 0 < ratio < 1:
-        raise UsageError(f"ratio {ratio} is outside (0, 1): it is the share to evict, 0.8 keeps a fifth")
-    if length is None:
+    size = Size(budget, ratio, length)
+    if ratio is not None and length is None:
         raise UsageError("a ratio needs the --length of a prompt, in tokens, that the integer budgets are for")
-    return round_half_up((1 - ratio) * length * heads)
+    return size.total(length or 0, heads)
 
 
 def _most(plan: Plan, name: Phase, length: int | None, scaling: Scaling) -> Ints:
@@ -169,7 +172,8 @@ def _most(plan: Plan, name: Phase, length: int | None, scaling: Scaling) -> Ints
 
 
 def _scaled(plan: Plan, name: Phase, total: int, most: Ints) -> Ints:
-    low, heads = max(plan.floor, 1), most.size
+    low = max(plan.floor, 1)
+    heads = most.size
     if total < low * heads:
         raise UsageError(
             f"a {name} total of {total} is below the {low * heads} entries that {heads} kv heads always keep, {low} "
@@ -183,25 +187,9 @@ def _scaled(plan: Plan, name: Phase, total: int, most: Ints) -> Ints:
     return water_fill(plan.phase(name).table, total, low, most)
 
 
-def _joined(policies: PhasePlan, budgets: PhasePlan, name: Phase) -> PhasePlan:
-    if policies.planned_layers != budgets.planned_layers:
-        only = sorted(set(policies.planned_layers) ^ set(budgets.planned_layers))
-        raise UsageError(f"cannot merge: only one of the plans has layers {only} in its {name} phase")
-    pairs = zip(policies.layers, budgets.layers, strict=True)
-    return PhasePlan(layers=tuple(LayerPlan(policy=a.policy, budget=b.budget) if a and b else None for a, b in pairs))
-
-
 def _with_budgets(plan: Plan, tables: Mapping[Phase, Ints], **changes: Any) -> Plan:
     """Return a plan with other budgets, [planned layers, Hkv] by phase."""
-    phases = {}
-    for name, table in tables.items():
-        rows = iter(table.tolist())
-        phases[name] = PhasePlan(
-            layers=tuple(
-                None if layer is None else LayerPlan(policy=layer.policy, budget=tuple(next(rows)))
-                for layer in plan.phase(name).layers
-            )
-        )
+    phases = {name: PhasePlan.of(plan.phase(name).policies, table) for name, table in tables.items()}
     return _remade(plan, **phases, total=next(iter(phases.values())).total, **changes)
 
 
@@ -268,11 +256,24 @@ def diff(a: Plan, b: Plan) -> PlanDiff:
             f"cannot compare plans of {a.model.short()} and {b.model.short()}: other layers or heads"
         )
     settings = [SettingChange(*change) for change in _changes(_whole(a), _whole(b))]
+    budgets = list[BudgetChange]()
+    unplanned = (None,) * a.model.kv_heads
     for phase in PHASES["both"]:
-        settings += _phase_settings(a.phases.get(phase), b.phases.get(phase), phase, a.model.layers)
-    return PlanDiff(
-        tuple(settings), tuple(change for phase in PHASES["both"] for change in _budget_changes(a, b, phase))
-    )
+        parts = [plan.phases.get(phase) for plan in (a, b)]
+        totals = [{} if part is None else {"total": part.total} for part in parts]
+        settings += [SettingChange(*change, phase) for change in _changes(*totals)]
+        pairs = zip(*((None,) * a.model.layers if part is None else part.layers for part in parts), strict=True)
+        changed_in: dict[Change, list[int]] = {}
+        for layer, pair in enumerate(pairs):
+            policies = [{} if planned is None else _named("policy", planned.policy) for planned in pair]
+            for change in _changes(*policies):
+                changed_in.setdefault(change, []).append(layer)
+            heads = zip(*(unplanned if planned is None else planned.budget for planned in pair), strict=True)
+            budgets += [
+                BudgetChange(phase, layer, head, *both) for head, both in enumerate(heads) if len(set(both)) > 1
+            ]
+        settings += [SettingChange(*change, phase, tuple(layers)) for change, layers in changed_in.items()]
+    return PlanDiff(tuple(settings), tuple(budgets))
 
 
 def _whole(plan: Plan) -> dict[str, Scalar | None]:
@@ -281,43 +282,11 @@ def _whole(plan: Plan) -> dict[str, Scalar | None]:
     return {**model, **own, **_named("allocation", plan.allocation)}
 
 
-def _phase_settings(a: PhasePlan | None, b: PhasePlan | None, phase: Phase, layers: int) -> Iterator[SettingChange]:
-    totals = [{"total": part.total if part else None} for part in (a, b)]
-    for change in _changes(*totals):
-        yield SettingChange(*change, phase)
-    where: dict[tuple[str, Scalar | None, Scalar | None], list[int]] = {}
-    for layer, (before, after) in enumerate(zip(_layers(a, layers), _layers(b, layers), strict=True)):
-        for change in _changes(_policy(before), _policy(after)):
-            where.setdefault(change, []).append(layer)
-    for change, found in where.items():
-        yield SettingChange(*change, phase, tuple(found))
-
-
-def _budget_changes(a: Plan, b: Plan, phase: Phase) -> Iterator[BudgetChange]:
-    nothing = (None,) * a.model.kv_heads
-    pairs = zip(_layers(a.phases.get(phase), a.model.layers), _layers(b.phases.get(phase), b.model.layers), strict=True)
-    for layer, (before, after) in enumerate(pairs):
-        heads = zip(before.budget if before else nothing, after.budget if after else nothing, strict=True)
-        for head, (old, new) in enumerate(heads):
-            if old != new:
-                yield BudgetChange(phase, layer, head, old, new)
-
-
-def _changes(
-    before: Mapping[str, Scalar | None], after: Mapping[str, Scalar | None]
-) -> Iterator[tuple[str, Scalar | None, Scalar | None]]:
+def _changes(before: Mapping[str, Scalar | None], after: Mapping[str, Scalar | None]) -> Iterator[Change]:
     for name in dict.fromkeys([*before, *after]):
         if before.get(name) != after.get(name):
             yield name, before.get(name), after.get(name)
 
 
-def _policy(layer: LayerPlan | None) -> dict[str, Scalar]:
-    return {} if layer is None else _named("policy", layer.policy)
-
-
 def _named(what: str, spec: PolicySpec | AllocationSpec) -> dict[str, Scalar]:
     return {what: spec.name, **{f"{what}.{key}": value for key, value in spec.params.items()}}
-
-
-def _layers(part: PhasePlan | None, layers: int) -> tuple[LayerPlan | None, ...]:
-    return (None,) * layers if part is None else part.layers

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
-from kvsearch.core.fields import Count, Index, Record, SettingField, Sha256, Text, refuse
+from kvsearch.core.fields import Count, Index, Record, SettingField, Sha256, Text, is_none, refuse
 from kvsearch.core.limits import MOST_SETTINGS
 from kvsearch.core.resources import version
 
@@ -20,14 +20,8 @@ if TYPE_CHECKING:
     from kvsearch.plan.profile import Profile
 
 DIGITS = 16
-
-
 Use = Literal["fitted", "chosen", "reported"]
-
-
 USES: tuple[Use, ...] = get_args(Use)
-
-
 ContextId = Annotated[str, Field(strict=True, pattern=f"^[0-9a-f]{{{DIGITS}}}$")]
 
 
@@ -106,10 +100,7 @@ class ContextSet(Record):
     def union(self, other: ContextSet) -> ContextSet:
         """Return the contexts of both; equal jobs count once, those with other questions each."""
         ids = sorted({*(self.ids or ()), *(other.ids or ())})
-        return ContextSet(
-            jobs=tuple(dict.fromkeys((*self.jobs, *other.jobs))),
-            ids=tuple(ids) or None,
-        )
+        return ContextSet(jobs=tuple(dict.fromkeys((*self.jobs, *other.jobs))), ids=tuple(ids) or None)
 
 
 class ContextRecord(Record):
@@ -164,15 +155,7 @@ class Provenance(Record):
     transformers: Text
     data_sha256: Sha256 | None = None
     settings: dict[Text, SettingField] = Field(default_factory=dict, max_length=MOST_SETTINGS)
-    contexts: ContextRecord | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_unknown(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave unknown contexts out: a file without them keeps its bytes."""
-        written: dict[str, Any] = handler(self)
-        if self.contexts is None:
-            written.pop("contexts", None)
-        return written
+    contexts: ContextRecord | None = Field(default=None, exclude_if=is_none)
 
 
 def provenance(
@@ -193,11 +176,10 @@ def provenance(
 
 def extended(profile: Profile, settings: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Profile:
     """Return a profile with more arrays, and more settings in its provenance."""
-    metadata, origin = profile.metadata, profile.metadata.provenance
+    origin = profile.metadata.provenance
     origin = _with_settings(origin, {**origin.settings, **settings})
-    return replace(
-        profile, metadata=metadata.model_copy(update={"provenance": origin}), arrays={**profile.arrays, **arrays}
-    )
+    metadata = profile.metadata.model_copy(update={"provenance": origin})
+    return replace(profile, metadata=metadata, arrays={**profile.arrays, **arrays})
 
 
 def changed(provenance: Provenance, change: str) -> Provenance:

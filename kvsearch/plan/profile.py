@@ -10,20 +10,13 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_serializer,
-)
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
-from kvsearch.core.fields import Count, Entries, Floor, Index, Record, Text, refuse
+from kvsearch.core.fields import Count, Entries, Floor, Index, Record, Text, is_none, refuse
 from kvsearch.core.files import atomic_write, read_bytes
 from kvsearch.core.limits import MOST_ARRAYS, MOST_DIMENSIONS, MOST_LAYERS
 from kvsearch.core.parsing import list_problems, parse_json, problems_of, require_header, shown
@@ -87,19 +80,9 @@ class ProfileMetadata(Record):
     layers: tuple[Index, ...] = Field(min_length=1, max_length=MOST_LAYERS)
     floor: Floor
     signals: SignalAxes | None = None
-    policies: tuple[PolicySpec, ...] | None = Field(default=None, min_length=2)
-    checks: tuple[TableCheck, ...] | None = Field(default=None, min_length=1)
+    policies: tuple[PolicySpec, ...] | None = Field(default=None, min_length=2, exclude_if=is_none)
+    checks: tuple[TableCheck, ...] | None = Field(default=None, min_length=1, exclude_if=is_none)
     provenance: Provenance
-
-    @model_serializer(mode="wrap")
-    def _without_unknown(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the policies where one was measured, and checks that were not made: such files keep their bytes."""
-        written: dict[str, Any] = handler(self)
-        if self.policies is None:
-            written.pop("policies", None)
-        if self.checks is None:
-            written.pop("checks", None)
-        return written
 
     @property
     def measured_policies(self) -> tuple[PolicySpec, ...]:
@@ -159,7 +142,10 @@ class Profile:
         problems = list(value_problems(self.arrays)) or list(array_problems(self.arrays, self.metadata))
         if problems:
             raise UsageError(list_problems(problems, "the profile"))
-        frozen = {name: _read_only(array) for name, array in sorted(self.arrays.items())}
+        frozen = {}
+        for name, array in sorted(self.arrays.items()):
+            frozen[name] = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+            frozen[name].setflags(write=False)
         object.__setattr__(self, "arrays", frozen)
 
     def to_bytes(self) -> bytes:
@@ -181,14 +167,15 @@ class Profile:
             raise UsageError(
                 f"this {shown(self.metadata.method)} profile has no {EVICTED_RATIO!r} table: calibrate {known}"
             )
-        table = self.arrays[EVICTED_RATIO].astype(np.float64)
+        measured = self.arrays[EVICTED_RATIO].astype(np.float64)
+        table = np.concatenate([np.zeros_like(measured[:1]), measured])  # by percent: at zero nothing is evicted
         position = min(ratio * (GRID + 1), float(GRID))
         nearest = round(position)
         if abs(position - nearest) < 1e-9 and nearest > 0:  # 0.29 * 100 is not 29, but means that row
-            return _row(table, nearest)
+            return np.asarray(table[nearest])
         below = math.floor(position)
         share = position - below
-        return (1.0 - share) * _row(table, below) + share * _row(table, below + 1)
+        return np.asarray((1.0 - share) * table[below] + share * table[below + 1])
 
 
 def save_profile(profile: Profile, path: str | Path, overwrite: bool = False) -> None:
@@ -228,12 +215,17 @@ def read_profile(data: bytes, name: str) -> Profile:
     return Profile(metadata, arrays)
 
 
-def _read(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Array], list[str]]:
-    """Split a file into metadata, the arrays of types we use, and what is wrong with the rest."""
+def split_tensors(data: bytes, name: str) -> dict[str, dict[str, Any]]:
+    """Return what a safetensors file says of its tensors, and their bytes; UsageError if it is not a whole one."""
     try:
-        tensors = dict(deserialize(data))  # type: ignore[no-untyped-call]
+        return dict(deserialize(data))  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise UsageError(f"{name} is no complete safetensors file: {error}") from error
+
+
+def _read(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Array], list[str]]:
+    """Split a file into metadata, the arrays of types we use, and what is wrong with the rest."""
+    tensors = split_tensors(data, name)
     size = int.from_bytes(data[:8], "little")  # deserialize has checked it
     header = json.loads(data[8 : 8 + size]).get("__metadata__") or {}
     if _HEADER_KEY not in header:
@@ -249,14 +241,3 @@ def _read(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, Array], lis
         else:
             problems.append(f"arrays.{key}: has type {tensor['dtype']}, must be one of {', '.join(DTYPES)}")
     return require_header(metadata, PROFILE_FORMAT, PROFILE_VERSION, name), arrays, problems
-
-
-def _row(table: NDArray[np.float64], position: int) -> NDArray[np.float64]:
-    """Look up the row of a global ratio of `position` percent; nothing is evicted at zero."""
-    return table[position - 1] if position else np.zeros_like(table[0])
-
-
-def _read_only(array: Array) -> Array:
-    copy = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
-    copy.setflags(write=False)
-    return copy

@@ -24,7 +24,9 @@ GRID = 99
 TABLED = ("lukv", "lava", "cake", "adakv")  # methods whose profiles have such a table
 EVICTED_RATIO = "evicted_ratio"
 KEPT = "kept"  # importance kept by policy, see `Profile`
-QUERY_MEAN, QUERY_COVARIANCE, QUERY_ABS = "query_mean", "query_cov", "query_abs"  # by query head, see `Profile`
+QUERY_MEAN = "query_mean"  # by query head, as the two below
+QUERY_COVARIANCE = "query_cov"
+QUERY_ABS = "query_abs"
 QUERIES = "query_statistics"  # the method whose profiles have them
 SIGNALLED = "polykv"  # the method whose profiles have signals by pattern
 BY_PATTERN = ("cosine", "relative_error", "nll")
@@ -32,7 +34,8 @@ FULL_NLL = "full_nll"  # mean nats per token under the full cache
 MEAN_ENTROPY = "mean_entropy"  # nats, of the mean attention row over all samples (PolyKV, Eq. 4)
 ROWS_ENTROPY = "entropy"  # mean over rows, as a share of the largest possible; the name is of old files
 TOKENS = "sample_tokens"  # tokens whose loss counts
-LENGTH, CONTEXT = "sample_length", "sample_context"  # tokens of the prompt, number of the context
+LENGTH = "sample_length"  # tokens of the prompt
+CONTEXT = "sample_context"  # number of the context
 MOST_NATS = 500  # per token: perplexities, their exponentials, have room in float64
 
 DTYPES: dict[str, Any] = {"F32": np.float32, "F64": np.float64, "I32": np.int32, "I64": np.int64}
@@ -127,7 +130,8 @@ def value_problems(arrays: Arrays) -> Iterator[str]:
 
 def array_problems(arrays: Arrays, metadata: ProfileMetadata) -> Iterator[str]:
     """Find what is wrong with the arrays of a profile, a line each; its values have been looked at."""
-    method, axes = metadata.method, metadata.signals
+    method = metadata.method
+    axes = metadata.signals
     measured: dict[str, Measured] = {}
     sizes: dict[int | str, int] = {"L": len(metadata.layers), "H": metadata.model.kv_heads, "Q": metadata.questions}
     if method in TABLED or EVICTED_RATIO in arrays:

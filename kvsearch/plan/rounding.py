@@ -80,7 +80,9 @@ def water_level(weights: ArrayLike, total: int, lower: ArrayLike = 0, upper: Arr
     low, high = _bounds(scaled.shape, total, lower, upper)
     if scaled.size and scaled.max() > 0:
         scaled = scaled / scaled.max()
-    flat, lo, hi = scaled.ravel(), low.ravel(), high.ravel()
+    flat = scaled.ravel()
+    lo = low.ravel()
+    hi = high.ravel()
     weighty = flat > _FAINTEST
     filled = np.where(weighty, hi, lo)
     rest = total - int(filled.sum())
@@ -96,16 +98,20 @@ def water_level(weights: ArrayLike, total: int, lower: ArrayLike = 0, upper: Arr
 
 def _fill(weights: Floats, total: int, low: Ints, high: Ints) -> Floats:
     """Solve sum clamp(lam * w, low, high) = total for lam; weights > 0, sum(low) <= total <= sum(high)."""
-    starts, stops = low / weights, high / weights
+    starts = low / weights
+    stops = high / weights
     bends = np.unique(np.concatenate([starts, stops]))
-    below, above = 0, len(bends) - 1  # the sum is <= total at bends[below] and >= total at bends[above]
+    # the sum is <= total at bends[below] and >= total at bends[above]
+    below = 0
+    above = len(bends) - 1
     while above - below > 1:
         middle = (below + above) // 2
         if np.clip(bends[middle] * weights, low, high).sum() <= total:
             below = middle
         else:
             above = middle
-    at_low, at_high = starts >= bends[above], stops <= bends[below]
+    at_low = starts >= bends[above]
+    at_high = stops <= bends[below]
     free = ~(at_low | at_high)
     filled = np.where(at_high, high, low).astype(np.float64)
     if free.any():
@@ -120,7 +126,8 @@ def _take(priority: Floats, room: Ints, count: int) -> Ints:
     All units above an integer level are taken; at the level each entry has one unit, and the largest fractions win.
     """
     whole = np.floor(priority).astype(np.int64)
-    taken, level = int((whole - room).min()), int(whole.max()) + 1
+    taken = int((whole - room).min())
+    level = int(whole.max()) + 1
     while level - taken > 1:  # count(level) < count <= count(taken), where count(k) = units with priority >= k
         middle = (taken + level) // 2
         if int(np.clip(whole - middle + 1, 0, room).sum()) < count:
@@ -157,7 +164,7 @@ def _bounds(shape: tuple[int, ...], total: int, lower: ArrayLike, upper: ArrayLi
     if crossed.size:
         at = crossed[0]
         raise UsageError(f"lower bound {low.ravel()[at]} exceeds upper bound {high.ravel()[at]} at index {at}")
-    least, most = sum(low.ravel().tolist()), sum(high.ravel().tolist())
+    least, most = (sum(bound.ravel().tolist()) for bound in (low, high))
     if wanted < least or wanted > most:
         ceiling = "unbounded" if upper is None and low.size else f"at most {most}"
         raise UsageError(f"total {wanted} cannot be met by {low.size} budgets: at least {least}, {ceiling}")

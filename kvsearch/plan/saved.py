@@ -108,6 +108,14 @@ def weights_file(spec: PolicySpec, beside: str | Path) -> Path | None:
     return Path(beside).parent / f"{spec.name}-{digest[:12]}.safetensors" if isinstance(digest, str) else None
 
 
+def checked_weights(path: Path, owner: str | Path, digest: str) -> bytes:
+    """Read the weights that a file names; UsageError if they are others than those of the SHA-256 that it states."""
+    data = read_bytes(path)
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise UsageError(f"{path} has other weights than {owner} names: copy both from where they were written")
+    return data
+
+
 def find_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:
     """Make the weights known that a file's policies name.
 
@@ -115,26 +123,24 @@ def find_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:
         UsageError: they are not beside it, and unknown to this process, or they are others than it names.
         EnvironmentFault: they cannot be read.
     """
-    for spec, path in _with_weights(specs, beside):
+    for spec, path in with_weights(specs, beside):
         wanted = str(spec.params[WEIGHTS])
         if wanted in _known:
             continue
         if not path.exists():
             raise UsageError(f"{beside} needs the weights {path.name} beside it: copy them from where it was written")
-        data = read_bytes(path)
-        if hashlib.sha256(data).hexdigest() != wanted:
-            raise UsageError(f"{path} has other weights than {beside} names: copy both from where they were written")
-        know(data, path)
+        know(checked_weights(path, beside, wanted), path)
 
 
 def put_weights(specs: Iterable[PolicySpec], beside: str | Path) -> None:
     """Write the weights that a file's policies name beside it; raises as `known_weights` and `atomic_write`."""
-    for spec, path in _with_weights(specs, beside):
+    for spec, path in with_weights(specs, beside):
         _, data = known_weights(str(spec.params[WEIGHTS]))
         if not path.exists() or path.read_bytes() != data:
             atomic_write(path, data)
 
 
-def _with_weights(specs: Iterable[PolicySpec], beside: str | Path) -> list[tuple[PolicySpec, Path]]:
+def with_weights(specs: Iterable[PolicySpec], beside: str | Path) -> list[tuple[PolicySpec, Path]]:
+    """List the policies that have weights, and where these lie beside a file."""
     places = [(spec, weights_file(spec, beside)) for spec in specs]
     return [(spec, path) for spec, path in places if path is not None]

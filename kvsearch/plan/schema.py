@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
-from pydantic import FailFast, Field, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer
+from pydantic import FailFast, Field, ValidationInfo, field_validator
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import (
@@ -20,10 +20,11 @@ from kvsearch.core.fields import (
     Text,
     Total,
     Width,
+    is_none,
     refuse,
 )
 from kvsearch.core.limits import MOST_ENTRIES, MOST_HEADS, MOST_LAYERS, MOST_OF, MOST_PARAMETERS
-from kvsearch.core.naming import suggest, unknown
+from kvsearch.core.naming import require_known, suggest
 from kvsearch.core.parsing import shown
 from kvsearch.plan.origin import Provenance
 
@@ -34,11 +35,7 @@ _COMPARED = {
     "model_type": "architecture", "config_sha256": "configuration", "weights_sha256": "weights", "layers": "layers",
     "kv_heads": "kv heads per layer", "head_dim": "dimensions of a head",
 }  # fmt: skip
-
-
 _ROUNDING = "float16"  # in which small weights, and so their hash, are others than in float32 and bfloat16
-
-
 _DIGITS = 12  # of a hash
 
 
@@ -58,25 +55,17 @@ class ModelFingerprint(Record):
     layers: Layers
     kv_heads: Heads
     head_dim: Width
-    dtype: Text | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_unknown(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave an unknown dtype out: a file without it keeps its bytes."""
-        written: dict[str, Any] = handler(self)
-        if self.dtype is None:
-            written.pop("dtype", None)
-        return written
+    dtype: Text | None = Field(default=None, exclude_if=is_none)
 
     def mismatch(self, other: ModelFingerprint, weights: bool = True) -> str | None:
         """Say on one line what differs between two models, or None; `weights=False` lets the weights differ."""
         found = []
         for field, words in _COMPARED.items():
-            mine, yours = getattr(self, field), getattr(other, field)
+            mine = getattr(self, field)
+            yours = getattr(other, field)
             if mine != yours and (weights or field != "weights_sha256"):
-                if field.endswith("sha256"):
-                    mine, yours = mine[:_DIGITS], yours[:_DIGITS]
-                found.append(f"other {words} ({mine}, here {yours})")
+                end = _DIGITS if field.endswith("sha256") else None
+                found.append(f"other {words} ({str(mine)[:end]}, here {str(yours)[:end]})")
         return ", ".join(found) or None
 
     def short(self) -> str:
@@ -95,7 +84,9 @@ class ModelFingerprint(Record):
         if difference is None:
             return
         only_weights = self.mismatch(other, weights=False) is None
-        if only_weights and self.name == other.name and self._rounds_otherwise(other):
+        dtypes = {self.dtype, other.dtype}
+        rounds_otherwise = None not in dtypes and len(dtypes) == 2 and _ROUNDING in dtypes
+        if only_weights and self.name == other.name and rounds_otherwise:
             raise IncompatibleError(
                 f"{what} was made in {self.dtype}, and this model is loaded in {other.dtype}: {_ROUNDING} rounds small "
                 f"weights, so that it has {difference}; load it with --dtype {self.dtype}, or make {what} again"
@@ -107,11 +98,6 @@ class ModelFingerprint(Record):
         raise IncompatibleError(
             f"{what} was made for another model, {names}: it has {difference}; use it with that one{hint}"
         )
-
-    def _rounds_otherwise(self, other: ModelFingerprint) -> bool:
-        """Tell whether one of two models is known to be in float16 and the other in another dtype."""
-        dtypes = {self.dtype, other.dtype}
-        return None not in dtypes and len(dtypes) == 2 and _ROUNDING in dtypes
 
 
 PLAN_FORMAT = "kvsearch.plan"
@@ -131,8 +117,7 @@ Problem = tuple[tuple[str | int, ...], str]
 
 def phases_of(name: str) -> tuple[Phase, ...]:
     """Return the phases called "prefill", "decode" or "both"; UsageError if there are none of that name."""
-    if name not in PHASES:
-        raise UsageError(unknown("phases", name, list(PHASES)))
+    require_known("phases", name, list(PHASES))
     return PHASES[name]
 
 
@@ -161,6 +146,21 @@ class PhasePlan(Record):
     """One phase, an item per model layer; None leaves a layer its full cache (say, one with its own sliding window)."""
 
     layers: tuple[LayerPlan | None, ...] = Field(max_length=MOST_LAYERS)
+
+    @classmethod
+    def of(cls, policies: Sequence[PolicySpec | None], table: Ints) -> PhasePlan:
+        """Return the phase of a policy per layer, None of one that is left alone, and budgets [planned layers, Hkv]."""
+        rows = iter(table.tolist())
+        return cls(
+            layers=tuple(
+                None if policy is None else LayerPlan(policy=policy, budget=tuple(next(rows))) for policy in policies
+            )
+        )
+
+    @property
+    def policies(self) -> tuple[PolicySpec | None, ...]:
+        """The policy of each layer; None where a layer keeps its full cache."""
+        return tuple(None if layer is None else layer.policy for layer in self.layers)
 
     @property
     def planned_layers(self) -> tuple[int, ...]:
@@ -233,7 +233,7 @@ class Plan(Record):
     @property
     def policies(self) -> tuple[PolicySpec, ...]:
         """The policies of all phases and layers, each once."""
-        specs = [layer.policy for phase in self.phases.values() for layer in phase.layers if layer is not None]
+        specs = [spec for phase in self.phases.values() for spec in phase.policies if spec is not None]
         return tuple(spec for number, spec in enumerate(specs) if spec not in specs[:number])
 
     def planned_layers(self, phase: Phase) -> tuple[int, ...]:
@@ -330,7 +330,5 @@ PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 
 def find_protocol(name: str) -> Protocol:
     """Return the protocol of that name; UsageError if there is none."""
-    for protocol in PROTOCOLS:
-        if name == protocol:
-            return protocol
-    raise UsageError(unknown("protocol", name, PROTOCOLS))
+    require_known("protocol", name, PROTOCOLS)
+    return cast(Protocol, name)

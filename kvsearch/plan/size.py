@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvsearch.plan.profile import ProfileMetadata
 
 
+ONE_SIZE = "give either a ratio to evict (--ratio 0.8) or entries to keep per kv head (--budget 512)"
 GUARD = 1e-9  # shares are read to nine decimals
 
 
@@ -56,7 +57,7 @@ class Size:
         if self.budget is not None and self.budget < 1:
             raise UsageError(f"a budget of {self.budget} keeps nothing: give at least 1 entry per kv head")
         if (self.ratio is None) == (self.budget is None):
-            raise UsageError("give either a ratio to evict (--ratio 0.8) or entries to keep per kv head (--budget 512)")
+            raise UsageError(ONE_SIZE)
         if self.ratio is not None and not 0 < self.ratio < 1:
             raise UsageError(f"ratio {self.ratio} is outside (0, 1): it is the share to evict, 0.8 keeps a fifth")
         if self.length is not None and self.length < 1:
@@ -98,8 +99,9 @@ class Size:
 
     def pool(self, metadata: ProfileMetadata) -> Pool:
         """Return what the layers of a profile share, of prompts as long as its own where the size has no length."""
-        length, shape = self.length or metadata.length, metadata.shape
-        return Pool(shape, self.total(length, shape[0] * shape[1]), length)
+        length = self.length or metadata.length
+        layers, heads = metadata.shape
+        return Pool((layers, heads), self.total(length, layers * heads), length)
 
     def as_json(self) -> dict[str, int | float]:
         """Return the one number that is given, by its name."""

@@ -17,7 +17,7 @@ budgets are edited.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -34,11 +34,13 @@ _HEADER = f"""\
 # Layers: a number or a range. Budgets: entries per kv head, one for all or a list. {WHOLE}: the whole cache, uncounted.
 """
 _WIDTH = 120
+_TAG = "tag:yaml.org,2002:"
 
 
 def plan_to_yaml(plan: Plan) -> str:
     """Render a plan as YAML; equal plans give equal texts, and reading them gives the plan again."""
-    model, provenance = plan.model.model_dump(exclude_none=True), plan.provenance.model_dump(exclude_none=True)
+    model = plan.model.model_dump(exclude_none=True)
+    provenance = plan.provenance.model_dump(exclude_none=True)
     provenance["settings"] = dict(sorted(plan.provenance.settings.items()))
     if not provenance["settings"]:
         del provenance["settings"]
@@ -77,34 +79,21 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    # plain or in single quotes, some line breaks would be read as others
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
-
-
-def _line(dumper: _Dumper, mapping: _Line) -> yaml.MappingNode:
-    return dumper.represent_mapping("tag:yaml.org,2002:map", mapping, flow_style=True)
-
-
-def _list(dumper: _Dumper, items: tuple[Any, ...]) -> yaml.SequenceNode:
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
-
-
-_Dumper.add_representer(str, _text)
-_Dumper.add_representer(_Line, _line)
-_Dumper.add_representer(tuple, _list)
-
-
-def _entries(phase: PhasePlan) -> Iterator[tuple[list[int], LayerPlan | None]]:
-    """Yield runs of layers with equal content."""
-    for _, run in groupby(enumerate(phase.layers), key=lambda item: canonical_json(item[1])):
-        pairs = list(run)
-        yield [index for index, _ in pairs], pairs[0][1]
+# plain or in single quotes, some line breaks would be read as others
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(f"{_TAG}str", text, style=None if text.isprintable() else '"')
+)
+_Dumper.add_representer(_Line, lambda dumper, mapping: dumper.represent_mapping(f"{_TAG}map", mapping, flow_style=True))
+_Dumper.add_representer(tuple, lambda dumper, items: dumper.represent_sequence(f"{_TAG}seq", items, flow_style=True))
 
 
 def _phase(phase: PhasePlan) -> dict[str, Any]:
-    entries = {_range(layers): _entry(layer) for layers, layer in _entries(phase)}
-    return {"layers": {int(key) if key.isdecimal() else key: entry for key, entry in entries.items()}}
+    """Return the entries of runs of layers with equal content, by their range."""
+    entries: dict[int | str, _Line | str] = {}
+    for _, run in groupby(enumerate(phase.layers), key=lambda item: canonical_json(item[1])):
+        layers, (first, *_) = zip(*run, strict=True)
+        entries[_range(layers) if len(layers) > 1 else layers[0]] = _entry(first)
+    return {"layers": entries}
 
 
 def _entry(layer: LayerPlan | None) -> _Line | str:

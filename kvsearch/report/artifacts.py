@@ -20,37 +20,38 @@ from kvsearch.core.printed import command_line
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.papers.tables import STAGES, TABLES
 from kvsearch.plan import Profile
+from kvsearch.plan.origin import USES
 from kvsearch.plan.profile import load_profile
 from kvsearch.plan.saved import FOLDER_PLAN, PROFILE, load_plan
 from kvsearch.plan.schema import PLAN_FORMAT
 from kvsearch.plan.yaml import STRATEGY_FORMAT
-from kvsearch.report import evaluation, scores, search, selection, validation
+from kvsearch.report import evaluation, scores, search, selections, validation
+from kvsearch.report.costs import SpeedView
 from kvsearch.report.figures import results as drawn
 from kvsearch.report.figures.data import Figure
 from kvsearch.report.figures.profiles import profile_figures
 from kvsearch.report.figures.searches import search_figures
 from kvsearch.report.numbers import counted
-from kvsearch.report.plan import cache_parts, plan_headline, plan_parts
+from kvsearch.report.plans import cache_parts, plan_headline, plan_parts
 from kvsearch.report.profile import caption, profile_parts
 from kvsearch.report.reproduced import Reproduced
-from kvsearch.report.speed import SpeedView
 from kvsearch.report.table import Table
 from kvsearch.results.base import read_content, telling_damage
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.results.perplexity import PerplexityResult
-from kvsearch.results.progress import StoredSearch, read_trace
-from kvsearch.results.search import read_search
+from kvsearch.results.search import StoredSearch, read_search, read_trace
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.results.validation import FILE as VALIDATION
 from kvsearch.results.validation import read_validation
-from kvsearch.runs.contexts import CONTEXTS_FORMAT, ContextsFile, read_contexts
+from kvsearch.runs.contexts import CONTEXTS_FORMAT, read_contexts
 from kvsearch.runs.identity import CONFIG, CONTEXTS, LEDGER, REPORT, SELECTION, RunConfig, read_config
 from kvsearch.runs.identity import SCHEMA as RUN
 
 if TYPE_CHECKING:
     from kvsearch.report.screen import Part
 
-FRONT, WHOLE_RUN = "front.json", "run.json"
+FRONT = "front.json"
+WHOLE_RUN = "run.json"
 CACHE = ".kv"  # the suffix of a compressed cache
 BESIDE = (LEDGER, "samples.csv", "tables.md")  # what a run keeps beside its report
 KNOWN = (
@@ -78,15 +79,6 @@ class ArtifactKind:
     model: Callable[[Any], Any] = lambda content: content.model
     figures: Callable[[Any], Iterable[Figure]] = lambda _: ()
     headline: Callable[[Any], str] = lambda _: ""
-
-
-def _context_parts(content: ContextsFile) -> Iterator[Part]:
-    uses = ("fitted", "chosen", "reported")
-    yield {use: counted(len(getattr(content, use)), "context hash") for use in uses}
-
-
-def _selection_headline(content: SelectionResult | SelectionsResult) -> str:
-    return "; ".join(f"{one.size.words}: {one.chosen.decision}" for one in content.sizes)
 
 
 KINDS: Mapping[str, ArtifactKind] = {
@@ -128,13 +120,13 @@ KINDS: Mapping[str, ArtifactKind] = {
         figures=drawn.validation_figures,
     ),
     "selection": ArtifactKind(
-        lambda result: selection.tables(*result.sizes),
+        lambda result: selections.tables(*result.sizes),
         {
             "kvsearch.selection": partial(read_content, SelectionResult),
             "kvsearch.selections": partial(read_content, SelectionsResult),
         },
         figures=lambda result: drawn.selection_figures(result.sizes),
-        headline=_selection_headline,
+        headline=lambda result: "; ".join(f"{one.size.words}: {one.chosen.decision}" for one in result.sizes),
     ),
     "search": ArtifactKind(
         search.parts,
@@ -145,12 +137,15 @@ KINDS: Mapping[str, ArtifactKind] = {
         figures=search_figures,
     ),
     "run": ArtifactKind(
-        selection.run_parts,
+        selections.run_parts,
         {"kvsearch.run-report": partial(read_content, RunResult)},
         figures=lambda result: drawn.selection_figures(result.choices),
     ),
     "replies": ArtifactKind(lambda content: [scores.progress_table(content)], model=lambda _: None),
-    "contexts": ArtifactKind(_context_parts, model=lambda _: None),
+    "contexts": ArtifactKind(
+        lambda content: [{use: counted(len(getattr(content, use)), "context hash") for use in USES}],
+        model=lambda _: None,
+    ),
     "recipe": ArtifactKind(lambda options: [options], model=lambda options: options.get("model")),
     "reproduction": ArtifactKind(
         Reproduced.tables, {"kvsearch.reproduction": Reproduced.read}, model=lambda table: table.content.get("model")

@@ -104,7 +104,8 @@ def score_table(result: EvaluationResult, columns: Columns, *, intervals: bool =
 
 def difference_table(result: EvaluationResult, columns: Columns) -> Table:
     """Return every method minus the subject, in percent, with 95% interval and questions won / tied / lost."""
-    rows, groups = _columns(result, columns), []
+    rows = _columns(result, columns)
+    groups = []
     for block in result.blocks:
         lines = []
         compared = [(FULL, block.full_differences)]
@@ -231,7 +232,8 @@ def _columns(result: EvaluationResult, columns: Columns) -> list[ScoreRow]:
     if len(result.tasks) == 1:
         first, *others = result.rows
         return [first, *(row for row in others if row.kind == "category" in KINDS[columns])]
-    seen, chosen = set[frozenset[str]](), []
+    seen = set[frozenset[str]]()
+    chosen = []
     for row in result.rows:
         if row.kind == "average":
             tasks = frozenset(result.averages[row.name])

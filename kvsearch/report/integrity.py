@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvsearch.calibration.steps import SAMPLES as MEASURED
-from kvsearch.core.errors import EnvironmentFault, KvsearchError, UsageError
-from kvsearch.core.files import TEMPORARY, read_bytes
+from kvsearch.core.errors import KvsearchError, UsageError
+from kvsearch.core.files import TEMPORARY, opened, read_bytes
 from kvsearch.core.parsing import read_json
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.plan import Plan, Profile
-from kvsearch.plan.saved import PROFILE, WEIGHTS, weights_file
+from kvsearch.plan.profile import split_tensors
+from kvsearch.plan.saved import PROFILE, WEIGHTS, checked_weights, weights_file
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.registry import BUILT_IN, FITTED, policy_of
 from kvsearch.report.artifacts import CACHE, open_path
@@ -38,7 +39,8 @@ ANEW = "restore it, or start anew with another --output or --force"
 REFINED = "found.json"  # of the searches that refine a run
 WITHOUT_SCHEMA = (BEST, REFINED, LOSSES)
 READ = (".json", ".yaml", ".yml", ".safetensors", CACHE)  # what can be told from the file itself
-MARK, HEAD = b"kvsearch", 1 << 20  # what our files have in their first bytes
+MARK = b"kvsearch"  # what our files have
+HEAD = 1 << 20  # in so many first bytes
 _WEIGHTS = re.compile(r"[a-z0-9_]+-([0-9a-f]{12})\.safetensors")
 
 
@@ -96,7 +98,12 @@ def verify_paths(paths: Iterable[Path]) -> Verification:
         if not path.exists():
             raise UsageError(f"there is nothing at {path}: check the path")
         sums = _sums_over(path)
-        files = _artefacts_in(path, sums) if path.is_dir() else [path]
+        files = [path]
+        if path.is_dir():
+            place = path.absolute()
+            ours = {file for file in place.rglob("*") if file.is_file() and (file in sums or _is_ours(file))}
+            ours |= {file for file in sums if file.is_relative_to(place)}  # some may be missing
+            files = [path / file.relative_to(place) for file in sorted(ours)]
         if not files:
             raise UsageError(f"{path} has nothing in it that kvsearch can verify: name a run, or a file of one")
         artefacts |= {file: _check(file, sums) for file in files}
@@ -115,14 +122,6 @@ def _sums_over(path: Path) -> dict[Path, str]:
     return sums
 
 
-def _artefacts_in(directory: Path, sums: Mapping[Path, str]) -> list[Path]:
-    """Return the files in a directory that kvsearch wrote, and those that have a checksum and are missing."""
-    place = directory.absolute()
-    files = {file for file in place.rglob("*") if file.is_file() and (file in sums or _is_ours(file))}
-    files |= {file for file in sums if file.is_relative_to(place)}
-    return [directory / file.relative_to(place) for file in sorted(files)]
-
-
 def _is_ours(path: Path) -> bool:
     """Return True for a file that kvsearch writes, by its name or by what is in it."""
     if path.name.startswith(TEMPORARY):
@@ -131,11 +130,8 @@ def _is_ours(path: Path) -> bool:
         return True
     if path.suffix not in READ:
         return False
-    try:
-        with path.open("rb") as file:
-            return path.parent.name == MEASURED or MARK in file.read(HEAD)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+    with opened(path) as file:
+        return path.parent.name == MEASURED or MARK in file.read(HEAD)
 
 
 def _check(path: Path, sums: Mapping[Path, str]) -> Artefact:
@@ -143,7 +139,8 @@ def _check(path: Path, sums: Mapping[Path, str]) -> Artefact:
     digest = sums.get(path.absolute())
     if not path.is_file():
         return Artefact(path, "a file", "damaged", "it is missing", RESTORE)
-    what, problem = "a file", ""
+    what = "a file"
+    problem = ""
     try:
         what = _describe(path)
     except KvsearchError as error:
@@ -166,7 +163,11 @@ def _describe(path: Path) -> str:
             raise UsageError(f"{path} is no configuration of a run")
         return NOUNS[config.job]
     if path.name == LEDGER:
-        return _describe_ledger(path)
+        config = read_config(path.parent)
+        parse = TrialLog.parse if config is not None and config.job == "evolve" else ReplyStore.parse
+        lines: list[tuple[Any, int]] = list(parsed_lines(read_bytes(path), path, parse, read_identity(path.parent)))
+        is_cut = sum(size for _, size in lines) < path.stat().st_size
+        return f"ledger, {counted(len(lines), 'line')}{'; one more was cut short and is done again' if is_cut else ''}"
     if path.name == SUMS:
         return f"checksums of {counted(len(read_sums(path.parent)), 'file')}"
     if path.name in WITHOUT_SCHEMA:
@@ -177,26 +178,9 @@ def _describe(path: Path) -> str:
             raise UsageError(f"{path} has other weights than its name says")
         return "weights of a fitted ranking"
     if path.parent.name == MEASURED and path.suffix == ".safetensors":
-        return _describe_measured(path)
+        split_tensors(read_bytes(path), str(path))
+        return "measured so far"
     return _describe_artefact(path) if path.suffix in READ else "a file"
-
-
-def _describe_ledger(path: Path) -> str:
-    config = read_config(path.parent)
-    parse = TrialLog.parse if config is not None and config.job == "evolve" else ReplyStore.parse
-    lines: list[tuple[Any, int]] = list(parsed_lines(read_bytes(path), path, parse, read_identity(path.parent)))
-    is_cut = sum(size for _, size in lines) < path.stat().st_size
-    return f"ledger, {counted(len(lines), 'line')}{'; one more was cut short and is done again' if is_cut else ''}"
-
-
-def _describe_measured(path: Path) -> str:
-    from safetensors import SafetensorError, deserialize
-
-    try:
-        deserialize(read_bytes(path))  # type: ignore[no-untyped-call]
-    except SafetensorError as error:
-        raise UsageError(f"{path} is no complete safetensors file: {error}") from error
-    return "measured so far"
 
 
 def _describe_artefact(path: Path) -> str:
@@ -218,7 +202,7 @@ def _check_policies(specs: Iterable[PolicySpec], path: Path) -> None:
     """Check parameters, and the weights beside the file, which may be known to this process from elsewhere."""
     for spec in specs:
         beside = weights_file(spec, path)
-        if beside is not None and sha256_of_file(beside) != spec.params[WEIGHTS]:
-            raise UsageError(f"{beside} has other weights than {path} names")
+        if beside is not None:
+            checked_weights(beside, path, str(spec.params[WEIGHTS]))
         if spec.name in BUILT_IN and spec.name not in FITTED:  # others may be of a package that is not here
             policy_of(spec)

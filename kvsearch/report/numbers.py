@@ -79,5 +79,6 @@ def _about(questions: int, contexts: int, lengths: Sequence[int | None]) -> str:
     known = [length for length in lengths if length is not None]
     if not known:
         return words
-    low, high = min(known), max(known)
+    low = min(known)
+    high = max(known)
     return f"{words} of {counted(low, 'token') if low == high else f'{low} to {high} tokens'}"

@@ -12,24 +12,24 @@ import numpy as np
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.calibration.analysis import lost_mass, stability
 from kvsearch.core.arrays import Floats
-from kvsearch.papers.tables import PaperTable, Stage, View, model_of, numbers
+from kvsearch.papers.tables import PaperTable, Stage, StageJob, View, model_of, numbers
 from kvsearch.plan import Plan, Profile, Size
-from kvsearch.report.numbers import counted
+from kvsearch.report.numbers import Interval, counted
 from kvsearch.report.reproduced import LEFT_OUT, MeasuredCell, Reproduced
+from kvsearch.results.evaluation import SECTIONS, EvaluationResult, ScoreRow
 from kvsearch.strategies.names import FULL
 
-AVERAGE, FULL_CACHE = "average", "Full"
-SECTIONS = {"tasks": "task", "categories": "category"}  # of scores, and what a report calls one
+AVERAGE = "average"
+FULL_CACHE = "Full"
 SHOWN_BUDGETS = (1, 2, 5, 10, 20, 50)  # percent of a prompt
 KINDS = {"route": "Eviction", "budgets": "Budget allocation"}
 SPLITS = {"evolve": "train", "select": "select, then report", "validate": "select"}
 OTHER_TASKS = "other tasks than the paper's are asked: beside them are its numbers of single tasks alone"
-Estimate = Mapping[str, float]  # a mean with the ends of its interval, as files have it
 
 
 @dataclass(frozen=True)
 class FinishedStage:
-    """A finished stage, with what it has written: a plan, a profile, or the content of a JSON file.
+    """A finished stage, with what it has written: a plan, a profile, or a result.
 
     `left_out` says which methods a model cannot run, and why; `remarks` are what the job says of its options, such as
     patterns that cannot be tried.
@@ -89,10 +89,10 @@ def _asked(finished: FinishedStage) -> Iterator[str]:
     yield f"split {SPLITS.get(stage.job) or options.get('split') or default}"
     yield options["protocol"]
     if stage.job == "evaluate":
-        tasks = finished.result["tasks"]
-        yield f"evicting in {finished.result['phases']}"
-        contexts, questions = (sum(task[name] for task in tasks) for name in ("contexts", "questions"))
-        yield f"{counted(contexts, 'context')} with {counted(questions, 'question')}"
+        tasks = finished.result.tasks
+        yield f"evicting in {finished.result.phases}"
+        contexts = counted(sum(task.contexts for task in tasks), "context")
+        yield f"{contexts} with {counted(sum(task.questions for task in tasks), 'question')}"
 
 
 def _notes_of_stages(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[str]:
@@ -100,12 +100,17 @@ def _notes_of_stages(table: PaperTable, stages: Sequence[FinishedStage]) -> Iter
     for finished in stages:
         yield from finished.remarks
         yield from (f"{table.rows.get(name, name)} is left out: {why}" for name, why in finished.left_out.items())
-        if finished.stage.job == "select" and finished.result["written"]["fallback"]:
-            name = finished.result["written"]["name"]
+        if finished.stage.job == "select" and finished.result.written.fallback:
+            name = finished.result.written.name
             yield f"{finished.stage.block}: no strategy beats the best single policy beyond doubt, the plan is {name}"
         if finished.stage.job == "evaluate":
-            yield from finished.result["notes"]
-            yield from filter(None, [finished.result["different_settings"]])
+            yield from finished.result.notes
+            yield from filter(None, [finished.result.different])
+
+
+def _results(stages: Sequence[FinishedStage], job: StageJob) -> Iterator[tuple[str, Any]]:
+    """Yield what the stages of a job have found, after what the paper calls that which they ask."""
+    yield from ((finished.stage.block, finished.result) for finished in stages if finished.stage.job == job)
 
 
 # --- scores of evaluations --------------------------------------------------------------------------------------------
@@ -121,15 +126,15 @@ class PaperBlock:
     name: str
     first: bool
     size: Size
-    full: Mapping[str, Estimate]
-    methods: Mapping[str, Mapping[str, Estimate]]
+    full: Mapping[str, Interval]
+    methods: Mapping[str, Mapping[str, Interval]]
     left_out: Sequence[str]
 
     @property
     def best_baseline(self) -> str:
         """The row without a plan of its own that scores highest."""
         baselines = [row for row in self.methods if "{" not in row]
-        return max(baselines, key=lambda row: self.methods[row][AVERAGE]["mean"])
+        return max(baselines, key=lambda row: self.methods[row][AVERAGE].mean)
 
 
 def _blocks(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[PaperBlock]:
@@ -138,47 +143,39 @@ def _blocks(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[Pape
         if finished.stage.job != "evaluate":
             continue
         name = finished.stage.block
-        paths = _columns(table, finished.result)
-        full = _scores(finished.result["full"], paths)
-        for number, sized in enumerate(finished.result["blocks"]):
-            size = Size(**sized["size"])
-            known = {method["name"]: method for method in sized["methods"]}
-            rows = {row: row.format(size=size, block=name) for row in table.rows}
-            methods = {row: _scores(known[method], paths) for row, method in rows.items() if method in known}
-            left_out = [row for row, method in rows.items() if method in finished.left_out]
-            yield PaperBlock(name, number == 0, size, full, methods, left_out)
+        columns = _columns(table, finished.result)
+        full = {column: row.of(finished.result.full.scores) for column, row in columns.items()}
+        for number, sized in enumerate(finished.result.blocks):
+            named = {row: row.format(size=sized.size, block=name) for row in table.rows}
+            found = {row: sized.method(method) for row, method in named.items()}
+            methods = {
+                row: {column: score.of(method.scores) for column, score in columns.items()}
+                for row, method in found.items()
+                if method is not None
+            }
+            left_out = [row for row, method in named.items() if method in finished.left_out]
+            yield PaperBlock(name, number == 0, sized.size, full, methods, left_out)
 
 
-def _columns(table: PaperTable, report: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the section and the name of every column's score in a report.
+def _columns(table: PaperTable, result: EvaluationResult) -> dict[str, ScoreRow]:
+    """Return the scores that are columns.
 
     "tasks.*" are all tasks in their order; of several paths with | between them the first is taken that is there.
     """
-    columns: dict[str, tuple[str, str]] = {}
+    columns: dict[str, ScoreRow] = {}
     for paths in table.columns:
         for section, _, name in (path.partition(".") for path in paths.split("|")):
-            known = report["full"]["scores"][section]
-            if name == "*":
-                order = dict.fromkeys(task[SECTIONS[section]] for task in report["tasks"])
-                there = {task: (section, task) for task in order if task in known}
-            else:
-                there = {AVERAGE: (section, name)} if name in known else {}
-            if there:
-                columns |= there
+            rows = [row for row in result.rows if SECTIONS[row.kind] == section and name in ("*", row.name)]
+            if rows:
+                columns |= {row.name if name == "*" else AVERAGE: row for row in rows}
                 break
     return columns
 
 
-def _scores(method: Mapping[str, Any], paths: Mapping[str, tuple[str, str]]) -> dict[str, Estimate]:
-    return {column: method["scores"][section][name] for column, (section, name) in paths.items()}
-
-
-def _share(
-    row: str, column: str, share: Estimate, block: str = "", key: str = "", *, ranked: bool = False, text: str = ""
-) -> MeasuredCell:
+def _share(row: str, column: str, share: Interval, block: str = "", key: str = "", **details: Any) -> MeasuredCell:
     """Return a cell of a share, in points of 100."""
-    mean, low, high = (100 * share[name] for name in ("mean", "low", "high"))
-    return MeasuredCell(row, column, mean, block, key or block, low, high, text, ranked=ranked)
+    mean, low, high = (100 * end for end in (share.mean, share.low, share.high))
+    return MeasuredCell(row, column, mean, block, key or block, low, high, **details)
 
 
 def scores(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
@@ -199,10 +196,10 @@ def beside_best(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[
     """Yield PolyKV's Table 2: the best single policy, strategies, and the better one's lead."""
     for block in _blocks(table, stages):
         size = str(block.size)
-        mean = {row: 100 * columns[AVERAGE]["mean"] for row, columns in block.methods.items()}
+        mean = {row: 100 * columns[AVERAGE].mean for row, columns in block.methods.items()}
         best = block.best_baseline
         strategies = [row for row in block.methods if "{" in row]
-        yield MeasuredCell(size, FULL_CACHE, 100 * block.full[AVERAGE]["mean"], key=size)
+        yield MeasuredCell(size, FULL_CACHE, 100 * block.full[AVERAGE].mean, key=size)
         yield MeasuredCell(size, "Baseline", mean[best], key=size, text=f"{mean[best]:.2f} ({table.rows[best]})")
         yield from (MeasuredCell(size, table.rows[row], mean[row], key=size) for row in strategies)
         if strategies:
@@ -216,7 +213,7 @@ def by_category(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[
         best = block.best_baseline
         strategy = next(row for row in block.methods if "{" in row)
         for column, share in block.methods[strategy].items():
-            lead = 100 * (share["mean"] - block.methods[best][column]["mean"])
+            lead = 100 * (share.mean - block.methods[best][column].mean)
             heading = f"{block.name}: minus {table.rows[best]}"
             yield MeasuredCell(column, "delta", lead, heading, block.name, text=f"{lead:+.2f}")
 
@@ -226,42 +223,36 @@ def by_category(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[
 
 def selections(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
     """Yield PolyKV's Table 1, a row per benchmark: all scores are of split report."""
-    for finished in stages:
-        if finished.stage.job != "select":
-            continue
-        row = finished.stage.block
-        report = finished.result["report"]
-        phases = finished.result["written"]["phases"]
-        mean = {name: 100 * score["mean"] for name, score in report["scores"].items()}
-        outcome = next(outcome for outcome in finished.result["outcomes"] if outcome["phases"] == phases)
-        ranked = [method["name"] for method in outcome["methods"] if method["kind"] == "candidate"]
-        best = report["baseline"]
-        top = next(filter(None, (outcome["winner"], *ranked)), None)
+    for row, result in _results(stages, "select"):
+        outcome = result.chosen
+        best = result.report.baseline
+        mean = {name: 100 * score.mean for name, score in result.report.scores.items()}
         yield MeasuredCell(row, "FullKV", mean[FULL], key=row)
         yield MeasuredCell(row, "Best baseline", mean[best], key=row, text=f"{mean[best]:.2f} ({best})")
-        if top is None:
+        if outcome.leader is None:
             yield MeasuredCell(row, "PolyKV Top-1", None, key=row, text="no candidate")
             continue
-        spread = [mean[name] for name in ranked if name in mean]
+        top = outcome.leader.name
+        spread = [mean[method.name] for method in outcome.foremost("candidate") if method.name in mean]
         lead = mean[top] - mean[best]
         yield MeasuredCell(row, "PolyKV Top-1", mean[top], key=row, text=f"{mean[top]:.2f} ({top})")
         yield MeasuredCell(row, "Top-5 range", None, key=row, text=f"{min(spread):.2f} to {max(spread):.2f}")
         yield MeasuredCell(row, "delta", lead, key=row, text=f"{lead:+.2f}")
-        yield MeasuredCell(row, "accepted", None, key=row, text=outcome["verdict"])
+        yield MeasuredCell(row, "accepted", None, key=row, text=outcome.verdict)
 
 
 def signals(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
     """Yield PolyKV's Table 3: forward, inverse and their difference, of all that the last validation has judged."""
-    judged = [finished.result["budgets"] for finished in stages if finished.stage.job == "validate"]
-    for signal in (signal for at in judged[-1:] for size in at for signal in size["signals"]):
-        row = f"{table.rows.get(signal['signal'], signal['signal'])}, {signal['phases']}"
-        heading = KINDS[signal["kind"]]
-        gain = signal["gains"]["inverse"]
-        yield _share(row, "Fwd.", signal["forward"], heading)
-        yield _share(row, "Inv.", signal["inverse"], heading)
-        yield _share(row, "delta", gain, heading, text=f"{100 * gain['mean']:+.2f}")
-        yield _share(row, "Uniform", signal["uniform"], heading)
-        yield MeasuredCell(row, "verdict", None, heading, text=signal["verdict"])
+    validations = [result for _, result in _results(stages, "validate")]
+    for signal in (signal for result in validations[-1:] for at in result.budgets for signal in at.signals):
+        row = f"{table.rows.get(signal.signal, signal.signal)}, {signal.phases}"
+        heading = KINDS[signal.kind]
+        gain = signal.gains.inverse
+        yield _share(row, "Fwd.", signal.forward, heading)
+        yield _share(row, "Inv.", signal.inverse, heading)
+        yield _share(row, "delta", gain, heading, text=f"{100 * gain.mean:+.2f}")
+        yield _share(row, "Uniform", signal.uniform, heading)
+        yield MeasuredCell(row, "verdict", None, heading, text=signal.verdict)
 
 
 def layers(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
@@ -269,9 +260,9 @@ def layers(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[Measu
     for finished in stages:
         if not isinstance(finished.result, Plan):
             continue
-        phase = finished.result.prefill or finished.result.decode
+        phase, *_ = finished.result.phases.values()
         size = finished.stage.options["budget"]
-        for index, layer in enumerate(phase.layers if phase is not None else ()):
+        for index, layer in enumerate(phase.layers):
             if layer is not None:
                 budget = fmean(layer.budget)
                 if len(finished.result.policies) > 1:
@@ -281,18 +272,16 @@ def layers(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[Measu
 
 def losses(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
     """Yield LAVa's Table 14: the loss of the first and of the last layer's output."""
-    for finished in stages:
-        if finished.stage.job != "evaluate":
-            continue
-        measured = finished.result["losses"]
-        known = [method for block in finished.result["blocks"] for method in block["methods"]]
-        depths = sorted({loss["layer"] for loss in measured})
-        for layer, key in dict(zip((depths[0], depths[-1]), table.columns, strict=True)).items():
+    for _, result in _results(stages, "evaluate"):
+        measured = result.losses
+        known = [method for block in result.blocks for method in block.methods]
+        depths = [loss.layer for loss in measured]
+        for layer, key in dict(zip((min(depths), max(depths)), table.columns, strict=True)).items():
             for row, label in table.rows.items():
-                labels = {method["label"] for method in known if method["name"] == row}
+                labels = {method.label for method in known if method.name == row}
                 for loss in measured:
-                    if loss["layer"] == layer and loss["method"] in labels:
-                        yield MeasuredCell(label, loss["task"], loss["loss"], f"Layer {layer}", key)
+                    if loss.layer == layer and loss.method in labels:
+                        yield MeasuredCell(label, loss.task, loss.loss, f"Layer {layer}", key)
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
@@ -324,8 +313,10 @@ def profiles(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[Mea
 
 def _eviction_losses(profile: Profile, ratio: float, shared: Profile | None) -> dict[str, Floats]:
     """Return what every head loses [L, Hkv] under the allocations of the paper."""
-    shape, length = profile.metadata.shape, profile.metadata.length
-    total, floor = round((1 - ratio) * length * shape[0] * shape[1]), max(profile.metadata.floor, 1)
+    shape = profile.metadata.shape
+    length = profile.metadata.length
+    total = round((1 - ratio) * length * shape[0] * shape[1])
+    floor = max(profile.metadata.floor, 1)
     pyramid = Pyramid(window=floor).allocate(np.zeros(shape), total, np.full(shape, floor), np.full(shape, length))
     kept = {"Uniform": np.full(shape, 1 - ratio), "Pyramid": pyramid / length}
     if shared is not None:

@@ -9,7 +9,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.plan import Plan, load_plan
 from kvsearch.report import evaluation
 from kvsearch.report.artifacts import open_path
-from kvsearch.report.selection import report_table
+from kvsearch.report.selections import report_table
 from kvsearch.report.table import markdown
 from kvsearch.results.base import telling_damage
 from kvsearch.results.evaluation import EvaluationResult

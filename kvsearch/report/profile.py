@@ -20,7 +20,7 @@ from kvsearch.report.figures.data import Figure, layer_map
 from kvsearch.report.numbers import percent
 from kvsearch.report.ranking import RankingView
 from kvsearch.report.signals import signal_parts
-from kvsearch.report.table import Cell, Table
+from kvsearch.report.table import Table
 from kvsearch.signals.table import SignalTable
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ def profile_parts(profile: Profile, ratio: float = RATIO, plan: Plan | None = No
         yield _query_table(profile)
     elif profile.metadata.signals is not None:
         yield from signal_parts(SignalTable(profile))
-    elif is_dynamic(profile):
-        yield from _dynamic_parts(profile, ratio)
     else:
-        yield from _lukv_parts(profile, ratio, plan)
+        body = layer_map({"": profile.local_ratios(ratio)}, profile.metadata.layers, "eviction ratio", "{:.2f}")
+        yield Figure("local-ratios", f"local eviction ratio at {ratio:g}", caption(profile), body)
+        yield from _dynamic_parts(profile, ratio) if is_dynamic(profile) else _lukv_parts(profile, ratio, plan)
     yield from remarks(profile)
 
 
@@ -128,17 +128,9 @@ def _query_table(profile: Profile) -> Table:
     """Return the length of the mean query, and how queries spread around it, mean over the heads of a layer."""
     lengths = np.linalg.norm(profile.arrays[QUERY_MEAN], axis=-1).mean(1)
     spreads = np.sqrt(np.trace(profile.arrays[QUERY_COVARIANCE], axis1=-2, axis2=-1)).mean(1)
-    rows = [
-        [layer, Cell.number(float(length), ".3g"), Cell.number(float(spread), ".3g")]
-        for layer, length, spread in zip(profile.metadata.layers, lengths, spreads, strict=True)
-    ]
+    rows = zip(profile.metadata.layers, zip(lengths, spreads, strict=True), strict=True)
     title = "queries before their rotary embedding, mean over heads"
-    return Table.plain(title, ["layer", "|mean|", "spread"], rows)
-
-
-def _local_ratios(profile: Profile, ratio: float) -> Figure:
-    body = layer_map({"": profile.local_ratios(ratio)}, profile.metadata.layers, "eviction ratio", "{:.2f}")
-    return Figure("local-ratios", f"local eviction ratio at {ratio:g}", caption(profile), body)
+    return Table.numbers(title, ["layer", "|mean|", "spread"], rows, ".3g")
 
 
 def caption(profile: Profile) -> str:
@@ -151,38 +143,33 @@ def caption(profile: Profile) -> str:
 
 
 def _lukv_parts(profile: Profile, ratio: float, plan: Plan | None) -> Iterator[Part]:
-    """Yield local ratios and whether they are stable, the ranking's gap to the oracle's, and eviction losses."""
-    yield _local_ratios(profile, ratio)
+    """Yield the ranking's gap to the oracle's, eviction losses, and whether local ratios are stable."""
     if "recall" not in profile.arrays:
         return
     layers = profile.metadata.layers
     gap = layer_map({"": ranking_gap(profile)}, layers, "recall lost", "{:.3f}")
     yield Figure("ranking-gap", "recall lost to the oracle ranking", caption(profile), gap)
     losses = eviction_losses(profile, ratio, plan)
-    rows = [
-        [layer, *(Cell.number(float(loss[row].sum()), ".4f") for loss in losses.values())]
-        for row, layer in enumerate(layers)
+    lost: list[tuple[str | int, list[float]]] = [
+        *((layer, [loss[row].sum() for loss in losses.values()]) for row, layer in enumerate(layers)),
+        ("all", [loss.sum() for loss in losses.values()]),
     ]
-    rows.append(["all", *(Cell.number(float(loss.sum()), ".4f") for loss in losses.values())])
-    yield Table.plain(f"importance evicted at {ratio:g}, share of the model's", ["layer", *losses], rows)
-    rows = []
-    for label, name in (("policy", "recall"), ("oracle", "oracle_recall")):
-        curve = profile.arrays[name].mean(axis=(0, 1))
-        rows.append([label, *(Cell.number(float(curve[budget]), ".3f") for budget in BUDGETS_SHOWN)])
+    yield Table.numbers(f"importance evicted at {ratio:g}, share of the model's", ["layer", *losses], lost, ".4f")
+    kept = [
+        (label, profile.arrays[name].mean(axis=(0, 1))[list(BUDGETS_SHOWN)])
+        for label, name in (("policy", "recall"), ("oracle", "oracle_recall"))
+    ]
     columns = ["ranking", *(f"{budget}%" for budget in BUDGETS_SHOWN)]
-    yield Table.plain("importance kept at a budget, mean over heads", columns, rows)
+    yield Table.numbers("importance kept at a budget, mean over heads", columns, kept, ".3f")
     yield from _stability_parts(profile, "questions")
 
 
 def _stability_parts(profile: Profile, noun: str) -> Iterator[str | Table]:
     """Yield a table of how stable local ratios are over what they were measured on, and a verdict."""
     stabilities = [stability(profile, ratio) for ratio in RATIOS_SHOWN]
-    rows = []
-    for found in stabilities:
-        values = (found.questions, found.texts, found.left_out, found.halves)
-        rows.append([f"{found.ratio:g}", *(Cell.number(value, ".2f") for value in values)])
+    rows = [(f"{found.ratio:g}", (found.questions, found.texts, found.left_out, found.halves)) for found in stabilities]
     columns = ["ratio", f"{noun} of one text", "texts", "a text and the others", f"odd/even {noun}"]
-    yield Table.plain("rank correlation of local ratios", columns, rows)
+    yield Table.numbers("rank correlation of local ratios", columns, rows, ".2f")
     yield f"at {RATIO:g}: {stabilities[1].verdict}"
 
 
@@ -190,20 +177,19 @@ def _stability_parts(profile: Profile, noun: str) -> Iterator[str | Table]:
 
 
 def _dynamic_parts(profile: Profile, ratio: float) -> Iterator[Part]:
-    """Yield the static table of a dynamic rule, and what it loses against that."""
-    yield _local_ratios(profile, ratio)
+    """Yield what the static table of a dynamic rule loses against that."""
     deviations = profile.arrays["ratio_deviation"]
     deviation = deviations[min(max(round(100 * ratio), 1), len(deviations)) - 1]
     body = layer_map({"": deviation}, profile.metadata.layers, "standard deviation", "{:.3f}")
     title = "standard deviation of the local eviction ratio over the prompts"
     yield Figure("ratio-deviation", title, caption(profile), body)
-    rows = []
-    for at in RATIOS_SHOWN:
-        found = misplaced(profile, at)
-        shares = (found.static, found.worst, found.unseen, found.even)
-        rows.append([f"{found.ratio:g}", *(Cell.number(100 * share, ".1f", "%") for share in shares)])
+    shares = [misplaced(profile, at) for at in RATIOS_SHOWN]
+    rows = [
+        (f"{found.ratio:g}", [100 * share for share in (found.static, found.worst, found.unseen, found.even)])
+        for found in shares
+    ]
     columns = ["ratio", "static table", "worst prompt", "prompt not in it", "even budgets"]
-    yield Table.plain("entries placed elsewhere than by the dynamic rule", columns, rows)
+    yield Table.numbers("entries placed elsewhere than by the dynamic rule", columns, rows, ".1f", "%")
     yield from _stability_parts(profile, "prompts")
 
 

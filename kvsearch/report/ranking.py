@@ -30,24 +30,18 @@ class LeftOutKind:
     loss: Floats
 
     @property
-    def best(self) -> int:
-        """The number of the best of those that were not fitted, by how far replies move."""
-        return 2 + int(self.loss[2:].mean(1).argmin())
-
-    @property
-    def carries_over(self) -> bool:
-        """Whether the fit that never saw the kind is as good as the best that was not fitted."""
-        mean = self.loss.mean(1)
-        return bool(mean[0] <= mean[self.best])
-
-    @property
     def words(self) -> str:
-        """Whether the ranking carries over to kinds of questions that it was not fitted on."""
-        unseen, whole, best = (f"{self.loss.mean(1)[row]:.3f}" for row in (0, 1, self.best))
-        other = self.rankings[self.best]
+        """Whether the ranking carries over to kinds of questions that it was not fitted on.
+
+        It does where the fit that never saw the kind moves replies no more than the best that was not fitted.
+        """
+        mean = self.loss.mean(1)
+        place = 2 + int(mean[2:].argmin())
+        unseen, whole, best = (f"{mean[row]:.3f}" for row in (0, 1, place))
+        other = self.rankings[place]
         measured = f"replies move by {unseen}, under {other} by {best}, under the whole fit by {whole}"
         asked = f"fitted without {self.kind} and asked {counted(self.questions, 'question')} of that kind"
-        if self.carries_over:
+        if mean[0] <= mean[place]:
             return f"the ranking carries over to a kind of question that it never saw: {asked}, {measured}"
         return (
             "warning: the ranking does not carry over to kinds of questions that it never saw, and throws away what it "
@@ -83,8 +77,9 @@ class RankingView:
         if "kind_loss" not in self.profile.arrays:
             return None
         recall, loss = (np.asarray(self.profile.arrays[name], np.float64) for name in ("kind_recall", "kind_loss"))
-        kind, questions = self.settings["left_out"], self.settings["left_out_questions"]
-        return LeftOutKind(kind, questions, (UNSEEN, *self.settings["rankings"]), recall.mean((2, 3)), loss)
+        settings = self.settings
+        rankings = (UNSEEN, *settings["rankings"])
+        return LeftOutKind(settings["left_out"], settings["left_out_questions"], rankings, recall.mean((2, 3)), loss)
 
     def _about_kinds(self) -> Iterator[str]:
         """Yield whether the ranking carries over to other kinds of questions; of older fits nothing is known."""
@@ -122,8 +117,9 @@ class RankingView:
             which = "the" if bare == fit + choose + report else f"{bare} of the {fit + choose + report}"
             yield f"{which} contexts have no questions, and are asked for themselves alone (reconstruction)"
         if unseen := self.settings.get("unseen_heads"):
-            heads, which = counted(len(unseen), "kv head"), ", ".join(unseen[:8]) + ", ..." * (len(unseen) > 8)
-            yield f"nothing that was asked looks at the context in {heads} ({which} by layer): even ranking there"
+            listed = ", ".join(unseen if len(unseen) <= 8 else [*unseen[:8], "..."])
+            heads = f"{counted(len(unseen), 'kv head')} ({listed} by layer)"
+            yield f"nothing that was asked looks at the context in {heads}: even ranking there"
         yield from self._about_kinds()
         if self.is_last:
             yield "every other ranking is better than the fit on contexts that it never saw: it is not used"
@@ -143,11 +139,7 @@ class RankingView:
         columns = ["ranking", *(f"{budget:.0%}" for budget in at)]
         for title, rankings, values in tables:
             if values is not None:
-                rows = [
-                    [name, *(Cell.number(float(value), ".3f") for value in row)]
-                    for name, row in zip(rankings, values, strict=True)
-                ]
-                yield Table.plain(title, columns, rows)
+                yield Table.numbers(title, columns, zip(rankings, values, strict=True), ".3f")
         layers = self.profile.arrays["recall"].mean(3)[:, 0]  # [P, L]
         rows = []
         for row, layer in enumerate(self.profile.metadata.layers):

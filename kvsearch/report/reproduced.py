@@ -14,7 +14,8 @@ from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.base import read_content
 
 SCHEMA = "kvsearch.reproduction/1"
-PAPER, LEFT_OUT = "paper", "left out"
+PAPER = "paper"
+LEFT_OUT = "left out"
 WRITTEN = ("schema", "table", "title", "caption", "notes", "cells")  # what is not among `content`
 CSV_HEADER = ("table", "block", "row", "column", "value", "low", "high", "text", "paper")
 

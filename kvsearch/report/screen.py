@@ -151,9 +151,11 @@ class ScreenMap:
             if len(numbers.blocks(console, options)) <= MOST_BLOCKS:
                 yield numbers
                 continue
-            digits = [
-                [Text.assemble(*(self._cell(self._digit(value), value) for value in row))] for row in panel.values
+            tenths = [
+                [(" -" if value is None else f"{min(int(10 * self._share(value)), 9):>2}", value) for value in row]
+                for row in panel.values
             ]
+            digits = [[Text.assemble(*(self._cell(*tenth) for tenth in row))] for row in tenths]
             shades = self._table(title, [f"{body.columns[0]} to {body.columns[-1]}"], panel, digits)
             shades.columns[1].justify = "left"
             yield shades
@@ -170,9 +172,6 @@ class ScreenMap:
 
     def _share(self, value: float) -> float:
         return (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
-
-    def _digit(self, value: float | None) -> str:
-        return " -" if value is None else f"{min(int(10 * self._share(value)), 9):>2}"
 
     def _cell(self, text: str, value: float | None) -> Text:
         if value is None:

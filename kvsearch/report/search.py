@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.report.numbers import Interval, asked_words, chance_of, counted, interval, percent
-from kvsearch.report.selection import ahead_words, best_first
+from kvsearch.report.selections import ahead_words, best_first, gap_bounds, lead_cells
 from kvsearch.report.table import Cell, Table
-from kvsearch.results.progress import StoredSearch, Trace
-from kvsearch.results.search import AnySearch, Finalist, FrontResult, SearchResult
+from kvsearch.results.search import AnySearch, FrontResult, SearchResult, StoredSearch, Trace
 from kvsearch.search.names import EVOLVED, EXPANDED, UNIFORM
 from kvsearch.search.trials import Spent
-from kvsearch.selection.scores import GapClosed
 from kvsearch.selection.selection_job import find_ahead
 from kvsearch.strategies.names import FULL
 
@@ -22,14 +20,12 @@ if TYPE_CHECKING:
 STEPS = 12  # of a search, the last ones
 
 
-def search_result(evolved: Evolved, spent: Spent) -> SearchResult:
-    """Return everything that a search found; `spent` is what its first part took."""
-    return SearchResult.of(evolved, spent, decision(evolved))
-
-
-def front_result(found: Sequence[Evolved], spent: Spent) -> FrontResult:
-    """Return everything that a search at several budgets found, by budget."""
-    return FrontResult.of(found, spent, [decision(evolved) for evolved in found])
+def search_result(found: Sequence[Evolved], spent: Spent) -> AnySearch:
+    """Return everything that a search found at one or at several budgets; `spent` is what its first part took."""
+    decisions = [decision(evolved) for evolved in found]
+    return (
+        SearchResult.of(found[0], spent, decisions[0]) if len(found) == 1 else FrontResult.of(found, spent, decisions)
+    )
 
 
 def parts(content: StoredSearch) -> Iterator[str | Table]:
@@ -64,14 +60,16 @@ def tables(result: AnySearch) -> list[Table]:
             one.where,
             "" if one.value is None else Cell.number(one.value, ".6g"),
             Cell.mean(one.score),
-            *_lead_cells(one),
+            *lead_cells(one.lead, one.chance),
         ]
         for name, one in ranked
     ]
-    rows = [
-        [name, Cell.mean(score), _mean(found.gains, name, "+.2f"), _share(found.recovered.get(name))]
-        for name, score in best_first(found.report)
-    ]
+    rows = []
+    for name, score in best_first(found.report):
+        share = found.recovered.get(name)
+        closed = "" if share is None else f"{percent(share.mean, 0)}% ({gap_bounds(share, '-')})"
+        gain = _mean(found.gains, name, "+.2f")
+        rows.append([name, Cell.mean(score), gain, Cell(closed, value=None if share is None else share.mean)])
     return [
         Table.plain(
             f"second split: what is chosen from{_asked(result, 'choice')}",
@@ -105,7 +103,8 @@ def decision(evolved: Evolved) -> str:
 
 
 def _choice_words(evolved: Evolved) -> str:
-    choice, outcome = evolved.choice, evolved.outcome
+    choice = evolved.choice
+    outcome = evolved.outcome
     if outcome.flat:
         return f"{outcome.ended}; {choice.name} was written"
     score = percent(choice.decision.score(choice.name).mean)
@@ -134,14 +133,6 @@ def _led(choice: Choice, name: str) -> tuple[str, str]:
     return interval(choice.decision.lead(name), "+.2f"), chance_of(choice.decision.chance(name))
 
 
-def _lead_cells(found: Finalist) -> tuple[str | Cell, str | Cell]:
-    """Return what a finalist leads the best start plan by, and the chance of that."""
-    if found.lead is None or found.chance is None:
-        return "", ""
-    lead = Cell.mean(found.lead, "+.2f")
-    return lead, Cell(chance_of(found.chance), value=found.chance)
-
-
 def _phases(result: AnySearch) -> str:
     """Return the protocol, with the phases where it is not the prompt alone that is evicted."""
     protocol, phases = (str(result.settings.get(name)) for name in ("protocol", "phases"))
@@ -154,10 +145,3 @@ def _asked(result: AnySearch, split: str) -> str:
 
 def _mean(estimates: Mapping[str, Interval], name: str, form: str = ".2f") -> str | Cell:
     return Cell.mean(estimates[name], form) if name in estimates else ""
-
-
-def _share(share: GapClosed | None) -> str | Cell:
-    if share is None:
-        return ""
-    low, high = ("-" if end is None else f"{percent(end, 0)}%" for end in (share.low, share.high))
-    return Cell(f"{percent(share.mean, 0)}% ({low} to {high})", value=share.mean)

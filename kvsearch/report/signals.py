@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ TITLES = {
 PREFERRED = ("cosine", "ppl")  # the paper's; the others are shown where none of them was measured
 MOST_DECIMALS = 5
 NOISE = 9  # decimals from which on differences are rounding
-BEST, FULL = "*", "full"
+BEST = "*"
+FULL = "full"
 
 
 def signal_parts(table: SignalTable) -> Iterator[Mapping[str, Any] | str | Table]:
@@ -41,22 +43,19 @@ def signal_parts(table: SignalTable) -> Iterator[Mapping[str, Any] | str | Table
     for phase in axes.phases:
         for budget in axes.budgets:
             for measure in measures:
-                rows = zip(layers, _cells(table, measure, phase, budget), strict=True)
+                cells = _cells(table, measure, phase, budget)
+                rows = [[layer, *row] for layer, row in zip(layers, cells, strict=True)]
                 title = f"{phase} at {budget} entries per kv head: {TITLES[measure]}"
-                yield Table.plain(
-                    title, ["layer", *table.patterns], [[layer, *cells] for layer, cells in rows], tight=True
-                )
+                yield Table.plain(title, ["layer", *table.patterns], rows, tight=True)
         if entropy := entropies(table, phase):
-            values = zip(layers, *entropy.values(), strict=True)
-            lines = [[layer, *(Cell.number(float(value), ".4f") for value in row)] for layer, *row in values]
-            yield Table.plain(f"{phase}: entropy of attention", ["layer", *entropy], lines)
+            values = zip(layers, zip(*entropy.values(), strict=True), strict=True)
+            yield Table.numbers(f"{phase}: entropy of attention", ["layer", *entropy], values, ".4f")
     if measures:
         yield f"{BEST} the best pattern of a layer"
     worst: dict[tuple[str, str], Explosion] = {}  # of a pattern in a phase, the budget at which it is worst
-    for explosion in (
-        one for phase in axes.phases for budget in axes.budgets for one in table.explosions(phase, budget)
-    ):
-        place = explosion.pattern, explosion.phase
+    found = (table.explosions(phase, budget) for phase in axes.phases for budget in axes.budgets)
+    for explosion in chain.from_iterable(found):
+        place = (explosion.pattern, explosion.phase)
         worst[place] = max(worst.get(place, explosion), explosion, key=lambda known: known.gain)
     yield from (explosion.words for explosion in worst.values())
 

@@ -14,7 +14,9 @@ from kvsearch.core.files import atomic_write, check_target
 from kvsearch.core.printed import csv_text, markdown_text, visible
 from kvsearch.report.numbers import Interval, interval
 
-MARKDOWN, CSV, LATEX = ".md", ".csv", ".tex"
+MARKDOWN = ".md"
+CSV = ".csv"
+LATEX = ".tex"
 # of LaTeX; the backslash first, the others bring new ones
 SPECIAL = {"\\": r"\textbackslash{}", **{mark: f"\\{mark}" for mark in "&%$#_{}"}, "~": r"\~{}", "^": r"\^{}"}
 
@@ -72,6 +74,19 @@ class Table:
         """Return a table of one group; what is no cell is printed as it is."""
         cells = [[cell if isinstance(cell, Cell) else Cell.of(cell) for cell in row] for row in rows]
         return cls(title, header, [RowGroup("", cells)], **details)
+
+    @classmethod
+    def numbers(
+        cls,
+        title: str,
+        header: Sequence[str],
+        rows: Iterable[tuple[str | int, Iterable[float]]],
+        form: str,
+        unit: str = "",
+    ) -> Table:
+        """Return a table of one group: names, and beside each its numbers in one format."""
+        lines = [[name, *(Cell.number(float(value), form, unit) for value in values)] for name, values in rows]
+        return cls.plain(title, header, lines)
 
     @property
     def rows(self) -> list[list[Cell]]:
@@ -132,7 +147,7 @@ def latex(table: Table) -> str:
         rf"\caption{{{_tex(' '.join([table.title + '.', *sentences]))}}}",
         rf"\begin{{tabular}}{{l{'r' * (width - 1)}}}",
         r"\toprule",
-        _tex_row([Cell(text) for text in table.header]),
+        _tex_row(list(map(Cell, table.header))),
     ]
     for group in table.groups:
         lines.append(r"\midrule")

@@ -23,7 +23,8 @@ def validation_tables(found: ValidationResult, at: AtBudget) -> tuple[Table, Tab
     questions = sum(task.questions for task in found.tasks.values())
     full = percent(at.full.mean, 1)
     title = f"{found.model.name}, {at.size}, {found.protocol}: score in percent, full cache {full}"
-    scores, gains = [], list[Sequence[str]]()
+    scores = []
+    gains = list[Sequence[str]]()
     for judged in at.signals:
         means = [one.mean for one in (judged.forward, judged.inverse, judged.uniform)]
         means.append(fmean(one.mean for one in judged.random))

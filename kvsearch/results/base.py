@@ -36,11 +36,6 @@ def damaged(path: Path, problem: str) -> UsageError:
     return UsageError(f"{path} is damaged ({problem}): restore it, or run its command again")
 
 
-def is_none(value: object) -> bool:
-    """Tell whether a field is left out of what is written."""
-    return value is None
-
-
 @contextmanager
 def telling_damage(path: Path) -> Iterator[None]:
     """Refuse the file at `path` where what is done with its content fails: parts of a record do not fit together."""

@@ -1,16 +1,21 @@
-"""The results of searches: what one found at one budget, and at several."""
+"""The results of searches: what one found at one budget, and at several, and how it went."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import FailFast, Field
 
+from kvsearch.core.fields import is_none
 from kvsearch.core.limits import MOST_ENTRIES
-from kvsearch.results.base import Result, Stored, is_none, read_content
+from kvsearch.results.base import Result, Stored, read_content
 from kvsearch.runs.estimates import Difference, Estimate
+from kvsearch.runs.ledger import read_lines
 from kvsearch.search.names import EVOLVED
+from kvsearch.search.trials import BestLine, ResultLine, Spent, ToldLine, TrialLog
 from kvsearch.selection.race import Verdict
 from kvsearch.selection.scores import GapClosed, Scores, measure_gap_closed
 from kvsearch.selection.selection_job import find_ahead
@@ -18,11 +23,8 @@ from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Coverage
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kvsearch.evaluation.plan_comparison import PlanComparison
     from kvsearch.search.evolve import Choice, Evolved, PreparedSearch
-    from kvsearch.search.trials import Spent
 
 Row = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST_ENTRIES)], ...], FailFast()]
 Budgets = Annotated[tuple[Row, ...], FailFast()]  # [phases * L, Hkv]; of a damaged one the first problem will do
@@ -63,7 +65,8 @@ class FoundAtBudget(Stored):
     @classmethod
     def at(cls, evolved: Evolved, decision: str) -> FoundAtBudget:
         """Return what was found; `decision` says what was chosen and why."""
-        choice, report = evolved.choice, evolved.report
+        choice = evolved.choice
+        report = evolved.report
         others = [name for name in report.labels if name not in (EVOLVED, FULL)]
         return FoundAtBudget(
             ended=evolved.outcome.ended,
@@ -92,11 +95,6 @@ class SearchOrigin(Result):
     evaluations: int
     tokens: int
     settings: dict[str, Any]
-
-    @property
-    def found(self) -> Mapping[int, FoundAtBudget]:
-        """What was found, by budget, ascending."""
-        raise NotImplementedError
 
 
 class SearchResult(FoundAtBudget, SearchOrigin):
@@ -132,8 +130,8 @@ class FrontResult(SearchOrigin):
 
     @property
     def found(self) -> Mapping[int, FoundAtBudget]:
-        """What was found, by budget."""
-        return {budget: self.budgets[budget] for budget in sorted(self.budgets)}
+        """What was found, by budget, ascending."""
+        return dict(sorted(self.budgets.items()))
 
 
 AnySearch = SearchResult | FrontResult
@@ -145,9 +143,56 @@ def read_search(data: Any, path: Path) -> AnySearch:
     return read_content(FrontResult, data, path) if several else read_content(SearchResult, data, path)
 
 
+@dataclass(frozen=True)
+class Trace:
+    """How a search went: every new best candidate and every generation, each after so many evaluations, in order.
+
+    Values are what the search minimises; tokens were read under candidates, seconds are of work, in all sessions.
+    """
+
+    steps: tuple[tuple[int, BestLine], ...]
+    generations: tuple[tuple[int, ToldLine], ...]
+    evaluations: int
+    tokens: int
+    seconds: float
+
+
+def read_trace(path: Path) -> Trace:
+    """Return how the search went whose ledger is at `path`.
+
+    Raises:
+        UsageError: a line is damaged and not only cut short.
+        EnvironmentFault: it cannot be read.
+    """
+    keys = set[str]()
+    tokens = 0
+    seconds = 0.0
+    steps = list[tuple[int, BestLine]]()
+    generations = list[tuple[int, ToldLine]]()
+    for line in read_lines(path, TrialLog.parse):
+        seconds = line.at
+        if isinstance(line, ResultLine):
+            keys.update(line.keys)
+            tokens += line.tokens
+        elif isinstance(line, BestLine):
+            steps.append((len(keys), line))
+        elif isinstance(line, ToldLine):
+            generations.append((len(keys), line))
+    return Trace(tuple(steps), tuple(generations), len(keys), tokens, seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredSearch:
+    """What a search found, None before it is finished, and how it went, None where its ledger is not at hand."""
+
+    result: AnySearch | None
+    trace: Trace | None
+
+
 def gap_shares(report: PlanComparison) -> dict[str, GapClosed | None]:
     """Return the share of the gap between each baseline and the full cache that the result closes, by baseline."""
-    scores, labels = Scores.of(report.comparison.samples, report.comparison.contexts), report.labels
+    scores = Scores.of(report.comparison.samples, report.comparison.contexts)
+    labels = report.labels
     seed = report.comparison.settings.seed
     return {
         name: measure_gap_closed(scores, labels[EVOLVED], labels[name], seed=seed)

@@ -9,9 +9,10 @@ from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
 
 from pydantic import Field, PlainSerializer, computed_field, model_validator
 
+from kvsearch.core.fields import is_none
 from kvsearch.plan import Size
 from kvsearch.plan.schema import Protocol
-from kvsearch.results.base import Result, Stored, is_none
+from kvsearch.results.base import Result, Stored
 from kvsearch.results.evaluation import HeldField
 from kvsearch.runs.estimates import Difference
 from kvsearch.selection.race import Rule
@@ -31,7 +32,7 @@ class PhaseOutcome(PhaseResult):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def written(self) -> str:
-        """See `PhaseResult.written`."""
+        """The winner of the phase setting, or else its best baseline."""
         return super().written
 
 
@@ -83,7 +84,8 @@ class SelectionResult(Result):
 
         `decisions` say what was decided in each phase setting, `reported` what the report split says of the choice.
         """
-        chosen, report = selection.chosen, selection.report
+        chosen = selection.chosen
+        report = selection.report
         outcomes = tuple(
             PhaseOutcome(**vars(result), decision=decision)
             for result, decision in zip(selection.results, decisions, strict=True)
@@ -147,7 +149,6 @@ class SelectionsResult(Result):
         return tuple(smallest_first(self.budgets.values()))
 
 
-AnySelection = SelectionResult | SelectionsResult
 Chosen = TypeVar("Chosen", bound=SelectionResult)
 
 

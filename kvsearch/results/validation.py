@@ -77,7 +77,8 @@ def harmful(directory: Path, strategy: Strategy, budget: float) -> str | None:
     Raises:
         UsageError: the file of the validation is damaged.
     """
-    found, profile = load_validation(directory / FILE), directory / PROFILE
+    found = load_validation(directory / FILE)
+    profile = directory / PROFILE
     if found is None:
         return None
     if profile.exists() and sha256(profile.read_bytes()).hexdigest() != found.profile_sha256:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from kvsearch.core.canonical import canonical_json
-from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.core.files import TEMPORARY, atomic_write, read_text, write_fault
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import TEMPORARY, atomic_write, opened, read_text, write_fault
 from kvsearch.runs.identity import CONFIG, LEDGER, SUMS, Job, RunConfig, read_config
 from kvsearch.runs.ledger import Ledger
 from kvsearch.runs.lock import locked, require_lock
@@ -201,7 +201,6 @@ def write_json(path: Path, content: object) -> None:
 
 # a name that can lead to a file below the directory
 _LINE = re.compile(r"([0-9a-f]{64}) [ *]((?!/|.*\.\.)[ -\[\]-~]{1,200})")
-_PIECE = 1 << 20
 
 
 def finish(directory: Path, patterns: Sequence[str]) -> None:
@@ -254,15 +253,9 @@ def read_sums(directory: Path) -> dict[str, str]:
 
 
 def sha256_of_file(path: Path) -> str:
-    """Return the SHA-256 of a file, which is read piece by piece; EnvironmentFault if it cannot be read."""
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while piece := file.read(_PIECE):
-                digest.update(piece)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
-    return digest.hexdigest()
+    """Return the SHA-256 of a file, which is read piece by piece; errors as `opened`."""
+    with opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _files(directory: Path, patterns: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ from kvsearch.budgets.polykv import Proportional
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.core.naming import suggest, unknown
+from kvsearch.core.naming import require_known, suggest
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, Plan, Profile, Size, phases_of
 from kvsearch.policies import Policy
@@ -86,8 +86,7 @@ def explore(
     Raises:
         UsageError: an unknown name, or one that is named but was not measured.
     """
-    if level not in LEVELS:
-        raise UsageError(unknown("level to explore", level, list(LEVELS)))
+    require_known("level to explore", level, list(LEVELS))
     table = SignalTable(profile)
     mean = size.pool(profile.metadata).mean
     problem = _explain_missing_curves(table, mean)

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.core.naming import suggest, unknown
+from kvsearch.core.naming import require_known, suggest, unknown
 from kvsearch.core.progress import Progress
 from kvsearch.evaluation.compare import Evaluation, Settings
 from kvsearch.evaluation.plan_comparison import PlanEvaluation, prepare_plans
@@ -210,8 +210,7 @@ def _parse_signal(typed: str) -> list[tuple[Kind, str]]:
 def _choose_phases(table: SignalTable, typed: Sequence[str] | None) -> list[PhaseNames]:
     measured = [setting for setting in SETTINGS if set(PHASES[setting]) <= set(table.axes.phases)]
     for setting in typed or ():
-        if setting not in SETTINGS:
-            raise UsageError(unknown("phases", setting, SETTINGS))
+        require_known("phases", setting, SETTINGS)
         missing = [phase for phase in PHASES[setting] if phase not in table.axes.phases]
         if missing:
             known = ", ".join(table.axes.phases)

@@ -97,13 +97,16 @@ def output_agreement(full: Tensor, changed: Tensor) -> Agreement:
     Equal vectors have cosine 1 and error 0 exactly, two zero vectors too. Of one zero vector the cosine is 0; the error
     is 1 whichever of the two is zero, as there is nothing to measure a change of nothing against.
     """
-    first, second = full.float(), changed.float()
-    length, other = torch.linalg.vector_norm(first, dim=-1), torch.linalg.vector_norm(second, dim=-1)
+    first = full.float()
+    second = changed.float()
+    length = torch.linalg.vector_norm(first, dim=-1)
+    other = torch.linalg.vector_norm(second, dim=-1)
     distance = torch.linalg.vector_norm(first - second, dim=-1)
     product = (first * second).sum(-1)
     cosine = (product / length / other).clamp(-1, 1)  # one after the other: their product can overflow
     error = distance / length
-    nothing, gone = length == 0, other == 0
+    nothing = length == 0
+    gone = other == 0
     cosine = cosine.masked_fill(nothing | gone, 0.0)
     error = torch.where(nothing, 1.0, error)
     equal = (distance == 0) | (nothing & gone)
@@ -139,7 +142,8 @@ def attention_change(
     `shown` [B, Hkv, K, N] bool has what each query attends to, itself at least; what comes after a query is hidden
     anyway. Softmax is fp32, over a few kv heads at a time. The change is exactly 0 where nothing is hidden.
     """
-    outputs, evicted = [], []
+    outputs = []
+    evicted = []
     for part, scores in score_rows(query, keys, scaling, softcap, tables=4):
         hidden = ~shown[:, part, None]
         attention = attention_rows(scores, part, sinks)

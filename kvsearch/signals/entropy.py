@@ -31,7 +31,10 @@ def row_entropy(
     is padding (None: nowhere). The largest possible is the logarithm of how many keys the row sees. A row that sees one
     key has no choice, so it is left out, and so are rows of padding; 0 if no row is left.
     """
-    seen = _visible(query, keys, valid)
+    if valid is None:
+        valid = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
+    # how many keys each row sees, [B, K]; 0 for rows of padding
+    seen = valid.cumsum(-1).masked_fill(~valid, 0)[:, keys.shape[2] - query.shape[2] :]
     counted = seen > 1
     total = query.new_zeros(len(query), dtype=torch.float32)
     for part, scores in score_rows(query, keys, scaling, softcap, tables=3, valid=valid):
@@ -67,14 +70,6 @@ def mean_entropy(mean: Tensor) -> float:
     What sinks take is at no position: it is left out, and the rest is not made to add up to 1.
     """
     return float(torch.special.entr(mean.double()).sum())
-
-
-def _visible(query: Tensor, keys: Tensor, valid: Tensor | None) -> Tensor:
-    """Return how many keys each row sees, [B, K]; 0 for rows of padding."""
-    if valid is None:
-        valid = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
-    seen = valid.cumsum(-1).masked_fill(~valid, 0)
-    return seen[:, keys.shape[2] - query.shape[2] :]
 
 
 def dispersion(observation: Observation, window: int) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,8 @@ def answer_losses(logits: Tensor, answers: Tensor) -> Floats:
 
     Logits are [S, R, V], in the rows that predict the answers [S, R]; -1 where there is no token.
     """
-    scores, answers = logits.float(), answers.to(logits.device)
+    scores = logits.float()
+    answers = answers.to(logits.device)
     picked = scores.gather(-1, answers.clamp(min=0)[..., None])[..., 0]
     # not `token_losses`, whose last bits differ: the ledgers and plans of searches hold on to these
     return sum_answers(scores.logsumexp(-1) - picked, answers)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import require_known
 from kvsearch.plan import Phase, Profile
 from kvsearch.plan.profile_arrays import FULL_NLL, MEAN_ENTROPY, ROWS_ENTROPY, TOKENS, SignalAxes
 
@@ -110,13 +110,13 @@ class SignalTable:
         Raises:
             UsageError: there is no such measure, or it or the phase was not measured.
         """
-        if measure not in MEASURES:
-            raise UsageError(unknown("signal", measure, ROUTES))
+        require_known("signal", measure, ROUTES)
         values = self._array(MEASURES[measure], measure)
         chosen = values[:, self.axes.budgets.index(self.nearest(budget)), self._phase(phase)]
         if MEASURES[measure] != "nll":
             return _floats(chosen.mean(axis=0))
-        mean, full = np.tensordot(self._weights, chosen, 1), self._weights @ self._array(FULL_NLL, measure)
+        mean = np.tensordot(self._weights, chosen, 1)
+        full = self._weights @ self._array(FULL_NLL, measure)
         return _floats(np.exp(mean) - np.exp(full) if measure == "ppl" else mean - full)
 
     def preference(self, route: str, phase: Phase, budget: float) -> Floats:
@@ -134,8 +134,7 @@ class SignalTable:
         Raises:
             UsageError: there is no such signal, or it or the phase was not measured.
         """
-        if name not in SENSITIVITIES:
-            raise UsageError(unknown("budget signal", name, SENSITIVITIES))
+        require_known("budget signal", name, SENSITIVITIES)
         if name in ENTROPIES:
             values = self._array(ENTROPIES[name], name)
             per_phase = values.mean(axis=0) if values.ndim == 3 else values
@@ -156,21 +155,25 @@ class SignalTable:
         """
         if "ppl" not in self.routes or len(self.patterns) < 2:
             return []
-        gains, found = self.measured("ppl", phase, budget), list[Explosion]()
-        harm, columns = np.maximum(gains, 0.0), range(len(self.patterns))
+        gains = self.measured("ppl", phase, budget)
+        harm = np.maximum(gains, 0.0)
+        columns = range(len(self.patterns))
         usual = np.stack([np.median(np.delete(np.abs(gains), at, axis=1), axis=1) for at in columns], axis=1)
-        odd, worst = harm > TIMES * usual, harm.max(1, keepdims=True)
-        elsewhere, tame = worst.sum() - worst, np.where(odd, 0.0, harm).max(1, keepdims=True)
+        odd = harm > TIMES * usual
+        worst = harm.max(1, keepdims=True)
+        elsewhere = worst.sum() - worst
+        tame = np.where(odd, 0.0, harm).max(1, keepdims=True)
         least = np.finfo(np.float64).tiny
         shares, without = (gain / np.maximum(elsewhere + gain, least) for gain in (harm, tame))
         moved = np.where(odd, shares - without, 0.0)
+        explosions = []
         for at, name in enumerate(self.patterns):
             row = int(moved[:, at].argmax())
             if moved[row, at] >= LEAST_SHARE:
-                layer, seen = self.profile.metadata.layers[row], self.nearest(budget)
+                layer = self.profile.metadata.layers[row]
                 numbers = harm[row, at], usual[row, at], shares[row, at], without[row, 0]
-                found.append(Explosion(name, phase, seen, layer, *map(float, numbers)))
-        return found
+                explosions.append(Explosion(name, phase, self.nearest(budget), layer, *map(float, numbers)))
+        return explosions
 
     def _array(self, name: str, signal: str) -> Floats:
         found = self.profile.arrays.get(name)

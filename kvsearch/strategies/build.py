@@ -12,7 +12,6 @@ from kvsearch.budgets.dynamic import Allocation
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import (
     AllocationSpec,
-    LayerPlan,
     ModelFingerprint,
     Phase,
     PhasePlan,
@@ -45,7 +44,10 @@ def build_plan(
     allocation: Allocation | None = None,
 ) -> Plan:
     """Return the plan of what was `chosen` for model layers `layers` in its phases; other layers keep everything."""
-    phases = {phase: _phase_plan(part, layers, model.layers) for phase, part in chosen.items()}
+    phases = {}
+    for phase, part in chosen.items():
+        policies = dict(zip(layers, part.policies, strict=True))
+        phases[phase] = PhasePlan.of([policies.get(layer) for layer in range(model.layers)], part.budgets)
     shared = {} if allocation is None else {"name": allocation.name, "params": allocation.parameters()}
     return Plan(
         model=model,
@@ -58,13 +60,6 @@ def build_plan(
         total=next(iter(phases.values())).total,
         provenance=origin,
     )
-
-
-def _phase_plan(chosen: Chosen, layers: Sequence[int], count: int) -> PhasePlan:
-    planned: list[LayerPlan | None] = [None] * count
-    for layer, policy, budget in zip(layers, chosen.policies, chosen.budgets.tolist(), strict=True):
-        planned[layer] = LayerPlan(policy=policy, budget=tuple(budget))
-    return PhasePlan(layers=tuple(planned))
 
 
 def plan_from_profile(profile: Profile, size: Size) -> Plan:
@@ -95,16 +90,18 @@ def plan_from_profile(profile: Profile, size: Size) -> Plan:
 
 def check_pool(pool: Pool, floor: int = 0) -> None:
     """Raise UsageError if what may be kept is below the floor of every head, or is all of a prompt."""
-    heads = pool.shape[0] * pool.shape[1]
-    if pool.total < floor * heads:
+    kept = "are always kept (sinks, recent entries, minimum share)"
+    check_mean(pool.mean, floor, pool.length, kept, "calibrate with a smaller --set protect or window")
+
+
+def check_mean(mean: float, floor: int, length: int | None, kept: str, remedy: str) -> None:
+    """Raise UsageError if the mean budget of kv heads is below the `floor` that `kept` words, or is all of a prompt."""
+    if mean < floor:
+        raise UsageError(f"{mean:g} entries per kv head is below the {floor} that {kept}: keep more, or {remedy}")
+    if length is not None and mean >= length:
         raise UsageError(
-            f"{pool.mean:g} entries per kv head is below the {floor} that are always kept "
-            f"(sinks, recent entries, minimum share): keep more, or calibrate with a smaller --set protect or window"
-        )
-    if pool.total >= pool.length * heads:
-        raise UsageError(
-            f"{pool.mean:g} entries per kv head is all of a {pool.length}-token prompt: nothing would be evicted; "
-            f"lower the budget or give the --length of your prompts"
+            f"{mean:g} entries per kv head is all of a {length}-token prompt: nothing would be evicted; lower the "
+            "budget or give the --length of your prompts"
         )
 
 

@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvsearch.budgets.plan_checks import check_plan
+from kvsearch.core.arrays import Ints
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import require_known, unknown
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, Plan, Size, load_plan, phases_of
@@ -32,9 +32,13 @@ from kvsearch.strategies.methods import Method
 from kvsearch.strategies.names import FULL, RANDOM
 
 Total = Callable[[int], int]  # entries of all layers and heads, by prompt length
-BASELINES = ("uniform", "snapkv", "streaming", "random")
+BASELINES: dict[str, Callable[[], Policy] | None] = {
+    "uniform": None,  # the plan's own policy
+    "snapkv": lambda: create_policy("snapkv", {"sinks": 4}),
+    "streaming": lambda: create_policy("streaming"),
+    RANDOM: RandomEviction,
+}
 DEFAULT_BASELINES = "uniform,snapkv,streaming"
-SNAPKV_SINKS = 4
 ALIKE = ("sinks", "window", "protect", "kernel", "pooling", "group")  # parameters that mean the same in every policy
 
 
@@ -60,9 +64,8 @@ class ReadyMethod:
     @property
     def phases(self) -> str:
         """When it evicts: prefill, decode or both; none for the full cache."""
-        there = {"prefill": self.program.prefill, "decode": self.program.decode}
-        mine = tuple(name for name, phase in there.items() if phase is not None)
-        return next((name for name, phases in PHASES.items() if phases == mine), "none")
+        evicting = tuple(phase for phase in PHASES["both"] if getattr(self.program, phase) is not None)
+        return next((name for name, phases in PHASES.items() if phases == evicting), "none")
 
 
 @dataclass(frozen=True)
@@ -80,18 +83,18 @@ class Request:
     baselines: tuple[str, ...] = ()
 
     def ready(self, loaded: LoadedModel) -> list[ReadyMethod]:
-        """Return everything to run on a model; see `sweep` and `with_baselines` for the errors."""
+        """Return everything to run on a model; errors as `sweep` and `with_baselines`."""
         if not self.methods:
             return with_baselines(loaded, self.plans, self.baselines, self.subject)
         return sweep(loaded, self.methods, self.sizes, self.phases, self.plans)
 
     def as_json(self) -> dict[str, Any]:
         """Return the request in names."""
-        told: dict[str, Any] = {"subject": self.subject, "plans": list(self.plans)}
+        content: dict[str, Any] = {"subject": self.subject, "plans": list(self.plans)}
         if not self.methods:
-            return {**told, "baselines": list(self.baselines)}
+            return {**content, "baselines": list(self.baselines)}
         sizes = [size.as_json() for size in self.sizes]
-        return {**told, "methods": [method.name for method in self.methods], "sizes": sizes, "phases": self.phases}
+        return {**content, "methods": [method.name for method in self.methods], "sizes": sizes, "phases": self.phases}
 
 
 def read_request(
@@ -112,11 +115,8 @@ def read_request(
     """
     stated = {path.stem: load_plan(path) for path in plans}
     if methods is None:
-        unused = [
-            f"--{name}"
-            for name, value in (("budgets", budgets), ("ratios", ratios), ("phases", phases), ("set", settings or None))
-            if value is not None
-        ]
+        given = {"--budgets": budgets, "--ratios": ratios, "--phases": phases, "--set": settings or None}
+        unused = [name for name, value in given.items() if value is not None]
         if unused:
             raise UsageError(f"{' and '.join(unused)} are for --methods: a plan has its own")
         if not plans:
@@ -151,8 +151,7 @@ def check_plans(
         UsageError: two plans of one name, different totals, unknown policies or baselines, a subject that is no plan.
     """
     for name in names:
-        if name not in BASELINES:
-            raise UsageError(unknown("baseline", name, BASELINES))
+        require_known("baseline", name, BASELINES)
     _check_files(plans, paths, (FULL, *BASELINES), "a baseline")
     if subject is not None and subject not in plans:
         raise UsageError(f"{unknown('plan', subject, list(plans))}: the subject is one of the plans")
@@ -216,7 +215,7 @@ def sweep(
 
     Raises:
         IncompatibleError: a plan or profile is of another model, or a plan leaves layers their full cache.
-        UsageError: see `Method.program`.
+        UsageError: as `Method.program` raises it.
     """
     found = [full_method(loaded)]
     for size in sizes:
@@ -226,7 +225,12 @@ def sweep(
         for name, plan in (plans or {}).items():
             if _find_size(name, plan, sizes, phases) == size:
                 program = Program.from_plan(loaded.model, plan)
-                _require_all_layers(loaded, name, program)
+                for phase in program.phases:
+                    if left := sorted(set(describe(loaded.model).full_layers) - set(phase.policies)):
+                        raise IncompatibleError(
+                            f"plan {name} leaves layers {left} their full cache, the methods evict in all: compare it "
+                            "without --methods, with baselines of its own size"
+                        )
                 found.append(ReadyMethod(name, program, {"plan": sha256_of(plan)}, size, plan.provenance.contexts))
     warn_unfit(loaded.model, {policy for one in found for policy in one.program.policies})
     return found
@@ -245,7 +249,7 @@ def with_baselines(
         ReadyMethod(label, program, {"plan": sha256_of(plans[label])}, contexts=plans[label].provenance.contexts)
         for label, program in programs.items()
     ]
-    for name, program in baselines(loaded.model, programs[subject], tuple(names)).items():
+    for name, program in baselines(loaded.model, programs[subject], names).items():
         policy = program.policies[0]
         kept = {"name": policy.name, "params": policy.parameters()}
         found.append(ReadyMethod(name, program, {"policy": kept, "entries_of_plan": sha256_of(plans[subject])}))
@@ -289,16 +293,17 @@ def equal_uniform(model: Any, policy: Policy, totals: Mapping[Phase, Total]) -> 
     heads = (len(shape.full_layers), shape.kv_heads)
 
     def table(phase: Phase, total: Total) -> BudgetTable:
-        def budgets(length: int) -> NDArray[np.int64]:
-            wanted, most = total(length), length if phase == "prefill" else None
-            return largest_remainder(np.full(heads, wanted / (heads[0] * heads[1])), wanted, 0, most)
+        def budgets(length: int) -> Ints:
+            entries = total(length)
+            most = length if phase == "prefill" else None
+            return largest_remainder(np.full(heads, entries / (heads[0] * heads[1])), entries, 0, most)
 
         return budgets
 
     return Program.of_policy(model, policy, {phase: table(phase, total) for phase, total in totals.items()})
 
 
-def baselines(model: Any, plan: Program, names: tuple[str, ...] = BASELINES) -> dict[str, Program]:
+def baselines(model: Any, plan: Program, names: Iterable[str] = BASELINES) -> dict[str, Program]:
     """Return the named baselines, in the phases of the plan, each with the entries it holds at every prompt length.
 
     Full-attention layers outside the plan hold their full cache, which counts.
@@ -312,35 +317,15 @@ def baselines(model: Any, plan: Program, names: tuple[str, ...] = BASELINES) -> 
         unplanned = (len(shape.full_layers) - len(phase.policies)) * shape.kv_heads
         return lambda length: phase.entries(length) + unplanned * length
 
-    phases: dict[Phase, PhaseProgram | None] = {"prefill": plan.prefill, "decode": plan.decode}
-    totals = {name: total(phase) for name, phase in phases.items() if phase is not None}
-    policies = set(plan.policies)
-    made: dict[str, Policy] = {}
+    totals = {name: total(phase) for name in PHASES["both"] if (phase := getattr(plan, name)) is not None}
+    own = set(plan.policies)
+    policies: dict[str, Policy] = {}
     for name in names:
-        if name == "uniform" and len(policies) > 1:
+        require_known("baseline", name, BASELINES)
+        make = BASELINES[name]
+        if make is None and len(own) > 1:
             continue  # a plan of several policies has no uniform counterpart of its own
-        policy = next(iter(policies)) if name == "uniform" else _baseline_policy(name)
-        if policy not in made.values():
-            made[name] = policy
-    return {name: equal_uniform(model, policy, totals) for name, policy in made.items()}
-
-
-def _baseline_policy(name: str) -> Policy:
-    if name == "random":
-        return RandomEviction()
-    if name == "snapkv":
-        return create_policy("snapkv", {"sinks": SNAPKV_SINKS})
-    if name == "streaming":
-        return create_policy("streaming")
-    raise UsageError(unknown("baseline", name, list(BASELINES)))
-
-
-def _require_all_layers(loaded: LoadedModel, name: str, program: Program) -> None:
-    """Raise IncompatibleError if a plan is not of all full-attention layers: it holds more than its budgets say."""
-    for phase in program.phases:
-        left = sorted(set(describe(loaded.model).full_layers) - set(phase.policies))
-        if left:
-            raise IncompatibleError(
-                f"plan {name} leaves layers {left} their full cache, the methods evict in all: compare it without "
-                "--methods, with baselines of its own size"
-            )
+        policy = next(iter(own)) if make is None else make()
+        if policy not in policies.values():
+            policies[name] = policy
+    return {name: equal_uniform(model, policy, totals) for name, policy in policies.items()}

@@ -10,16 +10,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvsearch.budgets.allocator import Uniform, share_above
+from kvsearch.budgets.allocator import Uniform, check_at_least, share_above
 from kvsearch.budgets.polykv import Direction, Proportional
-from kvsearch.core.arrays import Ints
+from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.core.naming import suggest
+from kvsearch.core.naming import require_known, suggest
 from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size
 from kvsearch.plan.origin import provenance
 from kvsearch.plan.size import Pool
@@ -62,27 +62,17 @@ class Strategy:
     full_layers: int = 0
 
     def __post_init__(self) -> None:
-        for what, value, known in (
-            ("route", self.route, ROUTES),
-            ("budget signal", self.budgets, (UNIFORM, *SENSITIVITIES)),
-            ("phases", self.phases, tuple(PHASES)),
-        ):
-            if value is not None and value not in known:
-                raise UsageError(f"unknown {what} {value!r}{suggest(value, known)}")
-        for wrong, problem in (
-            (
-                self.route is not None and self.policy is not None,
-                f"policy {self.policy!r} is for route none: every layer takes it",
-            ),
-            (self.least is not None and self.least < 0, f"least must be 0 entries or more, got {self.least}"),
-            (self.full_layers < 0, f"full layers must be 0 or more, got {self.full_layers}"),
-            (
-                self.route is None and self.budgets == UNIFORM and self.full_layers > 0,
-                "neither route nor budget signal says which layers should keep the full cache: name one of them",
-            ),
-        ):
-            if wrong:
-                raise UsageError(problem)
+        if self.route is not None:
+            require_known("route", self.route, ROUTES)
+        require_known("budget signal", self.budgets, (UNIFORM, *SENSITIVITIES))
+        require_known("phases", self.phases, PHASES)
+        if self.route is not None and self.policy is not None:
+            raise UsageError(f"policy {self.policy!r} is for route none: every layer takes it")
+        check_at_least(0, least=self.least, full_layers=self.full_layers)
+        if self.route is None and self.budgets == UNIFORM and self.full_layers > 0:
+            raise UsageError(
+                "neither route nor budget signal says which layers should keep the full cache: name one of them"
+            )
 
     @property
     def name(self) -> str:
@@ -102,7 +92,7 @@ def strategy_plan(profile: Profile, strategy: Strategy, size: Size) -> Plan:
     Budgets by the worst pattern of every layer come with a KvsearchWarning of patterns that explode.
 
     Raises:
-        UsageError: see `choose`.
+        UsageError: as `choose` raises it.
     """
     table = SignalTable(profile)
     chosen = choose(table, strategy, size)
@@ -129,7 +119,7 @@ def choose(table: SignalTable, strategy: Strategy, size: Size, inverse: bool = F
         UsageError: a signal, phase or pattern is not in the profile, no candidate is left, or the size is below what
             patterns always keep or keeps everything.
     """
-    return _Construction(table, strategy, size, _pool(table.profile, size), inverse).chosen()
+    return Construction(table, strategy, size, _pool(table.profile, size), inverse).chosen()
 
 
 def floors_of(chosen: Mapping[Phase, Sequence[PolicySpec]]) -> list[int]:
@@ -154,7 +144,8 @@ def warn_constant(signal: str, phase: Phase) -> None:
 
 def plan_of(profile: Profile, chosen: Mapping[Phase, Chosen], size: Size, settings: Mapping[str, Any]) -> Plan:
     """Return the plan of what was chosen for the layers of a profile; `settings` join those of the calibration."""
-    metadata, origin = profile.metadata, profile.metadata.provenance
+    metadata = profile.metadata
+    origin = metadata.provenance
     floors = [floor_of(policy) for part in chosen.values() for policy in part.policies if policy.name != FULL.name]
     joined = {**origin.settings, "ratio": size.ratio, "budget": size.budget, **settings}
     return build_plan(
@@ -201,7 +192,7 @@ def _pool(profile: Profile, size: Size) -> Pool:
 
 
 @dataclass(frozen=True)
-class _Construction:
+class Construction:
     """Algorithm 1, with one table of budgets for all phases."""
 
     table: SignalTable
@@ -211,33 +202,38 @@ class _Construction:
     inverse: bool
 
     def chosen(self) -> dict[Phase, Chosen]:
-        routed = {phase: self._routed(phase) for phase in PHASES[self.strategy.phases]}
-        known, full = self.table.axes.patterns, self._full_layers(routed)
-        patterns = {phase: [known[index] for index in indices] for phase, indices in routed.items()}
+        """Return the patterns of every phase, and the budgets of all."""
+        routed = {phase: self._route(phase) for phase in PHASES[self.strategy.phases]}
+        full = self._full_layers(routed)
+        patterns = {phase: [self.table.axes.patterns[index] for index in indices] for phase, indices in routed.items()}
         rest = [row for row in range(self.pool.shape[0]) if row not in full]
-        whole, heads = self.pool.length, self.pool.shape[1]
-        left = self.pool.total - len(full) * heads * whole
+        heads = self.pool.shape[1]
+        left = self.pool.total - len(full) * heads * self.pool.length
         floors = [floors_of(patterns)[row] for row in rest]
         self._check_floors(patterns, rest, floors, left / (len(rest) * heads))
-        budgets = np.full(self.pool.shape, whole, dtype=np.int64)
+        budgets = np.full(self.pool.shape, self.pool.length, dtype=np.int64)
         budgets[rest] = self._share(routed, rest, left, floors)
         return {
-            phase: Chosen(tuple(FULL if row in full else pattern for row, pattern in enumerate(mine)), budgets)
-            for phase, mine in patterns.items()
+            phase: Chosen(tuple(FULL if row in full else pattern for row, pattern in enumerate(own)), budgets)
+            for phase, own in patterns.items()
         }
 
-    def _routed(self, phase: Phase) -> list[int]:
+    def _route(self, phase: Phase) -> list[int]:
         """Return the pattern of every layer, as an index into the patterns of the table."""
-        strategy, layers, own = self.strategy, self.pool.shape[0], self.table.profile.metadata.policy.name
+        strategy = self.strategy
+        layers = self.pool.shape[0]
+        own = self.table.profile.metadata.policy.name
+        candidates = self._candidates
         if strategy.route is None:
             policy = strategy.policy or own
             index = self._index(policy, "use policy")
-            if index not in self._candidates():
-                what = "the full cache evicts nothing" if policy == FULL.name else "it is excluded"
-                raise UsageError(f"cannot use policy {policy!r} in every layer: {what}")
+            if index not in candidates:
+                problem = "the full cache evicts nothing" if policy == FULL.name else "it is excluded"
+                raise UsageError(f"cannot use policy {policy!r} in every layer: {problem}")
             return [index] * layers
-        candidates, names, wanted = self._candidates(), self.table.patterns, self._wanted(strategy.route, phase)
+        wanted = self._wanted(phase)
         if len(candidates) > 1 and all(is_constant(row) for row in wanted):
+            names = self.table.patterns
             index = next((index for index in candidates if names[index] == own), candidates[0])
             _warn(
                 f"{strategy.route} is the same for all patterns in every {phase} layer: nothing seems to have "
@@ -248,24 +244,23 @@ class _Construction:
         best = wanted.argmin(axis=1) if self.inverse else wanted.argmax(axis=1)
         return [candidates[index] for index in best]
 
-    def _wanted(self, route: str, phase: Phase) -> NDArray[np.float64]:
-        """Return how much each layer prefers each candidate, [L, candidates]."""
-        wanted: NDArray[np.float64] = self.table.preference(route, phase, self.pool.mean)[:, self._candidates()]
-        return wanted
+    def _wanted(self, phase: Phase) -> Floats:
+        """Return how much each layer prefers each candidate by the route, [L, candidates]."""
+        assert self.strategy.route is not None
+        return self.table.preference(self.strategy.route, phase, self.pool.mean)[:, self._candidates]
 
+    @cached_property
     def _candidates(self) -> list[int]:
-        """Return the patterns that a layer may take, as indices into those of the table.
+        """The patterns that a layer may take, as indices into those of the table.
 
         No signal can judge the full cache, which agrees with itself: it takes a layer's place by `full_layers` alone.
         """
-        for name in self.strategy.exclude:
-            self._index(name, "exclude")
-        out = (*self.strategy.exclude, FULL.name)
-        found = [index for index, name in enumerate(self.table.patterns) if name not in out]
-        if not found:
-            listed = ", ".join(self.table.patterns)
-            raise UsageError(f"no pattern is left to choose from, the profile has {listed}: exclude fewer")
-        return found
+        excluded = [self._index(name, "exclude") for name in self.strategy.exclude]
+        names = self.table.patterns
+        indices = [index for index, name in enumerate(names) if index not in excluded and name != FULL.name]
+        if not indices:
+            raise UsageError(f"no pattern is left to choose from, the profile has {', '.join(names)}: exclude fewer")
+        return indices
 
     def _index(self, name: str, what: str) -> int:
         known = self.table.patterns
@@ -275,7 +270,8 @@ class _Construction:
 
     def _full_layers(self, routed: Mapping[Phase, Sequence[int]]) -> list[int]:
         """Return the rows of layers that keep the full cache: those that suffer most from the best that can be done."""
-        count, layers, route = self.strategy.full_layers, self.pool.shape[0], self.strategy.route
+        count = self.strategy.full_layers
+        layers = self.pool.shape[0]
         if not count:
             return []
         if self.size.length is None and self.size.ratio is None:  # the calibration's is known, not one's own
@@ -285,11 +281,14 @@ class _Construction:
                 f"{count} of {layers} layers in full would leave none to evict from: give fewer --full-layers"
             )
         harm = np.zeros(layers)  # in the unit of the signal
-        for phase, mine in routed.items():
-            harm += self._sensitivity(phase, mine) if route is None else -self._wanted(route, phase).max(axis=1)
+        for phase, indices in routed.items():
+            if self.strategy.route is None:
+                harm += self._sensitivity(phase, indices)
+            else:
+                harm -= self._wanted(phase).max(axis=1)
         return sorted(np.argsort(-harm, kind="stable")[:count].tolist())
 
-    def _sensitivity(self, phase: Phase, routed: Sequence[int]) -> NDArray[np.float64]:
+    def _sensitivity(self, phase: Phase, routed: Sequence[int]) -> Floats:
         return self.table.sensitivity(self.strategy.budgets, phase, self.pool.mean, routed)
 
     def _check_floors(
@@ -299,19 +298,22 @@ class _Construction:
         worst = max(range(len(floors)), key=floors.__getitem__)
         if mean >= floors[worst]:
             return
-        row, full = rest[worst], self.strategy.full_layers
+        row = rest[worst]
+        full = self.strategy.full_layers
         phase = max(patterns, key=lambda phase: floor_of(patterns[phase][row]))
-        pattern, layer = patterns[phase][row], self.table.profile.metadata.layers[row]
-        found, remedy = f"{mean:g} entries per kv head is below", "keep more"
+        pattern = patterns[phase][row]
+        layer = self.table.profile.metadata.layers[row]
+        mean_words = f"{mean:g} entries per kv head is below"
+        remedy = "keep more"
         if full:
             left = f"would leave {max(mean, 0):g} entries per kv head to the others"
-            found = f"{full} of {full + len(rest)} layers in full {left}, below"
+            mean_words = f"{full} of {full + len(rest)} layers in full {left}, below"
             remedy = "give fewer --full-layers, keep more"
         instead = f"exclude {pattern.name}" if self.strategy.route else "use another policy"
         lower = recent_parameter(policy_of(pattern))
         smaller = f", or calibrate it with a smaller {lower}" if lower else ""
         raise UsageError(
-            f"{found} the {floors[worst]} that {pattern.name} in {phase} layer {layer} always keeps: "
+            f"{mean_words} the {floors[worst]} that {pattern.name} in {phase} layer {layer} always keeps: "
             f"{remedy}{',' if smaller else ' or'} {instead}{smaller}"
         )
 
@@ -319,10 +321,13 @@ class _Construction:
         self, routed: Mapping[Phase, Sequence[int]], rest: Sequence[int], total: int, floors: Sequence[int]
     ) -> Ints:
         """Share `total` out between the `rest` layers with these floors, [layers, Hkv], by the first phase."""
-        signal, least, (phase, mine) = self.strategy.budgets, self.strategy.least, next(iter(routed.items()))
+        signal = self.strategy.budgets
+        least = self.strategy.least
+        phase, indices = next(iter(routed.items()))
         shape = len(floors), self.pool.shape[1]
-        low, caps = np.broadcast_to(np.array(floors)[:, None], shape), np.full(shape, self.pool.length)
-        weights = None if signal == UNIFORM else self._sensitivity(phase, mine)[rest]
+        low = np.broadcast_to(np.array(floors)[:, None], shape)
+        caps = np.full(shape, self.pool.length)
+        weights = None if signal == UNIFORM else self._sensitivity(phase, indices)[rest]
         if weights is not None and len(weights) > 1 and is_constant(weights):
             warn_constant(signal, phase)
             weights = None

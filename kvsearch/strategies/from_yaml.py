@@ -57,7 +57,8 @@ class _Reader:
         self.told: set[Place] = set()  # places of the plan of which all has been said
 
     def plan(self) -> Plan:
-        data, plan = self._plan_data(), None
+        data = self._plan_data()
+        plan = None
         try:
             plan = Plan.model_validate(data)
         except ValidationError as error:
@@ -105,9 +106,11 @@ class _Reader:
 
     def _phase(self, phase: str, model: Mapping[str, Any]) -> list[Any]:
         """An item for every layer of the model."""
-        place, before = (phase, "layers"), len(self.document.problems)
+        place = (phase, "layers")
+        before = len(self.document.problems)
         given = self._known((phase,), self.data[phase], ("layers",)).get("layers", {})
-        count, heads = _up_to(MOST_LAYERS, model.get("layers")), _up_to(MOST_HEADS, model.get("kv_heads"))
+        count = _up_to(MOST_LAYERS, model.get("layers"))
+        heads = _up_to(MOST_HEADS, model.get("kv_heads"))
         rows: dict[int, tuple[str, Any]] = {}
         entries = self._mapping(place, given, f"such as 0-7: {EXAMPLE}")
         if len(entries) > MOST_LAYERS:
@@ -145,7 +148,8 @@ class _Reader:
                 self.tell(place, f"must be {WHOLE} (the whole cache) or a mapping such as {EXAMPLE}")
             return None
         given = self._known(place, value, ("policy", "budget", "params"))
-        name, shares = given.get("policy"), "params" not in given
+        name = given.get("policy")
+        shares = "params" not in given
         params = self.policies.get(str(name), {}) if shares else given["params"]
         if isinstance(name, str) and not (shares and name in self.policies):
             self._check_policy(name, params, (*place, "policy"), (*place, "params"))
@@ -197,7 +201,8 @@ class _Reader:
         """Return where in the document a place of the plan comes from."""
         if place[:1] == ("model",):
             return ("model",) if place[1:2] == ("name",) else ("fingerprint", *place[1:])
-        key, rest = self.rows.get(place[:3], place[:3]), place[3:]
+        key = self.rows.get(place[:3], place[:3])
+        rest = place[3:]
         if rest[:2] == ("policy", "name"):
             rest = ("policy",)
         elif rest[:2] == ("policy", "params"):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvsearch.budgets.joint import JointBudgets, JointSolver
+from kvsearch.budgets.joint import JointSolver
 from kvsearch.budgets.lukv import MarginalSolver
-from kvsearch.calibration.tables import floor_entries
+from kvsearch.calibration.tables import floor_entries, sampled
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import suggest
@@ -44,8 +44,8 @@ class PolicyCurves:
     def names(self) -> list[str]:
         """What the policies are called; equal names are numbered."""
         names = [policy.name for policy in self.policies]
-        return [name if names.count(name) == 1 else f"{name}#{names[:at].count(name) + 1}"
-                for at, name in enumerate(names)]  # fmt: skip
+        numbers = [f"#{names[:at].count(name) + 1}" if names.count(name) > 1 else "" for at, name in enumerate(names)]
+        return [name + number for name, number in zip(names, numbers, strict=True)]
 
     def only(self, names: Sequence[str]) -> PolicyCurves:
         """Return the curves of some policies; UsageError for a name that is none."""
@@ -60,13 +60,14 @@ class PolicyCurves:
         """The policies that were fitted on contexts that the curves are of: they look better than they are."""
         records = [profile.metadata.provenance.contexts for profile in self.profiles]
         measured = [one for record in records if record is not None for one in record.fitted.ids or ()]
-        found = []
+        names = []
         for name, spec in zip(self.names, self.policies, strict=True):
             policy = policy_of(spec)
             if isinstance(policy, Fitted) and policy.published is None:
                 fit = profile_of(policy.weights, policy.name).metadata.provenance.contexts
-                found += [name] if fit is not None and any(map(fit.used.has, measured)) else []
-        return found
+                if fit is not None and any(map(fit.used.has, measured)):
+                    names.append(name)
+        return names
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,16 +116,23 @@ def policy_curves(profiles: Sequence[Profile]) -> PolicyCurves:
         if policy in policies[:at]:
             raise UsageError(f"policy {policy.name} is there twice with the same parameters: join other profiles")
         _require_protection(policies[0], policy)
-    curves = [_curves(profile) for profile in profiles]
-    steps = max(one.shape[-1] for one in curves) - 1
-    mass = curves[0][0, ..., -1].sum(axis=-1)  # [L]
-    return PolicyCurves(policies, np.concatenate([_scaled(_read(one, steps), mass) for one in curves]), tuple(profiles))
+    measured = [
+        profile.arrays[KEPT] if KEPT in profile.arrays else profile.arrays[SINGLE][None] for profile in profiles
+    ]  # [P, L, Hkv, K + 1] each
+    steps = max(kept.shape[-1] for kept in measured) - 1
+    mass = measured[0][0, ..., -1].astype(np.float64).sum(axis=-1)  # [L]
+    scaled = []
+    for kept in measured:
+        curves = sampled(kept.astype(np.float64), steps + 1)
+        own = curves[..., -1].sum(axis=-1)  # [P, L]; a layer without importance stays without
+        scaled.append(curves * np.divide(mass, own, out=np.zeros_like(own), where=own > 0)[..., None, None])
+    return PolicyCurves(policies, np.concatenate(scaled), tuple(profiles))
 
 
 def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN, even: float = 0.0) -> JointPlan:
     """Return the plan that keeps most of the importance: a policy for every layer, and budgets that sum to `size`.
 
-    A layer leaves the policy that is best in all of them only for `least_gain`, see `JointSolver.simplified`; 0 is the
+    A layer leaves the policy that is best in all of them only for `least_gain` of what that loses; 0 is the
     plan that keeps most. Of all budgets the share `even` is shared out evenly: measured ones may be too sure of
     themselves.
 
@@ -139,7 +147,7 @@ def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN,
     floor = floor_entries(length, policy_of(curves.policies[0]), minimum)
     check_pool(pool, floor)
     steps = min(length, MOST_STEPS)
-    gains = np.maximum(np.diff(_read(curves.kept, steps), axis=-1), 0.0)
+    gains = np.maximum(np.diff(sampled(curves.kept, steps + 1), axis=-1), 0.0)
     low = -(-floor * steps // length)
     solver = JointSolver(gains, low)
     found = solver.solve(max(total if steps == length else round(total * steps / length), solver.least))
@@ -165,20 +173,18 @@ def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN,
         size.scaling,
         length,
     )
-    return _told(plan, curves, solver, found)
-
-
-def _told(plan: Plan, curves: PolicyCurves, solver: JointSolver, found: JointBudgets) -> JointPlan:
-    """Put shares of the importance beside a plan."""
     mass = max(float(curves.kept[0, ..., -1].sum()), np.finfo(np.float64).tiny)
     total = int(found.budgets.sum())
-    alone = {name: one.kept(one.solve(total)) / mass for name, one in zip(curves.names, solver.singles, strict=True)}
+    alone = {
+        name: single.kept(single.solve(total)) / mass for name, single in zip(curves.names, solver.singles, strict=True)
+    }
     return JointPlan(plan, curves.names, found.policies, found.kept / mass, found.bound / mass, alone)
 
 
 def _require_alike(first: Profile, other: Profile, number: int) -> None:
     """Raise UsageError, naming the first difference, if two profiles were not measured alike."""
-    here, there = first.metadata, other.metadata
+    here = first.metadata
+    there = other.metadata
     facts: dict[str, tuple[object, object]] = {
         "the model": (here.model, there.model),
         "the texts": (here.provenance.data_sha256, there.provenance.data_sha256),
@@ -199,33 +205,11 @@ def _require_alike(first: Profile, other: Profile, number: int) -> None:
 
 def _require_protection(first: PolicySpec, other: PolicySpec) -> None:
     """Raise UsageError if two policies protect different entries: what those are worth is not measured."""
-    one, another = policy_of(first), policy_of(other)
+    one = policy_of(first)
+    another = policy_of(other)
     if (one.sink_count, one.recent_count) != (another.sink_count, another.recent_count):
         raise UsageError(
             f"policy {other.name} always keeps the {another.sink_count} first and {another.recent_count} last entries, "
             f"{first.name} {one.sink_count} and {one.recent_count}, so their curves do not compare: calibrate them "
             "with the same protection (--set), or all at once with --rivals"
         )
-
-
-def _curves(profile: Profile) -> Floats:
-    """Return what heads keep under each policy of a profile, [P, L, Hkv, K + 1]."""
-    if KEPT in profile.arrays:
-        return profile.arrays[KEPT].astype(np.float64)
-    return profile.arrays[SINGLE].astype(np.float64)[None]
-
-
-def _read(curves: Floats, steps: int) -> Floats:
-    """Read curves [..., K + 1] at budgets of 0, 1/steps, ... 1, linear between those that are known."""
-    position = np.linspace(0, curves.shape[-1] - 1, steps + 1)
-    below = np.minimum(position.astype(np.int64), curves.shape[-1] - 2)
-    share = position - below
-    read: Floats = (1 - share) * curves[..., below] + share * curves[..., below + 1]
-    return read
-
-
-def _scaled(curves: Floats, mass: Floats) -> Floats:
-    """Scale every layer of curves [P, L, Hkv, K + 1] to a mass, [L]; a layer without importance stays without."""
-    own = curves[..., -1].sum(axis=-1)
-    scaled: Floats = curves * np.divide(mass, own, out=np.zeros_like(own), where=own > 0)[..., None, None]
-    return scaled

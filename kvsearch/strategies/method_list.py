@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.config.options import parse_setting
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.core.naming import suggest, unknown
+from kvsearch.core.naming import check_unique, require_known, suggest
 from kvsearch.plan import Size
 from kvsearch.plan.profile import load_profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO
@@ -30,19 +31,17 @@ Settings = Mapping[str, Any]
 
 
 class MethodSpec(NamedTuple):
-    """A method of a list, as it was typed: what its name stands for (`recipe`), or a profile that was read at `source`.
+    """A method of a list, as it was typed: what its name stands for, or the place of a profile.
 
-    `settings` are its own, `fitted` are those of its fit, `parameters` and `options` are all that can be set: those of
-    its policy, and those of its allocation and allocator.
+    `label` is what settings of this method alone begin with, `settings` are those in its name, `fitted` those of its
+    fit.
     """
 
     name: str
+    label: str
+    recipe: Recipe | Path
     settings: Settings
     fitted: Settings
-    source: Path | None = None
-    recipe: Recipe | None = None
-    parameters: Sequence[str] = ()
-    options: Sequence[str] = ()
 
 
 def method_names() -> list[str]:
@@ -63,19 +62,32 @@ def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
     Raises:
         UsageError: an unknown method, policy, parameter or option, the same twice, or a profile that cannot be used.
     """
-    specs, common = parse_methods(text, settings)
-    profiles = {spec.name: _read_calibrated(spec, spec.source, common) for spec in specs if spec.source is not None}
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise UsageError(f"methods {text!r} has an empty name: separate names by single commas")
+    specs = [parse_method(item) for item in items]
+    common, own = _sort_settings(settings, [spec.label for spec in specs])
+    profiles = {
+        spec.name: _read_calibrated(spec.name, spec.recipe, common, own.get(spec.label, {}))
+        for spec in specs
+        if isinstance(spec.recipe, Path)
+    }
     agreed = _find_agreed_settings(profiles.values())
     methods = []
+    unread = set(common)
     for spec in specs:
-        if spec.recipe is None:
+        if isinstance(spec.recipe, Path):
             methods.append(profiles[spec.name])
         else:
-            methods.append(_resolve(spec, spec.recipe, {**agreed.get(spec.recipe.policy, {}), **common}))
-    for key in common:
-        if not any(key in (*spec.parameters, *spec.options) for spec in specs):
-            raise UsageError(f"--set {key}: none of these methods has such a parameter or option")
-    _refuse_equals(methods)
+            shared = {**agreed.get(spec.recipe.policy, {}), **common}
+            methods.append(_resolve(spec, spec.recipe, shared, own.get(spec.label, {})))
+            unread -= {*_parameters(spec.recipe), *_options(spec.recipe)}
+    for key in sorted(unread, key=list(common).index):
+        raise UsageError(f"--set {key}: none of these methods has such a parameter or option")
+    check_unique("the method", [method.name for method in methods])
+    for method, other in combinations(methods, 2):
+        if dataclasses.replace(other, name=method.name) == method:
+            raise UsageError(f"the methods {method.name} and {other.name} are the same: leave one out")
     return methods
 
 
@@ -85,124 +97,87 @@ def find_sizes(budgets: str | None, ratios: str | None) -> list[Size]:
     Raises:
         UsageError: no size, one that is no number or out of range, or one twice.
     """
-    sizes = [Size(budget=_parse_number(item, int, "budget", "128")) for item in _split_list(budgets)]
-    sizes += [Size(ratio=_parse_number(item, float, "ratio", "0.8")) for item in _split_list(ratios)]
+    sizes = [Size(budget=number) for number in _parse_numbers(budgets, int, "budget", "128")]
+    sizes += [Size(ratio=number) for number in _parse_numbers(ratios, float, "ratio", "0.8")]
     if not sizes:
         raise UsageError("methods are compared at equal sizes: give --budgets (128,256) or --ratios (0.5,0.8)")
-    labels = [str(size) for size in sizes]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise UsageError(f"the size {label} is given twice: give each once")
+    check_unique("the size", map(str, sizes))
     return sizes
 
 
-def _split_list(text: str | None) -> list[str]:
-    return [] if text is None else [item.strip() for item in text.split(",")]
-
-
-def _parse_number(text: str, kind: Callable[[str], Any], noun: str, example: str) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        raise UsageError(f"{noun} {text!r} is not a number such as {example}") from None
+def _parse_numbers(text: str | None, kind: Callable[[str], Any], noun: str, example: str) -> list[Any]:
+    numbers = []
+    for item in [] if text is None else text.split(","):
+        try:
+            numbers.append(kind(item))
+        except ValueError:
+            raise UsageError(f"{noun} {item.strip()!r} is not a number such as {example}") from None
+    return numbers
 
 
 # --- from text to MethodSpec ----------------------------------------------------------------------------------------
 
 
-def parse_methods(text: str, settings: Sequence[str] = ()) -> tuple[list[MethodSpec], dict[str, Any]]:
-    """Return the methods of a list, and the settings of all; see `find_methods`."""
-    items = [item.strip() for item in text.split(",")]
-    if not all(items):
-        raise UsageError(f"methods {text!r} has an empty name: separate names by single commas")
-    labels = [item if ":" in item.partition("=")[0] else item.partition("=")[0].strip() for item in items]
-    common, own = _sort_settings(settings, labels)
-    return [_parse(item, own.get(label, {})) for item, label in zip(items, labels, strict=True)], common
+def parse_method(item: str) -> MethodSpec:
+    """Return the spec of NAME=DIR, or of METHOD or METHOD:POLICY with :KEY=VALUE after it; a POLICY may be probe=DIR.
 
-
-def _parse(item: str, own: Settings) -> MethodSpec:
-    name, given, source = item.partition("=")
-    if given and ":" not in name and name not in FITTED:
-        return MethodSpec(name.strip(), own, {}, Path(source.strip()))
-    method, fitted, inline = _parse_inline(item)
-    recipe = _find_recipe(method)
-    parameters, options = _list_keys(recipe)
-    known = [*parameters, *options]
-    for key in (*own, *inline):
-        if key not in known:
-            raise UsageError(f"method {item} has no setting {key!r}{suggest(key, known) if known else ''}")
-    return MethodSpec(item, {**own, **inline}, fitted, None, recipe, parameters, options)
+    The weights of a fitted policy are among the settings.
+    """
+    name, is_given, source = item.partition("=")
+    if is_given and ":" not in name and name not in FITTED:
+        return MethodSpec(name.strip(), name.strip(), Path(source.strip()), {}, {})
+    method, *pieces = item.split(":")
+    method, fitted = fitted_policy(method)
+    policy = None
+    if pieces and ("=" not in pieces[0] or pieces[0].partition("=")[0] in FITTED):
+        policy, fitted = fitted_policy(pieces.pop(0))
+    if method == FULL:
+        raise UsageError("the full cache is always there: leave the method full out")
+    if policy is not None:
+        require_known("method", method, METHODS)
+        require_known("policy", policy, policy_names())
+    elif method not in FITTED:
+        require_known("method", method, method_names())
+    recipe = METHODS.get(method, Recipe(method))
+    if not all("=" in piece for piece in pieces):
+        raise UsageError(f"method {item}: it is METHOD, METHOD:POLICY or either with :KEY=VALUE after it")
+    settings = [(key, fitted.pop(key)) for key in (WEIGHTS,) if key in fitted]
+    settings += [parse_setting(piece, "method") for piece in pieces]
+    check_unique(f"method {item}:", [key for key, _ in settings])
+    label = item if ":" in name else name.strip()
+    return MethodSpec(item, label, recipe if policy is None else recipe._replace(policy=policy), dict(settings), fitted)
 
 
 def _sort_settings(settings: Sequence[str], labels: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return settings of all methods, and those of single ones by label."""
+    pairs = [parse_setting(text) for text in settings]
+    check_unique("--set", [key for key, _ in pairs])
     common: dict[str, Any] = {}
     own: dict[str, dict[str, Any]] = {}
-    for key, value in map(parse_setting, settings):
+    for key, value in pairs:
         label, dot, name = key.rpartition(".")
         if dot and label not in labels:
             raise UsageError(f"--set {key}: no method is called {label!r}{suggest(label, labels)}")
         place = own.setdefault(label, {}) if dot else common
-        if name in place:
-            raise UsageError(f"--set {key} is given twice: give it once")
         place[name] = value
     return common, own
 
 
-def _parse_inline(item: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return METHOD or METHOD:POLICY, what else is said of a fitted one, and the settings in :KEY=VALUE after it.
-
-    POLICY may be probe=DIR; its weights are among the settings.
-    """
-    method, *pieces = item.split(":")
-    method, fitted = fitted_policy(method)
-    found: dict[str, Any] = {}
-    for number, piece in enumerate(pieces):
-        key, given, _ = piece.partition("=")
-        if number == 0 and (not given or key in FITTED):
-            policy, fitted = fitted_policy(piece)
-            method = f"{method}:{policy}"
-        elif not given:
-            raise UsageError(f"method {item}: it is METHOD, METHOD:POLICY or either with :KEY=VALUE after it")
-        else:
-            key, value = parse_setting(piece, "method")
-            if key in found or (key == WEIGHTS and key in fitted):
-                raise UsageError(f"method {item}: {key} is given twice: give it once")
-            found[key] = value
-    if WEIGHTS in fitted:
-        found[WEIGHTS] = fitted.pop(WEIGHTS)
-    return method, fitted, found
-
-
-def _find_recipe(name: str) -> Recipe:
-    """Return what `name`, a method, a policy or METHOD:POLICY, stands for."""
-    method, colon, policy = name.partition(":")
-    if method == FULL:
-        raise UsageError("the full cache is always there: leave the method full out")
-    if method not in METHODS and (colon or method not in (*method_names(), *FITTED)):
-        known = list(METHODS) if colon else method_names()
-        raise UsageError(unknown("method", method, known))
-    recipe = METHODS.get(method, Recipe(method))
-    if colon and policy not in policy_names():
-        raise UsageError(f"method {name}: {unknown('policy', policy, policy_names())}")
-    return recipe._replace(policy=policy) if colon else recipe
-
-
-def _list_keys(recipe: Recipe) -> tuple[list[str], list[str]]:
-    """Return names of the policy's parameters, and of the options of allocation and allocator; controls have none."""
-    if recipe.policy == RANDOM:
-        return [], []
-    parameters = [field.name for field in dataclasses.fields(policy_class(recipe.policy))]
-    options = []
-    allocation = create_allocation(recipe.allocation, recipe.options)
-    if allocation is not None:
-        options += [key for key in allocation.parameters() if key not in recipe.options]
-    if recipe.allocator == Pyramid.name:
-        options.append(BETA)
-    return parameters, [key for key in options if key not in parameters]
-
-
 # --- from MethodSpec to Method --------------------------------------------------------------------------------------
+
+
+def _parameters(recipe: Recipe) -> list[str]:
+    """Return the names of the policy's parameters; a control has none."""
+    return [] if recipe.policy == RANDOM else [field.name for field in dataclasses.fields(policy_class(recipe.policy))]
+
+
+def _options(recipe: Recipe) -> list[str]:
+    """Return the options of allocation and allocator that can be set; a parameter of that name hides one."""
+    allocation = create_allocation(recipe.allocation, recipe.options)
+    names = [] if allocation is None else [name for name in allocation.parameters() if name not in recipe.options]
+    if recipe.allocator == Pyramid.name:
+        names.append(BETA)
+    return [] if recipe.policy == RANDOM else [name for name in names if name not in _parameters(recipe)]
 
 
 def _find_agreed_settings(profiles: Iterable[Method]) -> dict[str, Settings]:
@@ -213,11 +188,16 @@ def _find_agreed_settings(profiles: Iterable[Method]) -> dict[str, Settings]:
     return {policy: several[0] for policy, several in stated.items() if all(other == several[0] for other in several)}
 
 
-def _resolve(spec: MethodSpec, recipe: Recipe, shared: Settings) -> Method:
-    """Return the method of a spec that names one; its own settings win over the `shared` ones."""
-    settings = {**spec.fitted, **shared, **spec.settings}
-    params = {key: settings[key] for key in spec.parameters if key in settings}
-    options = {key: settings[key] for key in spec.options if key in settings}
+def _resolve(spec: MethodSpec, recipe: Recipe, shared: Settings, own: Settings) -> Method:
+    """Return the method of a recipe; settings of `own` and in its name win over the `shared` ones."""
+    stated = {**own, **spec.settings}
+    known = [*_parameters(recipe), *_options(recipe)]
+    for key in stated:
+        if key not in known:
+            raise UsageError(f"method {spec.name} has no setting {key!r}{suggest(key, known) if known else ''}")
+    settings = {**spec.fitted, **shared, **stated}
+    params = {key: settings[key] for key in _parameters(recipe) if key in settings}
+    options = {key: settings[key] for key in _options(recipe) if key in settings}
     beta = options.pop(BETA, Pyramid.beta)
     try:
         policy = RandomEviction() if recipe.policy == RANDOM else create_policy(recipe.policy, params)
@@ -230,12 +210,11 @@ def _resolve(spec: MethodSpec, recipe: Recipe, shared: Settings) -> Method:
     return Method(spec.name, policy, Formula(allocator, policy.floor), allocation)
 
 
-def _read_calibrated(spec: MethodSpec, source: Path, common: Settings) -> Method:
+def _read_calibrated(name: str, source: Path, common: Settings, own: Settings) -> Method:
     """Return the method of a profile at `source`."""
-    name = spec.name
     if name in (*method_names(), FULL) or not name or set(":@.") & set(name):
         raise UsageError(f"a profile cannot be called {name!r}: choose a name that is no method's, without : @ and .")
-    if spec.settings:
+    if own:
         raise UsageError(f"method {name} keeps the settings that it was calibrated with: calibrate anew to change them")
     profile = load_profile(source / PROFILE if source.is_dir() else source)
     if EVICTED_RATIO not in profile.arrays:
@@ -243,15 +222,6 @@ def _read_calibrated(spec: MethodSpec, source: Path, common: Settings) -> Method
     policy = policy_of(profile.metadata.policy)
     for key, value in policy.parameters().items():
         if common.get(key, value) != value:
-            told = f"method {name} keeps {key}={value} of its profile: --set {key}={common[key]} is for the others"
-            warnings.warn(told, KvsearchWarning, stacklevel=2)
+            problem = f"method {name} keeps {key}={value} of its profile: --set {key}={common[key]} is for the others"
+            warnings.warn(problem, KvsearchWarning, stacklevel=2)
     return Method(name, policy, Calibrated(profile), source=source)
-
-
-def _refuse_equals(methods: Sequence[Method]) -> None:
-    for number, method in enumerate(methods):
-        for other in methods[:number]:
-            if method.name == other.name:
-                raise UsageError(f"the method {method.name} is given twice: give each once")
-            if dataclasses.replace(method, name=other.name) == other:
-                raise UsageError(f"the methods {other.name} and {method.name} are the same: leave one out")

@@ -21,13 +21,14 @@ from kvsearch.config.options import parse_setting
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.core.limits import MOST_ENTRIES
+from kvsearch.core.naming import check_unique
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, Plan, Profile, Size
 from kvsearch.plan.origin import ContextRecord, provenance
 from kvsearch.policies import Policy
 from kvsearch.runtime import Program
-from kvsearch.strategies.build import Chosen, build_plan, round_ratios
+from kvsearch.strategies.build import Chosen, build_plan, check_mean, round_ratios
 
 Heads = tuple[int, int]  # layers, kv heads
 
@@ -99,25 +100,20 @@ Layout = Formula | Calibrated
 
 @dataclass(frozen=True)
 class SizedTable:
-    """The budgets of a layout at a size, [L, Hkv] by the length of a prompt; those of a length are made once."""
+    """The budgets of a layout at a size, [L, Hkv] by the length of a prompt."""
 
     layout: Layout
     size: Size
     heads: Heads
     decode: bool
-    _made: dict[int, Ints] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def __call__(self, length: int) -> Ints:
-        """Return the budgets for a prompt of `length` tokens; they cannot be written to."""
-        if length not in self._made:
-            count = self.heads[0] * self.heads[1]
-            total = self.size.held(length, count)
-            # what a decode phase may hold is not bound by the prompt: the cache has yet to grow
-            most = max(length, -(-total // count)) if self.decode else length
-            budgets = self.layout.budgets(min(total, most * count), most, self.heads)
-            budgets.setflags(write=False)
-            self._made[length] = budgets
-        return self._made[length]
+        """Return the budgets for a prompt of `length` tokens."""
+        count = self.heads[0] * self.heads[1]
+        total = self.size.held(length, count)
+        # what a decode phase may hold is not bound by the prompt: the cache has yet to grow
+        most = max(length, -(-total // count)) if self.decode else length
+        return self.layout.budgets(min(total, most * count), most, self.heads)
 
 
 @dataclass(frozen=True)
@@ -175,8 +171,9 @@ class Method:
 
     def definition(self, size: Size, phases: str) -> dict[str, Any]:
         """Return everything that decides what is kept, as JSON."""
-        allocation = self.allocation
-        shared = None if allocation is None else {"name": allocation.name, "options": allocation.parameters()}
+        shared = None
+        if self.allocation is not None:
+            shared = {"name": self.allocation.name, "options": self.allocation.parameters()}
         return {
             "policy": {"name": self.policy.name, "params": self.policy.parameters()},
             "budgets": self.layout.definition(), "allocation": shared, "size": size.as_json(), "phases": phases,
@@ -194,10 +191,8 @@ def parse_allocation(text: str) -> Allocation | None:
     if not name.strip() or not all(all(part.strip() for part in item.partition("=")) for item in items):
         raise UsageError(f"allocation {text!r} is not of the form NAME or NAME:option=value,option=value")
     pairs = [parse_setting(item) for item in items]
-    params = dict(pairs)
-    if len(params) < len(pairs):
-        raise UsageError(f"allocation {text!r} states an option twice: state each once")
-    return create_allocation(name.strip(), params)
+    check_unique(f"allocation {text!r}:", [key for key, _ in pairs])
+    return create_allocation(name.strip(), dict(pairs))
 
 
 def check_request(policy: Policy, size: Size, allocation: Allocation | None = None) -> None:
@@ -209,18 +204,13 @@ def check_request(policy: Policy, size: Size, allocation: Allocation | None = No
     """
     if size.ratio is not None and size.length is None:
         raise UsageError("a ratio needs the --length of a prompt, in tokens, that the integer budgets are for")
-    least, given = policy.floor, size.mean(size.length or 0)
-    if given < least:
+    mean = size.mean(size.length or 0)
+    kept = f"{policy.name} always keeps ({policy.sink_count} sinks, {policy.recent_count} recent)"
+    check_mean(mean, policy.floor, size.length, kept, "lower them with --set")
+    if policy.exempt(int(mean), 1):
         raise UsageError(
-            f"{given:g} entries per kv head is below the {least} that {policy.name} always keeps "
-            f"({policy.sink_count} sinks, {policy.recent_count} recent): keep more, or lower them with --set"
+            f"{policy.name} never evicts heads with budgets of {mean:g} entries on average: see its description"
         )
-    if policy.exempt(int(given), 1):
-        raise UsageError(
-            f"{policy.name} never evicts heads with budgets of {given:g} entries on average: see its description"
-        )
-    if size.length is not None and given >= size.length:
-        raise UsageError(f"{given:g} entries per kv head is all of a {size.length}-token prompt: lower the budget")
     if allocation is not None:
         allocation.check(policy, "--allocation")
 
@@ -240,14 +230,13 @@ def direct_plan(
     every prompt.
 
     Raises:
-        UsageError: see `check_request`.
+        UsageError: as `check_request` raises it.
     """
     check_request(policy, size, allocation)
     shape = describe(loaded.model)
     heads = (len(shape.full_layers), shape.kv_heads)
     total = size.total(size.length or 0, heads[0] * heads[1])
-    floors, caps = np.full(heads, policy.floor), np.full(heads, size.length or MOST_ENTRIES)
-    budgets = allocator.allocate(np.zeros(heads), total, floors, caps)
+    budgets = Formula(allocator, policy.floor).budgets(total, size.length or MOST_ENTRIES, heads)
     chosen = Chosen((policy.spec,) * heads[0], budgets)
     settings = {"ratio": size.ratio, "budget": size.budget, **asdict(allocator)}
     return build_plan(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic
 import yaml
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import suggest
+from kvsearch.core.naming import require_known, suggest
 from kvsearch.core.parsing import read_json
 from kvsearch.core.resources import resource
 from kvsearch.tasks.base import Example, Task, TokenCount
@@ -147,8 +147,7 @@ class BenchmarkTask(DatasetTask[Checked]):
     specs: ClassVar[Mapping[str, DatasetSpec]]
 
     def __post_init__(self) -> None:
-        if self.name not in self.names:
-            raise UsageError(f"unknown {self.benchmark} dataset {self.name!r}{suggest(self.name, self.names)}")
+        require_known(f"{self.benchmark} dataset", self.name, self.names)
         super().__post_init__()
         _ = self.template
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 from pydantic import BaseModel
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import suggest
+from kvsearch.core.naming import require_known
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.dataset_task import DatasetTask, read_shipped
 from kvsearch.tasks.prompts import PLACE
@@ -79,8 +79,7 @@ class Gsm8kTask(DatasetTask[Gsm8kRow]):
     row: ClassVar[type[Gsm8kRow]] = Gsm8kRow
 
     def __post_init__(self) -> None:
-        if self.metric not in GSM8K_METRICS:
-            raise UsageError(f"unknown GSM8K metric {self.metric!r}{suggest(self.metric, GSM8K_METRICS)}")
+        require_known("GSM8K metric", self.metric, GSM8K_METRICS)
         if not 0 <= self.shots <= len(SHOTS):
             raise UsageError(f"{self.shots} worked examples were asked for: ask for 0 to {len(SHOTS)}")
         super().__post_init__()

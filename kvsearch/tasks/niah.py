@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
-from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.core.errors import KvsearchWarning, UsageError, given
 from kvsearch.core.files import read_text
 from kvsearch.core.resources import resource
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
@@ -53,9 +53,8 @@ class GridCell(NamedTuple):
     @classmethod
     def parse(cls, key: str) -> GridCell:
         """Return the cell of an example's key; UsageError if it is none."""
-        found = _KEY.fullmatch(key)
-        if found is None:
-            raise UsageError(f"{key!r} is no key of a needle in a haystack, such as {GridCell(1000, 50).key!r}")
+        problem = f"{key!r} is no key of a needle in a haystack, such as {GridCell(1000, 50).key!r}"
+        found = given(_KEY.fullmatch(key), problem)
         return cls(int(found[1]), int(found[2]))
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
-from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning, UsageError
+from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning, UsageError, given
 from kvsearch.core.files import read_bytes
 from kvsearch.core.limits import MOST_DATA
 from kvsearch.core.parsing import list_problems, parse_json, problems_of, short_key
@@ -112,9 +112,7 @@ def read_file(path: Path) -> list[Row]:
         EnvironmentFault: the file cannot be read.
     """
     reader = READERS.get(path.suffix.lower())
-    if reader is None:
-        raise UsageError(f"{path} is no file of rows: give one of {', '.join(READERS)}")
-    return reader(path)
+    return given(reader, f"{path} is no file of rows: give one of {', '.join(READERS)}")(path)
 
 
 def parse_rows(data: bytes, name: str) -> list[Row]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import require_known
 
 Item = TypeVar("Item")
 Shares = tuple[float, float, float]
@@ -23,8 +23,7 @@ _SHUFFLE = "kvsearch/split"
 
 def check_split(split: str, shares: Shares) -> None:
     """Raise UsageError unless `split` is train, select, report or all, and the shares of the three sum to 1."""
-    if split not in (*SPLITS, ALL):
-        raise UsageError(unknown("split", split, (*SPLITS, ALL)))
+    require_known("split", split, (*SPLITS, ALL))
     # `not >=` also catches NaN
     if len(shares) != len(SPLITS) or not all(share >= 0 for share in shares) or not math.isclose(sum(shares), 1):
         raise UsageError(f"shares of {', '.join(SPLITS)} must be three numbers >= 0 that sum to 1, got {shares}")

@@ -83,7 +83,7 @@ def test_refusals() -> None:
         preference([1.0, -1.0], [1.0, 1.0])
     with pytest.raises(UsageError, match=r"variance .* nan at \[0\]"):
         preference([1.0], [float("nan")])
-    with pytest.raises(UsageError, match="differ in shape"):
+    with pytest.raises(UsageError, match=r"variance must be .2., got shape .1."):
         preference([1.0, 2.0], [1.0])
     with pytest.raises(UsageError, match="tau2 must be finite and above 0, got 0"):
         preference([1.0], [1.0], tau2=0)
@@ -92,5 +92,5 @@ def test_refusals() -> None:
     for bad in (-0.5, float("nan"), float("inf")):
         with pytest.raises(UsageError, match=rf"preferences must be finite and >= 0, got {bad} at \[1\]"):
             allocate([1.0, bad], 4)
-    with pytest.raises(UsageError, match=r"each of 2 layers, got shape \[3\]"):
+    with pytest.raises(UsageError, match=r"preferences must be .2., got shape .3."):
         CAKEAllocation().allocate(np.ones(3), 4, np.zeros((2, 1), dtype=np.int64), np.full((2, 1), 9))

@@ -102,7 +102,8 @@ def test_every_total_is_exact_within_the_bounds_and_never_below_a_single_policy(
     importance, floors = drawn
     caps = data.draw(st.integers(int(floors.max()), importance.shape[-1]))
     solver = JointSolver(importance, floors, caps)
-    for total, found in enumerate(solver.solve_many(range(solver.least, solver.most + 1)), solver.least):
+    for total in range(solver.least, solver.most + 1):
+        found = solver.solve(total)
         assert found.budgets.sum() == total
         assert (found.budgets >= floors[found.policies, np.arange(importance.shape[1])]).all()
         assert (found.budgets <= caps).all()

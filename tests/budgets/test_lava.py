@@ -6,8 +6,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from kvsearch.budgets.allocator import Allocator, Signals
-from kvsearch.budgets.dynamic import Heads, Layers
-from kvsearch.budgets.lava import LAVaAllocation
+from kvsearch.budgets.lava import Heads, LAVaAllocation, Layers
 from kvsearch.budgets.lava import layer_entropy as entropy_of
 from kvsearch.core.arrays import Floats, Ints
 from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.budgets.convex import without_gap
-from kvsearch.budgets.lukv import MarginalSolver, Split, profile_grid
+from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
@@ -31,11 +31,10 @@ def value(table: Floats, budgets: Ints) -> float:
 class Marginal:
     """The solver as an allocator of one total."""
 
-    split: Split = "best"
     name: ClassVar[str] = "marginal"
 
     def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
-        return MarginalSolver(signals, floors, caps, self.split).solve(total)
+        return MarginalSolver(signals, floors, caps).solve(total)
 
 
 class TestBest(AllocatorContract):
@@ -53,12 +52,14 @@ class TestBest(AllocatorContract):
         return max(int(np.unique(g, return_counts=True)[1].max(initial=1)) for g in whole) - 1
 
 
-class TestPartialBlock(AllocatorContract):
-    def allocator(self) -> Allocator:
-        return Marginal("partial_block")
-
-    def signals(self, rng: np.random.Generator) -> Signals:
-        return heavy_tailed(rng, (LAYERS, HEADS, LENGTH))
+def cut_blocks(table: Floats, total: int, floors: Ints) -> Ints:
+    """LU-KV's own rule: whole blocks by gain, ties in head order, and the next block cut short."""
+    solver = MarginalSolver(table, floors)
+    budgets = floors.ravel().copy()
+    blocks = solver.blocks
+    for block in np.lexsort((blocks.head, -blocks.slope)):
+        budgets[blocks.head[block]] += min(blocks.size[block], total - budgets.sum())
+    return budgets.reshape(floors.shape)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +68,13 @@ class TestPartialBlock(AllocatorContract):
 )
 def test_worked_examples(table: Floats, total: int, best: float, partial_block: float, optimum: float) -> None:
     assert value(table, MarginalSolver(table).solve(total)) == best
-    assert value(table, MarginalSolver(table, split="partial_block").solve(total)) == partial_block
+    assert value(table, cut_blocks(table, total, np.zeros((1, 2), dtype=int))) == partial_block
     assert value(table, exact_budgets(table, total)) == optimum
 
 
 def test_a_perfect_ranking_assumed_costs_importance() -> None:
     # LU-KV's ablation: solve as if the ranking were the oracle's, then evict with the ranking.
-    assert MarginalSolver(without_gap(SECOND), split="partial_block").solve(5).tolist() == [[3, 2]]
+    assert cut_blocks(without_gap(SECOND), 5, np.zeros((1, 2), dtype=int)).tolist() == [[3, 2]]
     assert value(SECOND, np.array([[3, 2]])) == 8
     assert value(SECOND, MarginalSolver(without_gap(SECOND)).solve(5)) == 8
     assert MarginalSolver(SECOND).solve(5).tolist() == [[4, 1]]
@@ -131,13 +132,13 @@ def test_every_total_is_exact_feasible_and_at_least_the_partial_block(table: Flo
         data.draw(st.lists(st.integers(0, table.shape[2]), min_size=table[..., 0].size, max_size=table[..., 0].size))
     )
     floors = floors.reshape(table.shape[:2])
-    solver, paper = MarginalSolver(table, floors), MarginalSolver(table, floors, split="partial_block")
+    solver = MarginalSolver(table, floors)
     totals = np.arange(solver.least, solver.most + 1)
     tiny = 1e-9 * (1 + table.sum())
-    for total, best, partial in zip(totals, solver.solve_many(totals), paper.solve_many(totals), strict=True):
+    for total, best in zip(totals, solver.solve_many(totals), strict=True):
+        partial = cut_blocks(table, int(total), floors)
         assert best.sum() == partial.sum() == total
         assert (best >= floors).all()
-        assert (partial >= floors).all()
         assert best.max() <= table.shape[2]
         assert value(table, best) >= value(table, partial) - tiny
         optimum = value(table, exact_budgets(table, int(total), floors))
@@ -188,7 +189,6 @@ def test_profile_totals_are_clipped_to_the_bounds() -> None:
         ({"importance": np.ones((1, 2, 3)), "floors": -1}, "floor -1"),
         ({"importance": np.ones((1, 2, 3)), "floors": [1, 2, 3]}, "do not fit"),
         ({"importance": np.full((1, 2, 3), np.nan)}, "nan"),
-        ({"importance": np.ones((1, 2, 3)), "split": "worst"}, "unknown split rule 'worst'"),
     ],
 )
 def test_refusals(arguments: dict[str, object], message: str) -> None:

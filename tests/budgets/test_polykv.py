@@ -132,5 +132,5 @@ def test_refusals() -> None:
         Proportional().allocate(np.ones(3), 4, *bounds(2, 3))
     with pytest.raises(UsageError, match="unknown direction 'backward'"):
         Proportional("backward")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="least must be 0 or more entries, got -1"):
+    with pytest.raises(UsageError, match="least must be 0 or more, got -1"):
         Proportional(least=-1)

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from kvsearch.budgets.cake import CAKEAllocation
-from kvsearch.calibration.analysis import fit_gain
-from kvsearch.calibration.cake_exponents import PAIRS, PLAIN, CakeCalibration, ExponentFit
+from kvsearch.calibration.analysis import fit_gain, least_loss
+from kvsearch.calibration.cake_exponents import PAIRS, PLAIN, CakeCalibration
 from kvsearch.calibration.data import CalibrationData, Context
 from kvsearch.calibration.dynamic import even_budgets
 from kvsearch.calibration.options import CakeOptions
@@ -31,9 +32,10 @@ from tests.runtime.helpers import running
 
 POLICY: Policy = create_policy("cake", {"window": 4, "kernel": 3, "sinks": 2})
 FIT = CakeOptions(exponents="fit")
+Losses = NDArray[np.float32]  # [pairs, questions]
 
 
-def fit_exponents(model: LoadedModel, data: CalibrationData, options: CakeOptions = FIT) -> ExponentFit:
+def fit_exponents(model: LoadedModel, data: CalibrationData, options: CakeOptions = FIT) -> Losses:
     return CakeCalibration(model, data, [POLICY], options).fit()
 
 
@@ -48,7 +50,7 @@ def data() -> CalibrationData:
 
 
 @pytest.fixture(scope="module")
-def fit(model: LoadedModel, data: CalibrationData) -> ExponentFit:
+def fit(model: LoadedModel, data: CalibrationData) -> Losses:
     return fit_exponents(model, data)
 
 
@@ -80,25 +82,25 @@ def lost_at_run_time(model: LoadedModel, data: CalibrationData, pair: tuple[floa
 def test_the_loss_is_that_of_the_runtime(protocol: Any, model: LoadedModel, data: CalibrationData) -> None:
     options = CakeOptions(exponents="fit", protocol=protocol)
     found = fit_exponents(model, data, options)
-    assert found.loss.shape == (25, 4)
+    assert found.shape == (25, 4)
     for pair in (PLAIN, (0.5, 5.0), (2.0, 0.5)):
         expected = lost_at_run_time(model, data, pair, options)
-        np.testing.assert_allclose(found.loss[PAIRS.index(pair)], expected, rtol=2e-3, atol=1e-5)
-    assert np.ptp(found.loss.mean(1)) > 0.01, "exponents should matter here"
+        np.testing.assert_allclose(found[PAIRS.index(pair)], expected, rtol=2e-3, atol=1e-5)
+    assert np.ptp(found.mean(1)) > 0.01, "exponents should matter here"
 
 
-def test_the_least_loss_is_chosen(fit: ExponentFit, profile: Profile) -> None:
-    best = int(fit.loss.astype(np.float64).mean(1).argmin())
-    assert fit.chosen == PAIRS[best] != PLAIN
+def test_the_least_loss_is_chosen(fit: Losses, profile: Profile) -> None:
+    best = int(fit.astype(np.float64).mean(1).argmin())
+    assert PAIRS[least_loss(fit)] == PAIRS[best] != PLAIN
     settings = profile.metadata.provenance.settings
-    assert (settings["tau1"], settings["tau2"]) == fit.chosen
+    assert (settings["tau1"], settings["tau2"]) == PAIRS[least_loss(fit)]
 
 
 def test_ties_go_to_the_plain_pair() -> None:
     loss = np.ones((25, 3), np.float32)
-    assert ExponentFit(PAIRS, loss).chosen == PLAIN
+    assert PAIRS[least_loss(loss)] == PLAIN
     loss[7, 2] = 0.5
-    assert ExponentFit(PAIRS, loss).chosen == PAIRS[7]
+    assert PAIRS[least_loss(loss)] == PAIRS[7]
 
 
 def test_a_model_whose_answers_ignore_the_context(data: CalibrationData) -> None:
@@ -113,19 +115,17 @@ def test_a_model_whose_answers_ignore_the_context(data: CalibrationData) -> None
     assert (found.tau1, found.tau2, found.seen, found.held_out) == (1.0, 1.0, 0.0, 0.0)
 
 
-def test_what_was_tried_is_in_the_profile(fit: ExponentFit, profile: Profile, tmp_path: Any) -> None:
+def test_what_was_tried_is_in_the_profile(fit: Losses, profile: Profile, tmp_path: Any) -> None:
     assert profile.arrays["fit_exponents"].tolist() == [list(pair) for pair in PAIRS]
-    np.testing.assert_array_equal(profile.arrays["fit_loss"], fit.loss)
+    np.testing.assert_array_equal(profile.arrays["fit_loss"], fit)
     settings = profile.metadata.provenance.settings
     assert (settings["exponents"], settings["fit_ratio"], settings["answer_tokens"]) == ("fit", 0.8, 128)
     save_profile(profile, tmp_path / "profile.safetensors")
     assert load_profile(tmp_path / "profile.safetensors").to_bytes() == profile.to_bytes()
 
 
-def test_the_table_is_that_of_the_chosen_pair(
-    profile: Profile, fit: ExponentFit, model: LoadedModel, data: Any
-) -> None:
-    plain = calibrate_dynamic(model, data, POLICY, CAKEAllocation(*fit.chosen))
+def test_the_table_is_that_of_the_chosen_pair(profile: Profile, fit: Losses, model: LoadedModel, data: Any) -> None:
+    plain = calibrate_dynamic(model, data, POLICY, CAKEAllocation(*PAIRS[least_loss(fit)]))
     for name, array in plain.arrays.items():
         np.testing.assert_array_equal(profile.arrays[name], array)
 
@@ -176,8 +176,8 @@ def test_a_ratio_that_leaves_just_that(model: LoadedModel, data: CalibrationData
     short = CalibrationData("short", data.prompt, (Context(words, data.contexts[0].questions),), data.sha256)
     assert (prompts_of(model, short)[0].length, (1 - 0.8) * 60 < 12) == (60, True)
     found = fit_exponents(model, short, CakeOptions(exponents="fit", minimum=0.2))
-    assert len({row.tobytes() for row in found.loss}) == 1
-    assert found.chosen == PLAIN
+    assert len({row.tobytes() for row in found}) == 1
+    assert PAIRS[least_loss(found)] == PLAIN
 
 
 def test_a_model_that_computes_nan_on_an_answer(data: CalibrationData) -> None:

@@ -83,12 +83,6 @@ def policy(name: str, *settings: str) -> Policy:
     return typed(*settings, policy=name).make_policy()
 
 
-def test_defaults() -> None:
-    recipe = lukv(None, {"method": None, "policy": None, "normalization": None, "aggregate": None}, [])
-    assert (recipe.settings(), recipe.policy, recipe.seed) == (LukvOptions().settings(), "snapkv", 0)
-    assert recipe.make_policy().name == "snapkv"
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -125,12 +119,6 @@ def test_the_shipped_recipes(path: Path) -> None:
     elif isinstance(recipe, DynamicOptions):
         assert (made.observed, made.recent_count) == (32, 8)
         assert recipe.make_allocation().name == recipe.method
-
-
-def test_the_ablations_of_lava_differ() -> None:
-    made = [resolve_recipe(name, {}, []) for name in ("lava", "lava-planned-layers", "lava-equal-heads")]
-    allocations = [recipe.make_allocation() for recipe in made if isinstance(recipe, LavaOptions)]
-    assert allocations == [LAVaAllocation(), LAVaAllocation(layers="planned"), LAVaAllocation(heads="equal")]
 
 
 def test_a_recipe_under_what_is_typed(tmp_path: Path) -> None:
@@ -271,7 +259,6 @@ def test_what_a_run_resolved_is_a_recipe(method: str, tmp_path: Path) -> None:
     [
         ("lava", ["floor_shar=0.1"], "method lava has no option 'floor_shar'; did you mean 'floor_share'?"),
         ("lava", ["layers=planed"], "unknown layers 'planed'; did you mean 'planned'?"),
-        ("lava", ["layers=planned", "heads=equal"], "shares nothing: use static"),
         ("lava", ["floor_share=1.5"], "--floor-share: "),
         ("adakv", ["variant=official"], r"unknown variant 'official' \(known: exact, kvpress\)"),
         ("adakv", ["normalize=1"], "normalize: "),

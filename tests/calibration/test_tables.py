@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.calibration.tables import RatioTables, floor_entries, grid_totals
+from kvsearch.budgets.lukv import grid_totals
+from kvsearch.calibration.tables import RatioTables, floor_entries
 from kvsearch.plan import GRID, round_half_up
 from kvsearch.policies import create_policy
 
@@ -26,16 +27,15 @@ def test_the_floor_is_one_entry_without_protection() -> None:
 
 
 def test_totals_of_the_grid() -> None:
-    """50 tokens, 3 heads: 150 entries, 1.5 a row, halves upward; no head below 6."""
-    totals = grid_totals(50, 3, 6)
+    """150 entries, 1.5 a row, halves upward."""
+    totals = grid_totals(150)
     assert totals.shape == (GRID,)
     assert totals[[0, 1, 49, 86]].tolist() == [149, 147, 75, 20]
-    assert totals[87:].tolist() == [18] * 12
 
 
 @given(st.integers(1, 100_000), st.integers(1, 300), st.sampled_from([1, 25, 50, 75, 99]))
 def test_totals_are_those_of_an_export(length: int, heads: int, percent: int) -> None:
-    assert grid_totals(length, heads, 0)[percent - 1] == round_half_up((1 - percent / 100) * length * heads)
+    assert grid_totals(length * heads)[percent - 1] == round_half_up((1 - percent / 100) * length * heads)
 
 
 def table(value: float, layers: int = 1, heads: int = 2) -> np.ndarray:

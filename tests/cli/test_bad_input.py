@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -94,37 +93,6 @@ def test_bad_calibration(run: Run, tmp_path: Path, arguments: tuple[str, ...], w
     refused(run, USAGE, words, "calibrate", "bundled", "-o", tmp_path / "run", *arguments)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("", "not valid JSON"),
-        ('{"name": "x", "contexts": []}', "contexts"),
-        ('{"name": "x", "contexts": [{"text": "", "questions": []}], "colour": 1}', "colour"),
-        (
-            '{"name": "x", "contexts": [{"text": "the fox .", "questions": [{"question": "?", "answer": "."}]}]}',
-            "short",
-        ),
-        (
-            '{"name": "x", "contexts": [{"text_file": "no.txt", "questions": [{"question": "a", "answer": "b"}]}]}',
-            "no.txt",
-        ),
-    ],
-)
-def test_bad_calibration_data(run: Run, tmp_path: Path, content: str, words: str) -> None:
-    (tmp_path / "data.json").write_text(content)
-    refused(run, USAGE, words, "calibrate", "bundled", "-o", tmp_path / "run", "--data", tmp_path / "data.json")
-
-
-def test_recipe_with_several_mistakes_names_them_all(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text("policy: snapkv\nminimum: 2\ncolour: red\ngap: perhaps\n")
-    message = refused(
-        run, USAGE, "r.yaml", "calibrate", "bundled", "-o", tmp_path / "x", "--recipe", tmp_path / "r.yaml"
-    )
-    assert all(name in message for name in ("minimum", "colour", "gap"))
-    (tmp_path / "r.yaml").write_text("policy: [snapkv\n")
-    refused(run, USAGE, "not valid YAML", "calibrate", "bundled", "-o", tmp_path / "x", "--recipe", tmp_path / "r.yaml")
-
-
 def test_an_output_that_is_a_file(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     refused(run, USAGE, "is a file", "calibrate", "bundled", "-o", tmp_path / "file")
@@ -156,21 +124,6 @@ def test_a_plan_of_another_model(run: Run, calibrated: Path, tmp_path: Path) -> 
     plan = calibrated / "plan.json"
     message = refused(run, INCOMPATIBLE, "another model", "generate", model, "--plan", plan, "--context", "the fox .")
     assert f"'bundled', and this is {str(model)!r}: it has other weights (" in message
-
-
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (lambda plan: plan.update(total=1), "says 1, but"),
-        (lambda plan: plan["prefill"]["layers"][0]["budget"].__setitem__(0, 1.5), "budget"),
-        (lambda plan: plan["prefill"]["layers"][0]["policy"].update(name="snapk"), "did you mean 'snapkv'?"),
-    ],
-)
-def test_hand_edited_plans(run: Run, calibrated: Path, tmp_path: Path, edit: Any, words: str) -> None:
-    plan = json.loads((calibrated / "plan.json").read_text())
-    edit(plan)
-    (tmp_path / "edited.json").write_text(json.dumps(plan))
-    refused(run, USAGE, words, "evaluate", "bundled", "--plan", tmp_path / "edited.json")
 
 
 def test_truncated_plan_and_profile(run: Run, calibrated: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from kvsearch.benchmark.cache_costs import CacheCosts
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.models import shapes
 from kvsearch.models.architecture import describe
-from kvsearch.report.speed import SpeedView
+from kvsearch.report.costs import SpeedView
 from tests.cli.conftest import Run
 
 SHORT = ("--new-tokens", 2, "--rounds", 1)

@@ -48,16 +48,6 @@ def test_version(run: Run) -> None:
     assert out.startswith("kvsearch 0.")
 
 
-@pytest.mark.nightly
-def test_calibrating_twice_gives_the_same_bytes(run: Run, calibrated: Path, tmp_path: Path) -> None:
-    code, _, _ = run("calibrate", "bundled", "-o", tmp_path / "again", "--questions", 8)
-    assert code == 0
-    assert (tmp_path / "again/profile.safetensors").read_bytes() == (calibrated / "profile.safetensors").read_bytes()
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "again", calibrated)]
-    assert configs[0]["content"] == configs[1]["content"]
-    assert configs[0]["options"] == configs[1]["options"]
-
-
 @pytest.mark.parametrize("recipe", sorted(Path("recipes/calibrate").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_is_valid(run: Run, tmp_path: Path, recipe: Path) -> None:
     fitting = ("--budgets", "128,256") if recipe.stem == "polykv-sweep" else ()  # it goes on to 1024, the texts do not

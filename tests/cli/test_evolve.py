@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import signal
 import subprocess
@@ -72,12 +71,11 @@ def test_a_search_writes_a_plan_and_a_report(evolved: tuple[Path, str, str]) -> 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(3))
 def test_a_killed_run_goes_on_to_the_same_bytes(
-    seed: int, evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path
+    evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path
 ) -> None:
-    lines = len((evolved[0] / "ledger.jsonl").read_text().splitlines())
-    kept = random.Random(seed).randrange(1, lines + 1)
+    """Killed about when half of its lines are written; `make crash` stops commands everywhere."""
+    kept = count_lines(evolved[0] / "ledger.jsonl") // 2
     directory = tmp_path / "run"
     arguments = [sys.executable, "-m", "kvsearch", *map(str, command(questions, directory))]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -109,6 +107,7 @@ def test_limits_end_a_search_with_a_result_and_may_be_raised(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("kept_workers")
 def test_workers_find_the_same(evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path) -> None:
     code, _, talk = run(*command(questions, tmp_path / "run", "--workers", 1))
@@ -162,15 +161,6 @@ def test_hard_questions_alone(questions: Path, run: Run, tmp_path: Path) -> None
     assert (code, results(tmp_path / "run")) == (0, before)
     code, out, _ = run(*command(questions, tmp_path / "other", "--dry-run", small=hard))
     assert json.loads(out)["replies_before_the_search"] == 4 * SAMPLES
-
-
-def test_a_dry_run_writes_nothing(questions: Path, run: Run, tmp_path: Path) -> None:
-    code, out, _ = run(*command(questions, tmp_path / "run", "--dry-run"))
-    assert code == 0
-    told = json.loads(out)
-    assert told["questions"] == dict.fromkeys(("search", "choice", "report"), 2 * SAMPLES)
-    assert told["settings"]["group_size"] == 2
-    assert not (tmp_path / "run").exists()
 
 
 def test_start_plans_bring_their_policies_and_what_they_have_seen(

@@ -62,12 +62,12 @@ def test_what_is_asked_by_default(run: Run, model: Path, calibrated: Path, tmp_p
 
     evolve = ("--budget", 64, "--group-size", 1, "-o", tmp_path / "e", *CHEAP)
     judged = (calibrated, "--model", model, *CHEAP)
-    assert told("evaluate", model, "--methods", "snapkv", "--budgets", 64) == sorted(GENERATED)
-    assert told("headroom", model) == sorted(GENERATED)
+    assert told("evaluate", model, "--methods", "snapkv", "--budgets", 64, *CHEAP) == sorted(GENERATED)
+    assert told("headroom", model, *CHEAP) == sorted(GENERATED)
     assert told("validate", *judged) == sorted(GENERATED)
     assert told("select", *judged, "-o", tmp_path / "p.json") == sorted(GENERATED)
     assert told("evolve", model, *evolve) == sorted(GENERATED)
-    assert "multikey" in told("headroom", "bundled")
+    assert "multikey" in told("headroom", "bundled", *CHEAP)
     assert told("evaluate", model, "--tasks", "synthetic:multikey", "--methods", "snapkv", "--budgets", 64) == [
         "multikey"
     ]

@@ -74,14 +74,6 @@ def test_scale_by_ratio_and_by_budget(run: Run, plan: Path, new: Path) -> None:
     assert rows(load_plan(new)) == [[20, 12], [8, 24]]
 
 
-def test_scale_keeps_a_plan_it_may_not_replace(run: Run, plan: Path, new: Path) -> None:
-    new.write_text("mine")
-    refused(run, new, "exists: choose another file, or --force", "scale", plan, "--budget", 16)
-    assert new.read_text() == "mine"
-    assert run("plan", "scale", plan, "--budget", 16, "-o", plan, "--force")[0] == 0
-    assert load_plan(plan).total == 64
-
-
 def test_a_dry_run_writes_nothing(run: Run, plan: Path, new: Path) -> None:
     for arguments in (("scale", plan, "--budget", 16), ("convert", plan, "--length", 80)):
         code, _, talk = run("plan", *arguments, "-o", new, "--dry-run")
@@ -91,35 +83,14 @@ def test_a_dry_run_writes_nothing(run: Run, plan: Path, new: Path) -> None:
     assert (code, new.exists()) == (0, False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), "give either a ratio to evict"),
-        (("--budget", 3), "a prefill total of 12 is below the 16 entries that 4 kv heads always keep"),
-        (("--budget", 5, "--length", 4), "a prefill total of 20 is above the 16 entries"),
-    ],
-)
-def test_sizes_that_are_refused(run: Run, plan: Path, new: Path, arguments: tuple[object, ...], words: str) -> None:
-    refused(run, new, words, "scale", plan, *arguments)
-
-
 def test_scaling_below_what_a_policy_protects(run: Run, tmp_path: Path, new: Path) -> None:
     plan = written(tmp_path / "plan.json", floor=1)
     refused(run, new, "below the 4 entries that snapkv always keeps", "scale", plan, "--budget", 4)
 
 
-def test_a_file_that_is_no_plan(run: Run, tmp_path: Path, new: Path) -> None:
-    (tmp_path / "other.json").write_text('{"format": "other"}')
-    refused(run, new, "is not a kvsearch.plan file", "scale", tmp_path / "other.json", "--budget", 9)
-
-
 def test_a_plan_with_an_unknown_policy(run: Run, tmp_path: Path, new: Path) -> None:
     plan = written(tmp_path / "plan.json", prefill=phase([4, 4], None, None, policy={"name": "snapk", "params": {}}))
     refused(run, new, "did you mean 'snapkv'?", "scale", plan, "--budget", 9)
-
-
-def test_the_folder_of_the_output_must_exist(run: Run, plan: Path, tmp_path: Path) -> None:
-    refused(run, tmp_path / "no" / "x.json", "its folder does not exist", "scale", plan, "--budget", 9)
 
 
 # --- convert --------------------------------------------------------------------------------------------------------
@@ -133,12 +104,6 @@ def test_convert_a_plan(run: Run, plan: Path, new: Path) -> None:
     hashed = hashlib.sha256(plan.read_bytes()).hexdigest()
     assert made.provenance.settings["changes"] == (f"converted to length 27: plan {hashed}",)
     refused(run, plan, 'the plan is "fixed" already', "convert", new, "--length", 27, "--force")
-
-
-def test_what_convert_refuses(run: Run, plan: Path, calibrated: Path, new: Path) -> None:
-    refused(run, new, "is not UTF-8 text", "convert", calibrated / "profile.safetensors", "--length", 100)
-    new.write_text("mine")
-    refused(run, new, "--force", "convert", plan, "--length", 100)
 
 
 # --- merge ----------------------------------------------------------------------------------------------------------

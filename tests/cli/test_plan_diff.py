@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvsearch.plan import save_plan
-from kvsearch.plan.yaml import layer_ranges
 from tests.cli.conftest import Run
 from tests.plan.builders import PROVENANCE, make_plan, model_dict, phase_dict
 
@@ -92,14 +91,6 @@ def test_json_holds_everything(run: Run, a: Path, tmp_path: Path) -> None:
     }
 
 
-def test_a_file_that_is_not_there(run: Run, a: Path, tmp_path: Path) -> None:
-    for order in ((a, tmp_path / "b.json"), (tmp_path / "b.json", a)):
-        got, out, talk = run("plan", "diff", *order)
-        assert (got, out) == (2, "")
-        assert "there is no file" in talk
-        assert talk.count("\n") == 1
-
-
 def test_plans_of_other_models(run: Run, a: Path, tmp_path: Path) -> None:
     other = written(tmp_path / "other.json", model=model_dict(weights_sha256="0" * 64))
     code, out, _ = run("plan", "diff", a, other)
@@ -108,10 +99,3 @@ def test_plans_of_other_models(run: Run, a: Path, tmp_path: Path) -> None:
     code, out, talk = run("plan", "diff", a, written(tmp_path / "small.json", [[4, 4]]))
     assert (code, out) == (4, "")
     assert "other layers or heads" in talk
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"), [((), ""), ((3,), "3"), ((0, 1), "0-1"), ((0, 1, 2, 7, 9, 10), "0-2, 7, 9-10")]
-)
-def test_runs_of_layers(numbers: tuple[int, ...], text: str) -> None:
-    assert ", ".join(layer_ranges(numbers)) == text

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvsearch.report.artifacts import open_path
-from kvsearch.results.progress import StoredSearch, read_trace
+from kvsearch.results.search import StoredSearch, read_trace
 from tests.cli.conftest import Run
 
 ASKED = ("--length", 512, "--samples", 2, "--tasks", "synthetic:single,multikey")

@@ -136,7 +136,9 @@ def test_bad_options(run: Run, directory: Path, options: tuple[object, ...], pro
 
 
 def test_directories_without_signals(run: Run, directory: Path, tmp_path: Path) -> None:
-    refused(run, USAGE, "does not exist: give the directory of a finished calibration", "validate", tmp_path / "no", *ASKED)
+    refused(
+        run, USAGE, "does not exist: give the directory of a finished calibration", "validate", tmp_path / "no", *ASKED
+    )
     refused(run, USAGE, "is a file: give the directory", "validate", directory / "config.json", *ASKED)
     (tmp_path / "empty").mkdir()
     refused(run, USAGE, "has no profile.safetensors", "validate", tmp_path / "empty", *ASKED)

@@ -14,7 +14,6 @@ from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.strategies.methods import Size
 from tests import tiny
-from tests.runs.locks import locked_elsewhere
 from tests.runs.sealing import sealed
 
 ONE = RunConfig(job="select", content={"seed": 1})
@@ -54,25 +53,6 @@ def test_without_force_nothing_is_thrown_away(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=words), open_stage(place, ONE):
             pass
         assert {path.name: path.read_bytes() for path in place.iterdir()} == before
-
-
-def test_two_processes_do_not_write_to_one_stage(tmp_path: Path) -> None:
-    with locked_elsewhere(tmp_path):
-        for force in (False, True):
-            with pytest.raises(UsageError, match="another kvsearch is writing to"), open_stage(tmp_path, ONE, force):
-                pass
-
-
-@pytest.mark.parametrize("force", [False, True])
-@pytest.mark.parametrize("content", ["{", "[]", '{"schema": "another"}'])
-def test_a_damaged_configuration_has_to_be_deleted(tmp_path: Path, content: str, force: bool) -> None:
-    place = there(tmp_path / "run", ONE)
-    (place / CONFIG).write_text(content)
-    with (
-        pytest.raises(UsageError, match=r"run(/config\.json is not| holds something else than)"),
-        open_stage(place, ONE, force),
-    ):
-        pass
 
 
 def test_places_that_are_no_directories(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from kvsearch.exporters.base import Inputs
 from kvsearch.exporters.folder import Folder
 from kvsearch.jobs.export import write_files
 from kvsearch.plan import Plan, save_plan
+from tests.cli.conftest import invoke
 from tests.plan.builders import make_plan
 
 
@@ -102,10 +103,9 @@ def test_a_repository_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_its_script_answers(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    command = [sys.executable, "-m", "kvsearch", "plan", "uniform", "bundled", "--policy", "snapkv"]
-    subprocess.run([*command, "--ratio", "0.5", "--length", "256", "-o", str(path)], check=True, capture_output=True)
-    made = tmp_path / "deploy"
+    path, made = tmp_path / "plan.json", tmp_path / "deploy"
+    uniform = ("plan", "uniform", "bundled", "--policy", "snapkv", "--ratio", 0.5, "--length", 256, "-o", path)
+    assert invoke(*uniform)[0] == 0
     kvsearch.export_to(path, to="folder", output=made)
     moved = shutil.move(made, tmp_path / "moved")
     script = [sys.executable, str(Path(moved) / "generate.py"), "--prompt", "recall"]

@@ -33,7 +33,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from kvsearch.lm_eval.model import Encoder, PlannedLM
-from kvsearch.lm_eval.tasks import TaskNames, as_plain, evaluate_tasks
+from kvsearch.lm_eval.tasks import HarnessTasks, as_plain, evaluate_tasks
 
 CLOSE = 1e-4
 LAYERS, HEADS = 4, 2
@@ -70,8 +70,8 @@ def program(model: LoadedModel) -> Program:
     return Program.from_plan(model.model, small_plan(model))
 
 
-def find(folder: Path, *names: str) -> TaskNames:
-    return TaskNames.find(names, [folder], own=False)
+def find(folder: Path, *names: str) -> HarnessTasks:
+    return HarnessTasks.find(names, [folder], own=False)
 
 
 def request(text: str, second: Any, kind: str = "loglikelihood", document: int = 3) -> Instance:

@@ -179,7 +179,7 @@ def test_what_is_not_a_budget_is_kept() -> None:
             {"total": 15},
             r"total of 15 is below the 16 entries that 4 kv heads always keep, 4 each \(the plan's floor\)",
         ),
-        ({"budget": 0}, "total of 0 is below the 16"),
+        ({"budget": 0}, "a budget of 0 keeps nothing"),
         ({"ratio": 0.91}, "total of 14 is below the 16"),
         ({"total": 161}, "total of 161 is above the 160 entries that prompts of this length have for 4 kv heads: keep"),
         ({"budget": 41}, "total of 164 is above the 160"),
@@ -333,9 +333,9 @@ def _some(rng: np.random.Generator) -> tuple[bool, bool]:
     return ((True, False), (False, True), (True, True))[int(rng.integers(0, 3))]
 
 
-def test_round_trips_of_thousands_of_random_plans() -> None:
+def test_round_trips_of_hundreds_of_random_plans() -> None:
     rng = np.random.default_rng(5)
-    for _ in range(2500):
+    for _ in range(500):
         plan = random_plan(rng)
         phases = [phase for phase in PHASES if getattr(plan, phase) is not None]
         same = scale(plan, total=plan.total)
@@ -352,10 +352,10 @@ def test_round_trips_of_thousands_of_random_plans() -> None:
                 assert np.array_equal(rows(entries, phase), wanted)
 
 
-def test_totals_are_exact_for_thousands_of_random_plans_and_sizes() -> None:
+def test_totals_are_exact_for_hundreds_of_random_plans_and_sizes() -> None:
     rng = np.random.default_rng(6)
     refused = 0
-    for _ in range(2500):
+    for _ in range(500):
         plan = random_plan(rng)
         phases = [phase for phase in PHASES if getattr(plan, phase) is not None]
         heads, low = np.size(rows(plan, phases[0])), max(plan.floor, 1)
@@ -374,7 +374,7 @@ def test_totals_are_exact_for_thousands_of_random_plans_and_sizes() -> None:
             assert possible(plan, phase, expected[phase], length)
             assert np.min(rows(scaled, phase)) >= low
             check_shape(np.array(rows(plan, phase)), np.array(rows(scaled, phase)))
-    assert 100 < refused < 1500
+    assert 20 < refused < 300
 
 
 def possible(plan: Plan, phase: Phase, total: int, length: int | None) -> bool:

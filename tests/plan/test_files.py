@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.plan import atomic_write, canonical_json, load_plan, save_plan
+from kvsearch.core.files import atomic_write
+from kvsearch.plan import canonical_json, load_plan, save_plan
 from tests.plan.builders import make_plan, phase_dict, plan_dict
 
 

@@ -10,7 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.plan import Plan, describe_validation_error
+from kvsearch.core.parsing import describe_validation_error
+from kvsearch.plan import Plan
 from tests.plan.builders import PROVENANCE, make_plan, model, model_dict, phase_dict, plan_dict
 
 

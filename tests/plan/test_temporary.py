@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvsearch.core.files import atomic_write, temporary_for
 
+WRITER = """
+import sys, time
+from pathlib import Path
+from kvsearch.core.files import temporary_for
+with temporary_for(Path(sys.argv[1])) as (_, file):
+    file.write(b"half")
+    file.flush()
+    print("begun", flush=True)
+    time.sleep(600)
+"""
+
 
 def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
-    child = os.fork()
-    if child == 0:
-        with temporary_for(target) as (_, file):
-            file.write(b"half")
-            file.flush()
-            time.sleep(60)
-    while not list(tmp_path.glob(".kvsearch-*.tmp")):
-        time.sleep(0.01)
-    (left,) = tmp_path.glob(".kvsearch-*.tmp")
-    while left.read_bytes() != b"half":  # by then it has its lock
-        time.sleep(0.01)
-    atomic_write(target, b"mine")
-    assert left.exists()  # its writer lives
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    with subprocess.Popen([sys.executable, "-c", WRITER, target], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "begun\n"
+        (left,) = tmp_path.glob(".kvsearch-*.tmp")
+        atomic_write(target, b"mine")
+        assert left.exists()  # its writer lives
+        writer.kill()
     atomic_write(tmp_path / "other.json", b"another target")
     assert left.exists()
     atomic_write(target, b"mine again")

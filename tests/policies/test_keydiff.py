@@ -32,13 +32,6 @@ def test_opposite_and_zero_keys_are_not_nan() -> None:
     assert KeyDiff().score(dataclasses.replace(plain(3), keys=keys)).isfinite().all()
 
 
-def test_padding_has_no_part_in_the_anchor() -> None:
-    keys = torch.tensor([[[[float("nan"), 5.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]]])
-    valid = torch.tensor([[False, True, True, True]])
-    scores = KeyDiff().score(dataclasses.replace(plain(4), keys=keys, valid=valid))[0, 0]
-    torch.testing.assert_close(scores[1:], torch.tensor([-(0.5**0.5), -(0.5**0.5), -1.0]))
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_a_decode_step_ranks_what_is_held_as_a_prompt_would_be(seed: int) -> None:
     step = scattered(seed)

@@ -63,16 +63,6 @@ def test_attention_is_pooled() -> None:
     torch.testing.assert_close(averaged, torch.tensor([0.2, 0.5, 0.6, 0.5]))
 
 
-def test_padding_has_no_say_in_the_value_factor() -> None:
-    observation = two_heads()
-    assert observation.queries is not None
-    hidden = dataclasses.replace(observation, valid=torch.tensor([[False, True, True, True, True]]))
-    hidden.values[0, :, 0] = 1000.0
-    found = scores(LAVa(window=1, kernel=1), hidden)[:, 1:4]
-    expected = torch.tensor([[0.2, 0.1, 0.05], [0.1, 0.3, 0.2]]) / torch.tensor([[0.6], [0.9]])
-    torch.testing.assert_close(found, expected * torch.tensor([[1.0], [3.0]]))
-
-
 def test_scored_anew_it_looks_at_what_is_held() -> None:
     """Three of nine tokens are left before a window of two: each segment has its own index and count."""
     keys = torch.eye(5)[None, None].repeat(2, 1, 1, 1)

@@ -6,7 +6,6 @@ import torch
 from kvsearch.policies.pyramidkv import PyramidKV
 from kvsearch.policies.snapkv import SnapKV
 from tests.policies.contract import Case, observe
-from tests.policies.examples import WINDOW_ROWS, attending, kept
 
 
 def test_it_is_snapkv_with_a_window_of_eight() -> None:
@@ -14,13 +13,6 @@ def test_it_is_snapkv_with_a_window_of_eight() -> None:
     observation = observe(PyramidKV(), Case(heads=2, group=2, length=40, pads=(0, 3), seed=2))
     assert torch.equal(PyramidKV().score(observation), SnapKV(window=8, kernel=7, pooling="max").score(observation))
     assert not torch.equal(PyramidKV().score(observation), SnapKV(window=4).score(observation))
-
-
-def test_the_example_of_snapkv() -> None:
-    policy, observation = PyramidKV(window=2, kernel=3), attending(WINDOW_ROWS)
-    expected = torch.tensor([0.30, 0.30, 0.20, 0.20, 0.20, 0.10])
-    torch.testing.assert_close(policy.score(observation)[0, 0, :6], expected)
-    assert kept(policy, observation, 5) == {0, 1, 2, 6, 7}
 
 
 @pytest.mark.parametrize(

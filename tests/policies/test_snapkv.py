@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -42,15 +40,3 @@ def test_average_pooling_pads_with_zero_and_max_pooling_with_nothing() -> None:
     scores, inside = torch.tensor([[[3.0, 6.0, 9.0, -1.0]]]), torch.tensor([[True, True, True, False]])
     assert pool_positions(scores, 3, "avg", inside)[0, 0, :3].tolist() == [3.0, 6.0, 5.0]
     assert pool_positions(-scores, 3, "max", inside)[0, 0, :3].tolist() == [-3.0, -3.0, -6.0]
-
-
-def test_padding_rows_do_not_dilute_the_mean() -> None:
-    observation = attending([[0.7, 0.2, 0.1], [0.0, 1.0, 0.0], [0.0, 0.2, 0.8]])
-    padded = dataclasses.replace(
-        observation,
-        keys=torch.nn.functional.pad(observation.keys, (0, 0, 1, 0), value=7.0),
-        values=torch.nn.functional.pad(observation.values, (0, 0, 1, 0)),
-        valid=torch.tensor([[False, False, True, True]]),
-    )
-    scores = SnapKV(window=3, kernel=1).score(padded)[0, 0]
-    torch.testing.assert_close(scores, torch.tensor([0.0, 0.0, 0.6, 0.4]))

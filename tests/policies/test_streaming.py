@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
-import torch
 
 from kvsearch.policies.streaming import StreamingLLM
 from tests.policies.examples import kept, leaves, plain, step_at
@@ -16,12 +13,6 @@ def test_sinks_and_recent() -> None:
 @pytest.mark.parametrize(("budget", "expected"), [(1, {7}), (2, {0, 7}), (4, {0, 1, 2, 7}), (5, {0, 1, 2, 6, 7})])
 def test_small_budgets_keep_the_newest_and_then_sinks(budget: int, expected: set[int]) -> None:
     assert kept(StreamingLLM(sinks=3), plain(8), budget) == expected
-
-
-def test_sinks_start_at_the_first_real_token() -> None:
-    valid = torch.tensor([[False, False, False, True, True, True, True, True]])
-    observation = dataclasses.replace(plain(8), valid=valid)
-    assert kept(StreamingLLM(sinks=2), observation, 3) == {3, 4, 7}
 
 
 def test_a_decode_step_drops_the_oldest_entry_behind_the_sinks() -> None:

@@ -81,5 +81,3 @@ def test_a_plan_that_names_it_runs(site: Path, tmp_path: Path) -> None:
     arguments = ("--plan", tmp_path / "plan.json", "--max-new-tokens", 2, "--json")
     reply = json.loads(python(site, "kvsearch", "generate", "bundled", *arguments))
     assert reply["entries"] == 100 * heads * model.config.num_hidden_layers
-    arguments = ("--plan", tmp_path / "plan.json", "--dry-run")
-    assert json.loads(python(site, "kvsearch", "evaluate", "bundled", *arguments))["plans"] == ["plan"]

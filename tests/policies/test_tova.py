@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -31,12 +29,6 @@ def test_the_newest_and_the_first_token_may_go_unless_they_are_protected() -> No
     assert kept(TOVA(), observation, 2) == {1, 2}
     assert kept(TOVA(protect_last=True), observation, 2) == {1, 4}
     assert kept(TOVA(protect_last=True, sinks=1), observation, 2) == {0, 4}
-
-
-def test_padding_is_no_part_of_the_mean() -> None:
-    observation = dataclasses.replace(attending(*HEADS), valid=torch.tensor([[False, True, True, True, True]]))
-    a, b = torch.tensor([0.1, 0.05, 0.05, 0.3]) / 0.5, torch.tensor([0.1, 0.35, 0.05, 0.4]) / 0.9
-    torch.testing.assert_close(TOVA().score(observation)[0, 0, 1:], (a + b) / 2)
 
 
 def test_a_decode_step_drops_the_lowest_of_its_own_row() -> None:

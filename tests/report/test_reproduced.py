@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvsearch.papers.tables import find_table
 from kvsearch.report.paper_table import FinishedStage, reproduced
 from kvsearch.report.reproduced import MeasuredCell, Reproduced
 from kvsearch.report.table import latex, markdown
+from kvsearch.runs.estimates import Estimate
 
 CELLS = (
     MeasuredCell("Full", "average", 90.0),
@@ -74,13 +76,15 @@ def test_blocks_without_a_common_column_are_tables_of_their_own() -> None:
 def test_a_selection_is_beside_the_papers() -> None:
     table = find_table("polykv-table1")
     stage = table.stages(table.bundled)[1]
-    standings = [{"name": "cosine", "lead": {}}, {"name": "ppl", "lead": {}}, {"name": "cake", "lead": None}]
+    finalists = [SimpleNamespace(name="cosine"), SimpleNamespace(name="ppl")]
     scores = {"full": 0.9, "cake": 0.5, "cosine": 0.6, "ppl": 0.4}
-    selection = {
-        "written": {"phases": "decode", "name": "cake", "fallback": True},
-        "outcomes": [{"phases": "decode", "winner": None, "standings": standings}],
-        "report": {"baseline": "cake", "scores": {name: {"mean": mean} for name, mean in scores.items()}},
-    }
+    selection = SimpleNamespace(
+        written=SimpleNamespace(name="cake", fallback=True),
+        chosen=SimpleNamespace(winner=None, finalists=finalists, leader=finalists[0]),
+        report=SimpleNamespace(
+            baseline="cake", scores={name: Estimate(mean, mean, mean) for name, mean in scores.items()}
+        ),
+    )
     finished = FinishedStage(stage, selection, remarks=("d2o is left out: why",))
     found = reproduced(table, "Qwen/Qwen3-8B", False, [finished], {})
     rows = [line for line in markdown(found.tables()[0]).splitlines() if line.startswith("| LongBench")]

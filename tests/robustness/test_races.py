@@ -31,7 +31,7 @@ from tests.robustness.inputs import calibration_file
 from tests.robustness.processes import timeless, tree_of
 from tests.runs.guard import every_write_locked
 
-RACES = 8
+RACES = 4
 Call = Callable[[], object]
 Pair = tuple[Call, Call]
 

@@ -14,6 +14,7 @@ from tests.robustness.kinds import KINDS, Kind
 CASES = 6  # of every kind
 REGRESSIONS = sorted(path for path in (Path(__file__).parent / "regressions").glob("*/*") if path.is_file())
 LONG = 60.0  # seconds, for imports
+ENOUGH = 10.0  # seconds of the processor for one file, on a slow machine too
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @kinds
 def test_valid_files_are_accepted(kind: Kind, ready: dict[str, Path]) -> None:
     for data in kind.bases()[:4]:
-        found = run(kind, data, ready[kind.name])
+        found = run(kind, data, ready[kind.name], ENOUGH)
         assert (found.verdict, found.problem) == ("accepted", "")
 
 
@@ -41,14 +42,14 @@ def test_valid_files_are_accepted(kind: Kind, ready: dict[str, Path]) -> None:
 def test_mutated_files_are_taken_or_refused(kind: Kind, ready: dict[str, Path]) -> None:
     with limited_memory():
         for seed in range(CASES):
-            found = run(kind, Case(kind, seed).data, ready[kind.name])
+            found = run(kind, Case(kind, seed).data, ready[kind.name], ENOUGH)
             again = f"python -m tests.robustness --kind {kind.name} --from {seed} --cases 1"
             assert found.verdict != "failed", f"{found.problem}; again: {again}"
 
 
 @pytest.mark.parametrize("path", REGRESSIONS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_what_once_failed_does_not_fail_again(path: Path, ready: dict[str, Path]) -> None:
-    found = run(KINDS[path.parent.name], path.read_bytes(), ready[path.parent.name])
+    found = run(KINDS[path.parent.name], path.read_bytes(), ready[path.parent.name], ENOUGH)
     assert found.verdict != "failed", found.problem
 
 

@@ -11,12 +11,13 @@ from kvsearch.core.errors import UsageError
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
+from tests.combinations import every_value
 from tests.families import DEVICES, FAMILIES, build, prompts
 from tests.runtime.helpers import assert_close, feed, random_eviction, reference, running
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
-families = pytest.mark.parametrize("family", FAMILIES)
-some_families = pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
+SOME_FAMILIES = ["llama", "qwen3", "gemma2", "gemma3"]
+some_families = pytest.mark.parametrize("family", SOME_FAMILIES)
 
 DECODING: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -32,8 +33,7 @@ def snapkv(model: Any) -> Program:
     return Program.uniform(model, create_policy("snapkv", {"window": 4, "kernel": 3}), lambda length: 12)
 
 
-@families
-@pytest.mark.parametrize("way", DECODING)
+@every_value(family=FAMILIES, way=DECODING)
 def test_evicted_prompts_generate_what_masking_does(family: str, way: str, device: str) -> None:
     model = build(family, device)
     ids, mask = prompts(2, 30, pads=6, device=device)
@@ -112,9 +112,11 @@ def test_the_first_draft_sees_what_eviction_leaves(device: str) -> None:
                 assert together.kept_positions(layer, 1) == apart.kept_positions(layer, 1)
 
 
-@some_families
-@pytest.mark.parametrize("chunk", [1, 7, 13, 40, 64])  # 40 = 3 * 13 + 1: the last chunk has one token
-@pytest.mark.parametrize("policy", ["snapkv", "expected_attention", "keydiff"])
+@every_value(
+    family=SOME_FAMILIES,
+    chunk=[1, 7, 13, 40, 64],  # 40 = 3 * 13 + 1: the last chunk has one token
+    policy=["snapkv", "expected_attention", "keydiff"],
+)
 def test_chunked_prefill_equals_one_pass(family: str, chunk: int, policy: str, device: str) -> None:
     model = build(family, device)
     ids, mask = prompts(2, 40, pads=6, device=device)

@@ -45,7 +45,7 @@ MODES: list[dict[str, Any]] = [
     {"parity": True},
     {"objective": "kl", "space": "layers", "minibatch": 3},
     {"objective": "metric", "generations": 1, "protocol": "question-aware"},
-    {"phases": "both", "generations": 1, "group_size": 6},
+    {"phases": "both", "generations": 1, "group_size": 6, "population": 4},
 ]
 IDS = [",".join(f"{key}={value}" for key, value in mode.items()) or "default" for mode in MODES]
 

@@ -23,7 +23,7 @@ from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.statistics import contrast, summarize
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
-from kvsearch.report.selection import selection_result, tables
+from kvsearch.report.selections import selection_result, tables
 from kvsearch.results.selection import DECODE_ONLY
 from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection import BUDGETS_ALONE, POLICIES_ALONE, Selection

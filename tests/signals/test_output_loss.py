@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -121,15 +120,11 @@ def cases(draw: st.DrawFn) -> Case:
     )  # fmt: skip
 
 
-def measured(case: Case) -> tuple[Any, Tensor, Any]:
-    change = attention_change(case.query, case.keys, case.values, case.shown, 0.7, case.softcap)
-    bounds = loss_bounds(change.evicted, case.values, case.weight)
-    return change, output_loss(change.outputs, case.weight), bounds
-
-
 @given(cases())
 def test_losses_are_those_of_brute_force_and_within_the_bounds(case: Case) -> None:
-    change, loss, bounds = measured(case)
+    change = attention_change(case.query, case.keys, case.values, case.shown, 0.7, case.softcap)
+    loss = output_loss(change.outputs, case.weight)
+    bounds = loss_bounds(change.evicted, case.values, case.weight)
     torch.testing.assert_close(change.outputs.double(), case.change(), atol=1e-5, rtol=1e-4)
     moved = torch.einsum("bhkd,hdm->bkm", case.change(), case.weight.double())
     torch.testing.assert_close(loss.double(), moved.abs().sum(-1), atol=1e-4, rtol=1e-4)

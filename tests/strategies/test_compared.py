@@ -84,7 +84,7 @@ def test_settings_of_all_and_of_one() -> None:
         ("unifrom", (), "unknown method 'unifrom'; did you mean 'uniform'"),
         ("uniform,,lava", (), "empty name"),
         ("full,uniform", (), "the full cache is always there"),
-        ("lava:snapk", (), "method lava:snapk: unknown policy 'snapk'; did you mean 'snapkv'"),
+        ("lava:snapk", (), "unknown policy 'snapk'; did you mean 'snapkv'"),
         ("lava,lava", (), "the method lava is given twice"),
         ("uniform,h2o,snapkv", (), "the methods uniform and snapkv are the same"),
         ("uniform", ("windw=3",), "--set windw: none of these methods"),

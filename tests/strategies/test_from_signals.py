@@ -357,7 +357,7 @@ def test_a_strategy_has_a_short_name(strategy: Strategy, name: str) -> None:
     [
         ({"route": "cosin"}, "unknown route 'cosin'; did you mean 'cosine'?"),
         ({"policy": "tova"}, "policy 'tova' is for route none"),
-        ({"least": -1}, "least must be 0 entries or more, got -1"),
+        ({"least": -1}, "least must be 0 or more, got -1"),
         ({"full_layers": -1}, "full layers must be 0 or more, got -1"),
         ({"route": None, "full_layers": 1}, "which layers should keep the full cache"),
     ],

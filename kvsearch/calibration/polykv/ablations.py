@@ -17,11 +17,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.plan import Phase
+from kvsearch.plan.profile_arrays import ROWS_ENTROPY
 from kvsearch.policies import Policy
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.runtime.eviction import PhaseRule
 from kvsearch.signals.predictions import token_losses
+
+ROWS = "attention"  # [M, P, L, N] mean attention rows of continuations
 
 
 def needs_of(policies: Sequence[Policy], phases: Sequence[Phase]) -> list[Needs]:
@@ -104,14 +107,16 @@ class AblationResults:
         for (row, item), values in zip(places, losses.cpu().numpy(), strict=True):
             self.loss[:, item.budget, item.phase, row, item.pattern] = values
 
-    def arrays(self, *, outputs: bool, losses: bool) -> dict[str, NDArray[Any]]:
-        """Return what was measured, by its name in a profile."""
-        found: dict[str, NDArray[Any]] = {}
-        if outputs:
-            found |= {"cosine": self.cosine.astype(np.float32), "relative_error": self.error.astype(np.float32)}
-        if losses:
-            found |= {"nll": self.loss, "full_nll": self.full_loss}
-        return found
+    def arrays(self, signals: Sequence[str]) -> dict[str, NDArray[Any]]:
+        """Return what was measured for some of cosine, ppl and entropy, by its name in a profile or `ROWS`."""
+        arrays: dict[str, NDArray[Any]] = {}
+        if "cosine" in signals:
+            arrays |= {"cosine": self.cosine.astype(np.float32), "relative_error": self.error.astype(np.float32)}
+        if "ppl" in signals:
+            arrays |= {"nll": self.loss, "full_nll": self.full_loss}
+        if self.entropy is not None and self.attention is not None:
+            arrays |= {ROWS_ENTROPY: self.entropy.astype(np.float32), ROWS: self.attention}
+        return arrays
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

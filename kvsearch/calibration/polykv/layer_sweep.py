@@ -60,8 +60,11 @@ class LayerSweep:
         entropy_rows: int,
         at_once: AtOnce,
     ) -> None:
-        self.model, self.tried, self.signals = model, tried, signals
-        self.entropy_rows, self.at_once = entropy_rows, at_once
+        self.model = model
+        self.tried = tried
+        self.signals = signals
+        self.entropy_rows = entropy_rows
+        self.at_once = at_once
         wanted = needs_of(tried.policies, tried.phases) if {"cosine", "ppl"} & set(signals) else []
         wanted += [entropy_needs(entropy_rows, tried.phases)] if "entropy" in signals else []
         ids, mask = batch.padded(model.device)
@@ -125,8 +128,11 @@ class LayerSweep:
         Of the phase "prefill" rows of the prompt, of "decode" those of the tokens that follow: see `row_entropy`. The
         mean is over all query heads and all rows.
         """
-        prompt, how, width = layer.noted, layer.logits, layer.keys.shape[2]
-        entropies, means = [], []
+        prompt = layer.noted
+        how = layer.logits
+        width = layer.keys.shape[2]
+        entropies = []
+        means = []
         for phase in self.tried.phases:
             if phase == "prefill":
                 entropy, mean = self._prompts[layer.index]
@@ -159,9 +165,14 @@ class _Replays:
         results: AblationResults | None,
         together: int,
     ) -> None:
-        self.tried, self.baseline, self.after, self.results = tried, baseline, after, results
+        self.tried = tried
+        self.baseline = baseline
+        self.after = after
+        self.results = results
         self.together = together
-        self._first, self._layers, self._replays = 0, list[Layer](), Replays([])  # of those that are side by side
+        self._first = 0  # of the layers that are side by side
+        self._layers: list[Layer] = []
+        self._replays = Replays([])
         self._full: list[Tensor] = []  # what the blocks put out under the full cache, [M, K, d_model]
         self._ahead: dict[tuple[int, Ablation], Tensor] = {}
 

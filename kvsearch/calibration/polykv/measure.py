@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.polykv.ablations import (
+    ROWS,
     Ablations,
     PromptBatch,
     TextContinuation,
@@ -29,7 +30,7 @@ from kvsearch.calibration.polykv.ablations import (
     needs_of,
 )
 from kvsearch.calibration.polykv.layer_sweep import AtOnce, LayerSweep
-from kvsearch.calibration.polykv.naive import Naive
+from kvsearch.calibration.polykv.naive import measure_naively
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.calibration.steps import StepCache
@@ -40,13 +41,12 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import default_memory
 from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
-from kvsearch.plan.profile_arrays import CONTEXT, LENGTH, MEAN_ENTROPY, ROWS_ENTROPY, TOKENS, SignalAxes
+from kvsearch.plan.profile_arrays import CONTEXT, LENGTH, MEAN_ENTROPY, TOKENS, SignalAxes
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.signals.entropy import mean_entropy
 
-ROWS = "attention"  # [M, P, L, N] mean attention rows of continuations
 PROMPT = "prompt"
 QUESTION = "question"  # numbers of a continuation's prompt and of it among those of the prompt, [M] int32
 
@@ -205,61 +205,36 @@ def _measure_batch(
     options: PolykvOptions,
     at_once: AtOnce,
 ) -> Iterator[Arrays]:
-    """Measure a batch of prompts; the `item` is it, and the continuations of each pass that is wanted."""
+    """Measure a batch of prompts; the `item` is it, and the continuations of each pass that is wanted.
+
+    Raises:
+        IncompatibleError: the model computes NaN.
+    """
     batch, passes = item
+    swept = [signal for signal in options.signals if signal == "entropy" or not options.naive]
     with running(loaded.model):
-        measure = _Measure(loaded, ablations, batch, options, at_once)
+        sweep = LayerSweep(loaded.model, ablations, batch, swept, options.entropy_rows, at_once) if swept else None
         for samples in passes:
-            yield measure(samples)
-
-
-class _Measure:
-    """All signals of one batch of prompts, some continuations at a time."""
-
-    def __init__(
-        self, loaded: LoadedModel, ablations: Ablations, batch: PromptBatch, options: PolykvOptions, at_once: AtOnce
-    ) -> None:
-        self.loaded = loaded
-        self.ablations = ablations
-        self.batch = batch
-        self.options = options
-        swept = [signal for signal in options.signals if signal == "entropy" or not options.naive]
-        self.sweep = None
-        if swept:
-            self.sweep = LayerSweep(loaded.model, ablations, batch, swept, options.entropy_rows, at_once)
-
-    def __call__(self, samples: Sequence[TextContinuation]) -> Arrays:
-        """Measure these continuations.
-
-        Raises:
-            IncompatibleError: the model computes NaN.
-        """
-        options = self.options
-        continuations = self.batch.continuations(samples, self.loaded.device)
-        read = self.batch.repeated(samples)
-        arrays: dict[str, NDArray[Any]] = {
-            PROMPT: np.array(read.places, dtype=np.int32),
-            QUESTION: np.array([sample.number for sample in samples], dtype=np.int32),
-            CONTEXT: np.array([prompt.context for prompt in read.prompts], dtype=np.int32),
-            LENGTH: np.array([prompt.length for prompt in read.prompts], dtype=np.int32),
-            TOKENS: continuations.predicting.sum(-1).cpu().numpy().astype(np.int32),
-        }
-        outputs = "cosine" in options.signals
-        losses = "ppl" in options.signals
-        results = None if self.sweep is None else self.sweep.measure(continuations)
-        if options.naive and (outputs or losses):
-            naive = Naive(self.loaded.model, self.ablations, *read.padded(self.loaded.device)).measure(continuations)
-            arrays |= naive.arrays(outputs=outputs, losses=losses)
-        elif results is not None:
-            arrays |= results.arrays(outputs=outputs, losses=losses)
-        if results is not None and results.entropy is not None and results.attention is not None:
-            arrays |= {ROWS_ENTROPY: results.entropy.astype(np.float32), ROWS: results.attention}
-        for array in arrays.values():
-            bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(1))
-            if bad.size:
-                context = int(arrays[CONTEXT][bad[0]])
-                raise IncompatibleError(f"{self.loaded.name}: the model computes NaN on calibration context {context}")
-        return arrays
+            continuations = batch.continuations(samples, loaded.device)
+            read = batch.repeated(samples)
+            arrays: dict[str, NDArray[Any]] = {
+                PROMPT: np.array(read.places, dtype=np.int32),
+                QUESTION: np.array([sample.number for sample in samples], dtype=np.int32),
+                CONTEXT: np.array([prompt.context for prompt in read.prompts], dtype=np.int32),
+                LENGTH: np.array([prompt.length for prompt in read.prompts], dtype=np.int32),
+                TOKENS: continuations.predicting.sum(-1).cpu().numpy().astype(np.int32),
+            }
+            if sweep is not None:
+                arrays |= sweep.measure(continuations).arrays(swept)
+            if options.naive and {"cosine", "ppl"} & set(options.signals):
+                padded = read.padded(loaded.device)
+                arrays |= measure_naively(loaded.model, ablations, *padded, continuations).arrays(options.signals)
+            for array in arrays.values():
+                bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(1))
+                if bad.size:
+                    context = int(arrays[CONTEXT][bad[0]])
+                    raise IncompatibleError(f"{loaded.name}: the model computes NaN on calibration context {context}")
+            yield arrays
 
 
 def choose_at_once(

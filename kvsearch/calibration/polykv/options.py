@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
@@ -20,7 +20,7 @@ from kvsearch.calibration.options import (
 from kvsearch.config.options import Listed, Option, above_zero, bytes_of
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.fields import Entries, Scalar, refuse
-from kvsearch.core.naming import suggest, unknown
+from kvsearch.core.naming import check_unique, require_known, suggest
 from kvsearch.plan import PHASES, Phase, PhaseNames, PolicySpec
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.policies import Policy, create_policy, policy_class, policy_names
@@ -160,14 +160,6 @@ class PolykvOptions(CalibrationOptions):
 # --- patterns ---------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """A pattern that is asked for, by its own name or with a set of them."""
-
-    spec: PolicySpec
-    named: bool
-
-
 def candidates(
     patterns: str | Sequence[str | PolicySpec],
     settings: Mapping[str, Scalar],
@@ -188,72 +180,56 @@ def candidates(
             of a set can.
         EnvironmentFault: a pattern that is named comes from a broken package.
     """
-    wanted = _wanted([patterns] if isinstance(patterns, str) else patterns)
-    params = _params([one.spec for one in wanted], settings)
-    found: list[Policy] = []
+    wanted: dict[str, PolicySpec] = {}  # one that is named takes the place that a set has for it
+    named: list[str] = []
+    for item in [patterns] if isinstance(patterns, str) else patterns:
+        if item in SETS:
+            for name in PAPER if item == "paper" else [name for name in policy_names() if name != FULL]:
+                wanted.setdefault(name, PolicySpec(name=name))
+            continue
+        spec = PolicySpec(name=item) if isinstance(item, str) else item
+        require_known("pattern", spec.name, [*SETS, *policy_names()])
+        named.append(spec.name)
+        wanted[spec.name] = spec
+    check_unique("the pattern", named)
+    policies: list[Policy] = []
     remarks: list[str] = []
-    for one in wanted:
-        name, given = one.spec.name, params[one.spec.name]
-        wrong = one.named or bool(given)  # what the user said about it cannot be right
+    for name, params in _params(wanted, settings).items():
+        is_stated = name in named or bool(params)  # what the user said about it cannot be right
         try:
-            policy = create_policy(name, given)
-            wrong = one.named
+            policy = create_policy(name, params)
+            is_stated = name in named
             check_pattern(policy, phases, min(budgets))
         except KvsearchError as error:
-            if wrong:
+            if is_stated:
                 raise
             remarks.append(f"{name} is left out: {str(error).removeprefix(f'policy {name}: ')}")
         else:
-            found.append(policy)
-    if not found:
+            policies.append(policy)
+    if not policies:
         raise UsageError(f"no pattern is left to try; {remarks[0]}" if remarks else "there are no patterns: name some")
-    return found, remarks
+    return policies, remarks
 
 
-def _wanted(patterns: Sequence[str | PolicySpec]) -> list[_Wanted]:
-    """List every pattern once; one that is named takes the place that a set has for it."""
-    found: dict[str, _Wanted] = {}
-    for item in patterns:
-        if item in SETS:
-            for name in PAPER if item == "paper" else [name for name in policy_names() if name != FULL]:
-                found.setdefault(name, _Wanted(PolicySpec(name=name), named=False))
-            continue
-        spec = PolicySpec(name=item) if isinstance(item, str) else item
-        if spec.name not in policy_names():
-            raise UsageError(unknown("pattern", spec.name, [*SETS, *policy_names()]))
-        if spec.name in found and found[spec.name].named:
-            raise UsageError(f"the pattern {spec.name} is given twice: a pattern is tried with one setting")
-        found[spec.name] = _Wanted(spec, named=True)
-    return list(found.values())
-
-
-def _params(specs: Iterable[PolicySpec], settings: Mapping[str, Scalar]) -> dict[str, dict[str, Scalar]]:
+def _params(specs: Mapping[str, PolicySpec], settings: Mapping[str, Scalar]) -> dict[str, dict[str, Scalar]]:
     """Return the parameters of every pattern by its name."""
-    params = {spec.name: dict(spec.params) for spec in specs}
-    known = {name: _parameter_names(name) for name in params}
-    common = {key: value for key, value in settings.items() if "." not in key}
-    for key, value in common.items():
-        takers = [name for name in params if key in known[name]]
-        if not takers:
-            others = sorted({parameter for names in known.values() for parameter in names})
-            raise UsageError(f"setting {key!r}: none of the patterns has such a parameter{suggest(key, others)}")
-        for name in takers:
-            params[name][key] = value
-    for key in settings:
-        name, dot, parameter = key.partition(".")
-        if not dot:
-            continue
-        if name not in params:
-            raise UsageError(f"setting {key!r}: {name!r} is none of the patterns{suggest(name, list(params))}")
-        params[name][parameter] = settings[key]
+    known: dict[str, list[str]] = {}
+    for name in specs:
+        try:
+            known[name] = [field.name for field in dataclasses.fields(policy_class(name))]
+        except KvsearchError:
+            known[name] = []  # a broken package: its error shows when the policy is made
+    params = {name: dict(spec.params) for name, spec in specs.items()}
+    for key in sorted(settings, key=lambda key: "." in key):  # those of one pattern win
+        name, dot, parameter = key.rpartition(".")
+        takers = [name] if dot else [other for other in params if parameter in known[other]]
+        others = list(params) if dot else sorted({other for names in known.values() for other in names})
+        if not takers or takers[0] not in params:
+            problem = f"{name!r} is none of the patterns" if dot else "none of the patterns has such a parameter"
+            raise UsageError(f"setting {key!r}: {problem}{suggest(name or key, others)}")
+        for taker in takers:
+            params[taker][parameter] = settings[key]
     return params
-
-
-def _parameter_names(name: str) -> list[str]:
-    try:
-        return [field.name for field in dataclasses.fields(policy_class(name))]
-    except KvsearchError:
-        return []  # a broken package: its error shows when the policy is made
 
 
 def check_pattern(policy: Policy, phases: Sequence[Phase], smallest: int) -> None:

@@ -66,21 +66,25 @@ class TreeLayer(ObservedLayer[Observation]):
 
     def _shared(self, tokens: States, logits: Logits) -> Tensor:
         """Attend with groups of the rows of tokens to the contexts and to themselves, [groups * M, Hq, K, Dv]."""
-        count, length = tokens[0].shape[2], self.keys.shape[2]
+        count = tokens[0].shape[2]
+        length = self.keys.shape[2]
         seen = causal_mask(count, length + count, tokens[0].device)[None, None] if self.seen is None else self.seen
         if self.rows is None:
             return shared_attention((self.keys, self.values), tokens, seen, logits)
-        rows, output = len(self.rows), list[Tensor]()
+        outputs = []
         places = []
         for prompts, followers in equally_followed(self.rows.tolist()):
             past = at_rows(self.keys, prompts), at_rows(self.values, prompts)
-            own = tuple(_groups(tensor, rows)[:, followers.to(tensor.device)].flatten(0, 2) for tensor in tokens)
+            query, key, value = (
+                tensor.view(-1, len(self.rows), *tensor.shape[1:])[:, followers.to(tensor.device)].flatten(0, 2)
+                for tensor in tokens
+            )
             visible = seen if len(seen) == 1 else at_rows(seen, followers[0])
-            made = shared_attention(past, (own[0], own[1], own[2]), visible, logits)
-            output.append(made.view(-1, followers.numel(), *made.shape[1:]))
+            output = shared_attention(past, (query, key, value), visible, logits)
+            outputs.append(output.view(-1, followers.numel(), *output.shape[1:]))
             places.append(followers.flatten())
         back = torch.cat(places).argsort().to(tokens[0].device)
-        return torch.cat(output, 1)[:, back].flatten(0, 1)
+        return torch.cat(outputs, 1)[:, back].flatten(0, 1)
 
 
 def equally_followed(rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -99,10 +103,6 @@ def equally_followed(rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def _groups(tensor: Tensor, rows: int) -> Tensor:
-    return tensor.view(-1, rows, *tensor.shape[1:])
-
-
 def shared_attention(
     past: tuple[Tensor, Tensor], states: tuple[Tensor, Tensor, Tensor], seen: Tensor, logits: Logits
 ) -> Tensor:
@@ -114,13 +114,15 @@ def shared_attention(
     """
     query, key, value = states
     batch, heads, length, _ = past[0].shape
-    groups, (query_heads, count) = len(query) // batch, query.shape[1:3]
+    query_heads, count = query.shape[1:3]
+    groups = len(query) // batch
     queries = query.view(groups, batch, heads, query_heads // heads, count, -1)
     own = [tensor.view(groups, batch, heads, count, -1) for tensor in (key, value)]
     visible = seen if seen.dtype == torch.bool else seen >= 0
     # own columns of other groups are computed in vain: an eighth of all at most
     step = min(max(1, length // (8 * count)), max(1, SCRATCH_BYTES // (4 * batch * query_heads * count * length)))
-    outputs, masks = [], _apart(visible, min(step, groups), query_heads // heads, length)
+    outputs = []
+    masks = _apart(visible, min(step, groups), query_heads // heads, length)
     if logits.plain:
         masks = additive_mask(masks, query.dtype)
     for first in range(0, groups, step):
@@ -137,7 +139,8 @@ def shared_attention(
 
 def _apart(visible: Tensor, groups: int, width: int, length: int) -> Tensor:
     """Mask what groups see of the context and of all their tokens, [B, 1, groups * G * K, T + groups * K]."""
-    batch, count = len(visible), visible.shape[2]
+    batch = len(visible)
+    count = visible.shape[2]
     far = visible[..., :length][:, :, None, None].expand(-1, -1, groups, width, -1, -1)
     near = visible.new_zeros(batch, 1, groups, width, count, groups, count)
     for group in range(groups):
@@ -151,13 +154,15 @@ def _attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, logits
     `mask` is [B or 1, 1, groups * G * K, N], additive where logits are plain, else bool.
     """
     batch, heads, groups, width = query.shape[:4]
-    query, length = query.flatten(2, 4), keys.shape[2]
+    query = query.flatten(2, 4)
     if logits.plain:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=logits.scaling)
-    scores = logits.of(query, keys).masked_fill_(~mask, float("-inf")).view(batch * heads, groups, width, -1, length)
+    scores = (
+        logits.of(query, keys).masked_fill_(~mask, float("-inf")).view(batch * heads, groups, width, -1, keys.shape[2])
+    )
     each = torch.arange(heads, device=query.device).repeat(batch)
     weights = logits.softmax(scores.transpose(1, 2), each).transpose(1, 2)
-    return weights.reshape(batch, heads, -1, length).to(values.dtype) @ values
+    return weights.reshape(batch, heads, -1, keys.shape[2]).to(values.dtype) @ values
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,8 @@ DARK_INK = "#111111"  # on light colours, also where a page is dark
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # as matplotlib calls them
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1, 1.5), (5, 2, 1, 2))  # on, off, ..., in widths of the line
 
-WIDTH, HEIGHT = 5.5, 3.4  # inches of a figure over both columns of a page
+WIDTH = 5.5  # inches of a figure over both columns of a page
+HEIGHT = 3.4
 DPI = 200
 CLOSE = 1.15  # two values on a logarithmic axis that are nearer have one name
 LONGEST_NAME = 48  # letters
@@ -122,7 +123,8 @@ def _as_shown(data: Any) -> Any:
 
 
 def _lines(picture: Picture, body: LineChart) -> None:
-    axes, counts = picture.add_subplot(), {True: 0, False: 0}  # of muted ones and of others
+    axes = picture.add_subplot()
+    counts = {True: 0, False: 0}  # of muted ones and of others
     for one in body.series:
         _series(axes, one, counts[one.muted])
         counts[one.muted] += one.style != "level"
@@ -205,8 +207,11 @@ def _maps(picture: Picture, body: HeatMap) -> None:
         axes.set_title(panel.name)
         axes.set_xlabel(body.column_label)
         axes.set_ylabel(body.row_label if at % across == 0 else "")
-        if values.size * across <= MOST_NUMBERS:
-            _numbers(axes, values, colours, norm, body.form)
+        for (row, column), value in np.ndenumerate(values) if values.size * across <= MOST_NUMBERS else ():
+            if value == value:
+                red, green, blue = (round(255 * part) for part in colours(norm(value))[:3])
+                ink = DARK_INK if is_light((red, green, blue)) else "white"
+                axes.text(column, row, body.form.format(value), ha="center", va="center", fontsize=8, color=ink)
     bar = picture.colorbar(ScalarMappable(norm, colours), ax=list(grid), shrink=0.85, aspect=30)
     bar.set_label(body.value_label)
     bar.outline.set_visible(False)
@@ -225,19 +230,13 @@ def _cell_axes(axes: Axes, rows: tuple[str, ...], columns: tuple[str, ...]) -> N
         spine.set_visible(False)
 
 
-def _numbers(axes: Axes, values: np.ndarray, colours: Any, norm: Any, form: str) -> None:
-    for (row, column), value in np.ndenumerate(values):
-        if value == value:
-            red, green, blue = (round(255 * part) for part in colours(norm(value))[:3])
-            ink = DARK_INK if is_light((red, green, blue)) else "white"
-            axes.text(column, row, form.format(value), ha="center", va="center", fontsize=8, color=ink)
-
-
 # --- intervals --------------------------------------------------------------------------------------------------------
 
 
 def _intervals(picture: Picture, body: Intervals) -> None:
-    axes, names, place = picture.add_subplot(), list[tuple[float, str]](), 0.0
+    axes = picture.add_subplot()
+    names = list[tuple[float, str]]()
+    place = 0.0
     for number, (group, estimates) in enumerate(body.groups):
         if group:
             axes.annotate(

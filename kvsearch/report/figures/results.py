@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvsearch.evaluation.values import LayerLoss
+from kvsearch.report.costs import SpeedView
 from kvsearch.report.evaluation import task_means
 from kvsearch.report.figures.data import Axis, Figure, Intervals, LineChart, Series
 from kvsearch.report.numbers import Interval, asked, asked_words
-from kvsearch.report.selection import best_first
-from kvsearch.report.speed import SpeedView
+from kvsearch.report.selections import best_first
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult, ScoreRow
 from kvsearch.results.perplexity import PerplexityResult
 from kvsearch.results.selection import SelectionResult
 from kvsearch.results.validation import ValidationResult
+from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.names import FULL
 
 SCORE = Axis("score, %")
@@ -53,8 +54,8 @@ def _by_method(result: EvaluationResult, row: ScoreRow) -> Iterator[Series]:
 def measured(name: str, found: Iterable[Point], muted: bool = False) -> Series:
     """Return a line of scores in percent with their intervals, by what they are drawn over."""
     points = sorted(found, key=lambda one: one[0])
-    y, low, high = ([100 * getattr(score, end) for _, score in points] for end in ("mean", "low", "high"))
-    return Series(name, tuple(x for x, _ in points), tuple(y), tuple(low), tuple(high), muted=muted)
+    y, low, high = (tuple(100 * getattr(score, end) for _, score in points) for end in ("mean", "low", "high"))
+    return Series(name, tuple(x for x, _ in points), y, low, high, muted=muted)
 
 
 def level(name: str, score: Interval) -> Series:
@@ -77,9 +78,8 @@ def headroom_figures(found: HeadroomResult) -> Iterator[Figure]:
     """Yield the scores of all methods in every row, the best first."""
     groups = tuple((row.task, tuple(best_first(row.scores))) for row in found.rows)
     title = f"Score with {100 * found.ratio:g}% evicted"
-    yield Figure(
-        "headroom", title, f"{found.model}: {asked_words(found.asked)}", Intervals(SCORE, groups, has_zero=False)
-    )
+    body = Intervals(SCORE, groups, has_zero=False)
+    yield Figure("headroom", title, f"{found.model}: {asked_words(found.asked)}", body)
 
 
 def perplexity_figures(found: PerplexityResult) -> Iterator[Figure]:
@@ -95,22 +95,26 @@ def perplexity_figures(found: PerplexityResult) -> Iterator[Figure]:
     yield Figure("perplexity", "What is lost on the continuation of compressed contexts", caption, body)
 
 
+def report_figure(name: str, size: str, caption: str, heading: str, scores: Mapping[str, Estimate]) -> Figure:
+    """Return the scores of the report split, the best first, under a heading that says which of them was taken."""
+    body = Intervals(SCORE, ((heading, tuple(best_first(scores))),), has_zero=False)
+    return Figure(name, f"Report split at {size}", caption, body)
+
+
 def selection_figures(found: Sequence[SelectionResult]) -> Iterator[Figure]:
     """Yield the report split at every size: what was chosen beside all that it is compared with."""
     several = len(found) > 1
     for one in found:
-        report, chosen = one.report, one.chosen
-        caption = f"{one.model}: {one.protocol}, {chosen.phases}, {asked(report.asked)}; 95% intervals"
-        body = Intervals(SCORE, ((f"written: {chosen.written}", tuple(best_first(report.scores))),), has_zero=False)
+        caption = f"{one.model}: {one.protocol}, {one.chosen.phases}, {asked(one.report.asked)}; 95% intervals"
         stem = f"report-{one.size}" if several else "report"
-        yield Figure(stem, f"Report split at {one.size.words}", caption, body)
+        yield report_figure(stem, one.size.words, caption, f"written: {one.chosen.written}", one.report.scores)
     if several:
         shared = set.intersection(*(set(one.report.scores) for one in found)) - {FULL}
         lines = [measured("written", [_at(one, one.chosen.written) for one in found])]
         lines += [measured(name, [_at(one, name) for one in found]) for name in sorted(shared)]
         full = level(FULL, found[0].report.scores[FULL])
-        body_of_lines = LineChart(Axis(HELD, log=True), SCORE, (full, *lines))
-        yield Figure("report", "Report split: score against entries held", f"{found[0].model}", body_of_lines)
+        body = LineChart(Axis(HELD, log=True), SCORE, (full, *lines))
+        yield Figure("report", "Report split: score against entries held", found[0].model, body)
 
 
 def _at(one: SelectionResult, name: str) -> Point:

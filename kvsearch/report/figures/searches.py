@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvsearch.report.figures.data import Axis, Figure, Intervals, LineChart, Series
-from kvsearch.report.figures.results import SCORE, level, measured
+from kvsearch.report.figures.data import Axis, Figure, LineChart, Series
+from kvsearch.report.figures.results import SCORE, level, measured, report_figure
 from kvsearch.report.numbers import asked_words
-from kvsearch.report.selection import best_first
-from kvsearch.results.progress import StoredSearch, Trace
-from kvsearch.results.search import AnySearch
+from kvsearch.results.search import AnySearch, StoredSearch, Trace
 from kvsearch.search.names import EVOLVED, EXPANDED
 from kvsearch.strategies.names import FULL
 
@@ -28,8 +26,8 @@ def search_figures(content: StoredSearch) -> Iterator[Figure]:
     caption = f"{result.model}: {result.settings.get('protocol')}{told}; 95% intervals"
     for budget, found in result.found.items():
         stem = f"-{budget}" if len(result.found) > 1 else ""
-        body = Intervals(SCORE, ((f"chosen: {found.chosen}", tuple(best_first(found.report))),), has_zero=False)
-        yield Figure(f"report{stem}", f"Report split at {budget} entries per kv head", caption, body)
+        heading = f"chosen: {found.chosen}"
+        yield report_figure(f"report{stem}", f"{budget} entries per kv head", caption, heading, found.report)
     if len(result.found) > 1:
         yield _front(result, caption)
 
@@ -52,7 +50,7 @@ def _front(result: AnySearch, caption: str) -> Figure:
 
 
 def _convergence(trace: Trace, result: AnySearch | None) -> Figure:
-    """Return the best value so far over candidates, every generation's best, and start plans as levels."""
+    """Return the best value so far over candidates, every generation's best, and known start plans as levels."""
     searches: dict[str, list[tuple[int, float]]] = {}
     for count, line in trace.generations:
         budget, several, _ = line.stage.partition(": ")  # empty where there is one search alone
@@ -62,13 +60,14 @@ def _convergence(trace: Trace, result: AnySearch | None) -> Figure:
     else:
         steps = [(count, line.value) for count, line in trace.steps]
         generations = [point for points in searches.values() for point in points]
+        known = {line.where: line.value for _, line in trace.steps}
+        for found in () if result is None else result.found.values():
+            known |= {one.where: one.value for one in found.finalists.values() if one.value is not None}
+        starts = {where: value for where, value in known.items() if where.startswith("start ")}
         series = [
             _best_so_far("best so far", [*steps, (trace.evaluations, steps[-1][1])]),
             Series("best of a generation", *_columns(generations), style="points", muted=True),
-            *(
-                Series(where, (), (value,), style="level", muted=True)
-                for where, value in _starts(trace, result).items()
-            ),
+            *(Series(where, (), (value,), style="level", muted=True) for where, value in starts.items()),
         ]
     values = [y for one in series for y in one.y]
     wide = min(values) > 0 and max(values) > WIDE * min(values)
@@ -76,14 +75,6 @@ def _convergence(trace: Trace, result: AnySearch | None) -> Figure:
     unfinished = "" if result is not None else ", not finished"
     caption = f"{trace.evaluations} candidates, {trace.tokens:,} tokens, {trace.seconds:.0f} s{unfinished}"
     return Figure("convergence", "How the search converged", caption, body)
-
-
-def _starts(trace: Trace, result: AnySearch | None) -> dict[str, float]:
-    """Return the values of the start plans, as far as they are known."""
-    starts = {line.where: line.value for _, line in trace.steps}
-    for found in () if result is None else result.found.values():
-        starts |= {one.where: one.value for one in found.finalists.values() if one.value is not None}
-    return {where: value for where, value in starts.items() if where.startswith("start ")}
 
 
 def _best_so_far(name: str, points: list[tuple[int, float]]) -> Series:

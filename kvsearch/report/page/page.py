@@ -73,7 +73,8 @@ def render(groups: Sequence[ModelGroup], title: str, about: str) -> bytes:
             number += 1
             sheets.append(_sheet(sheet, f"r{number}"))
         shown.append({"name": group.name, "detail": group.detail, "sheets": sheets})
-    style, script = _text("page.css"), _text("page.js")
+    style = _text("page.css")
+    script = _text("page.js")
     page = _template().render(
         generator=GENERATOR, title=title, about=about, groups=shown,
         contents=[sheet for group in shown for sheet in group["sheets"]],
@@ -146,15 +147,14 @@ def _sheet(sheet: Sheet, anchor: str) -> dict[str, Any]:
 def _template() -> Template:
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
+    def finalize(value: Any) -> Any:
+        """Make what nobody can see visible in all that the template prints."""
+        return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
     environment = Environment(
-        loader=FunctionLoader(_text), autoescape=True, undefined=StrictUndefined, finalize=_finalize, trim_blocks=True
+        loader=FunctionLoader(_text), autoescape=True, undefined=StrictUndefined, finalize=finalize, trim_blocks=True
     )
     return environment.get_template("page.html")
-
-
-def _finalize(value: Any) -> Any:
-    """Make what nobody can see visible in all that the template prints."""
-    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _text(name: str) -> str:

@@ -28,11 +28,15 @@ def groups_of(opened: Sequence[Opened]) -> list[ModelGroup]:
     for one in opened:
         model = fingerprint_of(one)
         if model is None:
+            content: object = one.model
             group = ModelGroup(one.model or "no model", "the weights are not known" if one.model else "", [])
-            groups.setdefault(one.model, group).sheets.append(sheet_of(one))
         else:
-            group = ModelGroup(model.name, _detail(model), [])
-            groups.setdefault((model.config_sha256, model.weights_sha256), group).sheets.append(sheet_of(one))
+            content = (model.config_sha256, model.weights_sha256)
+            shape = f"{model.layers} layers x {model.kv_heads} kv heads x {model.head_dim}"
+            hashes = f"config {model.config_sha256[:12]}, weights {model.weights_sha256[:12]}"
+            revision = f", revision {model.revision}" if model.revision else ""
+            group = ModelGroup(model.name, f"{model.model_type}, {shape}, {hashes}{revision}", [])
+        groups.setdefault(content, group).sheets.append(sheet_of(one))
     return list(groups.values())
 
 
@@ -91,12 +95,6 @@ def _fingerprints(value: object) -> Iterator[ModelFingerprint]:
                 continue
         elif inner is not value:
             yield from _fingerprints(inner)
-
-
-def _detail(model: ModelFingerprint) -> str:
-    shape = f"{model.layers} layers x {model.kv_heads} kv heads x {model.head_dim}"
-    hashes = f"config {model.config_sha256[:12]}, weights {model.weights_sha256[:12]}"
-    return ", ".join([model.model_type, shape, hashes, *([f"revision {model.revision}"] if model.revision else [])])
 
 
 def _sources(opened: Opened) -> Iterator[tuple[str, list[tuple[str, str]]]]:

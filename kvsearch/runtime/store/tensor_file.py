@@ -11,7 +11,6 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from io import BufferedReader
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -20,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.core.files import atomic_write
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import atomic_write, opened
+from kvsearch.core.limits import MOST_HEADER
 from kvsearch.core.parsing import parse_json
 
 ABOUT = "kvsearch"
@@ -33,7 +33,6 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 UNKNOWN = "0" * 64
-MOST_HEADER = 100_000_000  # bytes, as safetensors has it
 AGAIN = "copy it again from where it was written, or write it again"
 
 
@@ -68,7 +67,7 @@ def read_tensors(path: str | Path) -> tuple[str, dict[str, Tensor]]:
         UsageError: there is no such file, or it is damaged or none of ours.
         EnvironmentFault: it cannot be read.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         written, about, signature, entries = _header(file, path)
         if signature is None:  # of another kind, which whoever asked for it will say
             return about, {}
@@ -94,23 +93,8 @@ def read_tensors(path: str | Path) -> tuple[str, dict[str, Tensor]]:
 
 def read_about(path: str | Path) -> str:
     """Read the text alone, which costs little; whether the rest is whole is not looked at. Errors as `read_tensors`."""
-    with _opened(path) as file:
+    with opened(path) as file:
         return _header(file, path)[1]
-
-
-@contextmanager
-def _opened(path: str | Path) -> Iterator[BufferedReader]:
-    try:
-        with Path(path).open("rb") as file:
-            yield file
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise UsageError(f"there is no file {path}: check the path") from error
-    except IsADirectoryError as error:
-        raise UsageError(f"{path} is a folder: name a file in it") from error
-    except OSError as error:
-        raise EnvironmentFault(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
-    except ValueError as error:  # a zero byte in its name
-        raise UsageError(f"{path} is no safetensors file: {error}") from error
 
 
 def _header(file: BufferedReader, path: str | Path) -> tuple[bytes, str, str | None, dict[str, Any]]:

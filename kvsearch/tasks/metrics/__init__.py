@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvsearch.core.errors import KvsearchError, UsageError
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import require_known
 from kvsearch.tasks.metrics import gsm8k, infinitebench, longbench, strings
 from kvsearch.tasks.metrics.packages import optional
 
@@ -64,8 +64,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 def find_metric(name: str) -> Metric:
     """Find a metric by its name; UsageError if there is none, EnvironmentFault if a package it needs is missing."""
-    if name not in METRICS:
-        raise UsageError(unknown("metric", name, list(METRICS)))
+    require_known("metric", name, list(METRICS))
     for module in NEEDS.get(name, ()):
         optional(module)
     return METRICS[name]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
-from kvsearch.core.errors import UsageError
+from kvsearch.core.errors import UsageError, given
 
 # a minus is a sign where it follows no operand; digits in a word (m2), an exponent or a version are no number
 _NUMBER = (
@@ -64,9 +64,7 @@ def _official_gold(answer: str) -> float:
     plain = _OFFICIAL_PLAIN.fullmatch(answer)
     text = found[1] if found else plain[0] if plain else ""
     value = _literal(text.replace(",", ""))
-    if value is None:
-        raise UsageError(f"the answer {answer!r} is no number, nor a solution that ends in one after '#### '")
-    return value
+    return given(value, f"the answer {answer!r} is no number, nor a solution that ends in one after '#### '")
 
 
 def _literal(text: str) -> float | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import suggest
+from kvsearch.core.naming import require_known
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.prompts import PLACE
 from kvsearch.tasks.ruler.draft import Draft, Source, Stream, largest
@@ -56,8 +56,7 @@ class RulerTask(Task):
     prompt: ClassVar[str] = f"\n{PLACE} "
 
     def __post_init__(self) -> None:
-        if self.name not in RULER_TASKS:
-            raise UsageError(f"unknown RULER task {self.name!r}{suggest(self.name, RULER_TASKS)}")
+        require_known("RULER task", self.name, RULER_TASKS)
         check_split(self.split, self.shares)
         for path in (self.haystack, self.qa_file):
             if path is not None and not path.is_file():

@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import require_known
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.synthetic.language import (
     Document,
@@ -209,14 +209,12 @@ class SyntheticTask(Task):
     metric: ClassVar[str] = "exact"
 
     def __post_init__(self) -> None:
-        if self.name not in FORMS:
-            raise UsageError(unknown("synthetic task", self.name, list(FORMS)))
+        require_known("synthetic task", self.name, list(FORMS))
         if self.length < SHORTEST:
             raise UsageError(
                 f"synthetic contexts need at least {SHORTEST} tokens for sparse evidence, got {self.length}"
             )
-        if self.split not in SPLITS:
-            raise UsageError(unknown("split", self.split, SPLITS))
+        require_known("split", self.split, SPLITS)
 
     @property
     def category(self) -> str:

@@ -19,7 +19,7 @@ from kvsearch.calibration.polykv.ablations import (
     batches_of,
 )
 from kvsearch.calibration.polykv.layer_sweep import AtOnce, LayerSweep
-from kvsearch.calibration.polykv.naive import Naive
+from kvsearch.calibration.polykv.naive import measure_naively
 from kvsearch.calibration.polykv.tree import shared_attention
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.core.errors import IncompatibleError
@@ -92,13 +92,13 @@ def both(
     after = prompts.continuations(samples, CPU)
     with running(model):
         swept = LayerSweep(model, what, prompts, EVERYTHING, 8, at_once).measure(after)
-        naive = Naive(model, what, *prompts.repeated(samples).padded(CPU)).measure(after)
+        naive = measure_naively(model, what, *prompts.repeated(samples).padded(CPU), after)
     return swept, naive, after
 
 
 def assert_same(swept: AblationResults, naive: AblationResults, tolerance: float = 1e-4) -> None:
-    for name, array in naive.arrays(outputs=True, losses=True).items():
-        found = swept.arrays(outputs=True, losses=True)[name]
+    for name, array in naive.arrays(EVERYTHING).items():
+        found = swept.arrays(EVERYTHING)[name]
         assert np.isfinite(array).all()
         np.testing.assert_allclose(found, array, rtol=0, atol=tolerance, err_msg=name)
 
@@ -159,8 +159,8 @@ def test_every_continuation_is_measured_by_itself(family: str) -> None:
         alone = sweep(model, what, prompts, [sample], AtOnce(10**6, 1))
         assert alone.entropy is not None
         np.testing.assert_allclose(together.entropy[place], alone.entropy[0], atol=1e-6)
-        for name, array in alone.arrays(outputs=True, losses=True).items():
-            found = together.arrays(outputs=True, losses=True)[name][place]
+        for name, array in alone.arrays(EVERYTHING).items():
+            found = together.arrays(EVERYTHING)[name][place]
             np.testing.assert_allclose(found, array[0], rtol=0, atol=1e-5, err_msg=name)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from kvsearch.benchmark.cache_costs import CacheCosts
-from kvsearch.report.speed import SpeedView
+from kvsearch.report.costs import SpeedView
 from tests.robustness.forms import Json
 from tests.robustness.kinds.kind import Kind, show
 from tests.robustness.valid import stored

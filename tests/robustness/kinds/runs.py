@@ -75,7 +75,7 @@ def _contexts(path: Path) -> None:
 
 
 def _search_ledger(path: Path) -> None:
-    from kvsearch.results.progress import read_trace
+    from kvsearch.results.search import read_trace
     from kvsearch.search.trials import TrialLog
 
     read_trace(path)

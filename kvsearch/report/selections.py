@@ -10,6 +10,7 @@ from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.selection import PhaseOutcome, RunChoice, RunResult, SelectionResult
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.selection.race import LEAST_CONTEXTS, Rule
+from kvsearch.selection.scores import GapClosed
 from kvsearch.selection.selection import (
     BUDGETS_ALONE,
     POLICIES_ALONE,
@@ -74,17 +75,29 @@ def ahead_words(ahead: Mapping[str, Difference], others: int) -> str:
 
 def gap(selection: Selection) -> str:
     """Say what the report split says of the choice, in one sentence."""
-    report, best = selection.report, selection.chosen.best
+    report = selection.report
+    best = selection.chosen.best
     fresh = f"{asked(report.asked)} of the report split"
     if report.gain is None:
         return f"on {fresh} {best} scores {percent(report.scores[best].mean)}"
     share = "no gap: the full cache is not above the best baseline"
     if report.share is not None:
-        ends = (report.share.low, report.share.high)
-        within = " to ".join("unbounded" if end is None else f"{percent(end, 0)}%" for end in ends)
-        share = f"{percent(report.share.mean, 0)}% of the gap to the full cache is recovered (95% interval {within})"
+        within = f"95% interval {gap_bounds(report.share, 'unbounded')}"
+        share = f"{percent(report.share.mean, 0)}% of the gap to the full cache is recovered ({within})"
     lead = interval(report.gain, "+.2f", noun=" points")
     return f"{selection.chosen.winner} minus {best} on {fresh}: {lead}; {share}"
+
+
+def gap_bounds(share: GapClosed, unbounded: str) -> str:
+    """Write the ends of the share of a gap that is closed."""
+    return " to ".join(unbounded if end is None else f"{percent(end, 0)}%" for end in (share.low, share.high))
+
+
+def lead_cells(lead: Difference | None, chance: float | None) -> list[Cell]:
+    """Return the cells of a lead and its chance; empty ones where nothing was compared."""
+    if lead is None or chance is None:
+        return [Cell("")] * 2
+    return [Cell.mean(lead, "+.2f"), Cell(chance_of(chance), value=chance)]
 
 
 def tables(*selections: SelectionResult) -> list[Table]:
@@ -107,7 +120,8 @@ def _budget_table(selections: Sequence[SelectionResult]) -> Table:
     """Return the best candidates with equal budgets and with budgets of their own at every size (PolyKV, Table 2)."""
     rows: list[list[str | Cell]] = []
     for one in selections:
-        report, found = one.report, one.report.by_budgets
+        report = one.report
+        found = report.by_budgets
         if found is not None:
             rows.append([
                 one.size.words, _named(report, one.chosen.best), _named(report, found.equal), _named(report, found.own),
@@ -124,10 +138,10 @@ def _part_table(selections: Sequence[SelectionResult]) -> Table:
     for one in selections:
         if (parts := one.report.parts) is not None:
             rows = [
-                [Cell("policies"), Cell.mean(parts.policies.alone, "+.2f"), Cell.mean(parts.policies.beside, "+.2f")],
-                [Cell("budgets"), Cell.mean(parts.budgets.alone, "+.2f"), Cell.mean(parts.budgets.beside, "+.2f")],
-                [Cell("both"), Cell.mean(parts.both, "+.2f"), Cell("")],
+                [Cell(name), Cell.mean(gained.alone, "+.2f"), Cell.mean(gained.beside, "+.2f")]
+                for name, gained in (("policies", parts.policies), ("budgets", parts.budgets))
             ]
+            rows.append([Cell("both"), Cell.mean(parts.both, "+.2f"), Cell("")])
             heading = f"{one.size.words}: {parts.strategy} minus {parts.control}"
             groups.append(RowGroup(heading, rows))
     title = f"report split: gains in points over the best single pattern with equal budgets ({_where(selections[0])})"
@@ -147,14 +161,13 @@ def _race_table(selection: SelectionResult, result: PhaseOutcome) -> Table:
     """Return what every candidate and baseline scored until it left, those that were asked longest first."""
     rows = []
     for method in result.methods[:SHOWN]:
-        lead = [Cell(""), Cell("")]
-        if method.lead is not None and method.chance is not None:
+        lead, chance = lead_cells(method.lead, method.chance)
+        if method.lead is not None:
             points = interval(method.lead, "+.2f", noun=" points")
-            ahead = Cell(f"{points} {outcomes(method.lead)}", value=method.lead.mean)
-            lead = [ahead, Cell(chance_of(method.chance), value=method.chance)]
+            lead = lead._replace(text=f"{points} {outcomes(method.lead)}")
         contexts = Cell.number(method.contexts, ".0f")
         name = Cell(method.name, method.name == result.written)
-        rows.append([name, Cell(method.kind), contexts, Cell.mean(method.score), *lead])
+        rows.append([name, Cell(method.kind), contexts, Cell.mean(method.score), lead, chance])
     left = len(result.methods) - SHOWN
     notes = [result.decision]
     if left > 0:
@@ -166,7 +179,8 @@ def _race_table(selection: SelectionResult, result: PhaseOutcome) -> Table:
 
 
 def report_table(selection: SelectionResult) -> Table:
-    report, chosen = selection.report, selection.chosen
+    report = selection.report
+    chosen = selection.chosen
     told = [
         (FULL, "no eviction"), (chosen.winner, "winner"), (chosen.best, "best baseline"),
         (None if report.parts is None else report.parts.control, "best pattern"), (report.uniform, "uniform"),
@@ -208,16 +222,12 @@ def run_result(found: Sequence[Selection], files: Sequence[str], smallest: Small
     return RunResult(sizes=sizes, tried=() if smallest is None else smallest.tried)
 
 
-def run_tables(found: Sequence[SelectionResult]) -> list[Table]:
-    """Return the races and the report of every size."""
-    return [table for one in found for table in choice_tables(one)]
-
-
 def run_parts(content: RunResult) -> Iterator[str | Table]:
     """Yield what was chosen at each size, in words and as tables, and what was tried to find the size."""
     for one in content.choices:
         yield from one.words
-    yield from run_tables(content.choices)
+    for one in content.choices:
+        yield from choice_tables(one)
     if content.tried:
         rows = [
             [step.budget, step.name, percent(step.loss), "other contexts" if step.confirmed else "one half"]

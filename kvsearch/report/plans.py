@@ -29,11 +29,8 @@ def plan_parts(plan: Plan) -> Iterator[Mapping[str, Any] | Figure]:
     if allocation.name != STATIC:
         meaning = "budgets say what the entries of a prompt are shared out from, not what a head keeps"
         settings["allocation"] = f"{allocation.name} {allocation.params}: {meaning}"
-    for phase in PHASES["both"]:
-        part = getattr(plan, phase)
-        if part is None:
-            continue
-        specs = [layer.policy for layer in part.layers if layer is not None]
+    for phase, part in plan.phases.items():
+        specs = [spec for spec in part.policies if spec is not None]
         names = [spec.name for spec in specs]
         described = [f"{spec.name} {spec.params}" for spec in specs]
         policies = sorted(set(described))
@@ -107,7 +104,7 @@ class DifferenceView:
 
     def _budgets(self, phase: Phase, layers: Sequence[int]) -> Table:
         """Return sums of the layers that differ, their heads' budgets where these differ in a layer, and totals."""
-        parts = [getattr(plan, phase) for plan in self.plans]
+        parts = [plan.phases.get(phase) for plan in self.plans]
         budgets = {layer: [None if part is None else part.budgets[layer] for part in parts] for layer in layers}
         by_head = any(len(set(heads)) > 1 for pair in budgets.values() for heads in pair if heads)
         rows = []
@@ -120,7 +117,7 @@ class DifferenceView:
         return Table.plain(f"{phase} entries", columns, rows)
 
     def _totals(self, phase: Phase) -> list[int | None]:
-        parts = [getattr(plan, phase) for plan in self.plans]
+        parts = [plan.phases.get(phase) for plan in self.plans]
         return [None if part is None else part.total for part in parts]
 
 

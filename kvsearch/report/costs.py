@@ -48,7 +48,7 @@ class SpeedView:
         return cls(machine, tuple(costs))
 
     def as_json(self) -> dict[str, Any]:
-        """See `View.as_json`."""
+        """Return the machine and all costs, for programs."""
         costs = [{**asdict(one), "floor_share": one.floor_share} for one in self.costs]
         return {"schema": SCHEMA, "machine": self.machine, "costs": costs}
 
