@@ -109,11 +109,8 @@ class Decision:
         return [sample for asked in self.rounds[:rounds] for sample in asked.comparison.samples]
 
     @cached_property
-    def _contexts(self) -> Contexts:
-        contexts: dict[tuple[str, str], str] = {}
-        for asked in self.rounds:
-            contexts.update(asked.comparison.contexts or {})
-        return contexts
+    def _contexts(self) -> Contexts | None:
+        return join_contexts(self.rounds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +214,7 @@ def behind_on_kinds(
     kind there is none to hide.
     """
     samples = [sample for comparison in rounds for sample in comparison.comparison.samples]
-    contexts = {key: name for comparison in rounds for key, name in (comparison.comparison.contexts or {}).items()}
+    contexts = join_contexts(rounds)
     asked = [sample for sample in samples if sample.method in {*candidates, *baselines}]
     best = Scores.of(asked, contexts).ranked(baselines)[0]
     kinds = by_kind(asked)
@@ -229,6 +226,16 @@ def behind_on_kinds(
             if lead_bound(scores, best, name, level) > 0:
                 behind[name] = f"{name} is out: {best} is ahead of it on {kind}"
     return behind
+
+
+def join_contexts(rounds: Sequence[PlanComparison]) -> Contexts | None:
+    """Return what names the contexts of all rounds; None where every key is a context."""
+    contexts: dict[tuple[str, str], str] = {}
+    for asked in rounds:
+        if asked.comparison.contexts is None:
+            return None
+        contexts.update(asked.comparison.contexts)
+    return contexts
 
 
 def by_kind(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
