@@ -22,7 +22,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.naming import suggest, unknown
 from kvsearch.core.parsing import list_problems
-from kvsearch.jobs.following import loading_flags
+from kvsearch.jobs.following import following, loading_flags
 from kvsearch.jobs.groups import TASKS, TaskDetails, WithModel, WithWorkers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, on_interruption
@@ -30,6 +30,7 @@ from kvsearch.plan.profile import load_profile, save_profile
 from kvsearch.plan.profile_arrays import QUERIES
 from kvsearch.plan.saved import PROFILE
 from kvsearch.policies.registry import FITTED
+from kvsearch.report.profile import remarks as profile_remarks
 from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import CONFIG, CONTEXTS, RunConfig
 from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, run_in
@@ -283,6 +284,14 @@ def _checked_table(
             reporter.say(f"{check.verdict}: {check.words}")
     profile = shrink_table(profile, checks)
     return replace(profile, metadata=profile.metadata.model_copy(update={"checks": checks}))
+
+
+def remarks(options: CalibrateOptions, profile: Profile) -> Iterator[str]:
+    """Say what was measured, where it is, and what to do with it."""
+    yield from profile_remarks(profile)
+    yield f"wrote {options.output / PROFILE}"
+    for words in following_commands(options, profile):
+        yield following(*words)
 
 
 def following_commands(options: CalibrateOptions, profile: Profile) -> Iterator[list[str]]:

@@ -19,6 +19,7 @@ import pytest
 from kvsearch.cli.console import LOGGER, Console, set_up_log
 from kvsearch.core.errors import UsageError
 from kvsearch.core.printed import FORMULA, PLAIN, visible, visible_line
+from kvsearch.jobs.following import following
 from kvsearch.report.screen import listing
 from kvsearch.report.table import Table
 from tests.cli.conftest import Run
@@ -198,7 +199,7 @@ def test_all_that_a_console_says(shown_on: str, monkeypatch: pytest.MonkeyPatch,
     try:
         console.say(text)
         console.warn(text)
-        console.next("show", text)
+        console.say(following("show", text))
         LOGGER.debug("%s", text)
         with console.loading(text):
             pass
