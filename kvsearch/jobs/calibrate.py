@@ -135,6 +135,12 @@ class CalibrateOptions(WithModel, WithWorkers, TaskDetails, CalibrationOptions):
         """Return contexts in whose place others are drawn from tasks."""
         return None
 
+    @property
+    def method_settings(self) -> CalibrationOptions:
+        """The settings of the method alone."""
+        kind = METHODS[self.method]
+        return kind(**{name: getattr(self, name) for name in kind.model_fields})
+
     def configuration(self, texts: CalibrationData) -> RunConfig:
         """Return the configuration of the run, on `texts`."""
         content: dict[str, Any] = {
@@ -163,10 +169,10 @@ def dry_run(options: CalibrateOptions, reporter: Reporter) -> dict[str, Any]:
     policies = _policies(options, reporter)
     data, loaded = _data(options, reporter)
     config = options.configuration(data)
-    if _is_finished(options, config):
+    if _is_finished(options.output, config, options.force):
         reporter.say(FINISHED)
     loaded = loaded or options.load(options.model, reporter)
-    calibration = _create(options, loaded, data, policies)
+    calibration = _create(loaded, data, policies, options.method_settings)
     work = calibration.estimate(calibration.prepare())
     return {**config.content, **estimate_cost(loaded, work, reporter)}
 
@@ -192,13 +198,13 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
     policies = _policies(options, reporter)
     data, loaded = _data(options, reporter)
     config = options.configuration(data)
-    if _is_finished(options, config):
+    if _is_finished(directory, config, options.force):
         require_unchanged(directory, PROFILE, "restore it, or start anew with --force")
         reporter.say(FINISHED)
         return load_profile(directory / PROFILE)
     loaded = loaded or options.load(options.model, reporter)
-    calibration = _create(options, loaded, data, policies)
-    settings = calibration.options
+    settings = options.method_settings
+    calibration = _create(loaded, data, policies, settings)
     names = ", ".join(policy.name for policy in policies)
     among = "beside" if isinstance(settings, RankingOptions) else "for"  # a ranking is compared with others
     count = f"{len(data.contexts)} contexts with {data.questions} questions"
@@ -237,16 +243,16 @@ def _policies(options: CalibrateOptions, reporter: Reporter) -> list[Policy]:
     return policies
 
 
-def _is_finished(options: CalibrateOptions, config: RunConfig) -> bool:
-    """Return True if this calibration is in its directory, and finished; UsageError if another one or something is."""
-    if options.force:
-        run_in(options.output, config.job)
+def _is_finished(directory: Path, config: RunConfig, force: bool) -> bool:
+    """Return True if this calibration is there, and finished; UsageError if another one or something else is."""
+    if force:
+        run_in(directory, config.job)
         return False
-    return require_same(options.output, config) is not None and CONFIG in read_sums(options.output)
+    return require_same(directory, config) is not None and CONFIG in read_sums(directory)
 
 
 def _create(
-    options: CalibrateOptions, loaded: LoadedModel, data: CalibrationData, policies: Sequence[Policy]
+    loaded: LoadedModel, data: CalibrationData, policies: Sequence[Policy], settings: CalibrationOptions
 ) -> Calibration[Any]:
     """Return the calibration by the settings of its method, once the policies are known to suit the model."""
     from kvsearch.runtime.program import warn_unfit
@@ -254,8 +260,6 @@ def _create(
     for policy in policies:
         policy.check_model(loaded.fingerprint)
     warn_unfit(loaded.model, policies)
-    kind = METHODS[options.method]
-    settings = kind(**{name: getattr(options, name) for name in kind.model_fields})
     return create_calibration(loaded, data, policies, settings)
 
 
