@@ -213,8 +213,15 @@ def finish(directory: Path, patterns: Sequence[str]) -> None:
         UsageError: the file of the checksums is damaged.
         EnvironmentFault: a file cannot be read, or the disk is full.
     """
-    found = {name: sha256_of_file(directory / name) for name in _files(directory, patterns)}
-    _write(directory, {**_others(directory, patterns), **found})
+    sums = _others(directory, patterns)
+    places = {path for pattern in patterns for path in directory.glob(pattern)}
+    for place in places:
+        for file in place.rglob("*") if place.is_dir() else [place]:
+            name = str(file.relative_to(directory))
+            is_listed = not file.name.startswith((SUMS, TEMPORARY)) and _LINE.fullmatch(f"{'0' * 64}  {name}")
+            if is_listed and file.is_file():
+                sums[name] = sha256_of_file(file)
+    _write(directory, sums)
 
 
 def unfinish(directory: Path, patterns: Sequence[str] | None = None) -> None:
@@ -256,13 +263,6 @@ def sha256_of_file(path: Path) -> str:
     """Return the SHA-256 of a file, which is read piece by piece; errors as `opened`."""
     with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _files(directory: Path, patterns: Sequence[str]) -> list[str]:
-    places = {path for pattern in patterns for path in directory.glob(pattern)}
-    files = {file for place in places for file in (place.rglob("*") if place.is_dir() else [place]) if file.is_file()}
-    names = (str(file.relative_to(directory)) for file in files if not file.name.startswith((SUMS, TEMPORARY)))
-    return sorted(name for name in names if _LINE.fullmatch(f"{'0' * 64}  {name}"))
 
 
 def _others(directory: Path, patterns: Sequence[str]) -> dict[str, str]:
