@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def calibrate(
     prompts = calibration.prepare()
     compared = [[policy.name, policy.parameters()] for policy in policies]
     identity = step_identity(loaded, data, prompts, {**options.model_dump(mode="json"), "policies": compared})
-    return calibration.measure(prompts, StepCache(directory, identity), progress)
+    return replace(calibration, steps=StepCache(directory, identity)).measure(prompts, progress)
 
 
 def calibrate_lukv(

@@ -211,6 +211,7 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
     reporter.say(f"calibrating {options.model} by {options.method} {among} {names} on {count} from {data.name}")
     prompts = calibration.prepare()
     steps = StepCache(directory, step_identity(loaded, data, prompts, config.content))
+    calibration = replace(calibration, steps=steps)
     config = config.model_copy(update={"execution": environment(loaded)})
 
     def words_to_go_on() -> str:
@@ -225,7 +226,7 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
         on_interruption(reporter, words_to_go_on),
         reporter.progress(settings.unit) as progress,
     ):
-        profile = calibration.measure(prompts, steps, progress)
+        profile = calibration.measure(prompts, progress)
         profile = _checked_table(settings, loaded, data, profile, reporter)
         save_profile(profile, directory / PROFILE, overwrite=True)
         write_contexts(directory, {"fitted": data.hashes})
