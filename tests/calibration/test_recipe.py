@@ -276,5 +276,3 @@ def test_policies_whose_entries_cannot_be_shared() -> None:
         with pytest.raises(UsageError, match=f"^method {method}: d2o merges what it evicts"):
             dynamic(method, policy="d2o").make_policy()
     assert dynamic("adakv", policy="d2o").make_policy().name == "d2o"
-    with pytest.raises(UsageError, match="evicts nothing"):
-        dynamic("adakv", policy="full").make_policy()
