@@ -17,8 +17,8 @@ from kvsearch.search.names import BEST
 
 if TYPE_CHECKING:
     from kvsearch.search.candidates import Candidate
-    from kvsearch.search.loop import StageProgress
     from kvsearch.search.settings import SearchLimits
+    from kvsearch.search.stages import SearchStage
     from kvsearch.search.trials import TrialLog
 
 PARTS = 1000  # of the whole, as the display counts them
@@ -103,12 +103,12 @@ class SearchProgress:
         self.where = ""
         self.failures = 0
         self.starts = math.nan
-        self.part: StageProgress | None = None
+        self.part: SearchStage | None = None
         self.ends = 0
         self._open = ExitStack()
         self._show: Callable[[Sequence[str]], None] | None = None
 
-    def stage(self, name: str, part: StageProgress | None = None) -> None:
+    def stage(self, name: str, part: SearchStage | None = None) -> None:
         self.where = name
         self.part = part
 

@@ -27,7 +27,7 @@ from kvsearch.results.perplexity import PerplexityResult, TextPerplexity
 from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES, RunConfig
 from kvsearch.runs.run import Run, write_json
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.perplexity import PerplexityText
+from kvsearch.tasks.windows import PerplexityText
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Comparison, Evaluation

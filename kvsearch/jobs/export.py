@@ -13,6 +13,7 @@ from kvsearch.calibration.steps import profile_file
 from kvsearch.config.options import Option, Repeated
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.core.files import atomic_write
+from kvsearch.core.parsing import describe_fault
 from kvsearch.exporters import exporter_of
 from kvsearch.jobs.groups import BUDGET, RATIO, Loading, Names
 from kvsearch.jobs.plan import PlanOptions, Sized
@@ -336,7 +337,7 @@ def upload(path: Path, repository: str) -> str:
         address = hub.create_repo(repository, private=True, exist_ok=True)
         hub.upload_folder(repo_id=repository, folder_path=path, commit_message="Plan made by kvsearch")
     except Exception as error:  # of the hub, of its HTTP library, of the network
-        reason = " ".join(str(error).split())[:300]
+        reason = describe_fault(error)
         raise EnvironmentFault(f"{path} is written, but cannot be uploaded to {repository}: {reason}") from error
     return str(address)
 

@@ -31,8 +31,8 @@ from kvsearch.search.bank.prepared import ranking_policies
 from kvsearch.search.candidates import Candidate, Executor, SearchOutcome
 from kvsearch.search.difficulty import with_hard_questions
 from kvsearch.search.evolve import PreparedSearch, Splits, prepare_search, resize_search
-from kvsearch.search.loop import StageProgress
 from kvsearch.search.settings import EvolveSettings, SearchLimits
+from kvsearch.search.stages import SearchStage
 from kvsearch.search.start_plans import RESERVED, Base
 from kvsearch.search.trials import TrialLog
 from kvsearch.search.workers import make_executor
@@ -168,7 +168,7 @@ class _CandidateProgress:
     most: int
     progress: Progress
 
-    def stage(self, name: str, part: StageProgress | None = None) -> None:
+    def stage(self, name: str, part: SearchStage | None = None) -> None:
         """Show nothing: stages are not told apart."""
 
     def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:  # noqa: ARG002

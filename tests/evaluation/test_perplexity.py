@@ -31,7 +31,7 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.compared import equal_uniform
-from kvsearch.tasks.perplexity import PerplexityText
+from kvsearch.tasks.windows import PerplexityText
 from tests import tiny
 from tests.examples import at_most
 from tests.families import FAMILIES
