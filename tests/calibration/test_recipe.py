@@ -22,7 +22,6 @@ from kvsearch.policies import Policy, policy_names
 from kvsearch.policies.registry import FITTED
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "calibrate").glob("*.yaml"))
-DYNAMIC = ["lava", "cake", "adakv"]
 
 
 @pytest.mark.parametrize(

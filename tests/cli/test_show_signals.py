@@ -178,11 +178,3 @@ def test_a_plan_cannot_be_judged_by_signals(run: Run, small: Path, calibrated: P
     assert talk == (
         "kvsearch: error: --plan needs a LU-KV profile: a polykv profile does not say what entries are worth\n"
     )
-
-
-def test_a_damaged_profile(run: Run, small: Path) -> None:
-    file = small / "profile.safetensors"
-    file.write_bytes(file.read_bytes()[:-9])
-    code, out, talk = run("show", small)
-    assert (code, out) == (2, "")
-    assert "is no complete safetensors file" in talk
