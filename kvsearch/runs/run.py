@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import TEMPORARY, atomic_write, opened, read_text, write_fault
+from kvsearch.core.files import TEMPORARY, atomic_write, opened, read_text, require_directory, write_fault
 from kvsearch.runs.identity import CONFIG, LEDGER, SUMS, Job, RunConfig, read_config
 from kvsearch.runs.ledger import Ledger
 from kvsearch.runs.lock import locked, require_lock
@@ -151,8 +151,7 @@ def run_in(directory: Path, job: Job) -> RunConfig | None:
     Raises:
         UsageError: it is a file, it holds something else than a run of this job, or the configuration is damaged.
     """
-    if directory.exists() and not directory.is_dir():
-        raise UsageError(f"{directory} is a file: give a directory to write to")
+    require_directory(directory)
     found = read_config(directory)
     if found is None and is_unused(directory):
         return None
