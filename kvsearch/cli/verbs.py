@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from kvsearch.report.integrity import Verification
     from kvsearch.report.screen import View
     from kvsearch.results.evaluation import HeadroomResult
-    from kvsearch.results.perplexity import PerplexityResult
+    from kvsearch.results.text_perplexity import PerplexityResult
 
 __all__ = ["VERBS"]
 
