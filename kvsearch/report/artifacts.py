@@ -114,7 +114,7 @@ KINDS: Mapping[str, ArtifactKind] = {
         figures=drawn.speed_figures,
     ),
     "validation": ArtifactKind(
-        validation.all_parts,
+        validation.parts,
         {"kvsearch.validation": read_validation},
         model=lambda result: result.model.name,
         figures=drawn.validation_figures,
