@@ -91,9 +91,8 @@ class Validated:
         return self.found.as_json()
 
     def parts(self) -> Iterator[str | Table]:
-        """Yield the tables and verdicts at the sizes of this run."""
-        for budget in self.now:
-            yield from parts(self.found, budget)
+        """Return the tables and verdicts at the sizes of this run."""
+        return parts(self.found, self.now)
 
     def remarks(self, options: ValidateOptions) -> Iterator[str]:
         """Say where the verdicts are kept, and offer to choose by them."""
