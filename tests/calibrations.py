@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ from kvsearch.calibration.options import (
     CalibrationOptions,
     DynamicOptions,
     LukvOptions,
-    ProbeOptions,
-    QueryBankOptions,
     QueryStatisticsOptions,
 )
 from kvsearch.calibration.polykv.options import PolykvOptions
@@ -39,7 +38,7 @@ def calibrate(
     prompts = calibration.prepare()
     compared = [[policy.name, policy.parameters()] for policy in policies]
     identity = step_identity(loaded, data, prompts, {**options.model_dump(mode="json"), "policies": compared})
-    return calibration.measure(prompts, StepCache(directory, identity), progress)
+    return replace(calibration, steps=StepCache(directory, identity)).measure(prompts, progress)
 
 
 def calibrate_lukv(
@@ -72,42 +71,23 @@ def calibrate_cake(
     loaded: LoadedModel,
     data: CalibrationData,
     policy: Policy,
-    options: CakeOptions | None = None,
-    progress: Progress | None = None,
-) -> Profile:
-    return calibrate(loaded, data, [policy], options or CakeOptions(), progress)
-
-
-def calibrate_query_statistics(
-    loaded: LoadedModel,
-    data: CalibrationData,
-    policy: Policy,
-    options: QueryStatisticsOptions,
+    options: CakeOptions | QueryStatisticsOptions,
     progress: Progress | None = None,
 ) -> Profile:
     return calibrate(loaded, data, [policy], options, progress)
 
 
+calibrate_query_statistics = calibrate_cake
+
+
 def calibrate_polykv(
-    loaded: LoadedModel,
-    data: CalibrationData,
-    options: PolykvOptions,
-    policies: Sequence[Policy],
-    progress: Progress | None = None,
-    directory: Path | None = None,
+    loaded: LoadedModel, data: CalibrationData, options: PolykvOptions, policies: Sequence[Policy], **more: Any
 ) -> Profile:
-    return calibrate(loaded, data, policies, options, progress, directory)
+    return calibrate(loaded, data, policies, options, **more)
 
 
-def calibrate_ranking(
-    loaded: LoadedModel,
-    data: CalibrationData,
-    options: Any,
-    progress: Progress | None = None,
-    directory: Path | None = None,
-) -> Profile:
-    assert isinstance(options, ProbeOptions | QueryBankOptions)
-    return calibrate(loaded, data, options.policies(), options, progress, directory)
+def calibrate_ranking(loaded: LoadedModel, data: CalibrationData, options: Any, *more: Any, **named: Any) -> Profile:
+    return calibrate(loaded, data, options.policies(), options, *more, **named)
 
 
 calibrate_probe = calibrate_query_bank = calibrate_ranking

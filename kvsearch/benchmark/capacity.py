@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers import StaticCache
 from kvsearch.benchmark.speed import (
     CacheKind,
     Workload,
+    cache_bytes,
+    cache_kinds,
     cache_nbytes,
     decode_seconds,
     peak_bytes,
@@ -19,10 +22,52 @@ from kvsearch.benchmark.speed import (
     step_seconds,
 )
 from kvsearch.core.errors import EnvironmentFault
-from kvsearch.models.memory import free_memory, is_out_of_memory
+from kvsearch.core.progress import Progress
+from kvsearch.models.memory import default_memory, free_bytes, free_memory, is_out_of_memory
+from kvsearch.runtime import Program
+from kvsearch.runtime.attention import using
 
+GPU_SHARE = 0.95  # of what is free, for the largest batch
 FEWER = 16  # a batch that does not fit is tried again with a sixteenth less
 PROBED = 2  # steps that tell what a step takes beside the cache, and that warm a batch up
+
+
+def require_memory(model: Any, programs: dict[str, Program], work: Workload, device: torch.device) -> dict[str, Any]:
+    """Return what the caches of a workload take, and what is free, as JSON; EnvironmentFault if that is less.
+
+    `device` is where a model without weights will have them.
+    """
+    caches = cache_bytes(model, programs, work)
+    parameters = list(model.parameters())
+    weights = sum(tensor.nbytes for tensor in parameters if tensor.is_meta)  # that will be there, too
+    devices = {tensor.device for tensor in parameters if not tensor.is_meta} or {device}
+    free = sum(map(free_bytes, devices)) - weights
+    needed = sum(caches.values())
+    if needed > free:
+        raise EnvironmentFault(
+            f"the caches of batch {work.batch} at {work.length:,} tokens, all in memory at once, take "
+            f"{needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: lower --batch or --length, or measure fewer plans"
+        )
+    return {"bytes": caches, "needed_bytes": needed, "free_bytes": free}
+
+
+def largest_batches(
+    model: Any, programs: dict[str, Program], workloads: Sequence[Workload], memory: int | None, progress: Progress
+) -> dict[tuple[int, str], tuple[int, float]]:
+    """Return the largest batch and its tokens per second, by tokens of a context and name of a cache.
+
+    `memory` is in bytes; None: what is free. Errors as for `largest_batch`.
+    """
+    available = default_memory(model.device, gpu_share=GPU_SHARE) if memory is None else memory
+    kinds = [
+        (work, kind) for work in workloads for kind in cache_kinds(model, programs, work.length + work.steps + PROBED)
+    ]
+    capacities = {}
+    with using(model, model.config._attn_implementation):
+        for number, (work, kind) in enumerate(kinds, 1):
+            capacities[work.length, kind.name] = largest_batch(model, kind, work, available)
+            progress(number, len(kinds))
+    return capacities
 
 
 @torch.no_grad()

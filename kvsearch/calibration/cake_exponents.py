@@ -20,7 +20,6 @@ from kvsearch.calibration.analysis import least_loss
 from kvsearch.calibration.dynamic import DynamicCalibration, full_pass
 from kvsearch.calibration.options import CakeOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, check_lengths, prompts_of
-from kvsearch.calibration.steps import StepCache
 from kvsearch.calibration.tables import floor_entries
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import IncompatibleError, UsageError
@@ -75,12 +74,7 @@ class CakeCalibration(DynamicCalibration[CakeOptions]):
             work += Work(work.passes, work.tokens + (1 + len(PAIRS)) * answers)
         return work
 
-    def measure(
-        self,
-        prompts: Sequence[CalibrationPrompt],
-        steps: StepCache,  # noqa: ARG002
-        progress: Progress | None = None,
-    ) -> Profile:
+    def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         options = self.options
         settings: dict[str, Any] = {"exponents": options.exponents}
         arrays: dict[str, NDArray[Any]] = {}

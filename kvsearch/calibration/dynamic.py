@@ -20,7 +20,6 @@ from kvsearch.budgets.lukv import grid_totals
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import DynamicOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
-from kvsearch.calibration.steps import StepCache
 from kvsearch.calibration.tables import HELD_OUT, RatioTables, checkable, folds_of
 from kvsearch.core.arrays import Ints
 from kvsearch.core.progress import Progress, counted
@@ -51,12 +50,7 @@ class DynamicCalibration(Calibration[AnyDynamic]):
         check_lengths(prompts, policy, RatioTables(policy, self.options.minimum).floor)
         return prompts
 
-    def measure(
-        self,
-        prompts: Sequence[CalibrationPrompt],
-        steps: StepCache,  # noqa: ARG002
-        progress: Progress | None = None,
-    ) -> Profile:
+    def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         return self.average(self.options.make_allocation(), prompts, progress)
 
     def average(

@@ -29,7 +29,6 @@ from kvsearch.calibration.options import (
     Normalization,
 )
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, check_lengths, prompts_of, with_own_replies
-from kvsearch.calibration.steps import StepCache
 from kvsearch.calibration.tables import (
     CHECKED_RATIOS,
     FOLDS,
@@ -108,12 +107,7 @@ class LukvCalibration(Calibration[LukvOptions]):
             work += Work(1, prompt.length + times * asked)
         return work
 
-    def measure(
-        self,
-        prompts: Sequence[CalibrationPrompt],
-        steps: StepCache,  # noqa: ARG002
-        progress: Progress | None = None,
-    ) -> Profile:
+    def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         policy, *compared_policies = self.policies
         options = self.options
         if options.answers == "own":

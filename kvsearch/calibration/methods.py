@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -19,11 +19,11 @@ from kvsearch.calibration.options import (
     QueryStatisticsOptions,
 )
 from kvsearch.calibration.polykv.options import PolykvOptions
+from kvsearch.calibration.steps import StepCache
 
 if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
     from kvsearch.calibration.prompts import CalibrationPrompt
-    from kvsearch.calibration.steps import StepCache
     from kvsearch.core.progress import Progress
     from kvsearch.models.loading import LoadedModel
     from kvsearch.models.speed import Work
@@ -35,12 +35,16 @@ Options = TypeVar("Options", bound=CalibrationOptions)
 
 @dataclass(frozen=True, eq=False)
 class Calibration(ABC, Generic[Options]):
-    """A method on a model and texts; `policies` are those that are measured, the first is what budgets are for."""
+    """A method on a model and texts; `policies` are those that are measured, the first is what budgets are for.
+
+    Slow methods store what is finished in `steps`, so that they can go on.
+    """
 
     loaded: LoadedModel
     data: CalibrationData
     policies: Sequence[Policy]
     options: Options
+    steps: StepCache = field(default_factory=StepCache)
 
     @abstractmethod
     def prepare(self) -> list[CalibrationPrompt]:
@@ -58,9 +62,7 @@ class Calibration(ABC, Generic[Options]):
         return Work(len(prompts), sum(prompt.length for prompt in prompts))
 
     @abstractmethod
-    def measure(
-        self, prompts: Sequence[CalibrationPrompt], steps: StepCache, progress: Progress | None = None
-    ) -> Profile:
+    def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         """Return the profile; what is finished in `steps` is not measured again.
 
         Raises:

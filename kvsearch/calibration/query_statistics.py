@@ -17,7 +17,6 @@ from torch import Tensor
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import QueryStatisticsOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
-from kvsearch.calibration.steps import StepCache
 from kvsearch.core.errors import InternalError
 from kvsearch.core.progress import Progress, counted
 from kvsearch.models.architecture import describe, require_plain_rotary
@@ -63,12 +62,7 @@ class QueryStatisticsCalibration(Calibration[QueryStatisticsOptions]):
         check_lengths(prompts, policy, lambda _: policy.sink_count)
         return prompts
 
-    def measure(
-        self,
-        prompts: Sequence[CalibrationPrompt],
-        steps: StepCache,  # noqa: ARG002
-        progress: Progress | None = None,
-    ) -> Profile:
+    def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         (policy,) = self.policies
         # one after the other: covariances of all contexts at once would not fit a large model's host
         contexts = self.loaded.map(partial(_layers_of, policy=policy), prompts)

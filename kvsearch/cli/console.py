@@ -85,12 +85,6 @@ class Console:
         self.reporter.print(brief(f"kvsearch: warning: {text}"), soft_wrap=True)
         LOGGER.warning("%s", text, extra=SHOWN)
 
-    def next(self, *words: object) -> None:
-        """Tell the user a command that naturally follows, without the word kvsearch, to be pasted as it is."""
-        from kvsearch.jobs.following import following
-
-        self.say(following(*words))
-
     def print_json(self, data: Any) -> None:
         """Print a result as JSON on standard output."""
         text = json.dumps(data, indent=2, sort_keys=True, allow_nan=False)  # ASCII, all but one of it visible

@@ -88,5 +88,6 @@ def _in_words(phase: PhasePlan) -> str:
         noun = "" if places else "layer " if len(layers) == 1 else "layers "
         places.append(f"{name} in {noun}{', '.join(ranges)}{' and ' if ranges else ''}{last}")
     kept = [count for layer in phase.layers if layer and layer.policy.name != "full" for count in layer.budget]
-    low, high = min(kept), max(kept)
+    low = min(kept)
+    high = max(kept)
     return f"{', '.join(places)}; {low if low == high else f'{low} to {high}'} entries per kv head"

@@ -13,6 +13,9 @@ from kvsearch.cli.console import Console
 from kvsearch.cli.registry import view_output
 from kvsearch.config.options import JobOptions, Option
 from kvsearch.jobs import plan as jobs
+from kvsearch.jobs.following import following
+from kvsearch.plan import load_plan
+from kvsearch.report.plans import DifferenceView
 
 if TYPE_CHECKING:
     from kvsearch.cli.console import Console
@@ -47,8 +50,8 @@ def make_and_show(job: Callable[..., Plan], options: PlanOptions, console: Conso
 def say_next(plan: Plan, path: Path, console: Console) -> None:
     """Say what may be done with a plan that was written."""
     if not console.dry_run:
-        console.next("show", path)
-        console.next("evaluate", plan.model.name, "--plan", path)
+        console.say(following("show", path))
+        console.say(following("evaluate", plan.model.name, "--plan", path))
 
 
 def written(plan: Plan, options: PlanOptions, console: Console) -> str:
@@ -138,13 +141,14 @@ def yaml(options: jobs.YamlOptions, console: Console) -> None:
     if console.as_json:
         console.print_json({"yaml": str(options.output), "lines": text.count("\n")})
     else:
-        output, verb = options.output, "would write" if console.dry_run else "wrote"
+        output = options.output
+        verb = "would write" if console.dry_run else "wrote"
         console.say(f"{verb} {output}, to be edited")
         if not console.dry_run:
             made = output.with_suffix(".json")
-            console.next(
-                "plan", "build", output, "-o", made.with_stem(f"{made.stem}-edited") if made.exists() else made
-            )
+            if made.exists():
+                made = made.with_stem(f"{made.stem}-edited")
+            console.say(following("plan", "build", output, "-o", made))
 
 
 class DiffOptions(JobOptions):
@@ -167,9 +171,6 @@ def diff(options: DiffOptions, console: Console) -> None:
 
     Example: kvsearch plan diff plan.json smaller.json
     """
-    from kvsearch.plan import load_plan
-    from kvsearch.report.plans import DifferenceView
-
     plans = load_plan(options.before), load_plan(options.after)
     view_output(DifferenceView(plans, (str(options.before), str(options.after)))).print(console)
 

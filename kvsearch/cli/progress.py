@@ -34,10 +34,12 @@ class Count:
         self._started = self._since = self.clock()
 
     def __call__(self, done: int, total: int) -> None:
-        """See `Progress`."""
+        """Note how much of the total is done."""
         if self._before is None or done < self.done:  # another part begins
-            self._before, self._since = done, self.clock()
-        self.done, self.total = done, total
+            self._before = done
+            self._since = self.clock()
+        self.done = done
+        self.total = total
 
     @property
     def spent(self) -> float:

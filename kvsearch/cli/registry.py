@@ -59,9 +59,7 @@ def shown_parts(parts: Callable[[], Iterable[Part | RenderableType]]) -> Show:
     """Return what prints lines and tables."""
 
     def show(console: Console) -> None:
-        from kvsearch.cli.render import print_parts
-
-        print_parts(parts(), console)
+        console.out.print_parts(parts())
 
     return show
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from kvsearch.core.printed import visible
+from kvsearch.core.printed import visible, visible_line
+
+if TYPE_CHECKING:
+    from kvsearch.report.screen import Part
 
 
 class Screen(Console):
@@ -32,6 +35,19 @@ class Screen(Console):
         """Yield what is drawn: styles and moves of the cursor are rich's own, all else is text."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+    def print_parts(self, parts: Iterable[Part | RenderableType]) -> None:
+        """Print lines and facts, which are never broken, tables and maps."""
+        from kvsearch.report.figures.data import Figure
+        from kvsearch.report.screen import facts, printable
+        from kvsearch.report.table import Table
+
+        for part in parts:
+            if isinstance(part, str | Mapping):
+                for line in [part] if isinstance(part, str) else facts(part):
+                    self.print(visible_line(line), soft_wrap=True)
+            else:
+                self.print(printable(part) if isinstance(part, Table | Figure) else part)
 
     def on_broken_pipe(self) -> None:
         """End the output, not the process: rich would exit with 1."""

@@ -20,9 +20,11 @@ from kvsearch.cli.registry import (
     verb,
     view_output,
 )
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
+from kvsearch.report.numbers import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from kvsearch.cli.console import Console
     from kvsearch.evaluation.answer import Reply
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from kvsearch.report.integrity import Verification
     from kvsearch.report.screen import View
     from kvsearch.results.evaluation import HeadroomResult
-    from kvsearch.results.perplexity import PerplexityResult
+    from kvsearch.results.text_perplexity import PerplexityResult
 
 __all__ = ["VERBS"]
 
@@ -79,26 +81,11 @@ def calibrate(options: CalibrateOptions, profile: Profile) -> Output:
 
     Example: kvsearch calibrate bundled --method lukv --policy snapkv -o runs/snapkv
     """
+    from kvsearch.jobs.calibrate import remarks
     from kvsearch.plan.saved import PROFILE
 
-    file = options.output / PROFILE
-
-    def as_json() -> dict[str, Any]:
-        return {"profile": str(file), **profile.metadata.model_dump(mode="json")}
-
-    return Output(as_json, said(_calibration_remarks(options, profile)))
-
-
-def _calibration_remarks(options: CalibrateOptions, profile: Profile) -> Iterator[str]:
-    from kvsearch.jobs.calibrate import following_commands
-    from kvsearch.jobs.following import following
-    from kvsearch.plan.saved import PROFILE
-    from kvsearch.report.profile import remarks
-
-    yield from remarks(profile)
-    yield f"wrote {options.output / PROFILE}"
-    for words in following_commands(options, profile):
-        yield following(*words)
+    content = {"profile": str(options.output / PROFILE), **profile.metadata.model_dump(mode="json")}
+    return Output(lambda: content, said(remarks(options, profile)))
 
 
 @job_verb("kvsearch.jobs.validate:ValidateOptions")
@@ -112,24 +99,7 @@ def validate(options: ValidateOptions, validated: Validated) -> Output:
 
     Example: kvsearch validate runs/polykv --samples 40
     """
-    from kvsearch.report.validation import parts
-
-    def all_parts() -> Iterator[Any]:
-        for budget in validated.now:
-            yield from parts(validated.found, budget)
-
-    return Output(validated.as_json, shown_parts(all_parts), _validation_remarks(options, validated))
-
-
-def _validation_remarks(options: ValidateOptions, validated: Validated) -> Iterator[str]:
-    from kvsearch.jobs.following import following
-
-    others = ", ".join(budget.size for budget in validated.found.budgets if budget not in validated.now)
-    yield f"kept in {validated.path}" + (f", beside what was found before at {others}" if others else "")
-    sizes = [f"{budget.budget:g}" for budget in validated.now if budget.ratio is None]
-    if sizes:
-        size = ("--budget", sizes[0]) if len(sizes) == 1 else ("--budgets", ",".join(sizes))
-        yield following("select", options.directory, *size, "-o", options.directory / "plan.json")
+    return Output(validated.as_json, shown_parts(validated.parts), validated.remarks(options))
 
 
 @job_verb("kvsearch.jobs.select:SelectOptions")
@@ -198,7 +168,6 @@ def evaluate(options: EvaluateOptions, result: Evaluated | PerplexityResult) -> 
 
     Example: kvsearch evaluate bundled --methods uniform,pyramid,adakv,lava --budgets 64,128 -o runs/table
     """
-    from kvsearch.core.errors import IncompatibleError
     from kvsearch.jobs.evaluate import Evaluated
     from kvsearch.report.evaluation import parts
     from kvsearch.report.scores import perplexity_table
@@ -278,15 +247,7 @@ def compress(options: CompressOptions, saved: SavedContext) -> Output:
     detour, on the same kind of device; another one rounds otherwise. Without --context a bundled model reads a text
     of its own.
     """
-    from kvsearch.jobs.following import following
-
-    lines = [
-        f"wrote {saved.path}: {saved.context_tokens} tokens, {saved.entries} of {saved.full_entries} entries; "
-        f"{saved.file_bytes / 2**20:.2f} MiB on disk, {100 * saved.file_bytes / saved.full_bytes:.1f}% of the full "
-        f"cache's {saved.full_bytes / 2**20:.2f} MiB",
-        following("generate", options.model, "--cache", saved.path, "--prompt", "..."),
-    ]
-    return Output(lambda: asdict(saved), said(lines))
+    return Output(lambda: asdict(saved), said(saved.remarks(options)))
 
 
 @job_verb("kvsearch.jobs.bench:BenchOptions")
@@ -319,9 +280,6 @@ def verify(options: VerifyOptions, verification: Verification) -> Output:
 
     Example: kvsearch verify runs/best plan.json
     """
-    from kvsearch.core.errors import UsageError
-    from kvsearch.report.numbers import counted
-
     damaged = verification.damaged
     if not damaged:
         return view_output(verification)
@@ -341,8 +299,6 @@ def report(options: ReportOptions, page: Report) -> Output:
 
     Example: kvsearch report runs/best runs/table -o report.html
     """
-    from kvsearch.report.numbers import counted
-
     figures = page.count("figures")
     tables = page.count("tables")
     files = list(map(str, page.files))
@@ -433,7 +389,6 @@ def recipes(options: RecipesOptions, listing: Listing) -> Output:
 @job_verb("kvsearch.jobs.doctor:DoctorOptions", dry_run=False, needs_arguments=False)
 def doctor(options: DoctorOptions, facts: dict[str, Any]) -> Output:
     """Check versions, devices and the bundled models, and run one tiny generation on the runtime's cache."""
-    from kvsearch.core.errors import EnvironmentFault
     from kvsearch.jobs.doctor import MISSING
     from kvsearch.report.screen import facts as fact_lines
 

@@ -147,6 +147,18 @@ def require_kind(path: Path, kind: FileKind) -> None:
             raise UsageError(f"{path} holds something else than {kind.name}: choose another file")
 
 
+def require_exists(path: Path, noun: str = "file or directory") -> None:
+    """Raise UsageError if there is nothing at `path`, where a file or a directory has to be."""
+    if not path.exists():
+        raise UsageError(f"there is no {noun} {path}: check the path")
+
+
+def require_directory(path: Path) -> None:
+    """Raise UsageError, before anything is written, if there can be no directory at `path`: it is a file."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file: give a directory to write to")
+
+
 def check_target(path: str | Path) -> None:
     """Raise UsageError if `path` cannot become a file: it is a folder or device, or its folder does not exist."""
     _mode_of(Path(path).resolve())

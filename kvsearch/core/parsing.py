@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
@@ -13,10 +14,12 @@ from kvsearch.core.fields import COMPLETE
 from kvsearch.core.files import decoded, read_bytes
 from kvsearch.core.limits import MOST_DOCUMENT
 
+Valid = TypeVar("Valid")
+
 # what a library may raise that reads a file of which nobody has thought
 FAULTS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 _LONGEST_VALUE = 60
-_LONGEST_FAULT = 200
+_LONGEST_FAULT = 300
 _MOST_SHOWN = 20
 _MOST_LISTED = 5000
 _MOST_SHOWN_BITS = 1024  # of a whole number
@@ -29,6 +32,14 @@ _OF_KIND: Final = {
     "float_parsing": "Input should be a number",
 }
 _ABOUT_CONTENT: Final = (COMPLETE, "too_long", "value_error", "assertion_error")
+
+
+def validated(validate: Callable[[Any], Valid], content: Any, name: str) -> Valid:
+    """Return what pydantic's `validate` makes of the content of a file; UsageError, as below, with all its problems."""
+    try:
+        return validate(content)
+    except ValidationError as error:
+        raise UsageError(describe_validation_error(error, name)) from error
 
 
 def describe_validation_error(error: ValidationError, name: str) -> str:

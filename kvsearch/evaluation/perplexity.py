@@ -26,8 +26,8 @@ from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import held_entries, prefill_all, with_unplanned
 from kvsearch.signals.predictions import token_losses
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.perplexity import PerplexityText, Window
 from kvsearch.tasks.splits import draw
+from kvsearch.tasks.windows import PerplexityText, Window
 
 MOST_LOGITS = 2**25  # of one forward pass: 128 MiB in fp32
 LEAST = 2

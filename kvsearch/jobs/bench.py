@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from kvsearch.config.options import Option, Repeated, bytes_of
-from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.jobs.groups import Loading, Numbers
 from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.memory import default_memory, free_bytes
 from kvsearch.models.shapes import device_of, random_model
 from kvsearch.plan import Size, phases_of
 from kvsearch.policies import create_policy
@@ -24,10 +23,8 @@ from kvsearch.report.costs import SpeedView
 
 if TYPE_CHECKING:
     from kvsearch.benchmark.cache_costs import CacheCosts
-    from kvsearch.benchmark.speed import Workload
     from kvsearch.runtime import Program
 
-GPU_SHARE = 0.95  # of what is free, for the largest batch
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1, strict=True)], ...], Numbers, Field(min_length=1)]
 
 
@@ -108,11 +105,10 @@ def dry_run(options: BenchOptions, reporter: Reporter) -> dict[str, Any]:
 
     A model is loaded, and plans are checked against it; a `shape` takes no memory.
     """
-    loaded, programs = _load(options, reporter, weights=False)
-    largest = _required_memory(loaded, programs, options.device, _largest(options))
+    loaded, _, memory = _load(options, reporter, weights=False)
     return {
         "model": loaded.name, "batch": list(options.batch), "length": list(options.length),
-        "new_tokens": options.new_tokens, "rounds": options.rounds, **largest,
+        "new_tokens": options.new_tokens, "rounds": options.rounds, **memory,
     }  # fmt: skip
 
 
@@ -127,8 +123,8 @@ def bench(options: BenchOptions, reporter: Reporter) -> SpeedView:
     """
     for name, level in (("KINETO_LOG_LEVEL", "99"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, level)  # read as torch is loaded: its profiler talks on standard error
-    loaded, programs = _load(options, reporter)
-    _required_memory(loaded, programs, options.device, _largest(options))
+    loaded, programs, _ = _load(options, reporter)
+    from kvsearch.benchmark.capacity import largest_batches
     from kvsearch.benchmark.speed import Workload, cache_kinds, measure
 
     steps = options.new_tokens
@@ -141,12 +137,23 @@ def bench(options: BenchOptions, reporter: Reporter) -> SpeedView:
                 costs += measure(loaded.model, kinds, Workload(batch, length, steps, rounds), progress)
     if options.largest_batch:
         prompts = [Workload(1, length, steps, rounds) for length in options.length]
-        costs = _with_capacities(loaded, programs, costs, prompts, bytes_of(options.max_memory), reporter)
+        with reporter.progress("largest batches") as progress:
+            capacities = largest_batches(loaded.model, programs, prompts, bytes_of(options.max_memory), progress)
+        costs = [
+            replace(cost, largest_batch=batch, largest_tokens_per_second=rate)
+            for cost in costs
+            for batch, rate in [capacities[cost.length, cost.cache]]
+        ]
     return SpeedView.of(loaded, costs, steps, rounds)
 
 
-def _load(options: BenchOptions, reporter: Reporter, *, weights: bool = True) -> tuple[LoadedModel, dict[str, Program]]:
-    """Return the model, a shape only with its `weights` if these are wanted, and what is measured on it, by name."""
+def _load(
+    options: BenchOptions, reporter: Reporter, *, weights: bool = True
+) -> tuple[LoadedModel, dict[str, Program], dict[str, Any]]:
+    """Return the model, what is measured on it by name, and the bytes that its caches take at most, as JSON.
+
+    A shape is loaded with its `weights` only if these are wanted.
+    """
     options.check()
     plans = {str(path): checked_plan(path) for path in options.plan}
     if options.shape is None:
@@ -155,7 +162,8 @@ def _load(options: BenchOptions, reporter: Reporter, *, weights: bool = True) ->
         with reporter.loading(options.shape):
             dtype = options.loading().dtype
             loaded = random_model(options.shape, options.layers, options.device, dtype, weights=weights)
-    from kvsearch.benchmark.speed import program_at
+    from kvsearch.benchmark.capacity import require_memory
+    from kvsearch.benchmark.speed import Workload, program_at
     from kvsearch.models.architecture import describe
     from kvsearch.runtime import Program
 
@@ -174,58 +182,5 @@ def _load(options: BenchOptions, reporter: Reporter, *, weights: bool = True) ->
     limit = describe(loaded.model).max_positions
     if limit and tokens > limit:
         raise IncompatibleError(f"{loaded.name} takes {limit} tokens, not {tokens}: lower --length or --new-tokens")
-    return loaded, programs
-
-
-def _largest(options: BenchOptions) -> Workload:
-    from kvsearch.benchmark.speed import Workload
-
-    return Workload(max(options.batch), max(options.length), options.new_tokens, options.rounds)
-
-
-def _required_memory(loaded: LoadedModel, programs: dict[str, Program], device: str, work: Workload) -> dict[str, Any]:
-    """Return what the caches of a workload take, and what is free; EnvironmentFault if that is less."""
-    from kvsearch.benchmark.speed import cache_bytes
-
-    caches = cache_bytes(loaded.model, programs, work)
-    parameters = list(loaded.model.parameters())
-    weights = sum(tensor.nbytes for tensor in parameters if tensor.is_meta)  # that will be there, too
-    devices = {tensor.device for tensor in parameters if not tensor.is_meta} or {device_of(device)}
-    free = sum(map(free_bytes, devices)) - weights
-    needed = sum(caches.values())
-    if needed > free:
-        raise EnvironmentFault(
-            f"the caches of batch {work.batch} at {work.length:,} tokens, all in memory at once, take "
-            f"{needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: lower --batch or --length, or measure fewer plans"
-        )
-    return {"bytes": caches, "needed_bytes": needed, "free_bytes": free}
-
-
-def _with_capacities(
-    loaded: LoadedModel,
-    programs: dict[str, Program],
-    costs: list[CacheCosts],
-    prompts: list[Workload],
-    memory: int | None,
-    reporter: Reporter,
-) -> list[CacheCosts]:
-    """Return costs with the largest batch of each cache at each length; EnvironmentFault if none fits."""
-    from kvsearch.benchmark.capacity import PROBED, largest_batch
-    from kvsearch.benchmark.speed import cache_kinds
-    from kvsearch.runtime.attention import using
-
-    model = loaded.model
-    available = default_memory(model.device, gpu_share=GPU_SHARE) if memory is None else memory
-    kinds = [
-        (work, kind) for work in prompts for kind in cache_kinds(model, programs, work.length + work.steps + PROBED)
-    ]
-    capacities = {}
-    with reporter.progress("largest batches") as progress, using(model, model.config._attn_implementation):
-        for number, (work, kind) in enumerate(kinds, 1):
-            capacities[work.length, kind.name] = largest_batch(model, kind, work, available)
-            progress(number, len(kinds))
-    return [
-        replace(cost, largest_batch=batch, largest_tokens_per_second=rate)
-        for cost in costs
-        for batch, rate in [capacities[cost.length, cost.cache]]
-    ]
+    largest = Workload(max(options.batch), max(options.length), options.new_tokens, options.rounds)
+    return loaded, programs, require_memory(loaded.model, programs, largest, device_of(options.device))

@@ -22,7 +22,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.naming import suggest, unknown
 from kvsearch.core.parsing import list_problems
-from kvsearch.jobs.following import loading_flags
+from kvsearch.jobs.following import following, loading_flags
 from kvsearch.jobs.groups import TASKS, TaskDetails, WithModel, WithWorkers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, on_interruption
@@ -30,6 +30,7 @@ from kvsearch.plan.profile import load_profile, save_profile
 from kvsearch.plan.profile_arrays import QUERIES
 from kvsearch.plan.saved import PROFILE
 from kvsearch.policies.registry import FITTED
+from kvsearch.report.profile import remarks as profile_remarks
 from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import CONFIG, CONTEXTS, RunConfig
 from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, run_in
@@ -134,6 +135,12 @@ class CalibrateOptions(WithModel, WithWorkers, TaskDetails, CalibrationOptions):
         """Return contexts in whose place others are drawn from tasks."""
         return None
 
+    @property
+    def method_settings(self) -> CalibrationOptions:
+        """The settings of the method alone."""
+        kind = METHODS[self.method]
+        return kind(**{name: getattr(self, name) for name in kind.model_fields})
+
     def configuration(self, texts: CalibrationData) -> RunConfig:
         """Return the configuration of the run, on `texts`."""
         content: dict[str, Any] = {
@@ -162,10 +169,10 @@ def dry_run(options: CalibrateOptions, reporter: Reporter) -> dict[str, Any]:
     policies = _policies(options, reporter)
     data, loaded = _data(options, reporter)
     config = options.configuration(data)
-    if _is_finished(options, config):
+    if _is_finished(options.output, config, options.force):
         reporter.say(FINISHED)
     loaded = loaded or options.load(options.model, reporter)
-    calibration = _create(options, loaded, data, policies)
+    calibration = _create(loaded, data, policies, options.method_settings)
     work = calibration.estimate(calibration.prepare())
     return {**config.content, **estimate_cost(loaded, work, reporter)}
 
@@ -191,19 +198,20 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
     policies = _policies(options, reporter)
     data, loaded = _data(options, reporter)
     config = options.configuration(data)
-    if _is_finished(options, config):
+    if _is_finished(directory, config, options.force):
         require_unchanged(directory, PROFILE, "restore it, or start anew with --force")
         reporter.say(FINISHED)
         return load_profile(directory / PROFILE)
     loaded = loaded or options.load(options.model, reporter)
-    calibration = _create(options, loaded, data, policies)
-    settings = calibration.options
+    settings = options.method_settings
+    calibration = _create(loaded, data, policies, settings)
     names = ", ".join(policy.name for policy in policies)
     among = "beside" if isinstance(settings, RankingOptions) else "for"  # a ranking is compared with others
     count = f"{len(data.contexts)} contexts with {data.questions} questions"
     reporter.say(f"calibrating {options.model} by {options.method} {among} {names} on {count} from {data.name}")
     prompts = calibration.prepare()
     steps = StepCache(directory, step_identity(loaded, data, prompts, config.content))
+    calibration = replace(calibration, steps=steps)
     config = config.model_copy(update={"execution": environment(loaded)})
 
     def words_to_go_on() -> str:
@@ -218,7 +226,7 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
         on_interruption(reporter, words_to_go_on),
         reporter.progress(settings.unit) as progress,
     ):
-        profile = calibration.measure(prompts, steps, progress)
+        profile = calibration.measure(prompts, progress)
         profile = _checked_table(settings, loaded, data, profile, reporter)
         save_profile(profile, directory / PROFILE, overwrite=True)
         write_contexts(directory, {"fitted": data.hashes})
@@ -236,16 +244,16 @@ def _policies(options: CalibrateOptions, reporter: Reporter) -> list[Policy]:
     return policies
 
 
-def _is_finished(options: CalibrateOptions, config: RunConfig) -> bool:
-    """Return True if this calibration is in its directory, and finished; UsageError if another one or something is."""
-    if options.force:
-        run_in(options.output, config.job)
+def _is_finished(directory: Path, config: RunConfig, force: bool) -> bool:
+    """Return True if this calibration is there, and finished; UsageError if another one or something else is."""
+    if force:
+        run_in(directory, config.job)
         return False
-    return require_same(options.output, config) is not None and CONFIG in read_sums(options.output)
+    return require_same(directory, config) is not None and CONFIG in read_sums(directory)
 
 
 def _create(
-    options: CalibrateOptions, loaded: LoadedModel, data: CalibrationData, policies: Sequence[Policy]
+    loaded: LoadedModel, data: CalibrationData, policies: Sequence[Policy], settings: CalibrationOptions
 ) -> Calibration[Any]:
     """Return the calibration by the settings of its method, once the policies are known to suit the model."""
     from kvsearch.runtime.program import warn_unfit
@@ -253,8 +261,6 @@ def _create(
     for policy in policies:
         policy.check_model(loaded.fingerprint)
     warn_unfit(loaded.model, policies)
-    kind = METHODS[options.method]
-    settings = kind(**{name: getattr(options, name) for name in kind.model_fields})
     return create_calibration(loaded, data, policies, settings)
 
 
@@ -283,6 +289,14 @@ def _checked_table(
             reporter.say(f"{check.verdict}: {check.words}")
     profile = shrink_table(profile, checks)
     return replace(profile, metadata=profile.metadata.model_copy(update={"checks": checks}))
+
+
+def remarks(options: CalibrateOptions, profile: Profile) -> Iterator[str]:
+    """Say what was measured, where it is, and what to do with it."""
+    yield from profile_remarks(profile)
+    yield f"wrote {options.output / PROFILE}"
+    for words in following_commands(options, profile):
+        yield following(*words)
 
 
 def following_commands(options: CalibrateOptions, profile: Profile) -> Iterator[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -11,6 +12,7 @@ from pydantic import Field
 from kvsearch.config.options import Option, Seeded
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import CACHE_FILE, check_output
+from kvsearch.jobs.following import following
 from kvsearch.jobs.groups import WithModel
 from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
@@ -32,6 +34,16 @@ class SavedContext:
     bytes: int
     full_bytes: int
     file_bytes: int
+
+    def remarks(self, options: CompressOptions) -> Iterator[str]:
+        """Say what was written, and how to ask it."""
+        share = 100 * self.file_bytes / self.full_bytes
+        yield (
+            f"wrote {self.path}: {self.context_tokens} tokens, {self.entries} of {self.full_entries} entries; "
+            f"{self.file_bytes / 2**20:.2f} MiB on disk, {share:.1f}% of the full cache's "
+            f"{self.full_bytes / 2**20:.2f} MiB"
+        )
+        yield following("generate", options.model, "--cache", self.path, "--prompt", "...")
 
 
 class CompressOptions(WithModel, Seeded):

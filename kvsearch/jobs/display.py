@@ -17,8 +17,8 @@ from kvsearch.search.names import BEST
 
 if TYPE_CHECKING:
     from kvsearch.search.candidates import Candidate
-    from kvsearch.search.loop import StageProgress
     from kvsearch.search.settings import SearchLimits
+    from kvsearch.search.stages import SearchStage
     from kvsearch.search.trials import TrialLog
 
 PARTS = 1000  # of the whole, as the display counts them
@@ -96,15 +96,21 @@ class SearchProgress:
     """Tells of a search; a `Watcher`."""
 
     def __init__(self, reporter: Reporter, log: TrialLog, limits: SearchLimits, searches: int = 1) -> None:
-        self.reporter, self.log, self.limits, self.searches = reporter, log, limits, searches
-        self.where, self.failures, self.starts = "", 0, math.nan
-        self.part: StageProgress | None = None
+        self.reporter = reporter
+        self.log = log
+        self.limits = limits
+        self.searches = searches
+        self.where = ""
+        self.failures = 0
+        self.starts = math.nan
+        self.part: SearchStage | None = None
         self.ends = 0
         self._open = ExitStack()
         self._show: Callable[[Sequence[str]], None] | None = None
 
-    def stage(self, name: str, part: StageProgress | None = None) -> None:
-        self.where, self.part = name, part
+    def stage(self, name: str, part: SearchStage | None = None) -> None:
+        self.where = name
+        self.part = part
 
     def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
         self.failures += sum(not math.isfinite(value) for value in values)
@@ -131,7 +137,8 @@ class SearchProgress:
         self._show = None
 
     def _used(self) -> Iterator[str]:
-        spent, limits = self.log.spent, self.limits
+        spent = self.log.spent
+        limits = self.limits
         for name, used, most in (
             ("candidates", spent.evaluations, limits.evaluations),
             ("seconds", spent.seconds, limits.seconds),
@@ -143,7 +150,8 @@ class SearchProgress:
         """Yield about how long the search still takes at the most, from what all its sessions took."""
         if self.part is None:
             return
-        spent, limits = self.log.spent, self.limits
+        spent = self.log.spent
+        limits = self.limits
         shares = [(self.ends + self.part.done(generation)) / self.searches]
         for used, most in ((spent.evaluations, limits.evaluations), (spent.tokens, limits.tokens)):
             shares += [] if most is None else [used / most]

@@ -23,11 +23,11 @@ from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, going_on, 
 from kvsearch.report.evaluation import Columns, write_tables
 from kvsearch.report.table import check_table_file
 from kvsearch.results.evaluation import EvaluationResult
-from kvsearch.results.perplexity import PerplexityResult, TextPerplexity
+from kvsearch.results.text_perplexity import PerplexityResult, TextPerplexity
 from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES, RunConfig
 from kvsearch.runs.run import Run, write_json
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.perplexity import PerplexityText
+from kvsearch.tasks.windows import PerplexityText
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Comparison, Evaluation

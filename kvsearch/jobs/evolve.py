@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -40,7 +39,7 @@ from kvsearch.report.search import decision, search_result, tables
 from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import CONFIG, LEDGER, REPORT, RunConfig
 from kvsearch.runs.ledger import read_lines
-from kvsearch.runs.run import Run, require_same, run_in
+from kvsearch.runs.run import run_in
 from kvsearch.search.names import FILES, FRONT, PLAN
 from kvsearch.search.settings import WHAT, EvolveSettings, SearchLimits
 from kvsearch.search.trials import TrialLog
@@ -51,14 +50,12 @@ if TYPE_CHECKING:
     from kvsearch.policies import Policy
     from kvsearch.report.table import Table
     from kvsearch.results.search import AnySearch
-    from kvsearch.search.candidates import Executor
     from kvsearch.search.evolve import Evolved, PreparedSearch
     from kvsearch.search.trials import Spent
 
 LIMITS = "When to stop"
 DEFAULT_POLICY = "snapkv"
 SPLITS = "train", "select", "report"
-SEARCHED = "searched_sha256"  # questions and what is teacher-forced, where replies decide them
 
 
 class EvolveOptions(WithModel, WithWorkers, WithRun, TaskDetails, Asking, EvolveSettings):
@@ -201,6 +198,8 @@ class Evolution:
 @job(EvolveOptions, dry=True)
 def dry_run(options: EvolveOptions, reporter: Reporter) -> dict[str, Any]:
     """Return what would be searched, as JSON; errors as `evolve`, before anything is searched."""
+    from kvsearch.jobs.searching import describe_searches
+
     searches = _prepare(options, reporter)
     first = searches[0]
     samples = len(first.samples)
@@ -239,6 +238,7 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
             scores next to nothing.
         EnvironmentFault: Ray is missing, the disk is full, or more than half of a generation failed.
     """
+    from kvsearch.jobs.searching import keep_hard_questions, open_search
     from kvsearch.search.evolve import run_searches
 
     directory = options.output
@@ -249,15 +249,11 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
     if force or not (directory / CONFIG).exists():
         with reporter.progress("batches of the full cache") as progress:
             searches[0].require_answers(progress)
-    searches = _keep_hard_questions(searches, reporter)
+    searches = keep_hard_questions(searches, reporter)
     store = stage_store(directory, lambda evaluation: evaluation.config(), lambda _: reporter, force=True)
+    opening = open_search(directory, config, searches, FILES, reporter, force=force, workers=options.workers)
     with (
-        open_search(directory, config, searches, FILES, reporter, force=force, workers=options.workers) as (
-            searches,
-            executor,
-            run,
-            log,
-        ),
+        opening as (searches, executor, run, log),
         watching(reporter, log, limits, len(searches)) as watcher,
     ):
         lines_before = log.count
@@ -271,41 +267,6 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
         if run.state == "finished" and log.count == lines_before:
             reporter.say(FINISHED)
         return result
-
-
-@contextmanager
-def open_search(
-    directory: Path,
-    config: RunConfig,
-    searches: tuple[PreparedSearch, ...],
-    files: Sequence[str],
-    reporter: Reporter,
-    *,
-    force: bool = False,
-    workers: int | None = None,
-) -> Iterator[tuple[tuple[PreparedSearch, ...], Executor, Run, TrialLog]]:
-    """Decide what is teacher-forced, read the prompts, and open the directory: all that comes before candidates.
-
-    The `config` is completed with the content of the searches. `files` are patterns of what is written there, see
-    `Run.open`. `workers` is how many each read the prompts.
-
-    Raises:
-        UsageError: another search is in the directory; see also `Run.open`.
-        EnvironmentFault, IncompatibleError: see `make_executor`.
-    """
-    if not force:
-        require_same(directory, config.changed(content=describe_searches(searches)), unknown=(SEARCHED,))
-    searches = _decide_answers(searches, reporter)
-    config = config.changed(content=describe_searches(searches))
-    if not force:
-        require_same(directory, config)
-    # who evaluates comes first: with --force the old run is gone only once the new one can begin
-    with (
-        _make_executor(searches, workers, reporter) as executor,
-        Run.open(directory, config, force=force, files=files) as run,
-        run.open_ledger(TrialLog) as log,
-    ):
-        yield searches, executor, run, log
 
 
 def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch, ...]:
@@ -357,69 +318,3 @@ def _find_policies(space: str, names: str | None, params: Mapping[str, Any], pla
         return []
     name, fitted = fitted_policy(names or DEFAULT_POLICY)
     return [create_policy(name, {**fitted, **params})]
-
-
-def _keep_hard_questions(searches: tuple[PreparedSearch, ...], reporter: Reporter) -> tuple[PreparedSearch, ...]:
-    """Leave the questions that are hard, if these alone are to be searched on."""
-    from kvsearch.search.difficulty import with_hard_questions
-
-    settings = searches[0].settings
-    if settings.hard_below is None:
-        return searches
-    with reporter.progress("how hard questions are") as progress:
-        searches, found = with_hard_questions(searches, progress)
-    if found is not None:
-        reporter.say(
-            f"searching on {len(found.kept)} of {found.asked} questions: the full cache answers {found.right} right, "
-            f"{found.hard} of these score below {settings.hard_below:g} under even budgets of "
-            f"{searches[0].budget} entries"
-        )
-    return searches
-
-
-def _decide_answers(searches: Sequence[PreparedSearch], reporter: Reporter) -> tuple[PreparedSearch, ...]:
-    """Decide what is teacher-forced after the questions, which all searches share."""
-    if not searches[0].needs_replies:
-        return tuple(searches)
-    with reporter.progress("own replies") as progress:
-        first = searches[0].answered(progress)
-    found = first.answers or {}
-    own = sum(answer.own for answer in found.values())
-    reporter.say(f"the model's own reply is right and teacher-forced after {own} of {len(found)} questions, the right "
-             "answer after the others")  # fmt: skip
-    return (first, *(replace(search, answers=found) for search in searches[1:]))
-
-
-def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
-    """Return all that decides the result, as JSON."""
-    from kvsearch.evaluation.identity import environment, metric_of, rows_hash
-
-    first = searches[0]
-    return {
-        **environment(first.base.loaded),
-        "settings": first.as_json(),
-        "budgets": [search.budget for search in searches],
-        "policies": [{"name": policy.name, "params": policy.parameters()} for policy in first.base.policies],
-        "starts": [{name: table.tolist() for name, table in search.starts.items()} for search in searches],
-        "asked": {"samples": first.asked.samples, "max_length": first.asked.max_length},
-        "metrics": {task.task.name: metric_of(task.task) for task in first.encoded["search"]},
-        "splits": {name: {task.task.name: rows_hash(task) for task in split} for name, split in first.encoded.items()},
-        **({} if first.kept is None and first.answers is None else {SEARCHED: first.data_sha256}),
-    }
-
-
-def _make_executor(searches: Sequence[PreparedSearch], workers: int | None, reporter: Reporter) -> Executor:
-    """Return who evaluates candidates, with the prompts read."""
-    from kvsearch.search.workers import make_executor
-
-    first = searches[0]
-    who = "" if workers is None else f" by each of {workers} workers"
-    if first.base.in_prefill:
-        reporter.say(f"reading {len(first.samples)} questions once for all candidates{who}")
-    else:
-        reporter.say(
-            f"every candidate is run whole on {len(first.samples)} questions{who}: budgets of the decode phase"
-        )
-    cap = max(search.cap for search in searches)
-    with reporter.progress("prompts") as progress:
-        return make_executor(first, cap, first.asked.max_memory, progress)

@@ -13,6 +13,7 @@ from kvsearch.calibration.steps import profile_file
 from kvsearch.config.options import Option, Repeated
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.core.files import atomic_write
+from kvsearch.core.parsing import describe_fault
 from kvsearch.exporters import exporter_of
 from kvsearch.jobs.groups import BUDGET, RATIO, Loading, Names
 from kvsearch.jobs.plan import PlanOptions, Sized
@@ -170,12 +171,13 @@ class ExportOptions(PlanOptions, Sized, Loading):
         """Make the files of the target, of a profile, of a plan, or of the plan that a profile gives; no file yet.
 
         Raises:
-            UsageError: there is no such target, it needs a profile, or as `make`.
+            UsageError: there is no such target, it needs a profile, or as `compute`.
             IncompatibleError: the target cannot express all of it, and `lossy` is off.
         """
         from kvsearch.exporters.base import PlanExporter, ProfileExporter
 
-        exporter, path = exporter_of(self.to), self.profile
+        exporter = exporter_of(self.to)
+        path = self.profile
         if self.push_to_hub is not None and (self.to != "folder" or self.offline):
             raise UsageError("--push-to-hub is for --to folder, and not with --offline")
         of_plan = plan_of_folder(path) is not None if path.is_dir() else path.suffix != ".safetensors"
@@ -188,7 +190,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
             found = exporter.export(profile, self.inputs(profile.metadata.model, self.length, reporter))
         else:
             assert isinstance(exporter, PlanExporter)
-            plan = load_plan(path) if of_plan else self.make(reporter)
+            plan = load_plan(path) if of_plan else self.compute(reporter)
             inputs = self.inputs(plan.model, self.length, reporter)
             found = exporter.export(plan, replace(inputs, scores=self.scores_of(plan, path)))
         if found.losses and not self.lossy:
@@ -198,10 +200,8 @@ class ExportOptions(PlanOptions, Sized, Loading):
             )
         return found
 
-    def make(self, reporter: Reporter) -> Plan:
+    def compute(self, reporter: Reporter) -> Plan:
         """Look the plan up in the profile, or follow its signals; warns of signals that were judged harmful."""
-        if self.to == PLAN:
-            self.check_output()
         profile = load_profile(profile_file(self.profile))
         if profile.metadata.signals is not None and not self.join:
             return self._of_signals(profile, reporter)
@@ -221,7 +221,8 @@ class ExportOptions(PlanOptions, Sized, Loading):
             return self._joint(profile, reporter)
         from kvsearch.selection.table_check import harmful_table
 
-        plan, pool = plan_from_profile(profile, self.size), self.size.pool(profile.metadata)
+        plan = plan_from_profile(profile, self.size)
+        pool = self.size.pool(profile.metadata)
         self._refuse_harmful(harmful_table(profile, 1 - pool.mean / pool.length), reporter)
         return plan
 
@@ -336,7 +337,7 @@ def upload(path: Path, repository: str) -> str:
         address = hub.create_repo(repository, private=True, exist_ok=True)
         hub.upload_folder(repo_id=repository, folder_path=path, commit_message="Plan made by kvsearch")
     except Exception as error:  # of the hub, of its HTTP library, of the network
-        reason = " ".join(str(error).split())[:300]
+        reason = describe_fault(error)
         raise EnvironmentFault(f"{path} is written, but cannot be uploaded to {repository}: {reason}") from error
     return str(address)
 

@@ -17,7 +17,8 @@ def following(*words: object) -> str:
 
 def flags_of(options: JobOptions, names: Iterable[str]) -> Iterator[str]:
     """Yield those of these options that are not the default, as they are typed."""
-    offered, fields = options.offered(), type(options).model_fields
+    offered = options.offered()
+    fields = type(options).model_fields
     for name in names:
         value = getattr(options, name, None)
         if name not in offered or value is None or value == fields[name].get_default(call_default_factory=True):

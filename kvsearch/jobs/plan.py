@@ -43,8 +43,15 @@ class PlanOptions(JobOptions):
     force: Annotated[bool, Option("Replace the plan file.", recorded=False)] = False
 
     @abstractmethod
+    def compute(self, reporter: Reporter) -> Plan:
+        """Return the plan."""
+
     def make(self, reporter: Reporter) -> Plan:
-        """Make the plan, which is what a dry run does."""
+        """Make the plan, which is what a dry run does; UsageError if its parts do not fit together."""
+        self.check_output()
+        plan = self.compute(reporter)
+        check_plan(plan, f"the plan for {self.output}")
+        return plan
 
     def write(self, reporter: Reporter) -> Plan:
         """Make the plan and write it; EnvironmentFault if it cannot be written."""
@@ -55,11 +62,6 @@ class PlanOptions(JobOptions):
     def check_output(self) -> None:
         """Raise UsageError if no plan can be written, found out before there is one."""
         check_output(self.output, self.force, PLAN_FILE)
-
-    def checked(self, plan: Plan) -> Plan:
-        """Return the plan; UsageError if its parts do not fit together."""
-        check_plan(plan, f"the plan for {self.output}")
-        return plan
 
 
 def checked_plan(path: Path) -> Plan:
@@ -92,8 +94,8 @@ class UniformOptions(PlanOptions, Sized, WithModel):
         ),
     ] = "static"
 
-    def make(self, reporter: Reporter) -> Plan:
-        """Make the plan; what can be checked without a model is checked before one is loaded."""
+    def compute(self, reporter: Reporter) -> Plan:
+        """Return the plan; what can be checked without a model is checked before one is loaded."""
         from kvsearch.strategies.methods import check_request, direct_plan, parse_allocation
 
         name, fitted = fitted_policy(self.policy)
@@ -103,8 +105,7 @@ class UniformOptions(PlanOptions, Sized, WithModel):
         allocator = self.allocator(policy)
         size = self.size
         check_request(policy, size, allocation)
-        self.check_output()
-        return self.checked(direct_plan(self.load(self.model, reporter), policy, size, phases, allocator, allocation))
+        return direct_plan(self.load(self.model, reporter), policy, size, phases, allocator, allocation)
 
     def allocator(self, policy: Policy) -> Uniform | Pyramid:  # noqa: ARG002 - as a pyramid has it
         """Return what shares the total out between layers and kv heads."""
@@ -135,11 +136,10 @@ class ScaleOptions(PlanOptions, Sized):
         int | None, Field(ge=1), Option("Prompt length the integer budgets are for.", shown="that of the plan")
     ] = None
 
-    def make(self, reporter: Reporter) -> Plan:  # noqa: ARG002
-        """Scale the plan."""
-        self.check_output()
+    def compute(self, reporter: Reporter) -> Plan:  # noqa: ARG002
+        """Return the scaled plan."""
         plan = checked_plan(self.plan)
-        return self.checked(arithmetic.scale(plan, budget=self.budget, ratio=self.ratio, length=self.length))
+        return arithmetic.scale(plan, budget=self.budget, ratio=self.ratio, length=self.length)
 
 
 class ConvertOptions(PlanOptions):
@@ -150,10 +150,9 @@ class ConvertOptions(PlanOptions):
     plan: Annotated[Path, Option("A plan that scales with the prompt.", argument=True)]
     length: Annotated[int, Field(ge=1), Option("Prompt length, in tokens.")]
 
-    def make(self, reporter: Reporter) -> Plan:  # noqa: ARG002
-        """Convert the plan."""
-        self.check_output()
-        return self.checked(arithmetic.convert(checked_plan(self.plan), self.length))
+    def compute(self, reporter: Reporter) -> Plan:  # noqa: ARG002
+        """Return the converted plan."""
+        return arithmetic.convert(checked_plan(self.plan), self.length)
 
 
 class MergeOptions(PlanOptions):
@@ -164,10 +163,9 @@ class MergeOptions(PlanOptions):
     policies: Annotated[Path, Option("Take the policies of this plan.")]
     budgets: Annotated[Path, Option("Take the budgets of this plan, and all else.")]
 
-    def make(self, reporter: Reporter) -> Plan:  # noqa: ARG002
-        """Merge the plans."""
-        self.check_output()
-        return self.checked(arithmetic.merge(checked_plan(self.policies), checked_plan(self.budgets)))
+    def compute(self, reporter: Reporter) -> Plan:  # noqa: ARG002
+        """Return the merged plan."""
+        return arithmetic.merge(checked_plan(self.policies), checked_plan(self.budgets))
 
 
 class BuildOptions(PlanOptions):
@@ -177,12 +175,11 @@ class BuildOptions(PlanOptions):
 
     strategy: Annotated[Path, Option("A YAML file as `plan yaml` writes it.", argument=True)]
 
-    def make(self, reporter: Reporter) -> Plan:  # noqa: ARG002
-        """Read the YAML; UsageError if no plan can be written, or says all that is wrong with it."""
+    def compute(self, reporter: Reporter) -> Plan:  # noqa: ARG002
+        """Return the plan of the YAML; UsageError says all that is wrong with it."""
         from kvsearch.strategies.from_yaml import plan_from_yaml
 
-        self.check_output()
-        return self.checked(plan_from_yaml(read_bytes(self.strategy, MOST_YAML), str(self.strategy)))
+        return plan_from_yaml(read_bytes(self.strategy, MOST_YAML), str(self.strategy))
 
 
 class YamlOptions(JobOptions):

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from kvsearch.config.options import JobOptions, Option, Repeated
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import atomic_write, check_target, read_bytes
+from kvsearch.core.files import atomic_write, check_target, read_bytes, require_directory
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 
@@ -79,9 +79,7 @@ def write_report(options: ReportOptions, reporter: Reporter) -> Report:  # noqa:
 
     options.check_output()
     if options.figures is not None:
-        from kvsearch.report.figures.draw import check_figures
-
-        check_figures(options.figures)
+        require_directory(options.figures)
     groups = groups_of([open_path(path) for path in dict.fromkeys(options.runs)])
     files = [] if options.figures is None else _write_figures(groups, options.figures)
     page = render(groups, options.title, about(groups))

@@ -30,23 +30,18 @@ class Reporter(Protocol):
 
     def say(self, text: str) -> None:
         """Tell something that is not a result."""
-        ...
 
     def warn(self, text: str) -> None:
         """Tell of something doubtful, on one line."""
-        ...
 
     def progress(self, what: str) -> AbstractContextManager[Progress]:
         """Show how far something is, in units of `what`."""
-        ...
 
     def live(self, title: str) -> AbstractContextManager[Callable[[Sequence[str]], None]]:
         """Show facts that change, the first of which says where they are from."""
-        ...
 
     def loading(self, name: str) -> AbstractContextManager[None]:
         """Be told that a model is loaded, by libraries that print."""
-        ...
 
 
 class Silent:

@@ -42,7 +42,6 @@ from kvsearch.jobs.groups import (
     refuse_two_sizes,
 )
 from kvsearch.jobs.public import job
-from kvsearch.jobs.refine import Refinement
 from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption, stage_store
 from kvsearch.plan import Size, save_plan
 from kvsearch.plan.origin import ContextSet, joined
@@ -61,7 +60,7 @@ if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
     from kvsearch.evaluation.compare import Settings
     from kvsearch.evaluation.plan_comparison import StageStore
-    from kvsearch.jobs.refine import RefinedPlans
+    from kvsearch.jobs.searching import RefinedPlans, Refinement
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Plan
     from kvsearch.plan.origin import Use
@@ -356,6 +355,8 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
 
     def refinement(self, loaded: LoadedModel) -> Refinement:
         """Return the search that refines plans, on contexts of the tasks' split train."""
+        from kvsearch.jobs.searching import Refinement
+
         names = (*Loading.model_fields, "max_length", "batch", "max_memory", "protocol")
         search = EvolveOptions.of(
             model=self.model, output=self.output / REFINE, space="joint", seed=self.seed + 2, samples=self.measure or 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -10,17 +11,20 @@ from pydantic import Field
 
 from kvsearch.config.options import Option
 from kvsearch.jobs.calibrated import OnSignals, load_signals
+from kvsearch.jobs.following import following
 from kvsearch.jobs.groups import BUDGET, TASKS, Names
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, kept_replies
 from kvsearch.models.speed import Work
 from kvsearch.plan import Size
+from kvsearch.report.validation import parts
 from kvsearch.results.validation import FILE, ValidationResult, load_validation
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.run import Run, require_same
 from kvsearch.signals.table import SignalTable
 
 if TYPE_CHECKING:
+    from kvsearch.report.table import Table
     from kvsearch.selection.validate import PreparedValidation
     from kvsearch.selection.verdicts import AtBudget
 
@@ -85,6 +89,19 @@ class Validated:
     def as_json(self) -> dict[str, Any]:
         """Return the content of the file."""
         return self.found.as_json()
+
+    def parts(self) -> Iterator[str | Table]:
+        """Return the tables and verdicts at the sizes of this run."""
+        return parts(self.found, self.now)
+
+    def remarks(self, options: ValidateOptions) -> Iterator[str]:
+        """Say where the verdicts are kept, and offer to choose by them."""
+        others = ", ".join(budget.size for budget in self.found.budgets if budget not in self.now)
+        yield f"kept in {self.path}" + (f", beside what was found before at {others}" if others else "")
+        sizes = [f"{budget.budget:g}" for budget in self.now if budget.ratio is None]
+        if sizes:
+            size = ("--budget", sizes[0]) if len(sizes) == 1 else ("--budgets", ",".join(sizes))
+            yield following("select", options.directory, *size, "-o", options.directory / "plan.json")
 
 
 @job(ValidateOptions, dry=True)

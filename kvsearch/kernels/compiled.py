@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -11,7 +12,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def constant(function: Function) -> Function:
     """Let compiled code take what a function of plain values returns for a constant, and not look into it.
 
-    `torch.compiler.assume_constant_result` sets the same mark.
+    `torch.compiler.assume_constant_result` sets the same mark; a cache cannot have it, so it goes to what calls one.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return cast(Function, call)

@@ -37,9 +37,13 @@ def serves(*states: Tensor) -> bool:
 
 
 @constant
+@cache
 def processors(device: torch.device) -> int:
     """Return the multiprocessors of a device."""
-    return INTERPRETED_PROCESSORS if device.type == "cpu" else _multiprocessors(device)
+    if device.type == "cpu":
+        return INTERPRETED_PROCESSORS
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def needs_gradients(*states: Tensor) -> bool:
@@ -57,33 +61,18 @@ def _unserved(states: tuple[Tensor, ...]) -> str | None:
             return f"they are not written for heads of {state.shape[-1]} numbers, {WIDEST} at most"
     if needs_gradients(*states):
         return "they have no backward pass"
-    return _lacking(states[0].device, states[0].dtype)
+    return lacking(states[0].device, states[0].dtype)
 
 
 @constant
-def _lacking(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Say what the machine lacks for kernels on these numbers."""
-    if not _installed():
+@cache
+def lacking(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say what the machine lacks for kernels on these numbers; None: nothing."""
+    if find_spec("triton") is None:
         return "Triton is not installed (pip install 'kvsearch[gpu]')"
     needed = (8, 0) if dtype == torch.bfloat16 else (7, 5)
-    found = _capability(device)
+    found = (9, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
     if found >= needed:
         return None
     name = str(dtype).removeprefix("torch.")
     return f"for {name} they need compute capability {needed[0]}.{needed[1]}, and this GPU has {found[0]}.{found[1]}"
-
-
-@cache
-def _installed() -> bool:
-    return find_spec("triton") is not None
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return (9, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count

@@ -100,7 +100,8 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
 
 def unsupported(model: nn.Module) -> str | None:
     """Say why the runtime cannot take over the attention of a model; None: it can."""
-    config, problem = text_config(model), None
+    config = text_config(model)
+    problem = None
     if getattr(config, "is_encoder_decoder", False):
         problem = "it is an encoder-decoder"
     elif getattr(config, "kv_lora_rank", None):
@@ -183,7 +184,8 @@ class RotaryTables:
         extra = {"layer_type": FULL} if per_type else {}
         cos, sin = self.module(probe, position_ids=positions[None], **extra)
         if not per_type and cos.shape[-1] == self.module.inv_freq.shape[-1]:  # each angle once
-            cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+            cos = torch.cat((cos, cos), -1)
+            sin = torch.cat((sin, sin), -1)
         # on several devices accelerate runs this module, and leaves its result, where its weights are
         return cos[0].to(positions.device), sin[0].to(positions.device)
 
@@ -199,9 +201,11 @@ def rotary(model: nn.Module, layer: int) -> RotaryTables:
 
 def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Undo the rotary embedding of `states` [B, H, N, D] (fp32) given the tables [B or 1, N, rotary dims]."""
-    cos, sin = cos[:, None], sin[:, None]
+    cos = cos[:, None]
+    sin = sin[:, None]
     width = cos.shape[-1]
-    turned, rest = states[..., :width], states[..., width:]
+    turned = states[..., :width]
+    rest = states[..., width:]
     left, right = turned.chunk(2, dim=-1)
     half_turn = torch.cat((-right, left), dim=-1)
     scale = cos.square() + sin.square()

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, InternalError, KvsearchError, UsageError
 from kvsearch.core.limits import MOST_LAYERS
-from kvsearch.core.naming import did_you_mean
+from kvsearch.core.naming import did_you_mean, require_known
+from kvsearch.core.parsing import describe_fault
 from kvsearch.core.resources import resource
 from kvsearch.models.memory import accelerator, is_out_of_memory, refuse_offloaded
 
@@ -40,12 +41,11 @@ class LoadOptions:
     offline: bool = False
 
     def __post_init__(self) -> None:
-        if self.device_map is not None and self.device_map not in DEVICE_MAPS:
-            raise UsageError(f"device map {self.device_map!r} is not one of {', '.join(DEVICE_MAPS)}")
-        if self.device_map is not None and self.device != "auto":
-            raise UsageError("give either --device or --device-map, not both")
-        if self.dtype not in DTYPES:
-            raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.device_map is not None:
+            require_known("device map", self.device_map, DEVICE_MAPS)
+            if self.device != "auto":
+                raise UsageError("give either --device or --device-map, not both")
+        require_known("dtype", self.dtype, DTYPES)
 
 
 class Workers(Protocol):
@@ -53,7 +53,6 @@ class Workers(Protocol):
 
     def map(self, work: Work[Given, Made], items: Sequence[Given]) -> Iterator[Made]:
         """Yield what `work` makes of each item, in their order."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -99,19 +98,80 @@ def load(name: str, options: LoadOptions | None = None) -> LoadedModel:
         IncompatibleError: unknown architecture, no tokenizer, missing, NaN or infinite weights.
         EnvironmentFault: no such model here (and no network), no such device, or too little room on it.
     """
-    options = options or LoadOptions()
+    return _load(name, options or LoadOptions(), weights=True)
+
+
+def load_shape(name: str, options: LoadOptions | None = None) -> LoadedModel:
+    """Load `name` without its weights: its configuration and tokenizer are enough to say what something would cost.
+
+    The fingerprint has the hash of no weights. Errors as `load`.
+    """
+    return _load(name, options or LoadOptions(), weights=False)
+
+
+def _load(name: str, options: LoadOptions, weights: bool) -> LoadedModel:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
     from kvsearch.models.fingerprint import fingerprint
 
     _refuse_misspelt(name)
     source = str(resource(f"data/{name}")) if name in BUNDLED else name
-    if options.device != "auto":
+    if weights and options.device != "auto":
         require_device(options.device)
-    model, tokenizer = _from_pretrained(name, source, options)
+    is_local = Path(source).exists()
+    if is_local and not (Path(source) / "config.json").is_file():
+        raise IncompatibleError(f"{name!r} has no config.json, so it is not the directory of a Hugging Face model")
+    common = {
+        "revision": options.revision or "main",
+        "trust_remote_code": options.trust_remote_code,
+        "local_files_only": options.offline or is_local,
+    }
+    missing: list[str] = []
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **common)
+        config = AutoConfig.from_pretrained(source, **common)
+        _refuse_size(name, config)
+        if weights:
+            device = options.device
+            if device == "auto":
+                device = "auto" if torch.cuda.is_available() else "cpu"
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=options.dtype,
+                device_map=options.device_map or device,
+                output_loading_info=True,
+                **common,
+            )
+            missing = sorted(info["missing_keys"])
+        else:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
+            dtype = getattr(torch, options.dtype) if options.dtype != "auto" else config.dtype
+            model = model.to(dtype or torch.float32)
+    except Exception as error:
+        # a damaged file shows as an exception of transformers, safetensors, huggingface_hub or Python itself
+        if is_out_of_memory(error) or isinstance(error, KvsearchError):
+            raise
+        raise _explain(name, source, error) from error
+    if missing:  # transformers makes them up
+        listed = ", ".join(missing[:3])
+        raise IncompatibleError(f"model {name!r} lacks {len(missing)} of its weights, such as {listed}")
     model.eval()
-    refuse_offloaded(model, name)
-    _refuse_bfloat16(name, model)
-    _refuse_broken_weights(name, model)
-    return LoadedModel(name, model, tokenizer, fingerprint(model, name, _revision(source, options)))
+    if weights:
+        refuse_offloaded(model, name)
+        supported = getattr(accelerator(model.device), "is_bf16_supported", None)
+        if model.dtype == torch.bfloat16 and supported is not None and not supported(including_emulation=False):
+            raise EnvironmentFault(  # the device would only imitate it, many times slower
+                f"{model.device} does not compute in bfloat16, in which model {name!r} is: give --dtype float16 or "
+                "float32"
+            )
+        for parameter_name, parameter in model.named_parameters():
+            if not bool(parameter.isfinite().all()):
+                raise IncompatibleError(
+                    f"model {name!r} has NaN or infinite values in {parameter_name}: the file is damaged"
+                )
+    return LoadedModel(name, model, tokenizer, fingerprint(model, name, _revision(source, options), weights))
 
 
 def _refuse_misspelt(name: str) -> None:
@@ -127,71 +187,6 @@ def _refuse_misspelt(name: str) -> None:
         )
 
 
-def load_shape(name: str, options: LoadOptions | None = None) -> LoadedModel:
-    """Load `name` without its weights: its configuration and tokenizer are enough to say what something would cost.
-
-    The fingerprint has the hash of no weights. Errors as `load`.
-    """
-    options = options or LoadOptions()
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from kvsearch.models.fingerprint import fingerprint
-
-    _refuse_misspelt(name)
-    source = str(resource(f"data/{name}")) if name in BUNDLED else name
-    common = _common(name, source, options)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **common)
-        config = AutoConfig.from_pretrained(source, **common)
-        _refuse_size(name, config)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
-        dtype = getattr(torch, options.dtype) if options.dtype != "auto" else config.dtype
-        model = model.to(dtype or torch.float32).eval()
-    except Exception as error:
-        if isinstance(error, KvsearchError):
-            raise
-        raise _explain(name, source, error) from error
-    return LoadedModel(name, model, tokenizer, fingerprint(model, name, _revision(source, options), weights=False))
-
-
-def _common(name: str, source: str, options: LoadOptions) -> dict[str, Any]:
-    """Return what all parts of a model are loaded with; IncompatibleError if it is a directory of something else."""
-    if Path(source).exists() and not (Path(source) / "config.json").is_file():
-        raise IncompatibleError(f"{name!r} has no config.json, so it is not the directory of a Hugging Face model")
-    return {
-        "revision": options.revision or "main",
-        "trust_remote_code": options.trust_remote_code,
-        "local_files_only": options.offline or Path(source).exists(),
-    }
-
-
-def _from_pretrained(name: str, source: str, options: LoadOptions) -> tuple[Any, Any]:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    common = _common(name, source, options)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **common)
-        _refuse_size(name, AutoConfig.from_pretrained(source, **common))
-        device = options.device
-        if device == "auto":
-            device = "auto" if torch.cuda.is_available() else "cpu"
-        model, info = AutoModelForCausalLM.from_pretrained(
-            source, dtype=options.dtype, device_map=options.device_map or device, output_loading_info=True, **common
-        )
-    except Exception as error:
-        # a damaged file shows as an exception of transformers, safetensors, huggingface_hub or Python itself
-        if is_out_of_memory(error) or isinstance(error, KvsearchError):
-            raise
-        raise _explain(name, source, error) from error
-    if info["missing_keys"]:  # transformers makes them up
-        listed = ", ".join(sorted(info["missing_keys"])[:3])
-        raise IncompatibleError(f"model {name!r} lacks {len(info['missing_keys'])} of its weights, such as {listed}")
-    return model, tokenizer
-
-
 def require_device(device: str) -> None:
     """Raise EnvironmentFault unless this machine has a device of that name, such as "cuda:1"."""
     import torch
@@ -199,7 +194,7 @@ def require_device(device: str) -> None:
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = describe_fault(error)
         raise EnvironmentFault(f"device {device!r} was asked for, but this machine has none: {reason}") from error
 
 
@@ -211,33 +206,13 @@ def _refuse_size(name: str, config: Any) -> None:
 
 
 def _explain(name: str, source: str, error: Exception) -> KvsearchError:
-    reason = " ".join(str(error).split())[:300]
+    reason = describe_fault(error)
     if isinstance(error, OSError) and not Path(source).exists():
         return EnvironmentFault(
             f"model {name!r} is neither a local directory nor available from the hub: check the spelling, the network "
             f"and HF_HUB_OFFLINE ({reason})"
         )
     return IncompatibleError(f"model {name!r} cannot be loaded: {reason}")
-
-
-def _refuse_bfloat16(name: str, model: Any) -> None:
-    """Raise EnvironmentFault if a model is in bfloat16 and its device would only imitate that, many times slower."""
-    import torch
-
-    module = accelerator(model.device)
-    supported = getattr(module, "is_bf16_supported", None)
-    if model.dtype == torch.bfloat16 and supported is not None and not supported(including_emulation=False):
-        raise EnvironmentFault(
-            f"{model.device} does not compute in bfloat16, in which model {name!r} is: give --dtype float16 or float32"
-        )
-
-
-def _refuse_broken_weights(name: str, model: Any) -> None:
-    for parameter_name, parameter in model.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            raise IncompatibleError(
-                f"model {name!r} has NaN or infinite values in {parameter_name}: the file is damaged"
-            )
 
 
 def _revision(source: str, options: LoadOptions) -> str | None:

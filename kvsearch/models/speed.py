@@ -11,9 +11,11 @@ from kvsearch.core.progress import clock_words
 if TYPE_CHECKING:
     from kvsearch.models.loading import LoadedModel
 
-FIRST, MOST = 32, 512  # tokens of a pass
+FIRST = 32  # tokens of the first pass
+MOST = 512  # and of the longest
 ENOUGH = 0.5  # seconds of a pass that is long enough to be believed
-ROWS, STEPS = 8, 3  # sequences that are answered at a time, and tokens of each
+ROWS = 8  # sequences that are answered at a time
+STEPS = 3  # tokens of each
 
 
 @dataclass(frozen=True)

@@ -155,8 +155,7 @@ def _entries(heads: int, total: int | None, budget: int | None, ratio: float | N
             raise UsageError(ONE_SIZE)
         return total
     size = Size(budget, ratio, length)
-    if ratio is not None and length is None:
-        raise UsageError("a ratio needs the --length of a prompt, in tokens, that the integer budgets are for")
+    size.require_length()
     return size.total(length or 0, heads)
 
 

@@ -7,12 +7,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.core.files import atomic_write, check_target, read_bytes
-from kvsearch.core.parsing import describe_validation_error, read_json, require_header
+from kvsearch.core.parsing import describe_fault, read_json, require_header, validated
 from kvsearch.plan.schema import PLAN_FORMAT, PLAN_VERSION, Plan, PolicySpec
 
 PROFILE = "profile.safetensors"  # of the directory of a calibration
@@ -69,17 +67,14 @@ def _located(path: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(path), allow_patterns=[FOLDER_PLAN, "*.safetensors"])) / FOLDER_PLAN
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())[:300]
         raise EnvironmentFault(
-            f"there is no file or folder {path}, and the hub has no such plan or cannot be reached: {reason}"
+            f"there is no file or folder {path}, and the hub has no such plan or cannot be reached: "
+            f"{describe_fault(error)}"
         ) from error
 
 
 def _checked(data: dict[str, object], name: str) -> Plan:
-    try:
-        return Plan.model_validate(data)
-    except ValidationError as error:
-        raise UsageError(describe_validation_error(error, name)) from error
+    return validated(Plan.model_validate, data, name)
 
 
 WEIGHTS = "weights"  # the parameter

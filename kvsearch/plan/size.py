@@ -82,6 +82,11 @@ class Size:
         """The scaling of plans of this size: a ratio follows the prompt at hand."""
         return "proportional" if self.budget is None else "fixed"
 
+    def require_length(self) -> None:
+        """Raise UsageError if it is a ratio of prompts of no known length."""
+        if self.ratio is not None and self.length is None:
+            raise UsageError("a ratio needs the --length of a prompt, in tokens, that the integer budgets are for")
+
     def mean(self, length: int) -> float:
         """Return the entries per kv head of a prompt of `length` tokens, before rounding."""
         return (1 - float(self.ratio or 0)) * length if self.budget is None else self.budget

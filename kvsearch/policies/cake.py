@@ -86,7 +86,8 @@ def row_moments(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
             chunk_scatter = probability.sub_(chunk_mean[..., None, :]).mul_(real).square_().sum(-2)
             total = rows[part] + count
             some = *part, slice(None), slice(probability.shape[-1])
-            share, apart = count / total.clamp(min=1), chunk_mean - mean[some]
+            share = count / total.clamp(min=1)
+            apart = chunk_mean - mean[some]
             scatter[some] += chunk_scatter + apart.square() * rows[part] * share
             mean[some] += apart * share
             rows[part] = total

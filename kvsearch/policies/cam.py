@@ -95,7 +95,8 @@ class CaM(Wrapper):
 
     def _spread(self, cached: Cached, leaving: Tensor, order: Tensor, stays: Tensor) -> None:
         """Add the values in slots `leaving` [S, E] to the next of what stays: `order` [S, C], where `stays`."""
-        gone, source = leaving >= 0, leaving.clamp(min=0)
+        gone = leaving >= 0
+        source = leaving.clamp(min=0)
         position = cached.positions.gather(1, source)
         ahead = cached.positions.gather(1, order).masked_fill(~stays, torch.iinfo(torch.int64).max)
         first = torch.searchsorted(ahead, position)
@@ -111,7 +112,8 @@ class CaM(Wrapper):
             add_to_next(cached.values, order, stays, first, moved, len(offset))
             return
         active = gone[..., None] & inside
-        targets, sources = order.gather(1, place[:, 0]), source.expand(-1, len(offset))  # touches those m values only
+        targets = order.gather(1, place[:, 0])  # touches those m values only
+        sources = source.expand(-1, len(offset))
         own = torch.ones_like(targets, dtype=torch.float32)
         into = offset.expand(len(order), -1)
         fold(cached.values, targets, own, into, sources, weight.expand(-1, len(offset)), active.flatten(1))

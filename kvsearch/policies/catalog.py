@@ -51,7 +51,8 @@ class PolicyFault:
 
 def catalog() -> tuple[list[PolicyFacts], list[PolicyFault]]:
     """Return all registered policies by name, and those that cannot be used."""
-    facts, faults = [], []
+    facts = []
+    faults = []
     for name in policy_names():
         try:
             facts.append(describe_policy(name))
@@ -65,7 +66,13 @@ def describe_policy(name: str) -> PolicyFacts:
     found = policy_class(name)
     fields = dataclasses.fields(found)
     policy = None if any(map(is_required, fields)) else found()
+    phases: tuple[str, ...] = ("prefill", "decode")
+    if policy is not None and _evicts_nothing(policy):
+        phases = ()
+    elif policy is not None and policy.no_decode_rule():
+        phases = ("prefill",)
     module = sys.modules[found.__module__]
+    described = inspect.cleandoc(found.__dict__.get("__doc__") or "")
     title = " ".join((inspect.getdoc(module) or "").partition("\n\n")[0].split())
     return PolicyFacts(
         name=name,
@@ -73,21 +80,16 @@ def describe_policy(name: str) -> PolicyFacts:
         implementation=f"{found.__module__}:{found.__qualname__}",
         source=found.source,
         title=title,
-        formula=_docstring(found),
+        # dataclasses put a signature where there is no docstring
+        formula="" if described.startswith(f"{found.__name__}(") else described,
         parameters={field.name: _default(field) for field in fields},
-        phases=_phases(policy),
+        phases=phases,
         stages=None if policy is None else 1 + bool(policy.quota(BUDGET)),
         needs=None if policy is None else tuple(policy.needs().describe()),
         sinks=None if policy is None else policy.sink_count,
         window=None if policy is None else policy.recent_count,
         decode=None if policy is None else _decode_rule(policy),
     )
-
-
-def _phases(policy: Policy | None) -> tuple[str, ...]:
-    if policy is None:
-        return ("prefill", "decode")
-    return () if _evicts_nothing(policy) else ("prefill",) if policy.no_decode_rule() else ("prefill", "decode")
 
 
 def _decode_rule(policy: Policy) -> str:
@@ -122,12 +124,6 @@ def _default(field: dataclasses.Field[object]) -> bool | int | float | str | Non
     default = field.default if factory is dataclasses.MISSING else factory()
     finite = isinstance(default, float) and math.isfinite(default)
     return default if finite or isinstance(default, bool | int | str) else repr(default)  # type: ignore[return-value]
-
-
-def _docstring(found: type[Policy]) -> str:
-    """Return the docstring of a class; empty where there is none but the signature that dataclasses put there."""
-    text = inspect.cleandoc(found.__dict__.get("__doc__") or "")
-    return "" if text.startswith(f"{found.__name__}(") else text
 
 
 def _package(name: str) -> str:

@@ -92,7 +92,8 @@ def start_state(policy: Policy, observation: Observation) -> State:
     """Return the state that `start` made, once its tensors [B, Hkv, T, ...] and [B, Hkv, ...] are seen to be that."""
     with calling(policy, "start"):
         state = policy.start(observation)
-    shape, device = observation.keys.shape[:3], observation.keys.device
+    shape = observation.keys.shape[:3]
+    device = observation.keys.device
     for tensors, size in ((state.entries, 3), (state.heads, 2)):
         for name, tensor in tensors.items():
             if tensor.shape[:size] != shape[:size] or tensor.device != device:
@@ -122,7 +123,8 @@ def require_finite(checks: Iterable[DeferredCheck] | None) -> None:
 
 def lengths_after(observation: Observation) -> list[int]:
     """Return the real entries per sequence; `require_finite` of what was noted of scores, in the same read."""
-    checks, lengths = observation.checks, observation.lengths
+    checks = observation.checks
+    lengths = observation.lengths
     if not checks:
         return lengths_of(observation)
     wrong = torch.stack([check.wrong for check in checks])

@@ -56,7 +56,9 @@ class D2O(H2O):
             self._merge(part, entries)
 
     def _merge(self, cached: Cached, leaving: Tensor) -> None:
-        gone, sources, real = leaving >= 0, leaving.clamp(min=0), cached.staying(leaving)
+        gone = leaving >= 0
+        sources = leaving.clamp(min=0)
+        real = cached.staying(leaving)
         if leaving.shape[1] == 1:  # one per step: nothing is sorted or copied, and nothing waits for the device
             similarity, targets = nearest_slot(cached, sources, real)
             into = torch.zeros_like(targets)
@@ -64,7 +66,8 @@ class D2O(H2O):
             most = cached.positions.shape[1] if cached.most_staying is None else max(1, cached.most_staying)
             targets = by_position(cached.positions, real)[:, :most]
             similarity, into = most_similar(cached.keys, sources, targets, real.gather(1, targets))
-        event, tau = gone.any(-1) & real.any(-1), cached.state.heads[TAU]
+        event = gone.any(-1) & real.any(-1)
+        tau = cached.state.heads[TAU]
         # in double, so that equal similarities are their mean
         found = similarity.masked_fill(~gone, 0.0).double().sum(-1) / gone.sum(-1).clamp(min=1)
         later = torch.where(tau.isnan(), found, (1 - self.ema) * tau.double() + self.ema * found)
@@ -102,7 +105,8 @@ def most_similar(keys: Tensor, sources: Tensor, targets: Tensor, real: Tensor) -
     units = F.normalize(taken(keys, targets), dim=-1).transpose(-1, -2)
     step = max(1, chunk_bytes(keys.device) // (8 * len(keys) * (targets.shape[1] + keys.shape[-1])))
     hidden = ~real[:, None]
-    values, indices = [], []
+    values = []
+    indices = []
     for first in range(0, sources.shape[1], step):
         cosine = F.normalize(taken(keys, sources[:, first : first + step]), dim=-1) @ units
         value, index = cosine.masked_fill_(hidden, -math.inf).max(-1)

@@ -77,7 +77,8 @@ class ExpectedAttention(Policy):
         positions = following[:, None] + torch.arange(self.future, device=following.device)
         tables = observation.rotary(positions.flatten())
         cos, sin = (table.float().view(*positions.shape, -1).mean(1) for table in tables)  # [B, rotary dims]
-        width, half = cos.shape[1], cos.shape[1] // 2
+        width = cos.shape[1]
+        half = cos.shape[1] // 2
         matrix = torch.eye(dim, device=cos.device).repeat(len(cos), 1, 1)
         matrix[:, :width, :width] = torch.diag_embed(cos)
         row = torch.arange(half, device=cos.device)

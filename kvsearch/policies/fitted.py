@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -92,7 +92,8 @@ class Fitted(Policy):
         if not self.share:
             return scores
         free = observation.candidates(self.sink_count, self.recent_count)
-        hidden, generic = ~free[:, None], generic_scores(self.generic, observation)
+        hidden = ~free[:, None]
+        generic = generic_scores(self.generic, observation)
         ranked = scores.masked_fill(hidden, -torch.inf)
         shared = sharing(ranked, generic.masked_fill(hidden, -torch.inf), self.share)
         return torch.where(hidden, scores, shared)
@@ -120,7 +121,8 @@ class Fitted(Policy):
 
     def step(self, step: Step) -> Tensor:
         """Return the scores [S, C] fp32 of all entries; those of the tokens that arrived are made, +inf till then."""
-        scores, newest = step.cached.state.entries[SCORE], step.newest[:, None]
+        scores = step.cached.state.entries[SCORE]
+        newest = step.newest[:, None]
         if step.waits:
             return scores.scatter_(1, newest, torch.inf)
         made = self.arriving(step)
@@ -229,12 +231,24 @@ def profile_of(digest: str, method: str) -> Profile:
     return found
 
 
+def useless_weights(method: str, problem: str) -> UsageError:
+    """Return what to say of weights that this version cannot use."""
+    return UsageError(f"the weights of policy {method} cannot be used: {problem}; fit them again with this version")
+
+
+def require_layer(name: str, layers: Sequence[int], layer: int) -> None:
+    """Raise UsageError if the weights of a policy, which are for `layers`, are asked of another layer."""
+    if layer not in layers:
+        raise UsageError(f"policy {name}: its weights are for layers {layers}, not {layer}")
+
+
 def require_arrays(profile: Profile, tails: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> None:
     """Raise UsageError if a profile does not have these arrays, [L, Hkv, *tail] each, of floating-point numbers.
 
     A tail is of letters: those in `sizes` stand for these numbers, others for any that is the same wherever they stand.
     """
-    known, problem = dict(sizes), ""
+    known = dict(sizes)
+    problem = ""
     for name, tail in tails.items():
         found = profile.arrays.get(name)
         wanted = [*profile.metadata.shape, *(known.get(letter, letter) for letter in tail)]
@@ -249,10 +263,7 @@ def require_arrays(profile: Profile, tails: Mapping[str, tuple[str, ...]], sizes
         else:
             known |= dict(zip(tail, found.shape[2:], strict=True))
         if problem:
-            raise UsageError(
-                f"the weights of policy {profile.metadata.method} cannot be used: {problem}; fit them again with this "
-                "version"
-            )
+            raise useless_weights(profile.metadata.method, problem)
 
 
 def plain_keys(observation: Observation) -> Tensor:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from kvsearch.policies.base import Needs, Observation, Policy
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.keydiff import KeyDiff
-from kvsearch.policies.ranking import scored
+from kvsearch.policies.ranking import inverse, scored
 from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.tensors import Tensor, torch
 
-SINKS, WINDOW = 4, 8
+SINKS = 4
+WINDOW = 8
 SPREAD = "spread"  # an even sample of the entries
 GOLDEN = (5**0.5 - 1) / 2
 POLICIES: dict[str, Policy] = {
@@ -49,7 +50,8 @@ def sharing(scores: Tensor, generic: Tensor, share: float) -> Tensor:
     both want the same entries there is room for more, which both get. One order holds at all budgets, and a head has
     the scores that it had, so that heads and new tokens are compared as before.
     """
-    first, second = (_ranks(one) + 1 for one in (generic, scores))
+    orders = (ranking.argsort(dim=-1, descending=True, stable=True) for ranking in (generic, scores))
+    first, second = (inverse(order).double() + 1 for order in orders)  # ties go to the lower position
     wanted = torch.minimum(first / share, second / (1 - share) if share < 1 else torch.full_like(second, torch.inf))
     order = wanted.argsort(dim=-1, stable=True)
     return torch.empty_like(scores).scatter_(-1, order, _told_apart(scores.sort(dim=-1, descending=True).values))
@@ -63,10 +65,3 @@ def _told_apart(scores: Tensor) -> Tensor:
     behind = index - torch.where(fresh, index, 0).cummax(-1).values
     step = scores.abs() * (2 * torch.finfo(scores.dtype).eps)
     return torch.where(behind > 0, scores - behind * step, scores)
-
-
-def _ranks(scores: Tensor) -> Tensor:
-    """Return the rank of every entry [..., T] fp64, the best 0; ties go to the lower position."""
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    index = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.float64).expand_as(order)
-    return torch.empty_like(index).scatter_(-1, order, index)

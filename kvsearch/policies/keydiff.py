@@ -27,7 +27,9 @@ class KeyDiff(Policy):
 
     def score(self, observation: Observation) -> Tensor:
         """Return the negative cosine to the anchor, [B, Hkv, T] fp32."""
-        return _difference(observation.keys, observation.valid[:, None])
+        real = observation.valid[:, None]
+        keys = observation.keys.float().masked_fill(~real[..., None], 0.0)
+        return difference(keys, anchor(observation.keys, real))
 
     def step(self, step: Step) -> Tensor:
         """Return 1 minus the cosine to the anchor of what is held now, [S, C] fp32, by a rising line per segment.
@@ -42,11 +44,6 @@ class KeyDiff(Policy):
         total = torch.bmm(scale[:, None], keys).transpose(1, 2)  # of unit keys, [S, D, 1]
         along = torch.baddbmm(scale[..., None], keys, total, beta=0, alpha=BELOW_ONE)[..., 0]
         return torch.addcmul(torch.linalg.vector_norm(total, dim=1), along, scale, value=-1)
-
-
-def _difference(keys: Tensor, real: Tensor) -> Tensor:
-    """Return the negative cosine of keys [..., T, D] to the mean direction of the `real` ones [..., T] bool, fp32."""
-    return difference(keys.float().masked_fill(~real[..., None], 0.0), anchor(keys, real))
 
 
 def anchor(keys: Tensor, real: Tensor) -> Tensor:

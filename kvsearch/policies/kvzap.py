@@ -94,13 +94,8 @@ Steps = tuple[tuple[Tensor, Tensor], ...]  # weight and bias of each linear map
 
 
 @constant
-def _layers(digest: str, device: Any) -> tuple[Steps, ...]:
-    """Return the linear maps of every layer, as `_read` does, on a device; compiled code has them for a constant."""
-    return _read(digest, device)
-
-
 @lru_cache(maxsize=4)
-def _read(digest: str, device: Any) -> tuple[Steps, ...]:
+def _layers(digest: str, device: Any) -> tuple[Steps, ...]:
     """Return the linear maps of every layer, fp32; UsageError if the weights are not here, or not KVzap's."""
     from safetensors import SafetensorError
     from safetensors.torch import load

@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
-from kvsearch.core.errors import UsageError
 from kvsearch.kernels.compiled import constant
 from kvsearch.policies import keydiff
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.fitted import CalibratedRanking, heads_of, plain_keys, profile_of, require_arrays
+from kvsearch.policies.fitted import (
+    CalibratedRanking,
+    heads_of,
+    plain_keys,
+    profile_of,
+    require_arrays,
+    require_layer,
+    useless_weights,
+)
 from kvsearch.policies.generic import SINKS, SPREAD, WINDOW, generic_scores
 from kvsearch.policies.tensors import F, Tensor, torch
 
@@ -159,7 +166,8 @@ class Probe(CalibratedRanking):
     def arriving(self, step: Step) -> Tensor:
         seen = step.arrived
         shape = seen.keys.shape[:3]
-        fitted, first = self._on(seen), 0
+        fitted = self._on(seen)
+        first = 0
         parts: list[Tensor] = []
         average = fitted.of(fitted.arrays.center, seen.layer, seen)[..., None, :].expand(*shape, -1)
         for name in fitted.features:
@@ -183,29 +191,21 @@ class Probe(CalibratedRanking):
     def _on(self, observation: Observation) -> Weights:
         """Return the weights where an observation is; UsageError if they are not here, or not for its layer."""
         found = _weights(self.weights, observation.keys.device)
-        if observation.layer not in found.layers:
-            raise UsageError(f"policy probe: its weights are for layers {found.layers}, not {observation.layer}")
+        require_layer(self.name, found.layers, observation.layer)
         return found
 
 
 @constant
-def _weights(digest: str, device: Any = "cpu") -> Weights:
-    """Return what a file has, as `_read` does; compiled code has it for a constant."""
-    return _read(digest, device)
-
-
 @lru_cache(maxsize=16)
-def _read(digest: str, device: Any) -> Weights:
+def _weights(digest: str, device: Any = "cpu") -> Weights:
+    """Return what a file has; UsageError if it is not here, or not of this version."""
     profile = profile_of(digest, METHOD)
     features = profile.metadata.provenance.settings.get("features")
     if not isinstance(features, tuple) or not set(features) <= set(FEATURES):
-        raise UsageError(
-            f"the weights of policy {METHOD} cannot be used: they look at {features}, and this version knows "
-            f"{', '.join(FEATURES)}; fit them again with this version"
-        )
+        raise useless_weights(METHOD, f"they look at {features}, and this version knows {', '.join(FEATURES)}")
     names = tuple(map(str, features))
     require_arrays(profile, ARRAYS, {"F": column_count(names, profile.metadata.model.head_dim)})
     if not bool((profile.arrays["scale"] > 0).all()):
-        raise UsageError(f"the weights of policy {METHOD} cannot be used: a scale is not above 0; fit them again")
+        raise useless_weights(METHOD, "a scale is not above 0")
     arrays = (torch.from_numpy(profile.arrays[name].copy()).float().to(device) for name in Coefficients._fields)
     return Weights(names, profile.metadata.layers, Coefficients(*arrays))

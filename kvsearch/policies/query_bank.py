@@ -11,13 +11,14 @@ from kvsearch.core.errors import UsageError
 from kvsearch.kernels.compiled import constant
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.fitted import CalibratedRanking, heads_of, plain_keys, profile_of, require_arrays
+from kvsearch.policies.fitted import CalibratedRanking, heads_of, plain_keys, profile_of, require_arrays, require_layer
 from kvsearch.policies.generic import even_places
 from kvsearch.policies.scoring import chunk_bytes
 from kvsearch.policies.tensors import Tensor, torch
 
 METHOD = "query_bank"  # of the profile that has the queries
-QUERIES, EVEN = "queries", "even"  # its arrays
+QUERIES = "queries"  # its arrays
+EVEN = "even"
 LEAST = 1e-13  # the mean score of heads that are ranked evenly: where nothing is looked at, all are told apart
 MEAN = "mean"  # running state: of the scores of the prompt's entries that are ranked
 NORMALISER = "normaliser"  # running state: log of the sum of exponentials over the prompt, of every query
@@ -73,8 +74,10 @@ class QueryBank(CalibratedRanking):
         return state
 
     def arriving(self, step: Step) -> Tensor:
-        seen, state = step.arrived, step.cached.state.heads
-        logits, shape = torch.cat(list(self._logits(seen)), 3), seen.keys.shape[:2]  # [B, Hkv, G, N, K]
+        seen = step.arrived
+        state = step.cached.state.heads
+        logits = torch.cat(list(self._logits(seen)), 3)  # [B, Hkv, G, N, K]
+        shape = seen.keys.shape[:2]
         taken = (logits - state[NORMALISER].view(*shape, *logits.shape[2:4], 1)).sigmoid()
         attended = (taken * seen.projected_norms("l2")[:, :, :, None]).sum(2).amax(2)
         return self._evened(attended, state[MEAN].view(*shape, 1), seen).flatten(0, 1)
@@ -95,7 +98,8 @@ class QueryBank(CalibratedRanking):
         """Return scores [B, Hkv, T] and the normaliser of every query [B, Hkv, G, N], once per observation."""
 
         def compute() -> tuple[Tensor, Tensor]:
-            norms, sinks = observation.projected_norms("l2"), observation.sinks_of(slice(None))
+            norms = observation.projected_norms("l2")
+            sinks = observation.sinks_of(slice(None))
             scores = torch.zeros_like(norms[:, :, 0])
             sums: list[Tensor] = []
             for logits in self._logits(observation):
@@ -114,14 +118,16 @@ class QueryBank(CalibratedRanking):
         queries = heads_of(
             weights.queries[weights.layers.index(observation.layer)], observation
         )  # [B or 1, Hkv, G, N, D]
-        stored, group = queries.shape[2], observation.projected_norms("l2").shape[2]
+        stored = queries.shape[2]
+        group = observation.projected_norms("l2").shape[2]
         if stored not in (1, group):
             raise UsageError(
                 f"policy query_bank: its weights are for {stored} query heads of every kv head, and this model has "
                 f"{group}"
             )
         keys = (plain_keys(observation) * _amplitude(observation))[:, :, None].transpose(-1, -2)
-        hidden, size = ~observation.valid[:, None, None, None], keys.shape[0] * keys[0, 0, 0, 0].numel()
+        hidden = ~observation.valid[:, None, None, None]
+        size = keys.shape[0] * keys[0, 0, 0, 0].numel()
         step = max(1, chunk_bytes(keys.device) // (8 * size * queries.shape[1] * queries.shape[2]))
         for some in torch.split(queries, step, 3):
             logits = (some @ keys) * observation.scaling
@@ -132,8 +138,7 @@ class QueryBank(CalibratedRanking):
     def _on(self, observation: Observation) -> BankWeights:
         """Return the weights where an observation is; UsageError if they are not here, or not for its layer."""
         found = _bank(self.weights, observation.keys.device)
-        if observation.layer not in found.layers:
-            raise UsageError(f"policy query_bank: its weights are for layers {found.layers}, not {observation.layer}")
+        require_layer(self.name, found.layers, observation.layer)
         return found
 
 
@@ -147,13 +152,8 @@ def _amplitude(observation: Observation) -> Tensor:
 
 
 @constant
-def _bank(digest: str, device: Any = "cpu") -> BankWeights:
-    """Return what a file has, as `_read` does; compiled code has it for a constant."""
-    return _read(digest, device)
-
-
 @lru_cache(maxsize=16)
-def _read(digest: str, device: Any) -> BankWeights:
+def _bank(digest: str, device: Any = "cpu") -> BankWeights:
     """Return what a file has; UsageError if it is not here, or its arrays have other shapes."""
     profile = profile_of(digest, METHOD)
     tails = {QUERIES: ("G", "N", "D"), **({EVEN: ()} if EVEN in profile.arrays else {})}

@@ -36,17 +36,12 @@ def uniform(*keys: int | Tensor) -> Tensor:
     They are the same in any order, batch and device.
     """
     state = torch.zeros((), dtype=torch.int64)
-    for key in keys:
-        state = _mixed(state + GOLDEN + torch.as_tensor(key, dtype=torch.int64))
+    for key in keys:  # mixed by the finaliser of SplitMix64 (Steele et al. 2014); products wrap around
+        state = state + GOLDEN + torch.as_tensor(key, dtype=torch.int64)
+        state = (state ^ _shifted(state, 30)) * FIRST
+        state = (state ^ _shifted(state, 27)) * SECOND
+        state = state ^ _shifted(state, 31)
     return _shifted(state, 40).float() * 2.0**-24
-
-
-def _mixed(state: Tensor) -> Tensor:
-    """Mix bits by the finaliser of SplitMix64 (Steele et al. 2014); products wrap around."""
-    state = (state ^ _shifted(state, 30)) * FIRST
-    state = (state ^ _shifted(state, 27)) * SECOND
-    mixed: Tensor = state ^ _shifted(state, 31)
-    return mixed
 
 
 def _shifted(state: Tensor, bits: int) -> Tensor:

@@ -39,13 +39,13 @@ def rank_entries(scores: Tensor, valid: Tensor, sinks: int = 0, window: int = 0)
     order = protection_order(valid, sinks, window)
     # three classes, best first: protected (in the order of protection), candidates (by score), padding
     candidates = scores.float().masked_fill(~valid[:, None], float("-inf"))
-    place = _inverse(torch.argsort(candidates, dim=-1, stable=True, descending=True))
+    place = inverse(torch.argsort(candidates, dim=-1, stable=True, descending=True))
     sort_key = torch.where((order >= 0)[:, None], order[:, None], place + sinks + window)
     sort_key = sort_key.masked_fill(~valid[:, None], 2 * valid.shape[-1] + sinks + window)
-    return _inverse(torch.argsort(sort_key, dim=-1, stable=True)).int()
+    return inverse(torch.argsort(sort_key, dim=-1, stable=True)).int()
 
 
-def _inverse(permutation: Tensor) -> Tensor:
+def inverse(permutation: Tensor) -> Tensor:
     """Return where each element went: the inverse of permutations along the last dimension."""
     index = torch.arange(permutation.shape[-1], device=permutation.device).expand_as(permutation)
     return torch.empty_like(permutation).scatter_(-1, permutation, index)
@@ -153,7 +153,9 @@ def rank_under(policy: Policy, observation: Observation) -> Tensor:
 
     At every budget, the entries ranked below it are those of `keep_under`.
     """
-    valid, sinks, window = observation.valid, policy.sink_count, policy.recent_count
+    valid = observation.valid
+    sinks = policy.sink_count
+    window = policy.recent_count
     ranks = rank_scored(policy, observation)
     first = first_staged(policy, observation)
     if first is None:
@@ -161,14 +163,15 @@ def rank_under(policy: Policy, observation: Observation) -> Tensor:
     quota = [policy.quota(budget) for budget in range(valid.shape[-1] + 1)]
     both = torch.stack([rank_entries(first, valid, sinks, window), ranks], 2).flatten(0, 1)
     merged = [_two_stage_order(one, two, quota) for one, two in both.argsort(-1).tolist()]
-    return _inverse(torch.tensor(merged, device=ranks.device)).view_as(ranks).int()
+    return inverse(torch.tensor(merged, device=ranks.device)).view_as(ranks).int()
 
 
 def _two_stage_order(first: list[int], second: list[int], quota: list[int]) -> list[int]:
     """Order columns as growing budgets take them: `quota[b]` of `first`, the rest by `second`."""
     order: list[int] = []
     kept = [False] * len(first)
-    taken, rest = 0, iter(second)
+    taken = 0
+    rest = iter(second)
     for budget in range(1, len(first) + 1):
         column = -1
         while taken < min(quota[budget], budget) and column < 0:

@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from kvsearch.core.errors import EnvironmentFault, InternalError, KvsearchError, UsageError
 from kvsearch.core.limits import MOST_ROWS
-from kvsearch.core.naming import unknown
+from kvsearch.core.naming import require_known
 from kvsearch.plan.schema import PolicySpec, typed_values
 from kvsearch.policies.base import Policy
 
@@ -43,10 +43,8 @@ def policy_class(name: str) -> type[Policy]:
         module = import_module(f"kvsearch.policies.{name}")
         members = (member for member in vars(module).values() if inspect.isclass(member) and issubclass(member, Policy))
         return next(policy for policy in members if getattr(policy, "name", None) == name)
-    for point in third_party():
-        if point.name == name:
-            return _load(point)
-    raise UsageError(unknown("policy", name, policy_names()))
+    require_known("policy", name, policy_names())
+    return _load(next(point for point in third_party() if point.name == name))
 
 
 def create_policy(name: str, params: Mapping[str, object] | None = None) -> Policy:

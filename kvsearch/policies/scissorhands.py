@@ -11,7 +11,9 @@ from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.scoring import Part, window_rows
 from kvsearch.policies.tensors import Tensor, torch
 
-LOW, MASS, RING = "low", "mass", "ring"
+LOW = "low"
+MASS = "mass"
+RING = "ring"
 LONGEST = 2**15 - 1  # rows of history: counts are int16
 SCALE_BITS = 31
 
@@ -87,9 +89,11 @@ class Scissorhands(Policy):
         ends = torch.searchsorted(index.contiguous(), rows, right=True)
         visible = ((columns < ends[..., None]) & (columns >= padding[..., None]))[:, None]  # [B, 1, count, T]
         even = (1 / (ends - padding))[:, None, :, None]
-        done, before = 0, None
+        done = 0
+        before = None
         for part, probability in window_rows(observation, self.history):
-            done, before = (done if part == before else 0), part
+            done = done if part == before else 0
+            before = part
             here = part[0], slice(None), slice(done, done + probability.shape[-2]), slice(probability.shape[-1])
             done += probability.shape[-2]
             row, *others = probability.unbind(2)
@@ -115,7 +119,8 @@ class Scissorhands(Policy):
 
     def step(self, step: Step) -> Tensor:
         """Place by persistence and attention received in each segment, [S, C] fp32."""
-        state, positions = step.cached.state.entries, step.cached.positions
+        state = step.cached.state.entries
+        positions = step.cached.positions
         held = None if step.full else step.cached.held
         if held is None:
             is_low = step.row < 1 / positions.shape[1]

@@ -12,7 +12,7 @@ from kvsearch.policies.decoding import Cached, entries_at
 from kvsearch.policies.tensors import F, Tensor, torch
 
 if TYPE_CHECKING:
-    from kvsearch.kernels.scoring import Rows
+    from kvsearch.kernels.rows import Rows
 
 SCRATCH_BYTES = 48 * 2**20
 CACHE_BYTES = 2 * 2**20  # scratch of a chunk that the cache of a CPU's core can hold
@@ -39,7 +39,8 @@ def window_rows(observation: Observation, window: int) -> Iterator[tuple[Part, T
     of rows. Rows that see nothing are all zero, padding keys get nothing. Probabilities may be changed, and are lost
     when the next ones are asked for.
     """
-    queries, keys = observation.last_queries.detach(), observation.keys.detach()
+    queries = observation.last_queries.detach()
+    keys = observation.keys.detach()
     rows = min(window, queries.shape[2])
     batch, heads, length, dim = keys.shape
     group = observation.group
@@ -78,7 +79,8 @@ def window_rows(observation: Observation, window: int) -> Iterator[tuple[Part, T
 def _parts(batch: int, heads: int, rows: int, most: int) -> Iterator[tuple[Part, slice]]:
     """Yield sequences, kv heads and rows to take at a time, `most` rows or fewer in all, if that is not none."""
     together = max(1, most // rows)  # kv heads with all of their rows
-    head_step, row_step = min(heads, together), min(rows, max(1, most))
+    head_step = min(heads, together)
+    row_step = min(rows, max(1, most))
     step = max(1, together // heads) if head_step == heads else 1
     for sequence in range(0, batch, step):
         for head in range(0, heads, head_step):
@@ -95,13 +97,15 @@ def _places(observation: Observation, rows: int) -> Tensor:
 def served_rows(observation: Observation, window: int) -> Rows | None:
     """Return the last `window` query rows for the kernels; None where these do not run."""
     from kvsearch.kernels.dispatch import serves
-    from kvsearch.kernels.scoring import Rows
+    from kvsearch.kernels.rows import Rows
 
-    queries, keys = observation.last_queries, observation.keys
+    queries = observation.last_queries
+    keys = observation.keys
     if not serves(queries, keys):
         return None
     queries = queries[:, :, -window:]
-    places, sinks = _places(observation, queries.shape[2]), observation.sinks
+    places = _places(observation, queries.shape[2])
+    sinks = observation.sinks
     sinks = sinks if sinks is None or sinks.dim() == 3 else sinks[None]
     return Rows(queries, keys, observation.index, places, observation.scaling, observation.softcap, sinks)
 
@@ -130,22 +134,17 @@ def mean_window_attention(observation: Observation, window: int, group: str = "m
     """
 
     def compute() -> Tensor:
-        heads, length = observation.keys.shape[1:3]
+        batch, heads, length, _ = observation.keys.shape
         if (rows := served_rows(observation, window)) is not None:
             received = rows.received("max" if group == "max" else "mean")
         else:
-            received = aggregate(_window_sums(observation, window).view(-1, heads, observation.group, length), group, 2)
+            total = observation.keys.new_zeros(batch, heads, observation.group, length, dtype=torch.float32)
+            for part, probability in window_rows(observation, window):
+                total[part][..., : probability.shape[-1]] += probability.sum(-2)
+            received = aggregate(total, group, 2)
         return received / window_size(observation, window)[:, None, None]
 
     return observation.shared(("window", window, group), compute)
-
-
-def _window_sums(observation: Observation, window: int) -> Tensor:
-    batch, heads, length, _ = observation.keys.shape
-    total = observation.keys.new_zeros(batch, heads, observation.group, length, dtype=torch.float32)
-    for part, probability in window_rows(observation, window):
-        total[part][..., : probability.shape[-1]] += probability.sum(-2)
-    return total.flatten(1, 2)
 
 
 def column_sums(
@@ -163,14 +162,16 @@ def column_sums(
     nothing of size T x T is made.
     """
     from kvsearch.kernels.dispatch import serves
-    from kvsearch.kernels.scoring import Rows
+    from kvsearch.kernels.rows import Rows
 
     batch, heads, length, _ = keys.shape
     if serves(queries, keys):
         index = torch.arange(length, device=keys.device).masked_fill(~valid, -1)
-        places, beside = index[:, -queries.shape[2] :], None if sinks is None else sinks[None]
+        places = index[:, -queries.shape[2] :]
+        beside = None if sinks is None else sinks[None]
         return Rows(queries, keys, index, places, scaling, softcap, beside, causal=True).received("mean")
-    rows, width = queries.shape[2], queries.shape[1] // heads
+    rows = queries.shape[2]
+    width = queries.shape[1] // heads
     packed = queries.detach().reshape(batch * heads, width, rows, -1)
     transposed = keys.detach().flatten(0, 1).transpose(-1, -2)
     padding = ~valid.repeat_interleave(heads, 0)
@@ -179,14 +180,18 @@ def column_sums(
         padded = int(torch.arange(1, length + 1).masked_fill(valid.all(0), 0).amax())
     beside = None if sinks is None else sinks.repeat(batch, 1)[:, :, None, None]
     total = keys.new_zeros(batch * heads, length, dtype=torch.float32)
-    together, step = _chunks(batch * heads, rows, width * length, keys.device)
+    together = 1 if keys.device.type == "cpu" else batch * heads  # on a CPU one head, so that a chunk holds many rows
+    step = min(rows, max(1, chunk_bytes(keys.device) // (8 * together * width * length)))
     size = together * width * step * length
     scratch = Scratch(size, keys.device), Scratch(size, keys.device)
     later = torch.ones(step, step, dtype=torch.bool, device=keys.device).triu(1)
     for head, first in product(range(0, batch * heads, together), range(0, rows, step)):
-        part, last = slice(head, head + together), min(rows, first + step)
-        count, end = last - first, length - rows + last  # `end` is what the chunk's last row sees
-        query, key = packed[part, :, first:last].float().flatten(1, 2), transposed[part, :, :end].float()
+        part = slice(head, head + together)
+        last = min(rows, first + step)
+        count = last - first
+        end = length - rows + last  # what the chunk's last row sees
+        query = packed[part, :, first:last].float().flatten(1, 2)
+        key = transposed[part, :, :end].float()
         logits = torch.bmm(query, key, out=scratch[0].table(len(query), width * count, end))
         logits = logits.mul_(scaling).view(-1, width, count, end)
         if softcap is not None:
@@ -205,12 +210,6 @@ def column_sums(
 def chunk_bytes(device: torch.device) -> int:
     """Return the scratch bytes that a chunk of work should take: what stays in a CPU's cache, more on other devices."""
     return CACHE_BYTES if device.type == "cpu" else SCRATCH_BYTES
-
-
-def _chunks(segments: int, rows: int, row_size: int, device: torch.device) -> tuple[int, int]:
-    """Return how many heads and query rows to take at a time; on a CPU one head, so that a chunk holds many rows."""
-    together = 1 if device.type == "cpu" else segments
-    return together, min(rows, max(1, chunk_bytes(device) // (8 * together * row_size)))
 
 
 def aggregate(scores: Tensor, how: str, dim: int) -> Tensor:

@@ -38,9 +38,9 @@ from kvsearch.report.reproduced import Reproduced
 from kvsearch.report.table import Table
 from kvsearch.results.base import read_content, telling_damage
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
-from kvsearch.results.perplexity import PerplexityResult
 from kvsearch.results.search import StoredSearch, read_search, read_trace
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
+from kvsearch.results.text_perplexity import PerplexityResult
 from kvsearch.results.validation import FILE as VALIDATION
 from kvsearch.results.validation import read_validation
 from kvsearch.runs.contexts import CONTEXTS_FORMAT, read_contexts
@@ -114,7 +114,7 @@ KINDS: Mapping[str, ArtifactKind] = {
         figures=drawn.speed_figures,
     ),
     "validation": ArtifactKind(
-        validation.all_parts,
+        validation.parts,
         {"kvsearch.validation": read_validation},
         model=lambda result: result.model.name,
         figures=drawn.validation_figures,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvsearch.calibration.steps import SAMPLES as MEASURED
 from kvsearch.core.errors import KvsearchError, UsageError
-from kvsearch.core.files import TEMPORARY, opened, read_bytes
+from kvsearch.core.files import TEMPORARY, opened, read_bytes, require_exists
 from kvsearch.core.parsing import read_json
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.plan import Plan, Profile
@@ -95,8 +95,7 @@ def verify_paths(paths: Iterable[Path]) -> Verification:
     """
     artefacts: dict[Path, Artefact] = {}
     for path in paths:
-        if not path.exists():
-            raise UsageError(f"there is nothing at {path}: check the path")
+        require_exists(path)
         sums = _sums_over(path)
         files = [path]
         if path.is_dir():

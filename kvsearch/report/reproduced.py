@@ -88,14 +88,18 @@ class Reproduced:
         return Table(title, ["", *columns], groups, notes, caption)
 
     def _rows(self, cells: Sequence[MeasuredCell], columns: Sequence[str]) -> Iterator[list[Cell]]:
-        best = {column: _best(cells, column) for column in columns}
+        best: dict[str, str] = {}  # how the highest of a column is printed, where not all are printed alike
+        for column in columns:
+            known = [cell for cell in cells if cell.ranked and cell.column == column and cell.value is not None]
+            if len({cell.shown for cell in known}) > 1:
+                best[column] = max(known, key=lambda cell: cell.value or 0.0).shown
         for row in dict.fromkeys(cell.row for cell in cells):
             mine = {cell.column: cell for cell in cells if cell.row == row}
             texts = {column: mine[column].shown if column in mine else "" for column in columns}
             ranked = {column for column, cell in mine.items() if cell.ranked}
             yield [
                 Cell(row),
-                *(Cell(text, column in ranked and text == best[column]) for column, text in texts.items()),
+                *(Cell(text, column in ranked and text == best.get(column)) for column, text in texts.items()),
             ]
             if any(cell.paper is not None for cell in mine.values()):
                 beside = (mine[column].paper if column in mine else None for column in columns)
@@ -120,14 +124,6 @@ class Reproduced:
             numbers = (cell.value, cell.low, cell.high, cell.text, cell.paper)
             rows.append([self.name, cell.block, cell.row, cell.column, *numbers])
         return csv_text(rows)
-
-
-def _best(cells: Sequence[MeasuredCell], column: str) -> str | None:
-    """Return how the highest of the ranked cells of a column is printed; None where all are printed alike."""
-    ranked = [cell for cell in cells if cell.ranked and cell.column == column and cell.value is not None]
-    if len({cell.shown for cell in ranked}) < 2:
-        return None
-    return max(ranked, key=lambda cell: cell.value or 0.0).shown
 
 
 def list_tables() -> Table:

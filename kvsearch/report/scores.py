@@ -12,7 +12,7 @@ from kvsearch.evaluation.statistics import Row
 from kvsearch.report.numbers import asked_words, interval, percent
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.evaluation import HeadroomResult
-from kvsearch.results.perplexity import PerplexityResult
+from kvsearch.results.text_perplexity import PerplexityResult
 from kvsearch.strategies.names import FULL
 
 ORACLES = (

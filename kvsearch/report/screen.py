@@ -31,11 +31,9 @@ class View(Protocol):
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, for programs."""
-        ...
 
     def parts(self) -> Iterable[Part]:
         """Yield lines, facts, tables and maps from top to bottom."""
-        ...
 
 
 def facts(named: Mapping[str, Any]) -> Iterator[str]:

@@ -41,16 +41,11 @@ def validation_tables(found: ValidationResult, at: AtBudget) -> tuple[Table, Tab
     )
 
 
-def parts(found: ValidationResult, at: AtBudget) -> Iterator[str | Table]:
-    """Yield both tables at one size, and why every signal got its verdict."""
-    yield from validation_tables(found, at)
-    yield from verdict_lines(at)
-
-
-def all_parts(found: ValidationResult) -> Iterator[str | Table]:
-    """Yield both tables and the verdicts at every size."""
-    for at in found.budgets:
-        yield from parts(found, at)
+def parts(found: ValidationResult, sizes: Sequence[AtBudget] | None = None) -> Iterator[str | Table]:
+    """Yield both tables, and why every signal got its verdict, at some sizes; by default at every one."""
+    for at in found.budgets if sizes is None else sizes:
+        yield from validation_tables(found, at)
+        yield from verdict_lines(at)
 
 
 def verdict_lines(at: AtBudget) -> Iterator[str]:

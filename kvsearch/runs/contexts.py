@@ -9,13 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
-
 from kvsearch.core.canonical import canonical_json
-from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Record, Sha256
 from kvsearch.core.files import atomic_write
-from kvsearch.core.parsing import describe_validation_error, read_json, require_header
+from kvsearch.core.parsing import read_json, require_header, validated
 from kvsearch.plan.origin import Use
 from kvsearch.runs.identity import CONTEXTS
 from kvsearch.runs.lock import require_lock
@@ -49,7 +46,4 @@ def read_contexts(directory: Path) -> ContextsFile:
     """
     path = directory / CONTEXTS
     data = require_header(read_json(path), CONTEXTS_FORMAT, CONTEXTS_VERSION, str(path))
-    try:
-        return ContextsFile.model_validate(data)
-    except ValidationError as error:
-        raise UsageError(describe_validation_error(error, str(path))) from error
+    return validated(ContextsFile.model_validate, data, str(path))

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
 from kvsearch.core.canonical import canonical_json, sha256_of
-from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Record
-from kvsearch.core.parsing import describe_validation_error, parse_json, read_json
+from kvsearch.core.parsing import parse_json, read_json, validated
 from kvsearch.runs.lock import this_command
 
 CONFIG: Final = "config.json"  # what is run, see `RunConfig`
@@ -82,10 +81,7 @@ def read_config(directory: Path) -> RunConfig | None:
     found = read_json(path)
     if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
         return None
-    try:
-        return RunConfig.model_validate(found)
-    except ValidationError as error:
-        raise UsageError(describe_validation_error(error, str(path))) from error
+    return validated(RunConfig.model_validate, found, str(path))
 
 
 def read_identity(directory: Path) -> str:

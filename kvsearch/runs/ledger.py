@@ -135,10 +135,6 @@ def _check_seal(line: bytes, content: Any, number: int, identity: str) -> None:
         raise LedgerFormatError("its checksum does not fit: it was changed, or is that of another run")
 
 
-def _without_seal(content: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in content.items() if key not in (NUMBER, CHECKSUM)}
-
-
 def parsed_lines(
     data: bytes, path: Path, parse: Callable[[dict[str, Any]], Line], identity: str = ""
 ) -> Iterator[tuple[Line, int]]:
@@ -159,7 +155,7 @@ def parsed_lines(
             raise damaged(path, number, "it is no JSON") from None
         try:
             _check_seal(line, content, number, identity)
-            parsed = parse(_without_seal(content))
+            parsed = parse({key: value for key, value in content.items() if key not in (NUMBER, CHECKSUM)})
         except LedgerFormatError as problem:
             raise damaged(path, number, str(problem)) from None
         yield parsed, len(line) + 1

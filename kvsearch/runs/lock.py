@@ -28,8 +28,10 @@ from kvsearch.core.files import TEMPORARY, write_fault
 
 LOCK = f"{TEMPORARY}lock"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system
-_TRIES, _PAUSE = 3, 0.02  # a process that only looks whether somebody writes has the lock for a moment
-_MOST_BYTES, _MOST_LETTERS = 1 << 16, 300  # that are read of a lock, and shown of its owner
+_TRIES = 3  # a process that only looks whether somebody writes has the lock for a moment
+_PAUSE = 0.02
+_MOST_BYTES = 1 << 16  # that are read of a lock
+_MOST_LETTERS = 300  # that are shown of its owner
 
 
 _HELD: ContextVar[tuple[Path, ...]] = ContextVar("directories, without links, that this process has locked", default=())

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import TEMPORARY, atomic_write, opened, read_text, write_fault
+from kvsearch.core.files import TEMPORARY, atomic_write, opened, read_text, require_directory, write_fault
 from kvsearch.runs.identity import CONFIG, LEDGER, SUMS, Job, RunConfig, read_config
 from kvsearch.runs.ledger import Ledger
 from kvsearch.runs.lock import locked, require_lock
@@ -151,8 +151,7 @@ def run_in(directory: Path, job: Job) -> RunConfig | None:
     Raises:
         UsageError: it is a file, it holds something else than a run of this job, or the configuration is damaged.
     """
-    if directory.exists() and not directory.is_dir():
-        raise UsageError(f"{directory} is a file: give a directory to write to")
+    require_directory(directory)
     found = read_config(directory)
     if found is None and is_unused(directory):
         return None
@@ -213,8 +212,15 @@ def finish(directory: Path, patterns: Sequence[str]) -> None:
         UsageError: the file of the checksums is damaged.
         EnvironmentFault: a file cannot be read, or the disk is full.
     """
-    found = {name: sha256_of_file(directory / name) for name in _files(directory, patterns)}
-    _write(directory, {**_others(directory, patterns), **found})
+    sums = _others(directory, patterns)
+    places = {path for pattern in patterns for path in directory.glob(pattern)}
+    for place in places:
+        for file in place.rglob("*") if place.is_dir() else [place]:
+            name = str(file.relative_to(directory))
+            is_listed = not file.name.startswith((SUMS, TEMPORARY)) and _LINE.fullmatch(f"{'0' * 64}  {name}")
+            if is_listed and file.is_file():
+                sums[name] = sha256_of_file(file)
+    _write(directory, sums)
 
 
 def unfinish(directory: Path, patterns: Sequence[str] | None = None) -> None:
@@ -256,13 +262,6 @@ def sha256_of_file(path: Path) -> str:
     """Return the SHA-256 of a file, which is read piece by piece; errors as `opened`."""
     with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _files(directory: Path, patterns: Sequence[str]) -> list[str]:
-    places = {path for pattern in patterns for path in directory.glob(pattern)}
-    files = {file for place in places for file in (place.rglob("*") if place.is_dir() else [place]) if file.is_file()}
-    names = (str(file.relative_to(directory)) for file in files if not file.name.startswith((SUMS, TEMPORARY)))
-    return sorted(name for name in names if _LINE.fullmatch(f"{'0' * 64}  {name}"))
 
 
 def _others(directory: Path, patterns: Sequence[str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import warn_beyond
 from kvsearch.models.memory import refuse_offloaded
-from kvsearch.runtime.attention import NAME, NO_DRAFTS
+from kvsearch.runtime.attention import NAME, NO_DRAFTS, NO_SHARED_DRAFTS
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.decode.steps import stepping
 from kvsearch.runtime.observe import reread
@@ -141,10 +141,7 @@ class PlannedModel:
             raise UsageError(NO_DRAFTS)
         allocation = self.program.allocation
         if drafting and allocation is not None and allocation.shares_layers:
-            raise UsageError(
-                "prompt lookup and assisted decoding draft tokens before all layers have seen the prompt, and this "
-                "plan's layers share their entries: drop the option, or use a static plan"
-            )
+            raise UsageError(NO_SHARED_DRAFTS)
 
 
 def attach(model: Any, plan: Plan | Program, *, exact: bool = False, graphs: bool = True) -> PlannedModel:

@@ -36,6 +36,10 @@ NO_DRAFTS = (
     "prompt lookup and assisted decoding take attention weights apart, and attention under a plan gives none: drop "
     "output_attentions"
 )
+NO_SHARED_DRAFTS = (
+    "prompt lookup and assisted decoding draft tokens before all layers have seen the prompt, and this plan's layers "
+    "share their entries: drop the option, or use a static plan"
+)
 
 EAGER_LOGITS = 2**28  # 512 MiB in bf16
 

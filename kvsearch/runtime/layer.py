@@ -16,6 +16,7 @@ from kvsearch.models.architecture import require_continuation
 from kvsearch.policies.base import Needs, Observation, Rereading
 from kvsearch.policies.checks import lengths_of, reads_padding
 from kvsearch.runtime.attention import (
+    NO_SHARED_DRAFTS,
     Output,
     causal_mask,
     dense_attention,
@@ -317,10 +318,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> Output:
         """Take in a prompt with the first draft of assisted decoding: the draft must see what eviction leaves."""
         if self.sharing is not None and self.sharing.waits:
-            raise UsageError(
-                "prompt lookup and assisted decoding draft tokens before all layers have seen the prompt, and this "
-                "plan's layers share their entries: run the prompt first, or use a static plan"
-            )
+            raise UsageError(NO_SHARED_DRAFTS)
         drafted = self.seen - length
         cut = states[0].shape[2] - drafted
         (query, new_query), (key, new_key), (value, new_value) = (

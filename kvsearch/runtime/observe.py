@@ -179,7 +179,11 @@ class ObservedLayer(PromptLayer[Noted]):
             gated = (self.keep.to(query.device), self.gates.to(query.device))
             return gated_attention((query, keys, values), *gated, logits), None
         if self.keep is not None:
-            mask = _showing(self.keep.to(query.device), query)
+            keep = self.keep.to(query.device)
+            heads, rows = query.shape[1:3]
+            prompt = keep.repeat_interleave(heads // keep.shape[0], 0)[:, None].expand(-1, rows, -1)
+            own = causal_mask(rows, rows, keep.device).expand(heads, -1, -1)
+            mask = torch.cat([prompt, own], -1)[None]  # kept entries, and the later tokens' own causally
         followed = self.follow(module, (query, key, value), mask, **kwargs)
         self.continuation = LayerContinuation(
             self.index, self.noted, (self.keys, self.values), (query, key, value), followed, module, logits,
@@ -367,11 +371,3 @@ def _reread(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Rereading
                 before = best.get(layer.index)
                 best[layer.index] = scores if before is None else torch.maximum(before, scores)
     return best
-
-
-def _showing(keep: Tensor, query: Tensor) -> Tensor:
-    """Make the attention mask [1, Hq, K, T + K] that shows kept prompt entries, and the later tokens' own causally."""
-    rows = query.shape[2]
-    prompt = keep.repeat_interleave(query.shape[1] // keep.shape[0], 0)[:, None].expand(-1, rows, -1)
-    own = causal_mask(rows, rows, keep.device).expand(query.shape[1], -1, -1)
-    return torch.cat([prompt, own], -1)[None]

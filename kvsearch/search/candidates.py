@@ -97,7 +97,8 @@ class Flatness:
     """
 
     def __init__(self, objective: str) -> None:
-        self._objective, self._differ = objective, False
+        self._objective = objective
+        self._differ = False
         self._ranges: dict[Minibatch, tuple[float, float]] = {}
         self._plans: set[bytes] = set()
 

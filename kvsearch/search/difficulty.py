@@ -50,10 +50,12 @@ def hard_questions(
 
 def measure_difficulty(prepared: PreparedSearch, progress: Progress | None = None) -> dict[str, dict[str, float]]:
     """Return the scores of all questions with the full cache and under even budgets; errors as `run_encoded`."""
-    model, asked = prepared.base.loaded.model, prepared.asked
+    model = prepared.base.loaded.model
+    asked = prepared.asked
     even = Program.from_plan(model, prepared.plan(prepared.starts[UNIFORM], {}))
     programs = {FULL: full_cache(model), UNIFORM: even}
-    tasks, protocol = prepared.encoded["search"], prepared.settings.protocol
+    tasks = prepared.encoded["search"]
+    protocol = prepared.settings.protocol
     replies = run_encoded(prepared.base.loaded, programs, tasks, protocol, asked.batch, progress, asked.max_memory)
     scores: dict[str, dict[str, float]] = {}
     for reply in replies:
@@ -75,11 +77,11 @@ def with_hard_questions(
     below = first.settings.hard_below
     if below is None:
         return tuple(searches), None
-    found = hard_questions(measure_difficulty(first, progress), below, first.settings.hard_most, first.settings.seed)
-    if len(found.kept) < 2:
+    chosen = hard_questions(measure_difficulty(first, progress), below, first.settings.hard_most, first.settings.seed)
+    if len(chosen.kept) < 2:
         raise UsageError(
-            f"of {found.asked} questions the full cache answers {found.right} right, and {found.hard} of these score "
-            f"below {below:g} under even budgets of {first.budget} entries: too few to search on, raise --samples or "
-            "--hard-below, or lower the budget"
+            f"of {chosen.asked} questions the full cache answers {chosen.right} right, and {chosen.hard} of these "
+            f"score below {below:g} under even budgets of {first.budget} entries: too few to search on, raise "
+            "--samples or --hard-below, or lower the budget"
         )
-    return tuple(replace(one, kept=found.kept) for one in searches), found
+    return tuple(replace(search, kept=chosen.kept) for search in searches), chosen

@@ -113,10 +113,10 @@ class PreparedSearch:
         """Return the search with what is teacher-forced decided, if replies decide it; errors as `forced_answers`."""
         if not self.needs_replies:
             return self
-        settings, tasks = self.settings, self.encoded["search"]
-        return replace(
-            self, answers=forced_answers(self.base.loaded, tasks, settings.protocol, settings.answers, progress)
-        )
+        settings = self.settings
+        tasks = self.encoded["search"]
+        answers = forced_answers(self.base.loaded, tasks, settings.protocol, settings.answers, progress)
+        return replace(self, answers=answers)
 
     @cached_property
     def data_sha256(self) -> str:
@@ -149,23 +149,34 @@ class PreparedSearch:
     @property
     def most_candidates(self) -> int:
         """How many candidates are evaluated at the most: start plans, all generations, and the mean of every stage."""
-        settings, uniform = self.settings, next(iter(self.starts.values()))
+        settings = self.settings
+        uniform = next(iter(self.starts.values()))
         populations = [
             settings.population or default_population(stage.space.dimension)
             for stage in stages_of(settings, self.frame, self.starts, lambda: uniform)
         ]
         return len(self.starts) + len(populations) + settings.generations * sum(populations)
 
+    def _costs(self) -> list[tuple[int, int]]:
+        """Return the tokens that are read for a candidate of every sample, and those that are replied at most.
+
+        Where plans evict in prompts alone, these are read once for all candidates and not counted.
+        """
+        costs = []
+        for sample in self.samples:
+            prompt = 0 if self.base.in_prefill else len(sample.prompt)
+            if self.settings.objective == "metric":
+                costs.append((prompt + len(sample.asked), sample.limit))
+            else:
+                costs.append((prompt + len(sample.following), 0))
+        return costs
+
     def work(self, candidates: int) -> Work:
         """Return what the model has to do to evaluate candidates; prompts are read once where plans evict in them."""
-        free, once = self.settings.objective == "metric", self.base.in_prefill
-        prompts = {sample.prompt_sha256: len(sample.prompt) for sample in self.samples} if once else {}
-        each = sum(len(sample.asked) if free else len(sample.following) for sample in self.samples)
-        if not once:
-            each += sum(len(sample.prompt) for sample in self.samples)
-        replies = sum(sample.limit for sample in self.samples) if free else 0
-        passes = len(prompts) + candidates * len(self.samples)
-        return Work(passes, sum(prompts.values()) + candidates * each, candidates * replies)
+        once = {sample.prompt_sha256: len(sample.prompt) for sample in self.samples} if self.base.in_prefill else {}
+        read, replied = map(sum, zip(*self._costs(), strict=True))
+        passes = len(once) + candidates * len(self.samples)
+        return Work(passes, sum(once.values()) + candidates * read, candidates * replied)
 
     def require_answers(self, progress: Progress | None = None) -> None:
         """Ask the full cache what is searched on; IncompatibleError if it scores next to nothing."""
@@ -175,13 +186,7 @@ class PreparedSearch:
         self, executor: Executor, log: TrialLog, limits: SearchLimits, watcher: Watcher, name: str = ""
     ) -> SearchOutcome:
         """Do the first part; `name` and errors as for `Search`."""
-        free = self.settings.objective == "metric"
-        counts = []
-        for sample in self.samples:
-            count = len(sample.asked) + sample.limit if free else len(sample.following)
-            if not self.base.in_prefill:  # prompts are read again
-                count += len(sample.prompt)
-            counts.append(count)
+        counts = [read + replied for read, replied in self._costs()]
 
         def tokens(chosen: Minibatch) -> int:
             return sum(counts) if chosen is None else sum(counts[number] for number in chosen)
@@ -238,7 +243,8 @@ class PreparedSearch:
         decision = race.decide(store, shared)
         chosen = decision.written
         if outcome.result is not None:
-            chosen = _find_name(finalists, outcome.result.table)
+            result = outcome.result.table
+            chosen = next(name for name, one in finalists.items() if np.array_equal(one.table, result))
         table = finalists[chosen].table
         origin = {
             **settings, "chosen": chosen, "found": finalists[chosen].where, "score": decision.score(chosen).mean,
@@ -257,9 +263,11 @@ class PreparedSearch:
         if choice.best != choice.name:
             tables[choice.best] = choice.finalists[choice.best].table
         plans = {EVOLVED: choice.plan, **{name: self.plan(table, {}) for name, table in tables.items()}}
-        streaming, size = create_policy(STREAMING), Size(budget=self.budget)
+        streaming = create_policy(STREAMING)
         if self.budget > streaming.sink_count:
-            plans[STREAMING] = direct_plan(self.base.loaded, streaming, size, self.base.phases, Uniform())
+            plans[STREAMING] = direct_plan(
+                self.base.loaded, streaming, Size(budget=self.budget), self.base.phases, Uniform()
+            )
         return plans
 
     def _finalists(self, outcome: SearchOutcome) -> dict[str, Candidate]:
@@ -411,11 +419,6 @@ def run_searches(
     return evolved
 
 
-def _find_name(finalists: Mapping[str, Candidate], table: Ints) -> str:
-    """Return the name of the finalist with that table."""
-    return next(name for name, finalist in finalists.items() if np.array_equal(finalist.table, table))
-
-
 def questions_hash(samples: Sequence[BankSample]) -> str:
     """Return the SHA-256 of questions with their contexts and teacher-forced answers, in order."""
     return sha256_of([[sample.sha256, sample.answer.tolist()] for sample in samples])
@@ -430,10 +433,12 @@ def longest(samples: Sequence[BankSample], phase: Phase = "prefill") -> int:
 
 def check_budget(prepared: PreparedSearch) -> None:
     """UsageError if the budget leaves nothing to search, evicts nothing, or does not suit the space."""
-    budget, phases = prepared.budget, prepared.base.phases
+    budget = prepared.budget
+    phases = prepared.base.phases
     choices = np.reshape(prepared.base.floors, (prepared.base.choices, -1, prepared.base.heads[1]))
     for phase, floors in zip(phases, np.split(choices.min(axis=0), len(phases)), strict=True):
-        most, what = longest(prepared.samples, phase), "prompt" if phase == "prefill" else "prompt and reply"
+        most = longest(prepared.samples, phase)
+        what = "prompt" if phase == "prefill" else "prompt and reply"
         if budget >= most:
             raise UsageError(
                 f"{budget} entries per kv head keep all of the longest {what} ({most} tokens): this budget does not "

@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -29,33 +29,17 @@ COMPLETED = "completed"
 ALL_LAYERS = slice(None)
 
 
-@dataclass(frozen=True)
-class StageProgress:
-    """One stage, `number` of `count`, with at most so many generations."""
-
-    number: int
-    count: int
-    generations: int
-
-    def done(self, generation: int) -> float:
-        """Return the share of the search that is done at the end of a generation, which count from 0."""
-        return (self.number - 1 + (generation + 1) / self.generations) / self.count
-
-
 class Watcher(Protocol):
     """Told how a search goes; it decides nothing."""
 
-    def stage(self, name: str, part: StageProgress | None = None) -> None:
-        """Hear that something begins; `part`: which of the search."""
-        ...
+    def stage(self, name: str, part: SearchStage | None = None) -> None:
+        """Hear that something begins; `part`: which stage of the search, if it is one."""
 
     def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
         """Hear of a generation that is measured; values are to be minimised, NaN for candidates that failed."""
-        ...
 
     def ended(self, why: str) -> None:
         """Hear that the search is over."""
-        ...
 
 
 class Search:
@@ -81,9 +65,15 @@ class Search:
         watcher: Watcher,
         name: str = "",
     ) -> None:
-        self.settings, self.frame, self.starts = settings, frame, dict(starts)
-        self.trials, self.samples, self.watcher, self.name = trials, samples, watcher, name
-        self.log, self.outcome = trials.log, SearchOutcome()
+        self.settings = settings
+        self.frame = frame
+        self.starts = dict(starts)
+        self.trials = trials
+        self.log = trials.log
+        self.samples = samples
+        self.watcher = watcher
+        self.name = name
+        self.outcome = SearchOutcome()
         self._current = Candidate(next(iter(self.starts.values())), math.inf, STARTS)  # where the next stage begins
         self._state: Candidate | None = None  # of all that stages tried, the best on all samples
         self._flatness = Flatness(settings.objective)
@@ -96,14 +86,14 @@ class Search:
         """
         try:
             self.watcher.stage(f"{self.name}start plans")
-            line, where = self.log.begin(self.name + STARTS), [f"start {name}" for name in self.starts]
+            line = self.log.begin(self.name + STARTS)
+            where = [f"start {name}" for name in self.starts]
             values = self._measure(list(self.starts.values()), line, where, ALL_LAYERS)
             if not self.settings.parity:  # the paper begins with even budgets, and with no fitness
                 self._current = self.outcome.pool[0]
             self.watcher.generation(STARTS, 0, values, self.outcome.pool[0])
             for stage in stages_of(self.settings, self.frame, self.starts, lambda: self._current.table):
-                part = StageProgress(stage.number, stage.count, self.settings.generations)
-                self.watcher.stage(f"{self.name}{stage.name} ({stage.number} of {stage.count})", part)
+                self.watcher.stage(f"{self.name}{stage.name} ({stage.number} of {stage.count})", stage)
                 self._current = self._run_stage(stage, self._current)
                 if self.outcome.flat:
                     break
@@ -125,7 +115,8 @@ class Search:
             best = _choose_better(best, self._run_generation(stage, generation, optimiser))
         if self.settings.parity or self.outcome.flat:  # the paper's procedure has no use for the mean
             return best
-        where, mean = f"{stage.name}, mean", stage.space.budgets(optimiser.best_guess)
+        where = f"{stage.name}, mean"
+        mean = stage.space.budgets(optimiser.best_guess)
         (value,) = self._measure([mean], self.log.begin(self.name + where), [where], stage.rows)
         self.outcome.mean = Candidate(mean, value, where)
         return _choose_better(best, self.outcome.mean)
@@ -136,7 +127,11 @@ class Search:
         points = optimiser.ask()
         line = self.log.begin(self.name + where)
         tables = [stage.space.budgets(point) for point in points]
-        samples = self._minibatch(stage.name, generation)
+        samples: Minibatch = None
+        size = self.settings.minibatch
+        if size is not None and size < self.samples:
+            rng = random.Random(f"{self.settings.seed}/{self.name}{stage.name}/{generation}")
+            samples = tuple(sorted(rng.sample(range(self.samples), size)))
         values = self._measure(tables, line, [where] * len(tables), stage.rows, samples)
         worst = worst_of(values)  # for candidates that failed
         told = [value if math.isfinite(value) else worst for value in values]
@@ -150,12 +145,14 @@ class Search:
             (value,) = self._measure([best.table], line, [where], stage.rows)
             best = replace(best, value=value)
         if (verdict := self._flatness.verdict) is not None:
-            self.outcome.flat, self.outcome.ended = True, verdict
+            self.outcome.flat = True
+            self.outcome.ended = verdict
         self.watcher.generation(stage.name, generation, values, self.outcome.pool[0])
         return best
 
     def _optimiser(self, stage: SearchStage, start: Ints) -> Optimiser:
-        space, settings = stage.space, self.settings
+        space = stage.space
+        settings = self.settings
         name = "golden" if space.dimension == 1 else settings.optimiser
         seed = f"{settings.seed}/{self.name}{stage.name}"
         problem = Problem(
@@ -183,18 +180,19 @@ class Search:
         samples: Minibatch = None,
     ) -> list[float]:
         """Return values to minimise; those on all samples go to the pool, also where a limit cuts in."""
+        limit: LimitReachedError | None = None
         try:
-            values = self.trials.measure(tables, since, samples)
-        except LimitReachedError:
-            self._note_values(tables, self.trials.values(tables, samples), where, rows, samples)
-            raise
-        return self._note_values(tables, values, where, rows, samples)
-
-    def _note_values(
-        self, tables: Sequence[Ints], values: Sequence[float], where: Sequence[str], rows: slice, samples: Minibatch
-    ) -> list[float]:
+            self.trials.measure(tables, since, samples)
+        except LimitReachedError as reached:
+            limit = reached
+        values = self.trials.values(tables, samples)
         self._flatness.add(tables, values, samples)
-        fitting = self._fit_values(tables, values, rows)
+        fitting = list(values)
+        if self.settings.parity:  # the paper's have the cache term of the layers that a stage varies in them
+            for place, (table, value) in enumerate(zip(tables, values, strict=True)):
+                score = -value if self.settings.objective == "metric" else loss_score(value)
+                cache = cache_score(float(table[rows].mean()), self.frame.budget, self.settings.gamma)
+                fitting[place] = -fitness(score, cache, self.settings.lam)
         if samples is None:
             candidates = list(map(Candidate, tables, fitting, where))
             self.outcome.add(candidates)
@@ -203,18 +201,8 @@ class Search:
                     self._state = candidate
             if self.outcome.pool:
                 self.log.record_best(self.outcome.pool[0], self.name)
-        return fitting
-
-    def _fit_values(self, tables: Sequence[Ints], values: Sequence[float], rows: slice) -> list[float]:
-        """Return values to minimise; the paper's have the cache term of the layers that a stage varies in them."""
-        settings = self.settings
-        if not settings.parity:
-            return list(values)
-        fitting = []
-        for table, value in zip(tables, values, strict=True):
-            score = -value if settings.objective == "metric" else loss_score(value)
-            cache = cache_score(float(table[rows].mean()), self.frame.budget, settings.gamma)
-            fitting.append(-fitness(score, cache, settings.lam))
+        if limit is not None:
+            raise limit
         return fitting
 
     def _complete(self) -> None:
@@ -243,13 +231,6 @@ class Search:
         self.outcome.pool = [*first, *sorted(rest, key=lambda candidate: candidate.value)]
         self.outcome.result = None if self.outcome.flat else next(iter(first), None)
 
-    def _minibatch(self, stage: str, generation: int) -> Minibatch:
-        size = self.settings.minibatch
-        if size is None or size >= self.samples:
-            return None
-        rng = random.Random(f"{self.settings.seed}/{self.name}{stage}/{generation}")
-        return tuple(sorted(rng.sample(range(self.samples), size)))
-
 
 def worst_of(values: Iterable[float]) -> float:
     """Return the finite value of a failed candidate: above (worse than) all finite `values` of its generation.
@@ -258,7 +239,8 @@ def worst_of(values: Iterable[float]) -> float:
     optimiser to turn away, not so much that a fitted surface has nothing else in it.
     """
     finite = [value for value in values if math.isfinite(value)]
-    most, least = max(finite), min(finite)
+    most = max(finite)
+    least = min(finite)
     return min(most + max(most - least, abs(most), 1.0), sys.float_info.max)
 
 

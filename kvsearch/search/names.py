@@ -18,4 +18,7 @@ FILES = (BEST, REPORT, PLAN, FRONT, CONTEXTS, "plan-*.json", "choice", "choice-*
 
 EVOLVED = "evolved"
 EXPANDED = "expanded"  # the plan of the smallest budget, scaled
-UNIFORM, PYRAMID, STREAMING = "uniform", "pyramid", "streaming"  # start plans that are made of no other
+# start plans that are made of no other
+UNIFORM = "uniform"
+PYRAMID = "pyramid"
+STREAMING = "streaming"

@@ -24,27 +24,20 @@ from kvsearch.search.settings import ObjectiveName
 
 @dataclass(frozen=True)
 class Objective:
-    """One way to judge a candidate on a sample. `free_running`: on its own reply, else on a teacher-forced answer."""
+    """One way to judge a candidate on a sample.
+
+    `free_running`: on its own reply, where higher is better, else on a teacher-forced answer, where lower is.
+    """
 
     name: ObjectiveName
-    description: str
-    higher_is_better: bool = False
     free_running: bool = False
     needs_full: bool = False  # of every sample, what the full cache says
 
 
 OBJECTIVES: Final[dict[str, Objective]] = {
-    objective.name: objective
-    for objective in (
-        Objective("nll", "mean negative log-likelihood of the teacher-forced answer's tokens, in nats"),
-        Objective(
-            "kl",
-            "mean divergence KL(full cache || candidate) of the next-token distributions over the teacher-forced "
-            "answer's tokens, in nats",
-            needs_full=True,
-        ),
-        Objective("metric", "the task's metric of the greedy reply, 0 to 1", higher_is_better=True, free_running=True),
-    )
+    "nll": Objective("nll"),  # mean negative log-likelihood of the answer's tokens, in nats
+    "kl": Objective("kl", needs_full=True),  # mean divergence KL(full cache || candidate) over these tokens, in nats
+    "metric": Objective("metric", free_running=True),  # the task's metric of the greedy reply, 0 to 1
 }
 
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.arrays import Floats
-from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.progress import Progress, counted
-from kvsearch.models.architecture import check_length
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
@@ -26,7 +25,7 @@ from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import JointReplies, compressed
 from kvsearch.search.bank.memory import SampleBlock, Splitting
 from kvsearch.search.bank.passes import PAD, forced_loss
-from kvsearch.search.bank.samples import BankSample, require_answers
+from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
 from kvsearch.search.candidates import TrialJob
 from kvsearch.search.objectives import OBJECTIVES, Objective
 from kvsearch.search.start_plans import Base
@@ -64,13 +63,13 @@ class PlanRuns:
         max_memory: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.base, self.samples, self.model = base, tuple(samples), base.loaded.model
-        if not self.samples:
-            raise UsageError("there are no samples to search on: raise --samples, or choose a task that has questions")
-        for sample in self.samples:
-            check_length(self.model, len(sample.prompt) + len(sample.following))
+        self.base = base
+        self.samples = tuple(samples)
+        self.model = base.loaded.model
+        check_samples(self.model, self.samples)
         # on a model with sliding windows nothing may be padded between a prompt and what follows it
-        self.batch, self.memory = 1 if has_windows(self.model) else batch, max_memory
+        self.batch = 1 if has_windows(self.model) else batch
+        self.memory = max_memory
         self._splitting = Splitting()
         self.tokens_spent = 0  # that the model has read: prompts, and what followed them under every candidate
         self._full: dict[int, Tensor] = {}  # log-probabilities [1, rows, V] under the full cache, by sample
@@ -128,8 +127,10 @@ class PlanRuns:
 
     def _read(self, programs: Mapping[str, Program], contexts: Sequence[Context]) -> Iterator[JointReplies]:
         """Read the prompts of some contexts under all programs."""
-        firsts, known = [self.samples[context[0]] for context in contexts], None
-        prompts, stop = [one.prompt for one in firsts], stop_tokens(self.base.loaded)
+        firsts = [self.samples[context[0]] for context in contexts]
+        prompts = [sample.prompt for sample in firsts]
+        stop = stop_tokens(self.base.loaded)
+        known = None
         try:
             for joint in compressed(self.model, programs, prompts, PAD, stop, firsts[0].finished, self.memory):
                 if joint.logits is not known:
@@ -155,7 +156,8 @@ class PlanRuns:
 
     def _scores(self, joint: JointReplies, asked: Context, objective: Objective) -> list[float]:  # noqa: ARG002
         """Return the metric of the replies to samples, NaN for all where the model gives NaN for one."""
-        samples, replies = [self.samples[index] for index in asked], joint.replies
+        samples = [self.samples[index] for index in asked]
+        replies = joint.replies
         limits = [sample.limit for sample in samples]
         try:
             if samples[0].reading.protocol == QUESTION_AGNOSTIC:
@@ -170,7 +172,8 @@ class PlanRuns:
     def _losses(self, joint: JointReplies, asked: Context, objective: Objective) -> list[float]:
         """Return the mean losses of the teacher-forced answers of samples, as `CandidateBank.losses` defines them."""
         samples = [self.samples[index] for index in asked]
-        sums, rows = np.zeros(len(samples)), max(sample.predicting for sample in samples)
+        sums = np.zeros(len(samples))
+        rows = max(sample.predicting for sample in samples)
         if rows:
             full = [self._full[index] for index in asked] if objective.needs_full else None
             logits = joint.replies.force([sample.following for sample in samples], rows)
@@ -191,13 +194,12 @@ class PlanRuns:
                 for joint in self._read({FULL: full_cache(self.model)}, contexts):
                     for number in range(max(map(len, contexts))):
                         asked = [context[min(number, len(context) - 1)] for context in contexts]
-                        self._note_answers(joint, asked)
-
-    def _note_answers(self, joint: JointReplies, asked: Context) -> None:
-        samples = [self.samples[index] for index in asked]
-        rows = max(sample.predicting for sample in samples)
-        logits = joint.replies.force([sample.following for sample in samples], rows) if rows else None
-        for row, (index, sample) in enumerate(zip(asked, samples, strict=True)):
-            said = torch.zeros(1, 0, 1) if logits is None else logits[row : row + 1, rows - sample.predicting :]
-            self._full[index] = said.float().log_softmax(-1).cpu()
-            self.tokens_spent += len(sample.following)
+                        samples = [self.samples[index] for index in asked]
+                        rows = max(sample.predicting for sample in samples)
+                        logits = torch.zeros(len(asked), 0, 1)
+                        if rows:
+                            logits = joint.replies.force([sample.following for sample in samples], rows)
+                        for index, sample, said in zip(asked, samples, logits, strict=True):
+                            answer = said[None, rows - sample.predicting :]
+                            self._full[index] = answer.float().log_softmax(-1).cpu()
+                            self.tokens_spent += len(sample.following)

@@ -21,7 +21,8 @@ JOINT_OPTIMISER: OptimiserName = "mixed"
 ObjectiveName = Literal["nll", "kl", "metric"]
 WITH_POPULATION = ("cma", "mixed", "random")  # optimisers whose generations may have any size
 FEWEST_OF_CMA = 4  # points of a generation that the update of the covariance works with
-WHAT, WORK = "What is searched", "Who does the work"  # headings of the help
+WHAT = "What is searched"  # headings of the help
+WORK = "Who does the work"
 
 
 @dataclass(frozen=True)

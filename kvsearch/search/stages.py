@@ -11,13 +11,14 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import Phase
 from kvsearch.plan.rounding import water_fill
+from kvsearch.search.names import PYRAMID, UNIFORM
 from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.space.base import Phases, Space
 from kvsearch.search.space.group import Group, Layers, Parity
 from kvsearch.search.space.heads import Basis, Heads, basis_from_tables
-from kvsearch.search.space.joint import Joint
+from kvsearch.search.space.policy_choice import Joint
 
-EVEN = ("uniform", "pyramid")  # start plans that need no measurement
+EVEN = (UNIFORM, PYRAMID)  # start plans that need no measurement
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,14 +72,22 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class SearchStage:
-    """One optimisation, `number` of `count`; `rows` are what is varied of a table, `inject` what it is told first."""
+    """One optimisation, `number` of `count`, of at most so many generations.
+
+    `rows` are what is varied of a table, `inject` what the optimiser is told first.
+    """
 
     name: str
     number: int
     count: int
+    generations: int
     space: Space
     rows: slice
     inject: list[Ints] = field(default_factory=list)
+
+    def done(self, generation: int) -> float:
+        """Return the share of the search that is done at the end of a generation, which count from 0."""
+        return (self.number - 1 + (generation + 1) / self.generations) / self.count
 
 
 def stages_of(
@@ -99,7 +108,7 @@ def stages_of(
                 where = slice(part.start + rows.start, part.start + rows.stop)
                 of_phase = f"{phase}, " if len(frame.parts) > 1 else ""
                 space = _of_group(settings, frame, current(), part, rows)
-                yield SearchStage(of_phase + name, number, count, space, where)
+                yield SearchStage(of_phase + name, number, count, settings.generations, space, where)
         return
     tables = list(starts.values())
     given = [table for name, table in starts.items() if name not in EVEN]
@@ -110,7 +119,7 @@ def stages_of(
         given = [best, *(table for table in given if not np.array_equal(table, best))]
     spaces = [_of_layers(settings, frame, tables, given, part) for part in frame.parts]
     whole = spaces[0] if len(spaces) == 1 else Phases(spaces)
-    yield SearchStage(settings.space, 1, 1, whole, slice(0, len(frame.floors)), tables)
+    yield SearchStage(settings.space, 1, 1, settings.generations, whole, slice(0, len(frame.floors)), tables)
 
 
 def _of_group(settings: EvolveSettings, frame: Frame, table: Ints, part: slice, rows: slice) -> Space:
@@ -133,7 +142,8 @@ def _of_layers(
     settings: EvolveSettings, frame: Frame, tables: Sequence[Ints], given: Sequence[Ints], part: slice
 ) -> Space:
     """Return the space of all layers of one phase; start plans that were `given` come after the even ones."""
-    floors, caps = frame.floors[part], frame.caps[part]
+    floors = frame.floors[part]
+    caps = frame.caps[part]
     if settings.space == "layers":
         return Layers(frame.total, floors, caps)
     if settings.space == "basis":

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Uniform
+from kvsearch.budgets.allocator import Allocator, Uniform
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
@@ -24,7 +24,7 @@ from kvsearch.policies import Policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.search.names import PYRAMID, STREAMING, UNIFORM
-from kvsearch.search.space.joint import chosen_of, placed
+from kvsearch.search.space.policy_choice import chosen_of, placed
 from kvsearch.strategies.build import Chosen, build_plan
 
 METHOD = "evolkv"
@@ -55,15 +55,15 @@ class Base:
         """
         layers = describe(loaded.model).full_layers
         if isinstance(policy, Policy):
-            found = cls(loaded, (policy,) * len(layers) * len(phases), phases)
+            base = cls(loaded, (policy,) * len(layers) * len(phases), phases)
         else:
             tables = [part.layers for part in _require_static(loaded, policy, "this plan", phases)]
             specs = [table[layer] for table in tables for layer in layers]
-            found = cls(loaded, tuple(policy_of(one.policy) for one in specs if one is not None), phases)
+            base = cls(loaded, tuple(policy_of(spec.policy) for spec in specs if spec is not None), phases)
         if "decode" in phases:
-            for one in dict.fromkeys(found.policies[-len(layers) :]):
-                decode_needs(one)
-        return found
+            for member in dict.fromkeys(base.policies[-len(layers) :]):
+                decode_needs(member)
+        return base
 
     @classmethod
     def choosing(cls, loaded: LoadedModel, policies: Sequence[Policy]) -> Base:
@@ -151,28 +151,34 @@ def start_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str
     check_names(plans)
     if base.choices > 1:
         return _joint_tables(base, budget, plans)
-    floors, (layers, heads) = base.floors, base.heads
+    floors = base.floors
+    (layers, heads) = base.heads
     if budget < floors.max():
         worst = max(base.policies, key=lambda policy: policy.floor)
         raise UsageError(
             f"a budget of {budget} is below the {int(floors.max())} entries that {worst.name} always keeps: give a "
             f"larger --budget, or lower --set {' or '.join(worst.protecting)}"
         )
-    total, signals = budget * layers * heads, np.zeros((layers, heads))
+    total = budget * layers * heads
+    signals = np.zeros((layers, heads))
     parts = np.split(floors, len(base.phases))
     caps = np.full_like(parts[0], MOST_ENTRIES)
-    found = {UNIFORM: np.concatenate([Uniform().allocate(signals, total, low, caps) for low in parts])}
+    allocators: dict[str, Allocator] = {UNIFORM: Uniform()}
     if layers > 1:
-        pyramid = Pyramid(window=int(floors.max()))
-        found[PYRAMID] = np.concatenate([pyramid.allocate(signals, total, low, caps) for low in parts])
+        allocators[PYRAMID] = Pyramid(window=int(floors.max()))
+    starts = {
+        name: np.concatenate([allocator.allocate(signals, total, low, caps) for low in parts])
+        for name, allocator in allocators.items()
+    }
     for name, plan in plans.items():
         _require_static(base.loaded, plan, f"start plan {name}", base.phases)
-        scaled, tables = scale(plan, total=total), []
+        scaled = scale(plan, total=total)
+        tables = []
         for phase, low in zip(base.phases, parts, strict=True):
             rows = [budget for budget in scaled.budgets(phase) if budget is not None]
             tables.append(water_fill(np.array(rows, dtype=np.float64), total, low, caps))
-        found[name] = np.concatenate(tables)
-    return _distinct(found)
+        starts[name] = np.concatenate(tables)
+    return _distinct(starts)
 
 
 def _distinct(tables: Mapping[str, Ints]) -> dict[str, Ints]:
@@ -190,9 +196,9 @@ def _joint_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[st
     """
     if not plans:
         raise UsageError("space joint begins with the policies of a plan: give one with --start")
-    layers, known = base.heads[0], [policies[0] for policies in np.reshape(np.array(base.policies, object),
-                                                                          (base.choices, -1)).tolist()]  # fmt: skip
-    found: dict[str, Ints] = {}
+    layers = base.heads[0]
+    known = list(base.policies[::layers])
+    starts: dict[str, Ints] = {}
     for name, plan in plans.items():
         alone = Base.of(base.loaded, plan)
         for policy in alone.policies:
@@ -201,11 +207,10 @@ def _joint_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[st
         chosen = np.array([known.index(policy) for policy in alone.policies])
         own = start_tables(alone, budget, {name: plan})
         table = own.get(name, own[UNIFORM])  # equal to even budgets
-        if not found:
-            found = {even: placed(own[even], chosen, base.choices) for even in (UNIFORM, PYRAMID) if even in own}
-        found[name] = placed(table, chosen, base.choices)
-    assert len(next(iter(found.values()))) == base.choices * layers
-    return _distinct(found)
+        if not starts:
+            starts = {even: placed(own[even], chosen, base.choices) for even in (UNIFORM, PYRAMID) if even in own}
+        starts[name] = placed(table, chosen, base.choices)
+    return _distinct(starts)
 
 
 def _require_static(loaded: LoadedModel, plan: Plan, name: str, phases: Sequence[Phase]) -> list[PhasePlan]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError
+from pydantic import Field, PlainSerializer, ValidationError
 
 from kvsearch.core.arrays import Floats, Ints, Vector
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError
@@ -34,15 +34,10 @@ from kvsearch.workers.base import OutcomeKind
 
 DIGITS = 9  # of a value that are told: what differs by less is rounding
 MAX_MESSAGES = 3  # of failures that an error names
-_SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no such numbers
 
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Number = Annotated[
-    float,
-    Field(strict=True),
-    BeforeValidator(lambda value: _SPECIAL.get(value, value) if isinstance(value, str) else value),
-    PlainSerializer(lambda value: value if math.isfinite(value) else str(value)),
-]
+# JSON has no NaN and no infinity: they are written as texts
+Number = Annotated[float, PlainSerializer(lambda value: value if math.isfinite(value) else str(value))]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
@@ -274,7 +269,7 @@ class TrialRunner:
 
     def values(self, candidates: Sequence[Ints], samples: Minibatch = None) -> list[float]:
         """Return the values of candidates that are in the log, NaN for others."""
-        sign = -1 if OBJECTIVES[self.objective].higher_is_better else 1
+        sign = -1 if OBJECTIVES[self.objective].free_running else 1
         values = []
         for candidate in candidates:
             trial = self.log.trials.get(candidate_key(candidate, self.objective, samples))

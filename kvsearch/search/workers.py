@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,37 +30,37 @@ def make_executor(
         KvsearchError: see `CandidateBank`.
     """
     full = search.settings.objective == "kl"
-    measured = partial(_evaluator, batch=search.asked.batch, cap=cap, full=full, max_memory=max_memory)
-    if not isinstance(workers := search.base.loaded.workers, ModelWorkers):
-        return SerialExecutor(measured(search.base, search.samples, progress=progress))
-    return RayExecutor(worker_factory(search, workers.source, measured), workers.pool)
+    settings: dict[str, Any] = {"batch": search.asked.batch, "cap": cap, "full": full, "max_memory": max_memory}
+    if isinstance(workers := search.base.loaded.workers, ModelWorkers):
+        return RayExecutor(worker_factory(search, workers.source, settings), workers.pool)
+    return SerialExecutor(make_evaluator(search.base, search.samples, **settings, progress=progress))
 
 
-def worker_factory(search: PreparedSearch, source: ModelSource, measured: partial[Evaluator]) -> partial[Evaluator]:
+def worker_factory(search: PreparedSearch, source: ModelSource, settings: Mapping[str, Any]) -> partial[Evaluator]:
     """Return what builds the evaluator of a worker: questions are sent, the model is loaded there."""
     nobody: Any = None
-    alone = replace(search.base, loaded=nobody)
     tasks = {id(sample.task): replace(sample.task, prompts=()) for sample in search.samples}  # its questions alone
     samples = [replace(sample, task=tasks[id(sample.task)]) for sample in search.samples]
-    return partial(_evaluator_of_worker, source, alone, samples, measured)
+    return partial(make_evaluator, replace(search.base, loaded=nobody), samples, source=source, **settings)
 
 
-def _evaluator_of_worker(
-    source: ModelSource, base: Base, samples: Sequence[BankSample], measured: partial[Evaluator]
-) -> Evaluator:
-    return measured(replace(base, loaded=source.load()), samples)
-
-
-def _evaluator(
+def make_evaluator(
     base: Base,
     samples: Sequence[BankSample],
+    *,
     batch: int,
     cap: int,
     full: bool,
     max_memory: int | None,
+    source: ModelSource | None = None,
     progress: Progress | None = None,
 ) -> Evaluator:
-    """Return what measures candidates: a bank where the prompt alone is evicted, else runs of their plans."""
+    """Return what measures candidates: a bank where the prompt alone is evicted, else runs of their plans.
+
+    The model is that of `base`, or loaded from its `source`.
+    """
+    if source is not None:
+        base = replace(base, loaded=source.load())
     if base.in_prefill:
         return CandidateBank(
             base.loaded, base.by_layer, samples, cap, full=full, max_memory=max_memory, progress=progress

@@ -202,8 +202,7 @@ def check_request(policy: Policy, size: Size, allocation: Allocation | None = No
         UsageError: a ratio without a length, a size below what the policy protects or that evicts nothing, or an
             allocation that cannot share the policy's entries.
     """
-    if size.ratio is not None and size.length is None:
-        raise UsageError("a ratio needs the --length of a prompt, in tokens, that the integer budgets are for")
+    size.require_length()
     mean = size.mean(size.length or 0)
     kept = f"{policy.name} always keeps ({policy.sink_count} sinks, {policy.recent_count} recent)"
     check_mean(mean, policy.floor, size.length, kept, "lower them with --set")

@@ -30,13 +30,21 @@ from kvsearch.tasks.splits import ALL, SPLITS
 from kvsearch.tasks.synthetic.suite import FORMS, SUITES, SyntheticTask
 from kvsearch.tasks.synthetic.suite import SPLITS as SYNTHETIC_SPLITS
 
-SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH = "synthetic", "ruler", "longbench", "infinitebench"
-GSM8K, NEEDLE, JSONL = "gsm8k", "niah", "jsonl"
+SYNTHETIC = "synthetic"
+RULER = "ruler"
+LONGBENCH = "longbench"
+INFINITEBENCH = "infinitebench"
+GSM8K = "gsm8k"
+NEEDLE = "niah"
+JSONL = "jsonl"
 KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, NEEDLE, JSONL)
 QA_OPTIONS: Final = {"qa_1": "squad", "qa_2": "hotpot"}  # the options that bring the files of RULER's qa tasks
 NO_QA: Final = f"{RULER}:no-qa"
 MANY = "several tasks are joined by +"
-GENERATED, STORY, YOURS, FILE = "generated", "generated in a story, or --haystack", "your file", "FILE"
+GENERATED = "generated"
+STORY = "generated in a story, or --haystack"
+YOURS = "your file"
+FILE = "FILE"
 
 _GENERATED: Final = {"lengths": "length", "split": "split"}
 _ROWS: Final = {"data": "source", "data_revision": "revision", "split": "split"}
@@ -249,15 +257,14 @@ def _refuse_unread(options: TaskOptions, entries: Sequence[Entry]) -> None:
     read = {option for entry in entries for option in entry.reads}
     unread = [option for option in options.given if option not in read]
     if unread:
-        readers = "; ".join(f"{flag(option)} is for {', '.join(_readers(option))}" for option in unread)
-        raise UsageError(f"none of the chosen tasks reads {', '.join(map(flag, unread))}: {readers}")
-
-
-def _readers(option: str) -> list[str]:
-    """Return the specs of the tasks that read an option: the kind where all of its tasks do."""
-    reading = [entry for entry in ENTRIES.values() if option in entry.reads]
-    others = {entry.kind for entry in ENTRIES.values() if option not in entry.reads}
-    return list(dict.fromkeys(entry.spec if entry.kind in others else entry.kind for entry in reading))
+        readers = []
+        for option in unread:
+            others = {entry.kind for entry in ENTRIES.values() if option not in entry.reads}
+            reading = (entry for entry in ENTRIES.values() if option in entry.reads)
+            # the kind where all of its tasks read it
+            specs = dict.fromkeys(entry.spec if entry.kind in others else entry.kind for entry in reading)
+            readers.append(f"{flag(option)} is for {', '.join(specs)}")
+        raise UsageError(f"none of the chosen tasks reads {', '.join(map(flag, unread))}: {'; '.join(readers)}")
 
 
 def _make(entry: Entry, options: TaskOptions) -> Task:

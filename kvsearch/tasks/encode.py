@@ -21,7 +21,9 @@ from kvsearch.tasks.base import Coverage, Example, Query, Task, TokenCount
 from kvsearch.tasks.metrics import score
 from kvsearch.tasks.prompts import EmptyTextError, PromptFormat
 
-NO_CONTEXT, NO_QUESTION, NO_ANSWER = "empty context", "empty question", "empty answer"
+NO_CONTEXT = "empty context"
+NO_QUESTION = "empty question"
+NO_ANSWER = "empty answer"
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +117,8 @@ def encode_tasks(
     doubled = [name for name, times in Counter(task.name for task in tasks).items() if times > 1]
     if doubled:
         raise UsageError(f"two tasks are called {doubled[0]!r}: rename one, the name labels its row")
-    count, limit = counter(loaded.tokenizer), most_tokens(loaded.model, max_length)
+    count = counter(loaded.tokenizer)
+    limit = most_tokens(loaded.model, max_length)
     for task in tasks:
         check_length(loaded, task, limit)
     made = []
@@ -148,7 +151,8 @@ def encode(
 
     `wanted` contexts were asked for and `used` ones left out, which is only counted.
     """
-    form, excluded = PromptFormat.of(tokenizer, task), Counter[str]()
+    form = PromptFormat.of(tokenizer, task)
+    excluded = Counter[str]()
     prompts = tuple(_prompts(form, examples, limit, excluded))
     if not prompts:
         raise UsageError(f"task {task.name} has no usable question ({listed(excluded) or 'it has no examples'})")
@@ -190,7 +194,8 @@ def unused(task: Task, samples: int, seed: int, count: TokenCount, used: Context
 
     In their place come more of the same seed: others where a task makes its examples, else what is left of its data.
     """
-    wanted, examples = samples, task.examples(samples, seed, count)
+    wanted = samples
+    examples = task.examples(samples, seed, count)
     fresh = [one for one in examples if not any(map(used.has, hashes_of(one)))]
     while len(fresh) < samples and len(examples) == wanted and wanted < samples + 2 * used.contexts:
         wanted += samples - len(fresh)
@@ -253,30 +258,22 @@ def _prompts(
 
 def _questions(form: PromptFormat, example: Example, excluded: Counter[str]) -> Iterator[Question]:
     for number, query in enumerate(example.queries):
-        ids, answers = form.question(query.question, query.prefix)[0], _usable_answers(form, query)
+        ids = form.question(query.question, query.prefix)[0]
+        answers = []  # metrics that look for an answer in the reply would always find an empty one
+        for answer in query.answers:
+            with suppress(EmptyTextError):
+                form.answer(answer, query.prefix)
+                answers.append(answer)
         if not len(ids):
             excluded[NO_QUESTION] += 1
         elif query.answers and not answers:
             excluded[NO_ANSWER] += 1
         else:
-            asked = replace(query, answers=answers)
-            yield Question(number, asked, ids, _right(form, asked))
-
-
-def _usable_answers(form: PromptFormat, query: Query) -> tuple[str, ...]:
-    """Leave out empty answers: metrics that look for an answer in the reply would always find them."""
-    usable = []
-    for answer in query.answers:
-        with suppress(EmptyTextError):
-            form.answer(answer, query.prefix)
-            usable.append(answer)
-    return tuple(usable)
-
-
-def _right(form: PromptFormat, query: Query) -> Tensor:
-    if query.right_reply is None:
-        return torch.zeros(0, dtype=torch.long)
-    return form.answer(query.right_reply, query.prefix)[0, : query.max_new_tokens]
+            asked = replace(query, answers=tuple(answers))
+            right = torch.zeros(0, dtype=torch.long)
+            if asked.right_reply is not None:
+                right = form.answer(asked.right_reply, query.prefix)[0, : query.max_new_tokens]
+            yield Question(number, asked, ids, right)
 
 
 def _fitted(form: PromptFormat, example: Example, context: Tensor, questions: Sequence[Question], limit: int) -> Tensor:

@@ -36,7 +36,8 @@ def example_for(model: str, context: str | None, prompt: str | None, seed: int) 
     if model in BUNDLED:
         if context is None:
             document = _own_example(seed)
-            context, asked = " ".join(document.words[1:]), " ".join(document.questions[0].prompt)
+            context = " ".join(document.words[1:])
+            asked = " ".join(document.questions[0].prompt)
             return context, prompt or asked, SyntheticTask.prompt
         return context, prompt or "", SyntheticTask.prompt
     if context is None and prompt is None:

@@ -45,7 +45,8 @@ class Shot:
     def of(cls, row: Gsm8kRow) -> Shot:
         """Return a row as an example, without the calculator annotations."""
         solution = _CALCULATOR.sub("", _FINAL.sub("", row.answer)).strip()
-        return cls(row.question.strip(), solution, _final(row.answer))
+        final = _FINAL.search(row.answer)
+        return cls(row.question.strip(), solution, final.group(1).replace(",", "") if final else "")
 
     @property
     def reply(self) -> str:
@@ -106,11 +107,6 @@ class Gsm8kTask(DatasetTask[Gsm8kRow]):
         solved = Shot.of(row)
         query = Query(_asked(row.question), (solved.answer,), MAX_NEW_TOKENS, written=solved.reply)
         return Example(self.name, str(position), self.context, (query,))
-
-
-def _final(answer: str) -> str:
-    found = _FINAL.search(answer)
-    return found.group(1).replace(",", "") if found else ""
 
 
 def _asked(question: str) -> str:

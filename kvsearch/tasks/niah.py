@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from kvsearch.core.errors import KvsearchWarning, UsageError, given
-from kvsearch.core.files import read_text
-from kvsearch.core.resources import resource
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.metrics import find_metric
 from kvsearch.tasks.prompts import PLAIN_PROMPT
+from kvsearch.tasks.ruler.needles import STORY, read_haystack
 from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, part
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ ANSWER = "rye bread with pickled plums on the north gallery at dusk"
 ANSWERS = (ANSWER, f"{ANSWER}.")  # a metric of words tells "dusk." from "dusk"
 LENGTHS = (1000, 2000, 4000, 8000)
 DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)  # ten even steps
-STORY = "data/calibration/novel.txt"
 # words with the white space before them; Chinese has none between sentences
 _WORD = re.compile(r"\s*[^\s。！？]+[。！？]?|\s*[。！？]")
 _SENTENCE_END = re.compile(r"[.!?…。！？][\"'”’)\]]*$")
@@ -86,7 +84,7 @@ class NiahTask(Task):
         find_metric(self.metric)
         check_split(self.split, self.shares)
         if self.needle in "".join(self._sentences):
-            raise UsageError(f"{self._file} holds the needle already: give another text")
+            raise UsageError(f"{self.haystack or STORY} holds the needle already: give another text")
 
     def cells(self) -> tuple[GridCell, ...]:
         """Return the cells of the split, depths of the first length first."""
@@ -112,14 +110,15 @@ class NiahTask(Task):
                 stacklevel=2,
             )
         fitting = {length: self._fitting(length, count) for length in {cell.length for cell in chosen}}
-        return [self._example(cell, fitting[cell.length], count) for cell in chosen]
-
-    def _example(self, cell: GridCell, sentences: Sequence[str], count: TokenCount) -> Example:
-        context = self._hidden(sentences, cell.depth)
-        while count(context) > cell.length:  # the needle may break a token in two
-            sentences = sentences[:-1]
+        examples = []
+        for cell in chosen:
+            sentences = fitting[cell.length]
             context = self._hidden(sentences, cell.depth)
-        return Example(self.name, cell.key, context, (Query(QUESTION, ANSWERS),))
+            while count(context) > cell.length:  # the needle may break a token in two
+                sentences = sentences[:-1]
+                context = self._hidden(sentences, cell.depth)
+            examples.append(Example(self.name, cell.key, context, (Query(QUESTION, ANSWERS),)))
+        return examples
 
     def _hidden(self, sentences: Sequence[str], depth: int) -> str:
         ends = [0, *accumulate(map(len, sentences))]
@@ -133,20 +132,15 @@ class NiahTask(Task):
             sentences *= 2
         number = bisect_right(range(len(sentences)), length, key=lambda n: count(self._hidden(sentences[:n], 100))) - 1
         if number < 1:
-            raise UsageError(f"{length} tokens do not hold the needle and a sentence of {self._file}: use more")
+            raise UsageError(
+                f"{length} tokens do not hold the needle and a sentence of {self.haystack or STORY}: use more"
+            )
         return sentences[:number]
-
-    @property
-    def _file(self) -> Path:
-        return resource(STORY) if self.haystack is None else self.haystack
 
     @cached_property
     def _sentences(self) -> tuple[str, ...]:
         """The haystack; each sentence begins with the white space before it."""
-        text = read_text(self._file).strip()
-        if not text:
-            raise UsageError(f"{self._file} is empty: a haystack needs text")
-        return tuple(_split("\n\n" + text))
+        return tuple(_split("\n\n" + read_haystack(self.haystack).strip()))
 
 
 def spread(cells: Sequence[GridCell], samples: int, seed: int) -> list[GridCell]:
@@ -157,7 +151,10 @@ def spread(cells: Sequence[GridCell], samples: int, seed: int) -> list[GridCell]
     """
     if samples >= len(cells):
         return list(cells)
-    left, lengths, depths, chosen = _diagonals(cells, seed), Counter[int](), Counter[int](), set[GridCell]()
+    left = _diagonals(cells, seed)
+    lengths = Counter[int]()
+    depths = Counter[int]()
+    chosen = set[GridCell]()
     for _ in range(samples):
         cell = min(left, key=lambda some: lengths[some.length] + depths[some.depth])  # the first of the least
         left.remove(cell)
@@ -177,7 +174,8 @@ def _diagonals(cells: Sequence[GridCell], seed: int) -> list[GridCell]:
     lengths, depths = ([*dict.fromkeys(steps)] for steps in zip(*cells, strict=True))
     rng.shuffle(lengths)
     rng.shuffle(depths)
-    period, present = math.lcm(len(lengths), len(depths)), set(cells)
+    period = math.lcm(len(lengths), len(depths))
+    present = set(cells)
     steps = range(len(lengths) * len(depths))
     grid = (GridCell(lengths[n % len(lengths)], depths[(n + n // period) % len(depths)]) for n in steps)
     return [cell for cell in grid if cell in present]

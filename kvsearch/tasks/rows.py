@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning, UsageError, given
 from kvsearch.core.files import read_bytes
 from kvsearch.core.limits import MOST_DATA
-from kvsearch.core.parsing import list_problems, parse_json, problems_of, short_key
+from kvsearch.core.parsing import describe_fault, list_problems, parse_json, problems_of, short_key
 
 Row = dict[str, Any]
 Checked = TypeVar("Checked", bound=BaseModel)
@@ -149,7 +149,7 @@ def read_archive(path: Path, members: Sequence[str]) -> list[Row]:
                         raise ValueError(f"{member} is too large")
                     return parse_rows(archive.read(member), f"{path}/{member}")
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:  # also: encrypted
-        raise UsageError(f"{path} is no readable zip archive: fetch it again ({_short(error)})") from error
+        raise UsageError(f"{path} is no readable zip archive: fetch it again ({describe_fault(error)})") from error
     raise UsageError(f"{path} has none of {', '.join(members)}: is it the archive of another dataset?")
 
 
@@ -165,9 +165,9 @@ def _read_parquet(path: Path) -> list[Row]:
         table.validate(full=True)  # else offsets of a damaged file lead out of it
         rows: list[Row] = table.to_pylist()
     except (pyarrow.ArrowException, ValueError) as error:
-        raise UsageError(f"{path} is no readable Parquet file: {_short(error)}") from error
+        raise UsageError(f"{path} is no readable Parquet file: {describe_fault(error)}") from error
     except OSError as error:
-        raise EnvironmentFault(f"cannot read {path}: {_short(error)}") from error
+        raise EnvironmentFault(f"cannot read {path}: {describe_fault(error)}") from error
     return rows
 
 
@@ -216,7 +216,7 @@ def _explain(repo: str, dataset: Dataset, error: Exception) -> KvsearchError:
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    reason = _short(error)
+    reason = describe_fault(error)
     own_files = "fetch its files elsewhere and give their folder"
     if "scripts are no longer supported" in reason:
         return UsageError(f"dataset {repo!r} is a loading script, which datasets no longer runs: {own_files}")
@@ -227,7 +227,3 @@ def _explain(repo: str, dataset: Dataset, error: Exception) -> KvsearchError:
             f"dataset {repo!r} cannot be fetched: check the network and HF_HUB_OFFLINE, or {own_files} ({reason})"
         )
     return UsageError(f"dataset {repo!r} has no readable {dataset.config!r}, split {dataset.split!r} ({reason})")
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

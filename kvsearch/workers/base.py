@@ -47,15 +47,12 @@ class Evaluator(Protocol[JobTaken, ValuesGiven]):
     @property
     def tokens_spent(self) -> int:
         """Tokens that went through the model so far."""
-        ...
 
     def evaluate(self, job: JobTaken) -> ValuesGiven:
         """Return the values of a job."""
-        ...
 
     def close(self) -> None:
         """Give back memory and files."""
-        ...
 
 
 class Executor(Closing, Generic[Job, Values]):

@@ -162,11 +162,13 @@ class _Actor:
         try:
             if factory[0] != self._factory:
                 self.stop()
-                self._evaluator = _build(factory[0])
+                self._evaluator = import_ray().get(factory[0])()
                 self._factory = factory[0]
             return pickle.dumps(attempt(self._evaluator, pickle.loads(job)))
         except KvsearchError as error:
             return pickle.dumps(error)
+        except Exception as error:  # noqa: BLE001 - `attempt` raises nothing else: it cannot be built
+            return pickle.dumps(EnvironmentFault(f"a Ray worker cannot build its evaluator: {in_one_line(error)}"))
 
     def stop(self) -> None:
         """Close the evaluator, if there is one."""
@@ -174,15 +176,6 @@ class _Actor:
         self._factory = self._evaluator = None
         if evaluator is not None:
             evaluator.close()
-
-
-def _build(stored: Any) -> Any:
-    try:
-        return import_ray().get(stored)()
-    except KvsearchError:
-        raise
-    except Exception as error:
-        raise EnvironmentFault(f"a Ray worker cannot build its evaluator: {in_one_line(error)}") from error
 
 
 def _reason(error: Exception) -> str:

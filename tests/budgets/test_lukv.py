@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -27,7 +26,6 @@ def value(table: Floats, budgets: Ints) -> float:
     return float(table.sum() - eviction_loss(table, budgets).sum())
 
 
-@dataclass(frozen=True)
 class Marginal:
     """The solver as an allocator of one total."""
 

@@ -189,4 +189,4 @@ def test_a_model_that_computes_nan_on_an_answer(data: CalibrationData) -> None:
         model.model.model.embed_tokens.weight[asks] = float("nan")
     with pytest.raises(IncompatibleError, match=r"^tiny: the model computes NaN after calibration context 0$"):
         fit_exponents(model, data)
-    assert calibrate_cake(model, data, POLICY).metadata.questions == 2
+    assert calibrate_cake(model, data, POLICY, CakeOptions()).metadata.questions == 2

@@ -22,7 +22,6 @@ from kvsearch.policies import Policy, policy_names
 from kvsearch.policies.registry import FITTED
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "calibrate").glob("*.yaml"))
-DYNAMIC = ["lava", "cake", "adakv"]
 
 
 @pytest.mark.parametrize(
@@ -276,5 +275,3 @@ def test_policies_whose_entries_cannot_be_shared() -> None:
         with pytest.raises(UsageError, match=f"^method {method}: d2o merges what it evicts"):
             dynamic(method, policy="d2o").make_policy()
     assert dynamic("adakv", policy="d2o").make_policy().name == "d2o"
-    with pytest.raises(UsageError, match="evicts nothing"):
-        dynamic("adakv", policy="full").make_policy()

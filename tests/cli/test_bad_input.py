@@ -102,20 +102,6 @@ def test_an_output_that_is_a_file(run: Run, tmp_path: Path) -> None:
 # --- plans and profiles -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--ratio", "1.5"), "outside (0, 1)"),
-        (("--ratio", "nan"), "finite number, not nan"),
-        (("--ratio", "0.5", "--budget", "100"), "either a ratio"),
-        (("--budget", "5000"), "nothing would be evicted"),
-    ],
-)
-def test_bad_targets(run: Run, calibrated: Path, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    refused(run, USAGE, words, "export", calibrated, "-o", tmp_path / "plan.json", *arguments)
-    assert not (tmp_path / "plan.json").exists()
-
-
 def test_a_plan_of_another_model(run: Run, calibrated: Path, tmp_path: Path) -> None:
     model = copy_of_bundled(tmp_path)
     weights = load_file(model / "model.safetensors")
@@ -171,12 +157,6 @@ def test_a_comparison_that_says_nothing_is_called_so(run: Run, calibrated: Path,
     assert "the full cache itself scores 0.00" in talk
 
 
-def test_plans_of_different_totals_are_not_compared(run: Run, calibrated: Path, tmp_path: Path) -> None:
-    run("export", calibrated, "--ratio", 0.5, "-o", tmp_path / "half.json")
-    plans = ("--plan", calibrated / "plan.json", "--plan", tmp_path / "half.json")
-    refused(run, USAGE, "different totals", "evaluate", "bundled", *plans)
-
-
 # --- the machine --------------------------------------------------------------------------------------------------
 
 
@@ -196,7 +176,5 @@ def test_a_full_disk_leaves_the_old_plan(
 
 
 def test_a_bug_is_called_a_bug(run: Run, calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvsearch.plan.profile
-
-    monkeypatch.setattr(kvsearch.plan.profile, "load_profile", lambda _: 1 / 0)
+    monkeypatch.setattr("kvsearch.jobs.export.load_profile", lambda _: 1 / 0)
     refused(run, BUG, "a bug in kvsearch", "export", calibrated, "--ratio", 0.5, "-o", "x.json")

@@ -72,7 +72,7 @@ def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert told["machine"]["dtype"] == "bfloat16"
     assert told["costs"][-1]["cache"] == "snapkv, 32 per head"
     assert told["costs"][-1]["held_bytes"] == 2 * 2 * 32 * (2 * 8 * 2 + 4)
-    monkeypatch.setattr("kvsearch.jobs.bench.free_bytes", lambda _: 40_000)
+    monkeypatch.setattr("kvsearch.benchmark.capacity.free_bytes", lambda _: 40_000)
     code, _, talk = run(*arguments[:-1], "--dry-run")
     assert code == 3
     assert "the caches of batch 1 at 48 tokens, all in memory at once, take 0.0 GB" in talk

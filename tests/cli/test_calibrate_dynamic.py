@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvsearch.cli.console import Console
-from kvsearch.cli.render import print_parts
 from kvsearch.plan import Profile, load_plan, load_profile
 from kvsearch.report.profile import profile_parts
 from tests import tiny
@@ -56,7 +55,7 @@ def profile_in(directory: Path) -> Profile:
 
 
 def shown(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    print_parts(profile_parts(profile_in(directory)), Console())
+    Console().out.print_parts(profile_parts(profile_in(directory)))
     return capsys.readouterr().out
 
 

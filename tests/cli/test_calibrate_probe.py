@@ -40,9 +40,8 @@ def test_it_is_shown(run: Run, ranking: Path) -> None:
 def test_a_plan_of_it_runs_in_another_folder(
     run: Run, ranking: Path, short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, _, talk = run(
-        "calibrate", "bundled", "--policy", f"probe={ranking}", "-o", tmp_path / "lukv", "--data", short
-    )
+    few = ("--data", short, "--questions", 2)
+    code, _, talk = run("calibrate", "bundled", "--policy", f"probe={ranking}", "-o", tmp_path / "lukv", *few)
     assert code == 0, talk
     code, _, talk = run("export", tmp_path / "lukv", "--ratio", 0.8, "-o", tmp_path / "plan.json")
     assert code == 0, talk

@@ -17,8 +17,6 @@ from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
 from kvsearch.runs.contexts import read_contexts
 from tests.cli.conftest import Run
 
-HEAVY = ("torch", "transformers", "cma", "sklearn", "pandas", "numpy", "scipy", "datasets", "rich.progress")
-
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_list_of_commands_says_what_they_say(verb: str) -> None:
@@ -57,10 +55,10 @@ def test_every_recipe_is_valid(run: Run, tmp_path: Path, recipe: Path) -> None:
 
 
 def test_profile_and_plan_record_what_they_were_fitted_on(calibrated: Path) -> None:
-    texts = load_calibration_data(default_data("bundled")).limited(8)
+    texts = load_calibration_data(default_data("bundled")).limited(4)
     known = [context_hash(context.text) for context in texts.contexts]
     profile, plan = load_profile(calibrated / "profile.safetensors"), load_plan(calibrated / "plan.json")
-    record = ContextRecord(fitted=ContextSet.of(known, 8))
+    record = ContextRecord(fitted=ContextSet.of(known, 4))
     assert profile.metadata.provenance.contexts == plan.provenance.contexts == record
     assert read_contexts(calibrated).fitted == tuple(sorted(known))
 

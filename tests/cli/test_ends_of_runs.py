@@ -7,17 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvsearch.cli.console import BUG
-from tests import tiny
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import INCOMPATIBLE, USAGE
 from tests.robustness.inputs import calibration_file
-
-FINISHED = "this run was finished: nothing was left to do\n"
-
-
-@pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.task_file(tmp_path_factory.mktemp("task") / "mine.jsonl", 12, length=100, facts=3)
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +19,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def calibration(texts: Path, directory: Path, *more: object) -> tuple[object, ...]:
     return ("calibrate", "bundled", "--data", texts, "-o", directory, *(more or ("--method", "query_statistics")))
-
-
-def evaluation(questions: Path, directory: Path, *more: object) -> tuple[object, ...]:
-    asked = ("--tasks", f"jsonl:{questions}", "--budgets", 24, "--samples", 2)
-    return ("evaluate", "bundled", *asked, "-o", directory, *more)
 
 
 # --- what cannot be done leaves nothing -------------------------------------------------------------------------------

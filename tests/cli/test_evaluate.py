@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pandas
@@ -191,19 +190,8 @@ def test_bad_requests(
 @pytest.fixture
 def small(run: Run, tmp_path: Path) -> tuple[object, ...]:
     """A command whose run, with its losses, is there."""
-    asked = (
-        "evaluate",
-        "bundled",
-        "--methods",
-        "tova",
-        "--budgets",
-        64,
-        *SHORT,
-        "--samples",
-        1,
-        "-o",
-        tmp_path / "run",
-    )
+    how = ("--methods", "tova", "--budgets", 64, *SHORT, "--samples", 1)
+    asked = ("evaluate", "bundled", *how, "-o", tmp_path / "run")
     code, _, talk = run(*asked, "--losses")
     assert code == 0, talk
     return asked
@@ -227,21 +215,13 @@ def test_losses_stay_in_the_report(run: Run, small: tuple[object, ...], tmp_path
     assert "losses" not in json.loads(out)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda text: text[: len(text) // 2], "is damaged"),
-    ],
-)
-def test_losses_that_were_changed_are_refused(
-    run: Run, small: tuple[object, ...], tmp_path: Path, change: Callable[[str], str], words: str
-) -> None:
+def test_losses_that_were_cut_short_are_refused(run: Run, small: tuple[object, ...], tmp_path: Path) -> None:
     path = tmp_path / "run" / "losses.json"
-    path.write_text(change(path.read_text()))
+    path.write_text(path.read_text()[:-9])
     unfinish(path.parent)  # by hand: what is read is checked all the same
     code, _, talk = run(*small)
     assert code == 2
-    assert f"{path} {words}" in talk
+    assert f"{path} is damaged" in talk
     assert "delete it and give --losses" in talk
 
 

@@ -173,14 +173,6 @@ def test_a_budget_must_be_named_where_several_were_measured(
     )  # fmt: skip
 
 
-def test_a_phase_that_was_not_measured(run: Run, tmp_path: Path, bundled: ModelFingerprint) -> None:
-    calibrated_as(tmp_path / "run", bundled, phases=("decode",))
-    given = (tmp_path / "run", "-o", tmp_path / "plan.json")
-    refused(run, "signals of the prefill phase were not measured", *given, "--phases", "prefill")
-    assert run("export", *given)[0] == 0
-    assert load_plan(tmp_path / "plan.json").phases.keys() == {"decode"}
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -41,13 +41,6 @@ def test_there_and_back_gives_the_same_bytes(run: Run, plan: Path, tmp_path: Pat
     assert again.read_bytes() == plan.read_bytes()
 
 
-def test_a_plan_of_a_calibration_there_and_back(run: Run, calibrated: Path, tmp_path: Path) -> None:
-    strategy, again = tmp_path / "strategy.yaml", tmp_path / "again.json"
-    assert run("plan", "yaml", calibrated / "plan.json", "-o", strategy)[0] == 0
-    assert run("plan", "build", strategy, "-o", again)[0] == 0
-    assert again.read_bytes() == (calibrated / "plan.json").read_bytes()
-
-
 def test_an_edited_plan(run: Run, plan: Path, tmp_path: Path) -> None:
     strategy, new = tmp_path / "strategy.yaml", tmp_path / "new.json"
     run("plan", "yaml", plan, "-o", strategy)
@@ -97,39 +90,6 @@ def test_what_is_there_is_kept(run: Run, plan: Path, tmp_path: Path, verb: str) 
     code, _, talk = run("plan", verb, source, "-o", tmp_path / "no" / "such")
     assert code == USAGE
     assert "its folder does not exist" in talk
-
-
-def test_mistakes_are_told_with_their_lines(run: Run, plan: Path, tmp_path: Path) -> None:
-    strategy = tmp_path / "strategy.yaml"
-    run("plan", "yaml", plan, "-o", strategy)
-    text = (
-        strategy.read_text()
-        .replace("policy: snapkv, budget: [10", "policy: snapvk, budget: [3")
-        .replace("1: full", "4: full")
-    )
-    strategy.write_text(text)
-    code, out, talk = run("plan", "build", strategy, "-o", tmp_path / "new.json")
-    assert (code, out) == (USAGE, "")
-    heading, *problems = talk.splitlines()
-    assert heading.startswith(f"kvsearch: error: {strategy} is not valid, ")
-    assert all(line.startswith("  line ") for line in problems)
-    assert "did you mean 'snapkv'?" in talk
-    assert not (tmp_path / "new.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", "is not a kvsearch.strategy file: it holds no object"),
-        (b"format: [", "is not valid YAML at line 1"),
-    ],
-)
-def test_files_that_are_no_strategy(run: Run, tmp_path: Path, content: bytes, words: str) -> None:
-    (tmp_path / "s.yaml").write_bytes(content)
-    code, out, talk = run("plan", "build", tmp_path / "s.yaml", "-o", tmp_path / "new.json")
-    assert (code, out) == (USAGE, "")
-    assert words in talk
-    assert talk.count("\n") == 1
 
 
 def test_the_commands_import_no_yaml_before_they_run() -> None:

@@ -74,7 +74,7 @@ def test_calibrating_knorm_for_a_model_that_normalises_keys_warns(
 
     monkeypatch.setattr("kvsearch.runtime.program.normalises_keys", lambda model: True)
     monkeypatch.setattr("kvsearch.calibration.lukv.measure_importance", stop)
-    _, _, talk = run("calibrate", "bundled", "-o", tmp_path / "run", "--policy", "knorm")
+    _, _, talk = run("calibrate", "bundled", "-o", tmp_path / "run", "--policy", "knorm", "--questions", 1)
     lines = [line for line in talk.splitlines() if "warning" in line.lower()]
     assert len(lines) == 1
     assert lines[0].startswith("kvsearch: warning: ")

@@ -17,9 +17,9 @@ from typing import IO
 import pytest
 
 from kvsearch.cli.console import LOGGER, Console, set_up_log
-from kvsearch.cli.render import print_parts
 from kvsearch.core.errors import UsageError
 from kvsearch.core.printed import FORMULA, PLAIN, visible, visible_line
+from kvsearch.jobs.following import following
 from kvsearch.report.screen import listing
 from kvsearch.report.table import Table
 from tests.cli.conftest import Run
@@ -199,7 +199,7 @@ def test_all_that_a_console_says(shown_on: str, monkeypatch: pytest.MonkeyPatch,
     try:
         console.say(text)
         console.warn(text)
-        console.next("show", text)
+        console.say(following("show", text))
         LOGGER.debug("%s", text)
         with console.loading(text):
             pass
@@ -210,7 +210,8 @@ def test_all_that_a_console_says(shown_on: str, monkeypatch: pytest.MonkeyPatch,
             facts([text, text])
         listed = listing(text, ["a", text])
         listed.add_row(text, text)
-        print_parts([listed, Table.plain(text, ["a", text], [[text, text]], notes=(text,)), {text: text}], console)
+        parts = [listed, Table.plain(text, ["a", text], [[text, text]], notes=(text,)), {text: text}]
+        console.out.print_parts(parts)
 
         def fail() -> None:
             raise UsageError(text)

@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-from kvsearch.cli.console import Console as Page
-from kvsearch.cli.render import print_parts
+from kvsearch.cli.screen import Screen
 from kvsearch.plan import Profile, save_profile
 from kvsearch.report.signals import signal_parts
 from kvsearch.signals.table import SignalTable
@@ -107,10 +105,9 @@ def test_no_digit_is_lost_on_a_narrow_page(width: int) -> None:
     """Long names and small differences: more tables instead, each cell of a wide page in one of them."""
 
     def shown(columns: int) -> str:
-        page = Page()
-        page.__dict__["out"] = Console(width=columns, file=StringIO(), record=True)
-        print_parts(signal_parts(SignalTable(profile)), page)
-        return page.out.export_text()
+        screen = Screen(width=columns, file=StringIO(), record=True)
+        screen.print_parts(signal_parts(SignalTable(profile)))
+        return screen.export_text()
 
     metadata = signal_metadata(model(layers=3), LONG, phases=("prefill",))
     full = np.ones(3)
@@ -181,11 +178,3 @@ def test_a_plan_cannot_be_judged_by_signals(run: Run, small: Path, calibrated: P
     assert talk == (
         "kvsearch: error: --plan needs a LU-KV profile: a polykv profile does not say what entries are worth\n"
     )
-
-
-def test_a_damaged_profile(run: Run, small: Path) -> None:
-    file = small / "profile.safetensors"
-    file.write_bytes(file.read_bytes()[:-9])
-    code, out, talk = run("show", small)
-    assert (code, out) == (2, "")
-    assert "is no complete safetensors file" in talk

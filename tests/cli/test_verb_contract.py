@@ -107,8 +107,8 @@ KEPT = {
         "--seed 1", ("run/plan.json", "run/report.json"), "run/report.json", 5,
     ),
     "run": Kept(
-        f"run bundled {TASKS} --budget 40 --samples 4 --policies snapkv --rankings query_bank --fit 4 --measure 2 "
-        "--evaluations 8 -o RUN",
+        f"run bundled {TASKS} --budget 40 --samples 2 --policies snapkv --rankings query_bank --fit 4 --measure 2 "
+        "--evaluations 4 -o RUN",
         "--seed 1", ("run/plan.json", "run/run.json"), "run/run.json", 8,
     ),
 }  # fmt: skip

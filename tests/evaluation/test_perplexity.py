@@ -25,13 +25,13 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy
 from kvsearch.report.scores import perplexity_table
 from kvsearch.report.screen import on_screen
-from kvsearch.results.perplexity import PerplexityResult, TextPerplexity
+from kvsearch.results.text_perplexity import PerplexityResult, TextPerplexity
 from kvsearch.runs.estimates import Estimate
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.compared import equal_uniform
-from kvsearch.tasks.perplexity import PerplexityText
+from kvsearch.tasks.windows import PerplexityText
 from tests import tiny
 from tests.examples import at_most
 from tests.families import FAMILIES

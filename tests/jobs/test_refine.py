@@ -9,8 +9,8 @@ import pytest
 
 from kvsearch.core.errors import KvsearchWarning
 from kvsearch.jobs.evolve import EvolveOptions
-from kvsearch.jobs.refine import Refinement
 from kvsearch.jobs.reporter import Silent
+from kvsearch.jobs.searching import Refinement
 from kvsearch.plan import Size
 from kvsearch.policies import create_policy
 from kvsearch.selection.candidates import CalibratedPolicies

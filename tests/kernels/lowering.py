@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from kvsearch.kernels.attention import Entries, attend
 from kvsearch.kernels.step import LayerSums, Rule, Slots, step
 from tests.kernels.reference import Case
-from tests.kernels.test_scoring import Prompt
+from tests.kernels.test_rows import Prompt
 
 TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32",

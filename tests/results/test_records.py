@@ -10,9 +10,9 @@ from kvsearch.core.canonical import canonical_json
 from kvsearch.core.parsing import read_json
 from kvsearch.results.base import Result, read_content
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
-from kvsearch.results.perplexity import PerplexityResult
 from kvsearch.results.search import FrontResult, SearchResult
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
+from kvsearch.results.text_perplexity import PerplexityResult
 from kvsearch.results.validation import read_validation
 
 FILES = Path(__file__).parents[1] / "robustness" / "seeds"

@@ -16,16 +16,6 @@ from kvsearch.runs.run import begin, is_unused, run_in
 ONE = RunConfig(job="evaluate", content={"seed": 1})
 
 
-def test_what_is_there(tmp_path: Path) -> None:
-    assert run_in(tmp_path / "new", "evaluate") is None
-    assert run_in(tmp_path, "evaluate") is None
-    with locked(tmp_path):
-        begin(tmp_path, ONE)
-    found = run_in(tmp_path, "evaluate")
-    assert found is not None
-    assert found.to_bytes() == ONE.to_bytes()
-
-
 def test_what_a_killed_run_leaves_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / LEDGER).touch()
     (tmp_path / ".kvsearch-12.tmp").write_text("{")

@@ -26,7 +26,6 @@ from tests.runtime.layers import Layer, Scene, held, scenes
 from tests.runtime.policies import SMALL
 
 every_policy = pytest.mark.parametrize("name", SMALL)
-EXEMPT = ("full", "duo_attention")
 
 
 def begin(layer: Layer, prefill: Policy | None, decode: Policy) -> Decoding:

@@ -13,9 +13,9 @@ import numpy as np
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.search.candidates import Candidate, SearchOutcome, TrialJob
 from kvsearch.search.evolve import JOB_SIZE
-from kvsearch.search.loop import Search, StageProgress
+from kvsearch.search.loop import Search
 from kvsearch.search.settings import EvolveSettings, SearchLimits
-from kvsearch.search.stages import Frame
+from kvsearch.search.stages import Frame, SearchStage
 from kvsearch.search.trials import ToldLine, TrialLog, TrialRunner
 from kvsearch.workers.base import SerialExecutor
 from tests.runs.sealing import lines_of
@@ -64,7 +64,7 @@ class Silent:
     def __init__(self) -> None:
         self.stages, self.generations, self.ends = list[str](), list[tuple[str, int, list[float]]](), list[str]()
 
-    def stage(self, name: str, part: StageProgress | None = None) -> None:
+    def stage(self, name: str, part: SearchStage | None = None) -> None:
         """See `Watcher`."""
         self.stages.append(name)
 

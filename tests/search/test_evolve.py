@@ -21,7 +21,7 @@ from kvsearch.runtime import Program
 from kvsearch.search.candidates import Candidate, SearchOutcome
 from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_search
 from kvsearch.search.settings import EvolveSettings, SearchLimits
-from kvsearch.search.space.joint import chosen_of
+from kvsearch.search.space.policy_choice import chosen_of
 from kvsearch.search.start_plans import Base, start_tables
 from kvsearch.search.trials import Spent, TrialLog
 from kvsearch.search.workers import make_executor

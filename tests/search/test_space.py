@@ -16,7 +16,7 @@ from kvsearch.plan.rounding import water_fill
 from kvsearch.search.space.base import Phases, Space, layer_groups
 from kvsearch.search.space.group import Group, Layers, Parity
 from kvsearch.search.space.heads import Basis, Heads, basis_from_tables
-from kvsearch.search.space.joint import Joint, chosen_of, placed
+from kvsearch.search.space.policy_choice import Joint, chosen_of, placed
 from tests.examples import at_most
 
 

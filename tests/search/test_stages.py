@@ -13,7 +13,7 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.search.space.group import Group, Layers, Parity
 from kvsearch.search.space.heads import Basis, Heads
-from kvsearch.search.space.joint import Joint, placed
+from kvsearch.search.space.policy_choice import Joint, placed
 from kvsearch.search.stages import Frame, SearchStage, groups_of, stages_of
 from tests.search.searching import BUDGET, frame_of, settings_of, starts_of
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.search.candidates import Evaluator, TrialJob
 from kvsearch.search.evolve import PreparedSearch
-from kvsearch.search.workers import _evaluator, make_executor, worker_factory
+from kvsearch.search.workers import make_executor, worker_factory
 from kvsearch.workers.cluster import RayWorkers, import_ray
 from kvsearch.workers.models import ModelSource, ModelWorkers
 from tests.search.evolving import CONTEXTS, QUESTIONS, evolve, prepare
@@ -30,8 +29,8 @@ def loaded() -> LoadedModel:
 
 def worker_bank(prepared: PreparedSearch, source: ModelSource) -> Evaluator:
     """Built as in a worker, of what is sent to it."""
-    measured = partial(_evaluator, batch=8, cap=prepared.cap, full=True, max_memory=None)
-    factory = pickle.loads(import_ray().cloudpickle.dumps(worker_factory(prepared, source, measured)))
+    settings = {"batch": 8, "cap": prepared.cap, "full": True, "max_memory": None}
+    factory = pickle.loads(import_ray().cloudpickle.dumps(worker_factory(prepared, source, settings)))
     return factory()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,21 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.budgets.adakv import AdaKVAllocation
-from kvsearch.budgets.lava import LAVaAllocation
-from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.options import CakeOptions, LukvOptions
 from kvsearch.core.errors import UsageError
-from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import (
     Profile,
     ProfileMetadata,
     Size,
     round_half_up,
 )
-from kvsearch.policies import Policy
 from kvsearch.strategies.build import plan_from_profile, round_ratios
-from tests.calibrations import calibrate_cake, calibrate_dynamic, calibrate_lukv
 from tests.examples import fixed
 from tests.plan.builders import metadata_dict, model_dict
 
@@ -135,14 +127,3 @@ def test_a_profile_without_floor_still_keeps_an_entry() -> None:
     plan = plan_from_profile(profile(seed=1, floor=0), Size(ratio=0.99))
     assert plan.floor == 1
     assert budgets_of(plan).min() >= 1
-
-
-Calibration = Callable[[LoadedModel, CalibrationData, Policy], Profile]
-CALIBRATIONS: dict[str, Calibration] = {
-    "lukv": lambda model, data, policy: calibrate_lukv(model, data, policy, LukvOptions(normalization="layer")),
-    "lava": lambda model, data, policy: calibrate_dynamic(model, data, policy, LAVaAllocation()),
-    "cake": lambda model, data, policy: calibrate_cake(
-        model, data, policy, CakeOptions(exponents="fit", fit_ratio=0.7)
-    ),
-    "adakv": lambda model, data, policy: calibrate_dynamic(model, data, policy, AdaKVAllocation()),
-}

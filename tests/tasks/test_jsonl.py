@@ -47,32 +47,10 @@ def test_a_good_file(tmp_path: Path) -> None:
 
 
 def test_every_bad_line_is_told_with_its_number(tmp_path: Path) -> None:
-    lines = [
-        row(),
-        "{",
-        row(answers=[]),
-        "[1]",
-        {"question": "Q", "answers": ["a"]},
-        row(context=" "),
-        row(answers=["a", " "], question=""),
-        row(max_new_tokens=0),
-        row(answer="a"),
-    ]
-    problems = refusal(write(tmp_path, *lines))
-    found = [problem.partition(":")[0] for problem in problems]
+    lines = [row(), "{", row(answers=[]), "[1]", row(answers=["a", " "], question=""), row(answer="a")]
+    found = [problem.partition(":")[0] for problem in refusal(write(tmp_path, *lines))]
     assert found[0].startswith("line 2 is not valid JSON")
-    assert found[1:] == [f"line {n}" for n in (3, 4, 5, 6, 7, 7, 8, 9)]
-    text = "\n".join(problems)
-    for expected in (
-        "line 3: answers: must not be empty",
-        "line 5: context: is missing",
-        "line 6: context: must not be blank",
-        "line 7: question: must not be blank",
-        "line 7: answers.1: must not be blank",
-        "line 8: max_new_tokens: ",
-        "line 9: answer: unknown key",
-    ):
-        assert expected in text
+    assert found[1:] == [f"line {n}" for n in (3, 4, 5, 5, 6)]
 
 
 def test_a_long_list_of_bad_lines_is_cut(tmp_path: Path) -> None:
@@ -95,6 +73,10 @@ def test_rows_have_categories_and_ids_of_their_own(tmp_path: Path) -> None:
     [
         ([], "no rows"),
         (["", "   "], "no rows"),
+        ([row(answers=[])], "line 1: answers: must not be empty"),
+        ([{"question": "Q", "answers": ["a"]}], "line 1: context: is missing"),
+        ([row(context=" ")], "line 1: context: must not be blank"),
+        ([row(max_new_tokens=0)], "line 1: max_new_tokens: "),
         ([row(metric="f1")], "unknown metric 'f1'; did you mean 'qa_f1'? (known: "),
         ([row(), row(metric="exact")], "the rows name the metrics contains, exact: one file has one metric"),
         ([row(id=1), row(id="1")], "the id '1' is of 2 rows"),

@@ -149,11 +149,8 @@ def test_votes_have_a_clear_winner() -> None:
 
 def test_names_are_drawn_once() -> None:
     names = Names(random.Random(0))
-    assert names.left("key", v.KEYS) == len(v.KEYS)
-    drawn = [names.draw("key", v.KEYS) for _ in v.KEYS]
-    assert sorted(drawn) == sorted(v.KEYS)
-    assert names.left("key", v.KEYS) == 0
-    assert names.left("variable", v.VARIABLES) == len(v.VARIABLES)
+    assert sorted(names.draw("key", v.KEYS) for _ in v.KEYS) == sorted(v.KEYS)
+    assert (names.left("key", v.KEYS), names.left("variable", v.VARIABLES)) == (0, len(v.VARIABLES))
 
 
 @tasks

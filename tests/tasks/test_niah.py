@@ -189,7 +189,7 @@ def test_tasks_that_are_none(options: dict[str, Any], problem: str, tmp_path: Pa
 
 @pytest.mark.filterwarnings("ignore:niah")
 def test_haystacks_of_no_use(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"hay.txt is empty: a haystack needs text"):
+    with pytest.raises(UsageError, match=r"hay.txt is empty: name a text file"):
         small(tmp_path, " \n")
     (tmp_path / "bytes.txt").write_bytes(b"M\xfcller")
     with pytest.raises(UsageError, match=r"bytes.txt is not UTF-8 text: byte 1"):

@@ -28,7 +28,7 @@ from kvsearch.plan import Profile
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import Program
 from kvsearch.selection.table_check import check_table
-from kvsearch.tasks.perplexity import PerplexityText
+from kvsearch.tasks.windows import PerplexityText
 from tests import tiny
 from tests.calibrations import (
     calibrate_cake,

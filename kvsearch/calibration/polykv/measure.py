@@ -33,7 +33,6 @@ from kvsearch.calibration.polykv.layer_sweep import AtOnce, LayerSweep
 from kvsearch.calibration.polykv.naive import measure_naively
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
-from kvsearch.calibration.steps import StepCache
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.core.progress import Progress, counted
 from kvsearch.models.architecture import Architecture, describe, text_config
@@ -123,9 +122,7 @@ class PolykvCalibration(Calibration[PolykvOptions]):
                     work += Work(0, tried * followed * above // shape.layers)
         return work
 
-    def measure(
-        self, prompts: Sequence[CalibrationPrompt], steps: StepCache, progress: Progress | None = None
-    ) -> Profile:
+    def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         options = self.options
         at_once = choose_at_once(self.loaded, prompts, self.policies, options)
         work = partial(_measure_batch, ablations=self.ablations, options=options, at_once=at_once)
@@ -139,7 +136,7 @@ class PolykvCalibration(Calibration[PolykvOptions]):
             for results in self.loaded.map(work, items):
                 yield from results
 
-        arrays = _joined(list(counted(steps.stage(passes, make), len(passes), progress)))
+        arrays = _joined(list(counted(self.steps.stage(passes, make), len(passes), progress)))
         return self._profile(arrays)
 
     def _profile(self, arrays: dict[str, NDArray[Any]]) -> Profile:

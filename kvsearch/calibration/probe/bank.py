@@ -23,7 +23,6 @@ from kvsearch.calibration.probe.context_pass import ContextPass, QuestionBuilder
 from kvsearch.calibration.probe.contexts import FitContexts, RankingCalibration
 from kvsearch.calibration.probe.rankings import LeftOut, by_policy, gains, prefers_spread, reported, spread_where
 from kvsearch.calibration.prompts import CalibrationPrompt
-from kvsearch.calibration.steps import StepCache
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.progress import Progress
@@ -70,10 +69,8 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
         return super().prepare()
 
     @torch.no_grad()
-    def measure(
-        self, prompts: Sequence[CalibrationPrompt], steps: StepCache, progress: Progress | None = None
-    ) -> Profile:
-        contexts = FitContexts.of(self, prompts, steps, progress)
+    def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
+        contexts = FitContexts.of(self, prompts, self.steps, progress)
         parts = contexts.parts
         others = contexts.others
         bank = _chosen(contexts, parts.fit, parts.choose, self.options)

@@ -76,11 +76,9 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
     reads_again = False  # the second fit takes what was sampled for the first
 
     @torch.no_grad()
-    def measure(
-        self, prompts: Sequence[CalibrationPrompt], steps: StepCache, progress: Progress | None = None
-    ) -> Profile:
+    def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         options = self.options
-        contexts = FitContexts.of(self, prompts, steps, progress)
+        contexts = FitContexts.of(self, prompts, self.steps, progress)
         parts = contexts.parts
         others = contexts.others
         left_out = contexts.left_out
@@ -90,7 +88,7 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
         )
         samples = list(read)
         few = len(parts.fit) < FEW
-        fitted = fit_candidates(self.loaded, samples, options, few, steps)
+        fitted = fit_candidates(self.loaded, samples, options, few, self.steps)
         layers = describe(self.loaded.model).full_layers
         weights, spread = _chosen(fitted, partial(contexts.read, parts.choose), options, layers)
         held: LeftOut | None = None
@@ -98,7 +96,7 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
             linear = options.model_copy(update={"form": "linear"})
             numbers = {prompt.context for prompt in others.fit}
             rest = [sample for sample, prompt in zip(samples, parts.fit, strict=True) if prompt.context in numbers]
-            second = fit_candidates(self.loaded, rest, linear, len(rest) < FEW, steps, OTHERS)
+            second = fit_candidates(self.loaded, rest, linear, len(rest) < FEW, self.steps, OTHERS)
             never, _ = _chosen(second, partial(contexts.read, others.choose), linear, layers)
             held = LeftOut(left_out, partial(scores_of, never))
         report = partial(contexts.read, parts.report, policies=self.policies)

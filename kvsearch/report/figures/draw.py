@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvsearch.core.errors import UsageError
-from kvsearch.core.files import atomic_write, write_fault
+from kvsearch.core.files import atomic_write, require_directory, write_fault
 from kvsearch.core.printed import visible
 from kvsearch.report.figures.data import RAMP, Figure, HeatMap, Intervals, LineChart, Series, is_light
 
@@ -49,20 +48,14 @@ def marks(number: int) -> tuple[str, tuple[float, ...]]:
     return MARKERS[(number + 3 * again) % len(MARKERS)], DASHES[(number + again) % len(DASHES)]
 
 
-def check_figures(directory: Path) -> None:
-    """Raise UsageError, before anything is read, if figures cannot be written to `directory`: it is a file."""
-    if directory.exists() and not directory.is_dir():
-        raise UsageError(f"{directory} is a file: give a directory to write figures to")
-
-
 def write_figures(figures: Iterable[Figure], directory: Path) -> list[Path]:
     """Write NAME.pdf, NAME.png and NAME.csv of every figure; equal figures give equal bytes. Returns the files.
 
     Raises:
-        UsageError: see `check_figures`.
+        UsageError: `directory` is a file.
         EnvironmentFault: the disk is full, permissions are missing.
     """
-    check_figures(directory)
+    require_directory(directory)
     import matplotlib
 
     try:

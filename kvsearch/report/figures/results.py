@@ -11,8 +11,8 @@ from kvsearch.report.figures.data import Axis, Figure, Intervals, LineChart, Ser
 from kvsearch.report.numbers import Interval, asked, asked_words
 from kvsearch.report.selections import best_first
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult, ScoreRow
-from kvsearch.results.perplexity import PerplexityResult
 from kvsearch.results.selection import SelectionResult
+from kvsearch.results.text_perplexity import PerplexityResult
 from kvsearch.results.validation import ValidationResult
 from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.names import FULL

@@ -118,14 +118,15 @@ class DecodeSteps:
         if asked:
             return self._stop(f"what {' and '.join(asked)} asks for would be overwritten by the next step")
         mask = given.get("attention_mask")
-        if self._inputs is None and mask is not None and not (mask.dim() == 2 and self._shows_all(mask)):
+        # `generate` adds to a mask what comes, and hides no more
+        if (
+            self._inputs is None
+            and mask is not None
+            and not (mask.dim() == 2 and self.cache.read_mask.shows_all(mask.bool()))
+        ):
             return self._stop("the attention_mask hides tokens that were read before")
         strange = [key for key, value in given.items() if key not in INPUTS and not isinstance(value, PLAIN)]
         return self._stop(f"they are given {', '.join(sorted(strange))}") if strange else True
-
-    def _shows_all(self, mask: Tensor) -> bool:
-        """Tell whether a mask [B, T] hides padding only; `generate` adds to it what comes, and hides no more."""
-        return self.cache.read_mask.shows_all(mask.bool())
 
     def _stop(self, reason: str) -> bool:
         warn_once(f"{WITHOUT}: {reason}")

@@ -254,6 +254,15 @@ class Segmented:
         """Undo `split`."""
         return parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, self._back)
 
+    def place_of(self, segment: int) -> tuple[int, int]:
+        """Return the block that a segment is in, and its row there."""
+        row = int(self._back[segment])
+        block = 0
+        while row >= self._sizes[block]:
+            row -= self._sizes[block]
+            block += 1
+        return block, row
+
 
 def shown_positions(positions: Tensor, sequences: Tensor, visible: Tensor) -> Tensor:
     """Return `positions` of entries of these `sequences`, -1 for those that are not `visible` [B, T] bool."""

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from kvsearch.budgets.plan_checks import check_plan
@@ -22,7 +21,7 @@ from kvsearch.core.canonical import canonical_json, sha256_of
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Count, Record, Text
 from kvsearch.core.files import check_target
-from kvsearch.core.parsing import describe_validation_error, parse_json, require_header
+from kvsearch.core.parsing import parse_json, require_header, validated
 from kvsearch.core.resources import version
 from kvsearch.models.architecture import decoder, describe
 from kvsearch.models.fingerprint import fingerprint
@@ -150,10 +149,7 @@ def read_header(path: str | Path) -> CacheHeader:
 
 def _header(about: str, path: str | Path) -> CacheHeader:
     data = require_header(parse_json(about.encode(), f"the metadata of {path}"), CACHE_FORMAT, CACHE_VERSION, str(path))
-    try:
-        header = CacheHeader.model_validate(data)
-    except ValidationError as error:
-        raise UsageError(describe_validation_error(error, str(path))) from error
+    header = validated(CacheHeader.model_validate, data, str(path))
     check_plan(header.plan, f"the plan in {path}")
     return header
 
@@ -273,8 +269,10 @@ def fill_layers(path: str | Path, header: CacheHeader, tensors: Tensors, model: 
         for name in READ:
             if name in tensors and tuple(tensors[name].shape) != (header.sequences, header.length):
                 raise ValueError(f"{name} is not {[header.sequences, header.length]}")
+        modules: Any = decoder(model).layers
         for index, layer in enumerate(layers):
-            reader = TensorReader(rest, f"layers.{index}.", _device(model, index))
+            device: torch.device = next(modules[index].parameters()).device  # where the layer computes
+            reader = TensorReader(rest, f"layers.{index}.", model.device if device.type == "meta" else device)
             if isinstance(layer, EvictingLayer):
                 _fill_planned(layer, reader, of)
             else:
@@ -283,13 +281,6 @@ def fill_layers(path: str | Path, header: CacheHeader, tensors: Tensors, model: 
             raise ValueError(f"{min(rest)} is not known")
     except (ValueError, IndexError, UsageError) as error:
         raise UsageError(f"{path} does not hold what it should: {error}") from error
-
-
-def _device(model: Any, index: int) -> torch.device:
-    """Return where a layer of the model computes."""
-    layers: Any = decoder(model).layers
-    device: torch.device = next(layers[index].parameters()).device
-    return model.device if device.type == "meta" else device
 
 
 def _fill_planned(layer: EvictingLayer, reader: TensorReader, of: CacheShape) -> None:

@@ -205,12 +205,9 @@ class SlotStore(Segmented):
 
     def kept_positions(self, row: int, head: int) -> list[int]:
         """Return the token indices of the entries of one sequence and head, ascending."""
-        wanted = row * self.heads + head
-        for block in self.blocks:
-            for index in np.flatnonzero(block.names == wanted):
-                held = block.cached.positions[index]
-                return sorted(held[held >= 0].tolist())
-        return []
+        block, index = self.place_of(row * self.heads + head)
+        held = self.blocks[block].cached.positions[index]
+        return sorted(held[held >= 0].tolist())
 
     def select_rows(self, rows: Sequence[int]) -> SlotStore:
         """Return sequences `rows` of this store, in that order and as often as named, as a new store."""

@@ -219,12 +219,9 @@ class RaggedStore(Segmented):
 
     def kept_positions(self, row: int, head: int) -> list[int]:
         """Return the token indices of the entries of one sequence and head, ascending."""
-        wanted = row * self.heads + head
-        for block in self.blocks:
-            for index in torch.nonzero(block.segments == wanted).flatten().tolist():
-                held = block.positions_of(index)
-                return sorted(held[held >= 0].tolist())
-        return []
+        block, index = self.place_of(row * self.heads + head)
+        held = self.blocks[block].positions_of(index)
+        return sorted(held[held >= 0].tolist())
 
     def nbytes(self) -> int:
         """Return the bytes allocated: entries, positions, biases and places, padding and spare columns included."""

@@ -78,7 +78,11 @@ def read_tensors(path: str | Path) -> tuple[str, dict[str, Tensor]]:
         try:
             for name, entry in entries.items():
                 dtype = DTYPES[entry["dtype"]]
-                start, end = _offsets(entry, dtype, end, size)  # before memory is taken
+                begin = end
+                start, end = entry["data_offsets"]
+                length = math.prod(entry["shape"]) * dtype.itemsize
+                if start != begin or end - start != length or not start <= end <= size:  # before memory is taken
+                    raise ValueError("offsets do not fit")
                 tensors[name] = torch.empty(entry["shape"], dtype=dtype)
                 if end > start:
                     content = _bytes(tensors[name])
@@ -109,14 +113,6 @@ def _header(file: BufferedReader, path: str | Path) -> tuple[bytes, str, str | N
         raise UsageError(f"{path} is a safetensors file without {ABOUT} metadata: it is not ours")
     signature = metadata.get(CHECKSUM)
     return written, metadata[ABOUT], signature if isinstance(signature, str) else None, header
-
-
-def _offsets(entry: Mapping[str, Any], dtype: torch.dtype, begin: int, size: int) -> tuple[int, int]:
-    """Return where a tensor begins and ends; ValueError unless that is at `begin`, and before `size`."""
-    start, end = entry["data_offsets"]
-    if start != begin or end - start != math.prod(entry["shape"]) * dtype.itemsize or not start <= end <= size:
-        raise ValueError("offsets do not fit")
-    return start, end
 
 
 def _bytes(tensor: Tensor) -> memoryview:

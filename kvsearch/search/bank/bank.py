@@ -8,16 +8,15 @@ answer or a greedy reply, is computed for a whole population in one pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from kvsearch.core.arrays import Floats, Ints
-from kvsearch.core.errors import InternalError, UsageError
+from kvsearch.core.errors import InternalError
 from kvsearch.core.progress import Progress
 from kvsearch.core.resources import Closing
-from kvsearch.models.architecture import check_length, describe
+from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import default_memory
 from kvsearch.policies import Policy
@@ -26,7 +25,7 @@ from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.search.bank.memory import Act, SampleWork, Sizes, Splitting, blocks, check_fits
 from kvsearch.search.bank.passes import BankReply, Pass, Portion, forced_loss
 from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of
-from kvsearch.search.bank.samples import BankSample, require_answers
+from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
 from kvsearch.search.bank.store import SampleStore
 from kvsearch.search.candidates import TrialJob
 from kvsearch.search.objectives import OBJECTIVES
@@ -73,14 +72,24 @@ class CandidateBank(Closing):
         max_memory: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.loaded, self.samples, self.cap, self.full = loaded, tuple(samples), cap, full
-        policies, windows = ranking_policies(loaded.model, base), windows_of(loaded.model)
+        self.loaded = loaded
+        self.samples = tuple(samples)
+        self.cap = cap
+        self.full = full
+        policies = ranking_policies(loaded.model, base)
+        windows = windows_of(loaded.model)
         choices = len(next(iter(policies.values())))
         self.shape = (choices * len(policies), describe(loaded.model).kv_heads)
-        self._check()
+        check_samples(loaded.model, self.samples)
         self._sizes = Sizes(loaded.model, tuple(windows.values()), choices)
         self._memory = default_memory(loaded.device) if max_memory is None else max_memory
-        self._store = SampleStore(self._room())
+        # prompts may take so much for good that enough is left for a pass
+        works = [SampleWork.forcing(sample, cap) for sample in self.samples]
+        works += [SampleWork.replying(sample, cap, sample.limit) for sample in self.samples]
+        if full:
+            works += [SampleWork.forcing(sample, len(sample.prompt)) for sample in self.samples]
+        most = check_fits(self._sizes, works, self._memory)
+        self._store = SampleStore(max(0, min(self._memory // 2, self._memory - most)))
         self._splitting = Splitting()
         self._spent = 0
         self._prepared = PreparedSamples(loaded.model, policies, windows, self.samples, cap, self._store, full)
@@ -112,14 +121,17 @@ class CandidateBank(Closing):
             UsageError: a sample without an answer, or too little memory.
             RuntimeError, MemoryError: torch or Python ran out of memory for a single candidate and sample.
         """
-        table, chosen = self._table(candidates), self._chosen(samples)
+        table = self._table(candidates)
+        chosen = self._chosen(samples)
         require_answers(OBJECTIVES[objective], [self.samples[index] for index in chosen])
         found = np.zeros((len(table), len(chosen)))
 
         def act(portion: Portion, places: list[int], some: slice) -> None:
             logits = Pass(self.loaded.model, portion, table[some]).forced()
             if logits is not None:
-                loss = self._loss(objective, [chosen[place] for place in places])
+                indices = [chosen[place] for place in places]
+                full = None if objective == "nll" else [self._prepared.full_log_probs(index) for index in indices]
+                loss = forced_loss([self.samples[index] for index in indices], full, self.loaded.device)
                 found[some, places] = np.stack([loss(one) for one in logits])
 
         works = [SampleWork.forcing(self.samples[index], self.cap) for index in chosen]
@@ -157,22 +169,12 @@ class CandidateBank(Closing):
         """Free what is held; the bank cannot be used afterwards."""
         self._store.close()
 
-    # --- checks ---------------------------------------------------------------------------------------------------
-
-    def _check(self) -> None:
-        if not self.samples:
-            raise UsageError("there are no samples to search on: raise --samples, or choose a task that has questions")
-        protocols = sorted({sample.reading.protocol for sample in self.samples})
-        if len(protocols) > 1:
-            raise UsageError(f"samples of {' and '.join(protocols)} cannot share a bank: make one for each protocol")
-        for sample in self.samples:
-            check_length(self.loaded.model, len(sample.prompt) + len(sample.following))
-
     # --- passes ---------------------------------------------------------------------------------------------------
 
     def replies(self, candidates: Sequence[Ints], samples: Sequence[int] | None = None) -> list[list[BankReply]]:
         """Reply greedily, by candidate and sample, as long as each question allows; errors as for `losses`."""
-        table, chosen = self._table(candidates), self._chosen(samples)
+        table = self._table(candidates)
+        chosen = self._chosen(samples)
         limits = [self.samples[index].limit for index in chosen]
         found: dict[tuple[int, int], BankReply] = {}
         stop = stop_tokens(self.loaded)
@@ -216,17 +218,3 @@ class CandidateBank(Closing):
         with running(self.loaded.model):
             for block in blocks(works, self._sizes, len(table), self._memory - self._store.nbytes):
                 self._splitting.run(block, len(table), load, act)
-
-    def _loss(self, objective: str, indices: Sequence[int]) -> Callable[[Tensor], Floats]:
-        """Return what makes sums of losses [S] of logits [S, R, V] of these samples."""
-        samples = [self.samples[index] for index in indices]
-        full = None if objective == "nll" else [self._prepared.full_log_probs(index) for index in indices]
-        return forced_loss(samples, full, self.loaded.device)
-
-    def _room(self) -> int:
-        """Return how much of the memory prompts may take for good, in bytes: enough must be left for a pass."""
-        works = [SampleWork.forcing(sample, self.cap) for sample in self.samples]
-        works += [SampleWork.replying(sample, self.cap, sample.limit) for sample in self.samples]
-        if self.full:
-            works += [SampleWork.forcing(sample, len(sample.prompt)) for sample in self.samples]
-        return max(0, min(self._memory // 2, self._memory - check_fits(self._sizes, works, self._memory)))

@@ -73,7 +73,9 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, keys: Tensor, values: Tensor, suffix: SuffixTokens) -> None:
         super().__init__()
-        self.keys, self.values, self.suffix = keys, values, suffix
+        self.keys = keys
+        self.values = values
+        self.suffix = suffix
         self.own: tuple[Tensor, Tensor] | None = None  # keys and values [P * S, Hkv, n, D] of the tokens that follow
 
     @abstractmethod
@@ -138,8 +140,10 @@ class PrefixLayer(BankLayer):
 
     def _prefix(self, states: Sequence[tuple[Tensor, Tensor]], entries: Tensor) -> VisibleKV:
         choice = int(entries.sum((0, 2)).argmax())
-        (keys, values), entries = states[choice], entries[:, choice]
-        fewest, most = int(entries.min()), int(entries.max())
+        (keys, values) = states[choice]
+        entries = entries[:, choice]
+        fewest = int(entries.min())
+        most = int(entries.max())
         seen = None
         if fewest < most:
             seen = (torch.arange(most) < entries[..., None]).to(keys.device)[:, :, None, None]
@@ -159,7 +163,8 @@ class WindowLayer(BankLayer):
 
     def __init__(self, keys: Tensor, values: Tensor, suffix: SuffixTokens, window: int, candidates: int) -> None:
         super().__init__(keys, values, suffix)
-        self.window, self.candidates = window, candidates
+        self.window = window
+        self.candidates = candidates
         back = torch.arange(-keys.shape[2], 0, device=suffix.lengths.device)
         self.positions = suffix.lengths[:, None] + back  # below 0 where a prompt is shorter
 

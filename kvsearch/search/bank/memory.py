@@ -68,9 +68,11 @@ class Sizes:
 
     def __init__(self, model: Any, windows: Sequence[int], choices: int = 1) -> None:
         self.choices = choices
-        shape, config = describe(model), text_config(model)
+        shape = describe(model)
+        config = text_config(model)
         item = int(model.dtype.itemsize)
-        self.shape, self.windows = shape, windows
+        self.shape = shape
+        self.windows = windows
         self.entry = 2 * shape.kv_heads * shape.head_dim * item  # of a token in one layer
         inner = int(getattr(config, "intermediate_size", None) or 4 * shape.hidden_size)
         heads = shape.query_heads + 2 * shape.kv_heads
@@ -116,7 +118,8 @@ def blocks(works: Sequence[SampleWork], sizes: Sizes, candidates: int, memory: i
         more = need.with_one(sizes.need(works[index]))
         if some and more.candidates(memory) < TOGETHER:
             yield _block(some, need, candidates, memory)
-            some, more = [], sizes.need(works[index])
+            some = []
+            more = sizes.need(works[index])
         some.append(index)
         need = more
     if some:
@@ -168,7 +171,8 @@ class Splitting:
         """Return the error if memory ran out for one candidate."""
         loaded: list[T] = []
         error = _shortage(lambda: loaded.append(load(block.samples)))
-        first, size = 0, min(block.candidates, self.most or block.candidates)
+        first = 0
+        size = min(block.candidates, self.most or block.candidates)
         while error is None and first < candidates:
             some = slice(first, min(first + size, candidates))
             error = _shortage(lambda some=some: act(loaded[0], block.samples, some))  # type: ignore[misc]

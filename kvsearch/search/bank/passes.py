@@ -80,7 +80,9 @@ class Pass:
     """
 
     def __init__(self, model: Any, portion: Portion, candidates: Ints) -> None:
-        self.model, self.portion, self.count = model, portion, len(candidates)
+        self.model = model
+        self.portion = portion
+        self.count = len(candidates)
         self.suffix = SuffixTokens(torch.from_numpy(portion.lengths).to(model.device))
         seen = torch.from_numpy(np.minimum(candidates[:, None], portion.lengths[:, None, None]))
         full = len(portion.layers) - len(portion.windows)

@@ -99,24 +99,19 @@ def ranking_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[P
     if odd_layers := sorted(set(policies) ^ set(layers)):
         raise UsageError(f"layers {odd_layers}: a search needs a policy in every full-attention layer, and in no other")
     for layer, some in policies.items():
-        for policy in some:
-            _require_prefixes(policy, layer)
+        for policy in some:  # what it keeps at a budget must be the best of one order
+            if policy.merges_prompt:
+                raise UsageError(
+                    f"layer {layer}: policy {policy.name} merges what it evicts into what it keeps, so every budget "
+                    "has other keys and values and nothing can be shared: search with another policy"
+                )
+            if any(policy.exempt(2**power, 2**31) for power in range(31)):
+                raise UsageError(
+                    f"layer {layer}: policy {policy.name} never evicts some heads, whatever their budget, so there is "
+                    "nothing to search: use another policy"
+                )
     check_rotary(model, {policy for some in policies.values() for policy in some})
     return {layer: policies[layer] for layer in layers}
-
-
-def _require_prefixes(policy: Policy, layer: int) -> None:
-    """UsageError if the entries that `policy` keeps at a budget are not the best of one order."""
-    if policy.merges_prompt:
-        raise UsageError(
-            f"layer {layer}: policy {policy.name} merges what it evicts into what it keeps, so every budget has other "
-            "keys and values and nothing can be shared: search with another policy"
-        )
-    if any(policy.exempt(2**power, 2**31) for power in range(31)):
-        raise UsageError(
-            f"layer {layer}: policy {policy.name} never evicts some heads, whatever their budget, so there is nothing "
-            "to search: use another policy"
-        )
 
 
 class PreparedSamples:
@@ -136,8 +131,13 @@ class PreparedSamples:
         store: SampleStore,
         full: bool,
     ) -> None:
-        self.model, self.policies, self.windows = model, policies, windows
-        self.samples, self.cap, self.store, self.full = samples, cap, store, full
+        self.model = model
+        self.policies = policies
+        self.windows = windows
+        self.samples = samples
+        self.cap = cap
+        self.store = store
+        self.full = full
         self.given: Floats = np.zeros(len(samples))  # -log p of the first token of an answer that the prompt predicts
         self.tokens = 0  # that the model has read so far
         self._vocabulary = 0
@@ -166,7 +166,13 @@ class PreparedSamples:
                 self._last[name] = found.logits.cpu()
             for index in indices:
                 self._note_answer(index, found)
-            self.store.put(name, self._kept(found))
+            kept = {}
+            for layer, some in enumerate(found.layers):
+                for choice, (keys, values) in enumerate(some):
+                    last = keys.shape[1] if layer in self.windows else self.cap
+                    kept[_name("keys", layer, choice)] = _alone(keys[:, :last])
+                    kept[_name("values", layer, choice)] = _alone(values[:, :last])
+            self.store.put(name, kept)
 
     def portion(self, indices: Sequence[int], widths: Sequence[int]) -> Portion:
         """Put some samples side by side; `widths` are how many entries per head each row of candidates must have."""
@@ -227,15 +233,6 @@ class PreparedSamples:
             return
         self.tokens += len(sample.following)
         self.store.put(_answer_name(index), {"log_probs": logits[0].float().log_softmax(-1)})
-
-    def _kept(self, found: Prefilled) -> dict[str, Tensor]:
-        kept = {}
-        for index, some in enumerate(found.layers):
-            for choice, (keys, values) in enumerate(some):
-                last = keys.shape[1] if index in self.windows else self.cap
-                kept[_name("keys", index, choice)] = _alone(keys[:, :last])
-                kept[_name("values", index, choice)] = _alone(values[:, :last])
-        return kept
 
     def _portion(self, samples: Sequence[BankSample], layers: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Portion:
         lengths: Ints = np.array([len(sample.prompt) for sample in samples], dtype=np.int64)

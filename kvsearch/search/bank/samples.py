@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvsearch.core.errors import UsageError
+from kvsearch.models.architecture import check_length
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime.decode.replies import Finished
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer
@@ -87,6 +89,17 @@ def kept_of(samples: Sequence[BankSample], kept: Collection[str] | None) -> list
     return [sample for sample in samples if kept is None or sample.sha256 in kept]
 
 
+def check_samples(model: Any, samples: Sequence[BankSample]) -> None:
+    """Refuse to search on no samples, on those of several protocols, and on prompts that are too long for the model."""
+    if not samples:
+        raise UsageError("there are no samples to search on: raise --samples, or choose a task that has questions")
+    protocols = sorted({sample.reading.protocol for sample in samples})
+    if len(protocols) > 1:
+        raise UsageError(f"samples of {' and '.join(protocols)} cannot share a bank: make one for each protocol")
+    for sample in samples:
+        check_length(model, len(sample.prompt) + len(sample.following))
+
+
 def require_answers(objective: Objective, samples: Sequence[BankSample]) -> None:
     """Raise UsageError if a sample names no right answer, which this objective needs."""
     for sample in samples:
@@ -105,16 +118,13 @@ def bank_samples(
     compressed together, the reply follows.
     """
     return [
-        BankSample(task, reading, question, _answer(task, reading, question, answers))
+        BankSample(
+            task,
+            reading,
+            question,
+            question.right if answers is None else answers[task.task.name, reading.prompt.key, question.number].ids,
+        )
         for task in tasks
         for reading in readings(task.prompts, protocol)
         for question in reading.questions
     ]
-
-
-def _answer(
-    task: TaskPrompts, reading: Reading, question: Question, answers: Mapping[Asked, ForcedAnswer] | None
-) -> Tensor:
-    if answers is None:
-        return question.right
-    return answers[task.task.name, reading.prompt.key, question.number].ids

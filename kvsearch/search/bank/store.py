@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvsearch.core.errors import EnvironmentFault
+from kvsearch.core.parsing import describe_fault
 
 Tensors = Mapping[str, Tensor]
 
@@ -26,25 +27,22 @@ class SampleStore:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0  # held where they were put
-        self._held: dict[str, Tensors] = {}
-        self._elsewhere: dict[str, tuple[dict[str, torch.device], Tensors | Path]] = {}  # with the devices they are of
+        self._held: dict[str, tuple[Tensors | Path, dict[str, torch.device]]] = {}  # with the devices they are of
         self._temporary: TemporaryDirectory[str] | None = None
 
     def put(self, name: str, tensors: Tensors) -> None:
         """Keep contiguous tensors under a name of their own; EnvironmentFault if a file cannot be written."""
         size = sum(tensor.nbytes for tensor in tensors.values())
-        if self.nbytes + size <= self.limit:
-            self._held[name] = dict(tensors)
-            self.nbytes += size
-            return
         devices = {key: tensor.device for key, tensor in tensors.items()}
-        self._elsewhere[name] = devices, self._moved(tensors)
+        if self.nbytes + size <= self.limit:
+            self._held[name] = (dict(tensors), devices)
+            self.nbytes += size
+        else:
+            self._held[name] = (self._moved(tensors), devices)
 
     def get(self, name: str, widths: Mapping[str, int]) -> dict[str, Tensor]:
         """Return tensors [H, N, ...] of a group, the first `widths` of N columns, on the devices they came from."""
-        if name in self._held:
-            return {key: self._held[name][key][:, :width] for key, width in widths.items()}
-        devices, held = self._elsewhere[name]
+        held, devices = self._held[name]
         if not isinstance(held, Path):
             return {key: held[key][:, :width].to(devices[key]) for key, width in widths.items()}
         with safe_open(held, framework="pt") as file:
@@ -53,7 +51,6 @@ class SampleStore:
     def close(self) -> None:
         """Forget everything, files included."""
         self._held = {}
-        self._elsewhere = {}
         self.nbytes = 0
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -66,11 +63,11 @@ class SampleStore:
         try:
             if self._temporary is None:
                 self._temporary = TemporaryDirectory(prefix="kvsearch-bank-")
-            path = Path(self._temporary.name) / f"sample-{len(self._elsewhere)}.safetensors"
+            path = Path(self._temporary.name) / f"sample-{len(self._held)}.safetensors"
             save_file(host, path)
         except (OSError, SafetensorError) as error:
-            reason = " ".join(str(error).split())
             raise EnvironmentFault(
-                f"cannot keep prompts in the temporary folder: {reason}; raise the memory limit, or free space"
+                f"cannot keep prompts in the temporary folder: {describe_fault(error)}; raise the memory limit, or "
+                "free space"
             ) from error
         return path

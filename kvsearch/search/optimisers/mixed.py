@@ -27,9 +27,11 @@ class Mixed(Optimiser):
         self._numbers = np.flatnonzero(np.asarray(counts) == 0)
         self._population = problem.population or default_population(self.dimension)
         self._rng = np.random.default_rng(problem.seed)
-        self._centre, self._value = self.start, np.inf
+        self._centre = self.start
+        self._value = np.inf
         self._step = problem.sigma if self._numbers.size else 0.0
-        self._next, self._untried = 0, len(self._choices)  # coordinate whose turn it is; left of a round without gain
+        self._next = 0  # coordinate whose turn it is
+        self._untried = len(self._choices)  # that are left of a round without gain
         self._by_choice = bool(self._choices)
         self._asked_choices = 0
 
@@ -41,15 +43,22 @@ class Mixed(Optimiser):
 
     def _ask(self) -> list[Vector]:
         first = [self._centre] if not np.isfinite(self._value) else []
-        return [*(self._other_choices() if self._by_choice else self._steps()), *first]
+        if self._by_choice:
+            return [*self._other_choices(), *first]
+        drawn = self._rng.standard_normal((self._population, self._numbers.size))
+        points = np.repeat(self._centre[None], self._population, axis=0)
+        points[:, self._numbers] += self._step * drawn
+        return [*np.clip(points, self.lower, self.upper), *first]
 
     def _tell(self, points: list[Vector], values: list[float]) -> None:
         if not np.isfinite(self._value):  # the start, which comes last
-            self._centre, self._value = points[-1], values[-1]
+            self._centre = points[-1]
+            self._value = values[-1]
         best = int(np.argmin(values))
         is_better = values[best] < self._value
         if is_better:
-            self._centre, self._value = points[best], values[best]
+            self._centre = points[best]
+            self._value = values[best]
         if self._by_choice:
             self._next = (self._next + self._asked_choices) % len(self._choices)
             self._untried = len(self._choices) if is_better else max(self._untried - self._asked_choices, 0)
@@ -74,9 +83,3 @@ class Mixed(Optimiser):
                     point[at] = choice
                     found.append(point)
         return found
-
-    def _steps(self) -> list[Vector]:
-        drawn = self._rng.standard_normal((self._population, self._numbers.size))
-        points = np.repeat(self._centre[None], self._population, axis=0)
-        points[:, self._numbers] += self._step * drawn
-        return list(np.clip(points, self.lower, self.upper))

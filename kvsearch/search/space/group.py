@@ -85,7 +85,8 @@ class Group(Space):
         return self.project(self.point_of(self._rest))
 
     def _project(self, x: Vector) -> Vector:
-        wanted, slack = float(x.sum()) * self.average, EXACT * self.total
+        wanted = float(x.sum()) * self.average
+        slack = EXACT * self.total
         if self._fewest - slack <= wanted <= self._fullest + slack:
             return x
         nearest = self._fewest if wanted < self._fewest else self._fullest

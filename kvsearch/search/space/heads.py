@@ -46,25 +46,19 @@ class Heads(Space):
         self._begin = np.array([float(self._free[rows].any()) for rows in self._members])
         for rows in self._members:
             self._free[rows] += not self._free[rows].any()
-        largest = np.array([self._largest(rows) for rows in self._members])
-        super().__init__(base.shape, np.zeros(len(largest)), largest)
+        largest = []  # multipliers at which groups are full, or have everything
+        for rows in self._members:
+            free = self._free[rows]
+            room = self._room[rows]
+            some = free > 0
+            most = water_level(free[some], min(self._above, int(room[some].sum())), 0, room[some])
+            largest.append(float((most / free[some]).max()) or 1.0)  # one without room has no effect
+        super().__init__(base.shape, np.zeros(len(largest)), np.array(largest))
 
     @property
     def start(self) -> Vector:
         """The calibrated table."""
         return self._begin.copy()
-
-    def _largest(self, rows: Ints) -> float:
-        """Return the multiplier at which a group is full, or has everything."""
-        free, room = self._free[rows], self._room[rows]
-        some = free > 0
-        most = water_level(free[some], min(self._above, int(room[some].sum())), 0, room[some])
-        return float((most / free[some]).max()) or 1.0  # one without room has no effect
-
-    def _literal(self, x: Vector) -> Floats:
-        """Return the entries above the floors that a point says, [L, Hkv], whatever they sum to."""
-        said: Floats = np.minimum(x[self._group][:, None] * self._free, self._room)
-        return said
 
     def _filled(self, x: Vector) -> Floats:
         """Return the entries above the floors with the right sum, [L, Hkv]."""
@@ -72,7 +66,8 @@ class Heads(Space):
         return water_level(weights, self._above, 0, self._room)
 
     def _project(self, x: Vector) -> Vector:
-        if abs(float(self._literal(x).sum()) - self._above) <= EXACT * self.total:
+        literal = np.minimum(x[self._group][:, None] * self._free, self._room)  # whatever they sum to
+        if abs(float(literal.sum()) - self._above) <= EXACT * self.total:
             return x
         return self._clip(self._levels(self._filled(x), x))
 

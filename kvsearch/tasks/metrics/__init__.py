@@ -8,7 +8,7 @@ sure that what the metric needs is installed before hours of generation are spen
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.naming import require_known
@@ -34,23 +34,16 @@ _OF_ANSWERS = (
 _OF_QUESTION = (longbench.classification, infinitebench.choice, infinitebench.choice_of_function)
 
 
-def _scoring(metric: Metric) -> Metric:
+def _scoring(metric: Callable[[str, Any], float]) -> Metric:
     def score(reply: str, query: Query) -> float:
         if not query.answers:
             raise UsageError(f"the question {query.question!r} has no answers to score a reply against")
-        return metric(reply, query)
+        return metric(reply, query if metric in _OF_QUESTION else query.answers)
 
     return score
 
 
-def _of_answers(metric: Callable[[str, tuple[str, ...]], float]) -> Metric:
-    return lambda reply, query: metric(reply, query.answers)
-
-
-METRICS: dict[str, Metric] = {
-    **{metric.__name__: _scoring(_of_answers(metric)) for metric in _OF_ANSWERS},
-    **{metric.__name__: _scoring(metric) for metric in _OF_QUESTION},
-}
+METRICS: dict[str, Metric] = {metric.__name__: _scoring(metric) for metric in (*_OF_ANSWERS, *_OF_QUESTION)}
 OF_ALL_ANSWERS = ("string_match_all",)  # to the others any one answer is right
 NEEDS: dict[str, tuple[str, ...]] = {
     "qa_f1_zh": ("jieba",),

@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvsearch.core.errors import UsageError
 from kvsearch.tasks.metrics.longbench import CHINESE_PUNCTUATION, FULL_WIDTH, f1
-from kvsearch.tasks.metrics.packages import optional
+from kvsearch.tasks.metrics.packages import rouge_scorer
 
 if TYPE_CHECKING:
     from kvsearch.tasks.base import Query
@@ -110,7 +109,8 @@ def rouge_l_sum(reply: str, answers: Sequence[str]) -> float:
 
     Tables: longbook_sum_eng. EnvironmentFault without the package.
     """
-    return max(float(_rouge().score(answer, reply)["rougeLsum"].fmeasure) for answer in answers)
+    scorer = rouge_scorer("rougeLsum", stems=False)
+    return max(float(scorer.score(answer, reply)["rougeLsum"].fmeasure) for answer in answers)
 
 
 def _labels(query: Query) -> tuple[str, ...]:
@@ -148,8 +148,3 @@ def _as_number(answer: str) -> float:
 
 def _characters(text: str) -> list[str]:
     return list("".join(text.lower().translate(_NO_MARKS).split()))
-
-
-@cache
-def _rouge() -> Any:
-    return optional("rouge_score.rouge_scorer").RougeScorer(["rougeLsum"], use_stemmer=False)

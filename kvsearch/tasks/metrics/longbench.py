@@ -85,7 +85,8 @@ def f1(words: Sequence[str], wanted: Sequence[str]) -> float:
     common = (Counter(words) & Counter(wanted)).total()
     if not common:
         return 0.0
-    precision, recall = common / len(words), common / len(wanted)
+    precision = common / len(words)
+    recall = common / len(wanted)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -131,7 +132,8 @@ def edit_similarity(reply: str, answers: Sequence[str]) -> float:
     computes another ratio, which is never higher, so numbers of the two kinds do not compare.
     Tables: lcc, repobench-p. EnvironmentFault without rapidfuzz.
     """
-    line = _first_code_line(reply)
+    lines = reply.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in _COMMENT)), "")
     best: float = max(optional("rapidfuzz.fuzz").ratio(line, answer) for answer in answers)
     return round(best) / 100
 
@@ -156,11 +158,6 @@ def _paragraph(answer: str, before: str) -> str:
     if not found:
         raise UsageError(f"the answer {answer!r} names no paragraph: it must contain {before + '12'!r} or the like")
     return found[1]
-
-
-def _first_code_line(reply: str) -> str:
-    lines = reply.lstrip("\n").split("\n")
-    return next((line for line in lines if not any(mark in line for mark in _COMMENT)), "")
 
 
 def _english(text: str) -> list[str]:

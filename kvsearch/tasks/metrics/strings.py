@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
 from kvsearch.core.errors import UsageError
-from kvsearch.tasks.metrics.packages import optional
+from kvsearch.tasks.metrics.packages import rouge_scorer
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
@@ -60,7 +58,13 @@ def niah_recall(reply: str, answers: Sequence[str]) -> float:
     UsageError if an answer has no words.
     """
     words = set(reply.lower().split())
-    return max(_recall(words, answer) for answer in answers)
+    shares = []
+    for answer in answers:
+        wanted = set(answer.lower().split())
+        if not wanted:
+            raise UsageError("an answer is blank: there are no words to recall")
+        shares.append(len(words & wanted) / len(wanted))
+    return max(shares)
 
 
 def niah_recall_lava(reply: str, answers: Sequence[str]) -> float:
@@ -75,7 +79,8 @@ def niah_rouge1(reply: str, answers: Sequence[str]) -> float:
     thing to do in San Francisco is ...") for the answer. It is not what figures show: see `niah_recall`.
     EnvironmentFault without the package.
     """
-    return max(float(_rouge1().score(answer, reply)["rouge1"].fmeasure) for answer in answers)
+    scorer = rouge_scorer("rouge1", stems=True)
+    return max(float(scorer.score(answer, reply)["rouge1"].fmeasure) for answer in answers)
 
 
 def _contained(text: str, answers: Sequence[str]) -> list[bool]:
@@ -84,15 +89,3 @@ def _contained(text: str, answers: Sequence[str]) -> list[bool]:
 
 def _cleaned(reply: str) -> str:
     return _CONTROL.sub("\n", reply.strip()).strip()
-
-
-def _recall(words: set[str], answer: str) -> float:
-    wanted = set(answer.lower().split())
-    if not wanted:
-        raise UsageError("an answer is blank: there are no words to recall")
-    return len(words & wanted) / len(wanted)
-
-
-@cache
-def _rouge1() -> Any:
-    return optional("rouge_score.rouge_scorer").RougeScorer(["rouge1"], use_stemmer=True)

@@ -62,7 +62,8 @@ def largest(size: Callable[[int], int], room: int, least: int, most: int | None 
     Interpolates between measured sizes, because to measure a long text takes long, and bisects if that does not help.
     """
     ceiling = 2 * room if most is None else min(most, 2 * room)  # a unit has half a token at the very least
-    low, high = least, max(least, ceiling) + 1
+    low = least
+    high = max(least, ceiling) + 1
     base = reached = size(least)
     units = min(least + _FIRST_STEP, high - 1)
     probes = 0
@@ -70,7 +71,8 @@ def largest(size: Callable[[int], int], room: int, least: int, most: int | None 
         tokens = size(units)
         rate = max((tokens - base) / (units - least), 1e-3)
         if tokens <= room:
-            low, reached = units, tokens
+            low = units
+            reached = tokens
         else:
             high = units
         probes += 1

@@ -9,7 +9,7 @@ from random import Random
 from typing import ClassVar
 
 from kvsearch.tasks.ruler.draft import Draft, Stream, listed, worked_example
-from kvsearch.tasks.ruler.names import Fresh, coded, vocabulary
+from kvsearch.tasks.ruler.words import Fresh, coded, vocabulary
 
 COMMON = 10
 _LIST_INTRO = (
@@ -62,13 +62,15 @@ class CommonWords:
         return LONG if self.length >= 4096 else SHORT
 
     def draft(self, stream: Stream) -> Draft:
-        repeats, rng = self.repeats, stream.rng()
+        repeats = self.repeats
+        rng = stream.rng()
         # a numbered word has two tokens or more, and a few words are dropped
         pool = vocabulary(int(0.55 * self.length / repeats.rare))
         words = [word for word in rng.sample(pool, len(pool)) if word not in (_LIST_INTRO + _LIST_QUESTION).lower()]
         common, words = _distinct(words)
         shown, words = _distinct(words)
-        shown_rare, rare = words[: repeats.example_words], words[repeats.example_words :]
+        shown_rare = words[: repeats.example_words]
+        rare = words[repeats.example_words :]
         example = worked_example(
             _listed([*shown * repeats.example_common, *shown_rare * repeats.example_rare], rng),
             _LIST_QUESTION,
@@ -79,7 +81,8 @@ class CommonWords:
         def context(units: int) -> str:
             return example + _listed([*common * repeats.common, *rare[:units] * repeats.rare], stream.rng("order"))
 
-        answers, written = tuple(common), _numbered(common)
+        answers = tuple(common)
+        written = _numbered(common)
         return Draft(context, _LIST_QUESTION, _LIST_PREFIX, answers, written, least=COMMON, most=len(rare))
 
 

@@ -12,7 +12,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.files import read_text
 from kvsearch.core.resources import resource
 from kvsearch.tasks.ruler.draft import Draft, Stream, insert, listed
-from kvsearch.tasks.ruler.names import Fresh, Maker, most_words, number, uuid4, word
+from kvsearch.tasks.ruler.words import Fresh, Maker, most_words, number, uuid4, word
 
 STORY = "data/calibration/novel.txt"
 NOISE = (
@@ -25,6 +25,15 @@ NOISE = (
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*$")
 _ABBREVIATION = re.compile(r"[\"'“‘(]*(Mr|Mrs|Ms|Dr|St|Prof|[A-Z])\.$")
 _LONGEST_SENTENCE = 60  # words, for texts without punctuation
+
+
+def read_haystack(path: Path | None) -> str:
+    """Read the user's text file, or the shipped story; UsageError if it is no text, or empty."""
+    file = resource(STORY) if path is None else path
+    text = read_text(file, f"the haystack {file}")
+    if not text.strip():
+        raise UsageError(f"the haystack {file} is empty: name a text file with a story or essays")
+    return text
 
 
 @dataclass(frozen=True)
@@ -52,10 +61,7 @@ class Essay:
     @classmethod
     def load(cls, path: Path | None) -> Essay:
         """Read the user's text file, or the shipped story; UsageError if it is no text or has no words."""
-        file = resource(STORY) if path is None else path
-        words = tuple(read_text(file, f"the haystack {file}").split())
-        if not words:
-            raise UsageError(f"the haystack {file} is empty: name a text file with a story or essays")
+        words = tuple(read_haystack(path).split())
         return cls(words, tuple(_sentence_ends(words)), " ".join(words))
 
     def sentences(self, units: int) -> list[str]:
@@ -153,5 +159,6 @@ class Needles:
     def _others(self, units: int, stream: Stream, taken: set[str]) -> list[str]:
         """Return needles with keys and values of their own."""
         fresh = Fresh(stream.rng("haystack"), taken=taken)
-        key, value = _MAKERS[self.spec.key], _MAKERS[self.spec.value]
+        key = _MAKERS[self.spec.key]
+        value = _MAKERS[self.spec.value]
         return [self._needle(fresh.draw(key), fresh.draw(value)) for _ in range(units)]

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter
 
-from kvsearch.core.errors import UsageError
 from kvsearch.core.limits import MOST_DATA
-from kvsearch.core.parsing import describe_validation_error, read_json
+from kvsearch.core.parsing import read_json, validated
 from kvsearch.tasks.fields import Filled, NotEmpty
 from kvsearch.tasks.ruler.draft import Draft, Stream
 from kvsearch.tasks.splits import Shares, part
-
-Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
@@ -27,14 +23,6 @@ class QaQuestion:
     answers: tuple[str, ...]
     own: tuple[int, ...]
     near: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class QaFile:
-    """All documents and questions of a file, in its order."""
-
-    documents: tuple[str, ...]
-    questions: tuple[QaQuestion, ...]
 
 
 class _SquadAnswer(BaseModel):
@@ -69,13 +57,13 @@ class _HotpotQuestion(BaseModel):
 _HOTPOT: Final = TypeAdapter(Annotated[tuple[_HotpotQuestion, ...], NotEmpty])
 
 
-def read_squad(path: Path) -> QaFile:
+def read_squad(path: Path) -> QaDocuments:
     """Read data > paragraphs > context and qas, without the questions that are marked as impossible.
 
     Raises:
         UsageError: there is no such file, or it is not of this format; the message lists what is wrong.
     """
-    file = _checked(_Squad.model_validate, path)
+    file = validated(_Squad.model_validate, read_json(path, MOST_DATA), str(path))
     documents: dict[str, int] = {}
     questions = []
     for article in file.data:
@@ -87,10 +75,10 @@ def read_squad(path: Path) -> QaFile:
                 for asked in paragraph.qas
                 if not asked.is_impossible
             ]
-    return QaFile(tuple(documents), tuple(questions))
+    return QaDocuments(tuple(documents), tuple(questions))
 
 
-def read_hotpot(path: Path) -> QaFile:
+def read_hotpot(path: Path) -> QaDocuments:
     """Read a list of question, answer and context, the paragraphs of each as pairs of title and sentences.
 
     Raises:
@@ -98,18 +86,11 @@ def read_hotpot(path: Path) -> QaFile:
     """
     documents: dict[str, int] = {}
     questions = []
-    for asked in _checked(_HOTPOT.validate_python, path):
+    for asked in validated(_HOTPOT.validate_python, read_json(path, MOST_DATA), str(path)):
         texts = [f"{title}\n{''.join(sentences)}" for title, sentences in asked.context]
         own = tuple(dict.fromkeys(documents.setdefault(text, len(documents)) for text in texts))
         questions.append(QaQuestion(asked.question, (asked.answer,), own))
-    return QaFile(tuple(documents), tuple(questions))
-
-
-def _checked(validate: Callable[[object], Parsed], path: Path) -> Parsed:
-    try:
-        return validate(read_json(path, MOST_DATA))
-    except ValidationError as error:
-        raise UsageError(describe_validation_error(error, str(path))) from error
+    return QaDocuments(tuple(documents), tuple(questions))
 
 
 _INTRO = "Answer the question from the documents below. Reply with the answer only, in as few words as it takes."
@@ -119,15 +100,14 @@ _PREFIX = "Answer:"
 
 @dataclass(frozen=True)
 class QaDocuments:
-    """Examples of a qa task, one a question, in an order of their own for every seed."""
+    """Documents and questions of a file: examples of a qa task, one a question, in their own order for every seed."""
 
     documents: tuple[str, ...]
     questions: tuple[QaQuestion, ...]
 
-    @classmethod
-    def of(cls, file: QaFile, split: str, shares: Shares, source: str) -> QaDocuments:
+    def of_split(self, split: str, shares: Shares, source: str) -> QaDocuments:
         """Return the questions of one split, which shares no document that is asked about with another one."""
-        return cls(file.documents, tuple(part(file.questions, split, shares, lambda asked: asked.own, source)))
+        return replace(self, questions=tuple(part(self.questions, split, shares, lambda asked: asked.own, source)))
 
     @property
     def size(self) -> int:

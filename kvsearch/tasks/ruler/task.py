@@ -13,8 +13,8 @@ from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.prompts import PLACE
 from kvsearch.tasks.ruler.draft import Draft, Source, Stream, largest
 from kvsearch.tasks.ruler.frequency import CodedWords, CommonWords
-from kvsearch.tasks.ruler.needles import NIAH, Essay, Needles, NeedleSpec, Noise
-from kvsearch.tasks.ruler.qa import QaDocuments, read_hotpot, read_squad
+from kvsearch.tasks.ruler.needles import NIAH, Essay, Needles, Noise
+from kvsearch.tasks.ruler.qa import read_hotpot, read_squad
 from kvsearch.tasks.ruler.tracing import Tracing
 from kvsearch.tasks.splits import SHARES, Shares, check_split
 
@@ -61,8 +61,9 @@ class RulerTask(Task):
         for path in (self.haystack, self.qa_file):
             if path is not None and not path.is_file():
                 raise UsageError(f"there is no file {path}: check the path")
-        if self.name in QA_FORMATS:
-            _qa_file(self)
+        if self.name in QA_FORMATS and self.qa_file is None:
+            whose, what, _ = QA_FORMATS[self.name]
+            raise UsageError(f"{self.name} needs questions: give qa_file, a JSON file in {whose} format ({what})")
 
     @property
     def category(self) -> str:
@@ -120,29 +121,21 @@ class RulerTask(Task):
         return count(self.prompt.replace(PLACE, draft.question) + draft.prefix) + RULER_KINDS[self.name].tokens
 
 
-def _needles(spec: NeedleSpec) -> Callable[[RulerTask, TokenCount], Source]:
-    def source(task: RulerTask, count: TokenCount) -> Source:  # noqa: ARG001
-        if spec.haystack == "needles":
-            return Needles(spec, None)
-        return Needles(spec, Essay.load(task.haystack) if spec.haystack == "essay" else Noise())
-
-    return source
+def _needles(task: RulerTask, count: TokenCount) -> Source:  # noqa: ARG001
+    spec = NIAH[task.name]
+    if spec.haystack == "needles":
+        return Needles(spec, None)
+    return Needles(spec, Essay.load(task.haystack) if spec.haystack == "essay" else Noise())
 
 
 def _questions(task: RulerTask, count: TokenCount) -> Source:  # noqa: ARG001
+    assert task.qa_file is not None  # as `RulerTask` has seen to
     read = QA_FORMATS[task.name][2]
-    return QaDocuments.of(read(_qa_file(task)), task.split, task.shares, f"{task.name} of {_qa_file(task)}")
-
-
-def _qa_file(task: RulerTask) -> Path:
-    if task.qa_file is None:
-        whose, what, _ = QA_FORMATS[task.name]
-        raise UsageError(f"{task.name} needs questions: give qa_file, a JSON file in {whose} format ({what})")
-    return task.qa_file
+    return read(task.qa_file).of_split(task.split, task.shares, f"{task.name} of {task.qa_file}")
 
 
 RULER_KINDS: Final[dict[str, Kind]] = {
-    **{name: Kind("RULER retrieval", 128, _needles(spec)) for name, spec in NIAH.items()},
+    **{name: Kind("RULER retrieval", 128, _needles) for name in NIAH},
     "vt": Kind("RULER tracing", 30, lambda task, count: Tracing(task.length, count)),
     "cwe": Kind("RULER aggregation", 120, lambda task, _: CommonWords(task.length)),
     "fwe": Kind("RULER aggregation", 50, lambda *_: CodedWords()),

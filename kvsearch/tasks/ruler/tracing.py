@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from kvsearch.tasks.base import TokenCount
 from kvsearch.tasks.ruler.draft import Draft, Stream, insert, largest, worked_example
-from kvsearch.tasks.ruler.names import Fresh, amount, variable
 from kvsearch.tasks.ruler.needles import Noise
+from kvsearch.tasks.ruler.words import Fresh, amount, variable
 
 HOPS = 4
 VARIABLES = HOPS + 1

@@ -55,11 +55,9 @@ class Haystack(Protocol):
 
     def __init__(self, rng: random.Random) -> None:
         """Draw what the whole text has in common."""
-        ...
 
     def tell(self, count: int, groups: Sequence[Sequence[Sentence]]) -> list[Sentence]:
         """Tell `count` fillers with all sentences of the groups among them; the order inside each group stays."""
-        ...
 
 
 class Prose:
@@ -179,7 +177,8 @@ def code_pairs(rng: random.Random, names: Names, count: int) -> Evidence:
 def item_facts(rng: random.Random, names: Names, count: int) -> Evidence:
     """Make `count` items, each with three values told in three places; the question wants all three (multi-value)."""
     sentences: list[Sentence] = []
-    questions, mentions = [], []
+    questions = []
+    mentions = []
     for _ in range(count):
         key = names.draw("key", v.KEYS)
         values = [rng.choice(v.VALUES) for _ in v.ORDINALS]
@@ -195,20 +194,20 @@ def whole_items(rng: random.Random, names: Names, count: int) -> Evidence:
     """Make `count` items, each with its three values told one after another: facts with long values."""
     items = [item_facts(rng, names, 1) for _ in range(count)]
     return Evidence(
-        tuple(tuple(word for part in _by_ordinal(item) for word in part) for item in items),
+        tuple(
+            tuple(word for part in sorted(item.sentences, key=lambda part: v.ORDINALS.index(part[2])) for word in part)
+            for item in items
+        ),
         tuple(question for item in items for question in item.questions),
         tuple(mention for item in items for mention in item.mentions),
     )
 
 
-def _by_ordinal(item: Evidence) -> list[Sentence]:
-    return sorted(item.sentences, key=lambda sentence: v.ORDINALS.index(sentence[2]))
-
-
 def chains(rng: random.Random, names: Names, count: int, links: int = 3) -> Evidence:
     """Make `count` chains `set a = VALUE . set b = a . set c = b .`; the question walks the chain back to the value."""
     told: list[list[Sentence]] = []
-    questions, mentions = [], []
+    questions = []
+    mentions = []
     for _ in range(count):
         variables = [names.draw("variable", v.VARIABLES) for _ in range(links)]
         value = rng.choice(v.VALUES)

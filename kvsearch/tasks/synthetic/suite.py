@@ -60,13 +60,17 @@ from kvsearch.tasks.synthetic.vocabulary import CANDIDATES, KEYS, VARIABLES
 
 SHORTEST = 512
 SPLITS = ("train", "calibrate", "select", "report")
-MENTIONS, TAIL_MENTIONS = 2, 1
+MENTIONS = 2
+TAIL_MENTIONS = 1
 Builder = Callable[[random.Random, Names, int], list[Evidence]]
 
 QUESTIONS_PER_CONTEXT = 4
 EVIDENCE_SHARE = 0.05
 FACT_SHARE = 0.9  # of a haystack made of facts; the rest is for mentions and a few fillers
-CODE_WORDS, LINK_WORDS, ITEM_WORDS, VOTE_WORDS = 5, 5, 15, 3
+CODE_WORDS = 5
+LINK_WORDS = 5
+ITEM_WORDS = 15
+VOTE_WORDS = 3
 LINKS = 3
 LONG_FACTS = 8  # with more of them among 60 keys the bundled model begins to mix up their values
 TWO_HOP_CHAINS = 2
@@ -85,10 +89,6 @@ class Form:
 def codes_in(room: int, names: Names) -> int:
     """Return how many code facts fit into `room` words, as far as there are keys left."""
     return max(0, min(room // CODE_WORDS, names.left("key", KEYS)))
-
-
-def _single_1(rng: random.Random, names: Names, room: int) -> list[Evidence]:  # noqa: ARG001
-    return [code_facts(rng, names, 1, "single_1")]
 
 
 def _single_3(rng: random.Random, names: Names, room: int) -> list[Evidence]:
@@ -147,29 +147,13 @@ def _single(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     return [fact, others.unasked()]
 
 
-def _multikey(rng: random.Random, names: Names, room: int) -> list[Evidence]:
-    return [code_facts(rng, names, codes_in(room, names))]
-
-
-def _multiquery(rng: random.Random, names: Names, room: int) -> list[Evidence]:
-    return [code_pairs(rng, names, codes_in(room, names))]
-
-
-def _multivalue(rng: random.Random, names: Names, room: int) -> list[Evidence]:
-    return [item_facts(rng, names, min(room // 15, names.left("key", KEYS)))]
-
-
-def _chain(rng: random.Random, names: Names, room: int) -> list[Evidence]:
-    return [chains(rng, names, min(room // 15, names.left("variable", VARIABLES) // 3))]
-
-
 def _vote(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     cast = votes(rng, 8)
     return [cast, code_facts(rng, names, codes_in(room - cast.tokens, names)).unasked()]
 
 
 GROWN: dict[str, Form] = {
-    "single_1": Form(_single_1, Repetition),
+    "single_1": Form(lambda rng, names, _: [code_facts(rng, names, 1, "single_1")], Repetition),
     "single_3": Form(_single_3),
     "multikey_2": Form(_multikey_2, share=FACT_SHARE),
     "multikey_3": Form(_multikey_3, share=FACT_SHARE),
@@ -178,9 +162,13 @@ GROWN: dict[str, Form] = {
     "qa_2": Form(_qa_2, Paragraphs),
 }
 BUILDERS: dict[str, Builder] = {
-    "single": _single, "multikey": _multikey, "multiquery": _multiquery, "multivalue": _multivalue, "chain": _chain,
+    "single": _single,
+    "multikey": lambda rng, names, room: [code_facts(rng, names, codes_in(room, names))],
+    "multiquery": lambda rng, names, room: [code_pairs(rng, names, codes_in(room, names))],
+    "multivalue": lambda rng, names, room: [item_facts(rng, names, min(room // 15, names.left("key", KEYS)))],
+    "chain": lambda rng, names, room: [chains(rng, names, min(room // 15, names.left("variable", VARIABLES) // 3))],
     "vote": _vote,
-}  # fmt: skip
+}
 FORMS: dict[str, Form] = {**{name: Form(build) for name, build in BUILDERS.items()}, **GROWN}
 SUITES: dict[str, tuple[str, ...]] = {
     "core": tuple(BUILDERS),
@@ -190,7 +178,8 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 SUITES["sparse"] = tuple(name for name in SUITES["ruler"] if FORMS[name].share == EVIDENCE_SHARE)
-BUNDLED_LANGUAGE, FACTS_AMONG_FACTS = "bundled language", "facts among facts"
+BUNDLED_LANGUAGE = "bundled language"
+FACTS_AMONG_FACTS = "facts among facts"
 
 
 @dataclass(frozen=True)
@@ -227,15 +216,15 @@ class SyntheticTask(Task):
         One word is one token of the bundled tokenizer, whatever `count` says.
         """
         rng = random.Random(f"{self.split}/{self.name}/{self.length}/{seed}")
-        return [self._example(rng, f"{seed}-{index}") for index in range(samples)]
-
-    def _example(self, rng: random.Random, key: str) -> Example:
-        document = self.document(rng)
-        queries = tuple(
-            Query(" ".join(q.prompt), (" ".join(q.answer),), len(q.answer))
-            for q in document.questions[:QUESTIONS_PER_CONTEXT]
-        )
-        return Example(self.name, key, " ".join(document.words[1:]), queries)
+        examples = []
+        for index in range(samples):
+            document = self.document(rng)
+            queries = tuple(
+                Query(" ".join(asked.prompt), (" ".join(asked.answer),), len(asked.answer))
+                for asked in document.questions[:QUESTIONS_PER_CONTEXT]
+            )
+            examples.append(Example(self.name, f"{seed}-{index}", " ".join(document.words[1:]), queries))
+        return examples
 
     def document(self, rng: random.Random) -> Document:
         """Return one document of this task; its questions are all of this task."""

@@ -172,7 +172,6 @@ def run(data: Path, tmp_path: Path) -> Run:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[PolykvCalibration]:
-    """The calibrations that would have measured."""
     calls: list[PolykvCalibration] = []
     monkeypatch.setattr(PolykvCalibration, "measure", lambda self, *_: calls.append(self) or make_signals())
     return calls

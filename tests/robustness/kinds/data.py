@@ -74,8 +74,8 @@ def _calibration(path: Path) -> None:
 def _plain_text(path: Path) -> None:
     from kvsearch.calibration.data import load_calibration_data
     from kvsearch.tasks.niah import NiahTask
-    from kvsearch.tasks.perplexity import PerplexityText
     from kvsearch.tasks.ruler.needles import Essay
+    from kvsearch.tasks.windows import PerplexityText
 
     def words(text: str) -> list[int]:
         return list(_tokenizer()(text)["input_ids"])
@@ -91,7 +91,7 @@ def _plain_text(path: Path) -> None:
 
 
 def _text_rows(path: Path) -> None:
-    from kvsearch.tasks.perplexity import PerplexityText
+    from kvsearch.tasks.windows import PerplexityText
 
     _tokenizer()(PerplexityText.load(path).text)
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from kvsearch.core.errors import KvsearchError
@@ -61,7 +60,6 @@ def same(one: Any, other: Any, what: str) -> None:
 
 def show(path: Path, **options: Any) -> None:
     """Do what `kvsearch show` does, as a table and as JSON, and what `verify` and `report` do; raises as `show`."""
-    from kvsearch.cli.render import print_parts
     from kvsearch.cli.screen import Screen
     from kvsearch.jobs.show import ShowOptions
     from kvsearch.jobs.show import show as showing
@@ -70,7 +68,7 @@ def show(path: Path, **options: Any) -> None:
         verify(path)
     view = showing(ShowOptions(path=path, **options))
     screen = Screen(file=StringIO(), width=100)
-    print_parts(view.parts(), SimpleNamespace(out=screen))  # type: ignore[arg-type]
+    screen.print_parts(view.parts())
     json.dumps(view.as_json(), sort_keys=True, allow_nan=False).encode()
     _page(path)
 

@@ -127,7 +127,8 @@ def test_running_out_of_memory_goes_on_with_less(
 def test_a_candidate_that_breaks_the_model_is_data(model: LoadedModel, samples: list[BankSample]) -> None:
     """The entries ranked from 30 on are broken: candidates that keep less never see them."""
     bank = CandidateBank(model, SNAPKV, samples, 50)
-    for held in bank._store._held.values():
+    for held, _ in bank._store._held.values():
+        assert isinstance(held, dict)
         held["values.1.0"][:, 30:] = float("nan")
     small, large = (np.full(bank.shape, budget) for budget in (25, 40))
     losses, scores = bank.losses([small, large]), bank.scores([large, small])

@@ -23,7 +23,7 @@ from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, win
 from kvsearch.search.bank.samples import bank_samples
 from kvsearch.search.bank.store import SampleStore
 from kvsearch.search.candidates import TrialJob
-from kvsearch.search.space.joint import placed
+from kvsearch.search.space.policy_choice import placed
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from tests import tiny

@@ -55,22 +55,13 @@ def test_every_depth_comes_once_in_forty_needles(needles: int) -> None:
         assert sorted(depths) == [place / 39 for place in range(40)]
 
 
-def test_cycles_and_streams_deal_depths_differently() -> None:
-    def first(name: str, start: int) -> list[list[float]]:
-        return [Stream(name, start + index).depths(1) for index in range(40)]
-
-    assert first("s", 0) != first("s", 40)
-    assert first("s", 0) != first("t", 0)
-    assert first("s", 0) == first("s", 0)
-
-
-def test_generators_have_a_purpose() -> None:
-    def drawn(stream: Stream, purpose: str) -> float:
-        return stream.rng(purpose).random()
-
-    one = Stream("s", 0)
-    assert drawn(one, "a") == drawn(one, "a")
-    assert len({drawn(one, "a"), drawn(one, "b"), drawn(Stream("s", 1), "a"), drawn(Stream("t", 0), "a")}) == 4
+def test_streams_cycles_and_purposes_draw_differently() -> None:
+    starts = (("s", 0), ("s", 40), ("t", 0))
+    dealt = [[Stream(name, start + index).depths(1) for index in range(40)] for name, start in starts]
+    assert dealt[0] not in dealt[1:]
+    drawn = {Stream(name, index).rng(use).random() for name in "st" for index in (0, 1) for use in "ab"}
+    assert len(drawn) == 8
+    assert Stream("s", 0).rng("a").random() in drawn
 
 
 def test_needles_lie_at_their_depths() -> None:

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from kvsearch.tasks.ruler import names
-from kvsearch.tasks.ruler.names import Fresh, Maker, vocabulary, words
+from kvsearch.tasks.ruler import words as made_up
+from kvsearch.tasks.ruler.words import Fresh, Maker, vocabulary, words
 
 
 def test_no_key_is_part_of_another_key() -> None:
@@ -21,13 +21,13 @@ def test_no_key_is_part_of_another_key() -> None:
 @pytest.mark.parametrize(
     ("make", "form"),
     [
-        (names.word, "[a-z]+-[a-z]+"),
-        (names.number, "[1-9][0-9]{6}"),
-        (names.uuid4, "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"),
-        (names.amount, "[1-9][0-9]{4}"),
-        (names.variable(5), "[A-Z]{5}"),
-        (names.variable(3), "[A-Z]{3}"),
-        (names.coded, "[a-z]{6}"),
+        (made_up.word, "[a-z]+-[a-z]+"),
+        (made_up.number, "[1-9][0-9]{6}"),
+        (made_up.uuid4, "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"),
+        (made_up.amount, "[1-9][0-9]{4}"),
+        (made_up.variable(5), "[A-Z]{5}"),
+        (made_up.variable(3), "[A-Z]{3}"),
+        (made_up.coded, "[a-z]{6}"),
     ],
 )
 def test_what_names_look_like(make: Maker, form: str) -> None:

@@ -113,7 +113,8 @@ class Joint(Space):
 
     def _table(self, x: Vector) -> Ints:
         chosen = x[: self._layers].astype(np.int64)
-        low, high = self._low[chosen, self._rows], self._high[chosen, self._rows]
+        low = self._low[chosen, self._rows]
+        high = self._high[chosen, self._rows]
         logs = x[self._layers :][self._group]
         weights = self._free[chosen, self._rows] * np.exp(logs - logs.max())[:, None]
         above = self.total - int(low.sum())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
-from kvsearch.tasks.perplexity import PerplexityText, Window
+from kvsearch.tasks.windows import PerplexityText, Window
 
 
 def encode(text: str) -> list[int]:

@@ -55,7 +55,8 @@ class PerplexityText:
         Raises:
             UsageError: a length or stride below 1, or a text shorter than one window.
         """
-        size, step = context + continuation, context + continuation if stride is None else stride
+        size = context + continuation
+        step = context + continuation if stride is None else stride
         if min(context, continuation, step) < 1:
             raise UsageError(f"windows need lengths and a stride of at least 1, got {context}, {continuation}, {step}")
         ids = tuple(encode(self.text))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.kernels.scoring import Rows
+from kvsearch.kernels.rows import Rows
 from kvsearch.policies.scoring import served_rows
 from tests.kernels.reference import relative_error
 from tests.kernels.serving import interpreted

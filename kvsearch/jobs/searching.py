@@ -1,43 +1,148 @@
-"""The refinement of `kvsearch run`: policies of layers and budgets are searched on, from the best plan that was solved.
+"""Searches of `kvsearch evolve` and `kvsearch run`: how they are opened, and the refinement of a run.
 
-`evolve --space joint` without its choice: what is found is a candidate beside others, and a run chooses by itself. The
-contexts are of split train, and none that a ranking was fitted or a curve measured on.
+A refinement is `evolve --space joint` without its choice: policies of layers and budgets are searched on, from the best
+plan that was solved. What is found is a candidate beside others, and a run chooses by itself. The contexts are of split
+train, and none that a ranking was fitted or a curve measured on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.progress import Progress
-from kvsearch.jobs.evolve import SEARCHED, describe_searches, open_search
+from kvsearch.evaluation.compare import Settings
+from kvsearch.evaluation.identity import environment, metric_of, rows_hash
 from kvsearch.jobs.reporter import Reporter
-from kvsearch.plan import load_plan, save_plan
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan import Plan, Size, load_plan, save_plan
 from kvsearch.plan.arithmetic import scale
+from kvsearch.plan.origin import ContextRecord
 from kvsearch.policies.registry import policy_of
 from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import CONFIG, CONTEXTS, RunConfig
-from kvsearch.runs.run import read_sums, require_same, require_unchanged
+from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged
+from kvsearch.search.bank.prepared import ranking_policies
+from kvsearch.search.candidates import Candidate, Executor, SearchOutcome
+from kvsearch.search.difficulty import with_hard_questions
+from kvsearch.search.evolve import PreparedSearch, Splits, prepare_search, resize_search
 from kvsearch.search.settings import EvolveSettings, SearchLimits
+from kvsearch.search.stages import SearchStage
+from kvsearch.search.start_plans import RESERVED, Base
+from kvsearch.search.trials import TrialLog
+from kvsearch.search.workers import make_executor
+from kvsearch.selection.candidates import CalibratedPolicies
+from kvsearch.tasks.base import Task
 
-if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import Settings
-    from kvsearch.models.loading import LoadedModel
-    from kvsearch.plan import Plan, Size
-    from kvsearch.plan.origin import ContextRecord
-    from kvsearch.search.candidates import Candidate, SearchOutcome
-    from kvsearch.search.evolve import PreparedSearch
-    from kvsearch.search.loop import StageProgress
-    from kvsearch.search.trials import TrialLog
-    from kvsearch.selection.candidates import CalibratedPolicies
-    from kvsearch.tasks.base import Task
-
+SEARCHED = "searched_sha256"  # questions and what is teacher-forced, where replies decide them
 NAME = "refined"
 MAX_CANDIDATES = 2  # plans of a size that become candidates: there are few places among the finalists
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_search(
+    directory: Path,
+    config: RunConfig,
+    searches: tuple[PreparedSearch, ...],
+    files: Sequence[str],
+    reporter: Reporter,
+    *,
+    force: bool = False,
+    workers: int | None = None,
+) -> Iterator[tuple[tuple[PreparedSearch, ...], Executor, Run, TrialLog]]:
+    """Decide what is teacher-forced, read the prompts, and open the directory: all that comes before candidates.
+
+    The `config` is completed with the content of the searches. `files` are patterns of what is written there, see
+    `Run.open`. `workers` is how many each read the prompts.
+
+    Raises:
+        UsageError: another search is in the directory; see also `Run.open`.
+        EnvironmentFault, IncompatibleError: see `make_executor`.
+    """
+    if not force:
+        require_same(directory, config.changed(content=describe_searches(searches)), unknown=(SEARCHED,))
+    searches = _decide_answers(searches, reporter)
+    config = config.changed(content=describe_searches(searches))
+    if not force:
+        require_same(directory, config)
+    # who evaluates comes first: with --force the old run is gone only once the new one can begin
+    with (
+        _make_executor(searches, workers, reporter) as executor,
+        Run.open(directory, config, force=force, files=files) as run,
+        run.open_ledger(TrialLog) as log,
+    ):
+        yield searches, executor, run, log
+
+
+def keep_hard_questions(searches: tuple[PreparedSearch, ...], reporter: Reporter) -> tuple[PreparedSearch, ...]:
+    """Leave the questions that are hard, if these alone are to be searched on."""
+    settings = searches[0].settings
+    if settings.hard_below is None:
+        return searches
+    with reporter.progress("how hard questions are") as progress:
+        searches, found = with_hard_questions(searches, progress)
+    if found is not None:
+        reporter.say(
+            f"searching on {len(found.kept)} of {found.asked} questions: the full cache answers {found.right} right, "
+            f"{found.hard} of these score below {settings.hard_below:g} under even budgets of "
+            f"{searches[0].budget} entries"
+        )
+    return searches
+
+
+def _decide_answers(searches: Sequence[PreparedSearch], reporter: Reporter) -> tuple[PreparedSearch, ...]:
+    """Decide what is teacher-forced after the questions, which all searches share."""
+    if not searches[0].needs_replies:
+        return tuple(searches)
+    with reporter.progress("own replies") as progress:
+        first = searches[0].answered(progress)
+    found = first.answers or {}
+    own = sum(answer.own for answer in found.values())
+    reporter.say(f"the model's own reply is right and teacher-forced after {own} of {len(found)} questions, the right "
+             "answer after the others")  # fmt: skip
+    return (first, *(replace(search, answers=found) for search in searches[1:]))
+
+
+def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
+    """Return all that decides the result, as JSON."""
+    first = searches[0]
+    return {
+        **environment(first.base.loaded),
+        "settings": first.as_json(),
+        "budgets": [search.budget for search in searches],
+        "policies": [{"name": policy.name, "params": policy.parameters()} for policy in first.base.policies],
+        "starts": [{name: table.tolist() for name, table in search.starts.items()} for search in searches],
+        "asked": {"samples": first.asked.samples, "max_length": first.asked.max_length},
+        "metrics": {task.task.name: metric_of(task.task) for task in first.encoded["search"]},
+        "splits": {name: {task.task.name: rows_hash(task) for task in split} for name, split in first.encoded.items()},
+        **({} if first.kept is None and first.answers is None else {SEARCHED: first.data_sha256}),
+    }
+
+
+def _make_executor(searches: Sequence[PreparedSearch], workers: int | None, reporter: Reporter) -> Executor:
+    """Return who evaluates candidates, with the prompts read."""
+    first = searches[0]
+    who = "" if workers is None else f" by each of {workers} workers"
+    if first.base.in_prefill:
+        reporter.say(f"reading {len(first.samples)} questions once for all candidates{who}")
+    else:
+        reporter.say(
+            f"every candidate is run whole on {len(first.samples)} questions{who}: budgets of the decode phase"
+        )
+    cap = max(search.cap for search in searches)
+    with reporter.progress("prompts") as progress:
+        return make_executor(first, cap, first.asked.max_memory, progress)
+
+
+# --- the refinement of a run -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -63,7 +168,7 @@ class _CandidateProgress:
     most: int
     progress: Progress
 
-    def stage(self, name: str, part: StageProgress | None = None) -> None:
+    def stage(self, name: str, part: SearchStage | None = None) -> None:
         """Show nothing: stages are not told apart."""
 
     def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:  # noqa: ARG002
@@ -124,10 +229,6 @@ class Refinement:
         self, calibrated: CalibratedPolicies, starts: Mapping[Size, Mapping[str, Plan]]
     ) -> tuple[PreparedSearch, ...]:
         """Prepare a search for every size from its `starts`, among the policies that were measured."""
-        from kvsearch.search.bank.prepared import ranking_policies
-        from kvsearch.search.evolve import Splits, prepare_search, resize_search
-        from kvsearch.search.start_plans import RESERVED, Base
-
         base = Base.choosing(self.loaded, [policy_of(spec) for spec in calibrated.curves.policies])
         ranking_policies(self.loaded.model, base.by_layer)  # told before prompts are read
         (budget, plans), *others = (
