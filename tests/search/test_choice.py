@@ -111,7 +111,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, quality: Mapping[str, float], seed
     monkeypatch.setattr(PlanRace, "rounds", list(range(1, ROUNDS + 1)))
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3])
+@pytest.mark.parametrize("seed", [0, 2])
 def test_the_luckiest_of_many_candidates_is_not_written(
     seed: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
