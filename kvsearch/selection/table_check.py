@@ -24,7 +24,7 @@ from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.calibration.tables import CHECKED_RATIOS, HELD_OUT, floor_entries, folds_of
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.progress import Progress, counted
-from kvsearch.evaluation.statistics import interval_of, resampled_means
+from kvsearch.evaluation.statistics import student_estimate
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import GRID, Profile
 from kvsearch.plan.profile import TableCheck
@@ -136,18 +136,17 @@ def _judge_ratio(ratio: float, scores: Floats, folds: Ints, mixes: tuple[float, 
     mine, even = scores[np.arange(len(scores)), chosen], scores[:, -1]
     leads = mine - even
     level = Rule().level / len(CHECKED_RATIOS)
-    (means,) = resampled_means(np.random.default_rng(0), [leads], np.ones(len(leads)))
-    low, high = interval_of(means)
+    lead = student_estimate(leads)
     better, worse = (float(compute_chances(sign * leads[None] / len(leads))[0]) <= level for sign in (1, -1))
     verdict: Literal["useful", "unproven", "harmful"]
-    verdict = "useful" if low > 0 and better else "harmful" if high < 0 and worse else "unproven"
+    verdict = "useful" if lead.low > 0 and better else "harmful" if lead.high < 0 and worse else "unproven"
     return TableCheck(
         ratio=ratio,
         contexts=len(scores),
         table=float(mine.mean()),
         even=float(even.mean()),
-        low=low,
-        high=high,
+        low=lead.low,
+        high=lead.high,
         verdict=verdict,
         mix=mixes[best(scores)],
     )
