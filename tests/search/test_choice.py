@@ -127,7 +127,7 @@ def test_a_candidate_that_is_better_beyond_chance_is_written(
     assert evolved.choice.name == evolved.choice.best == "#3"
     assert decision(evolved).startswith("chosen: #3 (layers 0-5, generation 2), ")
     assert "points above the best start plan, " in decision(evolved)
-    finalists = search_result(evolved, Spent(1, 1, 1.0)).as_json()["finalists"]
+    finalists = search_result([evolved], Spent(1, 1, 1.0)).as_json()["finalists"]
     assert finalists["#3"]["accepted"] is True
     assert finalists["#3"]["chance"] == 0.0001
     assert finalists["#3"]["lead"]["low"] > 0

@@ -100,7 +100,7 @@ def test_the_report_has_all_baselines(found: tuple[PreparedSearch, Evolved]) -> 
     beside = [choice.best] if choice.best not in (choice.name, *evolved.search.starts) else []
     names = ["full", "evolved", "uniform", "pyramid", *beside, "streaming"]
     assert list(evolved.report.labels) == names
-    data = search_result(evolved, Spent(3, 5, 7.0)).as_json()
+    data = search_result([evolved], Spent(3, 5, 7.0)).as_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert list(data["report"]) == names
     assert list(data["gains"]) == list(data["recovered"]) == names[2:]
@@ -136,7 +136,7 @@ def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: Loaded
     np.testing.assert_equal(budgets_at(choice.plan, "prefill", 1000), table)
     assert choice.best != "#1"
     assert choice.best in evolved.report.labels
-    assert search_result(evolved, Spent(3, 5, 7.0)).as_json()["best"] == choice.best
+    assert search_result([evolved], Spent(3, 5, 7.0)).as_json()["best"] == choice.best
     assert re.match(
         rf"the paper's result: #1 \(layers 0-1, generation 0, completed\), .* split; {choice.best} scores .* there$",
         decision(evolved),
