@@ -10,9 +10,9 @@ leads the best candidate is so many points above the best baseline.
 
 Rules: "signs" is the sign-flip test of the maximum in two stages; "signs + 1" the same with one more context that every
 finalist loses whole; "bootstrap" the studentised bootstrap of the maximum; "bets" a race in rounds, which is what
-kvsearch does (`kvsearch.selection.race`; "signs" is what it did before). Columns: how often a candidate is said to beat the best baseline (in
-nulls a false acceptance), how often one is said to be likely better, the regret (points between the best method and
-the one that is written), contexts that the decision took, and methods asked per context.
+kvsearch does (`kvsearch.selection.race`; "signs" is what it did before). Columns: how often a candidate is said to beat
+the best baseline (in nulls a false acceptance), how often one is said to be likely better, the regret (points between
+the best method and the one that is written), contexts that the decision took, and methods asked per context.
 """
 
 from __future__ import annotations

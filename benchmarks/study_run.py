@@ -107,9 +107,9 @@ def summarize(plans: list[JudgedPlan], verdict: str) -> str:
     low = float(beta.ppf(0.025, below, len(plans) - below + 1)) if below else 0.0
     high = float(beta.ppf(0.975, below + 1, len(plans) - below)) if below < len(plans) else 1.0
     regret = sum(plan.regret for plan in plans) / max(len(plans), 1)
+    share = f"{percent(below / max(len(plans), 1), 1)}%, 95% interval {percent(low, 1)} to {percent(high, 1)}"
     return (
-        f"{verdict}: {len(plans)} plans, {below} below the best baseline of the report split "
-        f"({percent(below / max(len(plans), 1), 1)}%, 95% interval {percent(low, 1)} to {percent(high, 1)}); mean regret "
+        f"{verdict}: {len(plans)} plans, {below} below the best baseline of the report split ({share}); mean regret "
         f"{regret:.2f} points"
     )
 

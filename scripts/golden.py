@@ -271,10 +271,10 @@ refused-lm-eval
 
 CHOOSE = """
 select
-    select runs/polykv --budget 64 $trio --top 2 -o plans/selected.json
+    select runs/polykv --budget 64 $trio -o plans/selected.json
 select-both
     select runs/polykv --budget 64 --phases both --routes cosine,snapkv --allocators uniform,curves-joint,nll
-    --top 1 --margin 0.0 $pair --run runs/select-both --json -o plans/selected-both.json
+    --sure 0.5 $pair --run runs/select-both --json -o plans/selected-both.json
 build-again
     plan build plans/polykv-entropy.yaml --json -o plans/polykv-built.json
 show-evolved

@@ -66,14 +66,15 @@ def test_what_a_spreadsheet_would_compute_is_text(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["-1", "+0.5", "-1.5e-3", "-", "-inf", "+1,234.5", "-12.5%", "-3.0 points [-4.0, -2.0]", "+1 [-1, +3] 2 / 0 / 1"],
+    ["-1", "+0.5", "-1.5e-3", "-", "-inf", "+1,234.5", "-12.5%", "-3.0 points [-4.0, -2.0]", "+1 [-1, +3] 2 / 0 / 1",
+     "+1.0 [4 contexts: no interval] 2 / 0 / 1", "-1.0 [1 context: no interval]"],
 )  # fmt: skip
 def test_numbers_and_their_intervals_are_none(text: str) -> None:
     assert next(csv.reader(io.StringIO(csv_text([[text]])))) == [text]
 
 
 def test_numbers_are_as_they_were() -> None:
-    assert csv_text([("name", -1, -0.25, True, None, "")]) == "name,-1,-0.25,True,,\n"
+    assert csv_text([("name", -1, -0.25, True, None, "", float("nan"))]) == "name,-1,-0.25,True,,,\n"
 
 
 @given(st.lists(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=2, max_size=2), max_size=3))
@@ -89,6 +90,7 @@ def test_csv_is_read_again(rows: list[list[str]]) -> None:
     [
         ("task_a: 12.5 [10.0, 15.0]", "task_a: 12.5 [10.0, 15.0]"),
         ("-1.0 [-2.0, +3.0] 2 / 0 / 1", "-1.0 [-2.0, +3.0] 2 / 0 / 1"),
+        ("-1.0 [4 contexts: no interval] 2 / 0 / 1", "-1.0 [4 contexts: no interval] 2 / 0 / 1"),
         ("a|b\nc", r"a\|b\\x0ac"),
         ("[x](javascript:alert(1))", r"\[x](javascript:alert(1))"),
         ("<b> & &lt; `c` _d_ $e$", r"\<b> & \&lt; \`c\` \_d\_ \$e\$"),

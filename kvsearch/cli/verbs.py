@@ -312,7 +312,7 @@ def report(options: ReportOptions, page: Report) -> Output:
 
 @job_verb("kvsearch.jobs.headroom:HeadroomOptions")
 def headroom(options: HeadroomOptions, result: HeadroomResult) -> Output:
-    """Evict by true oracle importance, by simple policies and at random, and compare with the full cache.
+    """Evict by true importance, by simple policies and at random, and compare with the full cache.
 
     Example: kvsearch headroom bundled --length 1024
     """

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvsearch.core.limits import (
@@ -73,6 +73,9 @@ Layers = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
 Heads = Annotated[int, Field(strict=True, ge=1, le=MOST_HEADS)]
 Width = Annotated[int, Field(strict=True, ge=1, le=MOST_WIDTH)]
 Floor = Annotated[int, Field(strict=True, ge=0, le=MOST_ENTRIES)]
+# the end of an interval; in a file null is one that is not there, here NaN: no comparison with it holds
+_NULL = BeforeValidator(lambda end: math.nan if end is None else end)
+End = Annotated[float, Field(strict=True), _NULL, PlainSerializer(lambda end: None if math.isnan(end) else end)]
 
 Scalar = bool | int | float | str
 Setting = Scalar | None | tuple[Scalar | None, ...]

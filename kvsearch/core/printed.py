@@ -20,11 +20,12 @@ PROSE = "\n\t\u200c\u200d"  # what text is made of beside letters: joiners are p
 FORMULA = frozenset("=+-@\t\r\uff1d\uff0b\uff0d\uff20")
 _NUMBER = r"[+-]?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+|inf|nan)(?:[eE][+-]?\d+)?%?"
 # what begins with a sign and is none: "-", a number, or one with its interval and how often it won
-PLAIN = re.compile(rf"-|{_NUMBER}(?: points)?(?: \[{_NUMBER}, {_NUMBER}\])?(?: \d+ / \d+ / \d+)?")
+_BOUNDS = rf"\[(?:{_NUMBER}, {_NUMBER}|\d+ contexts?: no interval)\]"
+PLAIN = re.compile(rf"-|{_NUMBER}(?: points)?(?: {_BOUNDS})?(?: \d+ / \d+ / \d+)?")
 LONGEST = 2000  # letters of a line that says what went wrong
 _BARE = re.compile(r"[A-Za-z0-9][\w .:%/-]*|[-+][\d.eE+-]*|", re.ASCII)  # needs no quotes in CSV
 # of Markdown; a bracket around numbers is an interval, and an underscore within a word is part of it
-_MARKS = re.compile(r"[\\`*<|~$]|\[(?![-+\d.,% ]*\])|&(?=[#\w]+;)|(?<!\w)_|_(?!\w)")
+_MARKS = re.compile(r"[\\`*<|~$]|\[(?!(?:[-+\d.,% ]*|\d+ contexts?: no interval)\])|&(?=[#\w]+;)|(?<!\w)_|_(?!\w)")
 
 
 def visible(text: str, keep: str = "\n") -> str:
@@ -51,7 +52,7 @@ def visible_reply(text: str) -> str:
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:
-    r"""Return rows as CSV; None is an empty cell.
+    r"""Return rows as CSV; None and NaN are empty cells.
 
     Texts are in quotes but for names and numbers: outside of quotes a carriage return, or the separator of another
     language, would end a cell. A text that a spreadsheet would compute has an apostrophe before it, a number has none.
@@ -72,7 +73,7 @@ def command_line(words: Iterable[str]) -> str:
 
 def _csv_cell(cell: object) -> str:
     if not isinstance(cell, str):
-        return "" if cell is None else str(cell)
+        return "" if cell is None or cell != cell else str(cell)
     text = cell.encode(errors="backslashreplace").decode()
     begins = {text[:1], text.lstrip()[:1]} & FORMULA
     text = f"'{text}" if begins and not PLAIN.fullmatch(text) else text

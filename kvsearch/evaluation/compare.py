@@ -198,7 +198,6 @@ class Comparison:
             )
 
     def _coverage_notes(self, covered: Coverage) -> Iterator[str]:
-        distinct = self.distinct[covered.task]
         if covered.found < covered.wanted:
             left_out = f" others than the {covered.used} that something here was fitted or chosen on"
             yield (
@@ -210,9 +209,7 @@ class Comparison:
                 f"{covered.task}: the middle of {covered.truncated} of {covered.contexts} contexts was cut out, so "
                 f"that prompt and reply fit {self.most_tokens} tokens"
             )
-        if distinct == 1:
-            yield f"{covered.task}: one context: its interval says nothing"
-        elif distinct < covered.contexts:
+        if (distinct := self.distinct[covered.task]) < covered.contexts:
             yield f"{covered.task}: only {distinct} of {covered.contexts} contexts differ: intervals are over these"
         if covered.excluded:
             yield f"{covered.task}: questions left out ({listed(covered.excluded)})"
@@ -302,7 +299,7 @@ class Evaluation:
         """Ask everything that is not in the store, and summarise it; see `run_encoded` for the errors."""
         asked, results = self.settings, self._replies(self.methods, progress, store)
         averages, contexts = named_averages([task.task for task in self.encoded]), contexts_of(self.encoded)
-        blocks = blocks_of(results, self.methods, self.subject, averages, asked.seed, contexts)
+        blocks = blocks_of(results, self.methods, self.subject, averages, contexts)
         coverage, most = [task.coverage for task in self.encoded], most_tokens(self.loaded.model, asked.max_length)
         return Comparison(
             self.loaded.name, self.subject, asked, self.methods, coverage, results, averages, blocks, most,

@@ -1,16 +1,18 @@
-"""Headroom: what a perfect plan could keep, per task.
+"""Headroom: what can be kept of the score at a ratio, per task.
 
-The oracle knows the questions: true importance of all questions asked of a context decides. If even the oracle loses
-the score, no method can keep it at this ratio; if random eviction keeps it, the task cannot tell methods apart. What a
-method that does not know the questions could at most keep is decided by importance over many questions, those of other
-contexts among them. Importance is for the model's own reply where that is right, else for the right one.
+What is tried knows more than any method may: allocations by the true importance of entries for the very questions that
+are asked, beside simple policies. The best of it, context by context, can be kept; more may be possible. If random
+eviction keeps the score, the task cannot tell methods apart. How far importance leads without knowing the questions is
+said by that for questions about other contexts. Importance is for the model's own reply where that is right, else for
+the right one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from statistics import fmean
 from typing import ClassVar, NamedTuple
 
@@ -20,7 +22,6 @@ from torch import Tensor
 
 from kvsearch.budgets.lukv import MarginalSolver
 from kvsearch.calibration.importance import ImportancePass
-from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.progress import Progress, counted
 from kvsearch.evaluation.runner import answer_all
@@ -36,19 +37,23 @@ from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import PhaseProgram, full_cache
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_answers
 from kvsearch.strategies.compared import baselines, equal_uniform
+from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Prompt, Reading, TaskPrompts, encode_tasks, listed, readings
 
-ORACLE, ORACLE_UNIFORM, AGNOSTIC = "oracle", "oracle, uniform", "agnostic oracle"
-RECENT = (32, 8)  # recent entries that an oracle's allocation protects
-MANY = 24  # questions of other contexts that are asked of a context
+BEST, EVEN, AGNOSTIC = "best tried", "true importance, even", "agnostic importance"
+KNOWN = "true importance"  # allocations are called "true importance, NAME"
+RECENT = (32, 8)  # recent entries that an allocation protects
+EVEN_ALLOCATION = f"{KNOWN}, even, {RECENT[0]} recent"
+WINDOWS: dict[str, dict[str, int]] = {"snapkv": {}, "keydiff": {"window": 1}, "kvzip": {}}  # of policies
+MANY = 24  # questions about other contexts that are asked of a context
 
 Replied = tuple[Tensor, Tensor]  # token ids of a question [K] and of the reply that is teacher-forced after it [A]
 
 
 @dataclass(frozen=True, eq=False)
 class GivenScores(Policy):
-    """Ranks entries by given scores, [1, Hkv, T]: the oracle's eye."""
+    """Ranks entries by given scores, [1, Hkv, T]."""
 
     name: ClassVar[str] = "given"
     source: ClassVar[str] = "control"
@@ -62,19 +67,29 @@ class GivenScores(Policy):
 
 
 @dataclass(frozen=True)
-class ContextImportance:
-    """True importance of one context's entries, [L, Hkv, T] fp32: the largest and the mean over some questions.
+class Importance:
+    """True importance of one context's entries for some questions, [L, Hkv, T] fp32: the largest and the mean.
 
-    `known` is the largest over the context's own questions; `mean` and `most` are over others, too. `weights` [L] make
-    layers comparable by their measured effect, `even` [L] by giving every layer the same mass; both are of its own
-    questions.
+    Layers become comparable by weights [L]: `effect` by what their entries do to the replies, `mass` by giving every
+    layer the same mass.
     """
 
-    known: Tensor
+    largest: Tensor
     mean: Tensor
-    most: Tensor
-    weights: Tensor
-    even: Tensor
+    effect: Tensor
+    mass: Tensor
+
+
+class AskedContext(NamedTuple):
+    """A context of the task of that number, what is asked about it, and some of what is asked about others."""
+
+    task: int
+    reading: Reading
+    asked: Sequence[Replied]
+    others: Sequence[Replied]
+
+
+Replies = dict[str, list[Sample]]  # of one context, by method
 
 
 def headroom(
@@ -85,40 +100,58 @@ def headroom(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> list[Sample]:
-    """Compare the full cache, oracles and simple policies of that size.
+    """Compare the full cache, allocations by true importance and simple policies of that size.
 
-    "oracle" is the best of several allocations for each context, by its score; "agnostic oracle" likewise, with
-    importance over the questions of other contexts, too.
+    "best tried" is for each context what scores highest on it, of everything but the full cache. "agnostic importance"
+    is for the questions of other contexts, in the allocation that scores highest on these; a context alone has none.
     """
     encoded = encode_tasks(loaded, tasks, samples, seed)
     for task in encoded:
         if task.coverage.excluded:
             raise IncompatibleError(f"task {task.task.name}: {listed(task.coverage.excluded)}")
     forced = forced_answers(loaded, encoded, QUESTION_AGNOSTIC, "own")
+    contexts = [
+        AskedContext(number, reading, replied(task, reading.prompt, forced), ())
+        for number, task in enumerate(encoded)
+        for reading in readings(task.prompts, QUESTION_AGNOSTIC)
+    ]
+    texts = [context.reading.ids for context in contexts]
+    others_of = [[n for n, other in enumerate(texts) if not torch.equal(other, text)] for text in texts]
     items = []
-    for number, task in enumerate(encoded):
-        for reading in readings(task.prompts, QUESTION_AGNOSTIC):
-            others = [one for other in task.prompts if other is not reading.prompt
-                      for one in replied(task, other, forced)]  # fmt: skip
-            items.append(OracleContext(number, reading, replied(task, reading.prompt, forced), others[:MANY]))
-    found = loaded.map(partial(_answered, tasks=[replace(task, prompts=()) for task in encoded], ratio=ratio), items)
-    return [sample for some in counted(found, len(items), progress) for sample in some]
+    for context, others in zip(contexts, others_of, strict=True):
+        own_first = sorted(others, key=lambda number: contexts[number].task != context.task)
+        questions = [question for number in own_first for question in contexts[number].asked]
+        items.append(context._replace(others=questions[:MANY]))
+    asked = loaded.map(partial(_ask, tasks=[replace(task, prompts=()) for task in encoded], ratio=ratio), items)
+    replies = list(counted(asked, len(items), progress))
+    chosen = (_compared(mine, [replies[n] for n in others]) for mine, others in zip(replies, others_of, strict=True))
+    return list(chain.from_iterable(chosen))
 
 
-class OracleContext(NamedTuple):
-    """A context of the task of that number, what is asked of it, and some of what is asked of others."""
-
-    task: int
-    reading: Reading
-    asked: Sequence[Replied]
-    others: Sequence[Replied]
-
-
-def _answered(loaded: LoadedModel, context: OracleContext, tasks: Sequence[TaskPrompts], ratio: float) -> list[Sample]:
-    """Return the replies of all that is compared on one context."""
+def _ask(loaded: LoadedModel, context: AskedContext, tasks: Sequence[TaskPrompts], ratio: float) -> Replies:
+    """Return the replies of everything that is tried on one context."""
+    replies: Replies = {}
     with running(loaded.model):
         programs = dict(_programs(loaded, context.reading.ids, context.asked, ratio, context.others))
-        return list(_best(answer_all(loaded, tasks[context.task], [context.reading], programs)))
+        for sample in answer_all(loaded, tasks[context.task], [context.reading], programs):
+            replies.setdefault(sample.method, []).append(sample)
+    return replies
+
+
+def _compared(replies: Replies, elsewhere: Sequence[Replies]) -> Iterator[Sample]:
+    """Yield the samples of what is compared on one context, given what was tried on contexts of other texts."""
+    policies = [method for method in replies if not method.startswith((KNOWN, AGNOSTIC))]
+    best = max([method for method in replies if method != FULL], key=lambda method: _score(replies[method]))
+    chosen = {FULL: FULL, BEST: best, EVEN: EVEN_ALLOCATION}
+    allocations = [method for method in replies if method.startswith(AGNOSTIC)]
+    if allocations:
+        chosen[AGNOSTIC] = max(allocations, key=lambda method: fmean(_score(other[method]) for other in elsewhere))
+    for name, method in (chosen | {method: method for method in policies}).items():
+        yield from (replace(sample, method=name) for sample in replies[method])
+
+
+def _score(samples: Sequence[Sample]) -> float:
+    return fmean(sample.score for sample in samples)
 
 
 def replied(task: TaskPrompts, prompt: Prompt, forced: Mapping[Asked, ForcedAnswer]) -> list[Replied]:
@@ -137,99 +170,74 @@ def replied(task: TaskPrompts, prompt: Prompt, forced: Mapping[Asked, ForcedAnsw
     return [(question.ids, reply) for question, reply in found]
 
 
-def _best(samples: Iterable[Sample]) -> Iterator[Sample]:
-    """Yield the samples of one context, of the allocations of each oracle those of the best alone, under its name."""
-    by_method: dict[str, list[Sample]] = {}
-    for sample in samples:
-        by_method.setdefault(sample.method, []).append(sample)
-    oracles: dict[str, list[list[Sample]]] = {}
-    for method, mine in by_method.items():
-        oracles.setdefault(method.partition(":")[0], []).append(mine)
-    for method, allocations in oracles.items():
-        best = max(allocations, key=lambda mine: fmean(sample.score for sample in mine))
-        yield from (replace(sample, method=method) for sample in best)
-
-
 def _programs(
     loaded: LoadedModel, context: Tensor, asked: Sequence[Replied], ratio: float, others: Sequence[Replied] = ()
 ) -> Iterator[tuple[str, Program]]:
-    """Yield what is compared; allocations of an oracle are called "oracle:NAME"."""
-    found = context_importance(loaded, context, asked, others)
-    layers, heads, length = found.known.shape
+    """Yield what is tried on a context, token ids [T]."""
+    passed = ImportancePass(loaded.model, [], context[None].to(loaded.device))
+    known = measure_importance(passed, asked)
+    layers, heads, length = known.largest.shape
     total = int(round_half_up((1 - ratio) * layers * heads * length))
-    compared = [
-        create_policy("snapkv", {"sinks": 4}),
-        create_policy("keydiff", {"sinks": 4, "window": 1}),
-        create_policy("kvzip", {"sinks": 4}),
-    ]
-    even = {one.name: equal_uniform(loaded.model, one, {"prefill": lambda _: total}) for one in compared}
+    even = {
+        name: equal_uniform(loaded.model, create_policy(name, {"sinks": 4, **window}), {"prefill": lambda _: total})
+        for name, window in WINDOWS.items()
+    }
     uniform = even["snapkv"]
-    yield "full", full_cache(loaded.model)
-    for name, program in _oracles(loaded, found.known, found, uniform, total):
-        yield f"{ORACLE}:{name}", program
-        if name == f"even, {RECENT[0]} recent":
-            yield ORACLE_UNIFORM, program
-    for how, importance in (("mean", found.mean), ("largest", found.most)):
-        for name, program in _oracles(loaded, importance, found, uniform, total):
-            yield f"{AGNOSTIC}:{how}, {name}", program
+    yield FULL, full_cache(loaded.model)
+    for name, program in _allocations(loaded, known.largest, known, uniform, total):
+        yield f"{KNOWN}, {name}", program
+    if others:
+        strange = measure_importance(passed, others)
+        for how, importance in (("mean", strange.mean), ("largest", strange.largest)):
+            for name, program in _allocations(loaded, importance, strange, uniform, total):
+                yield f"{AGNOSTIC}, {how}, {name}", program
     yield from even.items()
     yield from baselines(loaded.model, uniform, ("streaming", "random")).items()
 
 
-def _oracles(
-    loaded: LoadedModel, importance: Tensor, found: ContextImportance, uniform: Program, total: int
+def _allocations(
+    loaded: LoadedModel, importance: Tensor, weights: Importance, uniform: Program, total: int
 ) -> Iterator[tuple[str, Program]]:
     """Yield allocations of `total` entries that rank by `importance`.
 
     By measured effect and by equal mass of layers over all heads; by effect over layers, with equal heads; even.
     """
-    full = describe(loaded.model).full_layers
+    ranked = dict(zip(describe(loaded.model).full_layers, importance, strict=True))
     layers, heads, length = importance.shape
     for recent in RECENT:
+        policy = GivenScores(window=recent)
         policies: dict[int, Policy] = {
-            layer: GivenScores(importance[row][None], window=recent) for row, layer in enumerate(full)
+            layer: replace(policy, scores=of_layer[None]) for layer, of_layer in ranked.items()
         }
-        policy = policies[full[0]]
         valid = torch.ones(layers, length, dtype=torch.bool)
         order = rank_entries(importance, valid, policy.sink_count, policy.recent_count).argsort(-1)
         floor = min(policy.protected(length), total // (layers * heads))
-        ordered = {
-            name: (importance * weights[:, None, None]).gather(-1, order).double().numpy()
-            for name, weights in (("effect", found.weights), ("mass", found.even))
-        }
-        for name, values in ordered.items():
-            budgets = MarginalSolver(values, floor).solve(total)
-            yield f"{name}, {recent} recent", Program(PhaseProgram(policies, partial(_fixed, budgets)))
-        by_layer = MarginalSolver(ordered["effect"], floor).solve(total).sum(-1, keepdims=True)
-        equal = largest_remainder(np.repeat(by_layer / heads, heads, 1), total, floor, length)
-        yield f"layers, {recent} recent", Program(PhaseProgram(policies, partial(_fixed, equal)))
+        budgets = {}
+        for name, by_layer in (("effect", weights.effect), ("mass", weights.mass)):
+            values = (importance * by_layer[:, None, None]).gather(-1, order).double().numpy()
+            budgets[name] = MarginalSolver(values, floor).solve(total)
+        equal = np.repeat(budgets["effect"].sum(-1, keepdims=True) / heads, heads, 1)
+        budgets["layers"] = largest_remainder(equal, total, floor, length)
+        for name, table in budgets.items():
+            yield (
+                f"{name}, {recent} recent",
+                Program(PhaseProgram(policies, partial(lambda budgets, _: budgets, table))),
+            )
         if uniform.prefill is not None:
             yield f"even, {recent} recent", Program(PhaseProgram(policies, uniform.prefill.table))
 
 
-def _fixed(budgets: Ints, _: int) -> Ints:
-    return budgets
-
-
-def context_importance(
-    loaded: LoadedModel, context: Tensor, asked: Sequence[Replied], others: Sequence[Replied] = ()
-) -> ContextImportance:
-    """Measure the importance of a context, token ids [T], for what is asked of it and up to `MANY` of the `others`."""
-    passed = ImportancePass(loaded.model, [], context[None].to(loaded.device))
-
-    own: list[Tensor] = []
+def measure_importance(passed: ImportancePass, asked: Sequence[Replied]) -> Importance:
+    """Measure the importance of a context's entries for questions with their replies."""
+    importance: list[Tensor] = []
     mass = effect = torch.zeros(1)
     for question, reply in asked:
-        tokens = torch.cat([question, reply])[None].to(loaded.device)
-        found = passed.ask(tokens)
-        nothing = torch.zeros_like(found.importance, dtype=torch.bool)
-        effect = effect + passed.effects(tokens, len(question), found.logits, nothing)
-        mass = mass + found.importance.sum((1, 2))
-        own.append(found.importance)
-    known = torch.stack(own).amax(0)
-    most, total, count = known, torch.stack(own).sum(0), len(own)
-    for other in others[:MANY]:
-        importance = passed.ask(torch.cat(other)[None].to(loaded.device)).importance
-        most, total, count = torch.maximum(most, importance), total + importance, count + 1
-    whole = mass.clamp(min=1e-30)
-    return ContextImportance(known, total / count, most, effect / whole, 1 / whole)
+        tokens = torch.cat([question, reply])[None].to(passed.model.device)
+        looked = passed.ask(tokens)
+        nothing = torch.zeros_like(looked.importance, dtype=torch.bool)
+        effect = effect + passed.effects(tokens, len(question), looked.logits, nothing)
+        mass = mass + looked.importance.sum((1, 2))
+        importance.append(looked.importance)
+    mass = mass.clamp(min=1e-30)
+    every = torch.stack(importance)
+    return Importance(every.amax(0), every.mean(0), effect / mass, 1 / mass)

@@ -30,9 +30,15 @@ def content_of(
         **environment(loaded),
         "protocol": protocol,
         "methods": {one.label: {**one.definition, "sha256": sha256_of(one.definition)} for one in methods},
-        "tasks": {task.task.name: _task_config(task) for task in tasks},
+        "tasks": {
+            task.task.name: {
+                "category": task.coverage.category, "contexts": task.coverage.contexts,
+                "questions": task.coverage.questions, "wanted": task.coverage.wanted, "rows_sha256": rows_hash(task),
+            }
+            for task in tasks
+        },
         **settings,
-    }
+    }  # fmt: skip
 
 
 def environment(loaded: LoadedModel) -> dict[str, Any]:
@@ -74,11 +80,3 @@ def rows_hash(task: TaskPrompts) -> str:
         for question in prompt.questions
     ]  # fmt: skip
     return sha256_of([rows, task.task.stops])
-
-
-def _task_config(task: TaskPrompts) -> dict[str, Any]:
-    covered = task.coverage
-    return {
-        "category": covered.category, "contexts": covered.contexts, "questions": covered.questions,
-        "wanted": covered.wanted, "rows_sha256": rows_hash(task),
-    }  # fmt: skip

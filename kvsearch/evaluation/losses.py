@@ -96,7 +96,7 @@ def measure_losses(
         (reading, _following(task, reading, forced)) for task in encoded for reading in readings(task.prompts, protocol)
     ]
     found: dict[str, Measured] = {}
-    losses_of = loaded.map(partial(_measured, programs=programs), work)
+    losses_of = loaded.map(partial(_measure, programs=programs), work)
     for name, some in zip(names, counted(losses_of, len(work), progress), strict=True):
         measured = found.setdefault(name, {})
         for layer, method, losses in some:
@@ -123,38 +123,33 @@ def _following(task: TaskPrompts, reading: Reading, forced: Mapping[Asked, Force
     return found
 
 
-def _measured(
-    loaded: LoadedModel, item: tuple[Reading, Sequence[ForcedTokens]], programs: Mapping[str, Program]
-) -> list[tuple[int, str, QueryLosses]]:
-    """Measure a context; the `item` is it, with what follows it."""
-    with running(loaded.model), torch.no_grad():
-        return list(_measure(loaded, programs, *item))
-
-
+@torch.no_grad()
 def _measure(
-    loaded: LoadedModel, programs: Mapping[str, Program], reading: Reading, following: Sequence[ForcedTokens]
+    loaded: LoadedModel, item: tuple[Reading, Sequence[ForcedTokens]], programs: Mapping[str, Program]
 ) -> Iterator[tuple[int, str, QueryLosses]]:
-    """Measure what every layer loses under every program for the tokens that follow one context."""
+    """Yield what every layer loses under every program; the `item` is a context with what follows it."""
+    reading, following = item
     context = reading.ids[None].to(loaded.device)
-    rules = {method: layer_rules(loaded.model, program, context) for method, program in programs.items()}
     needs: dict[int, list[Needs]] = {}
-    for by_layer in rules.values():
-        for index, here in by_layer.items():
-            needs.setdefault(index, []).extend(rules_need(*here))
-    passed = DensePass(loaded.model, needs, lambda prompt: prompt, context)
-    for answer in following:
-        with passed.following(answer.ids[None].to(loaded.device), logits_to_keep=1):
-            for layer in passed.continuations():
-                for method in programs:
-                    if layer.index not in rules[method]:
-                        continue
-                    losses = query_losses(layer, rules[method][layer.index])
-                    if not bool(losses.loss.isfinite().all()):
-                        raise IncompatibleError(
-                            f"{answer.place}, method {method}: the output of layer {layer.index} is NaN or infinite: "
-                            "check the model's dtype and weights"
-                        )
-                    yield layer.index, method, losses
+    with running(loaded.model):
+        rules = {method: layer_rules(loaded.model, program, context) for method, program in programs.items()}
+        for by_layer in rules.values():
+            for index, here in by_layer.items():
+                needs.setdefault(index, []).extend(rules_need(*here))
+        passed = DensePass(loaded.model, needs, lambda prompt: prompt, context)
+        for answer in following:
+            with passed.following(answer.ids[None].to(loaded.device), logits_to_keep=1):
+                for layer in passed.continuations():
+                    for method in programs:
+                        if layer.index not in rules[method]:
+                            continue
+                        losses = query_losses(layer, rules[method][layer.index])
+                        if not bool(losses.loss.isfinite().all()):
+                            raise IncompatibleError(
+                                f"{answer.place}, method {method}: the output of layer {layer.index} is NaN or "
+                                "infinite: check the model's dtype and weights"
+                            )
+                        yield layer.index, method, losses
 
 
 def layer_rules(model: Any, program: Program, context: Tensor) -> dict[int, LayerRules]:

@@ -60,9 +60,9 @@ def measure_perplexity(
     methods = {FULL: full_cache(loaded.model), **programs}
     parts = [chosen[first : first + batch] for first in range(0, len(chosen), batch)]
     samples: list[WindowLoss] = []
-    found = loaded.map(partial(_measured, programs=methods, text=text.name, lead=lead), parts)
-    for some in counted(found, len(parts), progress):
-        samples += some
+    measured = loaded.map(partial(_measure, programs=methods, text=text.name, lead=lead), parts)
+    for losses in counted(measured, len(parts), progress):
+        samples += losses
     order = {method: number for number, method in enumerate(methods)}
     samples.sort(key=lambda sample: order[sample.method])  # stable: windows stay in the order of the text
     step = context + continuation if stride is None else stride
@@ -92,46 +92,37 @@ def _windows(
             f"windows of {context} + {continuation} tokens are longer than the {limit} tokens that the model takes: "
             "shorten them"
         )
-
-    def encode(part: str) -> list[int]:
-        # not verbose: it would warn that the text is longer than the model takes
-        ids: list[int] = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
-
-    every = text.windows(encode, context, continuation, stride)
+    # not verbose: it would warn that the text is longer than the model takes
+    encode = partial(tokenizer, add_special_tokens=False, verbose=False)
+    every = text.windows(lambda part: encode(part)["input_ids"], context, continuation, stride)
     return lead, every if wanted is None else sorted(draw(every, wanted, seed), key=lambda window: window.start)
 
 
-def _measured(
-    loaded: LoadedModel, windows: Sequence[Window], programs: Mapping[str, Program], text: str, lead: Sequence[int]
-) -> list[WindowLoss]:
-    """Measure one batch of windows under every program."""
-    with running(loaded.model), torch.no_grad():
-        return list(_measure(loaded, windows, programs, text, lead))
-
-
+@torch.no_grad()
 def _measure(
     loaded: LoadedModel, windows: Sequence[Window], programs: Mapping[str, Program], text: str, lead: Sequence[int]
 ) -> Iterator[WindowLoss]:
+    """Yield the losses of one batch of windows under every program."""
     model = loaded.model
     ids = torch.tensor([[*lead, *window.context] for window in windows], device=loaded.device)
     following = torch.tensor([window.continuation for window in windows], device=loaded.device)
     lengths = [ids.shape[1]] * len(windows)
-    caches = {method: PlanCache(model, program) for method, program in programs.items()}
-    logits = prefill_all(model, list(caches.values()), ids, torch.ones_like(ids))
-    first = token_losses(logits, following[:, :1])
-    for method in programs:
-        cache = caches.pop(method)  # its memory is free again after this round
-        entries, size = held_entries(model, cache, lengths), cache.nbytes() / len(windows)
-        losses = torch.cat([first, *_forced(model, cache, following)], 1).tolist()
-        most = with_unplanned(model, cache, cache.most_entries(), [cache.get_seq_length()] * len(windows))
-        for row, window in enumerate(windows):
-            if not all(map(math.isfinite, losses[row])):
-                raise IncompatibleError(
-                    f"{text}, window at token {window.start}, method {method}: the model emits NaN or infinite logits: "
-                    "check its dtype and weights"
-                )
-            yield WindowLoss(method, window.start, tuple(losses[row]), entries[row], size, most[row])
+    with running(model):
+        caches = {method: PlanCache(model, program) for method, program in programs.items()}
+        logits = prefill_all(model, list(caches.values()), ids, torch.ones_like(ids))
+        first = token_losses(logits, following[:, :1])
+        for method in programs:
+            cache = caches.pop(method)  # its memory is free again after this round
+            entries, size = held_entries(model, cache, lengths), cache.nbytes() / len(windows)
+            losses = torch.cat([first, *_forced(model, cache, following)], 1).tolist()
+            most = with_unplanned(model, cache, cache.most_entries(), [cache.get_seq_length()] * len(windows))
+            for row, window in enumerate(windows):
+                if not all(map(math.isfinite, losses[row])):
+                    raise IncompatibleError(
+                        f"{text}, window at token {window.start}, method {method}: the model emits NaN or infinite "
+                        "logits: check its dtype and weights"
+                    )
+                yield WindowLoss(method, window.start, tuple(losses[row]), entries[row], size, most[row])
 
 
 def _forced(model: Any, cache: PlanCache, tokens: Tensor) -> Iterator[Tensor]:

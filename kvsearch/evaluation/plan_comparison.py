@@ -49,7 +49,7 @@ class PlanComparison:
         for other in others:
             label = self.labels[other]
             weights[label] = weights.get(label, 0.0) - 1 / len(others)
-        return contrast(self.comparison.samples, weights, self.comparison.settings.seed, self.comparison.contexts)
+        return contrast(self.comparison.samples, weights, self.comparison.contexts)
 
     @property
     def tasks(self) -> tuple[str, ...]:

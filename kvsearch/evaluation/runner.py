@@ -42,7 +42,7 @@ def run_encoded(
     memory: int | None = None,
     kept: KeptReplies | None = None,
 ) -> list[Sample]:
-    """Run every program on all questions of what `encode_tasks` made; `memory` as in `answer_all`.
+    """Run every program on all questions of what `encode_tasks` made; `memory` as in `answer_joints`.
 
     What is `kept` is not done again. What is left of a batch is done as if all of it were, so replies that share their
     arithmetic still do.
@@ -240,17 +240,10 @@ def _scored(task: TaskPrompts, batch: Sequence[Reading], replies: Iterable[Sampl
 
 
 def answer_all(
-    loaded: LoadedModel,
-    prompts: TaskPrompts,
-    batch: Sequence[Reading],
-    programs: Mapping[str, Program],
-    memory: int | None = None,
+    loaded: LoadedModel, prompts: TaskPrompts, batch: Sequence[Reading], programs: Mapping[str, Program]
 ) -> Iterator[Sample]:
-    """Ask all questions of one batch under every program; the model must run the attention "kvsearch".
-
-    The prompts are read once for all programs, as far as `memory` bytes of compressed caches permit; see `compressed`.
-    """
-    for replies in answer_joints(loaded, prompts, batch, programs, memory):
+    """Yield scored replies to all questions of one batch under every program; see `answer_joints`."""
+    for replies in answer_joints(loaded, prompts, batch, programs):
         yield from _scored(prompts, batch, replies)
 
 
@@ -262,9 +255,10 @@ def answer_joints(
     memory: int | None = None,
     finished: Collection[str] = (),
 ) -> Iterator[list[Sample]]:
-    """Do as `answer_all`, a list for methods that reply together; without those of which all are `finished`.
+    """Yield replies to all questions of one batch, a list for methods that reply together and are not all `finished`.
 
-    The samples are not scored: see `UNSCORED`.
+    The model must run the attention "kvsearch". The prompts are read once for all programs, as far as `memory` bytes of
+    compressed caches permit; see `compressed`. The samples are not scored: see `UNSCORED`.
     """
     ids, where, tokenizer = [reading.ids for reading in batch], f"task {prompts.task.name}", loaded.tokenizer
     ended = prompts.format.ended(prompts.task.stops)

@@ -1,11 +1,20 @@
-"""Means, paired differences and their 95% intervals by a seeded bootstrap over contexts, and blocks of one size."""
+"""Means, paired differences and their 95% intervals over contexts, and blocks of one size.
+
+Questions about one context are not independent, so contexts are what is counted. A mean weighs every task the same, and
+its variance is the sum of those by task (linearised, as a task's mean is a ratio: scores over questions). Few contexts
+near the end of a scale hardly differ although others would. So an interval counts one more context at either end of it,
+as heavy as the heaviest one: of scores all wrong and all right, of differences all lost and all won (the adjusted Wald
+intervals of Agresti and Caffo 2000, and of Bonett and Price 2012 for pairs), and takes Student's t over all of them.
+What it covers: benchmarks/study_intervals.py.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,12 +30,16 @@ from kvsearch.tasks.longbench import AVERAGES, LongBenchTask
 if TYPE_CHECKING:
     from kvsearch.strategies.compared import ReadyMethod
 
-RESAMPLES = 2000
 LEVEL = 0.95
+LEAST_CONTEXTS: Final = 5  # fewer make no interval
+SCORE_ENDS: Final = (0.0, 1.0)
+DIFFERENCE_ENDS: Final = (-1.0, 1.0)
 AVERAGE = "average"
 MACRO = "macro"  # the plain mean over all tasks
 
 Kind = Literal["task", "category", "average"]
+# what the questions of each context of a task add up to, [..., contexts], and how many they are, [contexts]
+ContextSums = tuple[Floats, Floats | Ints]
 
 
 @dataclass(frozen=True)
@@ -62,19 +75,13 @@ class TaskScores(NamedTuple):
         found = {method: scores[mine] for method, scores in self.by_method.items()}
         return TaskScores((category,) * len(contexts), contexts, found)
 
-    def means(self) -> dict[str, float]:
-        """Return the mean score of every method."""
-        return {method: float(scores.mean()) for method, scores in self.by_method.items()}
+    def sums_of(self, scores: Floats) -> ContextSums:
+        """Return what scores [questions] add up to in each context, and how many questions it has."""
+        return np.bincount(self.contexts, scores).astype(np.float64), np.bincount(self.contexts)
 
     def by_context(self) -> tuple[dict[str, Floats], Ints]:
         """Return sums over the questions of each context, by method, and how many questions it has; all [contexts]."""
-        sums = {m: np.bincount(self.contexts, scores).astype(np.float64) for m, scores in self.by_method.items()}
-        return sums, np.bincount(self.contexts)
-
-    def resampled(self, rng: np.random.Generator) -> dict[str, Floats]:
-        """Return the mean score of every method in every resample of the contexts."""
-        sums, sizes = self.by_context()
-        return dict(zip(sums, resampled_means(rng, list(sums.values()), sizes), strict=True))
+        return {m: self.sums_of(scores)[0] for m, scores in self.by_method.items()}, np.bincount(self.contexts)
 
 
 def resampled_means(rng: np.random.Generator, sums: Sequence[Floats], sizes: Floats | Ints) -> list[Floats]:
@@ -83,44 +90,76 @@ def resampled_means(rng: np.random.Generator, sums: Sequence[Floats], sizes: Flo
     `sums` [contexts] are over the questions of a context, of which it has `sizes` [contexts]. All means are of the same
     resamples, so that their differences are paired.
     """
-    draws = rng.integers(0, len(sizes), (RESAMPLES, len(sizes)))
+    draws = rng.integers(0, len(sizes), (2000, len(sizes)))
     asked = sizes[draws].sum(axis=1)
     return [total[draws].sum(axis=1) / asked for total in sums]
 
 
-def interval_of(resampled: Floats) -> tuple[float, float]:
-    """Return the ends of the 95% interval of resampled means (percentile bootstrap)."""
-    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+def student_quantile(freedom: float) -> float:
+    """Return how many standard errors a 95% interval reaches to either side, by the degrees of freedom."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, (1 + LEVEL) / 2))
 
 
-def summarize(samples: Sequence[Sample], subject: str, seed: int = 0, contexts: Contexts | None = None) -> list[Row]:
+def interval_of(tasks: Sequence[ContextSums], ends: tuple[float, float]) -> tuple[Floats, Floats]:
+    """Return the ends [...] of the 95% interval of the mean over tasks, of values between the `ends` of their scale.
+
+    A task with one context has the largest variance that its scale allows.
+    """
+    mean = np.zeros(tasks[0][0].shape[:-1])
+    variance = np.zeros_like(mean)
+    weight = 0.0  # of the heaviest context
+    contexts = 0
+    for sums, sizes in tasks:
+        count = len(sizes)
+        questions = sizes.sum()
+        task_mean = sums.sum(-1) / questions
+        deviations = (sums - task_mean[..., None] * sizes) / questions
+        task_variance = (deviations**2).sum(-1) * count / (count - 1) if count > 1 else ((ends[1] - ends[0]) / 2) ** 2
+        mean = mean + task_mean / len(tasks)
+        variance = variance + task_variance / len(tasks) ** 2
+        weight = max(weight, float(sizes.max() / questions) / len(tasks))
+        contexts += count
+    low, high = ends[0] - mean, ends[1] - mean  # how far the two contexts at the ends are off
+    whole = 1 + 2 * weight
+    middle = mean + weight * (low + high) / whole
+    variance = variance + weight**2 * (low**2 + high**2)
+    reach = student_quantile(contexts + 2 - len(tasks)) * np.sqrt(variance) / whole
+    return np.maximum(middle - reach, ends[0]), np.minimum(middle + reach, ends[1])
+
+
+def student_estimate(values: Floats) -> Estimate:
+    """Return the mean of values [contexts] with its interval by Student's t alone, which needs no ends of a scale."""
+    count = len(values)
+    mean = float(values.mean())
+    reach = math.nan
+    if count >= LEAST_CONTEXTS:
+        reach = student_quantile(count - 1) * float(values.std(ddof=1)) / math.sqrt(count)
+    return Estimate(mean, mean - reach, mean + reach, contexts=count)
+
+
+def summarize(samples: Sequence[Sample], subject: str, contexts: Contexts | None = None) -> list[Row]:
     """Return rows of all tasks, then of their categories where there are several; the last row is of all together.
 
-    `subject` is the method the differences are about. Questions about one context are not independent: whole contexts
-    are resampled, within their task. `contexts` say which they are, by task and key (None: every key is one).
+    `subject` is the method the differences are about. `contexts` say what is one context, by task and key (None: every
+    key is one).
 
     Raises:
         InternalError: the methods did not answer the same questions.
     """
     tasks = scores_by_task(samples, contexts)
-    rng = np.random.default_rng(seed)
-    resampled = {task: scores.resampled(rng) for task, scores in tasks.items()}
-
-    rows = [_row(name, "task", [scores], [resampled[name]], subject) for name, scores in tasks.items()]
+    rows = [_row(name, "task", [scores], subject) for name, scores in tasks.items()]
     categories = dict.fromkeys(category for scores in tasks.values() for category in scores.categories)
     for category in categories if len(categories) > 1 else ():
-        some = {name: scores.of(category) for name, scores in tasks.items() if category in scores.categories}
-        drawn = [resampled[name] if part is tasks[name] else part.resampled(rng) for name, part in some.items()]
-        rows.append(_row(category, "category", list(some.values()), drawn, subject))
+        parts = [scores.of(category) for scores in tasks.values() if category in scores.categories]
+        rows.append(_row(category, "category", parts, subject))
     if len(rows) > 1:
-        rows.append(_row(AVERAGE, "average", list(tasks.values()), list(resampled.values()), subject))
+        rows.append(_row(AVERAGE, "average", list(tasks.values()), subject))
     return rows
 
 
-def contrast(
-    samples: Sequence[Sample], weights: Mapping[str, float], seed: int = 0, contexts: Contexts | None = None
-) -> Difference:
+def contrast(samples: Sequence[Sample], weights: Mapping[str, float], contexts: Contexts | None = None) -> Difference:
     """Return the weighted sum of the scores of some methods, question by question, averaged as `summarize` does.
 
     With weights of 1 and -1 that is their paired difference, with 1 and several of -1/n the difference to a mean.
@@ -128,23 +167,17 @@ def contrast(
     Raises:
         InternalError: the methods did not answer the same questions.
     """
-    tasks = scores_by_task([sample for sample in samples if sample.method in weights], contexts).values()
-    sums = [task._replace(by_method={AVERAGE: _weighted(task.by_method, weights)}) for task in tasks]
-    rng = np.random.default_rng(seed)
-    spread: Floats = np.mean([scores.resampled(rng)[AVERAGE] for scores in sums], axis=0)
-    mean = float(np.mean([scores.means()[AVERAGE] for scores in sums]))
-    return Difference(mean, *interval_of(spread), *_outcomes([scores.by_method[AVERAGE] for scores in sums]))
+    tasks = list(scores_by_task([sample for sample in samples if sample.method in weights], contexts).values())
+    ends = DIFFERENCE_ENDS if any(weights.values()) else (0.0, 0.0)  # nothing differs from itself
+    sums = [sum(weight * task.by_method[method] for method, weight in weights.items()) for task in tasks]
+    # a tie stays one whatever the weights
+    return _difference(tasks, [np.where(np.abs(total) < 1e-12, 0.0, total) for total in sums], ends)
 
 
-def estimate(samples: Sequence[Sample], seed: int = 0, contexts: Contexts | None = None) -> Estimate:
+def estimate(samples: Sequence[Sample], contexts: Contexts | None = None) -> Estimate:
     """Return the mean score of one method over all tasks, with its interval, as `summarize` does."""
     method = samples[0].method
-    return summarize(samples, method, seed, contexts)[-1].scores[method]
-
-
-def _weighted(scores: Mapping[str, Floats], weights: Mapping[str, float]) -> Floats:
-    total: Floats = np.sum([weight * scores[method] for method, weight in weights.items()], axis=0)
-    return np.where(np.abs(total) < 1e-12, 0.0, total)  # a tie stays one whatever the weights
+    return summarize(samples, method, contexts)[-1].scores[method]
 
 
 def scores_by_task(samples: Sequence[Sample], contexts: Contexts | None = None) -> dict[str, TaskScores]:
@@ -171,29 +204,33 @@ def _scores(samples: Sequence[Sample], task: str, contexts: Contexts | None) -> 
     return TaskScores(tuple(categories.values()), places, by_method)
 
 
-def _row(
-    label: str, kind: Kind, tasks: Sequence[TaskScores], resampled: Sequence[Mapping[str, Floats]], subject: str
-) -> Row:
+def _row(label: str, kind: Kind, tasks: Sequence[TaskScores], subject: str) -> Row:
     methods = tasks[0].by_method
-    means = {m: float(np.mean([task.means()[m] for task in tasks])) for m in methods}
-    spread = {m: np.mean([draws[m] for draws in resampled], axis=0) for m in methods}
+    scores = {method: _estimate(tasks, [task.by_method[method] for task in tasks], SCORE_ENDS) for method in methods}
     differences = {
-        m: Difference(
-            means[subject] - means[m],
-            *interval_of(spread[subject] - spread[m]),
-            *_outcomes([task.by_method[subject] - task.by_method[m] for task in tasks]),
-        )
-        for m in (methods if subject in methods else ())
-        if m != subject
+        method: _difference(tasks, [task.by_method[subject] - task.by_method[method] for task in tasks])
+        for method in (methods if subject in methods else ())
+        if method != subject
     }
-    scores = {m: Estimate(means[m], *interval_of(spread[m])) for m in methods}
     return Row(label, kind, sum(len(task.contexts) for task in tasks), scores, differences)
 
 
-def _outcomes(differences: Sequence[Floats]) -> tuple[int, int, int]:
-    """Return how many questions were won, tied and lost."""
+def _estimate(tasks: Sequence[TaskScores], scores: Sequence[Floats], ends: tuple[float, float]) -> Estimate:
+    """Return the mean over tasks of the scores [questions] of each, on a scale with these ends."""
+    mean = float(np.mean([of_task.mean() for of_task in scores]))
+    sums = [task.sums_of(of_task) for task, of_task in zip(tasks, scores, strict=True)]
+    contexts = sum(len(sizes) for _, sizes in sums)
+    low, high = interval_of(sums, ends) if contexts >= LEAST_CONTEXTS else (math.nan, math.nan)
+    return Estimate(mean, float(low), float(high), contexts=contexts)
+
+
+def _difference(
+    tasks: Sequence[TaskScores], differences: Sequence[Floats], ends: tuple[float, float] = DIFFERENCE_ENDS
+) -> Difference:
+    """Return the mean over tasks of paired differences [questions], and how many questions were won, tied and lost."""
     signs = np.sign(np.concatenate(differences))
-    return int((signs > 0).sum()), int((signs == 0).sum()), int((signs < 0).sum())
+    wins, ties, losses = (int((signs == sign).sum()) for sign in (1, 0, -1))
+    return Difference(**asdict(_estimate(tasks, differences, ends)), wins=wins, ties=ties, losses=losses)
 
 
 @dataclass(frozen=True)
@@ -211,17 +248,14 @@ class SizeBlock:
     @property
     def overall(self) -> Row:
         """The mean over all tasks."""
-        for row in self.rows:
-            if (row.kind, row.task) == ("average", MACRO):
-                return row
-        raise InternalError("a block without a mean over all tasks")
+        return next(row for row in self.rows if (row.kind, row.task) == ("average", MACRO))
 
     def difference(self, row: Row, label: str) -> Difference:
         """Return a method minus the subject: the paired difference, and the questions it wins, ties and loses."""
-        found = row.differences[label]
+        lead = row.differences[label]
         # 0.0 - x, not -x: there is a zero with a sign
-        mean, low, high = (0.0 - value for value in (found.mean, found.high, found.low))
-        return Difference(mean, low, high, found.losses, found.ties, found.wins)
+        turned = replace(lead, mean=0.0 - lead.mean, low=0.0 - lead.high, high=0.0 - lead.low)
+        return replace(turned, wins=lead.losses, losses=lead.wins)
 
 
 def named_averages(tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
@@ -236,30 +270,22 @@ def blocks_of(
     methods: Sequence[ReadyMethod],
     subject: str,
     averages: Mapping[str, Sequence[str]],
-    seed: int = 0,
     contexts: Contexts | None = None,
 ) -> list[SizeBlock]:
     """Return a block per size, in the order of the methods; `subject` is a name, `contexts` as for `summarize`."""
     others = [method for method in methods if method.name != FULL]
-    found = []
+    blocks = []
     for size, group in groupby(others, key=lambda method: method.size):
         labels = {method.name: method.label for method in group}
         label = {**labels, FULL: FULL}[subject]
-        mine = [sample for sample in samples if sample.method in {FULL, *labels.values()}]
-        found.append(SizeBlock(size, labels, label, _averaged_rows(mine, label, averages, seed, contexts)))
-    return found
-
-
-def _averaged_rows(
-    samples: Sequence[Sample], subject: str, averages: Mapping[str, Sequence[str]], seed: int, contexts: Contexts | None
-) -> list[Row]:
-    whole = summarize(samples, subject, seed, contexts)
-    rows = [row for row in whole if row.kind != "average"]
-    known: dict[frozenset[str], Row] = {frozenset(averages[MACRO]): whole[-1]}
-    for name, tasks in averages.items():
-        chosen = frozenset(tasks)
-        if chosen not in known:
-            some = [sample for sample in samples if sample.task in chosen]
-            known[chosen] = summarize(some, subject, seed, contexts)[-1]
-        rows.append(replace(known[chosen], task=name, kind="average"))
-    return rows
+        asked = [sample for sample in samples if sample.method in {FULL, *labels.values()}]
+        *rows, last = summarize(asked, label, contexts)
+        whole = {frozenset(averages[MACRO]): last}
+        rows = [row for row in (*rows, last) if row.kind != "average"]
+        for name, tasks in averages.items():
+            chosen = frozenset(tasks)
+            if chosen not in whole:
+                whole[chosen] = summarize([sample for sample in asked if sample.task in chosen], label, contexts)[-1]
+            rows.append(replace(whole[chosen], task=name, kind="average"))
+        blocks.append(SizeBlock(size, labels, label, rows))
+    return blocks

@@ -1,4 +1,4 @@
-"""kvsearch headroom: could any plan keep the score at this ratio, and can these tasks tell methods apart?"""
+"""kvsearch headroom: what can be kept of the score at this ratio, and can these tasks tell methods apart?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class HeadroomOptions(WithModel, WithWorkers, WithTasks, Seeded):
-    """At which ratio the oracle and simple policies evict, and what is asked."""
+    """At which ratio is evicted, and what is asked."""
 
     job: ClassVar[str] = "headroom"
 
@@ -38,7 +38,7 @@ def dry_run(options: HeadroomOptions, reporter: Reporter) -> dict[str, Any]:
 
 @job(HeadroomOptions)
 def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
-    """Evict by true oracle importance, by simple policies and at random, and compare with the full cache.
+    """Evict by true importance, by simple policies and at random, and compare with the full cache.
 
     Raises:
         UsageError: there are no such tasks.
@@ -54,7 +54,7 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
         full.require_answers(progress)
     with reporter.progress("contexts") as progress:
         results = measure(full.loaded, tasks, options.ratio, options.samples, options.seed, progress)
-    rows = summarize(results, FULL, options.seed, contexts_of(full.encoded))
+    rows = summarize(results, FULL, contexts_of(full.encoded))
     asked = tuple(task.coverage for task in full.encoded)
     return HeadroomResult(
         model=options.model, ratio=options.ratio, methods=tuple(rows[-1].scores), rows=tuple(rows), asked=asked

@@ -48,7 +48,7 @@ from kvsearch.plan.origin import ContextSet, joined
 from kvsearch.policies.fitted import Fitted, profile_of
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.ranking import RankingView
-from kvsearch.report.selections import run_result, selection_result, sentences, smallest_words, choice_tables
+from kvsearch.report.selections import choice_tables, run_result, selection_result, sentences, smallest_words
 from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.run import Run, run_in
@@ -299,7 +299,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
             if self.rankings and available <= fit:
                 lower = f"lower --fit to at most {available - 1}" if available > 1 else "give more"
                 raise UsageError(
-                    f"task {task.name}: {fit} of {available} contexts of the split train are fitted on, but budgets "
+                    f"task {task.name}: its split train has {available} contexts, and {fit} are fitted on, but budgets "
                     f"are measured on others: {lower}"
                 )
         return self.model_copy(update={"fit": fit, "measure": measure})

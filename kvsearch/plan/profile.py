@@ -16,7 +16,7 @@ from safetensors.numpy import save
 
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
-from kvsearch.core.fields import Count, Entries, Floor, Index, Record, Text, is_none, refuse
+from kvsearch.core.fields import Count, End, Entries, Floor, Index, Record, Text, is_none, refuse
 from kvsearch.core.files import atomic_write, read_bytes
 from kvsearch.core.limits import MOST_ARRAYS, MOST_DIMENSIONS, MOST_LAYERS
 from kvsearch.core.parsing import list_problems, parse_json, problems_of, require_header, shown
@@ -36,16 +36,16 @@ class TableCheck(Record):
     """A table of local ratios beside even budgets at one eviction ratio, on contexts that it was not made of.
 
     `table` and `even` are the shares of answers before the first token predicted otherwise than under the full cache;
-    `low` and `high` bound the difference of the two, a 95% interval over `contexts`. The table is the share `mix` of
-    what was calibrated, and even for the rest.
+    `low` and `high` bound the difference of the two, a 95% interval over `contexts` (NaN: these are too few). The
+    table is the share `mix` of what was calibrated, and even for the rest.
     """
 
     ratio: float = Field(gt=0, lt=1)
     contexts: Count
     table: float = Field(ge=0, le=1)
     even: float = Field(ge=0, le=1)
-    low: float
-    high: float
+    low: End
+    high: End
     verdict: Literal["useful", "unproven", "harmful"]
     mix: float = Field(default=1.0, ge=0, le=1)
 
@@ -53,11 +53,12 @@ class TableCheck(Record):
     def words(self) -> str:
         """What was found, for people."""
         mixed = "" if self.mix == 1 else f"; {100 * self.mix:.0f}% of the table, even for the rest"
+        bounds = f"[{100 * self.low:+.1f}, {100 * self.high:+.1f}] points"
+        bounds = "points, no interval" if math.isnan(self.low) else bounds
         return (
             f"at ratio {self.ratio:g} {100 * self.table:.1f}% of the answers stay what they are, "
             f"{100 * self.even:.1f}% with even budgets ({100 * (self.table - self.even):+.1f} "
-            f"[{100 * self.low:+.1f}, {100 * self.high:+.1f}] points, {self.contexts} contexts that the table was not "
-            f"made of{mixed})"
+            f"{bounds}, {self.contexts} contexts that the table was not made of{mixed})"
         )
 
 

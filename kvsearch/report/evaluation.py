@@ -5,8 +5,9 @@ Beside the tables: CSV with every number, maps of needles, and layer attention o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -30,6 +31,7 @@ KINDS: dict[Columns, tuple[Kind, ...]] = {
     "tasks": ("task", "category", "average"), "categories": ("category", "average"), "averages": ("average",),
 }  # fmt: skip
 LOSS_COLUMNS = ("layer", "method", "output loss", "bound", "bound by head", "loss / bound", "evicted mass")
+INTERVAL = ("mean", "low", "high")
 FEW = 12  # tasks that a screen has room for
 CSV_HEADER = (
     "size", "method", "column", "kind", "questions", "score", "score_low", "score_high", "subject", "difference",
@@ -79,7 +81,7 @@ def score_table(result: EvaluationResult, columns: Columns, *, intervals: bool =
 
     def cell(score: Estimate, best: str | None = None) -> Cell:
         text = percent(score.mean)
-        ends = f" {bounds(score, '.1f')}" if intervals else ""
+        ends = f" {bounds(score, '.1f')}" if intervals and not math.isnan(score.low) else ""
         return Cell(text + ends, text == best, score.mean)
 
     groups = [RowGroup("", [[Cell(FULL), *(cell(row.of(result.full.scores)) for row in rows)]])]
@@ -92,7 +94,9 @@ def score_table(result: EvaluationResult, columns: Columns, *, intervals: bool =
             for line, score in zip(lines, scores, strict=True):
                 line.append(cell(score, best))
         groups.append(RowGroup(block.heading, lines))
-    notes = list(result.notes)
+    full = {row.name: row.of(result.full.scores) for row in rows}
+    few = [f"{name}: {bounds(score)[1:-1]}" for name, score in full.items() if intervals and math.isnan(score.low)]
+    notes = [*few, *result.notes]
     if result.blocks[0].size is None:
         notes.insert(0, "all methods but full hold as many entries as the plan")
         if result.blocks[0].method("uniform") is not None:
@@ -161,8 +165,9 @@ def csv_rows(result: EvaluationResult) -> str:
         methods += [(method.name, method.scores, method.differences, method.held) for method in block.methods]
         for name, scores, differences, held in methods:
             for row in result.rows:
-                score = asdict(row.of(scores)).values()
-                compared = [""] * 6 if differences is None else asdict(row.of(differences)).values()
+                score = [getattr(row.of(scores), name) for name in INTERVAL]
+                lead = None if differences is None else row.of(differences)
+                compared = [getattr(lead, name, "") for name in (*INTERVAL, "wins", "ties", "losses")]
                 named = (size, name, row.name, row.kind, row.questions)
                 asked = (held.entries, result.protocol, result.phases)
                 lines.append([*named, *score, result.subject, *compared, *asked])

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvsearch.results.evaluation import Outcomes
-    from kvsearch.runs.estimates import Difference
+    from kvsearch.runs.estimates import Difference, Estimate
     from kvsearch.selection.selection import QuestionCount
     from kvsearch.tasks.base import Coverage
-
-
-class Interval(Protocol):
-    """A mean between its ends."""
-
-    @property
-    def mean(self) -> float: ...
-
-    @property
-    def low(self) -> float: ...
-
-    @property
-    def high(self) -> float: ...
 
 
 def percent(share: float, digits: int = 2) -> str:
@@ -35,12 +23,14 @@ def chance_of(share: float) -> str:
     return "<0.001" if share < 0.0005 else f"{share:.3f}"
 
 
-def bounds(found: Interval, form: str = ".2f", unit: float = 100) -> str:
-    """Write the ends of an interval in a format, times `unit`: [low, high]."""
+def bounds(found: Estimate, form: str = ".2f", unit: float = 100) -> str:
+    """Write the ends of an interval in a format, times `unit`, [low, high], or over how many contexts there is none."""
+    if math.isnan(found.low):
+        return f"[{counted(found.contexts or 0, 'context')}: no interval]"
     return f"[{unit * found.low:{form}}, {unit * found.high:{form}}]"
 
 
-def interval(found: Interval, form: str = ".2f", unit: float = 100, noun: str = "") -> str:
+def interval(found: Estimate, form: str = ".2f", unit: float = 100, noun: str = "") -> str:
     """Write a mean with its interval in a format, times `unit`; a noun such as " points" goes between the two."""
     return f"{unit * found.mean:{form}}{noun} {bounds(found, form, unit)}"
 

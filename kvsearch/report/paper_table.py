@@ -14,9 +14,10 @@ from kvsearch.calibration.analysis import lost_mass, stability
 from kvsearch.core.arrays import Floats
 from kvsearch.papers.tables import PaperTable, Stage, StageJob, View, model_of, numbers
 from kvsearch.plan import Plan, Profile, Size
-from kvsearch.report.numbers import Interval, counted
+from kvsearch.report.numbers import counted
 from kvsearch.report.reproduced import LEFT_OUT, MeasuredCell, Reproduced
 from kvsearch.results.evaluation import SECTIONS, EvaluationResult, ScoreRow
+from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.names import FULL
 
 AVERAGE = "average"
@@ -126,8 +127,8 @@ class PaperBlock:
     name: str
     first: bool
     size: Size
-    full: Mapping[str, Interval]
-    methods: Mapping[str, Mapping[str, Interval]]
+    full: Mapping[str, Estimate]
+    methods: Mapping[str, Mapping[str, Estimate]]
     left_out: Sequence[str]
 
     @property
@@ -172,9 +173,9 @@ def _columns(table: PaperTable, result: EvaluationResult) -> dict[str, ScoreRow]
     return columns
 
 
-def _share(row: str, column: str, share: Interval, block: str = "", key: str = "", **details: Any) -> MeasuredCell:
+def _share(row: str, column: str, share: Estimate, block: str = "", key: str = "", **details: Any) -> MeasuredCell:
     """Return a cell of a share, in points of 100."""
-    mean, low, high = (100 * end for end in (share.mean, share.low, share.high))
+    mean, low, high = (100 * end if end == end else None for end in (share.mean, share.low, share.high))
     return MeasuredCell(row, column, mean, block, key or block, low, high, **details)
 
 

@@ -15,10 +15,11 @@ from kvsearch.results.evaluation import HeadroomResult
 from kvsearch.results.text_perplexity import PerplexityResult
 from kvsearch.strategies.names import FULL
 
-ORACLES = (
-    "oracle: true importance for the questions to come, which it knows; of several allocations the best for a context",
-    "agnostic oracle: the same over its own and up to 24 other questions, for what no method can know",
-)
+HEADROOM = {
+    "best tried": "what scores highest on a context of all that was tried, so it can be kept; more may be possible",
+    "true importance, even": "what the questions to come look at, with even budgets",
+    "agnostic importance": "what up to 24 questions about other contexts look at, in the allocation that is best there",
+}
 PERPLEXITY = (
     "method", "perplexity", "nats per token", "minus full", "better / equal / worse windows", "entries", "share", "KiB",
     "most entries",
@@ -26,12 +27,12 @@ PERPLEXITY = (
 
 
 def headroom_parts(result: HeadroomResult) -> Iterator[str | Table]:
-    """Yield the table of scores, shares of the full cache's score, and what the oracles are."""
+    """Yield the table of scores, shares of the full cache's score, and what was tried."""
     title = f"{result.model}: score with {100 * result.ratio:g}% evicted, {asked_words(result.asked)}"
     yield plain_scores(title, result.methods, result.rows)
     listed = "; ".join(f"{method} {share:.2f}" for method, share in result.shares.items())
     yield f"share of the full-cache score: {listed}"
-    yield from ORACLES
+    yield from (f"{name}: {words}" for name, words in HEADROOM.items() if name in result.methods)
 
 
 def plain_scores(title: str, methods: Sequence[str], rows: Sequence[Row]) -> Table:
@@ -44,7 +45,7 @@ def plain_scores(title: str, methods: Sequence[str], rows: Sequence[Row]) -> Tab
 
 
 def perplexity_table(result: PerplexityResult) -> Table:
-    """Return a row per method, with 95% intervals by a bootstrap over windows."""
+    """Return a row per method, with 95% intervals over windows."""
     text = result.perplexity
     what = f"{text.windows} windows of {text.context} + {text.continuation} tokens"
     if result.phases:

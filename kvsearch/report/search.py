@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.report.numbers import Interval, asked_words, chance_of, counted, interval, percent
+from kvsearch.report.numbers import asked_words, chance_of, counted, interval, percent
 from kvsearch.report.selections import ahead_words, best_first, gap_bounds, lead_cells
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.search import AnySearch, FrontResult, SearchResult, StoredSearch, Trace
+from kvsearch.runs.estimates import Estimate
 from kvsearch.search.names import EVOLVED, EXPANDED, UNIFORM
 from kvsearch.search.trials import Spent
 from kvsearch.selection.selection_job import find_ahead
@@ -143,5 +144,5 @@ def _asked(result: AnySearch, split: str) -> str:
     return f", {asked_words(result.asked[split])}" if split in result.asked else ""
 
 
-def _mean(estimates: Mapping[str, Interval], name: str, form: str = ".2f") -> str | Cell:
+def _mean(estimates: Mapping[str, Estimate], name: str, form: str = ".2f") -> str | Cell:
     return Cell.mean(estimates[name], form) if name in estimates else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,8 @@ def ahead_words(ahead: Mapping[str, Difference], others: int) -> str:
     name, lead = next(iter(ahead.items()))
     surely = sum(found.low > 0 for found in ahead.values())
     chance = "within chance" if surely == 0 else f"{surely} of them beyond chance"
+    if math.isnan(lead.low):
+        chance = "on too few contexts to say more"
     most = interval(lead, "+.1f", noun=" points")
     return f"{len(ahead)} of {counted(others, 'other')} in the report score higher, {chance}: {name} by {most}"
 

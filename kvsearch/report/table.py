@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import atomic_write, check_target
 from kvsearch.core.printed import csv_text, markdown_text, visible
-from kvsearch.report.numbers import Interval, interval
+from kvsearch.report.numbers import interval
+from kvsearch.runs.estimates import Estimate
 
 MARKDOWN = ".md"
 CSV = ".csv"
@@ -41,7 +42,7 @@ class Cell(NamedTuple):
         return cls(f"{value:{form}}{unit}", value=value)
 
     @classmethod
-    def mean(cls, estimate: Interval, form: str = ".2f") -> Cell:
+    def mean(cls, estimate: Estimate, form: str = ".2f") -> Cell:
         """Return a mean in percent with its interval."""
         return cls(interval(estimate, form), value=estimate.mean)
 

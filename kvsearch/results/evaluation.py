@@ -207,7 +207,7 @@ class EvaluationResult(Result):
 
 
 class HeadroomResult(Result):
-    """Scores of the full cache, of oracles and of simple policies: a row per task, the mean of all last."""
+    """Scores of the full cache, by true importance and of simple policies: a row per task, the mean of all last."""
 
     SCHEMA: ClassVar[str] = "kvsearch.headroom/1"
 

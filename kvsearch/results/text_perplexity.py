@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, astuple
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
 
-from kvsearch.evaluation.statistics import interval_of, resampled_means
+from kvsearch.evaluation.statistics import student_estimate
 from kvsearch.evaluation.values import Footprint
 from kvsearch.results.base import Result, Stored
 from kvsearch.results.evaluation import HeldField
-from kvsearch.runs.estimates import Estimate, Number
+from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.names import FULL
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.values import Perplexity, WindowLoss
 
 
-class NllDifference(Stored):
+@dataclass(frozen=True)
+class NllDifference(Estimate):
     """How much more a method loses per token than the full cache, in nats: the mean paired difference, 95% interval.
 
     It is better (loses less), equal or worse on so many windows.
     """
 
-    mean: Number
-    low: Number
-    high: Number
     better: int
     equal: int
     worse: int
@@ -88,8 +86,6 @@ class TextPerplexity(Stored):
         notes = []
         if self.wanted is not None and self.windows < self.wanted:
             notes.append(f"{self.wanted} windows were asked for, {self.text} has {self.windows}")
-        if self.windows == 1:
-            notes.append("one window: the intervals have no width because there is nothing to resample")
         return notes
 
 
@@ -105,28 +101,26 @@ class PerplexityResult(Result):
 
 
 def _methods(found: Perplexity) -> dict[str, MethodPerplexity]:
-    """Return what every method loses. Windows are resampled, the same ones for all methods."""
+    """Return what every method loses."""
     by_method: dict[str, list[WindowLoss]] = {}
     for sample in found.samples:
         by_method.setdefault(sample.method, []).append(sample)
     nll = {method: np.array([sample.nll for sample in mine]) for method, mine in by_method.items()}
     minus_full = {method: values - nll[FULL] for method, values in nll.items()}
-    rng = np.random.default_rng(found.seed)
-    spread = iter(resampled_means(rng, [*nll.values(), *minus_full.values()], np.ones(found.windows)))
-    losses = {method: Estimate(float(nll[method].mean()), *interval_of(next(spread))) for method in nll}
+    losses = {method: student_estimate(values) for method, values in nll.items()}
     differences: dict[str, NllDifference | None] = {}
     for method, values in minus_full.items():
-        low, high = interval_of(next(spread))
         signs = np.sign(values)
         better, equal, worse = (int((signs == sign).sum()) for sign in (-1, 0, 1))
-        differences[method] = NllDifference(
-            mean=float(values.mean()), low=low, high=high, better=better, equal=equal, worse=worse
-        )
+        differences[method] = NllDifference(**asdict(student_estimate(values)), better=better, equal=equal, worse=worse)
     differences[FULL] = None
     return {
         method: MethodPerplexity(
             nll=losses[method],
-            perplexity=Estimate(*map(math.exp, astuple(losses[method]))),
+            perplexity=Estimate(
+                *(math.exp(getattr(losses[method], name)) for name in ("mean", "low", "high")),
+                contexts=losses[method].contexts,
+            ),
             difference=differences[method],
             held=Footprint(*(fmean(getattr(one, name) for one in by_method[method]) for name in Footprint._fields)),
         )

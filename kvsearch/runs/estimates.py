@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
-from pydantic import Strict
+from pydantic import Field, Strict
+
+from kvsearch.core.fields import End
 
 Number = Annotated[float, Strict()]  # in a file no text stands for one, such as "nan"
 LEAST_USEFUL = 0.1  # a full cache that scores less cannot tell methods apart
@@ -23,20 +25,21 @@ def doubt_of(full: float) -> str | None:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its 95% interval."""
+    """A mean and its 95% interval over `contexts`, whose ends are NaN where these are too few.
+
+    Files of older versions do not say how many contexts there were.
+    """
 
     mean: Number
-    low: Number
-    high: Number
+    low: End
+    high: End
+    contexts: Annotated[int | None, Field(exclude_if=lambda count: count is None)] = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A mean paired difference, its 95% interval, and on how many questions it is above, at and below zero."""
+class Difference(Estimate):
+    """A mean paired difference with its interval, and on how many questions it is above, at and below zero."""
 
-    mean: Number
-    low: Number
-    high: Number
     wins: int
     ties: int
     losses: int

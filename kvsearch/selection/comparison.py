@@ -45,7 +45,6 @@ class Decision:
     evidence: Mapping[str, float]
     behind: Mapping[str, str]
     level: float
-    seed: int
 
     def at_level(self, level: float) -> Decision:
         """Return the decision at another level: what is likely better may beat the baselines at a higher one."""
@@ -67,13 +66,13 @@ class Decision:
         """Return the mean over all tasks, of the rounds that asked `name`."""
         label = self.rounds[0].labels[name]
         samples = [sample for sample in self._samples(self.rounds_of(name)) if sample.method == label]
-        return estimate(samples, self.seed, self._contexts)
+        return estimate(samples, self._contexts)
 
     def lead(self, name: str) -> Difference:
         """Return what a candidate scores above the best baseline, paired by question, in the rounds that asked it."""
         labels = self.rounds[0].labels
         weights = {labels[name]: 1.0, labels[self.best]: -1.0}
-        return contrast(self._samples(self.rounds_of(name)), weights, self.seed, self._contexts)
+        return contrast(self._samples(self.rounds_of(name)), weights, self._contexts)
 
     def chance(self, name: str) -> float:
         """Return a bound of the probability that any candidate leads as much as this one by luck."""
@@ -200,9 +199,7 @@ class PlanRace:
         assert race.verdict is not None
         shared.beaten += race.verdict == "beats"
         evidence = {name: race.evidence(name) for name in race.wealths}
-        return Decision(
-            tuple(rounds), race.best, race.winner, race.verdict, evidence, behind, level, self.settings.seed
-        )
+        return Decision(tuple(rounds), race.best, race.winner, race.verdict, evidence, behind, level)
 
 
 def behind_on_kinds(

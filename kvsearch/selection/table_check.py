@@ -25,7 +25,7 @@ from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.calibration.tables import CHECKED_RATIOS, HELD_OUT, floor_entries, folds_of
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.progress import Progress, counted
-from kvsearch.evaluation.statistics import interval_of, resampled_means
+from kvsearch.evaluation.statistics import student_estimate
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import GRID, Profile
 from kvsearch.plan.profile import TableCheck
@@ -38,7 +38,7 @@ from kvsearch.runtime.attention import running
 MIXES = (1.0, 2 / 3, 1 / 3, 0.0)  # shares of the table; the rest is even
 TABLE_AND_EVEN = (1.0, 0.0)  # nothing to choose from: even budgets are what the table is compared with
 ROUNDOFF = 1e-9
-LEVEL = 0.05  # chance that a table is said wrongly to be better, or worse, at any of the ratios
+WRONG = 0.05  # chance that a table is said wrongly to be better, or worse, at any of the ratios
 FLIPS = 9999
 
 
@@ -137,20 +137,19 @@ def _judge_ratio(ratio: float, scores: Floats, folds: Ints, mixes: tuple[float, 
     chosen = np.array([best(scores[folds != fold]) for fold in folds])
     mine, even = scores[np.arange(len(scores)), chosen], scores[:, -1]
     leads = mine - even
-    level = LEVEL / len(CHECKED_RATIOS)
-    (means,) = resampled_means(np.random.default_rng(0), [leads], np.ones(len(leads)))
-    low, high = interval_of(means)
+    level = WRONG / len(CHECKED_RATIOS)
+    lead = student_estimate(leads)
     better = compute_chance(leads) <= level
     worse = compute_chance(-leads) <= level
     verdict: Literal["useful", "unproven", "harmful"]
-    verdict = "useful" if low > 0 and better else "harmful" if high < 0 and worse else "unproven"
+    verdict = "useful" if lead.low > 0 and better else "harmful" if lead.high < 0 and worse else "unproven"
     return TableCheck(
         ratio=ratio,
         contexts=len(scores),
         table=float(mine.mean()),
         even=float(even.mean()),
-        low=low,
-        high=high,
+        low=lead.low,
+        high=lead.high,
         verdict=verdict,
         mix=mixes[best(scores)],
     )

@@ -24,9 +24,9 @@ def test_contexts_of_one_text_are_one(run: Run, tmp_path: Path, monkeypatch: pyt
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
     given = []
 
-    def watched(samples: Any, subject: str, seed: int = 0, contexts: Any = None) -> Any:
+    def watched(samples: Any, subject: str, contexts: Any = None) -> Any:
         given.append((len({sample.key for sample in samples}), len(set((contexts or {}).values()))))
-        return summarize(samples, subject, seed, contexts)
+        return summarize(samples, subject, contexts)
 
     summarize = statistics.summarize
     monkeypatch.setattr("kvsearch.jobs.headroom.summarize", watched)

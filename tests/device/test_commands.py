@@ -45,7 +45,7 @@ COMMANDS = {
     "headroom": ("headroom", "bundled", *ASKED),
     "evolve": ("evolve", "bundled", "--budget", 48, *WINDOW, "--generations", 1, "--finalists", 1, "--population", 4,
                *ASKED, "--group-size", 6, "-o", "{}/evolve"),
-    "select": ("select", "{}/polykv", "--budget", 64, *ASKED, "--top", 1, "-o", "{}/selected.json"),
+    "select": ("select", "{}/polykv", "--budget", 64, *ASKED, "-o", "{}/selected.json"),
     "validate": ("validate", "{}/polykv", "--budget", 64, *ASKED, "--phases", "prefill", "--signals", "route:cosine"),
 }  # fmt: skip
 WITH_DATA = ("lukv", "lava", "cake", "probe")

@@ -1,4 +1,4 @@
-"""Headroom: the oracle keeps what the answers look at most, at the entries of the others."""
+"""Headroom: true importance keeps what the answers look at most, at the entries of the others."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from kvsearch.core.errors import IncompatibleError
 from kvsearch.evaluation import headroom as module
 from kvsearch.evaluation.headroom import (
     AGNOSTIC,
-    ORACLE,
-    ORACLE_UNIFORM,
+    BEST,
+    EVEN,
+    EVEN_ALLOCATION,
+    KNOWN,
+    Importance,
     Replied,
-    context_importance,
     headroom,
+    measure_importance,
     replied,
 )
+from kvsearch.evaluation.samples import Sample
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime import PlanCache
@@ -33,7 +37,7 @@ from tests.budgets.exact import eviction_loss
 from tests.runtime.helpers import feed, running
 
 TASK = tiny.listed((60, 2), (75, 1))
-METHODS = ["full", ORACLE, ORACLE_UNIFORM, AGNOSTIC, "snapkv", "keydiff", "kvzip", "streaming", "random"]
+METHODS = ["full", BEST, EVEN, AGNOSTIC, "snapkv", "keydiff", "kvzip", "streaming", "random"]
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
@@ -51,9 +55,10 @@ def given(model: LoadedModel, example: Example, task: tiny.Listed = TASK) -> tup
 
 def importance_of(model: LoadedModel, example: Example) -> np.ndarray:
     with running(model.model, NAME):
-        found = context_importance(model, *given(model, example))
-    assert found.known.dtype == torch.float32
-    return (found.known * found.weights[:, None, None]).double().numpy()
+        context, asked = given(model, example)
+        importance = measure_importance(ImportancePass(model.model, [], context[None]), asked)
+    assert importance.largest.dtype == torch.float32
+    return (importance.largest * importance.effect[:, None, None]).double().numpy()
 
 
 def test_every_method_but_the_full_cache_holds_the_same(model: LoadedModel) -> None:
@@ -73,7 +78,7 @@ def test_every_method_but_the_full_cache_holds_the_same(model: LoadedModel) -> N
 PROTECTED = [*range(4), *range(-32, 0)]  # sinks and window, as under LU-KV over SnapKV
 
 
-def test_the_oracle_keeps_the_most_important_entries(model: LoadedModel) -> None:
+def test_by_importance_the_most_important_entries_stay(model: LoadedModel) -> None:
     short = TASK.rows[0]
     # budgets must leave something to choose beside the protected entries
     example = replace(short, context=" ".join([short.context] * math.ceil(300 / len(short.context.split()))))
@@ -82,8 +87,8 @@ def test_the_oracle_keeps_the_most_important_entries(model: LoadedModel) -> None
     lost = {}
     with running(model.model, NAME):
         programs = dict(module._programs(model, *given(model, example), 0.8))
-        programs[ORACLE] = programs[f"{ORACLE}:effect, 32 recent"]
-        for method in (ORACLE, ORACLE_UNIFORM, "snapkv", "random"):
+        by_effect = f"{KNOWN}, effect, 32 recent"
+        for method in (by_effect, EVEN_ALLOCATION, "snapkv", "random"):
             cache = PlanCache(model.model, programs[method])
             feed(model.model, cache, [(ids, torch.ones_like(ids))])
             kept = np.zeros(importance.shape, dtype=bool)
@@ -91,7 +96,7 @@ def test_the_oracle_keeps_the_most_important_entries(model: LoadedModel) -> None
                 for head in range(importance.shape[1]):
                     kept[row, head, cache.kept_positions(layer, 0, head)] = True
             lost[method] = importance[~kept].sum()
-            if method in (ORACLE, ORACLE_UNIFORM):  # nothing evicted is worth more than anything kept by choice
+            if method in (by_effect, EVEN_ALLOCATION):  # nothing evicted is worth more than anything kept by choice
                 assert kept[..., PROTECTED].all()
                 budgets = programs[method].prefill.table(ids.shape[1])
                 assert (kept.sum(-1) == budgets).all()
@@ -100,7 +105,7 @@ def test_the_oracle_keeps_the_most_important_entries(model: LoadedModel) -> None
                 assert (np.where(chosen, 0, worth).max(-1) <= worst_kept).all()
                 ordered = -np.sort(-worth, axis=-1)
                 assert lost[method] == pytest.approx(eviction_loss(ordered, budgets - len(PROTECTED)).sum())
-    assert lost[ORACLE] < lost[ORACLE_UNIFORM] < min(lost["snapkv"], lost["random"])
+    assert lost[by_effect] < lost[EVEN_ALLOCATION] < min(lost["snapkv"], lost["random"])
 
 
 def test_the_importance_of_a_context_is_the_largest_of_its_questions(model: LoadedModel) -> None:
@@ -121,39 +126,48 @@ def test_the_importance_of_a_context_is_the_largest_of_its_questions(model: Load
             np.testing.assert_allclose(own[layer] / own[layer].max(), values[layer] / values[layer].max(), rtol=1e-4)
 
 
-def test_the_best_allocation_of_each_context_is_the_oracle(model: LoadedModel) -> None:
-    samples = headroom(model, [TASK], 0.7, 1)
-    one = samples[0]
-    scores = {"oracle:a": (0.0, 1.0), "oracle:b": (1.0, 1.0), "agnostic oracle:c": (0.0, 0.0), "snapkv": (0.5, 0.0)}
-    made = [
-        replace(one, method=method, question=number, score=score)
-        for method, found in scores.items()
-        for number, score in enumerate(found)
-    ]
-    best = [(sample.method, sample.score) for sample in module._best(made)]
-    assert best == [(ORACLE, 1.0), (ORACLE, 1.0), (AGNOSTIC, 0.0), (AGNOSTIC, 0.0), ("snapkv", 0.5), ("snapkv", 0.0)]
+def samples_of(made: Sample, scores: dict[str, tuple[float, ...]]) -> dict[str, list[Sample]]:
+    return {
+        method: [replace(made, method=method, question=number, score=score) for number, score in enumerate(row)]
+        for method, row in scores.items()
+    }
 
 
-def test_questions_of_other_contexts_count_for_the_agnostic_oracle(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mean and the largest over all questions; what the oracle knows stays as it is."""
-    (context, own), (_, others) = (given(model, row) for row in TASK.rows)
-    with running(model.model, NAME):
-        alone = context_importance(model, context, own)
-        strange = context_importance(model, context, others)
-        both = context_importance(model, context, own, others)
-        monkeypatch.setattr(module, "MANY", 0)
-        none = context_importance(model, context, own, others)
-    asked = len(own)
-    torch.testing.assert_close(both.known, alone.known)
-    torch.testing.assert_close(both.most, torch.maximum(alone.known, strange.known))
-    torch.testing.assert_close(both.mean * (asked + 1), alone.mean * asked + strange.mean)
-    torch.testing.assert_close(none.mean, alone.mean)
-    torch.testing.assert_close(alone.most, alone.known)
+def test_the_best_is_of_everything_that_was_tried(model: LoadedModel) -> None:
+    """Policies among it; what is agnostic is chosen on other contexts, whatever it scores on its own."""
+    made = headroom(model, [TASK], 0.7, 1)[0]
+    allocations = [f"{AGNOSTIC}, a", f"{AGNOSTIC}, b"]
+    names = ["full", module.EVEN_ALLOCATION, *allocations, "kvzip", "random"]
+    rows = [(1.0, 1.0), (0.0, 0.5), (0.0, 0.0), (0.5, 0.0), (0.5, 0.5), (0.0, 0.0)]
+    elsewhere = [samples_of(made, {allocations[0]: (a,), allocations[1]: (b,)}) for a, b in ((1.0, 0.0), (0.5, 1.0))]
+    best = {}
+    for sample in module._compared(samples_of(made, dict(zip(names, rows, strict=True))), elsewhere):
+        best.setdefault(sample.method, []).append(sample.score)
+    assert best == {
+        "full": [1.0, 1.0], BEST: [0.5, 0.5], EVEN: [0.0, 0.5], AGNOSTIC: [0.0, 0.0], "kvzip": [0.5, 0.5],
+        "random": [0.0, 0.0],
+    }  # fmt: skip
 
 
-def test_what_the_oracle_looks_for_is_the_reply_that_is_right(
+def test_agnostic_importance_is_of_other_contexts_alone(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context of the same text is no other one; what is alone has no agnostic importance."""
+    same = replace(TASK.rows[0], key="same", queries=TASK.rows[0].queries[:1])
+    measured: list[list[Replied]] = []
+    measure = module.measure_importance
+
+    def noted(passed: ImportancePass, asked: list[Replied]) -> Importance:
+        measured.append(list(asked))
+        return measure(passed, asked)
+
+    monkeypatch.setattr(module, "measure_importance", noted)
+    samples = headroom(model, [replace(TASK, rows=(*TASK.rows, same))], 0.7, 3)
+    assert [len(asked) for asked in measured] == [2, 1, 1, 3, 1, 1]
+    assert {sample.method for sample in samples} == set(METHODS)
+    alone = headroom(model, [replace(TASK, rows=(TASK.rows[0], same))], 0.7, 2)
+    assert {sample.method for sample in alone} == {*METHODS} - {AGNOSTIC}
+
+
+def test_what_is_important_is_so_for_the_reply_that_is_right(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's own where the metric takes it, else all answers in the form of the task; never the first of many."""
@@ -166,13 +180,13 @@ def test_what_the_oracle_looks_for_is_the_reply_that_is_right(
 
     task = Own("own", rows)
     looked: list[list[Replied]] = []
-    whole = module.context_importance
+    measure = module.measure_importance
 
-    def noted(loaded: LoadedModel, context: torch.Tensor, asked: list[Replied], others: list[Replied]) -> object:
+    def noted(passed: ImportancePass, asked: list[Replied]) -> Importance:
         looked.append(asked)
-        return whole(loaded, context, asked, others)
+        return measure(passed, asked)
 
-    monkeypatch.setattr(module, "context_importance", noted)
+    monkeypatch.setattr(module, "measure_importance", noted)
     samples = headroom(model, [task], 0.7, 1)
     said = [sample.reply for sample in samples if sample.method == "full"]
     ((written, own),) = ([model.tokenizer.decode(reply) for _, reply in asked] for asked in looked)

@@ -213,8 +213,10 @@ def test_windows_are_those_of_the_text(model: LoadedModel) -> None:
 
 def test_what_there_is_to_say_about_too_few_windows(model: LoadedModel) -> None:
     assert TextPerplexity.of(measure(model, {}, windows=9)).notes == ["9 windows were asked for, story has 4"]
-    (note,) = TextPerplexity.of(measure(model, {}, windows=1)).notes
-    assert note.startswith("one window: the intervals have no width")
+    found = TextPerplexity.of(measure(model, {}, windows=1))
+    assert found.notes == []
+    assert found.methods["full"].nll.contexts == 1
+    assert math.isnan(found.methods["full"].nll.low)
 
 
 @pytest.mark.parametrize(
@@ -256,20 +258,25 @@ def result_of(by_method: dict[str, list[tuple[float, ...]]]) -> Perplexity:
 
 
 def test_rows_by_hand() -> None:
-    (_, full), (_, plan) = TextPerplexity.of(
-        result_of({"full": [(1.0, 2.0), (3.0, 4.0)], "plan": [(1.0, 4.0), (2.0, 4.5)]})
-    ).rows
+    """Means of windows 1.5 three times and 3.5 three times: s is sqrt(1.2), and t of five degrees 2.5706."""
+    full_losses, plan_losses = [(1.0, 2.0), (3.0, 4.0)] * 3, [(1.0, 4.0), (2.0, 4.5)] * 3
+    (_, full), (_, plan) = TextPerplexity.of(result_of({"full": full_losses, "plan": plan_losses})).rows
     assert full.difference is None
-    assert full.nll == Estimate(2.5, 1.5, 3.5)
-    assert full.perplexity == Estimate(math.exp(2.5), math.exp(1.5), math.exp(3.5))
+    reach = 2.570582 * math.sqrt(1.2 / 6)
+    assert full.nll == Estimate(
+        2.5, pytest.approx(2.5 - reach, abs=1e-5), pytest.approx(2.5 + reach, abs=1e-5), contexts=6
+    )
+    assert full.perplexity.mean == math.exp(2.5)
+    assert full.perplexity.low == pytest.approx(math.exp(2.5 - reach), rel=1e-5)
     assert plan.nll.mean == 2.875
     assert plan.difference is not None
-    assert (plan.difference.mean, plan.difference.low, plan.difference.high) == (0.375, -0.25, 1.0)
-    assert (plan.difference.better, plan.difference.equal, plan.difference.worse) == (1, 0, 1)
+    reach = 2.570582 * math.sqrt(6 * 0.625**2 / 5 / 6)
+    assert (plan.difference.mean, plan.difference.low) == (0.375, pytest.approx(0.375 - reach, abs=1e-5))
+    assert (plan.difference.better, plan.difference.equal, plan.difference.worse) == (3, 0, 3)
     assert plan.held == (25, 1024, 110)
 
 
-LOSSES = st.lists(st.tuples(*[st.floats(0, 20)] * 3), min_size=1, max_size=12)
+LOSSES = st.lists(st.tuples(*[st.floats(0, 20)] * 3), min_size=5, max_size=12)
 
 
 @given(LOSSES, st.floats(-1, 1))
@@ -283,7 +290,7 @@ def test_differences_are_paired(windows: list[tuple[float, ...]], shift: float) 
     assert (same.difference.low, same.difference.high, same.difference.equal) == (0, 0, len(windows))
     shifted = (other.difference.mean, other.difference.low, other.difference.high)
     assert shifted == pytest.approx((shift, shift, shift), abs=1e-9)  # however far apart the windows are
-    assert min(map(min, windows)) - 1e-9 <= full.nll.low <= full.nll.high <= max(map(max, windows)) + 1e-9
+    assert full.nll.low <= full.nll.mean <= full.nll.high
 
 
 def test_table_and_json() -> None:
@@ -294,7 +301,7 @@ def test_table_and_json() -> None:
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "m: perplexity of t, 2 windows of 7 + 2 tokens" in shown
     (plan,) = [line.split() for line in shown.splitlines() if line.split()[:1] == ["plan"]]
-    assert " ".join(plan).endswith("+0.3750 [-0.2500, +1.0000] 1 / 0 / 1 25 0.250 1.0 110")
+    assert " ".join(plan).endswith("+0.3750 [2 contexts: no interval] 1 / 0 / 1 25 0.250 1.0 110")
     data = result.as_json()["perplexity"]
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data["methods"]["full"]["difference"] is None

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvsearch.core.errors import InternalError, UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, prepare_plans
-from kvsearch.evaluation.samples import Cost, Sample
-from kvsearch.evaluation.statistics import contrast, summarize
+from kvsearch.evaluation.statistics import contrast
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Size
 from kvsearch.runs.estimates import Difference
@@ -23,7 +20,7 @@ from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.tasks.base import Query
 from tests import tiny
-from tests.examples import at_most
+from tests.evaluation.test_statistics import samples
 
 FLAT, STEEP = [[15, 15]] * 4, [[9, 9], [21, 21]] * 2
 
@@ -88,16 +85,12 @@ def test_a_gain_is_the_paired_mean(result: PlanComparison) -> None:
     assert (found.wins, found.ties, found.losses) == tuple(int((signs == sign).sum()) for sign in (1, 0, -1))
 
 
-def test_a_gain_on_several_is_that_on_their_mean(result: PlanComparison) -> None:
-    """One of them is the strategy itself, under another name."""
-    found, alone = result.gain("flat", ["steep", "again", "full"]), result.gain("flat", ["steep"])
-    assert found.mean == pytest.approx((alone.mean + 0 + result.gain("flat", ["full"]).mean) / 3)
-    assert found.low <= found.mean <= found.high
-
-
 def test_nothing_is_gained_on_oneself(result: PlanComparison) -> None:
     questions = sum(task.questions for task in result.comparison.coverage)
-    assert result.gain("flat", ["again"]) == Difference(0.0, 0.0, 0.0, 0, questions, 0)
+    gain = result.gain("flat", ["again"])
+    assert (gain.mean, gain.wins, gain.ties, gain.losses) == (0.0, 0, questions, 0)
+    same = contrast([*samples([[0.5]] * 6, "a"), *samples([[0.7]] * 6, "b")], {"a": 0.0})
+    assert same == Difference(0.0, 0.0, 0.0, 0, 6, 0, contexts=6)
 
 
 def test_methods_of_another_size_have_scores_too(model: LoadedModel) -> None:
@@ -122,44 +115,21 @@ def test_names_are_taken_once(model: LoadedModel) -> None:
 # --- contrasts -------------------------------------------------------------------------------------------------------
 
 
-def samples(scores: Sequence[Sequence[float]], method: str, task: str = "t") -> list[Sample]:
-    """A list of question scores per context."""
-    rest = ("", False, 100, 110, 3, *Cost(10, 1.0, 10, 0.5, 0.5))
-    return [
-        Sample(task, "c", method, "question-agnostic", str(context), question, "", score, *rest)
-        for context, row in enumerate(scores)
-        for question, score in enumerate(row)
-    ]
-
-
 def test_a_contrast_by_hand() -> None:
     """Task t: differences .5 - (.1 + .3) / 2 and 1 - (0 + .6) / 2; task u: 0 - (.2 + .2) / 2. Tasks weigh the same."""
     asked = [
-        *samples([[0.5], [1.0]], "a"), *samples([[0.1], [0.0]], "b"), *samples([[0.3], [0.6]], "c"),
-        *samples([[0.0]], "a", "u"), *samples([[0.2]], "b", "u"), *samples([[0.2]], "c", "u"),
-        *samples([[0.9], [0.9]], "unasked"),
+        *samples([[0.5], [1.0]] * 2, "a"), *samples([[0.1], [0.0]] * 2, "b"), *samples([[0.3], [0.6]] * 2, "c"),
+        *samples([[0.0]] * 2, "a", "u"), *samples([[0.2]] * 2, "b", "u"), *samples([[0.2]] * 2, "c", "u"),
+        *samples([[0.9], [0.9]] * 2, "unasked"),
     ]  # fmt: skip
     found = contrast(asked, {"a": 1.0, "b": -0.5, "c": -0.5})
     assert found.mean == pytest.approx(((0.3 + 0.7) / 2 - 0.2) / 2)
-    assert (found.wins, found.ties, found.losses) == (2, 0, 1)
-    assert (found.low, found.high) == pytest.approx(((0.3 - 0.2) / 2, (0.7 - 0.2) / 2))
-
-
-scored = st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=2, max_size=2), min_size=1, max_size=6)
-
-
-@at_most(30)
-@given(scored)
-def test_a_contrast_of_two_is_their_difference(rows: list[list[float]]) -> None:
-    shuffled = [list(reversed(row)) for row in reversed(rows)]
-    asked = [*samples(rows, "a"), *samples(shuffled, "b")]
-    found = contrast(asked, {"a": 1.0, "b": -1.0}, seed=3)
-    wanted = summarize(asked, "a", seed=3)[0].differences["b"]
-    assert (found.mean, found.low, found.high) == pytest.approx((wanted.mean, wanted.low, wanted.high), abs=1e-9)
-    assert (found.wins, found.ties, found.losses) == (wanted.wins, wanted.ties, wanted.losses)
-    assert found.low - 1e-9 <= found.mean <= found.high + 1e-9
-    turned = contrast(asked, {"a": -1.0, "b": 1.0}, seed=3)
-    assert (turned.mean, turned.low, turned.high) == pytest.approx((-found.mean, -found.high, -found.low), abs=1e-9)
+    assert (found.wins, found.ties, found.losses) == (4, 0, 2)
+    mean, weight = found.mean, 1 / 4  # of a context of u
+    variance = 4 * 0.2**2 / 3 / 4 / 4 + weight**2 * ((1 + mean) ** 2 + (1 - mean) ** 2)
+    reach = 2.44691 * variance**0.5
+    assert found.low == pytest.approx((mean - reach) / 1.5, abs=1e-5)
+    assert found.high == pytest.approx((mean + reach) / 1.5, abs=1e-5)
 
 
 def test_methods_that_were_not_asked_the_same() -> None:

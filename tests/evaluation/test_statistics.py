@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import InternalError
 from kvsearch.evaluation.samples import Sample
-from kvsearch.evaluation.statistics import AVERAGE, Row, contrast, summarize
+from kvsearch.evaluation.statistics import AVERAGE, LEAST_CONTEXTS, Row, contrast, summarize
 from kvsearch.runs.estimates import Difference, Estimate
 
 
@@ -37,29 +38,24 @@ def width(estimate: Estimate) -> float:
     return estimate.high - estimate.low
 
 
-def test_the_interval_of_a_coin() -> None:
-    """400 contexts, half of them right: 0.5 +- 1.96 * 0.5 / 20."""
-    found = one(summarize(samples([[float(i % 2)] for i in range(400)]), "plan"))
-    assert found.mean == 0.5
-    assert (found.low, found.high) == pytest.approx((0.451, 0.549), abs=0.006)
-
-
 def test_contexts_are_the_clusters() -> None:
     """Twenty contexts of twenty questions that agree are twenty observations, not four hundred."""
     agreeing = one(summarize(samples([[float(i % 2)] * 20 for i in range(20)]), "plan"))
-    assert width(agreeing) == pytest.approx(2 * 1.96 * 0.5 / np.sqrt(20), rel=0.15)
+    assert width(agreeing) == pytest.approx(2 * 2.08 * 0.5 / np.sqrt(20), rel=0.05)
     mixed = one(summarize(samples([[0.0, 1.0] * 10] * 20), "plan"))
-    assert (mixed.mean, width(mixed)) == (0.5, 0.0)
+    assert mixed.mean == 0.5
+    assert width(mixed) == pytest.approx(width(agreeing) / 3.4, rel=0.05)
 
 
-def test_questions_weigh_the_same_in_contexts_of_any_size() -> None:
-    found = summarize(samples([[1.0] * 9, [0.0]]), "plan")[0]
-    assert (found.questions, found.scores["plan"].mean) == (10, 0.9)
-    assert (found.scores["plan"].low, found.scores["plan"].high) == (0.0, 1.0)
-
-
-def test_one_context_has_a_mean_but_no_spread() -> None:
-    assert one(summarize(samples([[0.0, 1.0]]), "plan")) == Estimate(0.5, 0.5, 0.5)
+@pytest.mark.parametrize("contexts", range(1, LEAST_CONTEXTS))
+def test_few_contexts_have_a_mean_but_no_interval(contexts: int) -> None:
+    score = one(summarize(samples([[0.0, 1.0]] * contexts), "plan"))
+    assert (score.mean, score.contexts) == (0.5, contexts)
+    assert math.isnan(score.low)
+    assert math.isnan(score.high)
+    difference = contrast(samples([[1.0]] * contexts) + samples([[0.0]] * contexts, "other"), {"plan": 1, "other": -1})
+    assert (difference.mean, difference.wins, difference.contexts) == (1.0, contexts, contexts)
+    assert math.isnan(difference.low)
 
 
 def paired(change: Callable[[float], float], seed: int = 0) -> Row:
@@ -70,46 +66,69 @@ def paired(change: Callable[[float], float], seed: int = 0) -> Row:
 
 def test_identical_methods_do_not_differ() -> None:
     row = paired(lambda score: score)
-    assert row.differences == {"other": Difference(0.0, 0.0, 0.0, 0, 60, 0)}
+    difference = row.differences["other"]
+    assert (difference.mean, difference.wins, difference.ties, difference.losses) == (0.0, 0, 60, 0)
+    assert difference.high == -difference.low == pytest.approx(2.0395 * np.sqrt(2) / 32, rel=1e-4)
     assert row.scores["plan"] == row.scores["other"]
-    assert width(row.scores["plan"]) > 0.05
-
-
-def test_a_constant_difference_is_certain() -> None:
-    """Paired: what makes a context hard is hard for both methods."""
-    difference = paired(lambda score: score - 0.125).differences["other"]
-    assert (difference.mean, difference.low, difference.high) == pytest.approx((0.125, 0.125, 0.125))
-
-
-def test_the_seed_decides() -> None:
-    made = samples(np.random.default_rng(0).random((15, 1)).tolist())
-    assert summarize(made, "plan", 3) == summarize(made, "plan", 3)
-    assert summarize(made, "plan", 3) != summarize(made, "plan", 4)
-    state = np.random.get_state()[1].tolist()  # noqa: NPY002 - the global generator is what must not move
-    summarize(made, "plan", 3)
-    assert np.random.get_state()[1].tolist() == state  # noqa: NPY002
-
-
-def test_the_average_is_over_tasks() -> None:
-    """A task of many questions does not outweigh a task of few."""
-    many, few = samples([[1.0] * 4] * 10, task="many"), samples([[0.0]] * 3, task="few")
-    rows = summarize(many + few, "plan")
-    assert [(row.task, row.questions) for row in rows] == [("many", 40), ("few", 3), (AVERAGE, 43)]
-    assert rows[-1].scores["plan"] == Estimate(0.5, 0.5, 0.5)
+    less = paired(lambda score: score - 0.125).differences["other"]
+    assert less.mean == pytest.approx(0.125)
+    assert 0 < less.low < less.high < 2 * width(row.scores["plan"])
 
 
 # --- worked by hand --------------------------------------------------------------------------------------------------
 
 
 def test_a_difference_by_hand() -> None:
-    """Context A: 1, 0 against 0, 0; context B: 0.5 against 0.5. Resamples: A A 2/4, A B and B A 1/3, B B 0."""
-    made = samples([[1.0, 0.0], [0.5]]) + samples([[0.0, 0.0], [0.5]], "other")
+    """Differences 1, 0, 0, 0, 0: variance 0.8 / 5 / 4; at the ends -1.2 and 0.8 off, a fifth of the weight each.
+
+    Middle (0.2 + (-1 + 1) / 5) / 1.4; to either side t_6 sqrt(0.04 + (1.44 + 0.64) / 25) / 1.4.
+    """
+    made = samples([[1.0], *[[0.5]] * 4]) + samples([[0.0], *[[0.5]] * 4], "other")
     (row,) = summarize(made, "plan")
-    assert row.differences["other"] == Difference(pytest.approx(1 / 3), 0.0, 0.5, 1, 2, 0)
-    assert row.scores["plan"] == Estimate(0.5, 0.5, 0.5)  # 2/4, 1.5/3 and 1/2
-    assert row.scores["other"] == Estimate(pytest.approx(0.5 / 3), 0.0, 0.5)
+    low, high = pytest.approx(-0.47061, abs=1e-5), pytest.approx(0.75633, abs=1e-5)
+    assert row.differences["other"] == Difference(pytest.approx(0.2), low, high, 1, 4, 0, contexts=5)
+    assert contrast(made, {"plan": 1.0, "other": -1.0}).low == low
     (other,) = summarize(made, "other")
-    assert other.differences["plan"] == Difference(pytest.approx(-1 / 3), -0.5, 0.0, 0, 2, 1)
+    low, high = pytest.approx(-0.75633, abs=1e-5), pytest.approx(0.47061, abs=1e-5)
+    assert other.differences["plan"] == Difference(pytest.approx(-0.2), low, high, 0, 4, 1, contexts=5)
+
+
+def test_a_score_at_its_ceiling_by_hand() -> None:
+    """Five of five contexts right, with one right and one wrong beside them: 6/7 +- t_6 * 0.2 / 1.4, cut off at 1."""
+    score = one(summarize(samples([[1.0]] * 5), "plan"))
+    assert score == Estimate(1.0, pytest.approx(6 / 7 - 2.44691 / 7, abs=1e-5), 1.0, contexts=5)
+
+
+def test_contexts_of_several_questions_by_hand() -> None:
+    """A task's mean is a ratio: contexts of 2 and 1 questions are off by s - q m, by what all questions are."""
+    score = one(summarize(samples([[1.0, 1.0], [1.0, 0.0], [0.0], [1.0], [0.0]]), "plan"))
+    mean = 4 / 7
+    off = np.array([2 - 2 * mean, 1 - 2 * mean, -mean, 1 - mean, -mean]) / 7
+    weight = 2 / 7  # of a context with two questions
+    variance = (off**2).sum() * 5 / 4 + weight**2 * (mean**2 + (1 - mean) ** 2)
+    middle = (mean + weight) / (1 + 2 * weight)
+    reach = 2.44691 * np.sqrt(variance) / (1 + 2 * weight)
+    assert (score.mean, score.low, score.high) == pytest.approx(
+        (mean, middle - reach, min(middle + reach, 1)), abs=1e-5
+    )
+
+
+def test_tasks_by_hand() -> None:
+    """The variances of two tasks are those of halves; one context alone may be anywhere on its scale."""
+    made = samples([[1.0], [0.0], [1.0], [1.0]], task="some") + samples([[1.0]], task="single")
+    score = summarize(made, "plan")[-1].scores["plan"]
+    mean, weight = 0.875, 0.5
+    variance = (0.1875 / 3 + 0.25) / 4 + weight**2 * (mean**2 + (1 - mean) ** 2)
+    middle = (mean + weight) / (1 + 2 * weight)
+    reach = 2.57058 * np.sqrt(variance) / (1 + 2 * weight)
+    assert (score.mean, score.low, score.high) == pytest.approx((mean, middle - reach, 1.0), abs=1e-5)
+
+
+@given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=LEAST_CONTEXTS, max_size=12))
+def test_an_interval_holds_its_mean_and_stays_on_the_scale(rows: list[list[float]]) -> None:
+    score = one(summarize(samples(rows), "plan"))
+    assert 0 <= score.low <= score.mean + 1e-9
+    assert score.mean - 1e-9 <= score.high <= 1
 
 
 def test_categories_by_hand() -> None:
@@ -125,15 +144,8 @@ def test_categories_by_hand() -> None:
         ("a", "task", 2), ("b", "task", 2), ("c", "task", 2), ("x", "category", 4), ("y", "category", 2),
         ("average", "average", 6),
     ]  # fmt: skip
-    assert [round(row.scores["plan"].mean, 6) for row in rows] == [
-        0.2,
-        1.0,
-        0.6,
-        0.4,
-        1.0,
-        0.6,
-    ]  # the average: of tasks
-    assert [round(row.scores["other"].mean, 6) for row in rows] == [0.4, 0.25, 0.6, 0.5, 0.25, 0.416667]
+    means = [(round(row.scores["plan"].mean, 6), round(row.scores["other"].mean, 6)) for row in rows]
+    assert means == [(0.2, 0.4), (1.0, 0.25), (0.6, 0.6), (0.4, 0.5), (1.0, 0.25), (0.6, 0.416667)]
     told = [row.differences["other"] for row in rows]
     assert [round(found.mean, 6) for found in told] == [-0.2, 0.75, 0.0, -0.1, 0.75, 0.183333]
     assert [(found.wins, found.ties, found.losses) for found in told] == [
@@ -148,26 +160,17 @@ def test_methods_must_have_answered_the_same_questions() -> None:
         summarize(samples([[1.0]]) * 2, "plan")
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=12))
-def test_wins_and_losses_mirror_each_other(pairs: list[tuple[int, int]]) -> None:
-    made = samples([[a / 2] for a, _ in pairs]) + samples([[b / 2] for _, b in pairs], "other")
-    mine, theirs = summarize(made, "plan")[0].differences["other"], summarize(made, "other")[0].differences["plan"]
-    assert (mine.wins, mine.ties, mine.losses) == (theirs.losses, theirs.ties, theirs.wins)
-    assert mine.wins + mine.ties + mine.losses == len(pairs)
-    assert (mine.mean, mine.low, mine.high) == pytest.approx((-theirs.mean, -theirs.high, -theirs.low))
-
-
-def test_one_context_under_several_keys_is_drawn_as_one() -> None:
-    """Twenty texts of five keys each are as uncertain as twenty contexts of five questions, with the same draws."""
+def test_one_context_under_several_keys_is_one() -> None:
+    """Twenty texts of five keys each are as uncertain as twenty contexts of five questions."""
     rows = [[float(i % 3 == 0), 0.5, 1.0, 0.0, 0.25] for i in range(20)]
     other = [[0.5] * 5 for _ in rows]
     by_text = samples(rows) + samples(other, "other")
     by_key = [replace(sample, key=f"{sample.key}/{sample.question}", question=0) for sample in by_text]
     contexts = {(sample.task, sample.key): sample.key.split("/")[0] for sample in by_key}
-    assert summarize(by_key, "plan", 3, contexts) == summarize(by_text, "plan", 3)
+    assert summarize(by_key, "plan", contexts) == summarize(by_text, "plan")
     weights = {"plan": 1.0, "other": -1.0}
-    assert contrast(by_key, weights, 3, contexts) == contrast(by_text, weights, 3)
-    assert width(one(summarize(by_key, "plan", 3, contexts))) != width(one(summarize(by_key, "plan", 3)))
+    assert contrast(by_key, weights, contexts) == contrast(by_text, weights)
+    assert width(one(summarize(by_key, "plan", contexts))) > width(one(summarize(by_key, "plan")))
 
 
 def of_categories(seed: int = 0) -> list[Sample]:
@@ -190,7 +193,5 @@ def test_categories_within_a_task() -> None:
     assert whole == replace(task, task=AVERAGE, kind="average")
     for row in (first, second):
         (alone,) = summarize([sample for sample in mixed if sample.category == row.task], "plan")
-        assert row.scores["plan"].mean == alone.scores["plan"].mean
-        assert row.differences["other"].mean == alone.differences["other"].mean
-        assert width(row.scores["plan"]) == pytest.approx(width(alone.scores["plan"]), rel=0.2)
+        assert (row.scores, row.differences) == (alone.scores, alone.differences)
     assert task.scores["plan"].mean == pytest.approx((first.scores["plan"].mean + second.scores["plan"].mean) / 2)

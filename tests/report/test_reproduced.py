@@ -80,7 +80,7 @@ def test_a_selection_is_beside_the_papers() -> None:
     scores = {"full": 0.9, "cake": 0.5, "cosine": 0.6, "ppl": 0.4}
     selection = SimpleNamespace(
         written=SimpleNamespace(name="cake", fallback=True),
-        chosen=SimpleNamespace(winner=None, finalists=finalists, leader=finalists[0]),
+        chosen=SimpleNamespace(verdict="baseline", foremost=lambda kind: finalists, leader=finalists[0]),
         report=SimpleNamespace(
             baseline="cake", scores={name: Estimate(mean, mean, mean) for name, mean in scores.items()}
         ),
@@ -89,7 +89,7 @@ def test_a_selection_is_beside_the_papers() -> None:
     found = reproduced(table, "Qwen/Qwen3-8B", False, [finished], {})
     rows = [line for line in markdown(found.tables()[0]).splitlines() if line.startswith("| LongBench")]
     assert rows == [
-        "| LongBench | 90.00 | 50.00 (cake) | 60.00 (cosine) | 40.00 to 60.00 | +10.00 | no |",
+        "| LongBench | 90.00 | 50.00 (cake) | 60.00 (cosine) | 40.00 to 60.00 | +10.00 | baseline |",
         "| LongBench, paper | 49.11 | 47.01 | 47.54 |  | 0.54 |  |",
     ]
     assert found.notes[0] == "d2o is left out: why"

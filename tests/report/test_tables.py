@@ -26,6 +26,7 @@ MEANS = {  # of two tasks of one category and one of another
     "full": (1.0, 0.8, 0.6), "uniform@8": (0.5, 0.25, 0.125), "lava@8": (0.625, 0.25, 0.0),
     "uniform@0.5": (0.75, 0.5, 0.25), "lava@0.5": (0.5, 0.5, 0.25),
 }  # fmt: skip
+MACRO_DIFFERENCE = "+0.00 [-45.44, +45.44] 2 / 2 / 2"
 TASKS = {"a_1": "qa", "b": "qa", "c": "code"}
 SIZES: dict[str, Size] = {"8": Size(8), "0.5": Size(ratio=0.5)}
 
@@ -50,7 +51,7 @@ def comparison(
     ready = tuple(map(method, MEANS))
     covered = [Coverage(task, category, 2, 2, 2, 0, 2, {}) for task, category in tasks.items()]
     named = {MACRO: tuple(tasks), **averages}
-    blocks = blocks_of(samples, ready, subject, named, 0)
+    blocks = blocks_of(samples, ready, subject, named)
     metrics = dict.fromkeys(tasks, "exact")
     found = Comparison("m", subject, Settings(), ready, covered, samples, named, blocks, None, {}, metrics, {})
     return EvaluationResult.of(found)
@@ -105,13 +106,12 @@ def test_differences_to_the_subject() -> None:
     assert "paired difference to uniform" in table.title
     (full, lava), (_, other) = (group.rows for group in table.groups)
     assert [cell.text for cell in lava] == [
-        "lava", "+12.50 [+12.50, +12.50] 2 / 0 / 0", "+0.00 [+0.00, +0.00] 0 / 2 / 0",
-        "-12.50 [-12.50, -12.50] 0 / 0 / 2",
-        "+6.25 [+6.25, +6.25] 2 / 2 / 0", "-12.50 [-12.50, -12.50] 0 / 0 / 2", "+0.00 [+0.00, +0.00] 2 / 2 / 2",
-        "1 / 1 / 1",
+        "lava", "+12.50 [2 contexts: no interval] 2 / 0 / 0", "+0.00 [2 contexts: no interval] 0 / 2 / 0",
+        "-12.50 [2 contexts: no interval] 0 / 0 / 2", "+6.25 [4 contexts: no interval] 2 / 2 / 0",
+        "-12.50 [2 contexts: no interval] 0 / 0 / 2", MACRO_DIFFERENCE, "1 / 1 / 1",
     ]  # fmt: skip
-    assert (full[0].text, full[1].text) == ("full", "+50.00 [+50.00, +50.00] 2 / 0 / 0")
-    assert other[1].text == "-25.00 [-25.00, -25.00] 0 / 0 / 2"
+    assert (full[0].text, full[1].text) == ("full", "+50.00 [2 contexts: no interval] 2 / 0 / 0")
+    assert other[1].text == "-25.00 [2 contexts: no interval] 0 / 0 / 2"
     to_full = difference_table(comparison("full"), "tasks")
     assert [[row[0].text for row in group.rows] for group in to_full.groups] == [["uniform", "lava"]] * 2
 
@@ -165,7 +165,7 @@ def test_the_screen() -> None:
     for part in ("m: score in percent", "paired difference to uniform", "held after the context", "50% evicted"):
         assert part in text
     assert "[bold]" not in text
-    assert "+0.00 [+0.00, +0.00] 2 / 2 / 2" in text  # brackets are no markup
+    assert MACRO_DIFFERENCE in text  # brackets are no markup
     assert "0.222" in text  # 16 of 72 entries
 
 

@@ -41,7 +41,7 @@ def test_selections_at_several_budgets_are_written_again() -> None:
     path = FILES / "selection.json"
     data = read_json(path)
     several = {
-        "schema": "kvsearch.selections/1",
+        "schema": "kvsearch.selections/2",
         "budgets": {"64": {**data, "budget": 64}, "24": {**data, "budget": 24}},
     }
     result = read_content(SelectionsResult, several, path)

@@ -65,7 +65,9 @@ def evolve(prepared: PreparedSearch, path: Path) -> Evolved:
 
 def result_of(evolved: Evolved) -> SearchResult:
     """What is read again of its report."""
-    return search_result([evolved], Spent(1, 1, 1.0))
+    result = search_result([evolved], Spent(1, 1, 1.0))
+    assert isinstance(result, SearchResult)
+    return result
 
 
 def decide(prepared: PreparedSearch, outcome: SearchOutcome) -> Evolved:

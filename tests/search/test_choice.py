@@ -74,7 +74,7 @@ def compared(scores: Mapping[str, Sequence[float]], part: int) -> PlanComparison
     ]
     ready = tuple(ReadyMethod(name, Program(None), {}) for name in scores)
     averages = {MACRO: ("t",)}
-    blocks = blocks_of(samples, ready, "full", averages, 0)
+    blocks = blocks_of(samples, ready, "full", averages)
     whole = Comparison("m", "full", Settings(), ready, [], samples, averages, blocks, None, {}, {"t": "exact"}, {})
     return PlanComparison(whole, {name: name for name in scores})
 

@@ -72,10 +72,10 @@ def test_the_result_scores_below_no_start_where_it_is_chosen(found: tuple[Prepar
     choice = evolved.choice
     if prepared.settings.parity:
         return
-    scores = {name: choice.comparison.score(name).mean for name in choice.finalists}
+    scores = {name: choice.decision.score(name).mean for name in choice.finalists}
     assert set(prepared.starts) < set(scores)
     assert scores[choice.name] >= max(scores[name] for name in prepared.starts)
-    assert choice.name == choice.decision.best or choice.decision.verdicts[choice.name][1]
+    assert choice.name == (choice.decision.winner or choice.decision.best)
 
 
 def test_the_plan_has_the_total_and_runs(found: tuple[PreparedSearch, Evolved], loaded: LoadedModel) -> None:
@@ -131,14 +131,14 @@ def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: Loaded
     other = Candidate(np.roll(prepared.starts["pyramid"], 1, axis=0), 1.0, "layers 2-3, generation 0, completed")
     evolved = decide(prepared, SearchOutcome([papers, other], papers))
     choice = evolved.choice
-    assert choice.comparison.score("#1").mean < choice.comparison.score("uniform").mean
+    assert choice.decision.score("#1").mean < choice.decision.score("uniform").mean
     assert (choice.name, choice.table.tolist()) == ("#1", table.tolist())
     np.testing.assert_equal(budgets_at(choice.plan, "prefill", 1000), table)
     assert choice.best != "#1"
     assert choice.best in evolved.report.labels
     assert search_result([evolved], Spent(3, 5, 7.0)).as_json()["best"] == choice.best
     assert re.match(
-        rf"the paper's result: #1 \(layers 0-1, generation 0, completed\), .* split; {choice.best} scores .* there$",
+        rf"the paper's result: #1 \(layers 0-1, generation 0, completed\), .* split; {choice.best} scores .* there",
         decision(evolved),
     )
     plain = decide(prepared, SearchOutcome([papers, other])).choice

@@ -10,7 +10,7 @@ import pytest
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.models.loading import LoadedModel, load
-from kvsearch.report.search import front_result, tables
+from kvsearch.report.search import search_result, tables
 from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_searches, run_searches
 from kvsearch.search.settings import SearchLimits
 from kvsearch.search.start_plans import Base
@@ -70,7 +70,7 @@ def test_a_direct_search_does_not_know_the_plan_that_it_is_compared_with(
 
 def test_the_front_as_json_and_as_a_table(found: tuple[list[Evolved], Path, Silent]) -> None:
     points, _, _ = found
-    result = front_result(points, Spent(1, 2, 3.0))
+    result = search_result(points, Spent(1, 2, 3.0))
     data = result.as_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert list(data["budgets"]) == ["8", "16", "24"]

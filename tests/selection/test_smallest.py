@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,39 +12,54 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
+from kvsearch.evaluation.compare import Settings
 from kvsearch.evaluation.plan_comparison import StageStore
+from kvsearch.selection.race import Rule
 from kvsearch.selection.selection_job import SelectionJob, find_smallest, ladder
 from kvsearch.strategies.names import FULL
 
 FULL_SCORE = 0.9
 
 
-@dataclass
-class Made:
-    """A choice at a budget that loses `first` on the first stage's questions and `second` on the second's."""
+@dataclass(frozen=True)
+class MadeRace:
+    """A race of a candidate that loses `first_loss` on the contexts that are looked at."""
 
     first_loss: float
+    encoded: tuple[Any, ...] = ()
+    settings: Settings = field(default_factory=Settings)
+    candidate_set: Any = field(default_factory=lambda: SimpleNamespace(candidates={"bad": 0, "good": 1}, baselines={}))
+    only: Any = None
+
+    def ask(self, questions: list[Any], names: list[str], stage: str, store: object) -> Any:
+        assert (questions, names, stage) == ([], ["bad", "good"], "look")
+        scores = {FULL: FULL_SCORE, "bad": 0.0, "good": FULL_SCORE - self.first_loss}
+        return SimpleNamespace(score=lambda name: SimpleNamespace(mean=scores[name]))
+
+
+@dataclass(frozen=True)
+class Made:
+    """A choice at a budget that loses `first` on one half of the contexts and `second` on the other."""
+
+    races: tuple[MadeRace, ...]
     second_loss: float
+    rule: Rule = field(default_factory=Rule)
+    selection_prompts: tuple[Any, ...] = ()
+    settings: Settings = field(default_factory=Settings)
 
-    @property
-    def comparisons(self) -> Any:
-        def ask(stage: int, names: list[str], store: object) -> Any:
-            assert (stage, names) == (0, ["bad", "good"])
-            scores = {FULL: FULL_SCORE, "bad": 0.0, "good": FULL_SCORE - self.first_loss}
-            return SimpleNamespace(score=lambda name: SimpleNamespace(mean=scores[name]))
-
-        candidate_set = SimpleNamespace(candidates={"bad": 0, "good": 1}, baselines={})
-        return (SimpleNamespace(candidate_set=candidate_set, ask=ask),)
-
-    def decide(self, store: object, *, answered: bool) -> Any:
+    def decide(self, store: object, shared: object, *, answered: bool) -> list[Any]:
         assert answered
+        return []
+
+    def results(self, decisions: object, shared: object) -> Any:
+        assert [race.only for race in self.races] == [[]]  # the other half
         full = SimpleNamespace(mean=FULL_SCORE)
         return [SimpleNamespace(full=full, score=FULL_SCORE - self.second_loss, written="chosen")]
 
 
 def found_at(first: dict[int, float], second: dict[int, float], within: float = 0.01) -> Any:
     def choice_at(budget: int) -> tuple[SelectionJob, StageStore | None]:
-        return cast("SelectionJob", Made(first[budget], second[budget])), None
+        return cast("SelectionJob", Made((MadeRace(first[budget]),), second[budget])), None
 
     return find_smallest(list(first), within, choice_at)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from kvsearch.core.printed import csv_text
-from kvsearch.report.numbers import Interval
+from kvsearch.runs.estimates import Estimate
 
 Style = Literal["line", "points", "steps", "level"]
 Cells = Sequence[str | float | None]
@@ -111,7 +111,7 @@ class Intervals:
     """Means with intervals, one under the other, by groups and names, times `unit`; at 0 nothing is won or lost."""
 
     x: Axis
-    groups: tuple[tuple[str, tuple[tuple[str, Interval], ...]], ...]
+    groups: tuple[tuple[str, tuple[tuple[str, Estimate], ...]], ...]
     has_zero: bool = True
     unit: float = 100
 

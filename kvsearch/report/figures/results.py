@@ -8,7 +8,7 @@ from kvsearch.evaluation.values import LayerLoss
 from kvsearch.report.costs import SpeedView
 from kvsearch.report.evaluation import task_means
 from kvsearch.report.figures.data import Axis, Figure, Intervals, LineChart, Series
-from kvsearch.report.numbers import Interval, asked, asked_words
+from kvsearch.report.numbers import asked, asked_words
 from kvsearch.report.selections import best_first
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult, ScoreRow
 from kvsearch.results.selection import SelectionResult
@@ -20,7 +20,7 @@ from kvsearch.strategies.names import FULL
 SCORE = Axis("score, %")
 HELD = "entries held, all layers and kv heads"
 FEW = 6  # tasks that have a figure each
-Point = tuple[float, Interval]
+Point = tuple[float, Estimate]
 
 
 def score_figures(result: EvaluationResult) -> Iterator[Figure]:
@@ -58,7 +58,7 @@ def measured(name: str, found: Iterable[Point], muted: bool = False) -> Series:
     return Series(name, tuple(x for x, _ in points), y, low, high, muted=muted)
 
 
-def level(name: str, score: Interval) -> Series:
+def level(name: str, score: Estimate) -> Series:
     """Return a horizontal line at a score in percent."""
     return Series(name, (), (100 * score.mean,), (100 * score.low,), (100 * score.high,), "level", muted=True)
 
