@@ -10,6 +10,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.plan.size import round_half_up
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, token_hash
+from kvsearch.tasks.splits import group_by_text
 
 REPORTED = ("report", "all")  # splits with examples that results are reported on
 
@@ -51,28 +52,36 @@ def split_contexts(
 ) -> tuple[list[TaskPrompts], list[TaskPrompts]]:
     """Divide the contexts of every task at random: `share` of them, at least one, and the rest, at least one.
 
-    Equal contexts, such as one document with several sets of questions, stay together.
+    Equal contexts, such as one document with several sets of questions, stay together, also those of several tasks:
+    a text is where the task with the fewest contexts has it.
 
     Raises:
-        UsageError: a task has one context.
+        UsageError: a task has one context, or shares with others all that is left for one part.
     """
-    first, second = list[TaskPrompts](), list[TaskPrompts]()
+    texts_of = {}
     for task in encoded:
-        names = list(dict.fromkeys(task.contexts[prompt.key] for prompt in task.prompts))
-        if len(names) < 2:
+        groups = group_by_text(task.recorded[prompt.key] for prompt in task.prompts)
+        texts_of[task.task.name] = [task.recorded[task.prompts[group[0]].key] for group in groups]
+    is_first: dict[tuple[str, ...], bool] = {}
+    for name, texts in sorted(texts_of.items(), key=lambda item: len(item[1])):
+        random.Random(f"{seed}/{name}").shuffle(texts)
+        count = min(max(round_half_up(share * len(texts)), 1), len(texts) - 1)
+        shared = sum(is_first.get(text, False) for text in texts)
+        fresh = [text for text in texts if text not in is_first]
+        is_first |= {text: number < count - shared for number, text in enumerate(fresh)}
+        if not 0 < sum(is_first[text] for text in texts) < len(texts):
             raise UsageError(
-                f"task {task.task.name} has one context to select by: two stages need two or more, ask more --samples"
+                f"task {name} has too few contexts to select by: two stages need two or more that no other task has, "
+                "ask more --samples"
             )
-        random.Random(f"{seed}/{task.task.name}").shuffle(names)
-        count = min(max(round_half_up(share * len(names)), 1), len(names) - 1)
-        first.append(_part(task, set(names[:count])))
-        second.append(_part(task, set(names[count:])))
+    first = [_part(task, {text for text, early in is_first.items() if early}) for task in encoded]
+    second = [_part(task, {text for text, early in is_first.items() if not early}) for task in encoded]
     return first, second
 
 
-def _part(task: TaskPrompts, contexts: set[str]) -> TaskPrompts:
-    """Return the part of a task that is about some contexts."""
-    prompts = tuple(prompt for prompt in task.prompts if task.contexts[prompt.key] in contexts)
+def _part(task: TaskPrompts, texts: set[tuple[str, ...]]) -> TaskPrompts:
+    """Return the part of a task that is about some texts."""
+    prompts = tuple(prompt for prompt in task.prompts if task.recorded[prompt.key] in texts)
     coverage = replace(
         task.coverage,
         contexts=len(prompts),

@@ -58,19 +58,16 @@ def check_table(
     mixes = MIXES if getattr(options, "shrink", False) else TABLE_AND_EVEN
     prompts = prompts_of(loaded, data, protocol, answer_tokens, options.max_length)
     policy, folds, tables = options.make_policy(), folds_of(data), profile.arrays[HELD_OUT]
-    asked: dict[str, list[Floats]] = {}
-    fold_of: dict[str, int] = {}
+    asked: dict[int, list[Floats]] = {}
     items = [(prompt, tables[folds[prompt.context]].astype(np.float64)) for prompt in prompts]
     found = loaded.map(partial(_measure_kept_shares, policy=policy, minimum=minimum, mixes=mixes), items)
     for prompt, stays in zip(prompts, counted(found, len(prompts), progress), strict=True):
-        text = data.contexts[prompt.context].text
-        fold_of[text] = folds[prompt.context]
-        asked.setdefault(text, []).extend(stays)
+        asked.setdefault(prompt.text, []).extend(stays)
     scores = {text: np.mean(stays, axis=0) for text, stays in asked.items() if stays}
     if not scores:
         return ()
     by_context = np.stack(list(scores.values()))  # [contexts, R, mixes]
-    parts = np.array([fold_of[text] for text in scores])
+    parts = np.array([folds[text] for text in scores])
     return tuple(
         _judge_ratio(ratio, by_context[:, number], parts, mixes) for number, ratio in enumerate(CHECKED_RATIOS)
     )

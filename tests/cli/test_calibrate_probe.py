@@ -26,15 +26,9 @@ def ranking(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "fitted on 1 context, chosen on 1, reported on 1" in talk
     assert "no kinds of questions are named: whether the ranking carries over to other kinds is not known" in talk
     assert f"next: kvsearch calibrate bundled --policy probe={directory} -o {directory}-budgets" in talk
-    return directory
-
-
-def test_it_is_shown(run: Run, ranking: Path) -> None:
-    code, out, _ = run("show", ranking)
-    assert code == 0
-    assert "importance kept, of what the oracle keeps" in out
-    code, out, _ = run("show", ranking, "--json")
+    code, out, _ = invoke("show", directory, "--json")
     assert json.loads(out)["tables"][0]["header"] == ["ranking", "5%", "10%", "20%"]
+    return directory
 
 
 def test_a_plan_of_it_runs_in_another_folder(
@@ -76,45 +70,6 @@ def test_layers_choose_between_it_and_other_policies(run: Run, ranking: Path, sh
     assert code == 0, talk
     only = json.loads((tmp_path / "one.json").read_text())
     assert {layer["policy"]["name"] for layer in only["prefill"]["layers"]} == {"keydiff"}
-
-
-def test_it_is_compared_with_other_methods(run: Run, ranking: Path, tmp_path: Path) -> None:
-    code, out, talk = run(
-        "evaluate", "bundled", "--methods", f"uniform,probe={ranking},adakv:probe={ranking}", "--ratios", "0.8",
-        "--samples", 1, "--length", 512, "--tasks", "synthetic:single", "--json",
-    )  # fmt: skip
-    assert code == 0, talk
-    names = [method["name"] for method in json.loads(out)["blocks"][0]["methods"]]
-    assert names == ["uniform", f"probe={ranking}", f"adakv:probe={ranking}"]
-    code, _, talk = run(
-        "plan", "uniform", "bundled", "--policy", f"probe={ranking}", "--budget", 64, "-o", tmp_path / "plan.json"
-    )
-    assert code == 0, talk
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (("calibrate", "bundled", "--policy", "probe", "-o", "x"), "policy probe is fitted: give probe=DIR"),
-        (("calibrate", "bundled", "--policy", "probe=none", "-o", "x"), "there is no file none"),
-        (("calibrate", "bundled", "--method", "probe", "--features", "keys", "-o", "x"), "did you mean 'key'"),
-        (("evaluate", "bundled", "--methods", "probe", "--budgets", "9"), "policy probe is fitted: give probe=DIR"),
-    ],
-)
-def test_what_cannot_be_fitted_or_used(run: Run, arguments: tuple[str, ...], problem: str) -> None:
-    refused(run, USAGE, problem, *arguments)
-
-
-def test_plain_texts(run: Run, short: Path, tmp_path: Path) -> None:
-    (tmp_path / "texts").mkdir()
-    for number, one in enumerate(json.loads(short.read_text())["contexts"][:3]):
-        (tmp_path / "texts" / f"{number}.txt").write_text(one["text"])
-    given = ("calibrate", "bundled", "--data", tmp_path / "texts", "-o", tmp_path / "run")
-    code, _, talk = run(*given, "--method", "query_bank", "--bank", 4)
-    assert code == 0, talk
-    assert "on 3 contexts with 0 questions from 3 text files" in talk
-    assert talk.count("no questions") == 1
-    refused(run, USAGE, "is plain text, without questions", *given, "--method", "lukv", "--force")
 
 
 def test_a_dry_run_says_what_it_costs(run: Run, short: Path, tmp_path: Path) -> None:

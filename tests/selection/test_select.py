@@ -268,21 +268,12 @@ def test_the_stages_have_nothing_in_common(model: LoadedModel, share: float) -> 
     assert [[p.key for p in task.prompts] for task in again] == [[p.key for p in task.prompts] for task in first]
 
 
-def test_equal_contexts_stay_together(model: LoadedModel) -> None:
-    rows = questions_of(*range(4)).rows
-    twice = tuple(replace(row, key=f"{row.key}/{copy}") for row in rows for copy in "ab")
-    for seed in range(5):
-        (first,), (second,) = split_contexts(encode_tasks(model, [tiny.Listed("one", twice)], 8), 0.5, seed)
-        assert len(first.prompts) == len(second.prompts) == 4
-        assert not {p.key[0] for p in first.prompts} & {p.key[0] for p in second.prompts}
-
-
 def test_questions_about_one_context_are_divided_all_the_same(model: LoadedModel) -> None:
     (row,) = questions_of(0, each=3).rows
     rows = tuple(replace(row, key=str(n), queries=(query,)) for n, query in enumerate(row.queries))
     (first,), (second,) = split_contexts(encode_tasks(model, [tiny.Listed("one", rows)], 8), 0.5, 0)
     assert {p.key for p in (*first.prompts, *second.prompts)} == {"0", "1", "2"}
-    with pytest.raises(UsageError, match="task one has one context to select by: two stages need two or more"):
+    with pytest.raises(UsageError, match="task one has too few contexts to select by: two stages need two or more"):
         split_contexts(encode_tasks(model, [tiny.Listed("one", rows[:1])], 8), 0.5, 0)
 
 
@@ -467,7 +458,7 @@ def test_what_is_chosen_by_cannot_be_reported(model: LoadedModel, profile: Profi
     ]
     with pytest.raises(UsageError, match="its context is in the selection and in the report split"):
         prepare_selection(model, profile, SIZE, [task], [replace(task, rows=tuple(rows))], HOW)
-    with pytest.raises(UsageError, match="task one has one context to select by"):
+    with pytest.raises(UsageError, match="task one has too few contexts to select by"):
         prepare_selection(model, profile, SIZE, [questions_of(1)], [task], HOW)
 
 
