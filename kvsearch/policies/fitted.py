@@ -9,7 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import InternalError, UsageError
 from kvsearch.core.files import read_bytes
 from kvsearch.core.parsing import shown
@@ -21,6 +20,7 @@ from kvsearch.policies.registry import FITTED, policy_class
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
+    from kvsearch.core.arrays import Floats
     from kvsearch.plan import ModelFingerprint, Profile
 
 VERSION = 1  # of what weights mean to the policies that read them
@@ -192,7 +192,12 @@ def fitted_policy(text: str) -> tuple[str, dict[str, Any]]:
         return name, {WEIGHTS: digest}
     profile = profile_of(digest, name)
     loss = profile.arrays.get("text_loss")  # older fits did not measure it
-    if loss is not None and is_last(loss) and not profile.metadata.provenance.settings.get("allow_harmful"):
+    if (
+        loss is not None
+        and loss.ndim == 3
+        and is_last(loss)
+        and not profile.metadata.provenance.settings.get("allow_harmful")
+    ):
         raise UsageError(
             f"policy {text}: on contexts that it never saw, mean of all sizes, every built-in ranking is better than "
             f"this fit: fit on more contexts, or insist with calibrate --method {name} --allow-harmful"
