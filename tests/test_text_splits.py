@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +16,6 @@ from kvsearch.calibration.probe.contexts import split
 from kvsearch.calibration.prompts import prompts_of
 from kvsearch.calibration.tables import FOLDS, folds_of
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation import headroom
 from kvsearch.models.loading import LoadedModel
 from kvsearch.selection.splits import refuse_shared, split_contexts
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks

@@ -82,3 +82,42 @@ def test_a_dry_run_says_what_it_costs(run: Run, short: Path, tmp_path: Path) -> 
     assert estimate["seconds"] > 0
     assert f"{estimate['passes']} prompts of {estimate['tokens']:,} tokens in all, at most" in " ".join(talk.split())
     assert not (tmp_path / "x").exists()
+
+
+def test_it_is_compared_with_other_methods(run: Run, ranking: Path, tmp_path: Path) -> None:
+    code, out, talk = run(
+        "evaluate", "bundled", "--methods", f"uniform,probe={ranking},adakv:probe={ranking}", "--ratios", "0.8",
+        "--samples", 1, "--length", 512, "--tasks", "synthetic:single", "--json",
+    )  # fmt: skip
+    assert code == 0, talk
+    names = [method["name"] for method in json.loads(out)["blocks"][0]["methods"]]
+    assert names == ["uniform", f"probe={ranking}", f"adakv:probe={ranking}"]
+    code, _, talk = run(
+        "plan", "uniform", "bundled", "--policy", f"probe={ranking}", "--budget", 64, "-o", tmp_path / "plan.json"
+    )
+    assert code == 0, talk
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("calibrate", "bundled", "--policy", "probe", "-o", "x"), "policy probe is fitted: give probe=DIR"),
+        (("calibrate", "bundled", "--policy", "probe=none", "-o", "x"), "there is no file none"),
+        (("calibrate", "bundled", "--method", "probe", "--features", "keys", "-o", "x"), "did you mean 'key'"),
+        (("evaluate", "bundled", "--methods", "probe", "--budgets", "9"), "policy probe is fitted: give probe=DIR"),
+    ],
+)
+def test_what_cannot_be_fitted_or_used(run: Run, arguments: tuple[str, ...], problem: str) -> None:
+    refused(run, USAGE, problem, *arguments)
+
+
+def test_plain_texts(run: Run, short: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number, one in enumerate(json.loads(short.read_text())["contexts"][:3]):
+        (tmp_path / "texts" / f"{number}.txt").write_text(one["text"])
+    given = ("calibrate", "bundled", "--data", tmp_path / "texts", "-o", tmp_path / "run")
+    code, _, talk = run(*given, "--method", "query_bank", "--bank", 4)
+    assert code == 0, talk
+    assert "on 3 contexts with 0 questions from 3 text files" in talk
+    assert talk.count("no questions") == 1
+    refused(run, USAGE, "is plain text, without questions", *given, "--method", "lukv", "--force")

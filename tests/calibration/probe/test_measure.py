@@ -14,22 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.options import COMPARED, ProbeOptions
+from kvsearch.calibration.options import COMPARED, LukvOptions, ProbeOptions
 from kvsearch.calibration.probe.context_pass import BUDGETS, ContextPass, QuestionBuilder
 from kvsearch.calibration.probe.rankings import EXACT, beyond_chance, recall_of
 from kvsearch.calibration.prompts import prompts_of
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Profile, save_profile
+from kvsearch.plan import Profile, Size, load_plan, save_plan, save_profile
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import fitted_policy
 from kvsearch.policies.generic import GOLDEN
 from kvsearch.policies.probe import Coefficients, Weights
 from kvsearch.report.ranking import RankingView
+from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
+from kvsearch.strategies.build import plan_from_profile
 from kvsearch.strategies.method_list import find_methods
 from tests import tiny
-from tests.calibrations import calibrate_probe
+from tests.calibrations import calibrate_lukv, calibrate_probe
 
 SMALL = ProbeOptions(entries=200, form="linear")
 
@@ -248,3 +250,17 @@ def test_one_context_that_loses_much_says_nothing() -> None:
     assert not beyond_chance([5.0, -0.1, 0.1, -0.1, 0.1, -0.1, 0.1])
     assert not beyond_chance([0.0] * 20)
     assert beyond_chance([0.02] * 19 + [-0.02])
+
+
+def test_budgets_on_top_of_a_ranking(
+    model: LoadedModel, data: CalibrationData, profile: Profile, tmp_path: Path
+) -> None:
+    """From a directory to a plan in a folder of its own, which has the weights beside it."""
+    save_profile(profile, tmp_path / "profile.safetensors")
+    name, params = fitted_policy(f"probe={tmp_path}")
+    found = calibrate_lukv(model, data, create_policy(name, params), LukvOptions(normalization="layer"))
+    plan = plan_from_profile(found, Size(ratio=0.5))
+    (tmp_path / "there").mkdir()
+    save_plan(plan, tmp_path / "there" / "plan.json")
+    assert len(list((tmp_path / "there").glob("probe-*.safetensors"))) == 1
+    Program.from_plan(model.model, load_plan(tmp_path / "there" / "plan.json"))
