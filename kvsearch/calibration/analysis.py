@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.parsing import shown
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import BY_PATTERN, CONTEXT, ROWS_ENTROPY
+from kvsearch.tasks.splits import group_by_text
 
 STABLE = 0.8
 DOUBTFUL = 0.5
@@ -27,7 +28,7 @@ class Stability:
 
     `questions`: mean over pairs of questions of one context; `texts`: mean over pairs of contexts, each averaged over
     its questions; `left_out`: mean over contexts, of each with the mean of all others; `halves`: between the means of
-    the odd and the even questions. NaN where there are no pairs.
+    the questions about every other text and about the others. NaN where there are no pairs.
     """
 
     ratio: float
@@ -40,10 +41,10 @@ class Stability:
     def verdict(self) -> str:
         """What the numbers say about a static table."""
         if np.isnan(self.halves):
-            return "unknown: one question cannot tell"
+            return "unknown: one text cannot tell"
         if self.halves >= STABLE:
             return "stable: a static table is justified"
-        return "doubtful: use more questions" if self.halves >= DOUBTFUL else "unstable: do not trust a static table"
+        return "doubtful: use more texts" if self.halves >= DOUBTFUL else "unstable: do not trust a static table"
 
 
 def stability(profile: Profile, ratio: float) -> Stability:
@@ -53,12 +54,13 @@ def stability(profile: Profile, ratio: float) -> Stability:
     context = _array(profile, "question_context")
     means = _by_text(rows, context)
     pairs = [(a, b) for a, b in combinations(range(len(rows)), 2) if context[a] == context[b]]
+    one, other = _halves(context)
     return Stability(
         STABILITY_RATIOS[nearest],
         _mean([spearman(rows[a], rows[b]) for a, b in pairs]),
         _mean([spearman(a, b) for a, b in combinations(means, 2)]),
         _left_out(means),
-        spearman(rows[::2].mean(0), rows[1::2].mean(0)) if len(rows) > 1 else float("nan"),
+        spearman(rows[one].mean(0), rows[other].mean(0)) if other else float("nan"),
     )
 
 
@@ -83,7 +85,13 @@ def signal_stability(profile: Profile) -> dict[str, float]:
 
 def _by_text(rows: Floats, context: NDArray[Any]) -> list[Floats]:
     """Return the mean row of every text, of `rows` [M, ...] that belong to `context` [M]."""
-    return [rows[context == number].mean(0) for number in np.unique(context)]
+    return [rows[text].mean(0) for text in group_by_text(context.tolist())]
+
+
+def _halves(context: NDArray[Any]) -> tuple[list[int], list[int]]:
+    """Return the rows of every other text, and those of the others, of rows that belong to `context` [M]."""
+    texts = group_by_text(context.tolist())
+    return sorted(chain.from_iterable(texts[::2])), sorted(chain.from_iterable(texts[1::2]))
 
 
 def _left_out(texts: list[Floats]) -> float:
@@ -98,7 +106,7 @@ def _left_out(texts: list[Floats]) -> float:
 class Misplaced:
     """Share of a prompt's entries that budgets place in other heads than the dynamic rule does, mean over prompts.
 
-    `static` is the profile's own table, `unseen` the table of all other prompts (NaN if there is one prompt), `even`
+    `static` is the profile's own table, `unseen` that of all prompts of other texts (NaN if there are none), `even`
     the same for every head; `worst` is the largest `static` of a prompt.
     """
 
@@ -123,11 +131,13 @@ def misplaced(profile: Profile, ratio: float) -> Misplaced:
     kept = _shares(1 - evicted[able])
     table = profile.arrays["evicted_ratio"][round(100 * STABILITY_RATIOS[at]) - 1].astype(np.float64)
     moved = _apart(kept, _shares(1 - table.reshape(1, -1)))
-    others = (kept.sum(0) - kept) / max(len(kept) - 1, 1)
+    context = _array(profile, "question_context")[able]
+    is_other = context[:, None] != context
+    others = is_other @ kept / np.maximum(is_other.sum(1, keepdims=True), 1)
     return Misplaced(
         STABILITY_RATIOS[at],
         static=float(moved.mean()),
-        unseen=float(_apart(kept, others).mean()) if len(kept) > 1 else float("nan"),
+        unseen=float(_apart(kept, others).mean()) if is_other.any() else float("nan"),
         even=float(_apart(kept, np.full(kept.shape, 1 / kept.shape[1])).mean()),
         worst=float(moved.max()),
     )
@@ -149,8 +159,8 @@ def _apart(a: Floats, b: Floats) -> Floats:
 class FitGain:
     """What fitted exponents gain over (1, 1): nats of divergence of an answer, mean over questions.
 
-    `seen` is measured where they were chosen, so it cannot be negative. `held_out` is chosen on the odd questions and
-    measured on the even ones, and the other way round; NaN for one question.
+    `seen` is measured where they were chosen, so it cannot be negative. `held_out` is chosen on the questions about
+    every other text and measured on those about the others, and the other way round; NaN for one text.
     """
 
     tau1: float
@@ -167,17 +177,14 @@ def fit_gain(profile: Profile) -> FitGain | None:
     loss = profile.arrays["fit_loss"].astype(np.float64)
     tau1, tau2 = _array(profile, "fit_exponents")[least_loss(loss)].tolist()
     gains = loss[0] - loss  # [pairs, questions] over the first pair, (1, 1)
-    held_out = float("nan")
-    if loss.shape[1] > 1:
-        by_even = gains[least_loss(loss[:, 1::2]), ::2]
-        by_odd = gains[least_loss(loss[:, ::2]), 1::2]
-        held_out = float(np.concatenate([by_odd, by_even]).mean())
+    one, other = _halves(profile.arrays.get("fit_context", np.zeros(loss.shape[1])))  # older fits do not say it
+    halves = [gains[least_loss(loss[:, chosen]), asked] for chosen, asked in ((one, other), (other, one)) if other]
     return FitGain(
         tau1,
         tau2,
         plain=float(loss[0].mean()),
         seen=float(gains[least_loss(loss)].mean()),
-        held_out=held_out,
+        held_out=_mean([gain for half in halves for gain in half]),
     )
 
 

@@ -56,8 +56,8 @@ class Dispersion(NamedTuple):
 class CakeCalibration(DynamicCalibration[CakeOptions]):
     """CAKE's decisions, with exponents as the options say.
 
-    Fitted ones leave all that was tried in the profile: "fit_exponents", float64 [25, 2], (tau1, tau2) by row, and
-    "fit_loss", float32 [25, questions], what they cost.
+    Fitted ones leave all that was tried in the profile: "fit_exponents", float64 [25, 2], (tau1, tau2) by row,
+    "fit_loss", float32 [25, questions], and "fit_context", int32 [questions], the text of each.
     """
 
     def prepare(self) -> list[CalibrationPrompt]:
@@ -84,18 +84,18 @@ class CakeCalibration(DynamicCalibration[CakeOptions]):
             settings["tuned_for"] = options.tuned_for
         elif options.exponents == "fit":
             first, progress = _halves(progress)
-            loss = self.fit(first)
+            loss, texts = self.fit(first)
             pair = PAIRS[least_loss(loss)]
-            arrays = {"fit_exponents": np.array(PAIRS), "fit_loss": loss}
+            arrays = {"fit_exponents": np.array(PAIRS), "fit_loss": loss, "fit_context": texts}
             settings |= {"fit_ratio": options.fit_ratio, "answer_tokens": options.answer_tokens}
         profile = self.average(CAKEAllocation(*pair, options.window), prompts, progress)
         return extended(profile, settings, arrays)
 
-    def fit(self, progress: Progress | None = None) -> NDArray[np.float32]:
+    def fit(self, progress: Progress | None = None) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         """Measure what the answers lose under every pair of `PAIRS` at the global eviction ratio `fit_ratio`.
 
-        That is [pairs, questions], nats that an answer diverges, over its tokens; answers of which the eviction touches
-        no token are left out.
+        That is [pairs, questions], nats that an answer diverges, over its tokens, with the number of the text that each
+        question is about, [questions]; answers of which the eviction touches no token are left out.
 
         Raises:
             UsageError: a prompt is too short, the ratio leaves less than what is always kept, or no answer is long
@@ -105,13 +105,15 @@ class CakeCalibration(DynamicCalibration[CakeOptions]):
         (policy,) = self.policies
         prompts = self.prompts_to_fit()
         results = self.loaded.map(partial(_losses, policy=policy, options=self.options), prompts)
-        losses = [loss for some in counted(results, len(prompts), progress) for loss in some]
+        measured = list(counted(results, len(prompts), progress))
+        losses = [loss for of_prompt in measured for loss in of_prompt]
         if not losses:
             raise UsageError(
                 "no answer is long enough to fit exponents: with the question in the prompt, eviction changes the "
                 "second token of an answer first; use protocol question-agnostic, or exponents auto or fixed"
             )
-        return np.stack(losses, 1).astype(np.float32)
+        texts = np.repeat([prompt.text for prompt in prompts], [len(of_prompt) for of_prompt in measured])
+        return np.stack(losses, 1).astype(np.float32), texts.astype(np.int32)
 
     def prompts_to_fit(self) -> list[CalibrationPrompt]:
         """Return the prompts with their answers; errors as `fit`."""

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from kvsearch.models.loading import BUNDLED
 from kvsearch.plan.origin import ContextSet, context_hash
 from kvsearch.tasks.fields import Filled, NotEmpty
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
+from kvsearch.tasks.splits import group_by_text
 
 DEFAULT, OF_BUNDLED = "data/calibration/texts.json", "data/calibration/bundled.json"
 TakenOf = Callable[[list[int]], list[int]]
@@ -122,6 +124,14 @@ class Context:
     ended: Callable[[list[int]], bool] | None = None
     kind: str | None = None
 
+    @property
+    def hashes(self) -> tuple[str, ...]:
+        """What the context is known by: the same for two contexts of one text.
+
+        Worked examples, which all contexts of a task share, say nothing about its questions: then it is these.
+        """
+        return self.recorded or (context_hash(self.text),)
+
 
 @dataclass(frozen=True)
 class CalibrationData:
@@ -139,7 +149,12 @@ class CalibrationData:
     @property
     def hashes(self) -> list[str]:
         """What each context is known by, see `kvsearch.plan.origin`."""
-        return [found for one in self.contexts for found in one.recorded or (context_hash(one.text),)]
+        return [digest for context in self.contexts for digest in context.hashes]
+
+    @property
+    def by_text(self) -> list[list[int]]:
+        """The numbers of the contexts of each text."""
+        return group_by_text(context.hashes for context in self.contexts)
 
     @property
     def asked(self) -> ContextSet:
@@ -167,8 +182,9 @@ class CalibrationData:
 
         Contexts of a kind stand together in many files: so each part has some of every kind.
         """
-        numbers = {text: number % count for number, text in enumerate(dict.fromkeys(one.text for one in self.contexts))}
-        parts = [tuple(one for one in self.contexts if numbers[one.text] == part) for part in range(count)]
+        texts = self.by_text
+        numbers = [sorted(chain.from_iterable(texts[part::count])) for part in range(count)]
+        parts = [tuple(self.contexts[number] for number in part) for part in numbers]
         return [
             CalibrationData(
                 f"{self.name}, part {number} of {count}", self.prompt, part, content_hash(self.prompt, part)

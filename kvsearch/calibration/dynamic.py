@@ -69,7 +69,7 @@ class DynamicCalibration(Calibration[AnyDynamic]):
         work = partial(ratio_table, policy=policy, allocation=allocation, floor=tables.floor)
         decided = counted(self.loaded.map(work, prompts), len(prompts), progress)
         for prompt, table in zip(prompts, decided, strict=True):
-            tables.add(table, prompt.length, prompt.context)
+            tables.add(table, prompt.length, prompt.text)
         how = {"protocol": options.protocol, "minimum": options.minimum, "check": options.check}
         settings = {**options.texts(self.data), **allocation.parameters(), **how}
         floor = tables.floor(tables.length)

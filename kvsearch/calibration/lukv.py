@@ -190,7 +190,7 @@ def _measure_prompt(
                 importance=ordered.numpy(),
                 scale=_scale(question.importance, protected, options.normalization).double().numpy(),
                 effect=_effects(context_pass, continuation, question, protected, options.normalization),
-                context=prompt.context,
+                context=prompt.text,
                 kept=np.array(
                     [
                         [(question.importance.double() * (chosen < length)).sum((1, 2)).numpy() for length in lengths]

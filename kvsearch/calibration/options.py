@@ -14,7 +14,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import refuse
 from kvsearch.core.naming import suggest
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
-from kvsearch.policies.generic import SPREAD
+from kvsearch.policies.generic import SINKS, SPREAD
 from kvsearch.policies.probe import FEATURES
 from kvsearch.tasks.base import Answers
 
@@ -42,8 +42,9 @@ LUKV, SHARED, CAKE, PROBE = "LU-KV", "LAVa, CAKE and AdaKV", "CAKE", "Probe"
 TARGETS = ("answers", "reconstruction")
 CANDIDATES = 4096  # tokens whose queries a bank is chosen of
 LEAST_DRAWN = 50  # entries or tokens of a context that a ranking is fitted on
-# what a fitted ranking is compared with: the built-in policies that order all entries of a prompt by a score
-COMPARED = ("snapkv", "expected_attention", "keydiff", "h2o", "tova", "cake", "lava", "vatp", "knorm")
+# the built-in policies that order all entries of a prompt by one score
+SCORED = ("snapkv", "expected_attention", "keydiff", "h2o", "tova", "cake", "lava", "vatp", "knorm")
+COMPARED = (*SCORED, "criticalkv")  # what a fitted ranking is compared with
 
 # recent entries that stay under policies that need not keep all they look at, where they are compared at small budgets:
 # as many as under fitted rankings; with more, what is protected is most of what is kept
@@ -317,9 +318,14 @@ class RankingOptions(AnsweredOptions):
         return self
 
     @property
+    def drawn(self) -> int:
+        """How many entries or tokens of all contexts a head is fitted on."""
+        return CANDIDATES
+
+    @property
     def most_contexts(self) -> int:
         """How many contexts are read to fit on, however many there are."""
-        raise NotImplementedError(f"{type(self).__name__} does not say")
+        return -(-self.drawn // LEAST_DRAWN)
 
     @property
     def looked_at(self) -> tuple[str, ...]:
@@ -331,10 +337,12 @@ class RankingOptions(AnsweredOptions):
         raise UsageError(f"method {self.method} makes a policy: it has none before")
 
     def policies(self) -> list[Policy]:
-        """Return the policies that the fit is compared with."""
+        """Return the policies that the fit is compared with: all protect the entries that it does, or fewer."""
         from kvsearch.policies import create_policy
 
-        return [create_policy(name) for name in COMPARED]
+        alike = {"sinks": SINKS, "protect": self.protect, "recent": max(self.protect, 1)}  # 0 recent are half a budget
+        made = map(create_policy, COMPARED)
+        return [replace(one, **{name: alike[name] for name in alike if hasattr(one, name)}) for one in made]
 
     def resolved(self) -> dict[str, Any]:
         return {"method": self.method, **self.model_dump(mode="json", include=set(self.option_names()))}
@@ -346,10 +354,6 @@ class QueryBankOptions(RankingOptions):
     method: Literal["query_bank"] = "query_bank"
     policy: str = "query_bank"
     bank: Annotated[Whole, Field(ge=1), Option("query_bank: queries to store for every head.", panel=PROBE)] = 64
-
-    @property
-    def most_contexts(self) -> int:
-        return -(-CANDIDATES // LEAST_DRAWN)
 
 
 class ProbeOptions(RankingOptions):
@@ -379,8 +383,8 @@ class ProbeOptions(RankingOptions):
         return self.features if SPREAD in self.features else (*self.features, SPREAD)
 
     @property
-    def most_contexts(self) -> int:
-        return -(-self.entries // LEAST_DRAWN)
+    def drawn(self) -> int:
+        return self.entries
 
 
 class QueryStatisticsOptions(CalibrationOptions):

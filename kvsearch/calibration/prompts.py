@@ -57,11 +57,13 @@ class Continuation:
 class CalibrationPrompt:
     """Token ids [1, T] that are compressed as one, the number of their context, and what may follow them.
 
-    An own reply ends with the token that makes `ended` true of it.
+    `text` is the number of the first context of the same text. An own reply ends with the token that makes `ended` true
+    of it.
     """
 
     ids: Tensor
     context: int
+    text: int
     continuations: tuple[Continuation, ...]
     ended: Finished | None = None
 
@@ -122,6 +124,7 @@ def prompts_of(
     prompts: list[CalibrationPrompt] = []
     limit = most_tokens(loaded.model, max_length)
     truncated = 0
+    text_of = {number: text[0] for text in data.by_text for number in text}
     for number, context in enumerate(data.contexts):
         form = PromptFormat(loaded.tokenizer, context.prompt or data.prompt, context.chat)
         whole = form.context(context.text)
@@ -139,14 +142,15 @@ def prompts_of(
             for pair, taken in zip_longest(context.questions, context.taken)
         ]
         followed: list[Continuation] = []
+        text = text_of[number]
         for (question, answer), how in zip(pairs, own, strict=True):
             if protocol == QUESTION_AGNOSTIC:
                 followed.append(Continuation(torch.cat([question, answer], 1), question.shape[1], *how))
             else:
                 asked = torch.cat([ids, question], 1)
-                prompts.append(CalibrationPrompt(asked, number, (Continuation(answer, 0, *how),), context.ended))
+                prompts.append(CalibrationPrompt(asked, number, text, (Continuation(answer, 0, *how),), context.ended))
         if protocol == QUESTION_AGNOSTIC:
-            prompts.append(CalibrationPrompt(ids, number, tuple(followed), context.ended))
+            prompts.append(CalibrationPrompt(ids, number, text, tuple(followed), context.ended))
     if truncated:
         warnings.warn(
             f"the middle of {truncated} of {len(data.contexts)} calibration contexts was cut out, so that context, "

@@ -39,13 +39,13 @@ def sampled(curves: Floats, points: int) -> Floats:
 
 def folds_of(data: CalibrationData) -> list[int]:
     """Return the fold of every context, by turns; equal texts are in one fold."""
-    numbers = {text: number for number, text in enumerate(dict.fromkeys(one.text for one in data.contexts))}
-    return [numbers[one.text] % FOLDS for one in data.contexts]
+    folds = {context: number % FOLDS for number, text in enumerate(data.by_text) for context in text}
+    return [folds[context] for context in range(len(data.contexts))]
 
 
 def checkable(data: CalibrationData) -> bool:
     """Tell whether there are enough different contexts to tell a good table from a bad one."""
-    return len({one.text for one in data.contexts}) >= LEAST_CONTEXTS
+    return len(data.by_text) >= LEAST_CONTEXTS
 
 
 class RatioTables:

@@ -262,13 +262,13 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
         """
         if self.tasks is not None or self.data is None:
             return None
-        from kvsearch.calibration.probe.context_pass import LEAST_CONTEXTS
+        from kvsearch.calibration.probe.contexts import LEAST_CONTEXTS
 
         data = load_calibration_data(self.data)
         if not self.rankings:
             return {CURVES: data}
         least = 2 * LEAST_CONTEXTS - 1
-        count = len({context.text for context in data.contexts})
+        count = len(data.by_text)
         if count < least:
             raise UsageError(
                 f"--data {self.data} has {count} different context{'' if count == 1 else 's'}: rankings are fitted on "

@@ -97,6 +97,7 @@ BESIDE_TABLE = {
     "choice_recall": Measured(("S", "B")),
     "fit_exponents": Measured(("E", 2)),
     "fit_loss": Measured(("E", "T")),  # of pairs: the profile itself counts contexts
+    "fit_context": Measured(("T",), 0, whole=True),
 }
 COMPARED = {KEPT: Measured(("C", "L", "H", "K1"), 0, needed=True)}
 STATISTICS = {

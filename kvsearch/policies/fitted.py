@@ -20,6 +20,7 @@ from kvsearch.policies.registry import FITTED, policy_class
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
+    from kvsearch.core.arrays import Floats
     from kvsearch.plan import ModelFingerprint, Profile
 
 VERSION = 1  # of what weights mean to the policies that read them
@@ -190,22 +191,24 @@ def fitted_policy(text: str) -> tuple[str, dict[str, Any]]:
     if policy.published:
         return name, {WEIGHTS: digest}
     profile = profile_of(digest, name)
-    _refuse_last(profile, text)
+    loss = profile.arrays.get("text_loss")  # older fits did not measure it
+    if (
+        loss is not None
+        and loss.ndim == 3
+        and is_last(loss)
+        and not profile.metadata.provenance.settings.get("allow_harmful")
+    ):
+        raise UsageError(
+            f"policy {text}: on contexts that it never saw, mean of all sizes, every built-in ranking is better than "
+            f"this fit: fit on more contexts, or insist with calibrate --method {name} --allow-harmful"
+        )
     return name, {**profile.metadata.policy.params, WEIGHTS: digest}
 
 
-def _refuse_last(profile: Profile, text: str) -> None:
-    """Raise UsageError if a fit loses to every ranking that it was compared with, and was not insisted on."""
-    settings = profile.metadata.provenance.settings
-    loss = profile.arrays.get("loss")  # [P, B], the fit first; older fits did not measure it
-    if loss is None or settings.get("allow_harmful"):
-        return
-    mean = loss.mean(1)
-    if bool((mean[1:] < mean[0]).all()):
-        raise UsageError(
-            f"policy {text}: on contexts that it never saw every built-in ranking is better than this fit: fit on more "
-            f"contexts, or insist with calibrate --method {profile.metadata.method} --allow-harmful"
-        )
+def is_last(loss: Floats) -> bool:
+    """Return whether the first ranking loses most, mean over texts and sizes, of the loss [texts, rankings, sizes]."""
+    mean = loss.mean((0, 2))
+    return bool((mean[1:] < mean[0]).all())
 
 
 @lru_cache(maxsize=16)

@@ -88,15 +88,9 @@ def features_of(observation: Observation, names: tuple[str, ...]) -> Tensor:
     return torch.cat([part if part.ndim == 4 else part[..., None] for part in parts], -1)
 
 
-def columns_of(observation: Observation, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return of every column of `features_of` the name of its feature."""
-    sizes = {"key": observation.keys.shape[-1], "value": observation.values.shape[-1]}
-    return tuple(name for name in names for _ in range(sizes.get(name, 1)))
-
-
-def column_count(names: Iterable[str], head_dim: int) -> int:
-    """Return how many numbers are looked at of an entry whose key and value have `head_dim`."""
-    return sum(head_dim if name in ("key", "value") else 1 for name in names)
+def columns_of(names: Iterable[str], head_dim: int) -> tuple[str, ...]:
+    """Return of every column of `features_of` the name of its feature; keys and values have `head_dim`."""
+    return tuple(name for name in names for _ in range(head_dim if name in ("key", "value") else 1))
 
 
 def needs_of(names: tuple[str, ...]) -> Needs:
@@ -204,7 +198,7 @@ def _weights(digest: str, device: Any = "cpu") -> Weights:
     if not isinstance(features, tuple) or not set(features) <= set(FEATURES):
         raise useless_weights(METHOD, f"they look at {features}, and this version knows {', '.join(FEATURES)}")
     names = tuple(map(str, features))
-    require_arrays(profile, ARRAYS, {"F": column_count(names, profile.metadata.model.head_dim)})
+    require_arrays(profile, ARRAYS, {"F": len(columns_of(names, profile.metadata.model.head_dim))})
     if not bool((profile.arrays["scale"] > 0).all()):
         raise useless_weights(METHOD, "a scale is not above 0")
     arrays = (torch.from_numpy(profile.arrays[name].copy()).float().to(device) for name in Coefficients._fields)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from kvsearch.core.files import atomic_write
 from kvsearch.core.printed import csv_text
-from kvsearch.evaluation.statistics import Kind
+from kvsearch.evaluation.statistics import LEAST_CONTEXTS, Kind
 from kvsearch.evaluation.values import Footprint, LayerLoss
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report import table
@@ -94,9 +94,8 @@ def score_table(result: EvaluationResult, columns: Columns, *, intervals: bool =
             for line, score in zip(lines, scores, strict=True):
                 line.append(cell(score, best))
         groups.append(RowGroup(block.heading, lines))
-    full = {row.name: row.of(result.full.scores) for row in rows}
-    few = [f"{name}: {bounds(score)[1:-1]}" for name, score in full.items() if intervals and math.isnan(score.low)]
-    notes = [*few, *result.notes]
+    few = ", ".join(row.name for row in rows if intervals and math.isnan(row.of(result.full.scores).low))
+    notes = [*([f"fewer than {LEAST_CONTEXTS} contexts: no interval ({few})"] if few else []), *result.notes]
     if result.blocks[0].size is None:
         notes.insert(0, "all methods but full hold as many entries as the plan")
         if result.blocks[0].method("uniform") is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -168,7 +169,7 @@ def _stability_parts(profile: Profile, noun: str) -> Iterator[str | Table]:
     """Yield a table of how stable local ratios are over what they were measured on, and a verdict."""
     stabilities = [stability(profile, ratio) for ratio in RATIOS_SHOWN]
     rows = [(f"{found.ratio:g}", (found.questions, found.texts, found.left_out, found.halves)) for found in stabilities]
-    columns = ["ratio", f"{noun} of one text", "texts", "a text and the others", f"odd/even {noun}"]
+    columns = ["ratio", f"{noun} of one text", "texts", "a text and the others", "halves of the texts"]
     yield Table.numbers("rank correlation of local ratios", columns, rows, ".2f")
     yield f"at {RATIO:g}: {stabilities[1].verdict}"
 
@@ -200,20 +201,17 @@ def _dynamic_remarks(profile: Profile) -> Iterator[str]:
         yield f"exponents tau1 {settings['tau1']:.3g}, tau2 {settings['tau2']:.3g}: {_source(profile)}"
     gain = fit_gain(profile)
     if gain is not None:
-        on_others = f"chosen on one half of the questions, {gain.held_out:+.3g} on the other"
-        if gain.held_out != gain.held_out:
-            on_others = "one question cannot tell what it gains on others"
+        on_others = f"chosen on one half of the texts, {gain.held_out:+.3g} on the other"
+        if math.isnan(gain.held_out):
+            on_others = "one text cannot tell what it gains on others"
         yield (
             f"fit gains {gain.seen:.3g} nats per answer over (1, 1), which loses {gain.plain:.3g} at ratio "
             f"{settings['fit_ratio']:g}; {on_others}"
         )
-    if profile.metadata.questions < 2:
-        yield (
-            "one prompt cannot tell what a static table loses against the dynamic rule: calibrate on more contexts, or "
-            "with --protocol question-aware"
-        )
+    found = misplaced(profile, RATIO)
+    if math.isnan(found.unseen):
+        yield "one text cannot tell what a static table loses against the dynamic rule: calibrate on more contexts"
     else:
-        found = misplaced(profile, RATIO)
         yield (
             f"at ratio {found.ratio:g} a static table moves {percent(found.static, 1)}% of the entries that the "
             f"dynamic rule would place elsewhere ({percent(found.unseen, 1)}% of a prompt that is not in it, even "

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.calibration.options import COMPARED, PROTECTED
+from kvsearch.calibration.options import PROTECTED, SCORED
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
@@ -35,7 +35,7 @@ from kvsearch.strategies.joint import PolicyCurves, joint_plan
 from kvsearch.strategies.methods import METHODS, Recipe, direct_plan
 
 PHASE: Final = "prefill"
-BUILT_IN: Final = (*COMPARED, "streaming", "criticalkv", "scissorhands", "cam", "d2o")
+BUILT_IN: Final = (*SCORED, "streaming", "criticalkv", "scissorhands", "cam", "d2o")
 LUKV: Final = "lukv"
 JOINT: Final = "joint"
 HALF: Final = "half"  # of measured budgets and of even ones

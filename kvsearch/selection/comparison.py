@@ -24,7 +24,7 @@ from kvsearch.selection.candidates import CandidateSet
 from kvsearch.selection.race import LEAST_CONTEXTS, LEAVES, Race, Rule, SharedLevel, Verdict, lead_bound, plan_rounds
 from kvsearch.selection.scores import TIE, Scores
 from kvsearch.selection.selection import QuestionCount
-from kvsearch.selection.splits import divide_contexts
+from kvsearch.selection.splits import divide_contexts, texts_of
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts
 
@@ -140,7 +140,7 @@ class PlanRace:
     @cached_property
     def rounds(self) -> list[list[TaskPrompts]]:
         """The questions of each round."""
-        counts = [task.distinct for task in self.encoded]
+        counts = [len(texts_of(task)) for task in self.encoded]
         return divide_contexts(self.encoded, plan_rounds(counts), self.settings.seed)
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import replace
 from kvsearch.core.errors import UsageError
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, token_hash
+from kvsearch.tasks.splits import group_by_text
 
 REPORTED = ("report", "all")  # splits with examples that results are reported on
 
@@ -45,44 +46,59 @@ def refuse_reported(tasks: Sequence[Task]) -> None:
             )
 
 
+def texts_of(task: TaskPrompts) -> list[tuple[str, ...]]:
+    """Return the different texts that a task asks about, as they are recorded."""
+    groups = group_by_text(task.recorded[prompt.key] for prompt in task.prompts)
+    return [task.recorded[task.prompts[group[0]].key] for group in groups]
+
+
 def divide_contexts(
     encoded: Sequence[TaskPrompts], ends: Sequence[Sequence[int]], seed: int
 ) -> list[list[TaskPrompts]]:
-    """Divide the contexts of every task at random into parts that end after `ends` [parts, tasks] contexts.
+    """Divide the contexts of every task at random into parts that end after `ends` [parts, tasks] texts.
 
-    Equal contexts, such as one document with several sets of questions, stay together.
+    Prompts about one text, such as one document with several sets of questions, stay together.
     """
     parts: list[list[TaskPrompts]] = [[] for _ in ends]
     for number, task in enumerate(encoded):
-        names = list(dict.fromkeys(task.contexts[prompt.key] for prompt in task.prompts))
-        random.Random(f"{seed}/{task.task.name}").shuffle(names)
+        texts = texts_of(task)
+        random.Random(f"{seed}/{task.task.name}").shuffle(texts)
         begin = 0
         for part, end in zip(parts, ends, strict=True):
-            part.append(_part(task, set(names[begin : end[number]])))
+            part.append(_part(task, set(texts[begin : end[number]])))
             begin = end[number]
     return parts
 
 
 def halve_contexts(encoded: Sequence[TaskPrompts], seed: int) -> tuple[list[TaskPrompts], list[TaskPrompts]]:
-    """Divide the contexts of every task into halves.
+    """Divide the contexts of every task at random into halves that have no text in common.
+
+    A text that several tasks ask about is where the task with the fewest contexts has it.
 
     Raises:
-        UsageError: a task has one context.
+        UsageError: a task has one context, or shares with others all that is left for one half.
     """
-    for task in encoded:
-        if task.distinct < 2:
+    is_first: dict[tuple[str, ...], bool] = {}
+    for task in sorted(encoded, key=lambda task: len(texts_of(task))):
+        texts = texts_of(task)
+        random.Random(f"{seed}/{task.task.name}").shuffle(texts)
+        count = (len(texts) + 1) // 2
+        shared = sum(is_first.get(text, False) for text in texts)
+        fresh = [text for text in texts if text not in is_first]
+        is_first |= {text: number < count - shared for number, text in enumerate(fresh)}
+        if not 0 < sum(is_first[text] for text in texts) < len(texts):
             raise UsageError(
-                f"task {task.task.name} has one context to choose by: a budget is looked for on one half and checked "
-                "on the other, ask more --samples"
+                f"task {task.task.name} has too few contexts: a budget is looked for on one half and checked on the "
+                "other, so it needs two or more that no other task has, ask more --samples"
             )
-    halves = [(task.distinct + 1) // 2 for task in encoded]
-    first, second = divide_contexts(encoded, [halves, [task.distinct for task in encoded]], seed)
-    return first, second
+    first = {text for text, early in is_first.items() if early}
+    second = is_first.keys() - first
+    return [_part(task, first) for task in encoded], [_part(task, second) for task in encoded]
 
 
-def _part(task: TaskPrompts, contexts: set[str]) -> TaskPrompts:
-    """Return the part of a task that is about some contexts."""
-    prompts = tuple(prompt for prompt in task.prompts if task.contexts[prompt.key] in contexts)
+def _part(task: TaskPrompts, texts: set[tuple[str, ...]]) -> TaskPrompts:
+    """Return the part of a task that is about some texts."""
+    prompts = tuple(prompt for prompt in task.prompts if task.recorded[prompt.key] in texts)
     coverage = replace(
         task.coverage,
         contexts=len(prompts),

@@ -4,8 +4,7 @@ Every context is asked under the table that the other contexts make (`held_out_r
 what it was part of. A table may be too sure of itself: where a mixture with even budgets keeps more of the answers, it
 is the mixture that is written (`shrink_table`). What is compared is how much of each answer stays, by context: the
 share of its tokens before the first one that the model predicts otherwise than under its full cache, teacher-forced.
-Chance is that of a sign-flip test: if a table is no better than even budgets, the lead of a context is as likely to be
-of either sign, so signs are flipped at random. Several ratios share the level among them.
+Chance is that of a sign-flip test, see `kvsearch.evaluation.sign_flips`; several ratios share the level among them.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.calibration.tables import CHECKED_RATIOS, HELD_OUT, floor_entries, folds_of
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.progress import Progress, counted
+from kvsearch.evaluation.sign_flips import compute_chances
 from kvsearch.evaluation.statistics import student_estimate
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import GRID, Profile
@@ -39,7 +39,6 @@ MIXES = (1.0, 2 / 3, 1 / 3, 0.0)  # shares of the table; the rest is even
 TABLE_AND_EVEN = (1.0, 0.0)  # nothing to choose from: even budgets are what the table is compared with
 ROUNDOFF = 1e-9
 WRONG = 0.05  # chance that a table is said wrongly to be better, or worse, at any of the ratios
-FLIPS = 9999
 
 
 def check_table(
@@ -60,19 +59,16 @@ def check_table(
     mixes = MIXES if getattr(options, "shrink", False) else TABLE_AND_EVEN
     prompts = prompts_of(loaded, data, protocol, answer_tokens, options.max_length)
     policy, folds, tables = options.make_policy(), folds_of(data), profile.arrays[HELD_OUT]
-    asked: dict[str, list[Floats]] = {}
-    fold_of: dict[str, int] = {}
+    asked: dict[int, list[Floats]] = {}
     items = [(prompt, tables[folds[prompt.context]].astype(np.float64)) for prompt in prompts]
     found = loaded.map(partial(_measure_kept_shares, policy=policy, minimum=minimum, mixes=mixes), items)
     for prompt, stays in zip(prompts, counted(found, len(prompts), progress), strict=True):
-        text = data.contexts[prompt.context].text
-        fold_of[text] = folds[prompt.context]
-        asked.setdefault(text, []).extend(stays)
+        asked.setdefault(prompt.text, []).extend(stays)
     scores = {text: np.mean(stays, axis=0) for text, stays in asked.items() if stays}
     if not scores:
         return ()
     by_context = np.stack(list(scores.values()))  # [contexts, R, mixes]
-    parts = np.array([fold_of[text] for text in scores])
+    parts = np.array([folds[text] for text in scores])
     return tuple(
         _judge_ratio(ratio, by_context[:, number], parts, mixes) for number, ratio in enumerate(CHECKED_RATIOS)
     )
@@ -139,8 +135,8 @@ def _judge_ratio(ratio: float, scores: Floats, folds: Ints, mixes: tuple[float, 
     leads = mine - even
     level = WRONG / len(CHECKED_RATIOS)
     lead = student_estimate(leads)
-    better = compute_chance(leads) <= level
-    worse = compute_chance(-leads) <= level
+    (better,) = compute_chances(leads[None] / len(leads)) <= level
+    (worse,) = compute_chances(-leads[None] / len(leads)) <= level
     verdict: Literal["useful", "unproven", "harmful"]
     verdict = "useful" if lead.low > 0 and better else "harmful" if lead.high < 0 and worse else "unproven"
     return TableCheck(
@@ -153,13 +149,6 @@ def _judge_ratio(ratio: float, scores: Floats, folds: Ints, mixes: tuple[float, 
         verdict=verdict,
         mix=mixes[best(scores)],
     )
-
-
-def compute_chance(leads: Floats) -> float:
-    """Return the probability of a mean lead as large as that of `leads` [contexts] if either sign is as likely."""
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], (FLIPS, len(leads)))
-    flipped = signs @ leads
-    return float((1 + (flipped >= leads.sum() - ROUNDOFF).sum()) / (FLIPS + 1))
 
 
 def _best_mixture(scores: Floats) -> int:

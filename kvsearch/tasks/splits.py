@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 from kvsearch.core.errors import UsageError
@@ -29,6 +30,18 @@ def check_split(split: str, shares: Shares) -> None:
         raise UsageError(f"shares of {', '.join(SPLITS)} must be three numbers >= 0 that sum to 1, got {shares}")
 
 
+def group_by_text(texts: Iterable[Hashable]) -> list[list[int]]:
+    """Return the places of equal texts together, in the order in which texts first come.
+
+    No split of anything divides such a group: what is fitted on one question about a text knows the text, and is not
+    judged on another question about it.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for place, text in enumerate(texts):
+        groups.setdefault(text, []).append(place)
+    return list(groups.values())
+
+
 def part(
     items: Sequence[Item], split: str, shares: Shares, group: Callable[[Item], Hashable], source: str
 ) -> list[Item]:
@@ -45,17 +58,17 @@ def part(
         return list(items)
     from kvsearch.plan.rounding import largest_remainder  # imports numpy, which a list of tasks does without
 
-    groups = list(dict.fromkeys(map(group, items)))
+    groups = group_by_text(map(group, items))
     random.Random(_SHUFFLE).shuffle(groups)
     sizes = largest_remainder([share * len(groups) for share in shares], len(groups)).tolist()
     index = SPLITS.index(split)
     start = sum(sizes[:index])
-    chosen = set(groups[start : start + sizes[index]])
+    chosen = sorted(chain.from_iterable(groups[start : start + sizes[index]]))
     if not chosen:
         raise UsageError(
             f"split {split!r} of {source} is empty: {len(groups)} contexts at shares {shares}; give more, or shares"
         )
-    return [item for item in items if group(item) in chosen]
+    return [items[place] for place in chosen]
 
 
 def draw(items: Sequence[Item], samples: int, seed: int) -> list[Item]:

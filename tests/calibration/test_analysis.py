@@ -113,10 +113,12 @@ def test_signals_of_a_text_that_is_left_out() -> None:
 def test_half_agreement_is_doubtful() -> None:
     ranks = np.array([0, 1, 2, 3, 4, 5.0])
     other = np.array([2, 1, 0, 3, 5, 4.0])  # rank correlation 1 - 6 * 10 / 210 = 0.714
-    found = stability(asked(ranks.reshape(2, 3) / 10, other.reshape(2, 3) / 10, contexts=[0, 0]), 0.5)
+    tables = ranks.reshape(2, 3) / 10, other.reshape(2, 3) / 10
+    found = stability(asked(*tables, contexts=[0, 1]), 0.5)
     assert found.halves == pytest.approx(1 - 60 / 210)
     assert found.verdict.startswith("doubtful")
-    assert math.isnan(found.texts)
+    assert math.isnan(found.questions)
+    assert math.isnan(stability(asked(*tables, contexts=[0, 0]), 0.5).halves)
 
 
 def test_one_question_tells_nothing_about_stability() -> None:
@@ -178,14 +180,13 @@ def test_ranking_gap_is_the_area_between_the_recall_curves() -> None:
 # --- dynamic rules ------------------------------------------------------------------------------------------------
 
 
-def kept(*budgets: list[int], ratio: float = 0.5, length: int = 20, lengths: list[int] | None = None) -> Profile:
-    """A profile of prompts whose six heads keep these entries of `length` tokens at `ratio`, and their mean."""
-    each = (
-        1 - np.array(budgets).reshape(-1, LAYERS, HEADS) / np.array(lengths or [length] * len(budgets))[:, None, None]
-    )
+def kept(*budgets: list[int], lengths: list[int] | None = None, contexts: list[int] | None = None) -> Profile:
+    """A profile of prompts whose six heads keep these entries of 20 tokens at ratio 0.5, and their mean."""
+    tokens = np.array(lengths or [20] * len(budgets), dtype=np.int32)
+    each = 1 - np.array(budgets).reshape(-1, LAYERS, HEADS) / tokens[:, None, None]
     ratios = np.broadcast_to(each[:, None], (len(budgets), 9, LAYERS, HEADS)).astype(np.float32)
     table = ratio_table(LAYERS, HEADS)
-    table[round(100 * ratio) - 1] = each[: 1 if lengths else None].mean(0)
+    table[49] = each[: 1 if lengths else None].mean(0)
     model = {**metadata_dict()["model"], "layers": LAYERS, "kv_heads": HEADS}
     metadata = ProfileMetadata.model_validate(
         metadata_dict(model=model, layers=[0, 1], questions=len(budgets), floor=0, method="lava")
@@ -193,8 +194,8 @@ def kept(*budgets: list[int], ratio: float = 0.5, length: int = 20, lengths: lis
     arrays = {
         "evicted_ratio": table,
         "question_ratio": ratios,
-        "question_context": np.arange(len(budgets), dtype=np.int32),
-        "question_length": np.array(lengths or [length] * len(budgets), dtype=np.int32),
+        "question_context": np.array(contexts or range(len(budgets)), dtype=np.int32),
+        "question_length": tokens,
     }
     return Profile(metadata, arrays)
 
@@ -217,6 +218,8 @@ def test_a_prompt_that_is_not_in_the_table() -> None:
     assert found.worst == pytest.approx(2 / 3)
     assert found.unseen == pytest.approx((1 / 2 + 1 / 2 + 1) / 3)
     assert found.even == pytest.approx(1 / 2)
+    assert misplaced(kept(one, one, other, contexts=[0, 0, 1]), 0.5).unseen == pytest.approx(1)
+    assert math.isnan(misplaced(kept(one, one, other, contexts=[0, 0, 0]), 0.5).unseen)
 
 
 def test_prompts_that_cannot_be_cut_so_far_do_not_count() -> None:
@@ -236,9 +239,10 @@ def test_misplaced_shares_are_shares(seed: int, prompts: int) -> None:
     assert found.static == pytest.approx(found.unseen * (prompts - 1) / prompts, abs=1e-6)
 
 
-def fitted(loss: list[list[float]]) -> Profile:
+def fitted(loss: list[list[float]], contexts: list[int]) -> Profile:
     pairs = np.array([[1.0, 1.0], [2.0, 0.5], [5.0, 5.0]])
-    return profile(fit_exponents=pairs[: len(loss)], fit_loss=np.array(loss, np.float32))
+    arrays = {"fit_loss": np.array(loss, np.float32), "fit_context": np.array(contexts, np.int32)}
+    return profile(fit_exponents=pairs[: len(loss)], **arrays)
 
 
 def test_what_a_fit_gains_by_hand() -> None:
@@ -247,10 +251,16 @@ def test_what_a_fit_gains_by_hand() -> None:
     Questions 0 and 2 choose it, too, and it gains -0.5 and 0.5 on the others; these choose the third pair, which gains
     -1 and -2 on questions 0 and 2.
     """
-    found = fit_gain(fitted([[2, 2, 2, 2], [1, 2.5, 1, 1.5], [3, 0.25, 4, 1]]))
+    loss = [[2.0, 2, 2, 2], [1, 2.5, 1, 1.5], [3, 0.25, 4, 1]]
+    found = fit_gain(fitted(loss, contexts=[0, 1, 0, 1]))
+    assert fit_gain(fitted(loss, contexts=[0, 1, 2, 3])) == found
     assert found == FitGain(2.0, 0.5, plain=2.0, seen=0.5, held_out=pytest.approx((-0.5 + 0.5 - 1 - 2) / 4))
 
 
 def test_a_fit_that_gains_nothing() -> None:
-    assert fit_gain(fitted([[2, 2], [2, 2], [2, 3]])) == FitGain(1.0, 1.0, 2.0, 0.0, 0.0)
+    loss = [[2.0, 2], [2, 2], [2, 3]]
+    assert fit_gain(fitted(loss, contexts=[0, 1])) == FitGain(1.0, 1.0, 2.0, 0.0, 0.0)
+    alone = fit_gain(fitted(loss, contexts=[0, 0]))
+    assert alone is not None
+    assert math.isnan(alone.held_out)
     assert fit_gain(profile()) is None

@@ -36,7 +36,7 @@ Losses = NDArray[np.float32]  # [pairs, questions]
 
 
 def fit_exponents(model: LoadedModel, data: CalibrationData, options: CakeOptions = FIT) -> Losses:
-    return CakeCalibration(model, data, [POLICY], options).fit()
+    return CakeCalibration(model, data, [POLICY], options).fit()[0]
 
 
 @pytest.fixture(scope="module")

@@ -158,7 +158,7 @@ def bundled() -> LoadedModel:
 )
 def test_the_bundled_model_decides_as_the_runtime_does(how: tuple[Policy, Allocation], bundled: LoadedModel) -> None:
     context = prompts_of(bundled, load_calibration_data(default_data("bundled")))[4]
-    prompt = CalibrationPrompt(context.ids[:, :512], 0, ())
+    prompt = CalibrationPrompt(context.ids[:, :512], 0, 0, ())
     assert_runtime_agrees(bundled, prompt, how, 32, (9, 49, 79, 89, 93))
 
 

@@ -136,14 +136,14 @@ def test_a_fit_says_what_it_is_worth(
     for text in (said, page):
         assert "fitted" in text
         assert "nats per answer over (1, 1), which loses " in text
-        assert "at ratio 0.6; chosen on one half of the questions, " in text
+        assert "at ratio 0.6; chosen on one half of the texts, " in text
 
 
 def test_one_prompt_cannot_tell(calibrated_by: Calibrated, capsys: pytest.CaptureFixture[str]) -> None:
     directory = calibrated_by("--method", "adakv", "--questions", 1)
     page = " ".join(shown(directory, capsys).split())
-    assert "unknown: one question cannot tell" in page
-    assert "one prompt cannot tell what a static table loses against the dynamic rule: calibrate on more" in page
+    assert "unknown: one text cannot tell" in page
+    assert "one text cannot tell what a static table loses against the dynamic rule: calibrate on more" in page
     assert "nan" not in page
 
 

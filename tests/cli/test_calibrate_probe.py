@@ -26,15 +26,9 @@ def ranking(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "fitted on 1 context, chosen on 1, reported on 1" in talk
     assert "no kinds of questions are named: whether the ranking carries over to other kinds is not known" in talk
     assert f"next: kvsearch calibrate bundled --policy probe={directory} -o {directory}-budgets" in talk
-    return directory
-
-
-def test_it_is_shown(run: Run, ranking: Path) -> None:
-    code, out, _ = run("show", ranking)
-    assert code == 0
-    assert "importance kept, of what the oracle keeps" in out
-    code, out, _ = run("show", ranking, "--json")
+    code, out, _ = invoke("show", directory, "--json")
     assert json.loads(out)["tables"][0]["header"] == ["ranking", "5%", "10%", "20%"]
+    return directory
 
 
 def test_a_plan_of_it_runs_in_another_folder(
@@ -78,6 +72,18 @@ def test_layers_choose_between_it_and_other_policies(run: Run, ranking: Path, sh
     assert {layer["policy"]["name"] for layer in only["prefill"]["layers"]} == {"keydiff"}
 
 
+def test_a_dry_run_says_what_it_costs(run: Run, short: Path, tmp_path: Path) -> None:
+    code, out, talk = run(
+        "calibrate", "bundled", "--method", "probe", "--data", short, "-o", tmp_path / "x", "--dry-run"
+    )
+    assert code == 0, talk
+    estimate = json.loads(out)["estimate"]
+    assert (estimate["passes"], estimate["replies"]) == (8, 6 * 128)
+    assert estimate["seconds"] > 0
+    assert f"{estimate['passes']} prompts of {estimate['tokens']:,} tokens in all, at most" in " ".join(talk.split())
+    assert not (tmp_path / "x").exists()
+
+
 def test_it_is_compared_with_other_methods(run: Run, ranking: Path, tmp_path: Path) -> None:
     code, out, talk = run(
         "evaluate", "bundled", "--methods", f"uniform,probe={ranking},adakv:probe={ranking}", "--ratios", "0.8",
@@ -115,15 +121,3 @@ def test_plain_texts(run: Run, short: Path, tmp_path: Path) -> None:
     assert "on 3 contexts with 0 questions from 3 text files" in talk
     assert talk.count("no questions") == 1
     refused(run, USAGE, "is plain text, without questions", *given, "--method", "lukv", "--force")
-
-
-def test_a_dry_run_says_what_it_costs(run: Run, short: Path, tmp_path: Path) -> None:
-    code, out, talk = run(
-        "calibrate", "bundled", "--method", "probe", "--data", short, "-o", tmp_path / "x", "--dry-run"
-    )
-    assert code == 0, talk
-    estimate = json.loads(out)["estimate"]
-    assert (estimate["passes"], estimate["replies"]) == (8, 6 * 128)
-    assert estimate["seconds"] > 0
-    assert f"{estimate['passes']} prompts of {estimate['tokens']:,} tokens in all, at most" in " ".join(talk.split())
-    assert not (tmp_path / "x").exists()

@@ -53,12 +53,6 @@ def test_what_makes_layers_comparable_is_of_the_other_contexts_too(measured: Any
     np.testing.assert_allclose(found[2, 0], alone.local_ratios(0.8), atol=2 / min(lengths))
 
 
-def test_equal_texts_are_in_one_fold(measured: Any) -> None:
-    _, data, _ = measured
-    twice = replace(data, contexts=(*data.contexts, data.contexts[2]))
-    assert folds_of(twice)[-1] == folds_of(twice)[2]
-
-
 def test_even_budgets_are_as_good_as_themselves_and_other_tables_are_not(measured: Any) -> None:
     _, data, profile = measured
     model = tiny.loaded()

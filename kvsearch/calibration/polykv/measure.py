@@ -217,7 +217,7 @@ def _measure_batch(
             arrays: dict[str, NDArray[Any]] = {
                 PROMPT: np.array(read.places, dtype=np.int32),
                 QUESTION: np.array([sample.number for sample in samples], dtype=np.int32),
-                CONTEXT: np.array([prompt.context for prompt in read.prompts], dtype=np.int32),
+                CONTEXT: np.array([prompt.text for prompt in read.prompts], dtype=np.int32),
                 LENGTH: np.array([prompt.length for prompt in read.prompts], dtype=np.int32),
                 TOKENS: continuations.predicting.sum(-1).cpu().numpy().astype(np.int32),
             }

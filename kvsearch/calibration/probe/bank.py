@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsearch.calibration.options import CANDIDATES, QueryBankOptions
+from kvsearch.calibration.options import CANDIDATES, TARGETS, QueryBankOptions
 from kvsearch.calibration.probe.context_pass import ContextPass, QuestionBuilder
-from kvsearch.calibration.probe.contexts import FitContexts, RankingCalibration
-from kvsearch.calibration.probe.rankings import LeftOut, by_policy, gains, prefers_spread, reported, spread_where
+from kvsearch.calibration.probe.contexts import ContextSplit, FitContexts, RankingCalibration
+from kvsearch.calibration.probe.rankings import by_policy, prefers_spread, recalls, reported, spread_where
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.progress import Progress
-from kvsearch.models.architecture import describe, require_plain_rotary, rotary
+from kvsearch.models.architecture import require_plain_rotary, rotary
 from kvsearch.plan import Profile
 from kvsearch.plan.saved import WEIGHTS, know
 from kvsearch.policies import Policy, create_policy
@@ -46,7 +47,7 @@ class Bank(NamedTuple):
 
     def policy(self, contexts: FitContexts) -> Policy:
         """Return the policy that ranks by it."""
-        made = contexts.profile(METHOD, self.arrays, {"chosen_by": self.how})
+        made = contexts.profile(METHOD, self.arrays, {"chosen_by": self.how}, self.even, self.unseen)
         return create_policy(METHOD, {**made.metadata.policy.params, WEIGHTS: know(made.to_bytes(), Path(METHOD))})
 
     @property
@@ -58,8 +59,8 @@ class Bank(NamedTuple):
 class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
     """A bank; the profile has "queries" [L, Hkv, G, N, D], and in "even" [L, Hkv] 1 for heads ranked evenly.
 
-    "recall", "loss", "kind_recall" and "kind_loss" are those of a probe; a second bank has no queries of the kind that
-    is left out.
+    "recall", "text_loss", "kind_recall" and "kind_text_loss" are those of a probe; a second bank has no queries of the
+    kind that is left out.
     """
 
     reads_again = True
@@ -71,48 +72,41 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
     @torch.no_grad()
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         contexts = FitContexts.of(self, prompts, self.steps, progress)
-        parts = contexts.parts
-        others = contexts.others
-        bank = _chosen(contexts, parts.fit, parts.choose, self.options)
+        bank = _chosen(contexts, contexts.parts, self.options)
         fitted = [bank.policy(contexts)]
-        held: LeftOut | None = None
-        if contexts.left_out is not None and others is not None:
-            fitted.append(_chosen(contexts, others.fit, others.choose, self.options).policy(contexts))
-            held = LeftOut(contexts.left_out, by_policy(1))
-        report = partial(contexts.read, parts.report, policies=[*fitted, *self.policies])
-        judged = reported(by_policy(0), report, held, len(fitted))
-        layers = describe(self.loaded.model).full_layers
-        settings = {
-            "chosen_by": bank.how, "spread_heads": int((bank.even & ~bank.unseen).sum()),
-            "unseen_heads": tuple(f"{layers[row]}.{head}" for row, head in bank.unseen.nonzero().tolist()),
-        }  # fmt: skip
-        return contexts.profile(METHOD, {**bank.arrays, **judged}, settings)
+        fits = [by_policy(0)]
+        if contexts.others is not None:
+            fitted.append(_chosen(contexts, contexts.others, self.options).policy(contexts))
+            fits.insert(0, by_policy(1))
+        report = partial(contexts.read, contexts.parts.report, policies=[*fitted, *self.policies])
+        judged = reported(fits, report, contexts.left_out, len(fitted))
+        arrays = {**bank.arrays, **judged}
+        return contexts.profile(METHOD, arrays, {"chosen_by": bank.how}, bank.even, bank.unseen)
 
 
-def _chosen(
-    contexts: FitContexts,
-    fit: Sequence[CalibrationPrompt],
-    choose: Sequence[CalibrationPrompt],
-    options: QueryBankOptions,
-) -> Bank:
-    """Return a bank of queries that are asked of the contexts `fit`, by what is best on the contexts `choose`."""
+def _chosen(contexts: FitContexts, parts: ContextSplit, options: QueryBankOptions) -> Bank:
+    """Return a bank of queries that are asked of the contexts to fit on, by what is best on those to choose on."""
     random = torch.Generator().manual_seed(options.seed)
-    share = -(-CANDIDATES // len(fit))
-    places = {prompt.context: places_asked(prompt, contexts.builder, share, random) for prompt in fit}
-    read = contexts.read(fit, lambda one: {QUERIES: queries_asked(one, places[one.context])})
-    asked = torch.from_numpy(np.concatenate([one[QUERIES] for one in read], 3))  # [L, Hkv, G, M, D]
+    share = -(-CANDIDATES // len(parts.fit))
+    places = {prompt.context: places_asked(prompt, contexts.builder, share, random) for prompt in parts.fit}
+    read = contexts.read(
+        parts.fit, lambda context_pass: {QUERIES: queries_asked(context_pass, places[context_pass.prompt.context])}
+    )
+    asked = torch.from_numpy(np.concatenate([arrays[QUERIES] for arrays in read], 3))  # [L, Hkv, G, M, D]
     none = torch.zeros(asked.shape[:2], dtype=torch.bool)
     ways = (("farthest", farthest), ("k-means", k_means))
     tried = [Bank(find(asked, options.bank), how, none, none) for how, find in ways]
-    policies, rankings = [bank.policy(contexts) for bank in tried], [by_policy(number) for number in range(len(tried))]
+    policies = [bank.policy(contexts) for bank in tried]
 
-    def measure(one: ContextPass) -> dict[str, Tensor]:
-        return {"gain": gains(rankings, one), "unseen": (one.largest == 0).all(-1)}
+    def measure(context_pass: ContextPass) -> dict[str, Tensor]:
+        scores = [by_policy(number)(context_pass) for number in range(len(tried))]
+        gain = recalls(scores, context_pass.largest).mean(1)
+        return {"gain": gain, "unseen": (context_pass.largest == 0).all(-1)}
 
-    found = list(contexts.read(choose, measure, policies))
-    best = int(np.mean([one["gain"] for one in found], axis=0).mean((1, 2)).argmax())
-    unseen = torch.from_numpy(np.all([one["unseen"] for one in found], axis=0))
-    again = partial(contexts.read, choose, policies=[policies[best]])
+    found = list(contexts.read(parts.choose, measure, policies))
+    best = int(np.mean([arrays["gain"] for arrays in found], axis=0).mean((1, 2)).argmax())
+    unseen = torch.from_numpy(np.all([arrays["unseen"] for arrays in found], axis=0))
+    again = partial(contexts.read, parts.choose, policies=[policies[best]])
     even = prefers_spread(spread_where(unseen, by_policy(0)), again) | unseen
     return tried[best]._replace(even=even, unseen=unseen)
 
@@ -122,9 +116,8 @@ def places_asked(prompt: CalibrationPrompt, builder: QuestionBuilder, count: int
 
     Tokens of questions come first; those of the context itself fill up what is left.
     """
-    asked = list(builder.build(prompt, "cpu"))
-    own = sum(one.tokens.shape[1] for one in asked if one.target == "answers")
-    rest = sum(one.tokens.shape[1] for one in asked) - own
+    asked = builder.build(prompt, "cpu")
+    own, rest = (sum(after.tokens.shape[1] for after in asked.get(target, ())) for target in TARGETS)
     order = torch.cat([torch.randperm(own, generator=random), own + torch.randperm(rest, generator=random)])
     return order[:count].sort().values
 
@@ -132,9 +125,11 @@ def places_asked(prompt: CalibrationPrompt, builder: QuestionBuilder, count: int
 def queries_asked(context_pass: ContextPass, places: Tensor) -> Tensor:
     """Return un-rotated queries of the tokens at `places` [n] of all that is asked of a context, [L, Hkv, G, n, D]."""
     parts = []
-    for one in context_pass.asked:
-        with context_pass.passed.following(one.tokens):
-            positions = context_pass.length + torch.arange(one.tokens.shape[1], device=one.tokens.device)[None]
+    for after in chain.from_iterable(context_pass.asked.values()):
+        with context_pass.passed.following(after.tokens):
+            positions = (
+                context_pass.prompt.length + torch.arange(after.tokens.shape[1], device=after.tokens.device)[None]
+            )
             layers = []
             for layer in context_pass.passed.continuations():
                 plain = plain_queries(layer.query, positions, rotary(context_pass.passed.model, layer.index))[0]
@@ -173,7 +168,8 @@ def _vectors(queries: Tensor) -> Tensor:
 
 def _farthest(x: Tensor, count: int) -> Tensor:
     """Return the indices of farthest points of x [H, M, E], [H, N], N the lesser of `count` and M."""
-    apart, chosen = (x - x.mean(1, keepdim=True)).norm(dim=-1), list[Tensor]()
+    apart = (x - x.mean(1, keepdim=True)).norm(dim=-1)
+    chosen = list[Tensor]()
     for number in range(min(count, x.shape[1])):
         index = apart.argmax(-1)
         chosen.append(index)

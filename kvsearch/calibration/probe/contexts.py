@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from kvsearch.calibration.lukv import reply_work
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import COMPARED, RankingOptions
-from kvsearch.calibration.probe.context_pass import (
-    BUDGETS,
-    ContextPass,
-    ContextSplit,
-    QuestionBuilder,
-    kind_to_leave_out,
-    known_kinds,
-    some_prompts,
-    split,
-    without_questions,
-)
+from kvsearch.calibration.probe.context_pass import BUDGETS, ContextPass, QuestionBuilder
 from kvsearch.calibration.probe.rankings import Measure
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, parted_own_replies, prompts_of
 from kvsearch.calibration.steps import StepCache
 from kvsearch.core.arrays import Floats
+from kvsearch.core.errors import UsageError
 from kvsearch.core.progress import Progress, counted
+from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work
 from kvsearch.plan import PolicySpec, Profile
@@ -37,11 +32,63 @@ from kvsearch.policies.generic import SINKS
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.replay.forced_answers import TOGETHER
+from kvsearch.tasks.splits import group_by_text
 
 if TYPE_CHECKING:
     from kvsearch.calibration.steps import Arrays
 
+LEAST_CONTEXTS = 3
+MOST_JUDGED = 32  # contexts to choose on, and to report on
 TIMES = 3  # that contexts to choose on are read: for what ranks best, for the spread, and for that in all heads
+
+
+class ContextSplit(NamedTuple):
+    """The contexts to fit on, to choose on and to report on."""
+
+    fit: list[CalibrationPrompt]
+    choose: list[CalibrationPrompt]
+    report: list[CalibrationPrompt]
+
+
+def split(prompts: Sequence[CalibrationPrompt], seed: int) -> ContextSplit:
+    """Share out texts: a fifth to choose on, a fifth to report on, at most `MOST_JUDGED` each, others to fit on.
+
+    Raises:
+        UsageError: there are fewer than three.
+    """
+    texts = group_by_text(prompt.text for prompt in prompts)
+    if len(texts) < LEAST_CONTEXTS:
+        raise UsageError(
+            f"a ranking is fitted, chosen and reported on different contexts, and there are {len(texts)}: give at "
+            f"least {LEAST_CONTEXTS}, better dozens"
+        )
+    shuffled = random.Random(seed).sample(texts, len(texts))
+    size = min(max(1, len(texts) // 5), MOST_JUDGED)
+    parts = shuffled[2 * size :], shuffled[:size], shuffled[size : 2 * size]
+    return ContextSplit(*([prompts[number] for text in part for number in text] for part in parts))
+
+
+def kind_to_leave_out(parts: ContextSplit) -> str | None:
+    """Return a kind of question that is reported on, and can be left out of a second fit; None: there is none.
+
+    There must be other contexts to fit and to choose on. A kind that the first fit saw is preferred, and of such kinds
+    the one with most questions to report on; the seed, which shared out the contexts, decides between equals.
+    """
+    asked = [after.kind for prompt in parts.report for after in prompt.continuations if after.kind is not None]
+    seen = known_kinds(parts.fit)
+    apart = [
+        kind
+        for kind in dict.fromkeys(asked)
+        if all(any(prompt.kinds != {kind} for prompt in part) for part in (parts.fit, parts.choose))
+    ]
+    if len(known_kinds([prompt for part in parts for prompt in part])) < 2:
+        return None
+    return max(apart, key=lambda kind: (kind in seen, asked.count(kind)), default=None)
+
+
+def known_kinds(prompts: Sequence[CalibrationPrompt]) -> set[str]:
+    """Return the kinds of questions that these prompts ask, as far as they are known."""
+    return {kind for prompt in prompts for kind in prompt.kinds if kind is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +104,7 @@ class FitContexts:
     given: Mapping[int, CalibrationPrompt]  # with the right answers, by context
     parts: ContextSplit
     left_out: str | None
+    others: ContextSplit | None
     steps: StepCache
     ticks: Iterator[int]
 
@@ -80,16 +128,12 @@ class FitContexts:
             prompts = reply_in_steps(calibration.loaded, prompts, options.answer_tokens, steps)
         parts = split(prompts, options.seed)
         left_out = kind_to_leave_out(parts) if "answers" in builder.targets else None
-        again = [] if left_out is None else without(parts, left_out).choose
+        others = None if left_out is None else without(parts, left_out)
+        again = [] if others is None else others.choose
         passes = len(parts.fit) + TIMES * (len(parts.choose) + len(again)) + len(parts.report)  # about
         ticks = counted(iter(range(passes)), passes, progress)
         next(ticks, None)  # the next one tells that the first is done
-        return cls(calibration, builder, prompts, given, parts, left_out, steps, ticks)
-
-    @property
-    def others(self) -> ContextSplit | None:
-        """The contexts of a second fit, which never sees the kind that is left out; None: none is."""
-        return None if self.left_out is None else without(self.parts, self.left_out)
+        return cls(calibration, builder, prompts, given, parts, left_out, others, steps, ticks)
 
     def read(
         self, prompts: Sequence[CalibrationPrompt], measure: Measure, policies: Sequence[Policy] = ()
@@ -105,30 +149,31 @@ class FitContexts:
             yield arrays
             next(self.ticks, None)
 
-    def profile(self, method: str, arrays: Mapping[str, Floats], settings: Mapping[str, Any]) -> Profile:
-        """Return what was fitted as a profile, with what is common to all fits among its settings."""
+    def profile(
+        self, method: str, arrays: Mapping[str, Floats], settings: Mapping[str, Any], even: Tensor, unseen: Tensor
+    ) -> Profile:
+        """Return what was fitted as a profile, with what is common to all fits among its settings.
+
+        `even` and `unseen` [L, Hkv] mark heads that are ranked evenly, and those that nothing which is asked looks at.
+        """
         options = self.calibration.options
+        layers = describe(self.calibration.loaded.model).full_layers
+        kinds: dict[str, Any] = {"kinds": len(known_kinds(self.prompts))} if "answers" in self.builder.targets else {}
+        if self.left_out is not None:
+            reported = [after.kind for prompt in self.parts.report for after in prompt.continuations]
+            kinds |= {"left_out": self.left_out, "left_out_questions": reported.count(self.left_out)}
         common = {
             "data": self.calibration.data.name, **options.settings(), WRITTEN_FOR: VERSION,
             "rankings": (method, *COMPARED), "targets": self.builder.targets,
-            "without_questions": without_questions(self.prompts), "at": BUDGETS,
-            "contexts": tuple(map(len, self.parts)), **self._of_kinds(),
+            "without_questions": sum(not prompt.continuations for prompt in self.prompts), "at": BUDGETS,
+            "contexts": tuple(map(len, self.parts)), **kinds, "spread_heads": int((even & ~unseen).sum()),
+            "unseen_heads": tuple(f"{layers[row]}.{head}" for row, head in unseen.nonzero().tolist()),
         }  # fmt: skip
         lengths = [prompt.length for prompt in self.prompts]
         policy = PolicySpec(name=method, params={"sinks": SINKS, "protect": options.protect})
         floor = SINKS + options.protect
         metadata = self.calibration.describe(policy, method, {**common, **settings}, lengths, floor)
         return Profile(metadata, dict(arrays))
-
-    def _of_kinds(self) -> dict[str, Any]:
-        """Return what the settings say of kinds of questions, and of the one that is left out of the second fit."""
-        if "answers" not in self.builder.targets:
-            return {}
-        count = len(known_kinds(self.prompts))
-        if self.left_out is None:
-            return {"kinds": count}
-        kinds = [after.kind for prompt in self.parts.report for after in prompt.continuations]
-        return {"kinds": count, "left_out": self.left_out, "left_out_questions": kinds.count(self.left_out)}
 
 
 def _measured(
@@ -160,7 +205,9 @@ class RankingCalibration(Calibration[AnyRanking]):
         options = self.options
         check_rotary(self.loaded.model, self.policies)
         prompts = prompts_of(self.loaded, self.data, answer_tokens=options.answer_tokens, max_length=options.max_length)
-        prompts = some_prompts(prompts, options)
+        most = options.most_contexts + 2 * MOST_JUDGED  # each is to give enough to be worth a pass
+        drawn = random.Random(options.seed).sample(range(len(prompts)), min(most, len(prompts)))
+        prompts = [prompts[number] for number in sorted(drawn)]
         check_lengths(prompts, create_policy("snapkv", {"sinks": SINKS}), lambda _: SINKS + options.protect)
         split(prompts, options.seed)
         self.builder(prompts)
@@ -175,28 +222,26 @@ class RankingCalibration(Calibration[AnyRanking]):
         builder = self.builder(prompts)
         parts = split(prompts, self.options.seed)
         work = Work(0, 0)
-        fits = [*parts.fit]
-        choices = [*parts.choose]
+        fits = parts.fit
+        choices = parts.choose
         if "answers" in builder.targets:
             work += reply_work(prompts, self.options)
             left_out = kind_to_leave_out(parts)
             if left_out is not None:
                 second = without(parts, left_out)
-                choices += second.choose
-                fits += second.fit if self.reads_again else ()
-        for prompt in fits:
-            work += _reading_work(prompt, builder, 1, 1)
-        for prompt in choices:  # replies are forced under the full cache, and under two rankings
-            work += _reading_work(prompt, builder, TIMES, 1 + 2 * len(BUDGETS))
-        for prompt in parts.report:
-            work += _reading_work(prompt, builder, 1, 2 + (len(COMPARED) + 2) * len(BUDGETS))
+                choices = choices + second.choose
+                fits = fits + second.fit if self.reads_again else fits
+        readings = (  # contexts, passes over each, and times that what is asked of them is read
+            (fits, 1, 1),
+            (choices, TIMES, 1 + 2 * len(BUDGETS)),  # replies are forced under the full cache, and under two rankings
+            (parts.report, 1, 2 + (len(COMPARED) + 2) * len(BUDGETS)),
+        )
+        for some, passes, times in readings:
+            for prompt in some:
+                asked = chain.from_iterable(builder.build(prompt, "cpu").values())
+                tokens = passes * prompt.length + times * sum(after.tokens.shape[1] for after in asked)
+                work += Work(passes, tokens)
         return work
-
-
-def _reading_work(prompt: CalibrationPrompt, builder: QuestionBuilder, passes: int, times: int) -> Work:
-    """Return some passes over a context, after which what is asked of it is read so many times."""
-    asked = sum(continuation.tokens.shape[1] for continuation in builder.build(prompt, "cpu"))
-    return Work(passes, passes * prompt.length + times * asked)
 
 
 def reply_in_steps(
@@ -207,20 +252,15 @@ def reply_in_steps(
 
     def make(some: Sequence[Sequence[CalibrationPrompt]]) -> Iterator[Arrays]:
         for replied in parted_own_replies(loaded, some, most):
-            yield {
-                f"{number}.{place}": continuation.tokens.numpy()
-                for number, prompt in enumerate(replied)
-                for place, continuation in enumerate(prompt.continuations)
-            }
+            replies = [after.tokens.numpy() for prompt in replied for after in prompt.continuations]
+            yield {str(number): tokens for number, tokens in enumerate(replies)}
 
     replied = list[CalibrationPrompt]()
     for part, arrays in zip(parts, steps.stage(parts, make), strict=True):
-        for number, prompt in enumerate(part):
-            continuations = (
-                replace(continuation, tokens=torch.from_numpy(arrays[f"{number}.{place}"]))
-                for place, continuation in enumerate(prompt.continuations)
-            )
-            replied.append(replace(prompt, continuations=tuple(continuations)))
+        tokens = (torch.from_numpy(arrays[str(number)]) for number in range(len(arrays)))
+        for prompt in part:
+            continuations = tuple(replace(after, tokens=next(tokens)) for after in prompt.continuations)
+            replied.append(replace(prompt, continuations=continuations))
     return replied
 
 

@@ -10,30 +10,19 @@ see `rankings`. A head whose context nothing looks at has nothing to fit: it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvsearch.calibration.options import ProbeOptions
 from kvsearch.calibration.probe.context_pass import ContextPass
 from kvsearch.calibration.probe.contexts import FitContexts, RankingCalibration
-from kvsearch.calibration.probe.fit import (
-    Fit,
-    fit_network,
-    fit_ridge,
-    log_importance,
-    mixed,
-    restrict_to,
-    spread_fit,
-    standardised,
-    unseen_fit,
-)
-from kvsearch.calibration.probe.rankings import LeftOut, Measured, Ranking, gains, prefers_spread, reported
+from kvsearch.calibration.probe.rankings import Measured, prefers_spread, recalls, reported
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.calibration.steps import StepCache
 from kvsearch.core.progress import Progress
@@ -41,7 +30,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.policies.generic import SINKS, SPREAD
-from kvsearch.policies.probe import METHOD, Coefficients, Weights
+from kvsearch.policies.probe import METHOD, Coefficients, Weights, columns_of
 
 if TYPE_CHECKING:
     from kvsearch.calibration.steps import Arrays
@@ -52,11 +41,14 @@ WIDTH, STEPS, BATCH, DECAY = 32, 1200, 1024, 1e-2
 OWN = ("key", "value", "value_norm")  # what is an entry's own, whatever its context
 EVERYTHING = "everything"  # the largest importance over all targets
 OTHERS = "others"  # the same without the kind of question that is left out
-COLUMNS = "columns"  # arrays of what is drawn: the number of each column's feature, [F]
-FEATURE = "features"
+FEATURE = "features"  # arrays of what is drawn
 TARGET = "target"
 
-LayerSample = tuple[tuple[str, ...], Tensor, Tensor, Tensor]  # feature of each column, features, targets, unseen heads
+ROUNDOFF = 1e-6
+UNSEEN = -30.0  # log importance where nothing was looked at: below all others, and still told apart as exp of it
+FLOOR = 1e-3  # of a head's largest importance: what lies below is not told apart
+
+LayerSample = tuple[Tensor, Tensor, Tensor]  # features [Hkv, N, F], targets [Hkv, N], unseen heads [Hkv]
 FEW = 4  # contexts to fit on, below which there is strong shrinkage alone
 
 
@@ -64,12 +56,13 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
     """A fit; the profile has the weights, and how good it and other policies are on the contexts to report on.
 
     "recall" [P, B, L, Hkv] is the importance that a ranking keeps at a budget, as a share of what the oracle keeps
-    there; "loss" [P, B] is how far next-token distributions of replies move where all heads keep as much (total
-    variation). Policies are the setting "rankings" of the provenance, the probe first.
+    there; "text_loss" [N, P, B] is how far next-token distributions of replies move where all heads keep as much (total
+    variation), on every text. Policies are the setting "rankings" of the provenance, the probe first; all protect the
+    same entries.
 
     Where the data have two kinds of questions or more, one is left out of a second fit, by regressions alone.
-    "kind_recall" and "kind_loss" are of that kind's questions on the contexts to report on, with one policy more: the
-    fit that never saw the kind comes first. Which kind it is and how many questions are the settings "left_out" and
+    "kind_recall" and "kind_text_loss" are of that kind's questions on the contexts to report on, with one policy more:
+    the fit that never saw the kind comes first. Which kind it is and how many questions are the settings "left_out" and
     "left_out_questions".
     """
 
@@ -80,33 +73,26 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
         options = self.options
         contexts = FitContexts.of(self, prompts, self.steps, progress)
         parts = contexts.parts
-        others = contexts.others
         left_out = contexts.left_out
         places = draw_places(parts.fit, options)
-        read = contexts.read(
-            parts.fit, lambda context_pass: sample_entries(context_pass, places[context_pass.context], left_out)
-        )
-        samples = list(read)
+        samples = list(contexts.read(parts.fit, partial(sample_entries, places=places, left_out=left_out)))
         few = len(parts.fit) < FEW
         fitted = fit_candidates(self.loaded, samples, options, few, self.steps)
         layers = describe(self.loaded.model).full_layers
         weights, spread = _chosen(fitted, partial(contexts.read, parts.choose), options, layers)
-        held: LeftOut | None = None
-        if left_out is not None and others is not None:
+        fits = [partial(scores_of, weights)]
+        if (others := contexts.others) is not None:
             linear = options.model_copy(update={"form": "linear"})
             numbers = {prompt.context for prompt in others.fit}
             rest = [sample for sample, prompt in zip(samples, parts.fit, strict=True) if prompt.context in numbers]
             second = fit_candidates(self.loaded, rest, linear, len(rest) < FEW, self.steps, OTHERS)
             never, _ = _chosen(second, partial(contexts.read, others.choose), linear, layers)
-            held = LeftOut(left_out, partial(scores_of, never))
+            fits.insert(0, partial(scores_of, never))
         report = partial(contexts.read, parts.report, policies=self.policies)
-        judged = reported(partial(scores_of, weights), report, held)
-        settings = {
-            "features": options.looked_at, "few_contexts": few, "spread_heads": int((spread & ~fitted.unseen).sum()),
-            "unseen_heads": tuple(f"{layers[row]}.{head}" for row, head in fitted.unseen.nonzero().tolist()),
-        }  # fmt: skip
+        judged = reported(fits, report, left_out)
+        settings = {"features": options.looked_at, "few_contexts": few}
         arrays = {name: array.numpy() for name, array in weights.arrays._asdict().items()}
-        return contexts.profile(METHOD, {**arrays, **judged}, settings)
+        return contexts.profile(METHOD, {**arrays, **judged}, settings, spread | fitted.unseen, fitted.unseen)
 
 
 def _chosen(
@@ -117,12 +103,14 @@ def _chosen(
     def weights(chosen: Tensor) -> Weights:
         return fitted.weights(options.looked_at, layers, chosen)
 
-    last, heads = len(fitted.fits[0]) - 1, fitted.standards[0][0].shape[0]  # behind the regressions the spread
-    tried: list[Ranking] = [
-        partial(scores_of, weights(torch.full((len(layers), heads), number))) for number in range(max(1, last))
-    ]
-    found = [one["gain"] for one in read(lambda context_pass: {"gain": gains(tried, context_pass)})]
-    best = torch.from_numpy(np.mean(found, axis=0).argmax(0))
+    last = len(fitted.fits[0]) - 1  # behind the regressions the spread
+    tried = [weights(torch.full(fitted.unseen.shape, number)) for number in range(max(1, last))]
+
+    def gains(context_pass: ContextPass) -> dict[str, Tensor]:
+        scores = [scores_of(candidate, context_pass) for candidate in tried]
+        return {"gain": recalls(scores, context_pass.largest).mean(1)}
+
+    best = torch.from_numpy(np.mean([arrays["gain"] for arrays in read(gains)], axis=0).argmax(0))
     if SPREAD not in options.features:
         return weights(best), torch.zeros_like(best, dtype=torch.bool)
     spread = prefers_spread(partial(scores_of, weights(best)), read)
@@ -131,8 +119,8 @@ def _chosen(
 
 def scores_of(weights: Weights, context_pass: ContextPass) -> Tensor:
     """Return the fitted log importance of a context's entries, [L, Hkv, T]."""
-    pairs = zip(weights.layers, context_pass.features, strict=True)
-    return torch.stack([weights.log_importance(x[None], layer)[0] for layer, x in pairs])
+    layers = zip(weights.layers, context_pass.passed.noted, strict=True)
+    return torch.stack([weights.log_importance(context.noted[None], layer)[0] for layer, context in layers])
 
 
 # --- entries to fit on ----------------------------------------------------------------------------------------------
@@ -144,39 +132,37 @@ class CandidateFits(NamedTuple):
     A head with no importance in any context has it under every candidate.
     """
 
-    fits: list[list[Fit]]  # by layer and candidate
+    fits: list[list[Coefficients]]  # by layer and candidate
     unseen: Tensor  # whether a head has no importance, [L, Hkv]
-    standards: list[tuple[Tensor, Tensor]]  # mean and spread of features by layer, [Hkv, F] each
 
     def weights(self, features: tuple[str, ...], layers: tuple[int, ...], chosen: Tensor) -> Weights:
         """Return the weights of the candidates `chosen` [L, Hkv]."""
         width = max(fit.output.shape[-1] for forms in self.fits for fit in forms)
         picked = [mixed(forms, row, width) for forms, row in zip(self.fits, chosen, strict=True)]
-        arrays = {name: torch.stack([getattr(fit, name) for fit in picked]) for name in Fit._fields}
-        center, scale = (torch.stack(parts) for parts in zip(*self.standards, strict=True))
-        return Weights(features, layers, Coefficients(center, scale, **arrays))
+        return Weights(features, layers, Coefficients(*(torch.stack(parts) for parts in zip(*picked, strict=True))))
 
 
 def draw_places(prompts: Sequence[CalibrationPrompt], options: ProbeOptions) -> dict[int, Tensor]:
     """Draw entries of every context evenly, as many of each, [n] by the number of the context."""
-    random, each = torch.Generator().manual_seed(options.seed), -(-options.entries // len(prompts))
+    random = torch.Generator().manual_seed(options.seed)
+    each = -(-options.entries // len(prompts))
     free = {prompt.context: prompt.length - SINKS - options.protect for prompt in prompts}
     return {context: torch.randperm(count, generator=random)[:each].sort().values for context, count in free.items()}
 
 
-def sample_entries(context_pass: ContextPass, some: Tensor, left_out: str | None = None) -> dict[str, Tensor]:
-    """Return arrays of the entries `some` [n] of a context: features [Hkv, n, F] by layer, targets [L, Hkv, n].
+def sample_entries(
+    context_pass: ContextPass, places: Mapping[int, Tensor], left_out: str | None = None
+) -> dict[str, Tensor]:
+    """Return arrays of the entries at `places` [n] of a context: features [Hkv, n, F] by layer, targets [L, Hkv, n].
 
     Where a kind of question is `left_out`, there is also the target `OTHERS`, if anything else is asked.
     """
+    some = places[context_pass.prompt.context]
     whole = {EVERYTHING: context_pass.largest}
-    others = None if left_out is None else context_pass.largest_without(left_out)
-    if others is not None:
+    if left_out is not None and (others := context_pass.largest_without(left_out)) is not None:
         whole[OTHERS] = others
-    names = context_pass.options.looked_at
     return {
-        COLUMNS: torch.tensor([names.index(name) for name in context_pass.columns]),
-        **{f"{FEATURE}.{row}": x[:, some].clone() for row, x in enumerate(context_pass.features)},
+        **{f"{FEATURE}.{row}": layer.noted[:, some].clone() for row, layer in enumerate(context_pass.passed.noted)},
         **{f"{TARGET}.{name}": log_importance(values)[..., some].clone() for name, values in whole.items()},
     }
 
@@ -188,7 +174,6 @@ class LayerSamples(Sequence[LayerSample]):
     samples: Sequence[Arrays]  # of all contexts
     worth: Tensor  # [L, Hkv, N] targets
     unseen: Tensor  # [L, Hkv]
-    features: tuple[str, ...]
     rows: Sequence[int]
 
     def __len__(self) -> int:
@@ -196,9 +181,8 @@ class LayerSamples(Sequence[LayerSample]):
 
     def __getitem__(self, number: Any) -> Any:
         row = self.rows[number]
-        columns = tuple(self.features[column] for column in self.samples[0][COLUMNS].tolist())
         features = torch.cat([torch.from_numpy(arrays[f"{FEATURE}.{row}"]) for arrays in self.samples], 1)
-        return columns, features, self.worth[row].clone(), self.unseen[row].clone()
+        return features, self.worth[row].clone(), self.unseen[row].clone()
 
 
 def fit_candidates(
@@ -215,26 +199,27 @@ def fit_candidates(
     strong shrinkage only, and no network.
     """
     worth = torch.cat([torch.from_numpy(arrays[f"{TARGET}.{target}"]) for arrays in samples], -1)
-    unseen = (worth == 0).all(-1)  # see `log_importance`
+    unseen = (worth == 0).all(-1)  # where all importance is 0, so is what is fitted
     work = partial(_fit_layer, options=options, few=few)
 
     def make(rows: Sequence[int]) -> Iterator[Arrays]:
-        return loaded.map(work, LayerSamples(samples, worth, unseen, options.looked_at, rows))
+        return loaded.map(work, LayerSamples(samples, worth, unseen, rows))
 
-    found, standards = [], []
+    fits = []
+    names = Coefficients._fields
     for made in steps.stage(range(len(worth)), make):
-        count = len(made) // len(Fit._fields)
-        found.append([Fit(*(torch.from_numpy(made[f"{n}.{name}"]) for name in Fit._fields)) for n in range(count)])
-        standards.append((torch.from_numpy(made["center"]), torch.from_numpy(made["scale"])))
-    return CandidateFits(found, unseen, standards)
+        numbers = range(len(made) // len(names))
+        fits.append([Coefficients(*(torch.from_numpy(made[f"{n}.{name}"]) for name in names)) for n in numbers])
+    return CandidateFits(fits, unseen)
 
 
-def _fit_layer(_: LoadedModel, sample: LayerSample, options: ProbeOptions, few: bool) -> Arrays:
-    """Return the candidates of a layer, and how they standardise."""
-    columns, x, wanted, unseen = sample
+def _fit_layer(loaded: LoadedModel, sample: LayerSample, options: ProbeOptions, few: bool) -> Arrays:
+    """Return the candidates of a layer."""
+    x, wanted, unseen = sample
+    columns = columns_of(options.looked_at, loaded.fingerprint.head_dim)
     read = torch.tensor([name != SPREAD for name in columns])
     own = torch.tensor([name in OWN for name in columns])
-    subsets = [one for one in (read, own) if one.any() and (one is read or not torch.equal(one, read))]
+    subsets = [subset for subset in (read, own) if subset.any() and (subset is read or not torch.equal(own, read))]
     center, scale = standardised(x)
     z = (x - center[:, None]) / scale[:, None]
     with torch.no_grad():
@@ -247,7 +232,131 @@ def _fit_layer(_: LoadedModel, sample: LayerSample, options: ProbeOptions, few: 
             network = fit_network(z * read, wanted, WIDTH, STEPS, BATCH, DECAY, options.seed)
             forms.append(restrict_to(network, read))
         forms.append(spread_fit(z, wanted, columns.index(SPREAD)))
-        none = unseen_fit(z, columns.index(SPREAD))
-        found = [mixed((form, none), unseen.long(), form.output.shape[-1]) for form in forms]
-    parts = {f"{number}.{name}": part for number, form in enumerate(found) for name, part in form._asdict().items()}
-    return {name: part.numpy() for name, part in {**parts, "center": center, "scale": scale}.items()}
+        even = spread_fit(z, z[..., columns.index(SPREAD)], columns.index(SPREAD))
+        none = even._replace(bias=torch.full_like(even.bias, UNSEEN))
+        heads = [mixed((form, none), unseen.long(), form.output.shape[-1]) for form in forms]
+    return {
+        f"{number}.{name}": array.numpy()
+        for number, fit in enumerate(heads)
+        for name, array in fit._replace(center=center, scale=scale)._asdict().items()
+    }
+
+
+# --- regressions of the heads of a layer -----------------------------------------------------------------------------
+
+
+def constant_fit(z: Tensor, bias: Tensor) -> Coefficients:
+    """Return what the heads of a layer have that say `bias` [Hkv] of every entry, on features [Hkv, N, F] as they are.
+
+    There are no hidden units (K = 0).
+    """
+    heads, _, size = z.shape
+    none = z.new_zeros(heads, 0)
+    zeros = z.new_zeros(heads, size)
+    return Coefficients(zeros, torch.ones_like(zeros), zeros, z.new_zeros(heads, size, 0), none, none, bias)
+
+
+def log_importance(importance: Tensor) -> Tensor:
+    """Return log(I + 0.001 max I) of the importance [..., T] of a head, which is what is fitted; 0 where all is 0."""
+    largest = importance.amax(-1, keepdim=True)
+    return (importance + FLOOR * largest).clamp(min=torch.finfo(torch.float32).tiny).log() * (largest > 0)
+
+
+def standardised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and spread of features [Hkv, N, F] over the entries, [Hkv, F] each.
+
+    The spread of what is the same everywhere is 1: what no entry could teach must not become large on other texts.
+    """
+    spread = x.std(1, correction=0)
+    return x.mean(1), torch.where(spread > ROUNDOFF * x.abs().amax(1), spread, 1.0)
+
+
+def fit_ridge(z: Tensor, target: Tensor, strength: float) -> Coefficients:
+    """Fit target = linear . z + bias with the penalty `strength` times N on |linear|^2, in closed form, in fp64.
+
+    Args:
+        z: standardised features [Hkv, N, F].
+        target: [Hkv, N].
+        strength: of the penalty, relative to the variance of the features, which is 1.
+    """
+    _, count, size = z.shape
+    mean = target.mean(1)
+    x = z.double()
+    y = (target - mean[:, None]).double()
+    gram = x.transpose(1, 2) @ x / count + strength * torch.eye(size, dtype=torch.float64, device=z.device)
+    linear = torch.linalg.solve(gram, x.transpose(1, 2) @ y[..., None] / count)[..., 0]
+    return constant_fit(z, mean)._replace(linear=linear.float())
+
+
+def fit_network(z: Tensor, target: Tensor, width: int, steps: int, batch: int, decay: float, seed: int) -> Coefficients:
+    """Fit target = output . gelu(hidden z + hidden_bias) + bias by AdamW on squared errors, all heads at once.
+
+    Args:
+        z: standardised features [Hkv, N, F].
+        target: [Hkv, N].
+        width: hidden units of every head.
+        steps: of the optimiser, with a cosine schedule.
+        batch: entries drawn for a step, the same columns of every head.
+        decay: weight decay.
+        seed: of the first weights and the draws.
+    """
+    heads, count, size = z.shape
+    random = torch.Generator().manual_seed(seed)
+    mean = target.mean(1, keepdim=True)
+    spread = target.std(1, keepdim=True, correction=0).clamp(min=ROUNDOFF)
+    wanted = (target - mean) / spread
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random).to(z.device)
+
+    hidden = drawn(heads, size, width) / size**0.5
+    output = drawn(heads, width, 1) / width**0.5
+    hidden_bias = z.new_zeros(heads, 1, width)
+    bias = z.new_zeros(heads, 1)
+    parameters = [part.requires_grad_() for part in (hidden, output, hidden_bias, bias)]
+    optimiser = torch.optim.AdamW(parameters, lr=3e-3, weight_decay=decay)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    with torch.enable_grad():
+        for _ in range(steps):
+            some = torch.randint(0, count, (min(batch, count),), generator=random).to(z.device)
+            inner = nn.functional.gelu(torch.baddbmm(hidden_bias, z[:, some], hidden))
+            loss = ((inner @ output)[..., 0] + bias - wanted[:, some]).square().mean(1).sum()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            schedule.step()
+    # back to the target's own unit
+    offset = bias.detach() * spread + mean
+    return constant_fit(z, offset[:, 0])._replace(
+        hidden=hidden.detach(), hidden_bias=hidden_bias.detach()[:, 0], output=output.detach()[..., 0] * spread
+    )
+
+
+def spread_fit(z: Tensor, target: Tensor, column: int) -> Coefficients:
+    """Rank by one standardised feature alone, whatever the target; scores spread as the target does, around its mean.
+
+    Args:
+        z: standardised features [Hkv, N, F].
+        target: [Hkv, N].
+        column: of the feature.
+    """
+    linear = torch.zeros_like(z[:, 0])
+    linear[:, column] = target.std(1, correction=0).clamp(min=ROUNDOFF)
+    return constant_fit(z, target.mean(1))._replace(linear=linear)
+
+
+def restrict_to(fit: Coefficients, columns: Tensor) -> Coefficients:
+    """Return a fit that reads the features `columns` [F] bool alone: it was fitted with zeros for the others."""
+    return fit._replace(linear=fit.linear * columns, hidden=fit.hidden * columns[:, None])
+
+
+def mixed(fits: Sequence[Coefficients], chosen: Tensor, width: int) -> Coefficients:
+    """Return, of every head, the fit of the index `chosen` [Hkv]; hidden units are filled up with zeros to `width`."""
+
+    def picked(name: str) -> Tensor:
+        parts = [getattr(fit, name) for fit in fits]
+        if name in ("hidden", "hidden_bias", "output"):
+            parts = [nn.functional.pad(part, (0, width - part.shape[-1])) for part in parts]
+        return torch.stack([parts[index][head] for head, index in enumerate(chosen.tolist())])
+
+    return Coefficients(*map(picked, Coefficients._fields))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from kvsearch.budgets.convex import oracle_recall_curve, recall_curve
 from kvsearch.calibration.options import COMPARED
 from kvsearch.calibration.probe.context_pass import BUDGETS, ContextPass
 from kvsearch.core.arrays import Floats
+from kvsearch.tasks.splits import group_by_text
 
 if TYPE_CHECKING:
     from kvsearch.calibration.steps import Arrays
@@ -30,13 +31,6 @@ LEAST_ERROR = 1e-30  # of a head whose output does not move
 Ranking = Callable[[ContextPass], Tensor]  # scores of the entries of a context that are ranked, [L, Hkv, T]
 Measure = Callable[[ContextPass], Mapping[str, Tensor]]
 Measured = Callable[[Measure], "Iterable[Arrays]"]  # what is measured of some contexts
-
-
-class LeftOut(NamedTuple):
-    """A kind of question, and the ranking that never saw it."""
-
-    kind: str
-    ranking: Ranking
 
 
 def by_policy(number: int) -> Ranking:
@@ -64,11 +58,12 @@ def prefers_spread(ranking: Ranking, read: Measured) -> Tensor:
             for scores in (ranking(context_pass), context_pass.spread)
             for budget in BUDGETS
         ]
-        errors = context_pass.head_errors(keeps).clamp(min=LEAST_ERROR).log()
-        errors = errors.view(len(errors), 2, len(BUDGETS), *errors.shape[2:])
-        less = (errors[:, 0] - errors[:, 1]).mean(1)
-        targets = [continuation.target for continuation in context_pass.asked]
-        return {name: less[torch.tensor([target == name for target in targets])] for name in dict.fromkeys(targets)}
+        less = {}
+        for target, asked in context_pass.asked.items():
+            errors = context_pass.head_errors(asked, keeps).clamp(min=LEAST_ERROR).log()
+            errors = errors.view(len(errors), 2, len(BUDGETS), *errors.shape[2:])
+            less[target] = (errors[:, 0] - errors[:, 1]).mean(1)
+        return less
 
     found: dict[str, list[Tensor]] = {}
     for measured in read(ratios):
@@ -76,9 +71,12 @@ def prefers_spread(ranking: Ranking, read: Measured) -> Tensor:
             found.setdefault(target, []).append(torch.from_numpy(rows))
     better = torch.stack([torch.cat(rows).mean(0) > 0 for rows in found.values()]).all(0)
     mixture = spread_where(better, ranking)
-    both = read(lambda context_pass: {"loss": losses((ranking, mixture), context_pass).mean(-1)})
-    # [questions, 2] of each context
-    worse = [float((arrays["loss"][:, 1] - arrays["loss"][:, 0]).mean()) for arrays in both]
+
+    def compared(context_pass: ContextPass) -> dict[str, Tensor]:
+        """Return how far replies move under the ranking and under the mixture, [questions, 2]."""
+        return {"loss": losses((ranking(context_pass), mixture(context_pass)), context_pass).mean(-1)}
+
+    worse = [float((arrays["loss"][:, 1] - arrays["loss"][:, 0]).mean()) for arrays in read(compared)]
     return torch.zeros_like(better) if beyond_chance(worse) else better
 
 
@@ -99,60 +97,51 @@ def beyond_chance(losses: Sequence[float]) -> bool:
     return bool(np.mean(means >= means[0] - 1e-12) <= LEVEL)
 
 
-def losses(rankings: Sequence[Ranking], context_pass: ContextPass) -> Tensor:
-    """Return how far replies move under each of several rankings, [questions, R, B]."""
-    keeps = [context_pass.kept(ranking(context_pass), budget) for ranking in rankings for budget in BUDGETS]
-    return context_pass.losses(keeps).view(-1, len(rankings), len(BUDGETS))
+def losses(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:
+    """Return how far replies move under several rankings' scores [L, Hkv, T], [questions, R, B]."""
+    keeps = [context_pass.kept(ranked, budget) for ranked in scores for budget in BUDGETS]
+    return context_pass.losses(keeps).view(-1, len(scores), len(BUDGETS))
 
 
-def gains(rankings: Sequence[Ranking], context_pass: ContextPass) -> Tensor:
-    """Return the recall of several rankings, mean over budgets, [R, L, Hkv]."""
-    return torch.from_numpy(
-        _recalls(context_pass.largest, [order_of(ranking(context_pass)) for ranking in rankings]).mean(1)
-    )
+def recalls(scores: Sequence[Tensor], importance: Tensor) -> Tensor:
+    """Return the recall of several rankings by their scores [L, Hkv, T], [R, B, L, Hkv]."""
+    orders = [ranked.argsort(dim=-1, descending=True, stable=True) for ranked in scores]
+    return torch.from_numpy(np.stack([recall_of(importance.gather(-1, order).numpy()) for order in orders]))
 
 
-def reported(ranking: Ranking, read: Measured, held: LeftOut | None, first: int = 0) -> dict[str, Floats]:
-    """Return recall [P, B, L, Hkv] and loss [P, B] of a ranking and of the policies that it is compared with.
+def reported(fits: Sequence[Ranking], read: Measured, left_out: str | None, first: int = 0) -> dict[str, Floats]:
+    """Return "recall" [P, B, L, Hkv] of the last of `fits` and of the policies that it is compared with, and losses.
 
-    "kind_recall" and "kind_loss" are those for a kind that was left out, [P + 1, ...]: the ranking that never saw it is
-    the first. The policies are those that contexts are read with, from the number `first` on.
+    "text_loss" [N, P, B] has a row of every text. Where a kind of question is `left_out`, the first of two fits never
+    saw it: "kind_recall" and "kind_text_loss" are those for that kind, of P + 1 rankings. The policies are those that
+    contexts are read with, from the number `first` on; all protect the same entries.
     """
+    rankings = [*fits, *(by_policy(first + number) for number in range(len(COMPARED)))]
 
     def measure(context_pass: ContextPass) -> dict[str, Tensor]:
-        fits = [ranking(context_pass)]
-        rows = [held is not None and asked.kind == held.kind for asked in context_pass.judged]
-        if held is not None and any(rows):
-            fits.insert(0, held.ranking(context_pass))
-        ranks = [context_pass.passed.ranks(first + number) for number in range(len(COMPARED))]
-        keeps = [context_pass.kept(scores, budget) for scores in fits for budget in BUDGETS]
-        keeps += [rank < max(1, round(budget * context_pass.length)) for rank in ranks for budget in BUDGETS]
-        lost = context_pass.losses(keeps).view(len(rows), -1, len(BUDGETS)).numpy()
-        orders = [order_of(scores) for scores in fits] + [rank[..., context_pass.free].argsort(-1) for rank in ranks]
-        whole = len(fits) - 1
-        measured = {"recall": _recalls(context_pass.largest, orders[whole:]), "loss": lost[:, whole:].mean(0)}
-        if held is not None and any(rows):
-            measured |= {
-                "kind_recall": _recalls(context_pass.largest_of(held.kind), orders),
-                "kind_loss": lost[rows].mean(0),
-            }
-        return {name: torch.from_numpy(values) for name, values in measured.items()}
+        scores = [ranking(context_pass) for ranking in rankings]
+        lost = losses(scores, context_pass)
+        whole = slice(len(fits) - 1, None)
+        measured = {
+            "text": torch.tensor([context_pass.prompt.text]),
+            "recall": recalls(scores[whole], context_pass.largest), "loss": lost[:, whole].mean(0),
+        }  # fmt: skip
+        of_kind = [after.kind == left_out for after in context_pass.judged]
+        if left_out is not None and any(of_kind):
+            measured["kind_recall"] = recalls(scores, context_pass.importance_by_kind[left_out])
+            measured["kind_loss"] = lost[of_kind].mean(0)
+        return measured
 
-    found: dict[str, list[Floats]] = {}
-    for measured in read(measure):
-        for name, values in measured.items():
-            found.setdefault(name, []).append(values)
-    return {name: np.mean(values, axis=0).astype(np.float32) for name, values in found.items()}
-
-
-def order_of(scores: Tensor) -> Tensor:
-    """Return the entries in the order of their scores [..., T], the best first."""
-    return scores.argsort(dim=-1, descending=True, stable=True)
-
-
-def _recalls(importance: Tensor, orders: Sequence[Tensor]) -> Floats:
-    """Return the recall of several orders [L, Hkv, T] of entries, [R, B, L, Hkv]."""
-    return np.stack([recall_of(importance.gather(-1, order).numpy()) for order in orders])
+    contexts = [dict(arrays) for arrays in read(measure)]
+    found: dict[str, Floats] = {}
+    for kind in ("", "kind_"):
+        asked = [arrays for arrays in contexts if f"{kind}loss" in arrays]
+        if asked:
+            texts = group_by_text(arrays["text"].item() for arrays in asked)
+            losses_of = [np.mean([asked[number][f"{kind}loss"] for number in text], axis=0) for text in texts]
+            found[f"{kind}text_loss"] = np.stack(losses_of).astype(np.float32)
+            found[f"{kind}recall"] = np.mean([arrays[f"{kind}recall"] for arrays in asked], axis=0).astype(np.float32)
+    return found
 
 
 def recall_of(importance: Floats) -> Floats:

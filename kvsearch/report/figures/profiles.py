@@ -91,8 +91,9 @@ def _rankings(profile: Profile) -> Iterator[Figure]:
     shares = _numbers(100 * np.array(settings["at"]))
     recall = profile.arrays["recall"].astype(np.float64)  # [P, B, L, H]
     tables = {"recall": (recall.mean((2, 3)), "importance kept, of what the oracle keeps")}
-    if "loss" in profile.arrays:
-        tables["moved"] = (profile.arrays["loss"].astype(np.float64), "how far replies move (total variation)")
+    if "text_loss" in profile.arrays:
+        moved = profile.arrays["text_loss"].astype(np.float64).mean(0)
+        tables["moved"] = (moved, "how far replies move (total variation)")
     for stem, (values, label) in tables.items():
         series = tuple(Series(name, shares, _numbers(row)) for name, row in zip(names, values, strict=True))
         where = f"{caption(profile)}; held-out contexts"

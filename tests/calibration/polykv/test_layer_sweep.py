@@ -56,7 +56,7 @@ def batch(*shapes: tuple[int, tuple[int, ...]], vocabulary: int = 97, seed: int 
         return torch.randint(3, vocabulary, (1, count), generator=generator)
 
     made = [
-        CalibrationPrompt(random(length), number, tuple(Continuation(random(count), 2) for count in after))
+        CalibrationPrompt(random(length), number, number, tuple(Continuation(random(count), 2) for count in after))
         for number, (length, after) in enumerate(shapes)
     ]
     return PromptBatch(range(len(made)), made)

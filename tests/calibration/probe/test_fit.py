@@ -12,15 +12,12 @@ from hypothesis import strategies as st
 from sklearn.linear_model import Ridge
 from torch import Tensor
 
-from kvsearch.calibration.probe.fit import Fit, fit_network, fit_ridge, log_importance, mixed, standardised
+from kvsearch.calibration.probe.measure import fit_network, fit_ridge, log_importance, mixed, standardised
 from kvsearch.policies.probe import Coefficients, Weights
 
 
-def predicted(fit: Fit, z: Tensor) -> Tensor:
-    heads, size = fit.linear.shape
-    arrays = {name: getattr(fit, name)[None] for name in Fit._fields}
-    everything = Coefficients(torch.zeros(1, heads, size), torch.ones(1, heads, size), **arrays)
-    return Weights((), (0,), everything).log_importance(z[None], 0)[0]
+def predicted(fit: Coefficients, z: Tensor) -> Tensor:
+    return Weights((), (0,), Coefficients(*(array[None] for array in fit))).log_importance(z[None], 0)[0]
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import ProbeOptions, QueryBankOptions
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime.observe import DensePass
 from tests import tiny
 from tests.calibration.probe.test_kinds import of_kinds
-from tests.calibrations import calibrate_probe, calibrate_query_bank
+from tests.calibrations import calibrate
 
 FITS = {
     "probe": ProbeOptions(entries=100, form="linear", features=("value_norm", "spread"), answer_tokens=2),
@@ -24,14 +22,9 @@ FITS = {
 DATA = of_kinds(tiny.calibration_data(80, 82, 84, 86, 88, questions=1), "codes", "chains")
 
 
-def fitted(
-    model: LoadedModel, name: str, directory: Path | None, data: CalibrationData = DATA, **changes: Any
-) -> bytes:
-    options = FITS[name].model_copy(update=changes)
-    if isinstance(options, ProbeOptions):
-        return calibrate_probe(model, data, options, None, directory).to_bytes()
-    assert isinstance(options, QueryBankOptions)
-    return calibrate_query_bank(model, data, options, None, directory).to_bytes()
+def fitted(model: LoadedModel, name: str, directory: Path | None) -> bytes:
+    options = FITS[name]
+    return calibrate(model, DATA, options.policies(), options, None, directory).to_bytes()
 
 
 class Killed(BaseException):
@@ -51,48 +44,19 @@ class Passes:
         self.plain(*given, **named)
 
 
-class Whole(NamedTuple):
-    """A fit that was not stopped: its profile, and how many passes it took."""
-
-    name: str
-    profile: bytes
-    passes: int
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return tiny.loaded()
-
-
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
-    found = Passes()
-    monkeypatch.setattr(DensePass, "__init__", lambda *given, **named: found(*given, **named))
-    return found
-
-
-@pytest.fixture(scope="module", params=FITS)
-def whole(
-    model: LoadedModel, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Whole]:
-    directory, found = tmp_path_factory.mktemp(request.param), Passes()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DensePass, "__init__", lambda *given, **named: found(*given, **named))
-        profile = fitted(model, request.param, directory)
-    yield Whole(request.param, profile, found.made)
-
-
-def test_it_ends_as_one_that_was_never_stopped(
-    whole: Whole, model: LoadedModel, passes: Passes, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", FITS)
+def test_it_ends_as_one_that_was_never_stopped(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Stopped again and again; what was finished before is not measured again."""
-    for passes.left in (2, 1, whole.passes // 2, 1):
+    model = tiny.loaded()
+    whole = Passes()
+    passes = whole
+    monkeypatch.setattr(DensePass, "__init__", lambda *given, **named: passes(*given, **named))
+    profile = fitted(model, name, None)
+    passes = Passes()
+    passes.plain = whole.plain
+    for passes.left in (2, 1, whole.made // 2, 1):
         with suppress(Killed):
-            fitted(model, whole.name, tmp_path)
+            fitted(model, name, tmp_path)
     passes.left = 999
-    assert fitted(model, whole.name, tmp_path) == whole.profile
-    assert passes.made == whole.passes
-
-
-def test_the_same_bytes_without_a_directory(whole: Whole, model: LoadedModel) -> None:
-    assert fitted(model, whole.name, None) == whole.profile
+    assert fitted(model, name, tmp_path) == profile
+    assert passes.made == whole.made

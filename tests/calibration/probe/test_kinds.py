@@ -11,13 +11,8 @@ import torch
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import COMPARED, ProbeOptions
 from kvsearch.calibration.probe import measure
-from kvsearch.calibration.probe.context_pass import (
-    BUDGETS,
-    ContextPass,
-    ContextSplit,
-    QuestionBuilder,
-    kind_to_leave_out,
-)
+from kvsearch.calibration.probe.context_pass import BUDGETS, ContextPass, QuestionBuilder
+from kvsearch.calibration.probe.contexts import ContextSplit, kind_to_leave_out
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, prompts_of
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
@@ -53,7 +48,7 @@ def profile(model: LoadedModel, data: CalibrationData) -> Profile:
 
 def prompt(number: int, *kinds: str | None) -> CalibrationPrompt:
     after = (Continuation(torch.zeros(1, 4, dtype=torch.long), 2, kind=kind) for kind in kinds)
-    return CalibrationPrompt(torch.zeros(1, 9, dtype=torch.long), number, tuple(after))
+    return CalibrationPrompt(torch.zeros(1, 9, dtype=torch.long), number, number, tuple(after))
 
 
 def test_the_profile_has_what_a_kind_of_question_loses(profile: Profile) -> None:
@@ -61,24 +56,27 @@ def test_the_profile_has_what_a_kind_of_question_loses(profile: Profile) -> None
     settings = profile.metadata.provenance.settings
     assert (settings["kinds"], settings["left_out_questions"]) == (2, 2)
     assert profile.arrays["kind_recall"].shape == (2 + len(COMPARED), len(BUDGETS), layers, heads)
-    assert profile.arrays["kind_loss"].shape == (2 + len(COMPARED), len(BUDGETS))
+    assert profile.arrays["kind_text_loss"].shape == (1, 2 + len(COMPARED), len(BUDGETS))
     # the one context that is reported on is of that kind: the whole fit and the built-in rankings are asked the same
-    np.testing.assert_allclose(profile.arrays["kind_loss"][1:], profile.arrays["loss"], atol=1e-6)
+    np.testing.assert_allclose(profile.arrays["kind_text_loss"][:, 1:], profile.arrays["text_loss"], atol=1e-6)
     view = RankingView(profile)
     found = view.left_out
-    assert found is not None and found.rankings == ("without the kind", "probe", *COMPARED)
+    assert found is not None and found.losses.rankings == ("without the kind", "probe", *COMPARED)
     assert found.kind == settings["left_out"] in ("codes", "chains")
     assert sum(found.words == line for line in view.remarks()) == 1
 
 
 def test_whether_it_carries_over_is_said(profile: Profile) -> None:
-    loss = np.full_like(profile.arrays["kind_loss"], 0.4)
-    for unseen, carries in ((0.3, True), (0.4, True), (0.5, False)):
-        loss[0], loss[1] = unseen, 0.1
-        found = RankingView(Profile(profile.metadata, {**profile.arrays, "kind_loss": loss.copy()})).left_out
-        assert found is not None and found.words.startswith("the ranking carries over") == carries
-        assert f"replies move by {unseen:.3f}, under snapkv by 0.400, under the whole fit by 0.100" in found.words
-        assert found.words.startswith("warning: ") != carries
+    for texts, unseen, carries in ((5, 0.3, True), (5, 0.4, None), (5, 0.5, False), (4, 0.3, None), (4, 0.5, None)):
+        loss = np.full((texts, 2 + len(COMPARED), len(BUDGETS)), 0.4, np.float32)
+        loss[:, 0] = unseen
+        loss[:, 1] = 0.1
+        found = RankingView(Profile(profile.metadata, {**profile.arrays, "kind_text_loss": loss})).left_out
+        assert found is not None and found.losses.is_better is carries
+        assert f"asked 2 questions of that kind, replies move at 5%: {unseen:.3f}, under snapkv 0.400" in found.words
+        assert f"over {texts} texts" in found.words
+        assert found.words.startswith("warning: ") == (carries is False)
+        assert found.words.endswith(UNKNOWN) == (carries is None)
 
 
 def test_the_second_fit_sees_nothing_of_the_kind(
@@ -102,7 +100,7 @@ def test_the_second_fit_sees_nothing_of_the_kind(
     )
     both = calibrate_probe(model, replace(data, contexts=mixed), answers)
     assert both.metadata.provenance.settings["left_out"] == "codes"
-    for name in ("linear", "recall", "loss"):
+    for name in ("linear", "recall", "text_loss"):
         np.testing.assert_array_equal(plain.arrays[name], both.arrays[name])
     others = replace(data, contexts=tuple(replace(one, questions=(b,)) for one, _, b in pairs))
     calibrate_probe(model, others, answers)
@@ -119,10 +117,10 @@ def test_importance_of_and_without_a_kind(model: LoadedModel, data: CalibrationD
     builder = QuestionBuilder.of(model, prompts, data.prompt, ("answers", "reconstruction"))
     with torch.no_grad(), running(model.model):
         whole, first = (ContextPass.of(model, each, each, SMALL, builder) for each in prompts)
-        assert torch.equal(whole.largest_of("codes"), first.largest_of("codes"))
+        assert torch.equal(whole.importance_by_kind["codes"], first.importance_by_kind["codes"])
         others = whole.largest_without("codes")
         assert others is not None and not torch.equal(others, whole.largest)
-        assert torch.equal(torch.maximum(others, whole.largest_of("codes")), whole.largest)
+        assert torch.equal(torch.maximum(others, whole.importance_by_kind["codes"]), whole.largest)
 
 
 def test_which_kind_is_left_out() -> None:
@@ -144,6 +142,6 @@ def test_which_kind_is_left_out() -> None:
 )
 def test_one_kind_is_said_once(model: LoadedModel, data: CalibrationData, kinds: tuple[str | None], why: str) -> None:
     found = calibrate_probe(model, of_kinds(replace(data, contexts=data.contexts[:3]), *kinds), SMALL)
-    assert "kind_loss" not in found.arrays
+    assert "kind_text_loss" not in found.arrays
     said = [line for line in RankingView(found).remarks() if UNKNOWN in line]
     assert said == [f"{why}: whether the ranking carries over to other kinds is not known"]

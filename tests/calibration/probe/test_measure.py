@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import COMPARED, LukvOptions, ProbeOptions
-from kvsearch.calibration.probe.context_pass import BUDGETS, ContextPass, QuestionBuilder, split
+from kvsearch.calibration.probe.context_pass import BUDGETS, ContextPass, QuestionBuilder
 from kvsearch.calibration.probe.rankings import EXACT, beyond_chance, recall_of
 from kvsearch.calibration.prompts import prompts_of
 from kvsearch.core.errors import UsageError
@@ -64,17 +64,38 @@ def test_a_profile_has_weights_and_how_good_they_are(model: LoadedModel, profile
     assert next(view.remarks()) == "fitted on 4 contexts, chosen on 1, reported on 1"
 
 
+def with_losses(profile: Profile, texts: int, fit: float, **others: float) -> Profile:
+    """The profile with these losses on so many texts: of the fit, and of other rankings where they are not 1."""
+    values = np.ones((texts, 1 + len(COMPARED), len(BUDGETS)), np.float32)
+    values[:, 0] = fit
+    for name, loss in others.items():
+        values[:, 1 + COMPARED.index(name)] = loss
+    return Profile(profile.metadata, {**profile.arrays, "text_loss": values})
+
+
+@pytest.mark.parametrize(
+    ("texts", "fit", "keydiff", "is_better"),
+    [(5, 0.5, 1, True), (4, 0.5, 1, None), (6, 0.5, 0.2, False), (4, 0.5, 0.2, None), (5, 0.5, 0.5, None)],
+)
+def test_headlines_hold_at_every_size_beyond_chance(
+    profile: Profile, texts: int, fit: float, keydiff: float, is_better: bool | None
+) -> None:
+    made = with_losses(profile, texts, fit, keydiff=keydiff)
+    losses = RankingView(made).losses
+    assert losses is not None and losses.is_better is is_better
+    headlines = [line for line in RankingView(made).remarks() if "ranks better than" in line]
+    assert len(headlines) == (is_better is not None)
+    assert all(losses.words in line and f"over {texts} texts" in line for line in headlines)
+    for size in range(len(BUDGETS)):
+        values = made.arrays["text_loss"].copy()
+        values[..., size] = 1
+        assert replace(losses, values=values).is_better is None
+
+
 def test_a_fit_that_loses_says_so(profile: Profile, tmp_path: Path) -> None:
-    loss = np.ones_like(profile.arrays["loss"])
-    loss[0] = 0.5
-    better = Profile(profile.metadata, {**profile.arrays, "loss": loss.copy()})
-    assert RankingView(better).loses_to() is None
-    loss[2] = 0.0
-    worse = Profile(profile.metadata, {**profile.arrays, "loss": loss.copy()})
-    assert f"{COMPARED[1]} ranks better than the fit" in list(RankingView(worse).remarks())[-1]
-    loss[0] = 2.0
-    last = Profile(profile.metadata, {**profile.arrays, "loss": loss})
-    assert "every other ranking is better" in list(RankingView(last).remarks())[-1]
+    last = with_losses(profile, texts=1, fit=2)
+    assert RankingView(last).is_last
+    assert "on average over sizes every other ranking is better" in list(RankingView(last).remarks())[-1]
     save_profile(last, tmp_path / "profile.safetensors")
     with pytest.raises(UsageError, match="every built-in ranking is better than this fit: fit on more"):
         fitted_policy(f"probe={tmp_path}")
@@ -85,20 +106,6 @@ def test_a_fit_that_loses_says_so(profile: Profile, tmp_path: Path) -> None:
     assert fitted_policy(f"probe={tmp_path}")[0] == "probe"
 
 
-def test_budgets_on_top_of_a_ranking(
-    model: LoadedModel, data: CalibrationData, profile: Profile, tmp_path: Path
-) -> None:
-    """From a directory to a plan in a folder of its own, which has the weights beside it."""
-    save_profile(profile, tmp_path / "profile.safetensors")
-    name, params = fitted_policy(f"probe={tmp_path}")
-    found = calibrate_lukv(model, data, create_policy(name, params), LukvOptions(normalization="layer"))
-    plan = plan_from_profile(found, Size(ratio=0.5))
-    (tmp_path / "there").mkdir()
-    save_plan(plan, tmp_path / "there" / "plan.json")
-    assert len(list((tmp_path / "there").glob("probe-*.safetensors"))) == 1
-    Program.from_plan(model.model, load_plan(tmp_path / "there" / "plan.json"))
-
-
 def test_directories_without_a_ranking(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="policy probe is fitted: give probe=DIR"):
         fitted_policy("probe")
@@ -106,16 +113,6 @@ def test_directories_without_a_ranking(tmp_path: Path) -> None:
         fitted_policy("snapkv=runs")
     with pytest.raises(UsageError, match="there is no file"):
         fitted_policy(f"probe={tmp_path}")
-
-
-def test_contexts_are_used_once(model: LoadedModel, data: CalibrationData) -> None:
-    prompts = prompts_of(model, data)
-    for seed in range(5):
-        parts = split(prompts, seed)
-        assert sorted(prompt.context for part in parts for prompt in part) == list(range(6))
-        assert [len(part) for part in parts] == [4, 1, 1]
-    with pytest.raises(UsageError, match="there are 2: give at least 3, better dozens"):
-        split(prompts[:2], 0)
 
 
 def test_recall_is_a_share_of_the_oracle() -> None:
@@ -131,7 +128,6 @@ def test_recall_is_a_share_of_the_oracle() -> None:
     ("given", "problem"),
     [
         ({"features": ("keys",)}, "'keys' is unknown; did you mean 'key'"),
-        ({"targets": ("answer",)}, "'answer' is unknown; did you mean 'answers'"),
         ({"features": ()}, "names nothing"),
         ({"entries": 5}, "greater than or equal to 100"),
     ],
@@ -156,12 +152,12 @@ def test_heads_errors_are_those_of_masked_attention(model: LoadedModel, data: Ca
     builder = QuestionBuilder.of(model, prompts, data.prompt, ("answers",))
     with torch.no_grad(), running(model.model):
         one = ContextPass.of(model, prompts[0], prompts[0], SMALL, builder)
-        every = torch.ones(4, 2, one.length, dtype=torch.bool)
+        every = torch.ones(4, 2, one.prompt.length, dtype=torch.bool)
         some = every.clone()
         some[:, :, 5:60:2] = False
-        errors = one.head_errors([every, some])
+        errors = one.head_errors(one.asked["answers"], [every, some])
         assert float(errors[:, 0].max()) == 0
-        with one.passed.following(one.asked[0].tokens):
+        with one.passed.following(one.asked["answers"][0].tokens):
             layer = list(one.passed.continuations())[1]
             group = layer.query.shape[1] // 2
             rows = layer.query.shape[2]
@@ -187,7 +183,7 @@ def test_contexts_without_questions_are_asked_for_themselves(model: LoadedModel,
     assert found.metadata.provenance.settings["targets"] == ("reconstruction",)
     assert found.metadata.provenance.contexts is not None
     assert found.metadata.provenance.contexts.fitted.questions == 0
-    assert np.isfinite(found.arrays["loss"]).all()
+    assert np.isfinite(found.arrays["text_loss"]).all()
     told = [line for line in RankingView(found).remarks() if "no questions" in line]
     assert told == ["the contexts have no questions, and are asked for themselves alone (reconstruction)"]
     mixed = replace(data, contexts=(*bare.contexts[:1], *data.contexts[1:3]))
@@ -254,3 +250,17 @@ def test_one_context_that_loses_much_says_nothing() -> None:
     assert not beyond_chance([5.0, -0.1, 0.1, -0.1, 0.1, -0.1, 0.1])
     assert not beyond_chance([0.0] * 20)
     assert beyond_chance([0.02] * 19 + [-0.02])
+
+
+def test_budgets_on_top_of_a_ranking(
+    model: LoadedModel, data: CalibrationData, profile: Profile, tmp_path: Path
+) -> None:
+    """From a directory to a plan in a folder of its own, which has the weights beside it."""
+    save_profile(profile, tmp_path / "profile.safetensors")
+    name, params = fitted_policy(f"probe={tmp_path}")
+    found = calibrate_lukv(model, data, create_policy(name, params), LukvOptions(normalization="layer"))
+    plan = plan_from_profile(found, Size(ratio=0.5))
+    (tmp_path / "there").mkdir()
+    save_plan(plan, tmp_path / "there" / "plan.json")
+    assert len(list((tmp_path / "there").glob("probe-*.safetensors"))) == 1
+    Program.from_plan(model.model, load_plan(tmp_path / "there" / "plan.json"))

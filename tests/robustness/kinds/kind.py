@@ -39,8 +39,9 @@ class Kind:
         from kvsearch.policies import fitted, kvzap, probe, query_bank
 
         weights._known.clear()
-        for kept in (fitted.profile_of, probe._read, query_bank._read, kvzap._read):
-            kept.cache_clear()
+        fitted.profile_of.cache_clear()
+        for read in (probe._weights, query_bank._bank, kvzap._layers):
+            read.__wrapped__.cache_clear()
 
 
 @contextmanager

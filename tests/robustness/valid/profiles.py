@@ -87,10 +87,10 @@ def compared_rankings() -> list[bytes]:
     more = {"left_out": "codes", "left_out_questions": 2, "unseen_heads": ("0.1", "1.0"), "without_questions": 2}
     found = []
     for told in ({**settings, "features": SCORES}, {**settings, **more, "few_contexts": True}):
-        shapes = {"recall": (3, 2, 2, 2), "loss": (3, 2)}
-        shapes |= {"kind_recall": (4, 2, 2, 2), "kind_loss": (4, 2)} if "left_out" in told else {}
+        shapes = {"recall": (3, 2, 2, 2), "text_loss": (2, 3, 2)}
+        shapes |= {"kind_recall": (4, 2, 2, 2), "kind_text_loss": (2, 4, 2)} if "left_out" in told else {}
         arrays = {name: rng.uniform(0.1, 1, shape) for name, shape in shapes.items()}
-        arrays["loss"][0] /= 10  # the fit is the best
+        arrays["text_loss"][:, 0] /= 10  # the fit is the best
         made = ranking(layers=(0, 1), heads=2, **arrays)
         made = extended(made, {"features": SCORES, **told}, {})
         found.append(made.to_bytes())
