@@ -40,8 +40,8 @@ def main() -> None:
         started = time.process_time()
         chosen = options.model_copy(update={"naive": naive})
         some = data.limited(questions)
-        calibration = PolykvCalibration(loaded, some, policies, chosen)
-        profile = calibration.measure(calibration.prepare(), StepCache())
+        calibration = PolykvCalibration(loaded, some, policies, chosen, steps=StepCache())
+        profile = calibration.measure(calibration.prepare())
         return profile, time.process_time() - started
 
     timed(naive=False, questions=1)  # the first pass of a process is slow

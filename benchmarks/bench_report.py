@@ -29,11 +29,11 @@ from kvsearch.plan import (
     Plan,
     Profile,
     ProfileMetadata,
-    largest_remainder,
     save_plan,
     save_profile,
 )
 from kvsearch.plan.origin import provenance
+from kvsearch.plan.rounding import largest_remainder
 from kvsearch.runs.identity import LEDGER, RunConfig
 from kvsearch.runs.lock import locked
 from kvsearch.runs.run import begin, write_json

@@ -21,6 +21,7 @@ from kvsearch.strategies.compared import ReadyMethod, full_method
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task
 
+ROUNDOFF = 1e-9  # scores that differ by less are equal
 OpenStage = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
 StageStore = Callable[[str, Evaluation], OpenStage]  # opens what keeps the replies of a stage, by its name
 
@@ -50,6 +51,15 @@ class PlanComparison:
             label = self.labels[other]
             weights[label] = weights.get(label, 0.0) - 1 / len(others)
         return contrast(self.comparison.samples, weights, self.comparison.contexts)
+
+    def ahead(self, name: str) -> dict[str, Difference]:
+        """Return what others score above `name`, the most first; the full cache aside."""
+        mean = self.score(name).mean
+        higher = [
+            other for other in self.labels if other not in (FULL, name) and self.score(other).mean > mean + ROUNDOFF
+        ]
+        leads = {other: self.gain(other, [name]) for other in higher}
+        return dict(sorted(leads.items(), key=lambda item: -item[1].mean))
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from kvsearch.jobs.following import evaluation, following
 from kvsearch.jobs.groups import (
     ASKED,
     BUDGET,
+    SURE,
     TASKS_OPTION,
     Asking,
     Numbers,
@@ -43,6 +44,7 @@ from kvsearch.runs.run import run_in
 from kvsearch.search.names import FILES, FRONT, PLAN
 from kvsearch.search.settings import WHAT, EvolveSettings, SearchLimits
 from kvsearch.search.trials import TrialLog
+from kvsearch.selection.race import Rule
 from kvsearch.tasks.catalog import find_tasks
 
 if TYPE_CHECKING:
@@ -99,6 +101,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, TaskDetails, Asking, Evolve
     ] = Field(default_factory=dict)
     tasks: Annotated[str | None, TASKS_OPTION] = None
     samples: Annotated[Samples, Option("Contexts per task in each of the three splits.", panel=ASKED)] = 10
+    sure: Annotated[float, replace(SURE, panel=ASKED)] = Rule.sure
     max_evals: Annotated[int | None, Field(ge=1), Option("Different candidates.", panel=LIMITS)] = None
     max_time: Annotated[
         float | None, Field(gt=0, allow_inf_nan=False), Option("Seconds of search, all sessions.", panel=LIMITS)
@@ -301,7 +304,7 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
     else:
         base = Base.of(loaded, policies[0] if policies else next(iter(plans.values())), PHASES[options.phases])
     asked = options.asking(options.protocol)
-    return prepare_searches(base, budgets, options.settings, splits, asked, plans)
+    return prepare_searches(base, budgets, options.settings, splits, asked, plans, Rule(options.sure))
 
 
 def _find_policies(space: str, names: str | None, params: Mapping[str, Any], plans: Mapping[str, Plan]) -> list[Policy]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsearch.core.arrays import Floats
-from kvsearch.evaluation.sign_flips import compute_chances
+from kvsearch.core.sign_flips import compute_chances
 from kvsearch.evaluation.statistics import student_estimate
 from kvsearch.plan import Profile
 from kvsearch.policies.fitted import is_last

@@ -12,7 +12,6 @@ from kvsearch.results.search import AnySearch, FrontResult, SearchResult, Stored
 from kvsearch.runs.estimates import Estimate
 from kvsearch.search.names import EVOLVED, EXPANDED, UNIFORM
 from kvsearch.search.trials import Spent
-from kvsearch.selection.selection_job import find_ahead
 from kvsearch.strategies.names import FULL
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def _front_table(result: AnySearch) -> Table:
 
 def decision(evolved: Evolved) -> str:
     """Say what was chosen, how sure that is, and what scores higher in the report, in one sentence."""
-    ahead = ahead_words(find_ahead(evolved.report, EVOLVED), len(evolved.report.labels) - 2)
+    ahead = ahead_words(evolved.report.ahead(EVOLVED), len(evolved.report.labels) - 2)
     return f"{_choice_words(evolved)}{f'; {ahead}' if ahead else ''}"
 
 

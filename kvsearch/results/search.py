@@ -18,7 +18,6 @@ from kvsearch.search.names import EVOLVED
 from kvsearch.search.trials import BestLine, ResultLine, Spent, ToldLine, TrialLog
 from kvsearch.selection.race import Verdict
 from kvsearch.selection.scores import GapClosed, Scores, measure_gap_closed
-from kvsearch.selection.selection_job import find_ahead
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Coverage
 
@@ -82,7 +81,7 @@ class FoundAtBudget(Stored):
             report={name: report.score(name) for name in report.labels},
             gains={name: report.gain(EVOLVED, [name]) for name in others},
             recovered=gap_shares(report),
-            ahead=find_ahead(report, EVOLVED),
+            ahead=report.ahead(EVOLVED),
         )
 
 

@@ -310,12 +310,13 @@ def prepare_search(
     asked: Settings,
     plans: Mapping[str, Plan],
     before: ContextRecord | None = None,
+    rule: Rule | None = None,
 ) -> PreparedSearch:
     """Draw the questions of all splits, and check that everything fits together.
 
     `budget` is c, the entries that a kv head keeps on average, `asked.samples` is how many contexts of every task each
-    split has; `plans` are start plans by name. No context is asked that one of these was fitted or chosen on, as
-    `before` says (None: as the plans say themselves).
+    split has; `plans` are start plans by name, `rule` says how sure to be. No context is asked that one of these plans
+    was fitted or chosen on, as `before` says (None: as the plans say themselves).
 
     Raises:
         UsageError: too few questions, no fresh context, a question in two splits, a group size above the layers, a
@@ -340,7 +341,7 @@ def prepare_search(
         name: encode_tasks(base.loaded, tasks, asked.samples, asked.seed, asked.max_length, asked.used)
         for name, tasks in (("search", splits.search), ("choice", splits.choice), ("report", splits.report))
     }
-    prepared = PreparedSearch(base, budget, settings, asked, starts, splits, encoded, before)
+    prepared = PreparedSearch(base, budget, settings, asked, starts, splits, encoded, before, rule or Rule())
     if len(prepared.samples) < 2:
         raise UsageError("one question to search on: the result would fit that one alone, give more --samples")
     refuse_shared(encoded)
@@ -362,6 +363,7 @@ def prepare_searches(
     splits: Splits,
     asked: Settings,
     plans: Mapping[str, Plan],
+    rule: Rule | None = None,
 ) -> tuple[PreparedSearch, ...]:
     """Prepare a search of the same questions at every budget, ascending; the rest is as for `prepare_search`.
 
@@ -371,7 +373,7 @@ def prepare_searches(
     sizes = sorted(set(budgets))
     if len(sizes) < min(len(budgets), 2):
         raise UsageError("a front needs two different budgets or more: give a single one with --budget")
-    first = prepare_search(base, sizes[0], settings, splits, asked, plans)
+    first = prepare_search(base, sizes[0], settings, splits, asked, plans, rule=rule)
     return (first, *(resize_search(first, size, plans) for size in sizes[1:]))
 
 

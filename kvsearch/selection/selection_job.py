@@ -16,13 +16,12 @@ from typing import Any, Final
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Settings, work_of
 from kvsearch.evaluation.identity import rows_hash
-from kvsearch.evaluation.plan_comparison import PlanComparison, StageStore, prepare_plans
+from kvsearch.evaluation.plan_comparison import StageStore, prepare_plans
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work
 from kvsearch.plan import PHASES, Plan, Profile, Size
 from kvsearch.plan.origin import ContextRecord, Use, joined, provenance
 from kvsearch.plan.profile_arrays import SIGNALLED
-from kvsearch.runs.estimates import Difference
 from kvsearch.runs.identity import RunConfig
 from kvsearch.selection.candidates import CandidateSet, content_hash
 from kvsearch.selection.comparison import Decision, PlanRace, prepare_race
@@ -204,7 +203,7 @@ class SelectionJob:
             held={name: report.comparison.held[label] for name, label in report.labels.items()},
             gain=gain,
             share=share,
-            ahead=find_ahead(report, chosen.written),
+            ahead=report.ahead(chosen.written),
             lead=lead,
             by_budgets=by_budgets,
             parts=decomposition,
@@ -295,16 +294,6 @@ def phase_result(race: PlanRace, decision: Decision) -> PhaseResult:
         available=sum(task.distinct for task in race.encoded),
         notes=tuple(notes),
     )
-
-
-def find_ahead(report: PlanComparison, written: str) -> dict[str, Difference]:
-    """Return what others of a report score above what was written, the most first; the full cache aside."""
-    higher = {
-        name: report.gain(name, [written])
-        for name in report.labels
-        if name not in (FULL, written) and report.score(name).mean > report.score(written).mean + TIE
-    }
-    return dict(sorted(higher.items(), key=lambda item: -item[1].mean))
 
 
 def count_questions(encoded: Sequence[TaskPrompts]) -> int:

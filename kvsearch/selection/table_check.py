@@ -4,7 +4,7 @@ Every context is asked under the table that the other contexts make (`held_out_r
 what it was part of. A table may be too sure of itself: where a mixture with even budgets keeps more of the answers, it
 is the mixture that is written (`shrink_table`). What is compared is how much of each answer stays, by context: the
 share of its tokens before the first one that the model predicts otherwise than under its full cache, teacher-forced.
-Chance is that of a sign-flip test, see `kvsearch.evaluation.sign_flips`; several ratios share the level among them.
+Chance is that of a sign-flip test, see `kvsearch.core.sign_flips`; several ratios share the level among them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.calibration.tables import CHECKED_RATIOS, HELD_OUT, floor_entries, folds_of
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.progress import Progress, counted
-from kvsearch.evaluation.sign_flips import compute_chances
+from kvsearch.core.sign_flips import compute_chances
 from kvsearch.evaluation.statistics import student_estimate
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import GRID, Profile

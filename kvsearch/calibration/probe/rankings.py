@@ -7,7 +7,6 @@ mean, and an even sample keeps a mean that the entries with most attention do no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,14 +17,13 @@ from kvsearch.budgets.convex import oracle_recall_curve, recall_curve
 from kvsearch.calibration.options import COMPARED
 from kvsearch.calibration.probe.context_pass import BUDGETS, ContextPass
 from kvsearch.core.arrays import Floats
+from kvsearch.core.sign_flips import compute_chances
 from kvsearch.tasks.splits import group_by_text
 
 if TYPE_CHECKING:
     from kvsearch.calibration.steps import Arrays
 
 LEVEL = 0.05  # of the sign-flip test
-EXACT = 12  # contexts up to which all signs are tried
-FLIPS = 9999
 LEAST_ERROR = 1e-30  # of a head whose output does not move
 
 Ranking = Callable[[ContextPass], Tensor]  # scores of the entries of a context that are ranked, [L, Hkv, T]
@@ -77,24 +75,8 @@ def prefers_spread(ranking: Ranking, read: Measured) -> Tensor:
         return {"loss": losses((ranking(context_pass), mixture(context_pass)), context_pass).mean(-1)}
 
     worse = [float((arrays["loss"][:, 1] - arrays["loss"][:, 0]).mean()) for arrays in read(compared)]
-    return torch.zeros_like(better) if beyond_chance(worse) else better
-
-
-def beyond_chance(losses: Sequence[float]) -> bool:
-    """Tell whether the mean of what contexts lose is above zero beyond chance, by a sign-flip test.
-
-    If nothing is lost, what a context loses is as likely to be of either sign: the chance is the share of signs under
-    which the mean is as large. Contexts are the units, as questions of one context lose alike; below five of them
-    nothing is beyond chance.
-    """
-    values = np.array(losses, dtype=np.float64)
-    if len(values) <= EXACT:
-        signs = np.array(list(product((1.0, -1.0), repeat=len(values))))
-    else:
-        drawn = np.random.default_rng(0).choice((1.0, -1.0), size=(FLIPS, len(values)))
-        signs = np.concatenate([np.ones((1, len(values))), drawn])
-    means = signs @ values
-    return bool(np.mean(means >= means[0] - 1e-12) <= LEVEL)
+    (chance,) = compute_chances(np.array([worse]))  # of contexts, as questions of one context lose alike
+    return torch.zeros_like(better) if chance <= LEVEL else better
 
 
 def losses(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:

@@ -10,13 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import COMPARED, LukvOptions, ProbeOptions
 from kvsearch.calibration.probe.context_pass import BUDGETS, ContextPass, QuestionBuilder
-from kvsearch.calibration.probe.rankings import EXACT, beyond_chance, recall_of
+from kvsearch.calibration.probe.rankings import recall_of
 from kvsearch.calibration.prompts import prompts_of
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
@@ -236,20 +234,6 @@ def test_what_a_fit_protected_and_is_for_is_carried(profile: Profile, tmp_path: 
     written(2, 3)
     with pytest.raises(UsageError, match="has weights for version 2 of policy probe, and this is version 1: fit it ag"):
         fitted_policy(f"probe={tmp_path}")
-
-
-@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=EXACT + 3))
-def test_five_contexts_that_all_lose_are_beyond_chance_and_four_are_not(losses: list[float]) -> None:
-    """All of n signs alike have a chance of 1 in 2^n."""
-    assert beyond_chance(losses) == (len(losses) >= 5)
-    assert not beyond_chance([-loss for loss in losses])
-
-
-def test_one_context_that_loses_much_says_nothing() -> None:
-    assert not beyond_chance([0.03, -0.001])
-    assert not beyond_chance([5.0, -0.1, 0.1, -0.1, 0.1, -0.1, 0.1])
-    assert not beyond_chance([0.0] * 20)
-    assert beyond_chance([0.02] * 19 + [-0.02])
 
 
 def test_budgets_on_top_of_a_ranking(

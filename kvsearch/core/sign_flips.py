@@ -8,11 +8,14 @@ is, so no plan is chosen by it (`kvsearch.selection.race`).
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 from kvsearch.core.arrays import Floats
 
 FLIPS = 9999
+EXACT = 12  # contexts up to which all signs are tried
 TIE = 1e-9  # leads that differ by less are equal, but for rounding
 
 
@@ -23,7 +26,12 @@ def compute_chances(leads: Floats, seed: int = 0) -> Floats:
     """
     scale = np.linalg.norm(leads, axis=1, keepdims=True)
     scaled = np.divide(leads, scale, out=np.zeros_like(leads), where=scale > 0)
-    signs = np.random.default_rng(seed).choice([-1.0, 1.0], (FLIPS, leads.shape[1]))
+    contexts = leads.shape[1]
+    if contexts <= EXACT:
+        signs = np.array(list(product((1.0, -1.0), repeat=contexts)))  # the first is the leads as they are
+    else:
+        drawn = np.random.default_rng(seed).choice([-1.0, 1.0], (FLIPS, contexts))
+        signs = np.concatenate([np.ones((1, contexts)), drawn])
     largest = (signs @ scaled.T).max(axis=1)
-    found: Floats = (1 + (largest[:, None] >= scaled.sum(axis=1) - TIE).sum(axis=0)) / (FLIPS + 1)
-    return found
+    chances: Floats = (largest[:, None] >= scaled.sum(axis=1) - TIE).mean(axis=0)
+    return chances

@@ -6,8 +6,10 @@ from itertools import product
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvsearch.evaluation.sign_flips import compute_chances
+from kvsearch.core.sign_flips import EXACT, compute_chances
 
 
 @pytest.mark.parametrize("contexts", [1, 2, 4, 7])
@@ -28,3 +30,15 @@ def test_chances_are_those_of_all_signs() -> None:
     alone = np.array([compute_chances(row[None])[0] for row in leads])
     assert (alone <= compute_chances(leads)).all()  # more finalists, more luck
     assert compute_chances(leads)[0] > 1.5 * alone[0]
+
+
+@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=EXACT + 3))
+def test_five_contexts_that_all_lead_are_beyond_chance_and_four_are_not(leads: list[float]) -> None:
+    """All of n signs alike have a chance of 1 in 2^n."""
+    assert (compute_chances(np.array([leads]))[0] <= 0.05) == (len(leads) >= 5)
+    assert compute_chances(-np.array([leads]))[0] > 0.05
+
+
+def test_one_context_that_leads_much_says_nothing() -> None:
+    assert compute_chances(np.array([[5.0, -0.1, 0.1, -0.1, 0.1, -0.1, 0.1]]))[0] > 0.05
+    assert compute_chances(np.array([[0.02] * 19 + [-0.02]]))[0] <= 0.05
