@@ -470,6 +470,8 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
             usable.append(policy.name)
         except IncompatibleError as error:  # it needs what this model does not have
             reporter.warn(f"no budgets for {policy.name}: {error}")
+    if not usable:
+        raise UsageError(f"none of --policies {','.join(options.policies)} can be used on this model: name others")
     counts = {
         "select": options.samples or contexts_per_task(CHOICE_CONTEXTS, len(tasks["select"])),
         "report": options.samples or contexts_per_task(REPORT_CONTEXTS, len(tasks["report"])),

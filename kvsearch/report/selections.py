@@ -45,7 +45,7 @@ def decision(result: PhaseResult) -> str:
     leader = result.leader
     if leader is None:
         return f"{result.best}, the best of {baselines}, is written: every strategy is a baseline, too"
-    lead = _lead(leader, result)
+    lead = _lead_words(leader, result)
     if result.verdict == "beats":
         left = f"; {result.available - result.asked.contexts} more were not needed"
         over = left if result.available > result.asked.contexts else ""
@@ -208,12 +208,13 @@ def best_first(scores: Mapping[str, Estimate]) -> list[tuple[str, Estimate]]:
     return sorted(scores.items(), key=lambda one: (one[0] != FULL, -one[1].mean, one[0]))
 
 
-def _lead(method: MethodResult, result: PhaseResult) -> str:
-    """Return what a candidate leads by, and the chance of that; its level where several races share one."""
+def _lead_words(method: MethodResult, result: PhaseResult) -> str:
+    """Say what a candidate leads by, at the least, and the chance of that; its level where several races share one."""
     assert method.lead is not None
     assert method.chance is not None
+    least = "" if result.bound is None else f", at least {100 * result.bound:+.2f} with {percent(result.sure, 0)}%"
     shared = f", where {result.level:.2g} or less counts" if result.level < min(Rule.level, 1 - result.sure) else ""
-    return f"{interval(method.lead, '+.2f', noun=' points')}, chance {chance_of(method.chance)}{shared}"
+    return f"{100 * method.lead.mean:+.2f} points{least} (chance {chance_of(method.chance)}{shared})"
 
 
 def run_result(found: Sequence[Selection], files: Sequence[str], smallest: Smallest | None = None) -> RunResult:

@@ -35,7 +35,7 @@ class Decision:
 
     `best` is the baseline with the highest score of those that were asked to the end. `evidence` are the logarithms of
     what bets on the candidates made of 1, all candidates taken into account. `behind` are candidates that left because
-    a baseline is ahead of them on a kind of question, with the reason.
+    a baseline is ahead of them on a kind of question, with the reason. `bound` is as for a `Race`.
     """
 
     rounds: tuple[PlanComparison, ...]
@@ -45,6 +45,7 @@ class Decision:
     evidence: Mapping[str, float]
     behind: Mapping[str, str]
     level: float
+    bound: float
 
     def at_level(self, level: float) -> Decision:
         """Return the decision at another level: what is likely better may beat the baselines at a higher one."""
@@ -199,7 +200,7 @@ class PlanRace:
         assert race.verdict is not None
         shared.beaten += race.verdict == "beats"
         evidence = {name: race.evidence(name) for name in race.wealths}
-        return Decision(tuple(rounds), race.best, race.winner, race.verdict, evidence, behind, level)
+        return Decision(tuple(rounds), race.best, race.winner, race.verdict, evidence, behind, level, race.bound)
 
 
 def behind_on_kinds(

@@ -175,8 +175,8 @@ class Race:
 
     `candidates` and `baselines` are those that the next round asks, `scores` all rounds of those that the last one
     asked, and `wealths` the logarithm of what bets on every candidate made of 1 as of the last round that asked it.
-    `winner` and `verdict` are None until the race ends; `best` is the baseline with the highest score then. `behind`
-    are reasons why others left that do not show in their scores.
+    `winner` and `verdict` are None until the race ends. `best` is the baseline with the highest score, `bound` the
+    one-sided bound at `Rule.sure` of what the candidate with the highest score leads it by.
     """
 
     candidates: list[str]
@@ -185,6 +185,7 @@ class Race:
     scores: Scores | None = None
     wealths: dict[str, float] = field(default_factory=dict)
     best: str = ""
+    bound: float = -math.inf
     winner: str | None = None
     verdict: Verdict | None = None
     _bettors: dict[tuple[str, str], Floats] = field(default_factory=dict)
@@ -201,13 +202,13 @@ class Race:
             against = np.stack([self._bettors[name, other] for other in self.baselines])
             self.wealths[name] = float(mix_bettors(against).min())
         leader = scores.ranked(self.candidates)[0] if self.candidates else None
+        self.bound = lead_bound(scores, leader, self.best, self.rule.sure) if leader else -math.inf
         if leader is None:
             self._let_leave(scores, self.best)
         elif self.evidence(leader) >= -math.log(self.rule.level) and len(scores.tasks) >= LEAST_CONTEXTS:
             self._end(leader, "beats")
         elif is_last:
-            is_likely = self.rule.writes_likely and lead_bound(scores, leader, self.best, self.rule.sure) > 0
-            if is_likely:
+            if self.rule.writes_likely and self.bound > 0:
                 self._end(leader, "likely")
             else:
                 self._end(self.best, "baseline")

@@ -60,8 +60,9 @@ class PhaseResult:
     """How the race of one phase setting ended; methods that were asked longest come first, then the higher score.
 
     `best` is the best baseline; `winner` the candidate that is written, None if it is the baseline. `verdict` says what
-    is known of it, see `kvsearch.selection.race`; `level` is what chances are compared with. `asked` counts what was
-    asked until it was decided, of `available` contexts.
+    is known of it, see `kvsearch.selection.race`; `level` is what chances are compared with. `bound` is what the
+    leading candidate is above the best baseline at least, with the probability `sure`; None without one. `asked` counts
+    what was asked until it was decided, of `available` contexts.
     """
 
     phases: str
@@ -72,6 +73,7 @@ class PhaseResult:
     verdict: Verdict
     level: float
     sure: float
+    bound: float | None
     asked: QuestionCount
     available: int
     notes: tuple[str, ...] = ()

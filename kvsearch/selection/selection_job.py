@@ -6,6 +6,7 @@ what the one whose race ends with the highest score has written is chosen.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -290,6 +291,7 @@ def phase_result(race: PlanRace, decision: Decision) -> PhaseResult:
         verdict=decision.verdict,
         level=decision.level,
         sure=race.rule.sure,
+        bound=decision.bound if math.isfinite(decision.bound) else None,
         asked=decision.asked,
         available=sum(task.distinct for task in race.encoded),
         notes=tuple(notes),

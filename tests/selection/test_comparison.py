@@ -49,7 +49,7 @@ def test_kinds_are_tasks_or_their_categories() -> None:
 def test_what_is_likely_may_beat_at_a_higher_level(level: float, verdict: str) -> None:
     asked = comparison_of(*samples([[1.0]] * 10, "a", "t"), *samples([[0.0]] * 10, "b", "t"))
     evidence = {"a": math.log(30)}
-    decision = Decision((asked,), "b", "a", "likely", evidence, {}, 0.01)
+    decision = Decision((asked,), "b", "a", "likely", evidence, {}, 0.01, 0.5)
     assert decision.at_level(level).verdict == verdict
     assert decision.chance("a") == pytest.approx(1 / 30)
     assert replace(decision, verdict="baseline", written="b").at_level(0.05).verdict == "baseline"
