@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.parsing import problems_of
+from kvsearch.core.parsing import problems_of, shown
 
 Content = TypeVar("Content")
 
@@ -50,8 +50,16 @@ def read_content(kind: type[Content], data: Any, path: Path) -> Content:
     """Return the content of a file as a record or a dataclass.
 
     Raises:
-        UsageError: the file at `path` is damaged; the message says where.
+        UsageError: the file at `path` is damaged, and the message says where, or of another version.
     """
+    if isinstance(kind, type) and issubclass(kind, Result) and isinstance(data, dict):
+        schema = data.get("schema", kind.SCHEMA)
+        if schema != kind.SCHEMA:
+            raise UsageError(
+                f"{path} is of another version of kvsearch ({shown(schema)}, this one reads {kind.SCHEMA}): read it with "
+                "that version, or delete it and run its command again"
+            )
+        data = {name: value for name, value in data.items() if name != "schema"}
     try:
         return TypeAdapter(kind).validate_python(data)
     except (ValidationError, UsageError) as error:  # a dataclass that checks its own numbers raises the second one

@@ -10,10 +10,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from kvsearch.core.errors import UsageError
-from kvsearch.core.parsing import read_json, shown
+from kvsearch.core.parsing import read_json
 from kvsearch.plan.saved import PROFILE
 from kvsearch.results.base import Result, read_content
 from kvsearch.selection.verdicts import AtBudget, Conditions, JudgedSignal
@@ -28,8 +27,6 @@ class ValidationResult(Result, Conditions):
     """Signals of one profile, judged by the same questions at one or several sizes, smaller budgets first."""
 
     SCHEMA: ClassVar[str] = "kvsearch.validation/3"
-    model_config = ConfigDict(extra="forbid")
-
     budgets: tuple[AtBudget, ...] = Field(min_length=1)
 
     @classmethod
@@ -50,11 +47,7 @@ class ValidationResult(Result, Conditions):
 
 def read_validation(data: Any, path: Path) -> ValidationResult:
     """Return the content of a file; UsageError if the file at `path` is damaged, or of another version."""
-    schema = data.get("schema") if isinstance(data, dict) else None
-    if schema != ValidationResult.SCHEMA:
-        wanted = ValidationResult.SCHEMA
-        raise UsageError(f"{path} is no {wanted} file (schema {shown(schema)}): delete it and validate again")
-    return read_content(ValidationResult, {name: data[name] for name in data if name != "schema"}, path)
+    return read_content(ValidationResult, data, path)
 
 
 def load_validation(path: Path) -> ValidationResult | None:

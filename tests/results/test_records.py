@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvsearch.core.canonical import canonical_json
+from kvsearch.core.errors import UsageError
 from kvsearch.core.parsing import read_json
 from kvsearch.results.base import Result, read_content
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
@@ -53,3 +54,10 @@ def test_a_validation_is_written_again() -> None:
     path = FILES / "validation.json"
     data = read_json(path)
     assert canonical_json(read_validation(data, path).as_json()) == canonical_json(data)
+
+
+def test_results_of_another_version_are_refused_by_their_name() -> None:
+    path = FILES / "run.json"
+    data = read_json(path)
+    with pytest.raises(UsageError, match=r"run.json is of another version of kvsearch .*run-report/1.*run-report/2"):
+        read_content(RunResult, {**data, "schema": "kvsearch.run-report/1"}, path)

@@ -473,7 +473,7 @@ def save(found: ValidationResult, directory: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"schema": "kvsearch.validation/2"}, r"is no kvsearch.validation/3 file .schema 'kvsearch.validation/2'."),
+        ({"schema": "kvsearch.validation/2"}, "is of another version of kvsearch .*kvsearch.validation/2"),
         ({"budgets": []}, "is damaged .budgets: .*: restore it, or run its command again"),
     ],
 )
