@@ -55,9 +55,10 @@ def read_content(kind: type[Content], data: Any, path: Path) -> Content:
     if isinstance(kind, type) and issubclass(kind, Result) and isinstance(data, dict):
         schema = data.get("schema", kind.SCHEMA)
         if schema != kind.SCHEMA:
+            versions = f"{shown(schema)}, this one reads {kind.SCHEMA}"
             raise UsageError(
-                f"{path} is of another version of kvsearch ({shown(schema)}, this one reads {kind.SCHEMA}): read it with "
-                "that version, or delete it and run its command again"
+                f"{path} is of another version of kvsearch ({versions}): read it with that version, or delete it and run "
+                "its command again"
             )
         data = {name: value for name, value in data.items() if name != "schema"}
     try:
