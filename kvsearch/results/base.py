@@ -57,7 +57,7 @@ def read_content(kind: type[Content], data: Any, path: Path) -> Content:
         if schema != kind.SCHEMA:
             versions = f"{shown(schema)}, this one reads {kind.SCHEMA}"
             raise UsageError(
-                f"{path} is of another version of kvsearch ({versions}): read it with that version, or delete it and run "
+                f"{path} is of another version of kvsearch ({versions}): read it with that one, or delete it and run "
                 "its command again"
             )
         data = {name: value for name, value in data.items() if name != "schema"}
