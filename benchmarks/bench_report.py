@@ -23,16 +23,9 @@ from typing import Any
 import numpy as np
 
 from kvsearch.core.canonical import sha256_of
-from kvsearch.plan import (
-    GRID,
-    ModelFingerprint,
-    Plan,
-    Profile,
-    ProfileMetadata,
-    save_plan,
-    save_profile,
-)
+from kvsearch.plan import ModelFingerprint, Plan, Profile, ProfileMetadata, save_plan, save_profile
 from kvsearch.plan.origin import provenance
+from kvsearch.plan.profile_arrays import GRID
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.runs.identity import LEDGER, RunConfig
 from kvsearch.runs.lock import locked

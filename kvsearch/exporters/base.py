@@ -17,7 +17,8 @@ import numpy as np
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import IncompatibleError, UsageError, given
 from kvsearch.models.architecture import Architecture
-from kvsearch.plan import ModelFingerprint, Plan, PolicySpec, Profile, budgets_at
+from kvsearch.plan import ModelFingerprint, Plan, PolicySpec, Profile
+from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.plan.schema import STATIC
 
 SINGLE = ""  # the name of the one file of a target that is no folder

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvsearch.plan import PHASES, Phase, Plan, diff
+from kvsearch.plan import PHASES, Phase, Plan
+from kvsearch.plan.arithmetic import diff
 from kvsearch.plan.schema import STATIC
 from kvsearch.plan.yaml import layer_ranges
 from kvsearch.report.figures.data import Figure, layer_map

@@ -27,9 +27,9 @@ from kvsearch.core.progress import Progress, counted
 from kvsearch.core.sign_flips import compute_chances
 from kvsearch.evaluation.statistics import student_estimate
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import GRID, Profile
+from kvsearch.plan import Profile
 from kvsearch.plan.profile import TableCheck
-from kvsearch.plan.profile_arrays import EVICTED_RATIO
+from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.policies import Policy
