@@ -132,11 +132,6 @@ class Inputs:
         """The shape of the model; UsageError where it was not given."""
         return given(self.architecture, "the target is told of query heads, which a plan does not know: give --model")
 
-    @property
-    def known_model(self) -> Any:
-        """The model; UsageError where it was not given."""
-        return given(self.model, "the target is made of weights of the model: give --model")
-
 
 NOTHING = Inputs()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvsearch.calibration.steps import profile_file
 from kvsearch.core.canonical import sha256_of
@@ -29,7 +29,7 @@ from kvsearch.plan.yaml import STRATEGY_FORMAT
 from kvsearch.report import evaluation, scores, search, selections
 from kvsearch.report.costs import SpeedView
 from kvsearch.report.figures import results as drawn
-from kvsearch.report.figures.data import Figure
+from kvsearch.report.figures.data import Figure, Part
 from kvsearch.report.figures.profiles import profile_figures
 from kvsearch.report.numbers import counted
 from kvsearch.report.plans import cache_parts, plan_headline, plan_parts
@@ -46,9 +46,6 @@ from kvsearch.results.validation import read_validation
 from kvsearch.runs.contexts import CONTEXTS_FORMAT, read_contexts
 from kvsearch.runs.identity import CONFIG, CONTEXTS, LEDGER, REPORT, SELECTION, RunConfig, read_config
 from kvsearch.runs.identity import SCHEMA as RUN
-
-if TYPE_CHECKING:
-    from kvsearch.report.screen import Part
 
 FRONT = "front.json"
 WHOLE_RUN = "run.json"

@@ -11,12 +11,11 @@ from kvsearch.plan import PHASES, Phase, Plan
 from kvsearch.plan.arithmetic import diff
 from kvsearch.plan.schema import STATIC
 from kvsearch.plan.yaml import layer_ranges
-from kvsearch.report.figures.data import Figure, layer_map
+from kvsearch.report.figures.data import Figure, Part, layer_map
 from kvsearch.report.numbers import counted
 from kvsearch.report.table import Cell, Table
 
 if TYPE_CHECKING:
-    from kvsearch.report.screen import Part
     from kvsearch.runtime.store.cache_file import CacheHeader
 
 
