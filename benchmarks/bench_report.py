@@ -23,16 +23,9 @@ from typing import Any
 import numpy as np
 
 from kvsearch.core.canonical import sha256_of
-from kvsearch.plan import (
-    GRID,
-    ModelFingerprint,
-    Plan,
-    Profile,
-    ProfileMetadata,
-    save_plan,
-    save_profile,
-)
+from kvsearch.plan import ModelFingerprint, Plan, Profile, ProfileMetadata, save_plan, save_profile
 from kvsearch.plan.origin import provenance
+from kvsearch.plan.profile_arrays import GRID
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.runs.identity import LEDGER, RunConfig
 from kvsearch.runs.lock import locked
@@ -84,8 +77,7 @@ def timed(command: list[str]) -> float:
 def making(paths: Sequence[Path | str]) -> float:
     """Return the seconds of the processor that it takes to read runs and to draw their page."""
     from kvsearch.report.artifacts import open_path
-    from kvsearch.report.page.page import render
-    from kvsearch.report.page.sheets import about, groups_of
+    from kvsearch.report.page.page import about, groups_of, render
 
     start = time.process_time()
     groups = groups_of([open_path(Path(path)) for path in paths])

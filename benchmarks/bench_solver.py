@@ -23,7 +23,7 @@ import numpy as np
 from kvsearch.budgets.joint import JointSolver
 from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.core.arrays import Floats
-from kvsearch.plan import GRID
+from kvsearch.plan.profile_arrays import GRID
 
 
 def draw_table(rng: np.random.Generator, layers: int, heads: int, length: int) -> Floats:

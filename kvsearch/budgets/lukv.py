@@ -12,7 +12,7 @@ from kvsearch.budgets.allocator import check_floors, check_signals
 from kvsearch.budgets.convex import merged, prefix_sums, sorted_blocks, spend_leftover
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.plan import GRID
+from kvsearch.plan.profile_arrays import GRID
 
 
 class MarginalSolver:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kvsearch.calibration.data import CalibrationData, Context, TakenOf
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
-from kvsearch.core.progress import Progress
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Policy
@@ -181,9 +180,7 @@ def _fitted(
     return middle_cut(ids[0], form.lead, limit - asked)[None]
 
 
-def with_own_replies(
-    loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], most: int, progress: Progress | None = None
-) -> list[CalibrationPrompt]:
+def with_own_replies(loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], most: int) -> list[CalibrationPrompt]:
     """Return the prompts with at most `most` tokens of the model's own replies in place of the given answers.
 
     A reply gets as many tokens as its question allows, `most` where it says nothing, and as the model has positions
@@ -192,19 +189,16 @@ def with_own_replies(
     Raises:
         IncompatibleError: the model computes NaN under its full cache.
     """
-    return next(parted_own_replies(loaded, [prompts], most, progress))
+    return next(parted_own_replies(loaded, [prompts], most))
 
 
 def parted_own_replies(
-    loaded: LoadedModel,
-    parts: Sequence[Sequence[CalibrationPrompt]],
-    most: int,
-    progress: Progress | None = None,
+    loaded: LoadedModel, parts: Sequence[Sequence[CalibrationPrompt]], most: int
 ) -> Iterator[list[CalibrationPrompt]]:
     """Yield each part as `with_own_replies` does; prompts of different parts do not reply side by side."""
     limit = most_tokens(loaded.model) or sys.maxsize
     asked = [[prompt.asking(loaded, most, limit) for prompt in part if prompt.continuations] for part in parts]
-    for part, replies_of_part in zip(parts, parted_replies(loaded, asked, progress), strict=True):
+    for part, replies_of_part in zip(parts, parted_replies(loaded, asked), strict=True):
         replies = iter(replies_of_part)
         yield [prompt.replied(next(replies), most) if prompt.continuations else prompt for prompt in part]
 

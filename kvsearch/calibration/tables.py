@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import STABILITY_RATIOS
 from kvsearch.core.arrays import Floats
-from kvsearch.plan import GRID
+from kvsearch.plan.profile_arrays import GRID
 from kvsearch.policies import Policy
 
 CHECKED_RATIOS = (0.8, 0.9, 0.95)  # at which a table is asked beside even budgets

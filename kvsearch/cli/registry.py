@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from kvsearch.cli.console import Console
     from kvsearch.core.errors import KvsearchError
-    from kvsearch.report.screen import Part, View
+    from kvsearch.report.figures.data import Part
+    from kvsearch.report.screen import View
 
 Action = Callable[[Any, "Console"], None]
 Present = Callable[[Any, Any], "Output"]

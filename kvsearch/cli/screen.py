@@ -14,7 +14,7 @@ from rich.text import Text
 from kvsearch.core.printed import visible, visible_line
 
 if TYPE_CHECKING:
-    from kvsearch.report.screen import Part
+    from kvsearch.report.figures.data import Part
 
 
 class Screen(Console):

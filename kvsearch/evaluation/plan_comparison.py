@@ -11,7 +11,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.progress import Progress
 from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, prepare
 from kvsearch.evaluation.reply_store import ReplyStore
-from kvsearch.evaluation.statistics import MACRO, SizeBlock, contrast
+from kvsearch.evaluation.statistics import contrast
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.runs.estimates import Difference, Estimate
@@ -38,11 +38,7 @@ class PlanComparison:
 
     def score(self, name: str) -> Estimate:
         """Return the mean over all tasks with its 95% interval."""
-        return self._block(name).overall.scores[self.labels[name]]
-
-    def by_task(self, name: str) -> dict[str, float]:
-        """Return the mean of every task."""
-        return {row.task: row.scores[self.labels[name]].mean for row in self._block(name).rows if row.kind == "task"}
+        return self.comparison.blocks[0].overall.scores[self.labels[name]]
 
     def gain(self, name: str, others: Sequence[str]) -> Difference:
         """Return what `name` scores above the mean of `others`, paired by question, with its 95% interval."""
@@ -60,15 +56,6 @@ class PlanComparison:
         ]
         leads = {other: self.gain(other, [name]) for other in higher}
         return dict(sorted(leads.items(), key=lambda item: -item[1].mean))
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """What was asked."""
-        return self.comparison.averages[MACRO]
-
-    def _block(self, name: str) -> SizeBlock:
-        """Return where its scores are: methods of another size are in another block."""
-        return next(block for block in self.comparison.blocks if self.labels[name] in block.overall.scores)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,17 +86,15 @@ def prepare_plans(
     plans: Mapping[str, Plan],
     tasks: Sequence[Task],
     settings: Settings,
-    others: Sequence[ReadyMethod] = (),
 ) -> PlanEvaluation:
-    """Check that plans, `others` and tasks fit together; plans that differ in nothing but their origin run once.
+    """Check that plans and tasks fit together; plans that differ in nothing but their origin run once.
 
     Raises:
-        UsageError: two of them have one name, or a plan that of the full cache.
+        UsageError: a plan has the name of the full cache.
         UsageError, IncompatibleError: see `kvsearch.evaluation.compare.prepare` and `Program.from_plan`.
     """
-    taken = {FULL, *(method.label for method in others)} & plans.keys()
-    if taken:
-        raise UsageError(f"two of what is tried are called {min(taken)!r}: name them differently")
+    if FULL in plans:
+        raise UsageError(f"two of what is tried are called {FULL!r}: name them differently")
     methods = {FULL: full_method(loaded)}
     labels, known = {FULL: FULL}, dict[str, str]()
     for name, plan in plans.items():
@@ -117,8 +102,5 @@ def prepare_plans(
         labels[name] = known.setdefault(content, name)
         if labels[name] == name:
             methods[name] = ReadyMethod(name, Program.from_plan(loaded.model, plan), {"plan_content": content})
-    for method in others:
-        methods[method.label] = method
-        labels[method.label] = method.label
     warn_unfit(loaded.model, {policy for one in methods.values() for policy in one.program.policies})
     return PlanEvaluation(prepare(loaded, list(methods.values()), FULL, tasks, settings), labels)

@@ -15,7 +15,7 @@ from kvsearch.core.errors import IncompatibleError, KvsearchWarning
 from kvsearch.core.progress import Progress, counted
 from kvsearch.evaluation.identity import environment
 from kvsearch.evaluation.reply_store import ReplyStore
-from kvsearch.evaluation.samples import Cost, Place, Sample
+from kvsearch.evaluation.samples import Place, Sample
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import free_memory, is_out_of_memory
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
@@ -275,6 +275,7 @@ def answer_joints(
 
 def _replied(prompts: TaskPrompts, batch: Sequence[Reading], joint: JointReplies, where: str) -> Iterator[Sample]:
     """Return replies of the methods that reply together to all questions of the batch."""
+    task = prompts.task
     where = f"{where}, {'method' if len(joint.methods) == 1 else 'methods'} {', '.join(joint.methods)}"
     for asked in range(max(len(reading.questions) for reading in batch)):
         # a context without a question of that number repeats its first one, unheard
@@ -292,20 +293,15 @@ def _replied(prompts: TaskPrompts, batch: Sequence[Reading], joint: JointReplies
             method, sequence = joint.methods[row // len(batch)], row % len(batch)
             if asked < len(batch[sequence].questions):
                 held = joint.held[method]
-                shared = (joint.seconds / len(batch), seconds / len(answered))
-                cost = Cost(held.entries[sequence], held.bytes / len(batch), most, *shared)
-                yield _sample(prompts, method, batch[sequence], questions[sequence], tokens, cost)
-
-
-def _sample(
-    prompts: TaskPrompts, method: str, reading: Reading, question: Question, tokens: list[int], cost: Cost
-) -> Sample:
-    task, prompt = prompts.task, reading.prompt
-    text, whole = cut(prompts.format.decode(tokens), task.stops), prompt.with_question(question)
-    return Sample(
-        task.name, question.query.category or task.category, method, reading.protocol, prompt.key, question.number,
-        text, UNSCORED, token_hash(whole), prompt.truncated, len(prompt.context), len(whole), len(tokens), *cost,
-    )  # fmt: skip
+                prompt = batch[sequence].prompt
+                question = questions[sequence]
+                whole = prompt.with_question(question)
+                yield Sample(
+                    task.name, question.query.category or task.category, method, batch[sequence].protocol, prompt.key,
+                    question.number, cut(prompts.format.decode(tokens), task.stops), UNSCORED, token_hash(whole),
+                    prompt.truncated, len(prompt.context), len(whole), len(tokens), held.entries[sequence],
+                    held.bytes / len(batch), most, joint.seconds / len(batch), seconds / len(answered),
+                )  # fmt: skip
 
 
 @contextmanager

@@ -60,16 +60,6 @@ class Place(NamedTuple):
     method: str
 
 
-class Cost(NamedTuple):
-    """The last fields of a `Sample`."""
-
-    entries: int
-    bytes: float
-    most: int
-    prefill_seconds: float
-    reply_seconds: float
-
-
 def context_of(sample: Sample, contexts: Contexts | None) -> str:
     """What names the context of a sample within its task; its key where `contexts` are not known."""
     return sample.key if contexts is None else contexts[sample.task, sample.key]

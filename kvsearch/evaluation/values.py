@@ -60,8 +60,8 @@ class WindowLoss:
 
 
 @dataclass(frozen=True)
-class Perplexity:
-    """Losses of several methods, the full cache first, on the same windows of a text, in its order.
+class MeasuredText:
+    """Windows of a text on which several methods were measured.
 
     Lengths and `stride` are in tokens, special ones not counted; `wanted` is how many windows were asked for (None:
     all), `windows` how many there are.
@@ -75,4 +75,10 @@ class Perplexity:
     wanted: int | None
     windows: int
     seed: int
+
+
+@dataclass(frozen=True)
+class Perplexity(MeasuredText):
+    """Losses of several methods, the full cache first, on the same windows of a text, in its order."""
+
     samples: list[WindowLoss]

@@ -16,15 +16,15 @@ TARGETS = {
     "kvpress-layers": "kvsearch.exporters.kvpress:KvpressLayers",
     "kvpress-kvzap": "kvsearch.exporters.kvzap:KvpressKvzap",
     "kvpress-ea": "kvsearch.exporters.statistics:KvpressEA",
-    "duo": "kvsearch.exporters.heads:DuoAttentionGates",
-    "headkv": "kvsearch.exporters.heads:HeadKV",
-    "attention-matching": "kvsearch.exporters.heads:AttentionMatching",
-    "sparse-vllm": "kvsearch.exporters.layers:SparseVLLM",
-    "spectralkv": "kvsearch.exporters.layers:SpectralKV",
+    "duo": "kvsearch.exporters.budget_tables:DuoAttentionGates",
+    "headkv": "kvsearch.exporters.budget_tables:HeadKV",
+    "attention-matching": "kvsearch.exporters.budget_tables:AttentionMatching",
+    "sparse-vllm": "kvsearch.exporters.budget_tables:SparseVLLM",
+    "spectralkv": "kvsearch.exporters.budget_tables:SpectralKV",
     "triattention": "kvsearch.exporters.statistics:TriAttention",
-    "trtllm-windows": "kvsearch.exporters.layers:TensorRTLLM",
-    "vllm-windows": "kvsearch.exporters.layers:VLLM",
-    "openvino": "kvsearch.exporters.layers:OpenVINO",
+    "trtllm-windows": "kvsearch.exporters.budget_tables:TensorRTLLM",
+    "vllm-windows": "kvsearch.exporters.budget_tables:VLLM",
+    "openvino": "kvsearch.exporters.budget_tables:OpenVINO",
 }
 
 

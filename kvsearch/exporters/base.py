@@ -17,7 +17,8 @@ import numpy as np
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import IncompatibleError, UsageError, given
 from kvsearch.models.architecture import Architecture
-from kvsearch.plan import ModelFingerprint, Plan, PolicySpec, Profile, budgets_at
+from kvsearch.plan import ModelFingerprint, Plan, PolicySpec, Profile
+from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.plan.schema import STATIC
 
 SINGLE = ""  # the name of the one file of a target that is no folder
@@ -130,11 +131,6 @@ class Inputs:
     def known_architecture(self) -> Architecture:
         """The shape of the model; UsageError where it was not given."""
         return given(self.architecture, "the target is told of query heads, which a plan does not know: give --model")
-
-    @property
-    def known_model(self) -> Any:
-        """The model; UsageError where it was not given."""
-        return given(self.model, "the target is made of weights of the model: give --model")
 
 
 NOTHING = Inputs()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError, given
 from kvsearch.exporters.base import NOTHING, Exported, Inputs, Loss, ProfileExporter
 from kvsearch.models.architecture import attention_modules
 from kvsearch.plan import Profile, canonical_json
@@ -57,7 +57,8 @@ class KvpressKvzap(ProfileExporter):
         """
         metadata = profile.metadata
         features = self._features(profile)
-        modules = attention_modules(inputs.known_model)
+        model = given(inputs.model, "the target is made of weights of the model: give --model")
+        modules = attention_modules(model)
         if list(metadata.layers) != list(range(metadata.model.layers)):
             raise IncompatibleError(f"target {self.name} is told of all layers, and not all of this model were fitted")
         fits = [  # the regressions of all heads of a layer, [Hkv, ...] fp64

@@ -160,8 +160,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
             if self.scores is not None:
                 raise UsageError(f"--scores is for --to folder, and target {self.to} has no card")
             return None
-        from kvsearch.report.artifacts import WHOLE_RUN
-        from kvsearch.report.plan_scores import plan_scores
+        from kvsearch.report.artifacts import WHOLE_RUN, plan_scores
 
         of_run = place if place.is_dir() else place.parent
         source = self.scores or (of_run if (of_run / WHOLE_RUN).exists() else None)

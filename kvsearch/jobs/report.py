@@ -74,8 +74,7 @@ def write_report(options: ReportOptions, reporter: Reporter) -> Report:  # noqa:
         EnvironmentFault: a file cannot be written.
     """
     from kvsearch.report.artifacts import open_path
-    from kvsearch.report.page.page import render
-    from kvsearch.report.page.sheets import about, groups_of
+    from kvsearch.report.page.page import about, groups_of, render
 
     options.check_output()
     if options.figures is not None:

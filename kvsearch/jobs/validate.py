@@ -17,7 +17,7 @@ from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, kept_replies
 from kvsearch.models.speed import Work
 from kvsearch.plan import Size
-from kvsearch.report.validation import parts
+from kvsearch.report.scores import validation_parts
 from kvsearch.results.validation import FILE, ValidationResult, load_validation
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.run import Run, require_same
@@ -92,7 +92,7 @@ class Validated:
 
     def parts(self) -> Iterator[str | Table]:
         """Return the tables and verdicts at the sizes of this run."""
-        return parts(self.found, self.now)
+        return validation_parts(self.found, self.now)
 
     def remarks(self, options: ValidateOptions) -> Iterator[str]:
         """Say where the verdicts are kept, and offer to choose by them."""

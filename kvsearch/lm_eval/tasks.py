@@ -17,6 +17,7 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.tasks.manager import TaskManager
 from lm_eval.utils import handle_non_serializable
 
+from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
 from kvsearch.core.naming import suggest
 from kvsearch.core.progress import Progress
@@ -24,7 +25,7 @@ from kvsearch.core.resources import version
 from kvsearch.lm_eval.model import ROLLING, Generation, Holding, PlannedLM
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Plan, sha256_of
+from kvsearch.plan import Plan
 from kvsearch.plan.schema import QUESTION_AWARE
 from kvsearch.runtime import Program
 

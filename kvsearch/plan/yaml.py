@@ -23,7 +23,8 @@ from typing import Any
 
 import yaml
 
-from kvsearch.plan import AllocationSpec, LayerPlan, PhasePlan, Plan, canonical_json
+from kvsearch.plan import AllocationSpec, PhasePlan, Plan, canonical_json
+from kvsearch.plan.schema import LayerPlan
 
 STRATEGY_FORMAT = "kvsearch.strategy"
 STRATEGY_VERSION = 1

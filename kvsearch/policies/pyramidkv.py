@@ -16,5 +16,3 @@ class PyramidKV(SnapKV):
     source: ClassVar[str] = "PyramidKV, arXiv 2406.02069; settings of its scripts, w=8, k=7, max"
 
     window: int = 8
-    kernel: int = 7
-    pooling: str = "max"

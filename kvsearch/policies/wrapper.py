@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 from kvsearch.core.errors import UsageError
-from kvsearch.policies.base import Needs, Observation, Policy, Row
-from kvsearch.policies.decoding import State, Step
+from kvsearch.policies.base import Observation, Policy, Row
 from kvsearch.policies.tensors import Tensor
+
+
+def _inner_one(name: str) -> Any:
+    """Return a property: the attribute, or the bound method, that the inner policy has by that name."""
+    return property(lambda policy: getattr(policy.inner, name))
 
 
 @dataclass(frozen=True)
@@ -27,57 +32,23 @@ class Wrapper(Policy):
     def inner(self) -> Policy:
         """The policy inside."""
 
-    @property
-    def sink_count(self) -> int:
-        return self.inner.sink_count
-
-    @property
-    def recent_count(self) -> int:
-        return self.inner.recent_count
-
-    def needs(self) -> Needs:
-        return self.inner.needs()
-
     def score(self, observation: Observation) -> Tensor:
         """Return the inner policy's score, [B, Hkv, T] fp32."""
         return self.inner.score(observation)
-
-    def first_stage(self, observation: Observation) -> Tensor | None:
-        """Return the inner policy's first stage."""
-        return self.inner.first_stage(observation)
-
-    def quota(self, budget: int) -> int:
-        """Return the inner policy's quota."""
-        return self.inner.quota(budget)
-
-    def exempt(self, budget: int, length: int) -> bool:
-        """Return the inner policy's exemption."""
-        return self.inner.exempt(budget, length)
-
-    def drop_at(self, budget: int) -> int:
-        """Return the inner policy's drops."""
-        return self.inner.drop_at(budget)
-
-    @property
-    def online(self) -> bool:
-        return self.inner.online
 
     @property
     def row(self) -> Row | None:
         return self.inner.row
 
-    @property
-    def refresh_interval(self) -> int:
-        return self.inner.refresh_interval
-
-    def recent_at(self, budget: int) -> int:
-        """Return the inner policy's recent entries."""
-        return self.inner.recent_at(budget)
-
-    def start(self, observation: Observation) -> State:
-        """Return the inner policy's state."""
-        return self.inner.start(observation)
-
-    def step(self, step: Step) -> Tensor:
-        """Return the inner policy's priorities."""
-        return self.inner.step(step)
+    sink_count = _inner_one("sink_count")
+    recent_count = _inner_one("recent_count")
+    needs = _inner_one("needs")
+    first_stage = _inner_one("first_stage")
+    quota = _inner_one("quota")
+    exempt = _inner_one("exempt")
+    drop_at = _inner_one("drop_at")
+    online = _inner_one("online")
+    refresh_interval = _inner_one("refresh_interval")
+    recent_at = _inner_one("recent_at")
+    start = _inner_one("start")
+    step = _inner_one("step")

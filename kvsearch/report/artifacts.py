@@ -10,32 +10,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvsearch.calibration.steps import profile_file
+from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import read_bytes
 from kvsearch.core.parsing import read_json
 from kvsearch.core.printed import command_line
 from kvsearch.evaluation.reply_store import read_replies
 from kvsearch.papers.tables import STAGES, TABLES
-from kvsearch.plan import Profile
+from kvsearch.plan import Plan, Profile
 from kvsearch.plan.origin import USES
 from kvsearch.plan.profile import load_profile
 from kvsearch.plan.saved import FOLDER_PLAN, PROFILE, load_plan
 from kvsearch.plan.schema import PLAN_FORMAT
 from kvsearch.plan.yaml import STRATEGY_FORMAT
-from kvsearch.report import evaluation, scores, search, selections, validation
+from kvsearch.report import evaluation, scores, search, selections
 from kvsearch.report.costs import SpeedView
 from kvsearch.report.figures import results as drawn
-from kvsearch.report.figures.data import Figure
+from kvsearch.report.figures.data import Figure, Part
 from kvsearch.report.figures.profiles import profile_figures
-from kvsearch.report.figures.searches import search_figures
 from kvsearch.report.numbers import counted
 from kvsearch.report.plans import cache_parts, plan_headline, plan_parts
 from kvsearch.report.profile import caption, profile_parts
 from kvsearch.report.reproduced import Reproduced
-from kvsearch.report.table import Table
+from kvsearch.report.table import Table, markdown
 from kvsearch.results.base import read_content, telling_damage
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.results.search import StoredSearch, read_search, read_trace
@@ -46,9 +46,6 @@ from kvsearch.results.validation import read_validation
 from kvsearch.runs.contexts import CONTEXTS_FORMAT, read_contexts
 from kvsearch.runs.identity import CONFIG, CONTEXTS, LEDGER, REPORT, SELECTION, RunConfig, read_config
 from kvsearch.runs.identity import SCHEMA as RUN
-
-if TYPE_CHECKING:
-    from kvsearch.report.screen import Part
 
 FRONT = "front.json"
 WHOLE_RUN = "run.json"
@@ -114,7 +111,7 @@ KINDS: Mapping[str, ArtifactKind] = {
         figures=drawn.speed_figures,
     ),
     "validation": ArtifactKind(
-        validation.parts,
+        scores.validation_parts,
         {"kvsearch.validation": read_validation},
         model=lambda result: result.model.name,
         figures=drawn.validation_figures,
@@ -134,7 +131,7 @@ KINDS: Mapping[str, ArtifactKind] = {
             ("kvsearch.evolution", "kvsearch.front"), lambda data, path: StoredSearch(read_search(data, path), None)
         ),
         model=lambda content: content.result and content.result.model,
-        figures=search_figures,
+        figures=drawn.search_figures,
     ),
     "run": ArtifactKind(
         selections.run_parts,
@@ -271,6 +268,31 @@ def open_path(path: Path) -> Opened:
     if path.suffix == ".safetensors" or not path.exists():
         return Opened(path, "profile", load_profile(path))
     raise _unknown(path)
+
+
+def plan_scores(place: Path, plan: Plan) -> str:
+    """Return what the directory of an evaluation or of a run says that a plan scores.
+
+    Raises:
+        UsageError: it is of another kind, is not finished, or is not of this plan.
+        EnvironmentFault: it cannot be read.
+    """
+    opened = open_path(place)
+    content = opened.content
+    with telling_damage(place):
+        if isinstance(content, EvaluationResult):
+            methods = {} if opened.config is None else opened.config.content["methods"]
+            if any(method.get("plan") == sha256_of(plan) for method in methods.values()):
+                return "\n".join(map(markdown, evaluation.tables(content)))
+            raise UsageError(f"{place} evaluates other plans than this one: evaluate --plan PLAN -o DIR")
+        if isinstance(content, RunResult):
+            for choice in content.choices:
+                if load_plan(place / choice.plan) == plan:
+                    table = markdown(selections.report_table(choice))
+                    return "\n".join([*(f"{line}\n" for line in choice.words), table])
+            raise UsageError(f"{place} wrote other plans than this one: give one of its plans, or the run of this one")
+    problem = opened.note or f"this is a {opened.kind}"
+    raise UsageError(f"{place}: {problem}; scores are those of a directory that `evaluate -o` or `run` wrote")
 
 
 # --- directories ------------------------------------------------------------------------------------------------------

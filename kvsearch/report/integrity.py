@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from kvsearch.calibration.steps import SAMPLES as MEASURED
 from kvsearch.core.errors import KvsearchError, UsageError
@@ -20,6 +20,7 @@ from kvsearch.plan.saved import PROFILE, WEIGHTS, checked_weights, weights_file
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.registry import BUILT_IN, FITTED, policy_of
 from kvsearch.report.artifacts import CACHE, open_path
+from kvsearch.report.figures.data import Part
 from kvsearch.report.numbers import counted
 from kvsearch.report.table import Table
 from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, SUMS, read_config, read_identity
@@ -27,9 +28,6 @@ from kvsearch.runs.ledger import parsed_lines
 from kvsearch.runs.run import NOUNS, read_sums, sha256_of_file
 from kvsearch.search.names import BEST
 from kvsearch.search.trials import TrialLog
-
-if TYPE_CHECKING:
-    from kvsearch.report.screen import Part
 
 State = Literal["whole", "unfinished", "damaged"]
 SCHEMA: Final = "kvsearch.verification/1"

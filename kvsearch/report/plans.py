@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvsearch.plan import PHASES, Phase, Plan, diff
+from kvsearch.plan import PHASES, Phase, Plan
+from kvsearch.plan.arithmetic import diff
 from kvsearch.plan.schema import STATIC
 from kvsearch.plan.yaml import layer_ranges
-from kvsearch.report.figures.data import Figure, layer_map
+from kvsearch.report.figures.data import Figure, Part, layer_map
 from kvsearch.report.numbers import counted
 from kvsearch.report.table import Cell, Table
 
 if TYPE_CHECKING:
-    from kvsearch.report.screen import Part
     from kvsearch.runtime.store.cache_file import CacheHeader
 
 

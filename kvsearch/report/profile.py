@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,15 +17,12 @@ from kvsearch.plan import Plan, Profile, ProfileMetadata
 from kvsearch.plan.profile_arrays import QUERIES, QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.plan.schema import STATIC
 from kvsearch.policies.registry import FITTED
-from kvsearch.report.figures.data import Figure, layer_map
+from kvsearch.report.figures.data import Figure, Part, layer_map
 from kvsearch.report.numbers import percent
 from kvsearch.report.ranking import RankingView
 from kvsearch.report.signals import signal_parts
 from kvsearch.report.table import Table
 from kvsearch.signals.table import SignalTable
-
-if TYPE_CHECKING:
-    from kvsearch.report.screen import Part
 
 RATIO: Final = 0.8  # the global eviction ratio at which a profile is shown
 RATIOS_SHOWN = (0.5, RATIO, 0.9)

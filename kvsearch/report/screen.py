@@ -16,14 +16,12 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from kvsearch.core.printed import visible, visible_line
-from kvsearch.report.figures.data import Figure, HeatMap, Panel, is_light, shade
+from kvsearch.report.figures.data import Figure, HeatMap, Panel, Part, is_light, shade
 from kvsearch.report.table import Table
 
 WIDEST = 10_000  # columns of a page on which any table fits
 MOST_BLOCKS = 2  # of columns; a map in more of them is none
 MOST_CELLS = 2**14  # of a map; a larger one shows rows only
-
-Part = str | Mapping[str, Any] | Table | Figure  # of what is shown: a line, facts, a table, or a figure of maps
 
 
 class View(Protocol):

@@ -22,7 +22,6 @@ from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Coverage
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.plan_comparison import PlanComparison
     from kvsearch.search.evolve import Choice, Evolved, PreparedSearch
 
 Row = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST_ENTRIES)], ...], FailFast()]
@@ -66,7 +65,9 @@ class FoundAtBudget(Stored):
         """Return what was found; `decision` says what was chosen and why."""
         choice = evolved.choice
         report = evolved.report
-        others = [name for name in report.labels if name not in (EVOLVED, FULL)]
+        labels = report.labels
+        others = [name for name in labels if name not in (EVOLVED, FULL)]
+        scores = Scores.of(report.comparison.samples, report.comparison.contexts)
         return FoundAtBudget(
             ended=evolved.outcome.ended,
             decision=decision,
@@ -78,9 +79,12 @@ class FoundAtBudget(Stored):
             verdict=choice.decision.verdict,
             best=choice.best,
             budgets=choice.table.tolist(),
-            report={name: report.score(name) for name in report.labels},
+            report={name: report.score(name) for name in labels},
             gains={name: report.gain(EVOLVED, [name]) for name in others},
-            recovered=gap_shares(report),
+            recovered={
+                name: measure_gap_closed(scores, labels[EVOLVED], labels[name], seed=report.comparison.settings.seed)
+                for name in others
+            },
             ahead=report.ahead(EVOLVED),
         )
 
@@ -186,18 +190,6 @@ class StoredSearch:
 
     result: AnySearch | None
     trace: Trace | None
-
-
-def gap_shares(report: PlanComparison) -> dict[str, GapClosed | None]:
-    """Return the share of the gap between each baseline and the full cache that the result closes, by baseline."""
-    scores = Scores.of(report.comparison.samples, report.comparison.contexts)
-    labels = report.labels
-    seed = report.comparison.settings.seed
-    return {
-        name: measure_gap_closed(scores, labels[EVOLVED], labels[name], seed=seed)
-        for name in labels
-        if name not in (EVOLVED, FULL)
-    }
 
 
 def _origin(search: PreparedSearch, spent: Spent) -> dict[str, Any]:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
 
 from kvsearch.evaluation.statistics import student_estimate
-from kvsearch.evaluation.values import Footprint
+from kvsearch.evaluation.values import Footprint, MeasuredText, Perplexity, WindowLoss
 from kvsearch.results.base import Result, Stored
 from kvsearch.results.evaluation import HeldField
 from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.names import FULL
-
-if TYPE_CHECKING:
-    from kvsearch.evaluation.values import Perplexity, WindowLoss
 
 
 @dataclass(frozen=True)
@@ -53,24 +50,17 @@ class WindowNll(Stored):
     nll: float
 
 
-class TextPerplexity(Stored):
-    """Losses of several methods, the full cache first, on the same windows of a text; see `Perplexity`."""
+@dataclass(frozen=True)
+class TextPerplexity(MeasuredText):
+    """Losses of several methods, the full cache first, on the same windows of a text."""
 
-    model: str
-    text: str
-    context: int
-    continuation: int
-    stride: int
-    wanted: int | None
-    windows: int
-    seed: int
     methods: dict[str, MethodPerplexity]
     by_window: tuple[WindowNll, ...]
 
     @classmethod
     def of(cls, found: Perplexity) -> TextPerplexity:
         """Return everything but the losses of single tokens."""
-        settings = {name: value for name, value in asdict(found).items() if name != "samples"}
+        settings = {one.name: getattr(found, one.name) for one in fields(MeasuredText)}
         windows = [WindowNll(method=one.method, start=one.start, nll=one.nll) for one in found.samples]
         return cls(**settings, methods=_methods(found), by_window=tuple(windows))
 

@@ -121,7 +121,7 @@ class PreparedSearch:
     @cached_property
     def data_sha256(self) -> str:
         """Of what is searched on."""
-        return questions_hash(self.samples)
+        return sha256_of([[sample.sha256, sample.answer.tolist()] for sample in self.samples])
 
     @cached_property
     def frame(self) -> Frame:
@@ -419,11 +419,6 @@ def run_searches(
         labels = {FULL: report.labels[FULL], **{name: report.labels[name_asked] for name, name_asked in names.items()}}
         evolved.append(Evolved(search, outcome, choice, PlanComparison(report.comparison, labels)))
     return evolved
-
-
-def questions_hash(samples: Sequence[BankSample]) -> str:
-    """Return the SHA-256 of questions with their contexts and teacher-forced answers, in order."""
-    return sha256_of([[sample.sha256, sample.answer.tolist()] for sample in samples])
 
 
 def longest(samples: Sequence[BankSample], phase: Phase = "prefill") -> int:

@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -42,6 +42,7 @@ class Watcher(Protocol):
         """Hear that the search is over."""
 
 
+@dataclass(eq=False)
 class Search:
     """One search; `run` may be interrupted at any time and repeated with the same log.
 
@@ -55,28 +56,20 @@ class Search:
         name: in front of the names of stages, where one log has several searches.
     """
 
-    def __init__(
-        self,
-        settings: EvolveSettings,
-        frame: Frame,
-        starts: Mapping[str, Ints],
-        trials: TrialRunner,
-        samples: int,
-        watcher: Watcher,
-        name: str = "",
-    ) -> None:
-        self.settings = settings
-        self.frame = frame
-        self.starts = dict(starts)
-        self.trials = trials
-        self.log = trials.log
-        self.samples = samples
-        self.watcher = watcher
-        self.name = name
-        self.outcome = SearchOutcome()
+    settings: EvolveSettings
+    frame: Frame
+    starts: Mapping[str, Ints]
+    trials: TrialRunner
+    samples: int
+    watcher: Watcher
+    name: str = ""
+    outcome: SearchOutcome = field(default_factory=SearchOutcome)
+    _state: Candidate | None = None  # of all that stages tried, the best on all samples
+
+    def __post_init__(self) -> None:
+        self.log = self.trials.log
         self._current = Candidate(next(iter(self.starts.values())), math.inf, STARTS)  # where the next stage begins
-        self._state: Candidate | None = None  # of all that stages tried, the best on all samples
-        self._flatness = Flatness(settings.objective)
+        self._flatness = Flatness(self.settings.objective)
 
     def run(self) -> SearchOutcome:
         """Search until all stages are finished, a limit is reached, or nothing makes a difference.

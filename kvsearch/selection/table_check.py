@@ -27,9 +27,9 @@ from kvsearch.core.progress import Progress, counted
 from kvsearch.core.sign_flips import compute_chances
 from kvsearch.evaluation.statistics import student_estimate
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import GRID, Profile
+from kvsearch.plan import Profile
 from kvsearch.plan.profile import TableCheck
-from kvsearch.plan.profile_arrays import EVICTED_RATIO
+from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.policies import Policy
@@ -85,41 +85,31 @@ def _measure_kept_shares(
 
     The `item` is a prompt with its table.
     """
-    with running(loaded.model):
-        return _kept_shares(loaded, *item, policy, minimum, mixes)
-
-
-def _kept_shares(
-    loaded: LoadedModel,
-    prompt: CalibrationPrompt,
-    table: Floats,
-    policy: Policy,
-    minimum: float,
-    mixes: tuple[float, ...],
-) -> list[Floats]:
+    prompt, table = item
     ids, length = prompt.ids.to(loaded.device), prompt.length
-    passed = ImportancePass(loaded.model, [policy], ids, refusal=prompt.refusal(loaded.name))
-    ranks, heads = passed.ranks(), table[0].size
-    floor = floor_entries(length, policy, minimum)
     found = []
-    for after in prompt.continuations:
-        if not after.predicted:
-            continue
-        tokens = after.tokens.to(loaded.device)
+    with running(loaded.model):
+        passed = ImportancePass(loaded.model, [policy], ids, refusal=prompt.refusal(loaded.name))
+        ranks, heads = passed.ranks(), table[0].size
+        floor = floor_entries(length, policy, minimum)
+        for after in prompt.continuations:
+            if not after.predicted:
+                continue
+            tokens = after.tokens.to(loaded.device)
 
-        def said(keep: dict[int, Tensor]) -> Tensor:
-            return passed.logits_seeing(tokens, keep)[after.predicting].argmax(-1)  # noqa: B023 - used at once
+            def said(keep: dict[int, Tensor]) -> Tensor:
+                return passed.logits_seeing(tokens, keep)[after.predicting].argmax(-1)  # noqa: B023 - used at once
 
-        full = said({})
-        stays = np.empty((len(CHECKED_RATIOS), len(mixes)))
-        for row, ratio in enumerate(CHECKED_RATIOS):
-            total = max(round((1 - ratio) * length * heads), floor * heads)
-            for column, mix in enumerate(mixes):
-                weights = 1 - mix_with_even(table[row], mix)
-                budgets = torch.from_numpy(water_fill(weights, total, floor, length))
-                kept = dict(enumerate(ranks < budgets[..., None]))
-                stays[row, column] = float((said(kept) == full).double().cumprod(0).mean())
-        found.append(stays)
+            full = said({})
+            stays = np.empty((len(CHECKED_RATIOS), len(mixes)))
+            for row, ratio in enumerate(CHECKED_RATIOS):
+                total = max(round((1 - ratio) * length * heads), floor * heads)
+                for column, mix in enumerate(mixes):
+                    weights = 1 - mix_with_even(table[row], mix)
+                    budgets = torch.from_numpy(water_fill(weights, total, floor, length))
+                    kept = dict(enumerate(ranks < budgets[..., None]))
+                    stays[row, column] = float((said(kept) == full).double().cumprod(0).mean())
+            found.append(stays)
     return found
 
 

@@ -152,17 +152,13 @@ class PreparedValidation:
         return len(self.evaluation.methods) - 1
 
     @cached_property
-    def _profile_sha256(self) -> str:
-        return sha256(self.profile.to_bytes()).hexdigest()
-
-    @cached_property
     def conditions(self) -> Conditions:
         """What has to be equal for two validations to be merged."""
         splits = {str(task.task.split) for task in self.evaluation.encoded if hasattr(task.task, "split")}
         asked, metrics = self.evaluation.config().content["tasks"], self.evaluation.metrics
         return Conditions(
             model=self.profile.metadata.model,
-            profile_sha256=self._profile_sha256,
+            profile_sha256=sha256(self.profile.to_bytes()).hexdigest(),
             tasks={
                 name: TaskContent(
                     contexts=asked[name]["contexts"],
@@ -182,7 +178,7 @@ class PreparedValidation:
 
         So a run with other signals, phases or more permutations goes on with the same replies.
         """
-        digest = self._profile_sha256
+        digest = self.conditions.profile_sha256
         return self.evaluation.stage_config(
             "validate", profile_sha256=digest, budget=self.budget, ratio=self.size.ratio
         )
@@ -211,10 +207,8 @@ def _choose_phases(table: SignalTable, typed: Sequence[str] | None) -> list[Phas
     measured = [setting for setting in SETTINGS if set(PHASES[setting]) <= set(table.axes.phases)]
     for setting in typed or ():
         require_known("phases", setting, SETTINGS)
-        missing = [phase for phase in PHASES[setting] if phase not in table.axes.phases]
-        if missing:
-            known = ", ".join(table.axes.phases)
-            raise UsageError(f"signals of the {missing[0]} phase were not measured (only {known}): calibrate with it")
+        for phase in PHASES[setting]:
+            table.phase_index(phase)  # refuses one that was not measured
     return [setting for setting in measured if typed is None or setting in typed]
 
 

@@ -21,18 +21,16 @@ def row_entropy(
     query: Tensor,
     keys: Tensor,
     scaling: float,
-    softcap: float | None = None,
-    valid: Tensor | None = None,
+    softcap: float | None,
+    valid: Tensor,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the entropy of attention rows as a share of the largest possible, mean over heads and rows, [B] fp32.
 
     `query` [B, Hq, K, D] are the last K of the N tokens of `keys` [B, Hkv, N, D]; `valid` [B, N] is False where there
-    is padding (None: nowhere). The largest possible is the logarithm of how many keys the row sees. A row that sees one
+    is padding. The largest possible is the logarithm of how many keys the row sees. A row that sees one
     key has no choice, so it is left out, and so are rows of padding; 0 if no row is left.
     """
-    if valid is None:
-        valid = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
     # how many keys each row sees, [B, K]; 0 for rows of padding
     seen = valid.cumsum(-1).masked_fill(~valid, 0)[:, keys.shape[2] - query.shape[2] :]
     counted = seen > 1
@@ -50,16 +48,14 @@ def mean_row(
     query: Tensor,
     keys: Tensor,
     scaling: float,
-    softcap: float | None = None,
-    valid: Tensor | None = None,
+    softcap: float | None,
+    valid: Tensor,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention to every key, the mean over heads and rows, [B, N] fp32; arguments as in `row_entropy`.
 
     It adds up to 1, less what `sinks` take. Rows of padding are left out; 0 everywhere if no row is left.
     """
-    if valid is None:
-        valid = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
     rows = valid[:, keys.shape[2] - query.shape[2] :].sum(-1, keepdim=True)
     return column_sums(query, keys, valid, scaling, softcap, sinks).mean(1) / rows.clamp(min=1)
 

@@ -112,7 +112,7 @@ class SignalTable:
         """
         require_known("signal", measure, ROUTES)
         values = self._array(MEASURES[measure], measure)
-        chosen = values[:, self.axes.budgets.index(self.nearest(budget)), self._phase(phase)]
+        chosen = values[:, self.axes.budgets.index(self.nearest(budget)), self.phase_index(phase)]
         if MEASURES[measure] != "nll":
             return _floats(chosen.mean(axis=0))
         mean = np.tensordot(self._weights, chosen, 1)
@@ -138,7 +138,7 @@ class SignalTable:
         if name in ENTROPIES:
             values = self._array(ENTROPIES[name], name)
             per_phase = values.mean(axis=0) if values.ndim == 3 else values
-            return _floats(per_phase[self._phase(phase)])
+            return _floats(per_phase[self.phase_index(phase)])
         measure, _, over = name.partition("-")
         harm = self.measured(measure, phase, budget)
         harm = 1 - harm if measure == "cosine" else harm
@@ -183,7 +183,8 @@ class SignalTable:
             )
         return _floats(found)
 
-    def _phase(self, phase: Phase) -> int:
+    def phase_index(self, phase: Phase) -> int:
+        """Return the number of a phase among those that were measured; UsageError if it was not."""
         if phase not in self.axes.phases:
             known = ", ".join(self.axes.phases)
             raise UsageError(f"signals of the {phase} phase were not measured (only {known}): calibrate with it")

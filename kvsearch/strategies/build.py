@@ -10,18 +10,8 @@ from numpy.typing import NDArray
 
 from kvsearch.budgets.dynamic import Allocation
 from kvsearch.core.errors import UsageError
-from kvsearch.plan import (
-    AllocationSpec,
-    ModelFingerprint,
-    Phase,
-    PhasePlan,
-    Plan,
-    PolicySpec,
-    Profile,
-    Provenance,
-    Size,
-)
-from kvsearch.plan.origin import provenance
+from kvsearch.plan import AllocationSpec, ModelFingerprint, Phase, PhasePlan, Plan, PolicySpec, Profile, Size
+from kvsearch.plan.origin import Provenance, provenance
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.size import Pool
 

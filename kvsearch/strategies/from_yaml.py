@@ -15,7 +15,8 @@ from kvsearch.core.limits import MOST_HEADS, MOST_LAYERS
 from kvsearch.core.naming import suggest
 from kvsearch.core.parsing import located_problems, require_header
 from kvsearch.core.yaml_document import Place, YamlDocument, parse_yaml
-from kvsearch.plan import PHASES, AllocationSpec, ModelFingerprint, Plan, Provenance
+from kvsearch.plan import PHASES, AllocationSpec, ModelFingerprint, Plan
+from kvsearch.plan.origin import Provenance
 from kvsearch.plan.yaml import STRATEGY_FORMAT, STRATEGY_VERSION, WHOLE, layer_ranges
 from kvsearch.policies.registry import create_policy, policy_class
 

@@ -19,7 +19,8 @@ from kvsearch.calibration.options import CakeOptions
 from kvsearch.calibration.prompts import prompts_of
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Profile, load_profile, round_half_up, save_profile
+from kvsearch.plan import Profile, load_profile, save_profile
+from kvsearch.plan.size import round_half_up
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME

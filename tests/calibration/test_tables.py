@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kvsearch.budgets.lukv import grid_totals
 from kvsearch.calibration.tables import RatioTables, floor_entries
-from kvsearch.plan import GRID, round_half_up
+from kvsearch.plan.profile_arrays import GRID
+from kvsearch.plan.size import round_half_up
 from kvsearch.policies import create_policy
 
 POLICY = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})

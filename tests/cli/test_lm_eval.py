@@ -89,7 +89,8 @@ def test_scores_and_what_they_were_made_with(request_of: partial[Any], tmp_path:
 
 @installed
 def test_json(request_of: partial[Any], calibrated: Path) -> None:
-    from kvsearch.plan import load_plan, sha256_of
+    from kvsearch.core.canonical import sha256_of
+    from kvsearch.plan import load_plan
 
     code, out, talk = call(*request_of("small_choose", "--json", "--num-fewshot", 0, "--max-length", 60, "--seed", 1))
     assert code == 0, talk

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsearch.plan import Plan, budgets_at, load_plan, save_plan
+from kvsearch.plan import Plan, load_plan, save_plan
+from kvsearch.plan.arithmetic import budgets_at
 from tests.cli.conftest import Run
 from tests.plan.builders import PROVENANCE, make_plan, model_dict
 

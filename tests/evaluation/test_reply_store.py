@@ -17,7 +17,7 @@ from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, prepar
 from kvsearch.evaluation.identity import environment, rows_hash, tokenizer_hash
 from kvsearch.evaluation.reply_store import ReplyStore, check_run, open_run, read_replies
 from kvsearch.evaluation.runner import KeptReplies
-from kvsearch.evaluation.samples import Cost, Sample
+from kvsearch.evaluation.samples import Sample
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
@@ -32,7 +32,7 @@ from tests.runs.sealing import sealed
 
 ONE = Sample(
     "qa", "c", "lava@8", QUESTION_AGNOSTIC, "0-1", 2, 'he said "a, b"\nand left \u2028', 0.25, "ab", True, 100, 120, 7,
-    *Cost(40, 1024.5, 47, 0.125, 0.1 + 0.2),
+    40, 1024.5, 47, 0.125, 0.1 + 0.2,
 )  # fmt: skip
 
 TASKS = [tiny.listed((60, 3), (48, 1), (70, 2), name="one"), tiny.listed((90, 1), (66, 2), name="two")]

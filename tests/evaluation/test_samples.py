@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.samples import Cost, Sample, check_samples_file, write_samples
+from kvsearch.evaluation.samples import Sample, check_samples_file, write_samples
 
 ONE = Sample(
     "qa", "c", "plan", "question-aware", "0-1", 2, 'he said "a, b"\nand left', 0.25, "ab12", True, 100, 120, 7,
-    *Cost(40, 1024.5, 47, 0.125, 0.5),
+    40, 1024.5, 47, 0.125, 0.5,
 )  # fmt: skip
 TWO = replace(ONE, reply="", score=1.0, truncated=False)
 

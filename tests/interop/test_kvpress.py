@@ -15,7 +15,7 @@ import torch
 
 from kvsearch.calibration.options import QueryStatisticsOptions
 from kvsearch.exporters.base import SINGLE, Inputs
-from kvsearch.exporters.heads import DuoAttentionGates
+from kvsearch.exporters.budget_tables import DuoAttentionGates
 from kvsearch.exporters.kvpress import KvpressLayers, KvpressLukv
 from kvsearch.exporters.kvzap import KvpressKvzap
 from kvsearch.exporters.statistics import KvpressEA

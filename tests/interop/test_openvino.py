@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvsearch.exporters.base import SINGLE
-from kvsearch.exporters.layers import BLOCK, OpenVINO
+from kvsearch.exporters.budget_tables import BLOCK, OpenVINO
 from tests.tiny import loaded, plan_for
 
 PYTHON = Path(__file__).parents[2] / ".venv-openvino" / "bin" / "python"

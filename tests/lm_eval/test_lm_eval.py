@@ -15,10 +15,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
+from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, KvsearchWarning, UsageError
 from kvsearch.evaluation.likelihood import score
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Plan, sha256_of
+from kvsearch.plan import Plan
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import full_cache

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.plan import Phase, Plan, budgets_at, convert, diff, load_plan, merge, save_plan, scale
+from kvsearch.plan import Phase, Plan, load_plan, save_plan
+from kvsearch.plan.arithmetic import budgets_at, convert, diff, merge, scale
 from kvsearch.plan.rounding import largest_remainder
 from tests.examples import at_most
 from tests.plan.builders import PROVENANCE, make_plan, model_dict, phase_dict

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import InternalError, UsageError
-from kvsearch.plan import canonical_json, sha256_of
+from kvsearch.plan import canonical_json
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)

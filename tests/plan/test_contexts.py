@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
-from kvsearch.plan import convert, load_plan, merge, save_plan, scale
+from kvsearch.plan import load_plan, save_plan
+from kvsearch.plan.arithmetic import convert, merge, scale
 from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash, joined, merkle_root
 from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.runs.contexts import read_contexts, write_contexts

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.plan import BudgetChange, PlanDiff, SettingChange, diff
+from kvsearch.plan.arithmetic import BudgetChange, PlanDiff, SettingChange, diff
 from tests.plan.builders import PROVENANCE, make_plan, model_dict, phase_dict
 
 

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from safetensors.numpy import save
 
 from kvsearch.core.errors import UsageError
-from kvsearch.plan import GRID, Profile, ProfileMetadata, load_profile, save_profile
+from kvsearch.plan import Profile, ProfileMetadata, load_profile, save_profile
+from kvsearch.plan.profile_arrays import GRID
 from tests.examples import at_most
 from tests.plan.builders import make_profile, metadata_dict, ratio_table
 

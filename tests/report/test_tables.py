@@ -10,7 +10,7 @@ import pytest
 
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Comparison, Settings
-from kvsearch.evaluation.samples import Cost, Sample
+from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, blocks_of
 from kvsearch.plan import Size
 from kvsearch.report.evaluation import difference_table, score_table, tables, write_tables
@@ -43,7 +43,7 @@ def comparison(
     """Both questions of a task score the same."""
     samples = [
         Sample(task, category, label, "question-agnostic", str(n), 0, "", score, "", False, 9, 9, 1,
-               *Cost(72 if label == "full" else 16, 1024.0, 80, 0.1, 0.1))
+               72 if label == "full" else 16, 1024.0, 80, 0.1, 0.1)
         for label, means in MEANS.items()
         for (task, category), score in zip(tasks.items(), (means * 9)[: len(tasks)], strict=True)
         for n in range(2)

@@ -18,8 +18,9 @@ from transformers import DynamicCache
 
 from kvsearch.models.architecture import describe
 from kvsearch.models.fingerprint import fingerprint
-from kvsearch.plan import LayerPlan, PhasePlan, Plan, PolicySpec, Provenance
-from kvsearch.plan.origin import ContextRecord
+from kvsearch.plan import PhasePlan, Plan, PolicySpec
+from kvsearch.plan.origin import ContextRecord, Provenance
+from kvsearch.plan.schema import LayerPlan
 from kvsearch.policies import Observation, Policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME

@@ -12,7 +12,7 @@ import pytest
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Comparison, Settings
 from kvsearch.evaluation.plan_comparison import PlanComparison
-from kvsearch.evaluation.samples import Cost, Sample
+from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, blocks_of
 from kvsearch.models.loading import LoadedModel, load
 from kvsearch.plan import Plan
@@ -67,7 +67,11 @@ def compared(scores: Mapping[str, Sequence[float]], part: int) -> PlanComparison
             9,
             9,
             1,
-            *Cost(9, 9.0, 9, 0.1, 0.1),
+            9,
+            9.0,
+            9,
+            0.1,
+            0.1,
         )
         for name, row in scores.items()
         for n, score in enumerate(row)

@@ -226,8 +226,9 @@ def joint_space(*chosen: list[int]) -> Joint:
 def test_a_point_has_a_policy_and_a_multiplier_for_every_layer() -> None:
     space = joint_space([0, 1, 0])
     assert space.categories.tolist() == [2, 2, 2, 0, 0, 0]
-    assert space.start.tolist() == [0, 1, 0, 0, 0, 0]
-    assert space.budgets(space.start).tolist() == [[10, 30], [0, 0], [25, 15], [0, 0], [20, 20], [0, 0]]
+    table = placed(FIRST, np.array([0, 1, 0]), 2)
+    assert space.point_of(table) == pytest.approx([0, 1, 0, 0, 0, 0])
+    assert space.budgets(space.point_of(table)).tolist() == table.tolist()
     more = space.budgets(np.array([0, 1, 0, 1.0, 0, 0]))
     assert more.sum() == 120
     assert more[0].sum() > 40
@@ -245,10 +246,10 @@ def test_a_layer_that_takes_another_policy_keeps_its_total_in_the_shares_of_a_pl
 
 def test_a_layer_at_its_floor_can_gain_entries() -> None:
     table = np.array([[4, 4], [30, 42], [20, 20]])
-    space = Joint([placed(table, np.zeros(3, dtype=np.int64), 2)], FLOORS, full(6, 2, 90), 2)
-    assert space.start.tolist() == [0, 0, 0, -3, 0, 0]
-    assert space.budgets(space.start)[:3].tolist() == table.tolist()
-    assert space.point_of(space.budgets(space.start)) == pytest.approx(space.start)
+    whole = placed(table, np.zeros(3, dtype=np.int64), 2)
+    space = Joint([whole], FLOORS, full(6, 2, 90), 2)
+    assert space.point_of(whole) == pytest.approx([0, 0, 0, -3, 0, 0])
+    assert space.budgets(space.point_of(whole)).tolist() == whole.tolist()
     more = space.budgets(np.array([0.0, 0, 0, 0, -1, -1]))
     assert more.sum() == 120
     assert more[0].tolist() == [15, 15]  # 0.5 e^3 = 10.0 beside 96 / e = 35.3 of 96 entries: 10.6 each
@@ -265,7 +266,7 @@ def test_a_start_with_layers_at_their_floors_is_met_exactly(data: st.DataObject)
     whole = placed(table, np.zeros(layers, dtype=np.int64), 2)
     floors = np.concatenate([full(layers, 2, 4), full(layers, 2, 4)])
     space = Joint([whole], floors, full(2 * layers, 2, 10_000), 2, data.draw(st.integers(1, layers - 1)))
-    assert space.budgets(space.start).tolist() == whole.tolist()
+    assert space.budgets(space.point_of(whole)).tolist() == whole.tolist()
 
 
 @given(st.data())
@@ -306,7 +307,6 @@ ENDLESS = full(4, 2, 999)  # caps
 def test_layers_are_water_filled_onto_the_total() -> None:
     space = Layers(4 * 2 * 40, full(4, 2, 10), ENDLESS)
     assert space.dimension == 4
-    assert space.start.tolist() == [1.0] * 4
     assert space.lower.tolist() == [0.25] * 4
     assert space.upper.tolist() == [3.25] * 4  # 130 = 160 - 3 * 10
     assert space.budgets(np.ones(4)).tolist() == [[40, 40]] * 4
@@ -330,7 +330,7 @@ def test_parity_changes_its_layers_only_and_has_no_total() -> None:
     assert space.dimension == 2
     assert (space.lower * 128).tolist() == [33, 33]
     assert space.upper.tolist() == [2.0, 2.0]
-    assert (space.start * 128).tolist() == [100, 90]
+    assert (space.point_of(table) * 128).tolist() == [100, 90]
     budgets = space.budgets(np.array([1.5 + 0.5 / 128, 0.1]))  # halves up; not below the floor
     assert budgets.tolist() == [[128, 128], [193, 193], [128, 128], [33, 33]]
     assert space.budgets(np.array([9.0, 9.0]))[[1, 3], 0].tolist() == [256, 256]
@@ -339,8 +339,8 @@ def test_parity_changes_its_layers_only_and_has_no_total() -> None:
 def test_other_layers_make_room_for_a_group() -> None:
     table = np.array([[40, 40], [20, 60], [10, 70], [40, 40]])
     space = Group(table, rows(0), full(4, 2, 5), ENDLESS)
-    assert space.start.tolist() == [1.0]
-    assert space.budgets(space.start).tolist() == table.tolist()
+    assert space.point_of(table).tolist() == [1.0]
+    assert space.budgets(space.point_of(table)).tolist() == table.tolist()
     assert space.budgets(np.array([1.6])).tolist() == [[64, 64], [16, 48], [8, 56], [32, 32]]  # 0.8 of what they had
     assert space.budgets(np.array([0.4])).tolist() == [[16, 16], [24, 72], [12, 84], [48, 48]]
     assert space.budgets(np.array([99.0])).tolist() == [[145, 145], [5, 5], [5, 5], [5, 5]]
@@ -366,7 +366,7 @@ CALIBRATED = np.array([[10, 30], [50, 10], [20, 20], [90, 10]])
 def test_multipliers_of_a_calibrated_table() -> None:
     space = Heads(CALIBRATED, full(4, 2, 10), ENDLESS, size=2)  # above the floors: 0, 20, 40, 0 and 10, 10, 80, 0
     assert space.dimension == 2
-    assert space.budgets(space.start).tolist() == CALIBRATED.tolist()
+    assert space.budgets(space.point_of(CALIBRATED)).tolist() == CALIBRATED.tolist()
     assert space.budgets(np.array([1.5, 1.5])).tolist() == CALIBRATED.tolist()
     halved = space.budgets(np.array([0.5, 1.3]))  # 60 * 0.5 + 100 * 1.3 = 160
     assert halved.tolist() == [[10, 20], [30, 10], [23, 23], [114, 10]]
@@ -379,9 +379,9 @@ def test_multipliers_of_a_calibrated_table() -> None:
 def test_a_group_at_its_floor_can_gain_entries() -> None:
     table = np.array([[10, 10], [30, 20], [20, 10]])
     space = Heads(table, full(3, 2, 10), full(3, 2, 999))
-    assert space.start.tolist() == [0.0, 1.0, 1.0]
+    assert space.point_of(table).tolist() == [0.0, 1.0, 1.0]
     assert space.upper[0] == 20.0  # all 40 above the floors
-    assert space.budgets(space.start).tolist() == table.tolist()
+    assert space.budgets(space.point_of(table)).tolist() == table.tolist()
     assert space.budgets(np.array([10.0, 0.5, 0.5])).tolist() == [[20, 20], [20, 15], [15, 10]]
     assert space.project(np.array([0.0, 0.5, 0.5])) == pytest.approx([0.0, 1.0, 1.0], abs=1e-8)
 
@@ -406,8 +406,8 @@ def test_directions_span_the_tables_and_uniform() -> None:
     flat = directions.reshape(3, -1)
     assert (flat[np.arange(3), np.abs(flat).argmax(axis=1)] > 0).all()
     space = Basis(given[0], directions, full(6, 4, FLOOR), full(6, 4, 9999))
-    assert space.start.tolist() == [0.0] * 3
-    assert space.budgets(space.start).tolist() == given[0].tolist()
+    assert space.point_of(given[0]) == pytest.approx([0.0] * 3)
+    assert space.budgets(space.point_of(given[0])).tolist() == given[0].tolist()
 
     for table in given:
         found = space.budgets(space.point_of(table))

@@ -75,7 +75,7 @@ def test_start_plans_make_the_spaces_of_heads() -> None:
     starts = {"uniform": UNIFORM, "calibrated": PROFILE}
     (heads,) = stages(starts, space="heads")
     assert isinstance(heads.space, Heads)
-    np.testing.assert_equal(heads.space.budgets(heads.space.start), PROFILE)
+    np.testing.assert_equal(heads.space.budgets(heads.space.point_of(PROFILE)), PROFILE)
     (basis,) = stages(starts, space="basis")
     assert isinstance(basis.space, Basis)
     np.testing.assert_equal(basis.space.budgets(basis.space.point_of(PROFILE)), PROFILE)
@@ -91,7 +91,7 @@ def test_policies_and_multipliers_make_one_stage() -> None:
     for best in starts.values():
         (stage,) = stages_of(how, choosing, starts, lambda best=best: best)
         assert isinstance(stage.space, Joint)
-        np.testing.assert_equal(stage.space.budgets(stage.space.start), best)
+        np.testing.assert_equal(stage.space.budgets(stage.space.point_of(best)), best)
     np.testing.assert_equal(choosing.complete(2 * starts["mine"]), starts["mine"])
 
 

@@ -19,7 +19,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Settings
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PhaseNames, Profile, Size, canonical_json, save_profile
-from kvsearch.report.validation import verdict_lines
+from kvsearch.report.scores import verdict_lines
 from kvsearch.results.validation import FILE, ValidationResult, harmful
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runtime.program import PhaseProgram

@@ -11,11 +11,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.policies import scoring
+from kvsearch.signals import entropy as entropies
 from kvsearch.signals.attention_rows import score_rows
-from kvsearch.signals.entropy import mean_entropy, mean_row, row_entropy
+from kvsearch.signals.entropy import mean_entropy
 from tests.examples import at_most
 
 SURE = 200.0  # a logit that leaves nothing for the others
+
+
+def row_entropy(
+    query: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, valid: Tensor | None = None
+) -> Tensor:
+    everywhere = padded(len(keys), keys.shape[2], 0)
+    return entropies.row_entropy(query, keys, scaling, softcap, everywhere if valid is None else valid)
+
+
+def mean_row(
+    query: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, valid: Tensor | None = None
+) -> Tensor:
+    everywhere = padded(len(keys), keys.shape[2], 0)
+    return entropies.mean_row(query, keys, scaling, softcap, everywhere if valid is None else valid)
 
 
 def one_hot_heads(*targets: int, keys: int = 4) -> tuple[Tensor, Tensor]:
@@ -42,7 +57,7 @@ def padded(batch: int, length: int, pads: int) -> Tensor:
 def by_hand(query: Tensor, keys: Tensor, scaling: float, valid: Tensor) -> tuple[float, Tensor]:
     """Mean entropy and mean row of one sequence, query head by query head and row by row."""
     group, (length, rows) = len(query) // len(keys), (keys.shape[1], query.shape[1])
-    entropies, total, counted = [], torch.zeros(length), 0
+    found, total, counted = [], torch.zeros(length), 0
     for head in range(len(query)):
         for row in range(rows):
             end = length - rows + row + 1
@@ -53,8 +68,8 @@ def by_hand(query: Tensor, keys: Tensor, scaling: float, valid: Tensor) -> tuple
             total[seen] += attention
             counted += 1
             if len(seen) > 1:
-                entropies.append(float(-(attention * attention.log()).sum()) / math.log(len(seen)))
-    return sum(entropies) / max(len(entropies), 1), total / max(counted, 1)
+                found.append(float(-(attention * attention.log()).sum()) / math.log(len(seen)))
+    return sum(found) / max(len(found), 1), total / max(counted, 1)
 
 
 def test_a_row_that_sees_one_place_has_no_entropy() -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvsearch.budgets.lava import LAVaAllocation
-from kvsearch.plan import ModelFingerprint, PolicySpec, Provenance
+from kvsearch.plan import ModelFingerprint, PolicySpec
+from kvsearch.plan.origin import Provenance
 from kvsearch.strategies.build import Chosen, build_plan
 from tests.plan.builders import PROVENANCE, model_dict
 

@@ -8,7 +8,8 @@ import pytest
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.errors import UsageError
-from kvsearch.plan import PHASES, Size, budgets_at
+from kvsearch.plan import PHASES, Size
+from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.strategies.methods import check_request, direct_plan, parse_allocation

@@ -10,12 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
-from kvsearch.plan import (
-    Profile,
-    ProfileMetadata,
-    Size,
-    round_half_up,
-)
+from kvsearch.plan import Profile, ProfileMetadata, Size
+from kvsearch.plan.size import round_half_up
 from kvsearch.strategies.build import plan_from_profile, round_ratios
 from tests.examples import fixed
 from tests.plan.builders import metadata_dict, model_dict

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.plan import PHASES, Phase, Profile, Size, budgets_at
+from kvsearch.plan import PHASES, Phase, Profile, Size
+from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import Chosen
 from kvsearch.strategies.from_signals import FULL, Strategy, choose, plan_of, strategy_plan

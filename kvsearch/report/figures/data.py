@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from kvsearch.core.printed import csv_text
+from kvsearch.report.table import Table
 from kvsearch.runs.estimates import Estimate
 
 Style = Literal["line", "points", "steps", "level"]
@@ -142,6 +143,9 @@ class Figure:
     def as_json(self) -> dict[str, Any]:
         """Return the title and the numbers, a list per row of the CSV."""
         return {"title": self.title, "rows": [list(row) for row in self.body.table()]}
+
+
+Part = str | Mapping[str, Any] | Table | Figure  # of what is shown: a line, facts, a table, or a figure of maps
 
 
 def layer_map(

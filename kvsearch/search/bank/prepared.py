@@ -6,7 +6,7 @@ One dense pass over a prompt serves every candidate; what a pass needs of the sa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -114,6 +114,7 @@ def ranking_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[P
     return {layer: policies[layer] for layer in layers}
 
 
+@dataclass(eq=False)
 class PreparedSamples:
     """Samples whose prompts were read, each different one once.
 
@@ -121,27 +122,20 @@ class PreparedSamples:
     The model must run the attention "kvsearch" while prompts are read.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        policies: Rankings,
-        windows: Mapping[int, int],
-        samples: Sequence[BankSample],
-        cap: int,
-        store: SampleStore,
-        full: bool,
-    ) -> None:
-        self.model = model
-        self.policies = policies
-        self.windows = windows
-        self.samples = samples
-        self.cap = cap
-        self.store = store
-        self.full = full
-        self.given: Floats = np.zeros(len(samples))  # -log p of the first token of an answer that the prompt predicts
-        self.tokens = 0  # that the model has read so far
-        self._vocabulary = 0
-        self._last: dict[str, Tensor] = {}  # logits [V] after each prompt that replies follow at once
+    model: Any
+    policies: Rankings
+    windows: Mapping[int, int]
+    samples: Sequence[BankSample]
+    cap: int
+    store: SampleStore
+    full: bool
+    tokens: int = 0  # that the model has read so far
+    _vocabulary: int = 0
+    _last: dict[str, Tensor] = field(default_factory=dict)  # logits [V] after prompts that replies follow at once
+
+    def __post_init__(self) -> None:
+        # -log p of the first token of an answer that the prompt predicts
+        self.given: Floats = np.zeros(len(self.samples))
 
     def read(self, progress: Progress | None = None) -> None:
         """Read all prompts.

@@ -91,16 +91,15 @@ class Optimiser(ABC):
         return self._best_point.copy()
 
     @property
-    @abstractmethod
     def finished(self) -> str | None:
         """Why the search is over, in words; None while it is not."""
+        return None
 
     @abstractmethod
     def _ask(self) -> list[Vector]:
         """Return the optimiser's own points of the next generation, within the bounds."""
 
-    @abstractmethod
-    def _tell(self, points: list[Vector], values: list[float]) -> None:
+    def _tell(self, points: list[Vector], values: list[float]) -> None:  # noqa: B027 - not all learn
         """Learn from a generation; the optimiser's own points come last. The points may be changed."""
 
 

@@ -27,16 +27,9 @@ class Random(Optimiser):
         self._most: Vector = np.minimum(self.start + reach, self.upper)
         self._rng = np.random.default_rng(problem.seed)
 
-    @property
-    def finished(self) -> str | None:
-        return None
-
     def _ask(self) -> list[Vector]:
         drawn = self._rng.uniform(self._least, self._most, (self._population, self.dimension))
         return list(np.clip(drawn, self.lower, self.upper))  # least + (most - least) may miss most by rounding
-
-    def _tell(self, points: list[Vector], values: list[float]) -> None:
-        """Nothing to learn."""
 
 
 class Coordinate(Optimiser):

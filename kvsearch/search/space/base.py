@@ -42,11 +42,6 @@ class Space(ABC):
         """How many choices each coordinate has that stands for one of several things, [d]; 0: it is a number."""
         return np.zeros(self.dimension, dtype=np.int64)
 
-    @property
-    @abstractmethod
-    def start(self) -> Vector:
-        """Where a search begins unless it knows better, [d] within the bounds."""
-
     def budgets(self, x: Vector) -> Ints:
         """Return the table of a point [d]: int64 [L, Hkv], entries per kv head. The same for `x` and `project(x)`."""
         return self._table(self.project(x))
@@ -94,10 +89,6 @@ class Phases(Space):
         lower = np.concatenate([space.lower for space in self._spaces])
         upper = np.concatenate([space.upper for space in self._spaces])
         super().__init__((sum(rows), parts[0].shape[1]), lower, upper)
-
-    @property
-    def start(self) -> Vector:
-        return np.concatenate([space.start for space in self._spaces])
 
     def _project(self, x: Vector) -> Vector:
         points = np.split(x, self._ends)

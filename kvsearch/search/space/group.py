@@ -33,11 +33,6 @@ class Parity(Space):
         least = floors[rows].max(axis=1)
         super().__init__(table.shape, least / budget, np.full(len(rows), float(len(rows))))
 
-    @property
-    def start(self) -> Vector:
-        """The table as it is."""
-        return self.point_of(self._rest)
-
     def _table(self, x: Vector) -> Ints:
         table = self._rest.copy()
         table[self._rows] = np.floor(x * self.budget + 0.5 + GUARD).astype(np.int64)[:, None]
@@ -78,11 +73,6 @@ class Group(Space):
         self._fullest = min(int(self._most.sum()), (self.total - int(self._low.sum())) // heads)
         alone = self._fullest - (self._least.sum() - self._least)  # while the rest of the group is at its floor
         super().__init__(table.shape, self._least / self.average, np.minimum(self._most, alone) / self.average)
-
-    @property
-    def start(self) -> Vector:
-        """The table as it is."""
-        return self.project(self.point_of(self._rest))
 
     def _project(self, x: Vector) -> Vector:
         wanted = float(x.sum()) * self.average
@@ -129,11 +119,6 @@ class Layers(Space):
         super().__init__(floors.shape, floor / self.average, np.minimum(cap, alone) / self.average)
         self._floors = floor[:, None]
         self._caps = cap[:, None]
-
-    @property
-    def start(self) -> Vector:
-        """The point nearest to uniform budgets."""
-        return self.project(np.ones(self.dimension))
 
     def _shares(self, x: Vector) -> Floats:
         """Return the entries per head that a point says, [L, Hkv], whatever they sum to."""

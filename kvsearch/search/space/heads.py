@@ -43,7 +43,6 @@ class Heads(Space):
         self._above = int(self._free.sum())
         self._group = layer_groups(len(base), size)
         self._members = [np.flatnonzero(self._group == group) for group in np.unique(self._group)]
-        self._begin = np.array([float(self._free[rows].any()) for rows in self._members])
         for rows in self._members:
             self._free[rows] += not self._free[rows].any()
         largest = []  # multipliers at which groups are full, or have everything
@@ -54,11 +53,6 @@ class Heads(Space):
             most = water_level(free[some], min(self._above, int(room[some].sum())), 0, room[some])
             largest.append(float((most / free[some]).max()) or 1.0)  # one without room has no effect
         super().__init__(base.shape, np.zeros(len(largest)), np.array(largest))
-
-    @property
-    def start(self) -> Vector:
-        """The calibrated table."""
-        return self._begin.copy()
 
     def _filled(self, x: Vector) -> Floats:
         """Return the entries above the floors with the right sum, [L, Hkv]."""
@@ -119,11 +113,6 @@ class Basis(Space):
         self._directions = directions
         bound = np.full(len(directions), reach)
         super().__init__(base.shape, -bound, bound)
-
-    @property
-    def start(self) -> Vector:
-        """The base table."""
-        return np.zeros(self.dimension)
 
     def _table(self, x: Vector) -> Ints:
         logs = np.tensordot(x, self._directions, 1)

@@ -90,11 +90,6 @@ class Joint(Space):
     def categories(self) -> Ints:
         return np.where(np.arange(self.dimension) < self._layers, self.choices, 0)
 
-    @property
-    def start(self) -> Vector:
-        """The first table."""
-        return np.concatenate([self._first, self._begin])
-
     def _shares(self, tables: Sequence[Ints], base: Ints) -> Floats:
         """Return what heads get above the floors under each choice at x = 0, [C, L, Hkv]."""
         free = np.zeros((self.choices, self._layers, base.shape[1]))

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvsearch.core.resources import resource
 from kvsearch.evaluation.reply_store import ReplyStore
-from kvsearch.evaluation.samples import Cost, Sample
+from kvsearch.evaluation.samples import Sample
 from kvsearch.runs.identity import RunConfig
 from kvsearch.search.candidates import Candidate, JobOutcome, TrialJob
 from kvsearch.search.trials import TrialLog
@@ -58,7 +58,8 @@ def reply(**changes: Any) -> Sample:
     plain = {
         "task": "qa", "category": "c", "method": "lava@8", "protocol": "question-agnostic", "key": "0-1", "question": 2,
         "reply": 'he said "a, b"\nand left', "score": 0.25, "prompt_sha256": "ab" * 32, "truncated": True,
-        "context_tokens": 100, "prompt_tokens": 120, "reply_tokens": 7, **Cost(40, 1024.5, 47, 0.125, 0.3)._asdict(),
+        "context_tokens": 100, "prompt_tokens": 120, "reply_tokens": 7, "entries": 40, "bytes": 1024.5,
+        "most": 47, "prefill_seconds": 0.125, "reply_seconds": 0.3,
     }  # fmt: skip
     return Sample(**{**plain, **changes})
 
