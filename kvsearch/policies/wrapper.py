@@ -11,8 +11,9 @@ from kvsearch.policies.base import Observation, Policy, Row
 from kvsearch.policies.tensors import Tensor
 
 
-def _inner_one(name: str) -> Any:
+def _delegated(name: str) -> Any:
     """Return a property: the attribute, or the bound method, that the inner policy has by that name."""
+    # untyped, as a property takes the place of methods, too
     return property(lambda policy: getattr(policy.inner, name))
 
 
@@ -40,15 +41,15 @@ class Wrapper(Policy):
     def row(self) -> Row | None:
         return self.inner.row
 
-    sink_count = _inner_one("sink_count")
-    recent_count = _inner_one("recent_count")
-    needs = _inner_one("needs")
-    first_stage = _inner_one("first_stage")
-    quota = _inner_one("quota")
-    exempt = _inner_one("exempt")
-    drop_at = _inner_one("drop_at")
-    online = _inner_one("online")
-    refresh_interval = _inner_one("refresh_interval")
-    recent_at = _inner_one("recent_at")
-    start = _inner_one("start")
-    step = _inner_one("step")
+    sink_count = _delegated("sink_count")
+    recent_count = _delegated("recent_count")
+    needs = _delegated("needs")
+    first_stage = _delegated("first_stage")
+    quota = _delegated("quota")
+    exempt = _delegated("exempt")
+    drop_at = _delegated("drop_at")
+    online = _delegated("online")
+    refresh_interval = _delegated("refresh_interval")
+    recent_at = _delegated("recent_at")
+    start = _delegated("start")
+    step = _delegated("step")
