@@ -2,8 +2,8 @@
 
     python benchmarks/study_run.py --models bundled,bundled-redundant --seeds 20 --output runs/study-run
 
-What is run is said in a recipe of `kvsearch run`: by default `study_run.yaml` beside this file, with full fits. The best
-baseline is the one that scores highest on the report split, of the five best of the choice and even budgets: it is
+What is run is said in a recipe of `kvsearch run`: by default `study_run.yaml` beside this file, with full fits. The
+best baseline is the one that scores highest on the report split, of the five best of the choice and even budgets: it is
 picked by the same questions, which favours it. A plan counts as below it where the interval of the paired difference is
 below zero. The regret is how many points the best method of the report split, candidates among them, is above the plan;
 it is picked by the same questions, too. Runs are kept in `--output`: the same command goes on where it stopped, and
