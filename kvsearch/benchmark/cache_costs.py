@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvsearch.core.fields import Count, Index
+
 
 @dataclass(frozen=True)
 class CacheCosts:
@@ -17,11 +19,11 @@ class CacheCosts:
     """
 
     cache: str
-    batch: int
-    length: int
+    batch: Count
+    length: Count
     entries: float
-    held_bytes: int
-    peak_bytes: int
+    held_bytes: Index
+    peak_bytes: Index
     prefill_seconds: float
     prefill_speedup: float
     token_seconds: float
@@ -30,7 +32,7 @@ class CacheCosts:
     floor_seconds: float
     kernels: float | None = None
     waits: float | None = None
-    largest_batch: int | None = None
+    largest_batch: Count | None = None
     largest_tokens_per_second: float | None = None
 
     @property

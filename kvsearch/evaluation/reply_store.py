@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.core.limits import MOST_NUMBER
 from kvsearch.evaluation.samples import Place, Sample
 from kvsearch.runs.identity import LEDGER, LOSSES, METRICS, REPORT, SAMPLES, TABLES, Job, RunConfig, read_config
 from kvsearch.runs.ledger import Ledger, LedgerFormatError, read_lines
@@ -32,7 +33,8 @@ from kvsearch.runs.run import Run, run_in
 FILES = (REPORT, SAMPLES, TABLES, LOSSES)
 _KEEP_REPLIES: tuple[Job, ...] = ("evaluate", "validate", "select")
 _KEY = "id"  # in place of what the author calls the question, which is looked up again
-_FIELDS = {field.name for field in fields(Sample)}
+_FIELDS = {field.name: str(field.type) for field in fields(Sample)}
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
 
 Keyed = Sequence[tuple[str, Sample]]  # samples that were finished together, with the keys of their replies
 
@@ -55,8 +57,14 @@ class ReplyStore(Ledger[Keyed]):
         if set(content) != {"samples"} or not isinstance(items, list):
             raise LedgerFormatError("it is no list of samples")
         for item in items:
-            if not isinstance(item, dict) or set(item) != _FIELDS:
+            if not isinstance(item, dict) or item.keys() != _FIELDS.keys():
                 raise LedgerFormatError("a sample lacks a field or has one too many")
+            for name, kind in _FIELDS.items():
+                value = item[name]
+                if not isinstance(value, _TYPES[kind]) or isinstance(value, bool) != (kind == "bool"):
+                    raise LedgerFormatError(f"{name} is of another type than it was written with")
+                if kind in ("int", "float") and abs(item[name]) > MOST_NUMBER:
+                    raise LedgerFormatError(f"{name} is out of range, which ends at 2^63 - 1")
         return [(item.pop(_KEY), Sample(**item)) for item in items]
 
     def add(self, samples: Keyed) -> None:
