@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := runs/demo
 
-.PHONY: setup demo test quick ci lint fuzz crash races interop wheel bench train clean
+.PHONY: setup demo test quick ci lint docs fuzz crash races interop wheel bench train clean
 
 setup:
 	@$(PYTHON) scripts/bootstrap.py
@@ -41,6 +41,10 @@ lint: setup
 	$(BIN)/mypy benchmarks scripts
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/shape.py --check
+
+# docs/ as a site in build/site, without network; a broken link is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # Mutated files of every kind that is read, CASES of them over all cores: hours. What fails is saved in runs/fuzz.
 CASES ?= 100000
