@@ -52,7 +52,7 @@ class Console:
         ),
     ] = False
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No talk and no progress bars.", rich_help_panel=GENERAL)
+        bool, typer.Option("--quiet", "-q", help="No messages and no progress bars.", rich_help_panel=GENERAL)
     ] = False
     verbose: Annotated[
         int, typer.Option("--verbose", "-v", count=True, help="Say what is done, with times.", rich_help_panel=GENERAL)

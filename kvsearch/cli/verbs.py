@@ -58,7 +58,7 @@ __all__ = ["VERBS"]
 
 @job_verb("kvsearch.jobs.run:RunOptions")
 def run(options: RunOptions, ran: Ran) -> Output:
-    """Find the best plan of a size: fit rankings, measure budgets, choose on fresh questions, report on others.
+    """Find the best plan of a size: fit rankings, measure budgets, pick on held-out questions, score on others.
 
     A plan is written if it beats every single policy with its own budgets beyond doubt, else the best of these. The
     same command goes on where it stopped; --dry-run says what every stage costs.
@@ -241,7 +241,7 @@ def generate(options: GenerateOptions, replies: Sequence[Reply]) -> Output:
 
 @job_verb("kvsearch.jobs.compress:CompressOptions")
 def compress(options: CompressOptions, saved: SavedContext) -> Output:
-    """Read a context once, and write the cache that a plan leaves of it to a file, to be asked for ever.
+    """Compress a context once under a plan, and save it to a file that can be queried any time.
 
     `kvsearch generate MODEL --cache FILE --prompt ...` answers from the file with the tokens that follow without the
     detour, on the same kind of device; another one rounds otherwise. Without --context a bundled model reads a text
@@ -273,7 +273,7 @@ def show(options: ShowOptions, view: View) -> Output:
 
 @job_verb("kvsearch.jobs.verify:VerifyOptions", dry_run=False)
 def verify(options: VerifyOptions, verification: Verification) -> Output:
-    """Check that all that runs have written is whole: checksums, ledgers, schemas, totals of plans, weights.
+    """Check that what runs have written is complete: checksums, ledgers, schemas, totals of plans, weights.
 
     For every artefact it says what it is and whether it is whole, unfinished or damaged, and what to do. Exit code 2
     if anything is damaged. No model is loaded, and nothing is written.
@@ -292,7 +292,7 @@ def verify(options: VerifyOptions, verification: Verification) -> Output:
 
 @job_verb("kvsearch.jobs.report:ReportOptions", job="write_report", dry_run=False)
 def report(options: ReportOptions, page: Report) -> Output:
-    """Write runs of any kind as one HTML page that needs no network: figures, tables, and how they were made.
+    """Write one self-contained HTML page about runs: figures, tables, and how they were made.
 
     Each run says in one sentence what was found. Every figure and table has its numbers as CSV; tables sort by a click
     on a heading. Several runs are grouped by their models. A search that still runs shows how far it is.

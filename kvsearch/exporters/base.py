@@ -222,7 +222,7 @@ def common_losses(budgets: Budgets, *, proportional: bool | None) -> list[Loss]:
     if plan.decode is not None:
         losses.append(Loss("eviction while decoding is left out"))
     if plan.allocation.name != STATIC:
-        losses.append(Loss(f"budgets that {plan.allocation.name} shares out anew for every prompt become fixed ones"))
+        losses.append(Loss(f"budgets that {plan.allocation.name} divides for each prompt become fixed ones"))
     if proportional is True and plan.scaling == "fixed":
         losses.append(Loss(f"budgets become shares of the prompt: right at {budgets.known_length:,} tokens only"))
     if proportional is False and plan.scaling == "proportional":

@@ -339,7 +339,7 @@ def _data(options: CalibrateOptions, reporter: Reporter) -> tuple[CalibrationDat
     refuse_reported(tasks)
     run_in(options.output, "calibrate")
     if any(facts.split == "all" for facts in describe_tasks(options.tasks)):
-        reporter.say(f"evaluate asks all examples of {options.tasks} by default: give it --split report for fresh ones")
+        reporter.say(f"evaluate asks all examples of {options.tasks} by default: add --split report for held-out ones")
     loaded = options.load(options.model, reporter)
     data = data_of_tasks(loaded, tasks, options.samples, options.seed, options.max_length, options.used())
     return data.limited(options.questions), loaded

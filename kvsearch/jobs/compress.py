@@ -1,4 +1,4 @@
-"""kvsearch compress: read a context once, and keep what a plan leaves of it in a file that answers for ever."""
+"""kvsearch compress: compress a context once under a plan, and save it to a file that can be queried any time."""
 
 from __future__ import annotations
 

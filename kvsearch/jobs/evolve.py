@@ -1,4 +1,4 @@
-"""kvsearch evolve: search the budgets on a task, choose on fresh questions, report on others."""
+"""kvsearch evolve: search the budgets on a task, pick on held-out questions, report on others."""
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ class UniformOptions(PlanOptions, Sized, WithModel):
     allocation: Annotated[
         str,
         Option(
-            "What to do with the budgets: static keeps to them; adakv, cake or lava share out what they add up to "
-            "anew for every prompt. With options: lava:layers=planned,floor_share=0."
+            "What to do with the budgets: static keeps to them; adakv, cake or lava divide their total for each "
+            "prompt. With options: lava:layers=planned,floor_share=0."
         ),
     ] = "static"
 

@@ -67,7 +67,7 @@ class Report:
 
 @job(ReportOptions)
 def write_report(options: ReportOptions, reporter: Reporter) -> Report:  # noqa: ARG001 - there is nothing to say meanwhile
-    """Write one HTML page about runs of any kind, grouped by their models; what is unfinished shows what is there.
+    """Write one self-contained HTML page about runs, grouped by their models; unfinished runs show what is there.
 
     Raises:
         UsageError: nothing can be read at one of the paths, or the file is something else than a report.

@@ -407,7 +407,7 @@ def dry_run(options: RunOptions, reporter: Reporter) -> dict[str, Any]:
 
 @job(RunOptions)
 def run(options: RunOptions, reporter: Reporter) -> Ran:
-    """Fit rankings, measure budgets, choose the best plan on fresh questions and report it on others.
+    """Fit rankings, measure budgets, pick the best plan on held-out questions, score it on others.
 
     Writes plan.json (plan-N.json of several budgets) and run.json to `output`. Every stage is kept in a directory of
     its own below it: the same call goes on where it stopped, and of a finished run it repeats the result.

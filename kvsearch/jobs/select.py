@@ -1,4 +1,4 @@
-"""kvsearch select: choose the strategy of a calibration on fresh questions, or fall back to the best baseline."""
+"""kvsearch select: pick the strategy of a calibration on held-out questions, or fall back to the best baseline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EvolKV (arXiv 2509.08315): search budgets on what the model makes of a task, choose and report on fresh questions.
+"""EvolKV (arXiv 2509.08315): search budgets on what the model makes of a task, choose and report on held-out questions.
 
 1. Search, on the first split: start plans, then the stages of `loop`, by a cheap loss or by the task's metric.
 2. Choice, on the second split, whose contexts nothing at hand was searched, fitted or chosen on: the best candidates

@@ -1,1 +1,1 @@
-"""One self-contained page for runs of any kind: `kvsearch report`."""
+"""One self-contained page about runs: `kvsearch report`."""
