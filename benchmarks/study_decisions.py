@@ -25,7 +25,8 @@ import numpy as np
 from scipy.special import ndtri
 
 from kvsearch.core.arrays import Floats
-from kvsearch.selection.race import Race, Rule, plan_rounds
+from kvsearch.selection.race import Race, plan_rounds
+from kvsearch.selection.rule import Rule
 from kvsearch.selection.scores import Scores
 
 CANDIDATES = tuple(f"candidate {number}" for number in range(8))

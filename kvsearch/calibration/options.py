@@ -44,11 +44,13 @@ CANDIDATES = 4096  # tokens whose queries a bank is chosen of
 LEAST_DRAWN = 50  # entries or tokens of a context that a ranking is fitted on
 # the built-in policies that order all entries of a prompt by one score
 SCORED = ("snapkv", "expected_attention", "keydiff", "h2o", "tova", "cake", "lava", "vatp", "knorm")
-COMPARED = (*SCORED, "criticalkv")  # what a fitted ranking is compared with
+COMPARED = (*SCORED, "criticalkv", "defensivekv")  # what a fitted ranking is compared with
 
 # recent entries that stay under policies that need not keep all they look at, where they are compared at small budgets:
 # as many as under fitted rankings; with more, what is protected is most of what is kept
-PROTECTED = {name: {"protect": 8} for name in ("cake", "criticalkv", "lava", "pyramidkv", "snapkv", "vatp")}
+PROTECTED = {
+    name: {"protect": 8} for name in ("cake", "criticalkv", "defensivekv", "lava", "pyramidkv", "snapkv", "vatp")
+}
 
 Names = Annotated[tuple[str, ...], Listed]
 AnswerTokens = Annotated[

@@ -1,4 +1,4 @@
-"""The types of numpy arrays that functions take and return."""
+"""The types of numpy arrays that functions take and return, and when numbers count as equal."""
 
 from __future__ import annotations
 
@@ -9,3 +9,5 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Vector = Floats  # of one dimension
+
+TIE = 1e-9  # scores that differ by less are equal, but for rounding

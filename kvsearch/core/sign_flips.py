@@ -12,11 +12,10 @@ from itertools import product
 
 import numpy as np
 
-from kvsearch.core.arrays import Floats
+from kvsearch.core.arrays import TIE, Floats
 
 FLIPS = 9999
 EXACT = 12  # contexts up to which all signs are tried
-TIE = 1e-9  # leads that differ by less are equal, but for rounding
 
 
 def compute_chances(leads: Floats, seed: int = 0) -> Floats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any
@@ -107,6 +107,23 @@ class Settings:
     def as_json(self) -> dict[str, Any]:
         """Return the settings but for `used`, which what is asked tells of."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "used"}
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The tasks of a split, and how they are asked."""
+
+    tasks: Sequence[Task]
+    settings: Settings
+
+    def encode(self, loaded: LoadedModel) -> list[TaskPrompts]:
+        """Return what is asked, as tokens; errors as for `encode_tasks`."""
+        settings = self.settings
+        return encode_tasks(loaded, self.tasks, settings.samples, settings.seed, settings.max_length, settings.used)
+
+    def without(self, used: ContextSet | None) -> Split:
+        """Return the split without contexts that were used for something else."""
+        return replace(self, settings=replace(self.settings, used=used))
 
 
 @dataclass(frozen=True)
@@ -341,17 +358,15 @@ class Evaluation:
         }
 
 
-def prepare(
-    loaded: LoadedModel, methods: Sequence[ReadyMethod], subject: str, tasks: Sequence[Task], settings: Settings
-) -> Evaluation:
+def prepare(loaded: LoadedModel, methods: Sequence[ReadyMethod], subject: str, asked: Split) -> Evaluation:
     """Draw the examples, and check that they and the methods fit together; `subject` is a name.
 
     Raises:
         UsageError, IncompatibleError: see `encode_tasks` and `check_totals`.
     """
-    encoded = encode_tasks(loaded, tasks, settings.samples, settings.seed, settings.max_length, settings.used)
-    notes = check_totals(loaded, methods, _lengths(encoded, settings.protocol))
-    return Evaluation(loaded, tuple(methods), subject, encoded, settings, tuple(notes))
+    encoded = asked.encode(loaded)
+    notes = check_totals(loaded, methods, _lengths(encoded, asked.settings.protocol))
+    return Evaluation(loaded, tuple(methods), subject, encoded, asked.settings, tuple(notes))
 
 
 def _lengths(encoded: Sequence[TaskPrompts], protocol: Protocol) -> list[int]:

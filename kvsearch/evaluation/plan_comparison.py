@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kvsearch.core.arrays import TIE
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import UsageError
 from kvsearch.core.progress import Progress
-from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, prepare
+from kvsearch.evaluation.compare import Comparison, Evaluation, Split, prepare
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.statistics import contrast
 from kvsearch.models.loading import LoadedModel
@@ -19,9 +20,8 @@ from kvsearch.runtime import Program
 from kvsearch.runtime.program import warn_unfit
 from kvsearch.strategies.compared import ReadyMethod, full_method
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.base import Task
+from kvsearch.tasks.encode import TaskPrompts
 
-ROUNDOFF = 1e-9  # scores that differ by less are equal
 OpenStage = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
 StageStore = Callable[[str, Evaluation], OpenStage]  # opens what keeps the replies of a stage, by its name
 
@@ -51,9 +51,7 @@ class PlanComparison:
     def ahead(self, name: str) -> dict[str, Difference]:
         """Return what others score above `name`, the most first; the full cache aside."""
         mean = self.score(name).mean
-        higher = [
-            other for other in self.labels if other not in (FULL, name) and self.score(other).mean > mean + ROUNDOFF
-        ]
+        higher = [other for other in self.labels if other not in (FULL, name) and self.score(other).mean > mean + TIE]
         leads = {other: self.gain(other, [name]) for other in higher}
         return dict(sorted(leads.items(), key=lambda item: -item[1].mean))
 
@@ -68,6 +66,12 @@ class PlanEvaluation:
     def run(self, progress: Progress | None = None, store: ReplyStore | None = None) -> PlanComparison:
         """Ask everything that is not in the store; see `Evaluation.run` for the errors."""
         return PlanComparison(self.evaluation.run(progress, store), self.labels)
+
+    def of(self, names: Sequence[str], questions: list[TaskPrompts]) -> PlanEvaluation:
+        """Return the evaluation of some plans and the full cache, on a part of the questions."""
+        labels = {name: self.labels[name] for name in (FULL, *names)}
+        methods = tuple(method for method in self.evaluation.methods if method.label in labels.values())
+        return PlanEvaluation(replace(self.evaluation, methods=methods, encoded=questions), labels)
 
     def run_stage(self, name: str, store: StageStore | None, *, answered: bool = False) -> PlanComparison:
         """Run as the stage `name`, whose replies are kept in `store` (None: nowhere); see `run`.
@@ -84,8 +88,7 @@ class PlanEvaluation:
 def prepare_plans(
     loaded: LoadedModel,
     plans: Mapping[str, Plan],
-    tasks: Sequence[Task],
-    settings: Settings,
+    split: Split,
 ) -> PlanEvaluation:
     """Check that plans and tasks fit together; plans that differ in nothing but their origin run once.
 
@@ -103,4 +106,4 @@ def prepare_plans(
         if labels[name] == name:
             methods[name] = ReadyMethod(name, Program.from_plan(loaded.model, plan), {"plan_content": content})
     warn_unfit(loaded.model, {policy for one in methods.values() for policy in one.program.policies})
-    return PlanEvaluation(prepare(loaded, list(methods.values()), FULL, tasks, settings), labels)
+    return PlanEvaluation(prepare(loaded, list(methods.values()), FULL, split), labels)

@@ -292,15 +292,14 @@ def _replied(prompts: TaskPrompts, batch: Sequence[Reading], joint: JointReplies
         for row, (tokens, most) in enumerate(zip(answered, joint.replies.most, strict=True)):
             method, sequence = joint.methods[row // len(batch)], row % len(batch)
             if asked < len(batch[sequence].questions):
-                held = joint.held[method]
                 prompt = batch[sequence].prompt
                 question = questions[sequence]
                 whole = prompt.with_question(question)
                 yield Sample(
                     task.name, question.query.category or task.category, method, batch[sequence].protocol, prompt.key,
                     question.number, cut(prompts.format.decode(tokens), task.stops), UNSCORED, token_hash(whole),
-                    prompt.truncated, len(prompt.context), len(whole), len(tokens), held.entries[sequence],
-                    held.bytes / len(batch), most, joint.seconds / len(batch), seconds / len(answered),
+                    prompt.truncated, len(prompt.context), len(whole), len(tokens), joint.entries[method][sequence],
+                    joint.nbytes[method] / len(batch), most, joint.seconds / len(batch), seconds / len(answered),
                 )  # fmt: skip
 
 

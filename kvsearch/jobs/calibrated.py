@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvsearch.calibration.steps import calibration_content
 from kvsearch.config.options import Option, asked_by_name, one_of
 from kvsearch.core.errors import UsageError
-from kvsearch.jobs.groups import ASKED, RATIO, Batching, Loading, WithTasks, WithWorkers
-from kvsearch.plan.origin import ContextRecord
+from kvsearch.jobs.groups import ASKED, RATIO, Batches, Loading, WithTasks, WithWorkers
 from kvsearch.plan.profile import Profile, load_profile
 from kvsearch.plan.saved import PROFILE
 from kvsearch.plan.schema import Protocol, find_protocol
@@ -19,7 +17,6 @@ from kvsearch.runs.identity import CONFIG
 from kvsearch.signals.table import SignalTable
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import Settings
     from kvsearch.jobs.reporter import Reporter
     from kvsearch.models.loading import LoadedModel
 
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
 HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
 
 
-class OnSignals(WithTasks, Batching, WithWorkers):
+class OnSignals(WithTasks, WithWorkers, Batches):
     """A PolyKV calibration, and how questions are asked of its model."""
 
     recipes: ClassVar[str | None] = ""
@@ -58,10 +55,9 @@ class OnSignals(WithTasks, Batching, WithWorkers):
         """The name of the model; None where it cannot be told."""
         return _stated(self.directory, "model") if self.model is None else self.model
 
-    def settings(self, profile: Profile) -> Settings:
-        """Return how questions are asked: on contexts that nothing was fitted on, by default in its protocol."""
-        asked = self.asking(self.protocol or find_protocol(SignalTable(profile).axes.protocol))
-        return replace(asked, used=(profile.metadata.provenance.contexts or ContextRecord()).used)
+    def protocol_of(self, profile: Profile) -> Protocol:
+        """Return the protocol in which questions are asked, by default that of the calibration."""
+        return self.protocol or find_protocol(SignalTable(profile).axes.protocol)
 
     def load_calibrated(self, profile: Profile, reporter: Reporter) -> LoadedModel:
         """Load the model that was calibrated; see the function of this name."""

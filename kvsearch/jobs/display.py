@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from kvsearch.core.progress import Progress, clock_words
 from kvsearch.jobs.reporter import Reporter, on_interruption
+from kvsearch.runs.identity import BEST
 from kvsearch.runs.run import write_json
 from kvsearch.search.candidates import STARTS
-from kvsearch.search.names import BEST
 
 if TYPE_CHECKING:
     from kvsearch.search.candidates import Candidate

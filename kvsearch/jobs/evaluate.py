@@ -12,12 +12,13 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from kvsearch.config.options import Option, Repeated
 from kvsearch.core.errors import UsageError
+from kvsearch.core.fields import Samples
 from kvsearch.core.files import check_output, read_bytes
 from kvsearch.core.progress import Progress
 from kvsearch.evaluation.reply_store import ReplyStore, check_run, open_run
 from kvsearch.evaluation.samples import check_samples_file, write_samples
 from kvsearch.evaluation.values import LayerLoss
-from kvsearch.jobs.groups import ASKED, KEPT, Asking, WithModel, WithTasks, WithWorkers
+from kvsearch.jobs.groups import ASKED, KEPT, SAMPLES_OPTION, WithModel, WithProtocol, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, going_on, on_interruption
 from kvsearch.report.evaluation import Columns, write_tables
@@ -44,13 +45,14 @@ NOT_OF_TEXTS = (
 COMPARED = "What is compared"
 
 
-class EvaluateOptions(WithModel, WithWorkers, WithTasks, Asking):
+class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
     """What is compared, what is asked, and what is kept."""
 
     job: ClassVar[str] = "evaluate"
     recipes: ClassVar[str | None] = "recipes/evaluate"
 
     plan: Annotated[tuple[Path, ...], Repeated, Option("A plan file; repeatable.", panel=COMPARED, repeated=True)] = ()
+    samples: Annotated[Samples, SAMPLES_OPTION] = 20
     methods: Annotated[
         str | None,
         Option(
@@ -283,7 +285,8 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
     from kvsearch.evaluation.totals import idle_methods
 
     loaded = options.load(options.model, reporter)
-    evaluation = prepare(loaded, request.ready(loaded), request.subject, tasks, options.asking(options.protocol))
+    asked = options.asked_of(tasks, options.samples, options.protocol)
+    evaluation = prepare(loaded, request.ready(loaded), request.subject, asked)
     for name, seen in evaluation.seen.items():
         if seen.warning is not None:
             reporter.warn(f"{name}: {seen.warning}")

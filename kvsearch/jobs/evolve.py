@@ -11,19 +11,18 @@ from pydantic import Field, model_validator
 
 from kvsearch.config.options import Option, Params, Repeated, one_of, with_params
 from kvsearch.core.errors import UsageError
-from kvsearch.core.fields import Entries, Samples, refuse
+from kvsearch.core.fields import Entries, refuse
 from kvsearch.core.limits import MOST_NUMBER
 from kvsearch.jobs.display import watching
 from kvsearch.jobs.following import evaluation, following
 from kvsearch.jobs.groups import (
-    ASKED,
     BUDGET,
-    SURE,
     TASKS_OPTION,
-    Asking,
+    Deciding,
     Numbers,
     TaskDetails,
     WithModel,
+    WithProtocol,
     WithRun,
     WithWorkers,
     default_tasks,
@@ -38,13 +37,11 @@ from kvsearch.policies.fitted import fitted_policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.report.search import decision, search_result, tables
 from kvsearch.runs.contexts import write_contexts
-from kvsearch.runs.identity import CONFIG, LEDGER, REPORT, RunConfig
+from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, FRONT, LEDGER, PLAN, REPORT, RunConfig
 from kvsearch.runs.ledger import read_lines
 from kvsearch.runs.run import run_in
-from kvsearch.search.names import FILES, FRONT, PLAN
 from kvsearch.search.settings import WHAT, EvolveSettings, SearchLimits
 from kvsearch.search.trials import TrialLog
-from kvsearch.selection.race import Rule
 from kvsearch.tasks.catalog import find_tasks
 
 if TYPE_CHECKING:
@@ -57,10 +54,11 @@ if TYPE_CHECKING:
 
 LIMITS = "When to stop"
 DEFAULT_POLICY = "snapkv"
-SPLITS = "train", "select", "report"
+SPLITS = {"search": "train", "choice": "select", "report": "report"}
+FILES = (BEST, REPORT, PLAN, FRONT, CONTEXTS, "plan-*.json", "choice", "choice-*", "report")
 
 
-class EvolveOptions(WithModel, WithWorkers, WithRun, TaskDetails, Asking, EvolveSettings):
+class EvolveOptions(WithModel, WithWorkers, WithRun, TaskDetails, WithProtocol, Deciding, EvolveSettings):
     """What is searched and at which size, on which questions, when to stop, and who does the work."""
 
     job: ClassVar[str] = "evolve"
@@ -100,8 +98,6 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, TaskDetails, Asking, Evolve
         Option("A policy parameter, as in --set window=16; repeatable.", flag="--set", panel=WHAT, repeated=True),
     ] = Field(default_factory=dict)
     tasks: Annotated[str | None, TASKS_OPTION] = None
-    samples: Annotated[Samples, Option("Contexts per task in each of the three splits.", panel=ASKED)] = 10
-    sure: Annotated[float, replace(SURE, panel=ASKED)] = Rule.sure
     max_evals: Annotated[int | None, Field(ge=1), Option("Different candidates.", panel=LIMITS)] = None
     max_time: Annotated[
         float | None, Field(gt=0, allow_inf_nan=False), Option("Seconds of search, all sessions.", panel=LIMITS)
@@ -274,14 +270,17 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
 
 def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch, ...]:
     """Check all that can be checked without a model, then load it, and prepare a search for each budget."""
-    from kvsearch.search.evolve import Splits, prepare_searches
+    from kvsearch.search.evolve import prepare_searches
     from kvsearch.search.start_plans import Base, check_names
 
     budgets = (options.budgets or ()) if options.budget is None else (options.budget,)
     if not budgets:
         raise UsageError("how many entries may a kv head keep on average? Give --budget, or several with --budgets")
     spec = options.tasks or default_tasks(options.model)
-    splits = Splits(*(find_tasks(spec, options.task_options(split)) for split in SPLITS))
+    splits = {
+        use: options.split(name, find_tasks(spec, options.task_options(name)), options.protocol)
+        for use, name in SPLITS.items()
+    }
     run_in(options.output, "evolve")
     if not options.force and (options.output / LEDGER).exists():
         list(read_lines(options.output / LEDGER, TrialLog.parse))  # a damaged one is told before a model is loaded
@@ -303,8 +302,7 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
         base = Base.choosing(loaded, policies)
     else:
         base = Base.of(loaded, policies[0] if policies else next(iter(plans.values())), PHASES[options.phases])
-    asked = options.asking(options.protocol)
-    return prepare_searches(base, budgets, options.settings, splits, asked, plans, Rule(options.sure))
+    return prepare_searches(base, budgets, options.settings, splits, plans, options.rule)
 
 
 def _find_policies(space: str, names: str | None, params: Mapping[str, Any], plans: Mapping[str, Plan]) -> list[Policy]:

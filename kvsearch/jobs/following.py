@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvsearch.config.options import JobOptions
 from kvsearch.core.printed import command_line
-from kvsearch.jobs.groups import Asking, Loading, TaskDetails
+from kvsearch.jobs.groups import Loading, TaskDetails, WithProtocol
 
 
 def following(*words: object) -> str:
@@ -41,6 +41,6 @@ def evaluation(options: JobOptions, model: str, plan: Path, tasks: str | None = 
     yield from ("evaluate", model, "--plan", str(plan))
     if tasks is not None:
         yield from ("--tasks", tasks, "--split", "report")
-    asked = dict.fromkeys((*TaskDetails.model_fields, *Asking.model_fields))
+    asked = dict.fromkeys((*TaskDetails.model_fields, "samples", *WithProtocol.model_fields))
     yield from flags_of(options, [name for name in asked if name != "data" or tasks is not None])
     yield from loading_flags(options)

@@ -17,13 +17,14 @@ from kvsearch.models import loading
 from kvsearch.models.loading import BUNDLED, LoadedModel, LoadOptions
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol, find_protocol
 from kvsearch.search.settings import WORK
+from kvsearch.selection.rule import Rule
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.catalog import NO_QA, SYNTHETIC, TaskOptions, find_tasks
 from kvsearch.workers.cluster import RayWorkers, import_ray
 from kvsearch.workers.models import ModelWorkers
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import Settings
+    from kvsearch.evaluation.compare import Split
 
 ASKED, KEPT, TASKS, LOADING = "How it is asked", "What is kept and shown", "Tasks", "The model"
 DEFAULT_TASKS = "synthetic for the bundled models, ruler:no-qa for others"
@@ -54,10 +55,8 @@ WholeNumbers = Annotated[tuple[Annotated[int, Field(strict=True)], ...], Numbers
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 BUDGET = Option("Entries to keep per kv head, on average.")
 RATIO = Option("Share of the cache to evict, above 0 and below 1.")
-SURE = Option(
-    "How sure to be that what is written is better than the best baseline: 0.9 takes what is likely better, 0.95 or "
-    "more only what beats it."
-)
+CONTEXTS = {"train": 80, "select": 160, "report": 120}  # of all tasks together, the most that are asked by default
+SAMPLES_OPTION = Option("Contexts per task.", panel=ASKED)
 TASKS_OPTION = Option(
     "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, synthetic:sparse, ruler, "
     "ruler:no-qa, longbench, longbench:english, longbench:e, infinitebench, gsm8k, niah, jsonl:FILE; see "
@@ -293,26 +292,45 @@ class Batches(Seeded):
         """`max_memory` in bytes."""
         return bytes_of(self.max_memory)
 
+    def asked_of(self, tasks: Sequence[Task], samples: int, protocol: Protocol) -> Split:
+        """Return tasks that are asked about up to `samples` contexts each, under a protocol."""
+        from kvsearch.evaluation.compare import Settings, Split
 
-class Batching(Batches):
-    """How many questions are asked, how long prompts may be, and how many are asked at a time."""
-
-    samples: Annotated[Samples, Option("Contexts per task.", panel=ASKED)] = 20
-
-    def asking(self, protocol: Protocol) -> Settings:
-        """Return how questions are asked under a protocol."""
-        from kvsearch.evaluation.compare import Settings
-
-        return Settings(self.samples, protocol, self.seed, self.batch, self.memory_bytes, self.max_length)
+        return Split(tasks, Settings(samples, protocol, self.seed, self.batch, self.memory_bytes, self.max_length))
 
 
-def contexts_per_task(contexts: int, tasks: int) -> int:
-    """Return how many contexts each of some tasks has if they have so many together, two at least."""
-    return max(contexts // tasks, 2)
+class Deciding(Batches):
+    """On how many contexts a plan is chosen and reported, and how sure a choice has to be."""
+
+    samples: Annotated[
+        Annotated[Samples, Field(ge=2)] | None,
+        Option(
+            "Contexts per task to choose by, at most, and as many others to report on.",
+            panel=ASKED,
+            shown=f"{CONTEXTS['select']} to choose by and {CONTEXTS['report']} to report on, of all tasks together",
+        ),
+    ] = None
+    sure: Annotated[
+        float,
+        Option(
+            "How sure to be that what is written is better than the best baseline: 0.9 takes what is likely better, "
+            "0.95 or more only what beats it.",
+            panel=ASKED,
+        ),
+    ] = Rule.sure
+
+    @property
+    def rule(self) -> Rule:
+        """How sure to be; UsageError if that is out of range."""
+        return Rule(self.sure)
+
+    def split(self, name: str, tasks: Sequence[Task], protocol: Protocol) -> Split:
+        """Return a split of some tasks as it is asked; of each task two contexts at least."""
+        return self.asked_of(tasks, self.samples or max(CONTEXTS[name] // len(tasks), 2), protocol)
 
 
-class Asking(Batching):
-    """How questions are asked, and how many at a time."""
+class WithProtocol(Batches):
+    """What is compressed before a question is asked."""
 
     protocol: Annotated[
         Protocol,

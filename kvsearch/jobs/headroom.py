@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from kvsearch.config.options import Option, Seeded
+from kvsearch.config.options import Seeded
 from kvsearch.core.fields import Samples
 from kvsearch.evaluation.statistics import summarize
-from kvsearch.jobs.groups import ASKED, RATIO, WithModel, WithTasks, WithWorkers
+from kvsearch.jobs.groups import RATIO, SAMPLES_OPTION, WithModel, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter, estimate_cost
 from kvsearch.results.evaluation import HeadroomResult
@@ -25,7 +25,7 @@ class HeadroomOptions(WithModel, WithWorkers, WithTasks, Seeded):
     job: ClassVar[str] = "headroom"
 
     ratio: Annotated[float, Field(gt=0, lt=1), RATIO] = 0.8
-    samples: Annotated[Samples, Option("Contexts per task.", panel=ASKED)] = 20
+    samples: Annotated[Samples, SAMPLES_OPTION] = 20
 
 
 @job(HeadroomOptions, dry=True)
@@ -63,9 +63,9 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
 
 def _full(options: HeadroomOptions, reporter: Reporter) -> Evaluation:
     """Return the evaluation of the full cache, with the model."""
-    from kvsearch.evaluation.compare import Settings, prepare
+    from kvsearch.evaluation.compare import Settings, Split, prepare
     from kvsearch.strategies.compared import full_method
 
     tasks = options.find_tasks(options.model)
     loaded = options.load(options.model, reporter)
-    return prepare(loaded, [full_method(loaded)], FULL, tasks, Settings(options.samples, seed=options.seed))
+    return prepare(loaded, [full_method(loaded)], FULL, Split(tasks, Settings(options.samples, seed=options.seed)))

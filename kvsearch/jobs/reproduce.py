@@ -27,7 +27,7 @@ from kvsearch.report.paper_table import FinishedStage, reproduced
 from kvsearch.report.reproduced import Reproduced
 from kvsearch.report.table import latex, markdown
 from kvsearch.results.validation import FILE as VALIDATION
-from kvsearch.runs.identity import REPORT, SELECTION
+from kvsearch.runs.identity import PLAN, REPORT, SELECTION
 from kvsearch.runs.lock import require_lock
 from kvsearch.runs.run import finish, unfinish
 from kvsearch.tasks.base import Task
@@ -35,7 +35,6 @@ from kvsearch.tasks.catalog import TaskOptions, find_entries, find_tasks
 
 RUNS = Path("runs") / "reproduce"
 FORMS = ".json", ".csv", ".md", ".tex"
-PLAN = "plan.json"
 DECIDING = ("model", "seed", "max_length", "dtype", "revision")  # what every stage depends on
 MADE: frozenset[StageJob] = frozenset({"export", "scale"})  # a file, made in a moment
 KEPT: frozenset[StageJob] = frozenset({"evolve", "select"})  # what is finished is not run again

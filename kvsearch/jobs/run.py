@@ -23,21 +23,19 @@ from kvsearch.jobs.display import Overall, StageReporter, overall
 from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.following import evaluation, following
 from kvsearch.jobs.groups import (
-    ASKED,
     BUDGET,
     RATIO,
-    SURE,
     TASKS,
-    Asking,
+    Deciding,
     Loading,
     Names,
     Numbers,
     TaskDetails,
     WithModel,
+    WithProtocol,
     WithRun,
     WithTasks,
     WithWorkers,
-    contexts_per_task,
     default_tasks,
     refuse_two_sizes,
 )
@@ -50,15 +48,15 @@ from kvsearch.policies.registry import FITTED
 from kvsearch.report.ranking import RankingView
 from kvsearch.report.selections import choice_tables, run_result, selection_result, sentences, smallest_words
 from kvsearch.runs.contexts import write_contexts
-from kvsearch.runs.identity import RunConfig
+from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, run_in
-from kvsearch.selection.race import LEAST_CONTEXTS, Rule, SharedLevel
+from kvsearch.selection.rule import LEAST_CONTEXTS, SharedLevel
 from kvsearch.strategies.joint import policy_curves
 from kvsearch.tasks.catalog import find_tasks
 
 if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
-    from kvsearch.evaluation.compare import Settings
+    from kvsearch.evaluation.compare import Split
     from kvsearch.evaluation.plan_comparison import StageStore
     from kvsearch.jobs.searching import RefinedPlans, Refinement
     from kvsearch.models.loading import LoadedModel
@@ -66,6 +64,7 @@ if TYPE_CHECKING:
     from kvsearch.plan.origin import Use
     from kvsearch.report.table import Table
     from kvsearch.selection.candidates import CalibratedPolicies
+    from kvsearch.selection.rule import Rule
     from kvsearch.selection.selection import PhaseResult, Selection
     from kvsearch.selection.selection_job import SelectionJob, Smallest
     from kvsearch.tasks.base import Task, TokenCount
@@ -79,15 +78,12 @@ CURVES = "curves"
 REFINE = "refine"
 CHOICE = "choice"
 REPORTED = "report"
-PLAN = "plan.json"
 REPORT = "run.json"
 FILES = (FIT, CURVES, REFINE, CHOICE, "plan*.json", REPORT, "contexts.json", "*.safetensors")
 FIT_TOKENS = 36_000  # that rankings are fitted on by default, of all tasks together
 MEASURE_TOKENS = 24_000  # that budgets are measured on, and refined on others
 LEAST_FITTED = 24  # contexts, however long they are
 LEAST_MEASURED = 16
-CHOICE_CONTEXTS = 160  # the most to choose by, of all tasks together
-REPORT_CONTEXTS = 120
 RANKINGS: dict[str, type[CalibrateOptions]] = {name: OPTIONS[name] for name in ("probe", "query_bank")}
 PACE = {FIT: 8.0, CURVES: 7.0, REFINE: 2.0}  # of a token, where one that a choice reads is 1
 Calibration = TypeVar("Calibration", bound=CalibrateOptions)
@@ -131,7 +127,7 @@ def planned_size(size: Size, measured: int, longest: int) -> Size:
     return replace(size, length=longest if is_all else measured)
 
 
-class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
+class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Deciding):
     """The size, what plans are made of, and the questions that decide between them."""
 
     job: ClassVar[str] = "run"
@@ -194,15 +190,6 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
             panel=TASKS,
         ),
     ] = None
-    samples: Annotated[
-        Annotated[Samples, Field(ge=2)] | None,
-        Option(
-            "Contexts per task to choose by, at most, and as many others to report on.",
-            panel=ASKED,
-            shown="160 to choose by and 120 to report on, of all tasks together",
-        ),
-    ] = None  # type: ignore[assignment]
-    sure: Annotated[float, replace(SURE, panel=ASKED)] = Rule.sure
 
     @model_validator(mode="after")
     def _one_size(self) -> RunOptions:
@@ -219,11 +206,6 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
     def recorded(self) -> dict[str, Any]:
         """Return what config.json has as "options"; what may be lost is a part of --smallest."""
         return {name: value for name, value in super().recorded().items() if name != "within" or self.smallest}
-
-    @property
-    def rule(self) -> Rule:
-        """How sure to be; UsageError if that is out of range."""
-        return Rule(self.sure)
 
     @property
     def sizes(self) -> list[Size]:
@@ -359,12 +341,12 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Asking):
 
         names = (*Loading.model_fields, "max_length", "batch", "max_memory", "protocol")
         search = EvolveOptions.of(
-            model=self.model, output=self.output / REFINE, space="joint", seed=self.seed + 2, samples=self.measure or 1,
-            generations=self.evaluations, **{name: getattr(self, name) for name in names},
+            model=self.model, output=self.output / REFINE, space="joint", seed=self.seed + 2,
+            samples=max(self.measure or 1, 2), generations=self.evaluations,
+            **{name: getattr(self, name) for name in names},
         )  # fmt: skip
-        asked = search.asking(search.protocol)
-        tasks = self.questions("train")
-        return Refinement(loaded, search.output, search.config, search.settings, asked, tasks, self.evaluations)
+        searched = search.split("train", self.questions("train"), search.protocol)
+        return Refinement(loaded, search.output, search.config, search.settings, searched, self.evaluations)
 
 
 @dataclass(frozen=True, eq=False)
@@ -452,12 +434,12 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     from kvsearch.runtime.cache import check_rotary
     from kvsearch.selection.candidates import find_policy_candidates
     from kvsearch.selection.splits import halve_contexts, refuse_shared
-    from kvsearch.tasks.encode import counter, encode_tasks
+    from kvsearch.tasks.encode import counter
 
     sizes = options.sizes
     directory = options.output
     run_in(directory, "run")
-    tasks = {split: options.questions(split) for split in ("select", "report")}
+    splits = {name: options.split(name, options.questions(name), options.protocol) for name in ("select", "report")}
     options.check_names()
     rule = options.rule
     options.fits()  # tells of settings that are wrong before the model is loaded
@@ -472,18 +454,7 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
             reporter.warn(f"no budgets for {policy.name}: {error}")
     if not usable:
         raise UsageError(f"none of --policies {','.join(options.policies)} can be used on this model: name others")
-    counts = {
-        "select": options.samples or contexts_per_task(CHOICE_CONTEXTS, len(tasks["select"])),
-        "report": options.samples or contexts_per_task(REPORT_CONTEXTS, len(tasks["report"])),
-    }
-    asked = {
-        split: options.model_copy(update={"samples": samples}).asking(options.protocol)
-        for split, samples in counts.items()
-    }
-    encoded = {
-        split: encode_tasks(loaded, split_tasks, counts[split], options.seed, options.max_length)
-        for split, split_tasks in tasks.items()
-    }
+    encoded = {name: split.encode(loaded) for name, split in splits.items()}
     refuse_shared(encoded)
     if options.smallest:
         halve_contexts(encoded["select"], options.seed)  # one context leaves a half empty: told before any fit
@@ -497,7 +468,7 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     refinement = options.refinement(loaded) if REFINE in work else None
     within = options.within if options.smallest else None
     stages = RunStages(
-        loaded, directory, sizes, within, tasks, encoded, asked, rule, fits, curves, usable, refinement, work
+        loaded, directory, sizes, within, splits, encoded, rule, fits, curves, usable, refinement, work
     )  # fmt: skip
     if options.texts is not None:  # a context may be too short, or too long: told before any stage
         for fit in fits.values():
@@ -586,9 +557,8 @@ class RunStages:
         directory: of the run; every stage has one below it.
         sizes: of the plans, none if one is to be found.
         within: what of the score, in points, the smallest budget may lose; None: sizes were given.
-        tasks: of the splits select and report.
+        splits: select and report.
         encoded: their questions, before anything was fitted.
-        asked: how those of each split are asked.
         rule: how sure to be of what is written.
         fits: the calibration of every ranking that is fitted, by its name.
         curves: the measurement of what policies keep.
@@ -601,9 +571,8 @@ class RunStages:
     directory: Path
     sizes: Sequence[Size]
     within: float | None
-    tasks: Mapping[str, list[Task]]
+    splits: Mapping[str, Split]
     encoded: Mapping[str, list[TaskPrompts]]
-    asked: Mapping[str, Settings]
     rule: Rule
     fits: Mapping[str, CalibrateOptions]
     curves: Curves
@@ -649,7 +618,7 @@ class RunStages:
         costs[CURVES] = self.estimate(self.curves.with_policies(self.policies), reporter)
         if self.refinement is not None:
             costs[REFINE] = {
-                "contexts": self.refinement.asked.samples * len(self.encoded["select"]),
+                "contexts": self.refinement.searched.settings.samples * len(self.encoded["select"]),
                 "evaluations": self.refinement.evaluations * len(self.sizes),
             }
         whole = sum(self.work.values())
@@ -702,10 +671,11 @@ class RunStages:
         for size in self.sizes:
             with display.stage(f"{CHOICE}/{size}", f"choosing at {size.words}") as stage:
                 selection = self._prepare_selection(calibrated, size, refined)
-                decisions = selection.decide(self._rounds_store(selection, stage), shared, answered=True)
-                decided.append((selection, decisions))
+                results = selection.decide(self._rounds_store(selection, stage), shared, answered=True)
+                decided.append((selection, results))
         return [
-            self._report(selection, selection.results(decisions, shared), display) for selection, decisions in decided
+            self._report(selection, [result.at_level(shared.part) for result in results], display)
+            for selection, results in decided
         ]
 
     def _report(self, selection: SelectionJob, results: Sequence[PhaseResult], display: Overall) -> Selection:
@@ -748,10 +718,9 @@ class RunStages:
             known = joined([known, refined.contexts])
             more = refined.candidates(planned)
         used = None if known is None else known.used
-        asked, reported = (replace(self.asked[split], used=used) for split in ("select", "report"))
         plans = find_policy_candidates(self.loaded, calibrated, planned, more)
-        race = prepare_race(self.loaded, plans, self.tasks["select"], asked, self.rule, size, name="")
-        selection = SelectionJob(self.loaded, size, self.tasks["report"], reported, self.rule, (race,))
+        race = prepare_race(self.loaded, plans, self.splits["select"].without(used), self.rule, size, name="")
+        selection = SelectionJob(self.loaded, size, self.splits["report"].without(used), self.rule, (race,))
         selection.check()
         return selection
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.progress import Progress
-from kvsearch.evaluation.compare import Settings
+from kvsearch.evaluation.compare import Split
 from kvsearch.evaluation.identity import environment, metric_of, rows_hash
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import LoadedModel
@@ -30,14 +30,13 @@ from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged
 from kvsearch.search.bank.prepared import ranking_policies
 from kvsearch.search.candidates import Candidate, Executor, SearchOutcome
 from kvsearch.search.difficulty import with_hard_questions
-from kvsearch.search.evolve import PreparedSearch, Splits, prepare_search, resize_search
+from kvsearch.search.evolve import PreparedSearch, prepare_search, resize_search
 from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.stages import SearchStage
 from kvsearch.search.start_plans import RESERVED, Base
 from kvsearch.search.trials import TrialLog
 from kvsearch.search.workers import make_executor
 from kvsearch.selection.candidates import CalibratedPolicies
-from kvsearch.tasks.base import Task
 
 SEARCHED = "searched_sha256"  # questions and what is teacher-forced, where replies decide them
 NAME = "refined"
@@ -120,7 +119,10 @@ def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
         "budgets": [search.budget for search in searches],
         "policies": [{"name": policy.name, "params": policy.parameters()} for policy in first.base.policies],
         "starts": [{name: table.tolist() for name, table in search.starts.items()} for search in searches],
-        "asked": {"samples": first.asked.samples, "max_length": first.asked.max_length},
+        "asked": {
+            "samples": {name: split.settings.samples for name, split in first.splits.items()},
+            "max_length": first.asked.max_length,
+        },
         "metrics": {task.task.name: metric_of(task.task) for task in first.encoded["search"]},
         "splits": {name: {task.task.name: rows_hash(task) for task in split} for name, split in first.encoded.items()},
         **({} if first.kept is None and first.answers is None else {SEARCHED: first.data_sha256}),
@@ -188,8 +190,7 @@ class Refinement:
         directory: of the search: it keeps what was measured, so the same call goes on where it was killed.
         config: of the run that is kept there, still without the content of its searches.
         settings: how to search.
-        asked: how the tasks are asked.
-        tasks: what is searched on.
+        searched: what is searched on.
         evaluations: candidates at each size.
     """
 
@@ -197,8 +198,7 @@ class Refinement:
     directory: Path
     config: RunConfig
     settings: EvolveSettings
-    asked: Settings
-    tasks: Sequence[Task]
+    searched: Split
     evaluations: int
 
     def run(
@@ -235,8 +235,8 @@ class Refinement:
             (_budget(size), {name: plan for name, plan in solved.items() if name not in RESERVED})
             for size, solved in starts.items()
         )
-        splits = Splits(self.tasks, (), ())
-        first = prepare_search(base, budget, self.settings, splits, self.asked, plans, calibrated.contexts)
+        splits = {"search": self.searched}
+        first = prepare_search(base, budget, self.settings, splits, plans, calibrated.contexts)
         return (first, *(resize_search(first, budget, plans) for budget, plans in others))
 
     def _search(self, searches: tuple[PreparedSearch, ...], reporter: Reporter) -> None:

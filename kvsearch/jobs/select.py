@@ -12,23 +12,24 @@ from pydantic import Field, model_validator
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.config.options import Option, one_of
 from kvsearch.core.errors import UsageError
-from kvsearch.core.fields import Entries, Samples
+from kvsearch.core.fields import Entries
 from kvsearch.core.files import PLAN_FILE, check_output, read_bytes
 from kvsearch.core.naming import require_known
 from kvsearch.evaluation.reply_store import check_place
 from kvsearch.jobs.calibrated import OnSignals, load_signals
 from kvsearch.jobs.following import evaluation, following
-from kvsearch.jobs.groups import ASKED, BUDGET, SURE, Names, Numbers, refuse_two_sizes
+from kvsearch.jobs.groups import BUDGET, Deciding, Names, Numbers, refuse_two_sizes
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, stage_store
 from kvsearch.models.speed import Work
 from kvsearch.plan import PHASES, Size, canonical_json, save_plan
+from kvsearch.plan.origin import ContextRecord
 from kvsearch.report.selections import selection_result, tables
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
 from kvsearch.runs.run import Run, run_in
-from kvsearch.selection.race import Rule, SharedLevel
+from kvsearch.selection.rule import SharedLevel
 from kvsearch.selection.verdicts import SETTINGS
 from kvsearch.signals.table import SignalTable
 
@@ -43,7 +44,7 @@ ALL = "all"
 CHOICE = "What is chosen from, and how"
 
 
-class SelectOptions(OnSignals):
+class SelectOptions(OnSignals, Deciding):
     """What is chosen from, by which questions, and where the choice is written."""
 
     job: ClassVar[str] = "select"
@@ -92,8 +93,6 @@ class SelectOptions(OnSignals):
             shown="those of --explore",
         ),
     ] = None
-    sure: Annotated[float, replace(SURE, panel=CHOICE)] = Rule.sure
-    samples: Annotated[Samples, Field(ge=2), Option("Contexts per task in each of the two splits.", panel=ASKED)] = 20
     run: Annotated[
         Path | None,
         Option(
@@ -127,7 +126,7 @@ class SelectOptions(OnSignals):
 
     def places(self, profile: Profile) -> tuple[Path, ...]:
         """Return where replies and results are kept, by size; errors as for `sizes`."""
-        names = [f"{size}-{self.settings(profile).protocol}-{self.phases}" for size in self.sizes(profile)]
+        names = [f"{size}-{self.protocol_of(profile)}-{self.phases}" for size in self.sizes(profile)]
         if self.run is None:
             return tuple(self.directory / "selection" / name for name in names)
         return (self.run,) if self.budgets is None else tuple(self.run / name for name in names)
@@ -242,7 +241,7 @@ def select(options: SelectOptions, reporter: Reporter) -> Selected:
     recorded = options.recorded()
     selections = []
     were_finished = True
-    shared = SharedLevel(Rule(options.sure).level, sum(len(selection.races) for *_, selection in prepared))
+    shared = SharedLevel(options.rule.level, sum(len(selection.races) for *_, selection in prepared))
     for place, output, selection in prepared:
         were_finished &= output.exists()
         config = RunConfig(job="select", options=recorded, content=selection.content)
@@ -276,12 +275,16 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
     from kvsearch.selection.signal_candidates import explore
 
     profile = load_signals(options.directory)
-    rule = Rule(options.sure)
+    rule = options.rule
     sizes = options.sizes(profile)
     phases = options.phase_settings()
     explored = [explore(profile, size, options.explore, options.routes, options.allocators) for size in sizes]
-    tasks, reported = (options.find_tasks(options.measured, split) for split in ("select", "report"))
-    settings = options.settings(profile)
+    used = (profile.metadata.provenance.contexts or ContextRecord()).used
+    protocol = options.protocol_of(profile)
+    choice, reported = (
+        options.split(name, options.find_tasks(options.measured, name), protocol).without(used)
+        for name in ("select", "report")
+    )
     places = options.places(profile)
     outputs = options.outputs(profile)
     for place, output in zip(places, outputs, strict=True):
@@ -290,7 +293,7 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
             check_output(output, options.force, PLAN_FILE)
     loaded = options.load_calibrated(profile, reporter)
     selections = [
-        prepare_selection(loaded, profile, size, tasks, reported, settings, phases, candidates, rule)
+        prepare_selection(loaded, profile, size, choice, reported, phases, candidates, rule)
         for size, candidates in zip(sizes, explored, strict=True)
     ]
     return list(zip(places, outputs, selections, strict=True))

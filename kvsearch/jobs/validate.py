@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from kvsearch.config.options import Option
+from kvsearch.core.fields import Samples
 from kvsearch.jobs.calibrated import OnSignals, load_signals
 from kvsearch.jobs.following import following
-from kvsearch.jobs.groups import BUDGET, TASKS, Names
+from kvsearch.jobs.groups import BUDGET, SAMPLES_OPTION, TASKS, Names
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, kept_replies
 from kvsearch.models.speed import Work
 from kvsearch.plan import Size
+from kvsearch.plan.origin import ContextRecord
 from kvsearch.report.scores import validation_parts
 from kvsearch.results.validation import FILE, ValidationResult, load_validation
 from kvsearch.runs.identity import RunConfig
@@ -67,6 +69,7 @@ class ValidateOptions(OnSignals):
     split: Annotated[str, Option("Part of the examples: select or train, never what is reported on.", panel=TASKS)] = (
         "select"
     )
+    samples: Annotated[Samples, SAMPLES_OPTION] = 20
     force: Annotated[
         bool,
         Option("Start anew, whatever was found before.", recorded=False),
@@ -199,11 +202,10 @@ def _prepare(options: ValidateOptions, reporter: Reporter) -> list[PreparedValid
     sizes = [Size(budget=measured) for measured in table.axes.budgets]
     if options.budget is not None or options.ratio is not None:
         sizes = [Size(options.budget, options.ratio)]
-    settings = options.settings(profile)
+    used = (profile.metadata.provenance.contexts or ContextRecord()).used
+    asked = options.asked_of(tasks, options.samples, options.protocol_of(profile)).without(used)
     loaded = options.load_calibrated(profile, reporter)
-    prepared = [
-        prepare_validation(loaded, profile, size, tasks, settings, uses, options.permutations) for size in sizes
-    ]
+    prepared = [prepare_validation(loaded, profile, size, asked, uses, options.permutations) for size in sizes]
     for validation in prepared:
         for note in validation.notes:
             reporter.warn(note)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import warn_once
-from kvsearch.kernels.compiled import constant
+from kvsearch.kernels import constant
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = 256  # head dimension

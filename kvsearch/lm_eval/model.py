@@ -309,7 +309,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         ids = [torch.tensor(prompt.ids) for prompt in batch]
         ends = (self._pad, stop_tokens(self.loaded), finished)
         joint = next(compressed(self.loaded.model, {METHOD: self.program}, ids, *ends))
-        for prompt, task, entries in zip(batch, tasks, joint.held[METHOD].entries, strict=True):
+        for prompt, task, entries in zip(batch, tasks, joint.entries[METHOD], strict=True):
             self.holdings.append(Holding(task, len(prompt.ids), entries, prompt.truncated))
         replies = joint.replies.reply([prompt.generation.max_new_tokens for prompt in batch])
         texts = [self.tokenizer.decode(reply, skip_special_tokens=True) for reply in replies]

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.kernels.compiled import constant
+from kvsearch.kernels import constant
 from kvsearch.plan.schema import ModelFingerprint
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import Step

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
-from kvsearch.kernels.compiled import constant
+from kvsearch.kernels import constant
 from kvsearch.policies import keydiff
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import State, Step

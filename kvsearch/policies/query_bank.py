@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 from kvsearch.core.errors import UsageError
-from kvsearch.kernels.compiled import constant
+from kvsearch.kernels import constant
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.fitted import CalibratedRanking, heads_of, plain_keys, profile_of, require_arrays, require_layer

@@ -18,7 +18,8 @@ GROUP = "kvsearch.policies"
 FITTED = ("probe", "query_bank", "kvzap")  # whose weights lie in a file; they are given as NAME=DIR
 BUILT_IN = (
     "full", "streaming", "h2o", "tova", "snapkv", "pyramidkv", "scissorhands", "cam", "d2o", "cake", "vatp", "lava",
-    "keydiff", "expected_attention", "criticalkv", "knorm", "probe", "query_bank", "kvzap", "kvzip", "duo_attention",
+    "keydiff", "expected_attention", "criticalkv", "defensivekv", "knorm", "probe", "query_bank", "kvzap", "kvzip",
+    "duo_attention",
 )  # fmt: skip  # each is the module of its class
 
 

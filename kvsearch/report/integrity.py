@@ -23,10 +23,9 @@ from kvsearch.report.artifacts import CACHE, open_path
 from kvsearch.report.figures.data import Part
 from kvsearch.report.numbers import counted
 from kvsearch.report.table import Table
-from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, SUMS, read_config, read_identity
+from kvsearch.runs.identity import BEST, CONFIG, LEDGER, LOSSES, SUMS, read_config, read_identity
 from kvsearch.runs.ledger import parsed_lines
 from kvsearch.runs.run import NOUNS, read_sums, sha256_of_file
-from kvsearch.search.names import BEST
 from kvsearch.search.trials import TrialLog
 
 State = Literal["whole", "unfinished", "damaged"]

@@ -10,9 +10,8 @@ from kvsearch.report.selections import ahead_words, best_first, gap_bounds, lead
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.search import AnySearch, FrontResult, SearchResult, StoredSearch, Trace
 from kvsearch.runs.estimates import Estimate
-from kvsearch.search.names import EVOLVED, EXPANDED, UNIFORM
 from kvsearch.search.trials import Spent
-from kvsearch.strategies.names import FULL
+from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL, UNIFORM
 
 if TYPE_CHECKING:
     from kvsearch.search.evolve import Choice, Evolved
@@ -107,18 +106,18 @@ def _choice_words(evolved: Evolved) -> str:
     outcome = evolved.outcome
     if outcome.flat:
         return f"{outcome.ended}; {choice.name} was written"
-    score = percent(choice.decision.score(choice.name).mean)
+    score = percent(choice.race.method(choice.name).score.mean)
     found = choice.finalists[choice.name].where
     if outcome.result is not None:
         words = f"the paper's result: {choice.name} ({found}), {score} on the second split"
         if choice.best != choice.name:
-            words += f"; {choice.best} scores {percent(choice.decision.score(choice.best).mean)} there"
+            words += f"; {choice.best} scores {percent(choice.race.method(choice.best).score.mean)} there"
         return words
-    if choice.decision.winner is not None:
+    if choice.race.winner is not None:
         lead, chance = _led(choice, choice.name)
-        verb = "beats" if choice.decision.verdict == "beats" else "is likely better than"
+        verb = "beats" if choice.race.verdict == "beats" else "is likely better than"
         return (
-            f"{choice.name} ({found}) {verb} the best start plan, {choice.decision.best}: {lead} points, chance "
+            f"{choice.name} ({found}) {verb} the best start plan, {choice.race.best}: {lead} points, chance "
             f"{chance}; {score} on the second split"
         )
     kept = f"the start plan {choice.name} is written ({score} on the second split)"
@@ -130,7 +129,10 @@ def _choice_words(evolved: Evolved) -> str:
 
 def _led(choice: Choice, name: str) -> tuple[str, str]:
     """Return what a finalist leads the best start plan by, and the chance of that."""
-    return interval(choice.decision.lead(name), "+.2f"), chance_of(choice.decision.chance(name))
+    finalist = choice.race.method(name)
+    assert finalist.lead is not None
+    assert finalist.chance is not None
+    return interval(finalist.lead, "+.2f"), chance_of(finalist.chance)
 
 
 def _phases(result: AnySearch) -> str:

@@ -10,7 +10,7 @@ from kvsearch.report.numbers import asked, bounds, chance_of, counted, interval,
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.selection import PhaseOutcome, RunChoice, RunResult, SelectionResult
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.selection.race import LEAST_CONTEXTS, Rule
+from kvsearch.selection.rule import LEAST_CONTEXTS, Rule
 from kvsearch.selection.scores import GapClosed
 from kvsearch.selection.selection import (
     BUDGETS_ALONE,

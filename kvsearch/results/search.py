@@ -14,11 +14,10 @@ from kvsearch.core.limits import MOST_ENTRIES
 from kvsearch.results.base import Result, Stored, read_content
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runs.ledger import read_lines
-from kvsearch.search.names import EVOLVED
 from kvsearch.search.trials import BestLine, ResultLine, Spent, ToldLine, TrialLog
-from kvsearch.selection.race import Verdict
+from kvsearch.selection.rule import Verdict
 from kvsearch.selection.scores import GapClosed, Scores, measure_gap_closed
-from kvsearch.strategies.names import FULL
+from kvsearch.strategies.names import EVOLVED, FULL
 from kvsearch.tasks.base import Coverage
 
 if TYPE_CHECKING:
@@ -74,9 +73,9 @@ class FoundAtBudget(Stored):
             flat=evolved.outcome.flat,
             starts={name: table.tolist() for name, table in evolved.search.starts.items()},
             finalists={name: _finalist(choice, name) for name in choice.finalists},
-            start=choice.decision.best,
+            start=choice.race.best,
             chosen=choice.name,
-            verdict=choice.decision.verdict,
+            verdict=choice.race.verdict,
             best=choice.best,
             budgets=choice.table.tolist(),
             report={name: report.score(name) for name in labels},
@@ -205,9 +204,13 @@ def _origin(search: PreparedSearch, spent: Spent) -> dict[str, Any]:
 def _finalist(choice: Choice, name: str) -> Finalist:
     """Return a finalist with what it leads the best start plan by, where it was compared with that."""
     found = choice.finalists[name]
-    verdict: dict[str, Any] = {}
-    if name in choice.decision.evidence:
-        verdict = {"lead": choice.decision.lead(name), "chance": choice.decision.chance(name)}
+    method = choice.race.method(name)
     value = found.value if found.value < float("inf") else None
-    score = choice.decision.score(name)
-    return Finalist(budgets=found.table.tolist(), value=value, where=found.where, score=score, **verdict)
+    return Finalist(
+        budgets=found.table.tolist(),
+        value=value,
+        where=found.where,
+        score=method.score,
+        lead=method.lead,
+        chance=method.chance,
+    )

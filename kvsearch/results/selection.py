@@ -15,7 +15,7 @@ from kvsearch.plan.schema import Protocol
 from kvsearch.results.base import Result, Stored
 from kvsearch.results.evaluation import HeldField
 from kvsearch.runs.estimates import Difference
-from kvsearch.selection.race import Rule
+from kvsearch.selection.rule import Rule
 from kvsearch.selection.selection import PhaseResult, Reported, Selection, TriedBudget
 
 DECODE_ONLY: Final = (

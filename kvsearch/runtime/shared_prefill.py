@@ -34,24 +34,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class CompressedSize:
-    """What a method holds of every sequence once the prompts are compressed: entries, and bytes of the whole batch."""
-
-    entries: list[int]
-    bytes: int
-
-
-@dataclass(frozen=True)
 class JointReplies:
     """Methods that reply together: method m's sequence b is row m * B + b of `replies`.
 
-    `seconds` is what reading the prompts and compressing them took, for all methods they were read for, and `logits`
-    [B, 1, V] are those of the prompts' last tokens: the same object as long as the prompts were read once.
+    `entries` are those that a method, by name, holds of every sequence once the prompts are compressed, `nbytes` the
+    bytes of the whole batch. `seconds` is what reading the prompts and compressing them took, for all methods they were
+    read for, and `logits` [B, 1, V] are those of the prompts' last tokens: the same object as long as the prompts were
+    read once.
     """
 
     methods: tuple[str, ...]
     replies: Replies
-    held: dict[str, CompressedSize]
+    entries: dict[str, list[int]]
+    nbytes: dict[str, int]
     seconds: float
     logits: Tensor
 
@@ -82,16 +77,14 @@ def compressed(
         caches = {method: PlanCache(model, program) for method, program in portion.items()}
         logits = prefill_all(model, list(caches.values()), ids, mask)
         first = next_tokens(logits)
-        held = {
-            method: CompressedSize(held_entries(model, cache, lengths), cache.nbytes())
-            for method, cache in caches.items()
-        }
+        entries = {method: held_entries(model, cache, lengths) for method, cache in caches.items()}
+        nbytes = {method: cache.nbytes() for method, cache in caches.items()}
         seconds = perf_counter() - started
         for methods in _groups(caches):
             cache = joined([caches[method] for method in methods])
             times = len(methods)
             replies = Replies(model, cache, mask.repeat(times, 1), first.repeat(times, 1), pad, stop, finished)
-            yield JointReplies(methods, replies, {method: held[method] for method in methods}, seconds, logits)
+            yield JointReplies(methods, replies, entries, nbytes, seconds, logits)
 
 
 def batches(items: Sequence[T], size: int, alike: Callable[[T], object]) -> Iterator[list[T]]:

@@ -16,8 +16,7 @@ from kvsearch.evaluation.runner import run_encoded
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import full_cache
 from kvsearch.search.evolve import PreparedSearch
-from kvsearch.search.names import UNIFORM
-from kvsearch.strategies.names import FULL
+from kvsearch.strategies.names import FULL, UNIFORM
 from kvsearch.tasks.metrics import is_right
 
 

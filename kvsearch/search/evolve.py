@@ -23,7 +23,7 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import UsageError
 from kvsearch.core.progress import Progress
-from kvsearch.evaluation.compare import Settings
+from kvsearch.evaluation.compare import Settings, Split
 from kvsearch.evaluation.plan_comparison import PlanComparison, StageStore, prepare_plans
 from kvsearch.models.speed import Work
 from kvsearch.plan import Phase, Plan, Size
@@ -33,7 +33,6 @@ from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_a
 from kvsearch.search.bank.samples import BankSample, bank_samples, kept_of
 from kvsearch.search.candidates import STARTS, Candidate, Executor, Minibatch, SearchOutcome
 from kvsearch.search.loop import Search, Watcher
-from kvsearch.search.names import EVOLVED, EXPANDED, STREAMING, UNIFORM
 from kvsearch.search.objectives import OBJECTIVES
 from kvsearch.search.optimisers import default_population
 from kvsearch.search.settings import JOINT_OPTIMISER, EvolveSettings, SearchLimits
@@ -41,25 +40,16 @@ from kvsearch.search.stages import Frame, stages_of
 from kvsearch.search.start_plans import Base, start_tables
 from kvsearch.search.trials import TrialLog, TrialRunner
 from kvsearch.selection.candidates import CandidateSet
-from kvsearch.selection.comparison import Decision, PlanRace
-from kvsearch.selection.race import Rule, SharedLevel
+from kvsearch.selection.comparison import PlanRace
+from kvsearch.selection.rule import Rule, SharedLevel
+from kvsearch.selection.selection import PhaseResult
 from kvsearch.selection.splits import refuse_shared
 from kvsearch.strategies.methods import direct_plan
-from kvsearch.strategies.names import FULL
-from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set, encode_tasks
+from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL, STREAMING, UNIFORM
+from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set
 
 JOB_SIZE = 4  # candidates that a worker takes at a time, at most
 SPLIT_USES: dict[str, Use] = {"search": "fitted", "choice": "chosen", "report": "reported"}
-
-
-@dataclass(frozen=True)
-class Splits:
-    """Tasks to search on, to choose by and to report on."""
-
-    search: Sequence[Task]
-    choice: Sequence[Task]
-    report: Sequence[Task]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +58,7 @@ class Choice:
 
     `finalists` are the start plans by their names, and the best candidates as "#1", "#2", ...; `best` is the one with
     the highest score of those asked to the end, of equal ones the lower loss, then the first. Baselines of the
-    `decision` are start plans.
+    `race` are start plans.
     """
 
     name: str
@@ -76,19 +66,21 @@ class Choice:
     plan: Plan
     finalists: Mapping[str, Candidate]
     best: str
-    decision: Decision
+    race: PhaseResult
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedSearch:
-    """A search whose model, questions and start plans fit together; see `prepare_search`."""
+    """A search whose model, questions and start plans fit together; see `prepare_search`.
+
+    `splits` are those of `SPLIT_USES`, the first one alone where nothing is chosen.
+    """
 
     base: Base
     budget: int
     settings: EvolveSettings
-    asked: Settings
     starts: Mapping[str, Ints]
-    splits: Splits
+    splits: Mapping[str, Split]
     encoded: Mapping[str, list[TaskPrompts]]
     before: ContextRecord  # of the start plans that were given
     rule: Rule = field(default_factory=Rule)
@@ -103,6 +95,11 @@ class PreparedSearch:
     def samples(self) -> list[BankSample]:
         """What is searched on."""
         return kept_of(bank_samples(self.encoded["search"], self.settings.protocol, self.answers), self.kept)
+
+    @property
+    def asked(self) -> Settings:
+        """How the questions that are searched on are asked."""
+        return self.splits["search"].settings
 
     @property
     def needs_replies(self) -> bool:
@@ -180,7 +177,7 @@ class PreparedSearch:
 
     def require_answers(self, progress: Progress | None = None) -> None:
         """Ask the full cache what is searched on; IncompatibleError if it scores next to nothing."""
-        prepare_plans(self.base.loaded, {}, self.splits.search, self.asked).evaluation.require_answers(progress)
+        prepare_plans(self.base.loaded, {}, self.splits["search"]).evaluation.require_answers(progress)
 
     def search(
         self, executor: Executor, log: TrialLog, limits: SearchLimits, watcher: Watcher, name: str = ""
@@ -201,23 +198,17 @@ class PreparedSearch:
     @property
     def hashes(self) -> dict[Use, list[str]]:
         """What the contexts of the splits are known by, by what they are for; see `kvsearch.plan.origin`."""
-        return {use: asked_hashes(self.encoded[split]) for split, use in SPLIT_USES.items()}
+        return {SPLIT_USES[name]: asked_hashes(encoded) for name, encoded in self.encoded.items()}
 
     def record(self, searched: bool) -> ContextRecord:
         """Return what a result was fitted, chosen and reported on, its start plans included.
 
         One that was not `searched` is a start plan, which owes nothing to what is searched on.
         """
-        contexts = {use: asked_set(self.encoded[split]) for split, use in SPLIT_USES.items()}
+        contexts = {SPLIT_USES[name]: asked_set(encoded) for name, encoded in self.encoded.items()}
         if not searched:
             del contexts["fitted"]
         return self.before.with_more(**contexts)
-
-    def compare(
-        self, plans: Mapping[str, Plan], tasks: Sequence[Task], name: str, store: StageStore | None
-    ) -> PlanComparison:
-        """Score plans on a split; `name` is what their replies are kept under."""
-        return prepare_plans(self.base.loaded, plans, tasks, self.asked).run_stage(name, store)
 
     def choose(
         self,
@@ -239,20 +230,20 @@ class PreparedSearch:
         candidates = {name: plans[name] for name in ranked if name not in self.starts}
         starts = {name: plans[name] for name in ranked if name in self.starts}
         candidate_set = CandidateSet(self.settings.phases, candidates, starts, even=UNIFORM)
-        race = PlanRace(self.base.loaded, candidate_set, self.splits.choice, self.asked, self.rule, store_name)
-        decision = race.decide(store, shared)
-        chosen = decision.written
+        race = PlanRace(self.base.loaded, candidate_set, self.splits["choice"], self.rule, store_name)
+        result = race.decide(store, shared)
+        chosen = result.written
         if outcome.result is not None:
-            result = outcome.result.table
-            chosen = next(name for name, one in finalists.items() if np.array_equal(one.table, result))
+            paper = outcome.result.table
+            chosen = next(name for name, finalist in finalists.items() if np.array_equal(finalist.table, paper))
         table = finalists[chosen].table
         origin = {
-            **settings, "chosen": chosen, "found": finalists[chosen].where, "score": decision.score(chosen).mean,
+            **settings, "chosen": chosen, "found": finalists[chosen].where, "score": result.method(chosen).score.mean,
         }  # fmt: skip
         plan = self.plan(table, origin, self.record(searched=chosen not in self.starts))
-        to_the_end = [name for name in ranked if decision.rounds_of(name) == len(decision.rounds)]
-        best = max(to_the_end, key=lambda name: round(decision.score(name).mean, 9))
-        return Choice(chosen, table, plan, finalists, best, decision)
+        to_the_end = [name for name in ranked if result.method(name).contexts == result.asked.contexts]
+        best = max(to_the_end, key=lambda name: round(result.method(name).score.mean, 9))
+        return Choice(chosen, table, plan, finalists, best, result)
 
     def reported_plans(self, choice: Choice) -> dict[str, Plan]:
         """Return what the report compares: the choice as "evolved", start plans, and StreamingLLM with even budgets.
@@ -306,17 +297,16 @@ def prepare_search(
     base: Base,
     budget: int,
     settings: EvolveSettings,
-    splits: Splits,
-    asked: Settings,
+    splits: Mapping[str, Split],
     plans: Mapping[str, Plan],
     before: ContextRecord | None = None,
     rule: Rule | None = None,
 ) -> PreparedSearch:
     """Draw the questions of all splits, and check that everything fits together.
 
-    `budget` is c, the entries that a kv head keeps on average, `asked.samples` is how many contexts of every task each
-    split has; `plans` are start plans by name, `rule` says how sure to be. No context is asked that one of these plans
-    was fitted or chosen on, as `before` says (None: as the plans say themselves).
+    `budget` is c, the entries that a kv head keeps on average, `plans` are start plans by name, `rule` says how sure to
+    be. No context is asked that one of these plans was fitted or chosen on, as `before` says (None: as the plans say
+    themselves).
 
     Raises:
         UsageError: too few questions, no fresh context, a question in two splits, a group size above the layers, a
@@ -336,12 +326,9 @@ def prepare_search(
     if before is None and plans:
         before = joined(plan.provenance.contexts for plan in plans.values()) or ContextRecord(complete=False)
     before = before or ContextRecord()
-    asked = replace(asked, used=before.used)
-    encoded = {
-        name: encode_tasks(base.loaded, tasks, asked.samples, asked.seed, asked.max_length, asked.used)
-        for name, tasks in (("search", splits.search), ("choice", splits.choice), ("report", splits.report))
-    }
-    prepared = PreparedSearch(base, budget, settings, asked, starts, splits, encoded, before, rule or Rule())
+    splits = {name: split.without(before.used) for name, split in splits.items()}
+    encoded = {name: split.encode(base.loaded) for name, split in splits.items()}
+    prepared = PreparedSearch(base, budget, settings, starts, splits, encoded, before, rule or Rule())
     if len(prepared.samples) < 2:
         raise UsageError("one question to search on: the result would fit that one alone, give more --samples")
     refuse_shared(encoded)
@@ -360,8 +347,7 @@ def prepare_searches(
     base: Base,
     budgets: Sequence[int],
     settings: EvolveSettings,
-    splits: Splits,
-    asked: Settings,
+    splits: Mapping[str, Split],
     plans: Mapping[str, Plan],
     rule: Rule | None = None,
 ) -> tuple[PreparedSearch, ...]:
@@ -373,7 +359,7 @@ def prepare_searches(
     sizes = sorted(set(budgets))
     if len(sizes) < min(len(budgets), 2):
         raise UsageError("a front needs two different budgets or more: give a single one with --budget")
-    first = prepare_search(base, sizes[0], settings, splits, asked, plans, rule=rule)
+    first = prepare_search(base, sizes[0], settings, splits, plans, rule=rule)
     return (first, *(resize_search(first, size, plans) for size in sizes[1:]))
 
 
@@ -401,7 +387,7 @@ def run_searches(
         choice = search.choose(outcome, store, f"choice-{search.budget}" if is_front else "choice", shared)
         finished.append((search, outcome, choice))
     finished = [
-        (search, outcome, replace(choice, decision=choice.decision.at_level(shared.part)))
+        (search, outcome, replace(choice, race=choice.race.at_level(shared.part)))
         for search, outcome, choice in finished
     ]
     smallest = finished[0][2].table
@@ -413,7 +399,8 @@ def run_searches(
             compared[EXPANDED] = search.plan(search.frame.complete(smallest), {})
         asked.append({name: f"{name}-{search.budget}" if is_front else name for name in compared})
         plans |= {asked[-1][name]: plan for name, plan in compared.items()}
-    report = searches[0].compare(plans, searches[0].splits.report, "report", store)
+    first = searches[0]
+    report = prepare_plans(first.base.loaded, plans, first.splits["report"]).run_stage("report", store)
     evolved = []
     for (search, outcome, choice), names in zip(finished, asked, strict=True):
         labels = {FULL: report.labels[FULL], **{name: report.labels[name_asked] for name, name_asked in names.items()}}

@@ -11,12 +11,12 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import Phase
 from kvsearch.plan.rounding import water_fill
-from kvsearch.search.names import PYRAMID, UNIFORM
 from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.space.base import Phases, Space
 from kvsearch.search.space.group import Group, Layers, Parity
 from kvsearch.search.space.heads import Basis, Heads, basis_from_tables
 from kvsearch.search.space.policy_choice import Joint
+from kvsearch.strategies.names import PYRAMID, UNIFORM
 
 EVEN = (UNIFORM, PYRAMID)  # start plans that need no measurement
 

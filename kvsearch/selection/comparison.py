@@ -7,11 +7,12 @@ in `kvsearch.selection.race`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from kvsearch.evaluation.compare import Settings, work_of
+from kvsearch.core.arrays import TIE
+from kvsearch.evaluation.compare import Split, work_of
 from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, StageStore, prepare_plans
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import contrast, estimate
@@ -19,98 +20,14 @@ from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work
 from kvsearch.plan import Size
-from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.selection.candidates import CandidateSet
-from kvsearch.selection.race import LEAST_CONTEXTS, LEAVES, Race, Rule, SharedLevel, Verdict, lead_bound, plan_rounds
-from kvsearch.selection.scores import TIE, Scores
-from kvsearch.selection.selection import QuestionCount
+from kvsearch.selection.race import LEAVES, Race, lead_bound, plan_rounds
+from kvsearch.selection.rule import Rule, SharedLevel
+from kvsearch.selection.scores import Scores
+from kvsearch.selection.selection import MethodResult, PhaseResult, QuestionCount
 from kvsearch.selection.splits import divide_contexts, texts_of
-from kvsearch.tasks.base import Task
+from kvsearch.strategies.names import FULL
 from kvsearch.tasks.encode import TaskPrompts
-
-
-@dataclass(frozen=True, eq=False)
-class Decision:
-    """How a race ended: the plan that is written, and the verdict on it; see `kvsearch.selection.race`.
-
-    `best` is the baseline with the highest score of those that were asked to the end. `evidence` are the logarithms of
-    what bets on the candidates made of 1, all candidates taken into account. `behind` are candidates that left because
-    a baseline is ahead of them on a kind of question, with the reason. `bound` is as for a `Race`.
-    """
-
-    rounds: tuple[PlanComparison, ...]
-    best: str
-    written: str
-    verdict: Verdict
-    evidence: Mapping[str, float]
-    behind: Mapping[str, str]
-    level: float
-    bound: float
-
-    def at_level(self, level: float) -> Decision:
-        """Return the decision at another level: what is likely better may beat the baselines at a higher one."""
-        if self.verdict != "likely":
-            return self
-        beats = self.evidence[self.written] >= -math.log(level) and self.asked.contexts >= LEAST_CONTEXTS
-        return replace(self, level=level, verdict="beats" if beats else "likely")
-
-    @property
-    def winner(self) -> str | None:
-        """The candidate that is written, None if it is a baseline."""
-        return None if self.verdict == "baseline" else self.written
-
-    def rounds_of(self, name: str) -> int:
-        """Return how many rounds asked a candidate or baseline."""
-        return sum(name in comparison.labels for comparison in self.rounds)
-
-    def score(self, name: str) -> Estimate:
-        """Return the mean over all tasks, of the rounds that asked `name`."""
-        label = self.rounds[0].labels[name]
-        samples = [sample for sample in self._samples(self.rounds_of(name)) if sample.method == label]
-        return estimate(samples, self._contexts)
-
-    def lead(self, name: str) -> Difference:
-        """Return what a candidate scores above the best baseline, paired by question, in the rounds that asked it."""
-        labels = self.rounds[0].labels
-        weights = {labels[name]: 1.0, labels[self.best]: -1.0}
-        return contrast(self._samples(self.rounds_of(name)), weights, self._contexts)
-
-    def chance(self, name: str) -> float:
-        """Return a bound of the probability that any candidate leads as much as this one by luck."""
-        return min(1.0, math.exp(-self.evidence[name])) if name in self.evidence else 1.0
-
-    def contexts_of(self, name: str) -> int:
-        """Return how many contexts a candidate or baseline was asked about."""
-        return sum(sum(asked.comparison.distinct.values()) for asked in self.rounds[: self.rounds_of(name)])
-
-    @property
-    def asked(self) -> QuestionCount:
-        """What was asked until it was decided."""
-        counts = [QuestionCount.of(asked.comparison) for asked in self.rounds]
-        return QuestionCount(
-            sum(count.contexts for count in counts),
-            sum(count.questions for count in counts),
-            min(count.shortest for count in counts),
-            max(count.longest for count in counts),
-        )
-
-    def lower_kinds(self) -> list[str]:
-        """Return the kinds of questions on which what is written scores less than the best baseline."""
-        names = {self.written, self.best}
-        samples = [sample for sample in self._samples(len(self.rounds)) if sample.method in names]
-        lower = []
-        for kind, of_kind in by_kind(samples).items():
-            scores = Scores.of(of_kind, self._contexts)
-            if scores.mean(self.written) < scores.mean(self.best) - TIE:
-                lower.append(kind)
-        return lower
-
-    def _samples(self, rounds: int) -> list[Sample]:
-        return [sample for asked in self.rounds[:rounds] for sample in asked.comparison.samples]
-
-    @cached_property
-    def _contexts(self) -> Contexts | None:
-        return join_contexts(self.rounds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +39,7 @@ class PlanRace:
 
     loaded: LoadedModel
     candidate_set: CandidateSet
-    tasks: Sequence[Task]
-    settings: Settings
+    split: Split
     rule: Rule
     name: str
     only: Sequence[TaskPrompts] | None = None  # a part of the questions of the tasks; None: all
@@ -131,7 +47,7 @@ class PlanRace:
     @cached_property
     def prepared(self) -> PlanEvaluation:
         """All candidates and baselines on all questions."""
-        return prepare_plans(self.loaded, self.candidate_set.plans, self.tasks, self.settings)
+        return prepare_plans(self.loaded, self.candidate_set.plans, self.split)
 
     @property
     def encoded(self) -> list[TaskPrompts]:
@@ -142,7 +58,7 @@ class PlanRace:
     def rounds(self) -> list[list[TaskPrompts]]:
         """The questions of each round."""
         counts = [len(texts_of(task)) for task in self.encoded]
-        return divide_contexts(self.encoded, plan_rounds(counts), self.settings.seed)
+        return divide_contexts(self.encoded, plan_rounds(counts), self.split.settings.seed)
 
     @property
     def methods(self) -> int:
@@ -152,7 +68,7 @@ class PlanRace:
     @property
     def work(self) -> Work:
         """The most that the model has to do."""
-        return work_of(self.encoded, self.settings.protocol, self.methods)
+        return work_of(self.encoded, self.split.settings.protocol, self.methods)
 
     def ask(
         self,
@@ -164,14 +80,12 @@ class PlanRace:
         answered: bool = False,
     ) -> PlanComparison:
         """Ask some candidates and baselines; their replies are kept as those of `stage`, `answered` as for `decide`."""
-        plans = {name: self.candidate_set.plans[name] for name in names}
-        prepared = prepare_plans(self.loaded, plans, self.tasks, self.settings)
-        part = replace(prepared, evaluation=replace(prepared.evaluation, encoded=questions))
+        part = self.prepared.of(names, questions)
         return part.run_stage("/".join(filter(None, (self.name, stage))), store, answered=answered)
 
     def decide(
         self, store: StageStore | None = None, shared: SharedLevel | None = None, *, answered: bool = False
-    ) -> Decision:
+    ) -> PhaseResult:
         """Ask in rounds until it is decided what is written.
 
         Of names that score the same the first is the best. `shared` is the level that this race shares with others,
@@ -196,11 +110,58 @@ class PlanRace:
             race.judge_round(asked, is_last=number == len(self.rounds))
             if race.winner is not None:
                 break
+        shared.beaten += race.verdict == "beats"
+        return self._result(race, rounds, tuple(behind.values()), level)
+
+    def _result(
+        self, race: Race, rounds: Sequence[PlanComparison], behind: tuple[str, ...], level: float
+    ) -> PhaseResult:
+        """Return how a race ended; methods that were asked longest come first, then those with the higher score."""
         assert race.winner is not None
         assert race.verdict is not None
-        shared.beaten += race.verdict == "beats"
-        evidence = {name: race.evidence(name) for name in race.wealths}
-        return Decision(tuple(rounds), race.best, race.winner, race.verdict, evidence, behind, level, race.bound)
+        plans = self.candidate_set
+        contexts = join_contexts(rounds)
+        methods = [_method_result(name, race, rounds, contexts) for name in plans.plans]
+        methods.sort(key=lambda method: (-method.contexts, -method.score.mean))
+        samples = [sample for asked in rounds for sample in asked.comparison.samples]
+        notes = [*plans.notes, *behind, *rounds[-1].comparison.notes]
+        if kinds := lower_kinds(samples, contexts, race.winner, race.best):
+            notes.append(f"{race.winner} scores less than {race.best} on some kinds: {', '.join(kinds)}")
+        counts = [QuestionCount.of(asked.comparison) for asked in rounds]
+        return PhaseResult(
+            phases=plans.phases,
+            methods=tuple(methods),
+            full=estimate([sample for sample in samples if sample.method == FULL], contexts),
+            best=race.best,
+            winner=None if race.verdict == "baseline" else race.winner,
+            verdict=race.verdict,
+            level=level,
+            sure=self.rule.sure,
+            bound=race.bound if math.isfinite(race.bound) else None,
+            asked=QuestionCount.total(counts),
+            available=sum(task.distinct for task in self.encoded),
+            notes=tuple(notes),
+        )
+
+
+def _method_result(name: str, race: Race, rounds: Sequence[PlanComparison], contexts: Contexts | None) -> MethodResult:
+    """Return what a candidate or baseline scored in the rounds that asked it, and what a candidate leads by there."""
+    asked_in = [asked for asked in rounds if name in asked.labels]
+    samples = [sample for asked in asked_in for sample in asked.comparison.samples]
+    score = estimate([sample for sample in samples if sample.method == name], contexts)
+    count = sum(sum(asked.comparison.distinct.values()) for asked in asked_in)
+    if name not in race.wealths:
+        return MethodResult(name, "baseline", score, count)
+    lead = contrast(samples, {name: 1.0, race.best: -1.0}, contexts)
+    chance = min(1.0, math.exp(-race.evidence(name)))
+    return MethodResult(name, "candidate", score, count, lead, chance)
+
+
+def lower_kinds(samples: Sequence[Sample], contexts: Contexts | None, written: str, best: str) -> list[str]:
+    """Return the kinds of questions on which what is written scores less than the best baseline."""
+    compared = [sample for sample in samples if sample.method in {written, best}]
+    scores = {kind: Scores.of(of_kind, contexts) for kind, of_kind in by_kind(compared).items()}
+    return [kind for kind, of_kind in scores.items() if of_kind.mean(written) < of_kind.mean(best) - TIE]
 
 
 def behind_on_kinds(
@@ -251,8 +212,7 @@ def by_kind(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
 def prepare_race(
     loaded: LoadedModel,
     plans: CandidateSet,
-    tasks: Sequence[Task],
-    settings: Settings,
+    split: Split,
     rule: Rule,
     size: Size,
     name: str | None = None,
@@ -265,7 +225,7 @@ def prepare_race(
         UsageError: nothing is evicted from any prompt; see `prepare_plans`.
         IncompatibleError: see `prepare_plans`.
     """
-    race = PlanRace(loaded, plans, tasks, settings, rule, plans.phases if name is None else name)
+    race = PlanRace(loaded, plans, split, rule, plans.phases if name is None else name)
     note = check_eviction(race.prepared.evaluation, size)
     if note is None:
         return race

@@ -8,12 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
-from kvsearch.core.arrays import Floats
+from kvsearch.core.arrays import TIE, Floats
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import LEVEL, resampled_means, scores_by_task
 from kvsearch.strategies.names import FULL
-
-TIE = 1e-9  # leads that differ by less are equal, but for rounding
 
 
 @dataclass(frozen=True)

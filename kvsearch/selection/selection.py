@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvsearch.evaluation.values import Footprint
 from kvsearch.plan import Plan, Size
 from kvsearch.plan.schema import Protocol
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.selection.race import Rule, Verdict
+from kvsearch.selection.rule import LEAST_CONTEXTS, Rule, Verdict
 from kvsearch.selection.scores import GapClosed
 
 if TYPE_CHECKING:
@@ -37,6 +38,16 @@ class QuestionCount:
         lengths = [sample.context_tokens for sample in comparison.samples]
         questions = sum(one.questions for one in comparison.coverage)
         return cls(sum(comparison.distinct.values()), questions, min(lengths), max(lengths))
+
+    @classmethod
+    def total(cls, counts: Sequence[QuestionCount]) -> QuestionCount:
+        """Add up what was asked in several rounds."""
+        return cls(
+            sum(count.contexts for count in counts),
+            sum(count.questions for count in counts),
+            min(count.shortest for count in counts),
+            max(count.longest for count in counts),
+        )
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,14 @@ class PhaseResult:
     asked: QuestionCount
     available: int
     notes: tuple[str, ...] = ()
+
+    def at_level(self, level: float) -> PhaseResult:
+        """Return the result at another level: what is likely better may beat the baselines at a higher one."""
+        chance = self.method(self.written).chance
+        if self.verdict != "likely" or chance is None:
+            return self
+        beats = chance <= level and self.asked.contexts >= LEAST_CONTEXTS
+        return replace(self, level=level, verdict="beats" if beats else "likely")
 
     @property
     def written(self) -> str:

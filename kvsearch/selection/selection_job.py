@@ -6,7 +6,6 @@ what the one whose race ends with the highest score has written is chosen.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +13,9 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any, Final
 
+from kvsearch.core.arrays import TIE
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Evaluation, Settings, work_of
+from kvsearch.evaluation.compare import Evaluation, Split, work_of
 from kvsearch.evaluation.identity import rows_hash
 from kvsearch.evaluation.plan_comparison import StageStore, prepare_plans
 from kvsearch.models.loading import LoadedModel
@@ -23,18 +23,18 @@ from kvsearch.models.speed import Work
 from kvsearch.plan import PHASES, Plan, Profile, Size
 from kvsearch.plan.origin import ContextRecord, Use, joined, provenance
 from kvsearch.plan.profile_arrays import SIGNALLED
+from kvsearch.plan.schema import Protocol
 from kvsearch.runs.identity import RunConfig
 from kvsearch.selection.candidates import CandidateSet, content_hash
-from kvsearch.selection.comparison import Decision, PlanRace, prepare_race
-from kvsearch.selection.race import Rule, SharedLevel
-from kvsearch.selection.scores import TIE, Scores, measure_gap_closed
+from kvsearch.selection.comparison import PlanRace, prepare_race
+from kvsearch.selection.rule import Rule, SharedLevel
+from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection import (
     BUDGETS_ALONE,
     FOREMOST,
     POLICIES_ALONE,
     ByBudgets,
     Decomposition,
-    MethodResult,
     PhaseResult,
     QuestionCount,
     Reported,
@@ -45,8 +45,7 @@ from kvsearch.selection.signal_candidates import Explored, find_signal_candidate
 from kvsearch.selection.splits import halve_contexts, refuse_shared
 from kvsearch.strategies.from_signals import cross_plans
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set, encode_tasks
+from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set
 
 METHOD: Final = "run"  # of plans that were not chosen among the strategies of a profile
 STEP: Final = 1.1  # from one budget that is tried to the next
@@ -54,15 +53,14 @@ STEP: Final = 1.1  # from one budget that is tried to the next
 
 @dataclass(frozen=True, eq=False)
 class SelectionJob:
-    """A selection that is ready to run: `races` are those of the phase settings, `tasks` are reported on.
+    """A selection that is ready to run: `races` are those of the phase settings, `reported` is asked once.
 
     With a `profile` candidates are strategies of its signals, else each has its own origin.
     """
 
     loaded: LoadedModel
     size: Size
-    tasks: Sequence[Task]
-    settings: Settings
+    reported: Split
     rule: Rule
     races: tuple[PlanRace, ...]
     profile: Profile | None = None
@@ -72,6 +70,16 @@ class SelectionJob:
         refuse_shared({"selection": self.selection_prompts, "report": self.report_prompts})
 
     @property
+    def protocol(self) -> Protocol:
+        """The protocol in which all is asked."""
+        return self.reported.settings.protocol
+
+    @property
+    def seed(self) -> int:
+        """The seed of all that is drawn."""
+        return self.reported.settings.seed
+
+    @property
     def selection_prompts(self) -> list[TaskPrompts]:
         """What the races ask, the same in every phase setting."""
         return self.races[0].encoded
@@ -79,8 +87,7 @@ class SelectionJob:
     @cached_property
     def report_prompts(self) -> list[TaskPrompts]:
         """What is asked once, of what was chosen and what it is compared with."""
-        how = self.settings
-        return encode_tasks(self.loaded, self.tasks, how.samples, how.seed, how.max_length, how.used)
+        return self.reported.encode(self.loaded)
 
     @property
     def longest(self) -> int:
@@ -104,7 +111,7 @@ class SelectionJob:
     @property
     def work(self) -> Work:
         """The most that the model has to do."""
-        report = work_of(self.report_prompts, self.settings.protocol, self._max_reported)
+        report = work_of(self.report_prompts, self.protocol, self._max_reported)
         return sum((race.work for race in self.races), report)
 
     @property
@@ -140,19 +147,12 @@ class SelectionJob:
             IncompatibleError, UsageError: see `Evaluation.run`.
         """
         shared = shared or SharedLevel(self.rule.level, len(self.races))
-        decisions = self.decide(store, shared, answered=answered)
-        return self.report(self.results(decisions, shared), store)
+        results = self.decide(store, shared, answered=answered)
+        return self.report([result.at_level(shared.part) for result in results], store)
 
-    def decide(self, store: StageStore | None, shared: SharedLevel, *, answered: bool = False) -> list[Decision]:
+    def decide(self, store: StageStore | None, shared: SharedLevel, *, answered: bool = False) -> list[PhaseResult]:
         """Return how the races of all phase settings end; see `PlanRace.decide`."""
         return [race.decide(store, shared, answered=answered) for race in self.races]
-
-    def results(self, decisions: Sequence[Decision], shared: SharedLevel) -> list[PhaseResult]:
-        """Return what the races found, once all that share the level have ended."""
-        return [
-            phase_result(race, decision.at_level(shared.part))
-            for race, decision in zip(self.races, decisions, strict=True)
-        ]
 
     def report(self, results: Sequence[PhaseResult], store: StageStore | None = None) -> Selection:
         """Choose the phase setting that scores highest, and report it; errors as for `Evaluation.run`."""
@@ -185,14 +185,14 @@ class SelectionJob:
             own = _find_candidate(chosen, candidate_set, equal_budgets=False)
             names += [single, *(method.name for method in chosen.foremost("candidate")), *filter(None, (equal, own))]
         asked = {name: plans[name] for name in dict.fromkeys(names)} | parts
-        evaluation = prepare_plans(self.loaded, asked, self.tasks, self.settings)
+        evaluation = prepare_plans(self.loaded, asked, self.reported)
         stage = "report" if self.profile is None else f"{chosen.phases}/report"
         report = evaluation.run_stage(stage, store)
         gain = share = lead = by_budgets = decomposition = None
         if chosen.winner is not None:
             gain = report.gain(chosen.winner, [chosen.best])
             scores = Scores.of(report.comparison.samples, report.comparison.contexts)
-            share = measure_gap_closed(scores, chosen.winner, chosen.best, seed=self.settings.seed)
+            share = measure_gap_closed(scores, chosen.winner, chosen.best, seed=self.seed)
         if leader is not None:
             lead = report.gain(leader.name, [chosen.best])
         if leader is not None and single is not None:
@@ -213,8 +213,8 @@ class SelectionJob:
         return Selection(
             model=self.loaded.name,
             size=self.size,
-            protocol=self.settings.protocol,
-            seed=self.settings.seed,
+            protocol=self.protocol,
+            seed=self.seed,
             rule=self.rule,
             results=tuple(results),
             chosen=chosen,
@@ -238,10 +238,10 @@ class SelectionJob:
             "candidates": chosen.count("candidate"),
             "baselines": chosen.count("baseline"),
             "best_baseline": chosen.best,
-            "selection_protocol": self.settings.protocol,
+            "selection_protocol": self.protocol,
             "selection_questions": chosen.asked.questions,
             "selection_score": chosen.score,
-            "selection_seed": self.settings.seed,
+            "selection_seed": self.seed,
             "lead": None if selected.lead is None else selected.lead.mean,
             "chance": selected.chance,
         }
@@ -266,38 +266,6 @@ def _find_candidate(chosen: PhaseResult, candidate_set: CandidateSet, *, equal_b
     return None
 
 
-def phase_result(race: PlanRace, decision: Decision) -> PhaseResult:
-    """Return how a race ended, with all methods: those that were asked longest first, then the higher score."""
-    plans = race.candidate_set
-    methods = []
-    for name in plans.plans:
-        contexts = decision.contexts_of(name)
-        if name in plans.candidates:
-            chance = decision.chance(name)
-            methods.append(MethodResult(name, "candidate", decision.score(name), contexts, decision.lead(name), chance))
-        else:
-            methods.append(MethodResult(name, "baseline", decision.score(name), contexts))
-    methods.sort(key=lambda method: (-method.contexts, -method.score.mean))
-    kinds = decision.lower_kinds()
-    notes = [*plans.notes, *decision.behind.values(), *decision.rounds[-1].comparison.notes]
-    if kinds:
-        notes.append(f"{decision.written} scores less than {decision.best} on some kinds: {', '.join(kinds)}")
-    return PhaseResult(
-        phases=plans.phases,
-        methods=tuple(methods),
-        full=decision.score(FULL),
-        best=decision.best,
-        winner=decision.winner,
-        verdict=decision.verdict,
-        level=decision.level,
-        sure=race.rule.sure,
-        bound=decision.bound if math.isfinite(decision.bound) else None,
-        asked=decision.asked,
-        available=sum(task.distinct for task in race.encoded),
-        notes=tuple(notes),
-    )
-
-
 def count_questions(encoded: Sequence[TaskPrompts]) -> int:
     """Return how many questions some tasks have."""
     return sum(task.coverage.questions for task in encoded)
@@ -307,14 +275,13 @@ def prepare_selection(
     loaded: LoadedModel,
     profile: Profile,
     size: Size,
-    tasks: Sequence[Task],
-    reported: Sequence[Task],
-    settings: Settings,
+    choice: Split,
+    reported: Split,
     phases: Sequence[str] = ("prefill",),
     explored: Explored | None = None,
     rule: Rule | None = None,
 ) -> SelectionJob:
-    """Make all strategies of a profile and baselines, to be chosen by `tasks` and `reported` on.
+    """Make all strategies of a profile and baselines, to be chosen by one split and `reported` on another.
 
     Every phase setting is judged against baselines of its own, and shares the level of the rule with the others.
     `settings.samples` is how many contexts of every task are asked in each of the two splits.
@@ -329,8 +296,8 @@ def prepare_selection(
         raise UsageError(f"no phases to evict in: give at least one of {', '.join(PHASES)}")
     rule = rule or Rule()
     plans = [find_signal_candidates(loaded, profile, size, setting, explored) for setting in phases]
-    races = tuple(prepare_race(loaded, candidate_set, tasks, settings, rule, size) for candidate_set in plans)
-    selection = SelectionJob(loaded, size, reported, settings, rule, races, profile)
+    races = tuple(prepare_race(loaded, candidate_set, choice, rule, size) for candidate_set in plans)
+    selection = SelectionJob(loaded, size, reported, rule, races, profile)
     selection.check()
     return selection
 
@@ -374,7 +341,7 @@ def find_smallest(
         (race,) = selection.races
         plans = race.candidate_set
         names = list(plans.candidates) or list(plans.baselines)
-        first, _ = halve_contexts(race.encoded, race.settings.seed)
+        first, _ = halve_contexts(race.encoded, race.split.settings.seed)
         stage = race.ask(first, names, "look", store)
         best = max(names, key=lambda name: stage.score(name).mean)
         loss = stage.score(FULL).mean - stage.score(best).mean
@@ -392,9 +359,9 @@ def find_smallest(
     for budget in budgets[low:]:
         selection, store = selection_at(budget)
         shared = SharedLevel(selection.rule.level, 1)
-        _, second = halve_contexts(selection.selection_prompts, selection.settings.seed)
+        _, second = halve_contexts(selection.selection_prompts, selection.seed)
         halved = replace(selection, races=tuple(replace(race, only=second) for race in selection.races))
-        results = halved.results(halved.decide(store, shared, answered=True), shared)
+        results = halved.decide(store, shared, answered=True)
         loss = results[0].full.mean - results[0].score
         tried.append(TriedBudget(budget, results[0].written, loss, confirmed=True))
         if loss <= within + TIE:

@@ -22,7 +22,7 @@ from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.options import CalibrationOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.calibration.tables import CHECKED_RATIOS, HELD_OUT, floor_entries, folds_of
-from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.arrays import TIE, Floats, Ints
 from kvsearch.core.progress import Progress, counted
 from kvsearch.core.sign_flips import compute_chances
 from kvsearch.evaluation.statistics import student_estimate
@@ -37,7 +37,6 @@ from kvsearch.runtime.attention import running
 
 MIXES = (1.0, 2 / 3, 1 / 3, 0.0)  # shares of the table; the rest is even
 TABLE_AND_EVEN = (1.0, 0.0)  # nothing to choose from: even budgets are what the table is compared with
-ROUNDOFF = 1e-9
 WRONG = 0.05  # chance that a table is said wrongly to be better, or worse, at any of the ratios
 
 
@@ -147,7 +146,7 @@ def _best_mixture(scores: Floats) -> int:
     Of equal ones it is the even one, as what is not shown to help is left out, and else the one with most of the table.
     """
     means = scores.mean(0) if len(scores) else np.zeros(scores.shape[1])
-    best = np.flatnonzero(means >= means.max() - ROUNDOFF)
+    best = np.flatnonzero(means >= means.max() - TIE)
     return int(best[-1] if best[-1] == len(means) - 1 else best[0])
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.core.naming import require_known, suggest, unknown
 from kvsearch.core.progress import Progress
-from kvsearch.evaluation.compare import Evaluation, Settings
+from kvsearch.evaluation.compare import Evaluation, Split
 from kvsearch.evaluation.plan_comparison import PlanEvaluation, prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.totals import check_eviction
@@ -43,7 +43,6 @@ from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import Chosen
 from kvsearch.strategies.from_signals import Strategy, choose, plan_of, recent_parameter
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.base import Task
 
 SIGNALS: Final[dict[Kind, tuple[str, ...]]] = {"route": ROUTES, "budgets": SENSITIVITIES}
 PAPER: Final[dict[Kind, tuple[str, ...]]] = {"route": ("cosine", "ppl"), "budgets": ("entropy", "ppl")}
@@ -88,8 +87,7 @@ def prepare_validation(
     loaded: LoadedModel,
     profile: Profile,
     size: Size,
-    tasks: Sequence[Task],
-    settings: Settings,
+    split: Split,
     uses: Sequence[SignalUse] | None = None,
     permutations: int = PERMUTATIONS,
 ) -> PreparedValidation:
@@ -105,15 +103,15 @@ def prepare_validation(
         IncompatibleError: model and profile, or model and questions, do not fit together.
     """
     check_permutations(permutations)
-    refuse_reported(tasks)
+    refuse_reported(split.tasks)
     if uses is not None and not uses:
         raise UsageError("no signals to judge: name at least one, or give None for the usual ones")
     table = SignalTable(profile)
     plans, compared = dict[str, Plan](), dict[SignalUse, StrategyNames]()
     for use in find_uses(table) if uses is None else uses:
-        compared[use], made = _make_strategies(table, use, size, permutations, settings.seed)
+        compared[use], made = _make_strategies(table, use, size, permutations, split.settings.seed)
         plans |= {name: plan_of(profile, chosen, size, {}) for name, chosen in made.items() if name not in plans}
-    prepared = prepare_plans(loaded, plans, tasks, settings)
+    prepared = prepare_plans(loaded, plans, split)
     for task in prepared.evaluation.encoded:
         if task.distinct < 2:
             raise UsageError(f"task {task.task.name} has one context, which makes no interval: ask at least 2")

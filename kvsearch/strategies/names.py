@@ -2,4 +2,11 @@
 
 from __future__ import annotations
 
-FULL, RANDOM = "full", "random"  # the full cache, and a control
+FULL = "full"  # the full cache
+RANDOM = "random"  # a control
+EVOLVED = "evolved"
+EXPANDED = "expanded"  # the plan of the smallest budget, scaled
+# start plans that are made of no other
+UNIFORM = "uniform"
+PYRAMID = "pyramid"
+STREAMING = "streaming"

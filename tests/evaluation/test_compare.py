@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Comparison, Settings, prepare
+from kvsearch.evaluation.compare import Comparison, Settings, Split, prepare
 from kvsearch.evaluation.statistics import LEAST_CONTEXTS
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
@@ -41,7 +41,7 @@ def studied(
 ) -> Comparison:
     subject = settings.pop("subject", next(iter(plans)))
     how = Settings(**{"samples": 3, "seed": 5, "batch": 2, **settings})
-    return prepare(model, with_baselines(model, plans, names, subject), subject, tasks, how).run()
+    return prepare(model, with_baselines(model, plans, names, subject), subject, Split(tasks, how)).run()
 
 
 def made(model: LoadedModel, names: Sequence[str] = (), **settings: Any) -> Comparison:

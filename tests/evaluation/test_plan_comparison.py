@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvsearch.core.errors import InternalError, UsageError
-from kvsearch.evaluation.compare import Settings
+from kvsearch.evaluation.compare import Settings, Split
 from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, prepare_plans
 from kvsearch.evaluation.statistics import contrast
 from kvsearch.models.loading import LoadedModel
@@ -44,7 +44,7 @@ def model() -> LoadedModel:
 
 
 def prepared(model: LoadedModel, plans: Mapping[str, Plan]) -> PlanEvaluation:
-    return prepare_plans(model, plans, TASKS, Settings(3, seed=4, batch=2))
+    return prepare_plans(model, plans, Split(TASKS, Settings(3, seed=4, batch=2)))
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from kvsearch.policies.cake import CAKE
 from kvsearch.policies.cam import CaM
 from kvsearch.policies.criticalkv import CriticalKV
 from kvsearch.policies.d2o import D2O
+from kvsearch.policies.defensivekv import DefensiveKV
 from kvsearch.policies.duo_attention import DuoAttention
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.full import FullKV
@@ -59,6 +60,7 @@ BY_SCORE = (
     CriticalKV(base="expected_attention", window=0, sinks=2, future=8, ratio=0.7),
     CriticalKV(base="expected_attention", window=1, future=3, covariance=False, epsilon=0.0, ratio=1.0),
     CriticalKV(base="expected_attention", future=8, window=4, protect=2),
+    DefensiveKV(), DefensiveKV(window=2, kernel=3, sinks=1, mass=0.5), DefensiveKV(window=4, protect=1, mass=0.0),
     *map(example, ("probe", "query_bank", "kvzip", "kvzap")),
     fitted(generic="snapkv", share=0.4), bank(generic="expected_attention", share=0.7),
 )  # fmt: skip

@@ -18,7 +18,8 @@ from kvsearch.policies.snapkv import SnapKV
 from tests.policies.examples import WINDOW_ROWS, attending, kept, leaves, step_at
 
 OBSERVING: dict[str, dict[str, Any]] = {
-    "snapkv": {}, "pyramidkv": {}, "cake": {}, "lava": {}, "criticalkv": {}, "vatp": {"base": "snapkv"},
+    "snapkv": {}, "pyramidkv": {}, "cake": {}, "lava": {}, "criticalkv": {}, "defensivekv": {},
+    "vatp": {"base": "snapkv"},
 }  # fmt: skip
 
 

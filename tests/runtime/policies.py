@@ -33,6 +33,7 @@ SMALL = {
         ("keydiff", {"sinks": 1, "window": 2}),
         ("expected_attention", {"sinks": 1, "future": 4, "refresh": 2}),
         ("criticalkv", {"window": 2, "kernel": 3}),
+        ("defensivekv", {"window": 3, "kernel": 3}),
         ("knorm", {}),
         ("duo_attention", {"sinks": 1, "window": 3}),
     ]

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvsearch.evaluation.compare import Settings
+from kvsearch.evaluation.compare import Settings, Split
+from kvsearch.evaluation.plan_comparison import prepare_plans
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.schema import phases_of
@@ -15,7 +16,7 @@ from kvsearch.policies import create_policy
 from kvsearch.report.search import search_result
 from kvsearch.results.search import SearchResult
 from kvsearch.search.candidates import SearchOutcome
-from kvsearch.search.evolve import Evolved, PreparedSearch, Splits, prepare_search
+from kvsearch.search.evolve import SPLIT_USES, Evolved, PreparedSearch, prepare_search
 from kvsearch.search.settings import EvolveSettings, SearchLimits
 from kvsearch.search.start_plans import Base
 from kvsearch.search.trials import Spent, TrialLog
@@ -27,14 +28,18 @@ CONTEXTS, LENGTH, QUESTIONS, BUDGET = 4, 100, 2, 12
 POLICY = create_policy("snapkv", {"window": 4, "kernel": 3})
 
 
-def splits(contexts: int = CONTEXTS, overlap: int = 0, questions: int = QUESTIONS, answer: str | None = None) -> Splits:
+def splits(
+    contexts: int = CONTEXTS, overlap: int = 0, questions: int = QUESTIONS, answer: str | None = None
+) -> dict[str, Split]:
     """Three tasks with contexts of their own, `overlap` of which are also in the one before; `answer`: that of all."""
     whole = tiny.listed(*[(LENGTH, questions)] * (3 * contexts))
     rows = whole.rows
     if answer is not None:
         rows = tuple(replace(row, queries=tuple(replace(q, answers=(answer,)) for q in row.queries)) for row in rows)
     firsts = [part * (contexts - overlap) for part in range(3)]
-    return Splits(*([replace(whole, rows=rows[first : first + contexts])] for first in firsts))
+    asked = Settings(contexts)
+    parts = [Split([replace(whole, rows=rows[first : first + contexts])], asked) for first in firsts]
+    return dict(zip(SPLIT_USES, parts, strict=True))
 
 
 def settings_of(**changes: Any) -> EvolveSettings:
@@ -53,7 +58,8 @@ def prepare(
     how = settings_of(**changes)
     asked = Settings(contexts, how.protocol, how.seed)
     base = Base.of(loaded, POLICY, phases_of(how.phases))
-    return prepare_search(base, budget, how, splits(contexts), asked, plans or {})
+    parts = {name: replace(split, settings=asked) for name, split in splits(contexts).items()}
+    return prepare_search(base, budget, how, parts, plans or {})
 
 
 def evolve(prepared: PreparedSearch, path: Path) -> Evolved:
@@ -73,5 +79,5 @@ def result_of(evolved: Evolved) -> SearchResult:
 def decide(prepared: PreparedSearch, outcome: SearchOutcome) -> Evolved:
     """The second and the third part."""
     choice = prepared.choose(outcome)
-    report = prepared.compare(prepared.reported_plans(choice), prepared.splits.report, "report", None)
+    report = prepare_plans(prepared.base.loaded, prepared.reported_plans(choice), prepared.splits["report"]).run()
     return Evolved(prepared, outcome, choice, report)

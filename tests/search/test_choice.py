@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Comparison, Settings
-from kvsearch.evaluation.plan_comparison import PlanComparison
+from kvsearch.evaluation.compare import Comparison, Settings, Split
+from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, prepare_plans
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, blocks_of
 from kvsearch.models.loading import LoadedModel, load
@@ -20,11 +20,11 @@ from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
 from kvsearch.report.search import decision, search_result
 from kvsearch.runtime import Program
 from kvsearch.search.candidates import Candidate, SearchOutcome
-from kvsearch.search.evolve import PreparedSearch, Splits, prepare_search
+from kvsearch.search.evolve import SPLIT_USES, PreparedSearch, prepare_search
 from kvsearch.search.start_plans import Base
 from kvsearch.search.trials import Spent
 from kvsearch.selection.comparison import PlanRace
-from kvsearch.selection.race import Rule
+from kvsearch.selection.rule import Rule
 from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.encode import asked_hashes, asked_set
@@ -104,13 +104,13 @@ def simulate(monkeypatch: pytest.MonkeyPatch, quality: Mapping[str, float], seed
             {"full": np.ones(contexts), **{name: right.astype(float) for name, right in draws.items()}}, part
         )
 
-    def compare(self: PreparedSearch, plans: Mapping[str, Plan], *_: Any) -> PlanComparison:
-        return draw(list(plans), REPORT, 0)
+    def run(self: PlanEvaluation, *_: Any) -> PlanComparison:
+        return draw([name for name in self.labels if name != "full"], REPORT, 0)
 
     def ask(self: PlanRace, questions: int, names: Sequence[str], *_: Any, **__: Any) -> PlanComparison:
         return draw(names, CHOICE // ROUNDS, questions)
 
-    monkeypatch.setattr(PreparedSearch, "compare", compare)
+    monkeypatch.setattr(PlanEvaluation, "run", run)
     monkeypatch.setattr(PlanRace, "ask", ask)
     monkeypatch.setattr(PlanRace, "rounds", list(range(1, ROUNDS + 1)))
 
@@ -124,12 +124,12 @@ def test_the_luckiest_of_many_candidates_is_not_written(
     simulate(monkeypatch, {"uniform": 0.58, "pyramid": 0.4, "": 0.5}, seed)
     evolved = decide(prepared, outcome_of(prepared, 20))
     choice = evolved.choice
-    assert choice.decision.score(choice.best).mean > choice.decision.score("uniform").mean
+    assert choice.race.method(choice.best).score.mean > choice.race.method("uniform").score.mean
     assert evolved.report.gain(choice.best, ["uniform"]).high < 0
-    assert (choice.name, choice.decision.best) == ("uniform", "uniform")
+    assert (choice.name, choice.race.best) == ("uniform", "uniform")
     np.testing.assert_equal(choice.table, prepared.starts["uniform"])
     assert choice.best in evolved.report.labels
-    assert choice.decision.verdict == "baseline"
+    assert choice.race.verdict == "baseline"
     told = decision(evolved)
     assert told.startswith("the start plan uniform is written (")
     assert f"{choice.best} scores " in told
@@ -144,7 +144,7 @@ def test_a_candidate_that_beats_the_start_plans_is_written(
     assert evolved.choice.name == evolved.choice.best == "#3"
     assert decision(evolved).startswith("#3 (layers 0-5, generation 2) beats the best start plan, ")
     finalists = search_result([evolved], Spent(1, 1, 1.0)).as_json()["finalists"]
-    assert evolved.choice.decision.verdict == "beats"
+    assert evolved.choice.race.verdict == "beats"
     assert 0 < finalists["#3"]["chance"] <= 0.05
     assert finalists["#3"]["lead"]["low"] > 0
     assert "chance" not in finalists["uniform"]
@@ -192,22 +192,25 @@ def test_a_start_plan_without_a_record_is_not_taken_for_a_clean_one(loaded: Load
 def test_no_context_is_asked_that_a_start_was_made_on(use: str, loaded: LoadedModel) -> None:
     """Of the six contexts of each split, two were used: the other four are asked."""
     whole = splits(contexts=6)
-    used = [row for part in (whole.search, whole.choice, whole.report) for row in rows_of(part)[:2]]
+    whole = {name: replace(split, settings=Settings(4)) for name, split in whole.items()}
+    used = [row for split in whole.values() for row in rows_of(split.tasks)[:2]]
     plan = start_of(loaded, ContextRecord.model_validate({use: set_of(used)}))
     base, how = Base.of(loaded, POLICY), settings_of()
-    prepared = prepare_search(base, BUDGET, how, whole, Settings(4), {"mine": plan})
-    for name, part in (("search", whole.search), ("choice", whole.choice), ("report", whole.report)):
-        fresh = [context_hash(row.context) for row in rows_of(part)[2:]]
+    prepared = prepare_search(base, BUDGET, how, whole, {"mine": plan})
+    for name, split in whole.items():
+        fresh = [context_hash(row.context) for row in rows_of(split.tasks)[2:]]
         assert asked_hashes(prepared.encoded[name]) == fresh
-    again = prepared.compare({"start": plan}, whole.choice, "choice", None)
-    assert {sample.key for sample in again.comparison.samples} == {row.key for row in rows_of(whole.choice)[2:]}
+    again = prepare_plans(loaded, {"start": plan}, prepared.splits["choice"]).run()
+    assert {sample.key for sample in again.comparison.samples} == {
+        row.key for row in rows_of(whole["choice"].tasks)[2:]
+    }
 
 
 def test_a_split_without_a_fresh_context_is_refused(loaded: LoadedModel) -> None:
     whole = splits()
-    plan = start_of(loaded, ContextRecord(chosen=set_of(rows_of(whole.choice))))
+    plan = start_of(loaded, ContextRecord(chosen=set_of(rows_of(whole["choice"].tasks))))
     with pytest.raises(UsageError, match=rf"task listed: none of its {CONTEXTS} contexts is fresh.*{CONTEXTS} in all"):
-        prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), whole, Settings(CONTEXTS), {"mine": plan})
+        prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), whole, {"mine": plan})
 
 
 def test_a_context_in_two_splits_is_refused_whatever_is_asked_about_it(loaded: LoadedModel) -> None:
@@ -217,6 +220,6 @@ def test_a_context_in_two_splits_is_refused_whatever_is_asked_about_it(loaded: L
         return [tiny.Listed("listed", tuple(replace(row, queries=row.queries[part]) for row in some))]
 
     parts = (rows[:CONTEXTS], slice(2)), (rows[:CONTEXTS], slice(2, 4)), (rows[CONTEXTS:], slice(2))
-    overlapping = Splits(*(asked(*part) for part in parts))
+    overlapping = {name: Split(asked(*part), Settings(CONTEXTS)) for name, part in zip(SPLIT_USES, parts, strict=True)}
     with pytest.raises(UsageError, match=r"example 0, its context is in the search and in the choice split"):
-        prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), overlapping, Settings(CONTEXTS), {})
+        prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), overlapping, {})

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Settings
 from kvsearch.models.loading import LoadedModel, load
 from kvsearch.search.difficulty import hard_questions, measure_difficulty, with_hard_questions
 from kvsearch.search.evolve import PreparedSearch, prepare_search
 from kvsearch.search.start_plans import Base
-from tests.search.evolving import BUDGET, CONTEXTS, POLICY, QUESTIONS, prepare, settings_of, splits
+from tests.search.evolving import BUDGET, POLICY, QUESTIONS, prepare, settings_of, splits
 
 SCORES = {
     "wrong anyway": {"full": 0.99, "uniform": 0.0},
@@ -62,7 +61,7 @@ def test_only_hard_questions_are_searched_on(hard: PreparedSearch) -> None:
 
 def test_too_few_hard_questions(loaded: LoadedModel) -> None:
     how = settings_of(hard_below=60)
-    prepared = prepare_search(Base.of(loaded, POLICY), BUDGET, how, splits(answer="nowhere"), Settings(CONTEXTS), {})
+    prepared = prepare_search(Base.of(loaded, POLICY), BUDGET, how, splits(answer="nowhere"), {})
     message = (
         "of 8 questions the full cache answers 0 right, and 0 of these score below 60 under even budgets of 12 "
         "entries: too few to search on, raise --samples or --hard-below, or lower the budget"

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.evaluation.compare import Settings
 from kvsearch.models.loading import LoadedModel, load
 from kvsearch.plan import Plan
 from kvsearch.plan.arithmetic import budgets_at
@@ -72,10 +71,10 @@ def test_the_result_scores_below_no_start_where_it_is_chosen(found: tuple[Prepar
     choice = evolved.choice
     if prepared.settings.parity:
         return
-    scores = {name: choice.decision.score(name).mean for name in choice.finalists}
+    scores = {name: choice.race.method(name).score.mean for name in choice.finalists}
     assert set(prepared.starts) < set(scores)
     assert scores[choice.name] >= max(scores[name] for name in prepared.starts)
-    assert choice.name == (choice.decision.winner or choice.decision.best)
+    assert choice.name == (choice.race.winner or choice.race.best)
 
 
 def test_the_plan_has_the_total_and_runs(found: tuple[PreparedSearch, Evolved], loaded: LoadedModel) -> None:
@@ -131,7 +130,7 @@ def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: Loaded
     other = Candidate(np.roll(prepared.starts["pyramid"], 1, axis=0), 1.0, "layers 2-3, generation 0, completed")
     evolved = decide(prepared, SearchOutcome([papers, other], papers))
     choice = evolved.choice
-    assert choice.decision.score("#1").mean < choice.decision.score("uniform").mean
+    assert choice.race.method("#1").score.mean < choice.race.method("uniform").score.mean
     assert (choice.name, choice.table.tolist()) == ("#1", table.tolist())
     np.testing.assert_equal(budgets_at(choice.plan, "prefill", 1000), table)
     assert choice.best != "#1"
@@ -142,12 +141,12 @@ def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: Loaded
         decision(evolved),
     )
     plain = decide(prepared, SearchOutcome([papers, other])).choice
-    assert plain.name == plain.decision.best != "#1"
+    assert plain.name == plain.race.best != "#1"
 
 
 def test_a_flat_search_keeps_even_budgets(loaded: LoadedModel, tmp_path: Path) -> None:
     how = settings_of(objective="metric", generations=3)
-    prepared = prepare_search(Base.of(loaded, POLICY), BUDGET, how, splits(answer="nowhere"), Settings(CONTEXTS), {})
+    prepared = prepare_search(Base.of(loaded, POLICY), BUDGET, how, splits(answer="nowhere"), {})
     evolved = evolve(prepared, tmp_path / "l")
     assert evolved.outcome.flat
     assert "the metric is zero for all" in evolved.outcome.ended
@@ -176,11 +175,11 @@ def test_tokens_of_a_candidate_are_what_it_takes_at_most(objective: str, loaded:
 class TestRefused:
     def test_one_sample(self, loaded: LoadedModel) -> None:
         with pytest.raises(UsageError, match=r"one question to search on: .*give more --samples"):
-            prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), splits(1, questions=1), Settings(1), {})
+            prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), splits(1, questions=1), {})
 
     def test_splits_that_overlap(self, loaded: LoadedModel) -> None:
         with pytest.raises(UsageError, match=r"task listed, example 3, question 0 is in the search and in the choice"):
-            prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), splits(overlap=1), Settings(CONTEXTS), {})
+            prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), splits(overlap=1), {})
 
     def test_a_budget_that_leaves_nothing_to_search(self, loaded: LoadedModel) -> None:
         with pytest.raises(UsageError, match="a budget of 4 is what the policy always keeps"):
@@ -217,8 +216,7 @@ def joint_start(loaded: LoadedModel) -> Plan:
 def prepared_jointly(loaded: LoadedModel, **changes: Any) -> PreparedSearch:
     how = EvolveSettings.model_validate({"space": "joint", "generations": 3, "finalists": 4, **changes})
     base = Base.choosing(loaded, [KEYDIFF, POLICY])
-    asked = Settings(CONTEXTS, how.protocol, how.seed)
-    return prepare_search(base, BUDGET, how, splits(), asked, {"mine": joint_start(loaded)})
+    return prepare_search(base, BUDGET, how, splits(), {"mine": joint_start(loaded)})
 
 
 def test_policies_and_budgets_are_searched_together(loaded: LoadedModel, tmp_path: Path) -> None:
@@ -255,7 +253,5 @@ def test_one_policy_leaves_nothing_to_choose(loaded: LoadedModel) -> None:
 def test_a_group_size_that_nobody_stated_is_no_larger_than_the_model(loaded: LoadedModel) -> None:
     how = EvolveSettings.model_validate({"generations": 1})
     assert how.group_size == 8
-    made = prepare_search(
-        Base.of(loaded, POLICY), BUDGET, how, splits(), Settings(CONTEXTS, how.protocol, how.seed), {}
-    )
+    made = prepare_search(Base.of(loaded, POLICY), BUDGET, how, splits(), {})
     assert made.settings.group_size == 6

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Settings
 from kvsearch.models.loading import LoadedModel, load
 from kvsearch.report.search import search_result, tables
 from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_searches, run_searches
@@ -16,7 +15,7 @@ from kvsearch.search.settings import SearchLimits
 from kvsearch.search.start_plans import Base
 from kvsearch.search.trials import Spent, TrialLog
 from kvsearch.search.workers import make_executor
-from tests.search.evolving import CONTEXTS, POLICY, settings_of, splits
+from tests.search.evolving import POLICY, settings_of, splits
 from tests.search.searching import Silent, timeless, told
 
 BUDGETS = 8, 16, 24
@@ -29,7 +28,7 @@ def loaded() -> LoadedModel:
 
 def prepare(loaded: LoadedModel, *budgets: int) -> tuple[PreparedSearch, ...]:
     base = Base.of(loaded, POLICY)
-    return prepare_searches(base, budgets, settings_of(generations=1), splits(), Settings(CONTEXTS), {})
+    return prepare_searches(base, budgets, settings_of(generations=1), splits(), {})
 
 
 def run(

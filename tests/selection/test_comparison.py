@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,9 @@ from typing import Any
 import pytest
 
 from kvsearch.evaluation.samples import Sample
-from kvsearch.selection.comparison import Decision, behind_on_kinds, by_kind
+from kvsearch.runs.estimates import Difference, Estimate
+from kvsearch.selection.comparison import behind_on_kinds, by_kind
+from kvsearch.selection.selection import MethodResult, PhaseResult, QuestionCount
 from tests.evaluation.test_statistics import samples
 
 
@@ -47,9 +48,10 @@ def test_kinds_are_tasks_or_their_categories() -> None:
 
 @pytest.mark.parametrize(("level", "verdict"), [(0.01, "likely"), (0.05, "beats")])
 def test_what_is_likely_may_beat_at_a_higher_level(level: float, verdict: str) -> None:
-    asked = comparison_of(*samples([[1.0]] * 10, "a", "t"), *samples([[0.0]] * 10, "b", "t"))
-    evidence = {"a": math.log(30)}
-    decision = Decision((asked,), "b", "a", "likely", evidence, {}, 0.01, 0.5)
-    assert decision.at_level(level).verdict == verdict
-    assert decision.chance("a") == pytest.approx(1 / 30)
-    assert replace(decision, verdict="baseline", written="b").at_level(0.05).verdict == "baseline"
+    score = Estimate(1.0, 1.0, 1.0)
+    ahead = MethodResult("a", "candidate", score, 10, Difference(1.0, 1.0, 1.0, 10, 0, 0), chance=1 / 30)
+    behind = MethodResult("b", "baseline", score, 10)
+    asked = QuestionCount(10, 10, 1, 1)
+    result = PhaseResult("prefill", (ahead, behind), score, "b", "a", "likely", 0.01, 0.9, 0.5, asked, 10)
+    assert result.at_level(level).verdict == verdict
+    assert replace(result, verdict="baseline", winner=None).at_level(0.05).verdict == "baseline"

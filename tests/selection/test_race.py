@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
 from kvsearch.selection.race import (
-    LEAST_CONTEXTS,
     STAKES,
     Race,
-    Rule,
-    SharedLevel,
     adjust_for_several,
     bets,
     lead_bound,
@@ -25,6 +22,7 @@ from kvsearch.selection.race import (
     mix_bettors,
     plan_rounds,
 )
+from kvsearch.selection.rule import LEAST_CONTEXTS, Rule, SharedLevel
 from kvsearch.selection.scores import Scores
 from tests.examples import at_most
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.progress import Progress
-from kvsearch.evaluation.compare import Evaluation, Settings
+from kvsearch.evaluation.compare import Evaluation, Settings, Split
 from kvsearch.evaluation.plan_comparison import prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.statistics import contrast, summarize
@@ -185,7 +185,7 @@ def profile(model: LoadedModel) -> Profile:
 
 def answered_by(model: LoadedModel, plan: Plan, task: tiny.Listed) -> tiny.Listed:
     """The task with the replies under a plan as the right answers: nothing can beat that plan."""
-    result = prepare_plans(model, {"plan": plan}, [task], HOW).run()
+    result = prepare_plans(model, {"plan": plan}, Split([task], HOW)).run()
     replies = {(one.key, one.question): one.reply for one in result.comparison.samples if one.method == "plan"}
     rows = tuple(
         replace(
@@ -209,7 +209,9 @@ def prepared_of(model: LoadedModel, profile: Profile, favourite: str | None, **o
         when = options.get("phases", ("prefill",))[0]
         plan = find_signal_candidates(model, profile, SIZE, when, explored).plans[favourite]
         tasks = [answered_by(model, plan, task) for task in tasks]
-    return prepare_selection(model, profile, SIZE, tasks[:1], tasks[1:], HOW, explored=explored, **options)
+    return prepare_selection(
+        model, profile, SIZE, *(Split([task], HOW) for task in tasks), explored=explored, **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +306,7 @@ def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, pro
     tasks = [questions_of(*range(6)), questions_of(*range(6, 9))]
     plan = find_signal_candidates(model, profile, SIZE, "prefill", explored).plans["streaming"]
     asked, reported = ([answered_by(model, plan, task)] for task in tasks)
-    found = prepare_selection(model, profile, SIZE, asked, reported, HOW, explored=explored).run()
+    found = prepare_selection(model, profile, SIZE, Split(asked, HOW), Split(reported, HOW), explored=explored).run()
     assert (found.chosen.winner, found.chosen.written, found.chosen.count("candidate")) == (None, "streaming", 0)
     told = found.plan.provenance.settings
     assert (told["fallback"], told["candidates"], told["lead"]) == (True, 0, None)
@@ -347,33 +349,33 @@ def test_what_is_chosen_by_cannot_be_reported(model: LoadedModel, profile: Profi
         UsageError,
         match="is in the selection and in the report split",
     ):
-        prepare_selection(model, profile, SIZE, [task], [task], HOW)
+        prepare_selection(model, profile, SIZE, Split([task], HOW), Split([task], HOW))
     rows = [
         replace(row, queries=tuple(replace(q, question=f"{q.question} .") for q in row.queries)) for row in task.rows
     ]
     with pytest.raises(UsageError, match="its context is in the selection and in the report split"):
-        prepare_selection(model, profile, SIZE, [task], [replace(task, rows=tuple(rows))], HOW)
+        prepare_selection(model, profile, SIZE, Split([task], HOW), Split([replace(task, rows=tuple(rows))], HOW))
 
 
 def test_a_selection_needs_phases_and_something_to_evict(model: LoadedModel, profile: Profile) -> None:
-    questions = ([questions_of(*range(4))], [questions_of(*range(4, 8))])
+    questions = (Split([questions_of(*range(4))], HOW), Split([questions_of(*range(4, 8))], HOW))
     even = Explored(("cosine",), ("uniform",))
     with pytest.raises(UsageError, match=r"^no phases to evict in: give at least one of prefill, decode, both$"):
-        prepare_selection(model, profile, SIZE, *questions, HOW, phases=())
+        prepare_selection(model, profile, SIZE, *questions, phases=())
     late: dict[str, Any] = {"phases": ("decode",), "explored": even}
     with pytest.raises(UsageError, match=r"^59 entries per kv head: nothing would be evicted from any prompt, the"):
-        prepare_selection(model, profile, Size(budget=59), *questions, HOW, **late)
-    both = ([questions_of(*range(4)), questions_of(*range(4), length=80, name="two")], questions[1])
-    (one,) = prepare_selection(model, profile, Size(budget=59), *both, HOW, **late).races
+        prepare_selection(model, profile, Size(budget=59), *questions, **late)
+    both = Split([questions_of(*range(4)), questions_of(*range(4), length=80, name="two")], HOW)
+    (one,) = prepare_selection(model, profile, Size(budget=59), both, questions[1], **late).races
     assert "4 of 8 prompts are so short" in one.candidate_set.notes[-1]
-    (one,) = prepare_selection(model, profile, Size(budget=50), *questions, HOW).races  # some give and take
+    (one,) = prepare_selection(model, profile, Size(budget=50), *questions).races  # some give and take
     assert re.search(r"4 of 4 prompts .* that \d+ of \d+ strategies evict nothing", one.candidate_set.notes[-1])
 
 
 def test_another_batch_goes_on_with_the_same_replies(model: LoadedModel, profile: Profile) -> None:
-    questions = ([questions_of(*range(4))], [questions_of(*range(4, 8))])
+    questions = (Split([questions_of(*range(4))], HOW), Split([questions_of(*range(4, 8))], HOW))
     one, other, third = (
-        prepare_selection(model, profile, SIZE, *questions, how)
+        prepare_selection(model, profile, SIZE, *(replace(split, settings=how) for split in questions))
         for how in (HOW, replace(HOW, batch=1, max_memory=10**9), replace(HOW, seed=4))
     )
     first, again, elsewhere = (each.config(each.races[0].prepared.evaluation) for each in (one, other, third))
@@ -384,4 +386,4 @@ def test_another_batch_goes_on_with_the_same_replies(model: LoadedModel, profile
 def test_a_profile_of_another_model(model: LoadedModel) -> None:
     other = make_signals(signal_metadata(None, PATTERNS))
     with pytest.raises(IncompatibleError, match="this profile was made for another model"):
-        prepare_selection(model, other, SIZE, [questions_of(1, 2)], [questions_of(3)], HOW)
+        prepare_selection(model, other, SIZE, Split([questions_of(1, 2)], HOW), Split([questions_of(3)], HOW))

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Settings
+from kvsearch.evaluation.compare import Settings, Split
 from kvsearch.evaluation.plan_comparison import StageStore
-from kvsearch.selection.race import Rule
+from kvsearch.selection.rule import Rule
 from kvsearch.selection.selection_job import SelectionJob, find_smallest, ladder
 from kvsearch.strategies.names import FULL
 
@@ -27,7 +27,7 @@ class MadeRace:
 
     first_loss: float
     encoded: tuple[Any, ...] = ()
-    settings: Settings = field(default_factory=Settings)
+    split: Split = field(default_factory=lambda: Split([], Settings()))
     candidate_set: Any = field(default_factory=lambda: SimpleNamespace(candidates={"bad": 0, "good": 1}, baselines={}))
     only: Any = None
 
@@ -45,13 +45,10 @@ class Made:
     second_loss: float
     rule: Rule = field(default_factory=Rule)
     selection_prompts: tuple[Any, ...] = ()
-    settings: Settings = field(default_factory=Settings)
+    seed: int = 0
 
     def decide(self, store: object, shared: object, *, answered: bool) -> list[Any]:
         assert answered
-        return []
-
-    def results(self, decisions: object, shared: object) -> Any:
         assert [race.only for race in self.races] == [[]]  # the other half
         full = SimpleNamespace(mean=FULL_SCORE)
         return [SimpleNamespace(full=full, score=FULL_SCORE - self.second_loss, written="chosen")]

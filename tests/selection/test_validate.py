@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Settings
+from kvsearch.evaluation.compare import Settings, Split
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PhaseNames, Profile, Size, canonical_json, save_profile
 from kvsearch.report.scores import verdict_lines
@@ -78,7 +78,8 @@ def prepared(
     profile = changes.pop("profile", None) or profile_of(model)
     uses = changes.pop("uses", None)
     uses = find_uses(SignalTable(profile), signals, phases) if uses is None else uses
-    asked = {"size": SIZE, "tasks": TASKS, "settings": HOW, "permutations": 5, **changes}
+    split = Split(changes.pop("tasks", TASKS), changes.pop("settings", HOW))
+    asked = {"size": SIZE, "split": split, "permutations": 5, **changes}
     return prepare_validation(model, profile, uses=uses, **asked)
 
 
@@ -394,11 +395,11 @@ def test_reported_examples_are_out_of_reach() -> None:
     refuse_reported([SyntheticTask("single", 512, split) for split in ("train", "calibrate", "select")])
     for split in ("report", "all"):
         with pytest.raises(UsageError, match=f"split '{split}' has the examples that results are reported on"):
-            refuse_reported([Lottery("x", ()), Split("mine", (), split=split)])
+            refuse_reported([Lottery("x", ()), OfSplit("mine", (), split=split)])
 
 
 @dataclass(frozen=True)
-class Split(tiny.Listed):
+class OfSplit(tiny.Listed):
     split: str = "all"
 
 

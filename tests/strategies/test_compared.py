@@ -16,7 +16,7 @@ from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
-from kvsearch.evaluation.compare import Settings, prepare
+from kvsearch.evaluation.compare import Settings, Split, prepare
 from kvsearch.evaluation.totals import check_totals
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, ProfileMetadata, Size, save_plan
@@ -362,7 +362,7 @@ def test_a_sweep_holds_what_its_sizes_say(model: LoadedModel) -> None:
     task = tiny.listed((60, 2), (48, 1))
     methods = find_methods("pyramid,adakv,cake,lava,h2o", ["window=3"])
     ready = sweep(model, methods, [Size(8), Size(ratio=0.5)], "both")
-    comparison = prepare(model, ready, "pyramid", [task], Settings(batch=2)).run()
+    comparison = prepare(model, ready, "pyramid", Split([task], Settings(batch=2))).run()
     lengths = {sample.key: sample.context_tokens for sample in comparison.samples}
     for sample in comparison.samples:
         if sample.method != "full":
@@ -371,7 +371,7 @@ def test_a_sweep_holds_what_its_sizes_say(model: LoadedModel) -> None:
             assert sample.most <= sample.entries + 8 * 2  # a step's own token, and a question is fed at once
     assert [block.size for block in comparison.blocks] == [Size(8), Size(ratio=0.5)]
     alone = sweep(model, [methods[3]], [Size(8)], "both")
-    again = prepare(model, alone, "lava", [task], Settings(batch=2)).run()
+    again = prepare(model, alone, "lava", Split([task], Settings(batch=2))).run()
     assert [s for s in again.samples if s.method == "lava@8"] == [s for s in comparison.samples if s.method == "lava@8"]
 
 

@@ -18,8 +18,7 @@ from kvsearch.results.selection import SelectionResult
 from kvsearch.results.text_perplexity import PerplexityResult
 from kvsearch.results.validation import ValidationResult
 from kvsearch.runs.estimates import Estimate
-from kvsearch.search.names import EVOLVED, EXPANDED
-from kvsearch.strategies.names import FULL
+from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL
 
 SCORE = Axis("score, %")
 HELD = "entries held, all layers and kv heads"

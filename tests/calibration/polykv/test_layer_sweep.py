@@ -34,7 +34,7 @@ from tests.families import FAMILIES, build
 EVERYTHING = ("cosine", "ppl", "entropy")
 NAMES = (
     "h2o", "tova", "cam", "pyramidkv", "snapkv", "d2o", "cake", "scissorhands", "streaming", "vatp", "lava",
-    "keydiff", "knorm", "expected_attention", "criticalkv",
+    "keydiff", "knorm", "expected_attention", "criticalkv", "defensivekv",
 )  # fmt: skip
 CPU = torch.device("cpu")
 

@@ -125,6 +125,7 @@ def test_questions_and_answers_longer_than_a_sliding_window(family: str, protoco
     [
         ("h2o", {"sinks": 2}),  # two stages
         ("criticalkv", {}),
+        ("defensivekv", {}),
         ("keydiff", {}),
         ("expected_attention", {}),
         ("streaming", {}),
