@@ -209,9 +209,9 @@ def test_bad_input(more: tuple[object, ...], message: str, questions: Path, run:
 
 def test_one_question_is_not_enough(run: Run, questions: Path, tmp_path: Path) -> None:
     single = tmp_path / "single.jsonl"
-    rows = questions.read_text().splitlines()[::2]
+    rows = questions.read_text().splitlines()[:6:2]  # a context for each split
     single.write_text("\n".join(rows))
-    arguments = ("evolve", "bundled", *SMALL, "--tasks", f"jsonl:{single}", "--samples", 1, "-o", tmp_path / "run")
+    arguments = ("evolve", "bundled", *SMALL, "--tasks", f"jsonl:{single}", "--samples", 2, "-o", tmp_path / "run")
     refused(run, USAGE, "one question to search on: the result would fit that one alone", *arguments)
 
 
