@@ -12,7 +12,7 @@ import griffe
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMED_FENCE = re.compile(r"^(```\w+) \w+$", re.MULTILINE)  # a name that tests look for: ```json plan
+NAMED_FENCE = re.compile(r"^(```\w+) [\w.]+$", re.MULTILINE)  # a name for tests: ```json plan
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "data/bundled/README.md", "data/bundled-redundant/README.md")
 
 

@@ -3,26 +3,32 @@
     python scripts/tutorial.py            # docs/tutorial.md with the outputs of today
     python scripts/tutorial.py --check    # nothing is written; exit 1 where an output differs
 
-Commands are the lines of `console` blocks that begin with "$ "; they run one after the other in an empty directory, and
-what they print to both streams follows them.
+Commands are the lines of `console` blocks that begin with "$ "; they run one after the other in a directory of
+their own, and what they print to both streams follows them. The directory holds the files of the page: blocks such as
+```python questions.py. How long each command took is printed, not written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import io
 import os
 import re
+import runpy
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "tutorial.md"
 BLOCK = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROMPT = "$ "
-PROGRESS = re.compile(r"^.*: \d+ of \d+ in \d+:\d\d\b.*\n", re.MULTILINE)
+FILE = re.compile(r"^```\w+ (\w+\.\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PROGRESS = re.compile(r"^.*: (\d+ of \d+|\d+%) in \d+:\d\d\b.*\n", re.MULTILINE)
+LEFT = re.compile(r" \(about [^)]* left\)$", re.MULTILINE)
 TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)
 
 Run = Callable[[list[str]], str]
@@ -40,30 +46,40 @@ def rendered(page: str, run: Run) -> str:
 
 
 def _shown(output: str) -> str:
-    """Return an output without the lines that say how far a slow machine is."""
-    output = PROGRESS.sub("", output)
+    """Return an output without what says how far a slow machine is."""
+    output = LEFT.sub("", PROGRESS.sub("", output))
     text = TRAILING.sub("", output).strip("\n")
     return f"{text}\n" if text else ""
 
 
 def run_here(words: list[str]) -> str:
-    """Return what a command prints; RuntimeError if it fails."""
+    """Return what a command prints, `kvsearch ...` or `python FILE`; RuntimeError if it fails."""
     from typer.testing import CliRunner
 
     from kvsearch.cli import app
 
-    result = CliRunner().invoke(app, words[1:])
-    if result.exit_code:
-        raise RuntimeError(f"{shlex.join(words)} fails with {result.exit_code}: {result.output}")
-    return result.output
+    started = time.process_time()
+    if words[0] == "python":
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(words[1], run_name="__main__")
+        output = printed.getvalue()
+    else:
+        result = CliRunner().invoke(app, words[1:])
+        if result.exit_code:
+            raise RuntimeError(f"{shlex.join(words)} fails with {result.exit_code}: {result.output}")
+        output = result.output
+    print(f"{time.process_time() - started:6.1f} s of processor time  {shlex.join(words)}")
+    return output
 
 
 @contextlib.contextmanager
-def empty_directory() -> Iterator[None]:
-    """Work in a directory of its own, and be back afterwards."""
+def directory_of(page: str) -> Iterator[None]:
+    """Work in a directory of its own, which holds the files of the page, and be back afterwards."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as place:
         os.chdir(place)
+        for name, content in FILE.findall(page):
+            Path(name).write_text(content)
         try:
             yield
         finally:
@@ -73,7 +89,7 @@ def empty_directory() -> Iterator[None]:
 def main() -> int:
     """Write the page, or tell whether it is that of today."""
     there = PAGE.read_text()
-    with empty_directory():
+    with directory_of(there):
         here = rendered(there, run_here)
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(here)
