@@ -60,8 +60,8 @@ __all__ = ["VERBS"]
 def run(options: RunOptions, ran: Ran) -> Output:
     """Find the best plan of a size: fit rankings, measure budgets, pick on held-out questions, score on others.
 
-    A plan is written if it beats every single policy with its own budgets beyond doubt, else the best of these. The
-    same command goes on where it stopped; --dry-run says what every stage costs.
+    A plan is written if it beats the single-policy baselines of equal size, or is likely better; else the best
+    baseline is. The same command goes on where it stopped; --dry-run says what every stage costs.
 
     Example: kvsearch run bundled --budget 51 -o runs/best
     """
