@@ -15,17 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvsearch.core.errors import KvsearchError
+    from kvsearch.jobs import plan as plans
     from kvsearch.jobs.bench import bench
     from kvsearch.jobs.calibrate import calibrate
     from kvsearch.jobs.compress import compress
+    from kvsearch.jobs.doctor import doctor
     from kvsearch.jobs.evaluate import evaluate
     from kvsearch.jobs.evolve import evolve
     from kvsearch.jobs.export import export, export_to
+    from kvsearch.jobs.generate import generate
+    from kvsearch.jobs.headroom import headroom
+    from kvsearch.jobs.lm_eval import run_lm_eval
     from kvsearch.jobs.report import write_report
     from kvsearch.jobs.reproduce import reproduce
     from kvsearch.jobs.run import run
     from kvsearch.jobs.select import select
+    from kvsearch.jobs.show import show
     from kvsearch.jobs.validate import validate
+    from kvsearch.jobs.verify import verify
     from kvsearch.plan import Plan, Profile, load_plan
     from kvsearch.plan.profile import load_profile
     from kvsearch.runtime import PlanCache, attach
@@ -37,19 +44,20 @@ _HOMES = {
     "KvsearchError": "kvsearch.core.errors", "Plan": "kvsearch.plan", "PlanCache": "kvsearch.runtime",
     "Profile": "kvsearch.plan", "attach": "kvsearch.runtime", "load_plan": "kvsearch.plan",
     "export_to": "kvsearch.jobs.export", "load_profile": "kvsearch.plan.profile",
-    "write_report": "kvsearch.jobs.report",
+    "run_lm_eval": "kvsearch.jobs.lm_eval", "write_report": "kvsearch.jobs.report",
     **{
         verb: f"kvsearch.jobs.{verb}"
         for verb in (
-            "bench", "calibrate", "compress", "evaluate", "evolve", "export", "reproduce", "run", "select", "validate",
+            "bench", "calibrate", "compress", "doctor", "evaluate", "evolve", "export", "generate", "headroom",
+            "reproduce", "run", "select", "show", "validate", "verify",
         )
     },
 }  # fmt: skip
 
 __all__ = [
     "KvsearchError", "Plan", "PlanCache", "Profile", "__version__", "attach", "bench", "calibrate", "compress",
-    "evaluate", "evolve", "export", "export_to", "load_plan", "load_profile", "reproduce", "run", "select", "validate",
-    "write_report",
+    "doctor", "evaluate", "evolve", "export", "export_to", "generate", "headroom", "load_plan", "load_profile", "plans",
+    "reproduce", "run", "run_lm_eval", "select", "show", "validate", "verify", "write_report",
 ]  # fmt: skip
 
 
@@ -58,6 +66,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("kvsearch")
+    if name == "plans":
+        return import_module("kvsearch.jobs.plan")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'kvsearch' has no attribute {name!r}")

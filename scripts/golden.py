@@ -490,7 +490,7 @@ def parse_jobs(table: str) -> list[Job]:
 
 def word_jobs() -> list[Job]:
     """Return the help of every verb, and what is refused."""
-    helps = [Job(f"help-{verb}", [verb, "--help"]) for verb in VERBS.split()]
+    helps = [Job(f"help-{verb}", [verb, "--help-all"]) for verb in VERBS.split()]
     commands = REFUSALS.strip().splitlines()
     return helps + [Job(f"refused-{number:02}", shlex.split(line)) for number, line in enumerate(commands, 1)]
 

@@ -20,7 +20,8 @@ HELP = """
 import sys
 from typer.testing import CliRunner
 import kvsearch
-from kvsearch.cli import VERBS, app
+from kvsearch.cli import app
+from kvsearch.cli.registry import VERBS
 assert kvsearch.__file__.startswith(sys.argv[1]), kvsearch.__file__
 for verb in VERBS:
     done = CliRunner().invoke(app, [verb, "--help"])

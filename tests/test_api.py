@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
+from functools import partial
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvsearch
-from kvsearch.core.errors import UsageError
-
-VERBS = ("bench", "calibrate", "compress", "evaluate", "evolve", "export", "reproduce", "run", "select", "validate")
+import kvsearch.cli
+from kvsearch.cli.command import read_catalog
+from kvsearch.cli.registry import PLAN_VERBS, VERBS
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.resources import resource
 
 
 def test_every_name_is_there() -> None:
@@ -24,20 +28,64 @@ def test_every_name_is_there() -> None:
         _ = kvsearch.calibrates  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_has_the_options_of_its_command(verb: str) -> None:
+FUNCTIONS = {"report": "write_report", "lm-eval": "run_lm_eval"}
+ALL = {**VERBS, **{f"plans.{name}": verb for name, verb in PLAN_VERBS.items()}}
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("policies", "tasks", "recipes")])
+def test_a_verb_is_a_function_with_the_options_of_its_command(name: str) -> None:
     """Keywords and flags are made of the same fields."""
-    parameters = inspect.signature(getattr(kvsearch, verb)).parameters
-    shown = subprocess.run(
-        [sys.executable, "-m", "kvsearch", verb, "--help"], capture_output=True, text=True, check=True,
-        env={"COLUMNS": "200", "PATH": "", "PYTHONPATH": str(Path(kvsearch.__file__).parents[1])},
-    ).stdout  # fmt: skip
-    flags = {word.strip("*│ ") for word in shown.split() if word.startswith("--")}
-    named = {"export": ("output", "budget"), "bench": ("batch", "device")}
-    for name in named.get(verb, ("seed", "device")):
-        assert name in parameters
-        assert f"--{name}" in flags
-    assert "reporter" in parameters
+    parameters = inspect.signature(attrgetter(FUNCTIONS.get(name, name))(kvsearch)).parameters
+    flags = {flag.name for flag in read_catalog(ALL[name].options)}
+    assert flags <= parameters.keys()
+    assert parameters.keys() - flags <= {"recipe", "reporter", "tokenizer"}
+    assert ("tokenizer" in parameters) == ("model" in flags)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, Any]:
+    """A model as its user loads it, and its tokenizer."""
+    place = resource("data/bundled-redundant")
+    model = AutoModelForCausalLM.from_pretrained(place, dtype="auto")
+    return {"model": model, "tokenizer": AutoTokenizer.from_pretrained(place)}
+
+
+@pytest.mark.filterwarnings("ignore::kvsearch.core.errors.KvsearchWarning")
+def test_a_loaded_model_is_not_loaded_again(
+    loaded: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsearch.models.loading.load", lambda *_, **__: pytest.fail("it is loaded"))
+    asked = {"tasks": ["synthetic:single"], "length": [512], "samples": 2, "seed": 1}
+    plan = kvsearch.plans.uniform(**loaded, policy="snapkv", budget=64, output=tmp_path / "plan.json")
+    assert plan.model.name == str(resource("data/bundled-redundant"))
+    found = kvsearch.evaluate(**loaded, methods=["uniform", "lava"], budgets=[64], output=tmp_path / "table", **asked)
+    kvsearch.run(
+        **loaded, budget=64, policies=["snapkv"], rankings=["query_bank"], fit=4, measure=2, refine=False,
+        output=tmp_path / "run", **asked,
+    )  # fmt: skip
+    assert kvsearch.load_plan(tmp_path / "run" / "plan.json").model == plan.model
+    monkeypatch.undo()
+    again = kvsearch.evaluate(plan.model.name, methods="uniform,lava", budgets="64", output=tmp_path / "table", **asked)
+    assert again.as_json() == found.as_json()
+
+
+def test_what_is_wrong_is_told_in_the_words_of_python(loaded: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "plan.json").touch()
+    run = partial(kvsearch.run, **loaded, output=tmp_path / "run")
+    write = partial(kvsearch.plans.uniform, **loaded, policy="snapkv", budget=9, output=tmp_path / "plan.json")
+    for call, error, words in [
+        (partial(kvsearch.evaluate, loaded["model"], budgets=[64]), TypeError, "give it as tokenizer="),
+        (partial(run, device="cpu"), TypeError, "device= is for a model that is loaded by its name"),
+        (run, UsageError, r"Give budget= \(entries per kv head\), several with budgets=, ratio= .* or smallest=True"),
+        (partial(run, budget=3, ratio=0.5), UsageError, "^ratio: is in place of budget: give one of them"),
+        (write, UsageError, "is something else than a plan|force=True to replace it"),
+    ]:
+        with pytest.raises(error, match=words):
+            call()
+    loaded["model"].train()
+    with pytest.raises(IncompatibleError, match="training mode"):
+        write()
+    loaded["model"].eval()
 
 
 def test_calibrate_then_export(tmp_path: Path) -> None:
@@ -59,4 +107,4 @@ def test_the_configuration_of_a_run_is_a_recipe(tmp_path: Path) -> None:
 def test_wrong_options_are_told_at_once() -> None:
     with pytest.raises(UsageError) as caught:
         kvsearch.evaluate("bundled", samples=0, batch=0, colour="red")
-    assert all(words in str(caught.value) for words in ("--samples: ", "--batch: ", "colour: unknown key"))
+    assert all(words in str(caught.value) for words in ("  samples: ", "  batch: ", "colour: unknown key"))

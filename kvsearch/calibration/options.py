@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_a
 
 from pydantic import Field, model_validator
 
-from kvsearch.config.options import Listed, Option, Params, Seeded, with_params
+from kvsearch.config.options import SIZE, Names, Option, Params, Seeded, with_params
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import refuse
 from kvsearch.core.naming import suggest
@@ -38,7 +38,6 @@ UNRANKED = ("full",)
 # parameters that can decide what a policy keeps, with the values of papers and code: lukv measures the recall of each
 DECIDING: dict[str, dict[str, tuple[float, ...]]] = {"expected_attention": {"epsilon": (0.0, 0.02)}}
 RECALL_AT = (0.05, 0.1, 0.2)  # shares of a context that every head keeps
-LUKV, SHARED, CAKE, PROBE = "LU-KV", "LAVa, CAKE and AdaKV", "CAKE", "Probe"
 TARGETS = ("answers", "reconstruction")
 CANDIDATES = 4096  # tokens whose queries a bank is chosen of
 LEAST_DRAWN = 50  # entries or tokens of a context that a ranking is fitted on
@@ -52,7 +51,6 @@ PROTECTED = {
     name: {"protect": 8} for name in ("cake", "criticalkv", "defensivekv", "lava", "pyramidkv", "snapkv", "vatp")
 }
 
-Names = Annotated[tuple[str, ...], Listed]
 AnswerTokens = Annotated[
     Whole, Field(ge=1), Option("The longest answer that is teacher-forced, in tokens; lukv, cake, polykv.")
 ]
@@ -69,8 +67,7 @@ Minimum = Annotated[
     ),
 ]
 Check = Annotated[
-    bool,
-    Option("Do not ask the table beside even budgets on held-out contexts.", flag="--no-check", negated=True),
+    bool, Option("Do not ask the table beside even budgets on held-out contexts.", flag="--no-check", negated=True)
 ]
 ProtocolChoice = Annotated[
     Protocol,
@@ -82,7 +79,7 @@ ProtocolChoice = Annotated[
 FloorShare = Annotated[
     Number,
     Field(ge=0, le=1),
-    Option("lava, adakv: the share of a head's even budget that it keeps in any case.", panel=SHARED, shown="0.2"),
+    Option("lava, adakv: the share of a head's even budget that it keeps in any case.", shown="0.2"),
 ]
 
 
@@ -103,15 +100,16 @@ class CalibrationOptions(Seeded):
     protection: ClassVar[dict[str, dict[str, Any]]] = {}
 
     method: Annotated[
-        str,
-        Option("Calibration method: lukv, lava, cake, adakv, polykv, probe, query_bank or query_statistics."),
+        str, Option("Calibration method: lukv, lava, cake, adakv, polykv, probe, query_bank or query_statistics.", SIZE)
     ] = "lukv"
     policy: Annotated[
         str,
         Option(
             "Eviction policy the budgets are for, or probe=DIR, query_bank=DIR or kvzap=DIR, a fitted one; polykv: of "
             "strategies without a route.",
+            SIZE,
             shown="lukv, adakv, polykv: snapkv; lava, cake: their own",
+            completes="kvsearch.policies.registry:policy_names",
         ),
     ] = "snapkv"
     params: Annotated[
@@ -198,9 +196,9 @@ class CalibrationOptions(Seeded):
 class AnsweredOptions(CalibrationOptions):
     """What methods have that measure importance: what is forced after a question, and how query heads add up."""
 
-    answers: Annotated[Answers, replace(ANSWERS, panel=LUKV)] = "own"
+    answers: Annotated[Answers, ANSWERS] = "own"
     answer_tokens: AnswerTokens = ANSWER_TOKENS
-    group: Annotated[Group, Option("How the query heads of a kv head are combined: sum or max.", panel=LUKV)] = "sum"
+    group: Annotated[Group, Option("How the query heads of a kv head are combined: sum or max.")] = "sum"
 
 
 class LukvOptions(AnsweredOptions):
@@ -229,15 +227,10 @@ class LukvOptions(AnsweredOptions):
     policy: str = "snapkv"
     normalization: Annotated[
         Normalization,
-        Option(
-            "What makes layers comparable: integrated, layer (the usual reading of the paper), effect or none.",
-            panel=LUKV,
-        ),
+        Option("What makes layers comparable: integrated, layer (the usual reading of the paper), effect or none."),
     ] = "integrated"
-    aggregate: Annotated[Aggregate, Option("Average over questions: ratios or importance.", panel=LUKV)] = "ratios"
-    gap: Annotated[
-        bool, Option("The ablation that trusts the policy's ranking.", flag="--no-gap", panel=LUKV, negated=True)
-    ] = True
+    aggregate: Annotated[Aggregate, Option("Average over questions: ratios or importance.")] = "ratios"
+    gap: Annotated[bool, Option("The ablation that trusts the policy's ranking.", flag="--no-gap", negated=True)] = True
     minimum: Minimum = 0.01
     check: Check = True
     shrink: Annotated[
@@ -254,7 +247,6 @@ class LukvOptions(AnsweredOptions):
             "Policies that are measured in the same pass, beside --policy and protecting the same entries: `export` "
             "then chooses one for every layer.",
             metavar="NAME,...",
-            panel=LUKV,
             shown="none",
         ),
     ] = ()
@@ -303,11 +295,11 @@ class RankingOptions(AnsweredOptions):
     named: ClassVar[dict[str, tuple[str, ...]]] = {"targets": TARGETS}  # options that are names, and which there are
 
     targets: Annotated[
-        Names, Option("What entries are worth: for answers, reconstruction or both.", panel=PROBE, metavar="NAME,...")
+        Names, Option("What entries are worth: for answers, reconstruction or both.", metavar="NAME,...")
     ] = TARGETS
-    protect: Annotated[Whole, Field(ge=0), Option("Recent entries that are never ranked.", panel=PROBE)] = 8
+    protect: Annotated[Whole, Field(ge=0), Option("Recent entries that are never ranked.")] = 8
     allow_harmful: Annotated[
-        bool, Option("probe, query_bank: let a fit be used that every built-in ranking beats.", panel=PROBE)
+        bool, Option("probe, query_bank: let a fit be used that every built-in ranking beats.")
     ] = False
 
     @model_validator(mode="after")
@@ -355,7 +347,7 @@ class QueryBankOptions(RankingOptions):
 
     method: Literal["query_bank"] = "query_bank"
     policy: str = "query_bank"
-    bank: Annotated[Whole, Field(ge=1), Option("query_bank: queries to store for every head.", panel=PROBE)] = 64
+    bank: Annotated[Whole, Field(ge=1), Option("query_bank: queries to store for every head.")] = 64
 
 
 class ProbeOptions(RankingOptions):
@@ -370,13 +362,12 @@ class ProbeOptions(RankingOptions):
     method: Literal["probe"] = "probe"
     policy: str = "probe"
     features: Annotated[
-        Names, Option("What the fit looks at of an entry.", panel=PROBE, metavar="NAME,...", shown="all there are")
+        Names, Option("What the fit looks at of an entry.", metavar="NAME,...", shown="all there are")
     ] = FEATURES
-    form: Annotated[Literal["network", "linear"], Option("The largest fit that is tried.", panel=PROBE)] = "network"
-    entries: Annotated[Whole, Field(ge=100), Option("Entries of every head to fit on.", panel=PROBE)] = 20_000
+    form: Annotated[Literal["network", "linear"], Option("The largest fit that is tried.")] = "network"
+    entries: Annotated[Whole, Field(ge=100), Option("Entries of every head to fit on.")] = 20_000
     plus: Annotated[
-        bool,
-        Option("probe: importance over the norm of the residual stream it is added to, as in KVzip+.", panel=PROBE),
+        bool, Option("probe: importance over the norm of the residual stream it is added to, as in KVzip+.")
     ] = False
 
     @property
@@ -435,12 +426,8 @@ class LavaOptions(DynamicOptions):
     method: Literal["lava"] = "lava"
     policy: str = "lava"
     floor_share: FloorShare = 0.2
-    layers: Annotated[
-        Literal["dynamic", "planned"], Option("lava: budgets of layers, dynamic or planned.", panel=SHARED)
-    ] = "dynamic"
-    heads: Annotated[Literal["dynamic", "equal"], Option("lava: budgets of heads, dynamic or equal.", panel=SHARED)] = (
-        "dynamic"
-    )
+    layers: Annotated[Literal["dynamic", "planned"], Option("lava: budgets of layers, dynamic or planned.")] = "dynamic"
+    heads: Annotated[Literal["dynamic", "equal"], Option("lava: budgets of heads, dynamic or equal.")] = "dynamic"
 
 
 class AdakvOptions(DynamicOptions):
@@ -449,10 +436,8 @@ class AdakvOptions(DynamicOptions):
     method: Literal["adakv"] = "adakv"
     policy: str = "snapkv"
     floor_share: FloorShare = 0.2
-    variant: Annotated[Literal["exact", "kvpress"], Option("adakv: exact, or what kvpress computes.", panel=SHARED)] = (
-        "exact"
-    )
-    normalize: Annotated[Flag, Option("adakv: divide scores by the sum of their head.", panel=SHARED)] = False
+    variant: Annotated[Literal["exact", "kvpress"], Option("adakv: exact, or what kvpress computes.")] = "exact"
+    normalize: Annotated[Flag, Option("adakv: divide scores by the sum of their head.")] = False
 
 
 class CakeOptions(DynamicOptions):
@@ -471,20 +456,17 @@ class CakeOptions(DynamicOptions):
     method: Literal["cake"] = "cake"
     policy: str = "cake"
     exponents: Annotated[
-        Exponents,
-        Option("Where tau1 and tau2 come from: auto (its authors' table), fixed or fit (measured here).", panel=CAKE),
+        Exponents, Option("Where tau1 and tau2 come from: auto (its authors' table), fixed or fit (measured here).")
     ] = "auto"
-    tau1: Annotated[Number, Field(gt=0, allow_inf_nan=False), Option("With --exponents fixed.", panel=CAKE)] = 1.0
-    tau2: Annotated[Number, Field(gt=0, allow_inf_nan=False), Option("With --exponents fixed.", panel=CAKE)] = 1.0
+    tau1: Annotated[Number, Field(gt=0, allow_inf_nan=False), Option("With --exponents fixed.")] = 1.0
+    tau2: Annotated[Number, Field(gt=0, allow_inf_nan=False), Option("With --exponents fixed.")] = 1.0
     window: Annotated[
         Whole,
         Field(ge=0),
-        Option("Last queries whose attention is looked at.", flag="--cake-window", panel=CAKE, shown="the policy's"),
+        Option("Last queries whose attention is looked at.", flag="--cake-window", shown="the policy's"),
     ] = 0
-    tuned_for: Annotated[Whole, Field(ge=1), Option("With --exponents auto: entries per kv head.", panel=CAKE)] = 1024
-    fit_ratio: Annotated[
-        Number, Field(gt=0, lt=1), Option("With --exponents fit: the share that is evicted.", panel=CAKE)
-    ] = 0.8
+    tuned_for: Annotated[Whole, Field(ge=1), Option("With --exponents auto: entries per kv head.")] = 1024
+    fit_ratio: Annotated[Number, Field(gt=0, lt=1), Option("With --exponents fit: the share that is evicted.")] = 0.8
     answer_tokens: AnswerTokens = ANSWER_TOKENS
 
     @model_validator(mode="after")

@@ -1,136 +1,289 @@
-"""From the options of a job to a command: its flags and its help are made of the fields of a model."""
+"""From the options of a job to a command: its flags and its help are made of the fields of a model.
+
+Fields are described by a `Flag` each. Those of all verbs are in the file `CATALOG`, which is made of the fields too
+(`python -m tests.cli.test_help` writes it): help and completion read it, and import no options.
+"""
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import fields
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 import typer
-from pydantic.fields import FieldInfo
+from typer.core import TyperCommand, TyperGroup
 
-from kvsearch.cli.console import Console
-from kvsearch.config.options import JobOptions, Option
+from kvsearch.core.errors import UsageError
+from kvsearch.core.printed import brief
 
-Checked = TypeVar("Checked", bound=JobOptions)
-KINDS = (bool, Path, str)  # what is typed; everything else is read from a text
-NUMBERS = {int: "<int>", float: "<float>"}  # as the help has them; read here, so that all mistakes are told at once
-KEYWORD = inspect.Parameter.KEYWORD_ONLY
+if TYPE_CHECKING:
+    from kvsearch.config.options import JobOptions
+
+CATALOG = Path(__file__).with_name("flags.json")
+HELP = "-h", "--help"
+HELP_ALL = "--help-all"
+CONTEXT = {"help_option_names": [*HELP, HELP_ALL]}
+TAKES = {int: "N", float: "X", Path: "PATH", bool: ""}  # what stands for a value; everything else is a text
+SHORT = 12  # options: the help of a verb with no more has them all
+OPTIONS = "Options"
+GENERAL = "General"
+OF_METHOD = "Options of the method"
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or that of the copy that typer brings
 
 
-def command(
-    options: type[Checked], *, dry_run: bool = False, eager: Mapping[str, Any] | None = None
-) -> Callable[[Callable[[Checked, Console], None]], Callable[..., None]]:
-    """Make a command of a function that takes checked options and a console.
+@dataclass(frozen=True)
+class Flag:
+    """An argument or an option of a verb, as its help has it.
 
-    Errors become messages and exit codes. `dry_run` says whether the command has this flag; `eager` ones have a
-    callback of their own that answers them, before anything else is asked for.
+    Args:
+        name: of the field.
+        help: what it does, with its default.
+        flags: as they are typed; none of an argument.
+        takes: what stands for the value; empty of a switch.
+        panel: the heading that it is under in the full help.
+        essential: its place in the short help; None: it is not there.
+        repeated: every value has a flag of its own.
+        methods: the methods that have it; none: it is an option of all.
+        names: what may be typed, or "module:attribute" with the names.
     """
 
-    def decorated(function: Callable[[Checked, Console], None]) -> Callable[..., None]:
-        hints = inspect.get_annotations(Console, eval_str=True)
-        general = [
-            inspect.Parameter(field.name, KEYWORD, default=field.default, annotation=hints[field.name])
-            for field in fields(Console)
-            if dry_run or field.name != "dry_run"
-        ]
-        context = inspect.Parameter("typer_context", KEYWORD, annotation=typer.Context)
-        answered = {
-            name: inspect.Parameter(name, KEYWORD, default=False, annotation=Annotated[bool, about])
-            for name, about in (eager or {}).items()
-        }
-        parameters = [context, *_own(options), *answered.values(), *general]
-        numbers = {name: _plain(field.annotation) for name, (field, _) in options.offered().items()}
-        negated = [name for name, (_, option) in options.offered().items() if option.negated]
+    name: str
+    help: str
+    flags: Sequence[str] = ()
+    takes: str = ""
+    panel: str = OPTIONS
+    essential: int | None = None
+    repeated: bool = False
+    methods: Sequence[str] = ()
+    names: Sequence[str] | str = ()
 
-        @functools.wraps(function)
-        def wrapped(typer_context: typer.Context, **values: Any) -> None:
-            console = Console(**{one.name: values.pop(one.name) for one in general})
-            typed: dict[str, Any] = {}
-            for name in values.keys() - answered.keys():
-                source = typer_context.get_parameter_source(name)
-                if source is not None and source.name != "DEFAULT":
-                    typed[name] = False if name in negated else _number(values[name], numbers.get(name))
-            code = console.run(lambda: function(options.of(**typed), console))
-            if code:
-                raise typer.Exit(code)
+    def parameter(self) -> inspect.Parameter:
+        """Return what reads it from the command line; nothing is required there, so that all is refused at once."""
+        known = self.complete if self.names else None
+        if self.flags:
+            about = typer.Option(*self.flags, help=self.help, autocompletion=known)
+        else:
+            about = typer.Argument(metavar=self.takes, help=self.help, autocompletion=known)
+        value: Any = list[str] | None if self.repeated else str | None
+        kind: Any = Annotated[value, about] if self.takes else Annotated[bool, about]
+        default = None if self.takes else False
+        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
-        wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        wrapped.__annotations__ = {one.name: one.annotation for one in parameters}
-        return wrapped
-
-    return decorated
+    def complete(self, incomplete: str) -> list[str]:
+        """Return what a value that was typed in part may become; of several, the last is completed."""
+        names = self.names
+        if isinstance(names, str):
+            listed = load(names)
+            names = list(listed() if callable(listed) else listed)
+        begin = max(incomplete.rfind(","), incomplete.rfind("+")) + 1
+        return [incomplete[:begin] + name for name in names if name.startswith(incomplete[begin:])]
 
 
-def _own(options: type[JobOptions]) -> Iterator[inspect.Parameter]:
-    """The options of the job, what is given by its place first."""
-    offered = options.offered()
-    for name in sorted(offered, key=lambda name: not offered[name][1].argument):
-        field, option = offered[name]
-        kind = _kind(field, option)
-        required = field.is_required() and options.recipes is None  # else a recipe may have it
-        given = typer.Argument if option.argument else typer.Option
-        flags = [] if option.argument else [option.called(name), *([option.short] if option.short else [])]
-        about = given(*flags, **_about(field, option))
-        annotation = kind if required else kind | None
-        default = inspect.Parameter.empty if required else _shown_default(field)
-        yield inspect.Parameter(name, KEYWORD, default=default, annotation=Annotated[annotation, about])
+LAST = 8  # in the short help
+DRY_RUN = Flag("dry_run", "Check everything and say what it costs, then stop.", ["--dry-run"], "", GENERAL, LAST)
+OF_ALL = (
+    Flag("as_json", "Print the result as JSON.", ["--json"], "", GENERAL, LAST),
+    Flag("quiet", "No messages and no progress bars.", ["--quiet", "-q"], "", GENERAL),
+    Flag("verbose", "Say what is done, with times.", ["--verbose", "-v"], "", GENERAL),
+    Flag("log_file", "Write all that is said and done to the end of this file.", ["--log-file"], "PATH", GENERAL),
+    Flag("debug", "Show the traceback of an error.", ["--debug"], "", GENERAL),
+)
+RECIPE = Flag(
+    "recipe",
+    "A YAML file of these options, a shipped one by name (see `kvsearch recipes`), or the config.json of a run; what "
+    "is typed wins over it.",
+    ["--recipe"],
+    "FILE",
+    names="kvsearch.config.recipes:shipped_recipes",
+)
+
+
+def load(place: str) -> Any:
+    """Import what is called "module:name"."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+# --- from fields to flags ---------------------------------------------------------------------------------------------
+
+
+def describe(options: type[JobOptions]) -> list[Flag]:
+    """Return the arguments and options of a job in the order of the help: essential ones first, as they are used."""
+    methods = {name: kind.offered() for name, kind in options.variants().items()}
+    flags = []
+    for name, (field, option) in options.offered().items():
+        kind = plain(field.annotation)
+        is_plain = isinstance(field.default, (str, Path, int, float)) and not isinstance(field.default, bool)
+        default = option.shown or (field.default if is_plain else None)
+        takes = option.metavar or (name.upper() if option.argument else TAKES.get(kind, "TEXT"))
+        having = [method for method, offered in methods.items() if name in offered]
+        flag = Flag(
+            name,
+            option.help if default in (None, "") else f"{option.help} [default: {default}]",
+            [] if option.argument else [option.called(name), *([option.short] if option.short else [])],
+            takes if field.is_required() or not option.argument else f"[{takes}]",
+            option.panel or OPTIONS if len(having) == len(methods) else OF_METHOD,
+            option.essential,
+            option.repeated,
+            having if len(having) < len(methods) else [],
+            option.completes
+            or list(methods if name == "method" else get_args(kind) if get_origin(kind) is Literal else ()),
+        )
+        flags.append(flag)
     if options.recipes is not None:
-        yield _recipe(options)
+        flags.append(RECIPE)
+    return sorted(flags, key=lambda flag: (bool(flag.flags), LAST if flag.essential is None else flag.essential))
 
 
-def _recipe(options: type[JobOptions]) -> inspect.Parameter:
-    folder = ", or a shipped one by name (see `kvsearch recipes`)" if options.recipes else ""
-    about = typer.Option(
-        "--recipe",
-        metavar="FILE",
-        help=f"A YAML file of these options{folder}, or the config.json of a run; what is typed wins over it.",
-        show_default=False,
-    )
-    return inspect.Parameter("recipe", KEYWORD, default=None, annotation=Annotated[str | None, about])
-
-
-def _kind(field: FieldInfo, option: Option) -> Any:
-    """What the command line reads for a field."""
-    plain = _plain(field.annotation)
-    if option.repeated:
-        inner = next((_plain(item) for item in get_args(plain) if item is not Ellipsis), str)
-        return list[inner if inner in KINDS else str]  # type: ignore[misc]
-    return plain if plain in KINDS else str
-
-
-def _number(value: Any, kind: Any) -> Any:
-    """Return the number that was typed, or the text if it is none, for the model to refuse."""
-    with suppress(ValueError):
-        return kind(value) if kind in NUMBERS else value
-    return value
-
-
-def _plain(annotation: Any) -> Any:
-    """A type without None and without what is annotated to it."""
+def plain(annotation: Any) -> Any:
+    """Return a type without None and without what is annotated to it."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):
         (annotation, *_) = [item for item in get_args(annotation) if item is not NoneType]
-        return _plain(annotation)
+        return plain(annotation)
     return annotation
 
 
-def _shown_default(field: FieldInfo) -> Any:
-    """The default as the help shows it; None where it is no plain value."""
-    plain = not field.is_required() and isinstance(field.default, (*KINDS, *NUMBERS))
-    return field.default if plain else None
+def read_catalog(options: str) -> list[Flag]:
+    """Return the flags of the options of that name, as "module:class", without importing them."""
+    return [Flag(*flag) for flag in json.loads(CATALOG.read_text(encoding="utf-8"))[options]]
 
 
-def _about(field: FieldInfo, option: Option) -> dict[str, Any]:
-    """The keyword arguments of `typer.Option` or `typer.Argument`."""
-    plain = _shown_default(field)
-    shown = option.shown or (plain is not None and not isinstance(plain, bool))
-    about: dict[str, Any] = {"help": option.help, "show_default": shown}
-    more = {"metavar": option.metavar or NUMBERS.get(_plain(field.annotation)), "rich_help_panel": option.panel}
-    return about | {key: value for key, value in more.items() if value is not None}
+# --- from flags to commands -------------------------------------------------------------------------------------------
+
+
+def make_command(name: str, words: str, flags: Iterable[Flag], run: Callable[[dict[str, Any]], None]) -> VerbCommand:
+    """Return a command whose help begins with `words`; `run` takes what was typed, by the names of fields."""
+
+    def typed(**values: Any) -> None:
+        run({name: value for name, value in values.items() if value not in (None, False, [])})
+
+    parameters = [flag.parameter() for flag in flags]
+    typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    typed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(name, cls=VerbCommand, help=words, context_settings=CONTEXT)(typed)
+    command = cast("VerbCommand", typer.main.get_command(app))
+    command.flags = list(flags)
+    return command
+
+
+def run_typed(options: type[JobOptions], action: Callable[[Any, Any], None], typed: dict[str, Any]) -> None:
+    """Check what was typed, and do it; errors become messages and exit codes."""
+    from kvsearch.cli.console import Console
+
+    console = Console(**{flag.name: typed.pop(flag.name) for flag in (DRY_RUN, *OF_ALL) if flag.name in typed})
+    for name, (field, option) in options.offered().items():
+        kind = plain(field.annotation)
+        if name in typed and kind in (int, float):
+            with suppress(ValueError):  # a text that is no number is for the model to refuse
+                typed[name] = kind(typed[name])
+        if name in typed and option.negated:
+            typed[name] = False
+    code = console.run(lambda: action(options.of(**typed), console))
+    if code:
+        raise typer.Exit(code)
+
+
+class VerbCommand(TyperCommand):
+    """A command with two helps: the essentials, and everything by panels."""
+
+    flags: Sequence[Flag] = ()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read what was typed, which the help is made for."""
+        ctx.meta["kvsearch.typed"] = list(args)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write what is essential, or everything; the options of a method if that is typed."""
+        words = " ".join(ctx.meta["kvsearch.typed"]).replace("=", " ").split()
+        method = words[words.index("--method") + 1] if "--method" in words[:-1] else ""
+        shared = [flag for flag in self.flags if not flag.methods]
+        of_method = [flag for flag in self.flags if method in flag.methods]
+        short = [flag for flag in shared if flag.essential is not None or not flag.flags]
+        if sum(flag.panel != GENERAL for flag in shared) <= SHORT:
+            short = shared
+        sections = {OPTIONS: short, OF_METHOD: of_method}
+        notes = []
+        if HELP_ALL in words:
+            listed = sorted([*shared, *of_method], key=lambda flag: flag.panel == GENERAL)
+            sections = {flag.panel: [other for other in listed if other.panel == flag.panel] for flag in listed}
+        elif short is not shared:
+            notes.append(f"All options: {ctx.command_path} {HELP_ALL}")
+        if len(shared) < len(self.flags) and not of_method:
+            notes.append(f"Options of one method: {ctx.command_path} --method NAME -h")
+        arguments = [flag.takes for flag in shared if not flag.flags]
+        formatter.write_usage(ctx.command_path, " ".join([*arguments, "[OPTIONS]"]))
+        self.format_help_text(ctx, formatter)
+        for panel, flags in sections.items():
+            if flags:
+                with formatter.section(panel):
+                    formatter.write_dl([(f"{', '.join(flag.flags)} {flag.takes}".strip(), flag.help) for flag in flags])
+        for note in notes:
+            formatter.write_paragraph()
+            formatter.write_text(note)
+
+
+@contextmanager
+def _on_one_line() -> Iterator[None]:
+    """Tell of options and verbs that do not exist as of everything else that is wrong; what was typed is data."""
+    try:
+        yield
+    except _UsageError as error:
+        if "NoArgs" in type(error).__name__:
+            raise
+        more = "" if error.ctx is None else f" (see `{error.ctx.command_path} -h`)"
+        typer.echo(f"kvsearch: error: {brief(error.format_message())}{more}", err=True)
+        raise typer.Exit(UsageError.exit_code) from error
+
+
+class Verbs(TyperGroup):
+    """Commands that are known by name and first sentence until one of them runs."""
+
+    verbs: Mapping[str, Any] = {}
+
+    def make_context(self, *given: Any, **more: Any) -> Any:
+        """Read what stands before the verb."""
+        with _on_one_line():
+            return super().make_context(*given, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Read the rest, and run the verb."""
+        with _on_one_line():
+            return super().invoke(ctx)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Put the command that is about to run, to tell of itself or to be completed in the place of its stand-in."""
+        if args and args[0] in self.verbs:
+            verb = self.verbs[args[0]]
+            if args[1:] == [] and verb.needs_arguments and not ctx.resilient_parsing:
+                args = [*args, HELP[0]]
+            is_told = ctx.resilient_parsing or not {*HELP, HELP_ALL}.isdisjoint(args)
+            self.commands[args[0]] = verb.load_command(is_told)
+        return super().resolve_command(ctx, args)
+
+
+def make_group(name: str, words: str, verbs: Mapping[str, Any], **how: Any) -> typer.Typer:
+    """Return the app of a group of verbs; the list of them is made without importing what they need."""
+    group = type("Group", (Verbs,), {"verbs": verbs})
+    app = typer.Typer(
+        name=name,
+        cls=group,
+        help=words,
+        no_args_is_help=True,
+        rich_markup_mode=None,  # rich takes as long to import as all else
+        context_settings=CONTEXT,
+        pretty_exceptions_enable=False,
+        **how,
+    )
+    for verb in verbs.values():
+        app.command(verb.name, short_help=verb.help.partition("\n\n")[0].replace("\n", " "))(lambda: None)
+    return app

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import platform
 import signal
 import sys
 import threading
@@ -18,9 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from kvsearch.cli.progress import Count, bar, lines
 from kvsearch.cli.screen import Screen
@@ -28,11 +27,11 @@ from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarnin
 from kvsearch.core.files import FileKind, check_target, require_kind
 from kvsearch.core.printed import brief, visible, visible_line, visible_reply
 from kvsearch.core.progress import Progress
+from kvsearch.core.resources import package_version
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.report.screen import WIDEST
 from kvsearch.runs.lock import this_command
 
-GENERAL = "General"
 BUG = 1
 LOGGER = logging.getLogger("kvsearch")
 LOG_BEGINS = "kvsearch began"
@@ -44,26 +43,12 @@ SHOWN = {"shown": True}  # of a record that is on the screen already
 class Console:
     """The options of all commands, and where their output goes; a `Reporter` for jobs."""
 
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=GENERAL)] = False
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Check everything and say what would be done, then stop.", rich_help_panel=GENERAL
-        ),
-    ] = False
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No messages and no progress bars.", rich_help_panel=GENERAL)
-    ] = False
-    verbose: Annotated[
-        int, typer.Option("--verbose", "-v", count=True, help="Say what is done, with times.", rich_help_panel=GENERAL)
-    ] = 0
-    log_file: Annotated[
-        Path | None,
-        typer.Option(help="Write all that is said and done to the end of this file.", rich_help_panel=GENERAL),
-    ] = None
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=GENERAL)] = (
-        False
-    )
+    as_json: bool = False
+    dry_run: bool = False
+    quiet: bool = False
+    verbose: bool = False
+    log_file: Path | str | None = None
+    debug: bool = False
 
     @functools.cached_property
     def reporter(self) -> Screen:
@@ -148,7 +133,7 @@ class Console:
     def run(self, action: Callable[[], None]) -> int:
         """Run `action`; return the exit code and print one line about what went wrong, if anything."""
         try:
-            set_up_log(bool(self.verbose), self.log_file)
+            set_up_log(self.verbose, None if self.log_file is None else Path(self.log_file))
             with self._showing_warnings(), stoppable():
                 action()
         except KeyboardInterrupt as stop:
@@ -273,4 +258,5 @@ def set_up_log(verbose: bool, path: Path | None) -> None:
         file = LogFile(path, encoding="utf-8")
         file.setFormatter(Lines("%(asctime)s %(levelname)s %(message)s"))
         LOGGER.addHandler(file)
-        LOGGER.info("%s: %s", LOG_BEGINS, " ".join(this_command()), extra=SHOWN)
+        command = " ".join(this_command())
+        LOGGER.info("%s: %s (%s on %s)", LOG_BEGINS, command, package_version(), platform.node(), extra=SHOWN)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from importlib import import_module
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
-import typer
+from kvsearch.cli.command import DRY_RUN, OF_ALL, Flag, describe, load, make_command, read_catalog, run_typed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from kvsearch.cli.command import VerbCommand
     from kvsearch.cli.console import Console
     from kvsearch.core.errors import KvsearchError
     from kvsearch.report.figures.data import Part
@@ -58,11 +59,7 @@ def view_output(view: View) -> Output:
 
 def shown_parts(parts: Callable[[], Iterable[Part | RenderableType]]) -> Show:
     """Return what prints lines and tables."""
-
-    def show(console: Console) -> None:
-        console.out.print_parts(parts())
-
-    return show
+    return lambda console: console.out.print_parts(parts())
 
 
 def said(lines: Iterable[str]) -> Show:
@@ -83,7 +80,7 @@ class Verb:
         options: module and class, as in "kvsearch.jobs.run:RunOptions"; imported when the verb runs.
         action: takes checked options and a console.
         dry_run: whether it has that flag.
-        eager: flags that are answered before anything else is asked for.
+        listing: the function, as "module:name", that --list calls before anything else is asked for.
         needs_arguments: whether the help is shown when nothing else is typed.
     """
 
@@ -92,49 +89,36 @@ class Verb:
     options: str
     action: Action
     dry_run: bool = False
-    eager: Mapping[str, Any] = field(default_factory=dict)
+    listing: str = ""
     needs_arguments: bool = True
 
-    def load_command(self) -> Any:
-        """Import the options of the verb, and return its command."""
-        from kvsearch.cli.command import command
+    def load_command(self, is_told: bool = False) -> VerbCommand:
+        """Return the command: to run, of the options, or for its help and completion only, without importing them."""
+        flags = read_catalog(self.options) if is_told else describe(load(self.options))
+        if self.listing:
+            flags.append(Flag("listed", "List the targets of --to, and stop.", ["--list"]))
+        if self.dry_run:
+            flags.append(DRY_RUN)
+        return make_command(self.name, self.help, [*flags, *OF_ALL], self.run)
 
-        module, _, name = self.options.partition(":")
-        options = getattr(import_module(module), name)
-        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        function = command(options, dry_run=self.dry_run, eager=self.eager)(self.action)
-        app.command(self.name, help=self.help, no_args_is_help=self.needs_arguments)(function)
-        return typer.main.get_command(app)
-
-
-@dataclass(frozen=True)
-class VerbGroup:
-    """A verb that has verbs of its own: a `typer.Typer` of its name in a module of its name."""
-
-    name: str
-    help: str
-
-    def load_command(self) -> Any:
-        """Import the module of the verb, and return its command."""
-        group = getattr(import_module(f"kvsearch.cli.{self.name}"), self.name)
-        group.info.help = self.help
-        return typer.main.get_command(group)
+    def run(self, typed: dict[str, Any]) -> None:
+        """Do what was typed, by the names of fields."""
+        if self.listing and typed.pop("listed", False):
+            load(self.listing)()
+        else:
+            run_typed(load(self.options), self.action, typed)
 
 
-VERBS: dict[str, Verb | VerbGroup] = {}
+VERBS: dict[str, Verb] = {}
+PLAN_VERBS: dict[str, Verb] = {}
 
 
-def first_sentence(verb: Verb | VerbGroup) -> str:
-    """Return what the list of commands says of a verb: the first paragraph of its help."""
-    return " ".join(verb.help.partition("\n\n")[0].split())
-
-
-def verb(options: str, **how: Any) -> Callable[[Action], Action]:
+def verb(options: str, *, group: dict[str, Any] = VERBS, **how: Any) -> Callable[[Action], Action]:
     """Register a function of checked options and a console; its docstring is the help. See `Verb` for the rest."""
 
     def register(action: Action) -> Action:
         name = action.__name__.replace("_", "-")
-        VERBS[name] = Verb(name, cleandoc(action.__doc__ or ""), options, action, **how)
+        group[name] = Verb(name, cleandoc(action.__doc__ or ""), options, action, **how)
         return action
 
     return register

@@ -8,18 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from kvsearch.cli.registry import (
-    VERBS,
-    Output,
-    VerbGroup,
-    job_verb,
-    said,
-    shown_parts,
-    verb,
-    view_output,
-)
+from kvsearch.cli.registry import VERBS, Output, job_verb, said, shown_parts, verb, view_output
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.report.numbers import counted
 
@@ -27,23 +16,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvsearch.cli.console import Console
+    from kvsearch.config.options import JobOptions
     from kvsearch.evaluation.answer import Reply
-    from kvsearch.jobs.bench import BenchOptions
     from kvsearch.jobs.calibrate import CalibrateOptions
     from kvsearch.jobs.compress import CompressOptions, SavedContext
-    from kvsearch.jobs.doctor import DoctorOptions
     from kvsearch.jobs.evaluate import Evaluated, EvaluateOptions
     from kvsearch.jobs.evolve import Evolution, EvolveOptions
     from kvsearch.jobs.export import ExportOptions
     from kvsearch.jobs.generate import GenerateOptions
-    from kvsearch.jobs.headroom import HeadroomOptions
-    from kvsearch.jobs.listings import Listing, PoliciesOptions, RecipesOptions, TasksOptions
-    from kvsearch.jobs.lm_eval import LmEvalOptions
+    from kvsearch.jobs.listings import Listing
     from kvsearch.jobs.report import Report, ReportOptions
     from kvsearch.jobs.reproduce import ReproduceOptions
     from kvsearch.jobs.run import Ran, RunOptions
     from kvsearch.jobs.select import Selected, SelectOptions
-    from kvsearch.jobs.show import ShowOptions
     from kvsearch.jobs.validate import Validated, ValidateOptions
     from kvsearch.jobs.verify import VerifyOptions
     from kvsearch.plan import Profile
@@ -128,19 +113,7 @@ def evolve(options: EvolveOptions, evolution: Evolution) -> Output:
     return Output(evolution.as_json, shown_parts(evolution.tables), evolution.remarks(options))
 
 
-def _list_targets(asked: bool) -> None:
-    """Say which targets of --to there are, and stop."""
-    if asked:
-        from kvsearch.cli.export import list_targets
-
-        list_targets()
-        raise typer.Exit
-
-
-LIST_TARGETS = typer.Option("--list", is_eager=True, callback=_list_targets, help="List the targets of --to, and stop.")
-
-
-@verb("kvsearch.jobs.export:ExportOptions", dry_run=True, eager={"listed": LIST_TARGETS})
+@verb("kvsearch.jobs.export:ExportOptions", dry_run=True, listing="kvsearch.cli.export:list_targets")
 def export(options: ExportOptions, console: Console) -> None:
     """Write a plan that evicts a share of any prompt (--ratio) or keeps so many entries (--budget).
 
@@ -251,7 +224,7 @@ def compress(options: CompressOptions, saved: SavedContext) -> Output:
 
 
 @job_verb("kvsearch.jobs.bench:BenchOptions")
-def bench(options: BenchOptions, costs: SpeedView) -> Output:
+def bench(options: JobOptions, costs: SpeedView) -> Output:
     """Measure time and memory of plans beside the full cache, on this machine.
 
     The full cache is measured as transformers' DynamicCache, as its StaticCache (where all layers have full attention)
@@ -261,7 +234,7 @@ def bench(options: BenchOptions, costs: SpeedView) -> Output:
 
 
 @job_verb("kvsearch.jobs.show:ShowOptions", dry_run=False)
-def show(options: ShowOptions, view: View) -> Output:
+def show(options: JobOptions, view: View) -> Output:
     """Show a plan or a profile: tables and a heat map of layers and heads.
 
     For a profile: local eviction ratios and whether they are stable across questions and texts; of LU-KV, how far the
@@ -311,7 +284,7 @@ def report(options: ReportOptions, page: Report) -> Output:
 
 
 @job_verb("kvsearch.jobs.headroom:HeadroomOptions")
-def headroom(options: HeadroomOptions, result: HeadroomResult) -> Output:
+def headroom(options: JobOptions, result: HeadroomResult) -> Output:
     """Evict by true importance, by simple policies and at random, and compare with the full cache.
 
     Example: kvsearch headroom bundled --length 1024
@@ -321,8 +294,8 @@ def headroom(options: HeadroomOptions, result: HeadroomResult) -> Output:
     return Output(result.as_json, shown_parts(lambda: headroom_parts(result)))
 
 
-@job_verb("kvsearch.jobs.lm_eval:LmEvalOptions")
-def lm_eval(options: LmEvalOptions, results: dict[str, Any]) -> Output:
+@job_verb("kvsearch.jobs.lm_eval:LmEvalOptions", job="run_lm_eval")
+def lm_eval(options: JobOptions, results: dict[str, Any]) -> Output:
     """Run tasks of lm-evaluation-harness on the cache that a plan leaves (needs the extra `lm-eval`).
 
     Example: kvsearch lm-eval bundled --plan plan.json --tasks arc_easy --limit 100
@@ -333,7 +306,7 @@ def lm_eval(options: LmEvalOptions, results: dict[str, Any]) -> Output:
 
 
 @job_verb("kvsearch.jobs.listings:PoliciesOptions", dry_run=False, needs_arguments=False)
-def policies(options: PoliciesOptions, listing: Listing) -> Output:
+def policies(options: JobOptions, listing: Listing) -> Output:
     """List the eviction policies, those of other installed packages included, or show one in full.
 
     With --json and NAME, an object with these keys:
@@ -356,7 +329,7 @@ def policies(options: PoliciesOptions, listing: Listing) -> Output:
 
 
 @job_verb("kvsearch.jobs.listings:TasksOptions", dry_run=False, needs_arguments=False)
-def tasks(options: TasksOptions, listing: Listing) -> Output:
+def tasks(options: JobOptions, listing: Listing) -> Output:
     """List the tasks that evaluate can ask, or show one in full.
 
     With --json, an object with tasks, a list of objects with these keys, and sets (names that stand for several tasks):
@@ -376,7 +349,7 @@ def tasks(options: TasksOptions, listing: Listing) -> Output:
 
 
 @job_verb("kvsearch.jobs.listings:RecipesOptions", dry_run=False, needs_arguments=False)
-def recipes(options: RecipesOptions, listing: Listing) -> Output:
+def recipes(options: JobOptions, listing: Listing) -> Output:
     """List the recipes that are shipped, which --recipe takes by name, or print one.
 
     Examples: kvsearch recipes run
@@ -387,7 +360,7 @@ def recipes(options: RecipesOptions, listing: Listing) -> Output:
 
 
 @job_verb("kvsearch.jobs.doctor:DoctorOptions", dry_run=False, needs_arguments=False)
-def doctor(options: DoctorOptions, facts: dict[str, Any]) -> Output:
+def doctor(options: JobOptions, facts: dict[str, Any]) -> Output:
     """Check versions, devices and the bundled models, and run one tiny generation on the runtime's cache."""
     from kvsearch.jobs.doctor import MISSING
     from kvsearch.report.screen import facts as fact_lines
@@ -397,6 +370,3 @@ def doctor(options: DoctorOptions, facts: dict[str, Any]) -> Output:
     if missing:
         problem = EnvironmentFault(f"{', '.join(missing)} missing: run `pip install -e .` again where kvsearch is")
     return Output(lambda: facts, shown_parts(lambda: fact_lines(facts)), problem=problem)
-
-
-VERBS["plan"] = VerbGroup("plan", "Make plans without calibration, change plans, compare them.")

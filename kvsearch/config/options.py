@@ -11,20 +11,30 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from annotated_types import Le
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from kvsearch.config.recipes import find_recipe, read_recipe
 from kvsearch.core.errors import UsageError
-from kvsearch.core.fields import Record, ScalarField
+from kvsearch.core.fields import Record, ScalarField, refuse
 from kvsearch.core.limits import MOST_ENTRIES, MOST_NUMBER
 from kvsearch.core.parsing import is_text, list_problems, problems_of
+
+FIRST, QUESTIONS, SIZE, RESULT, RULE, MACHINE = range(6)  # in the short help
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,7 @@ class Option:
 
     Args:
         help: one or two sentences.
+        essential: its place in the short help, such as QUESTIONS; None: it is in the full help only.
         flag: default: the name of the field, as in --max-length.
         short: a short flag, as in -o.
         metavar: what stands for the value in the help.
@@ -42,9 +53,11 @@ class Option:
         negated: the flag turns the field off, as --no-gap does.
         repeated: every value has a flag of its own; else several are separated by commas.
         recorded: whether it is part of the configuration of a run, and may be in a recipe.
+        completes: the names that may be typed for it, as "module:attribute"; a function there returns them.
     """
 
     help: str
+    essential: int | None = None
     flag: str | None = None
     short: str | None = None
     metavar: str | None = None
@@ -54,6 +67,7 @@ class Option:
     negated: bool = False
     repeated: bool = False
     recorded: bool = True
+    completes: str = ""
 
     def called(self, name: str) -> str:
         """Return what the field `name` is called on the command line."""
@@ -63,15 +77,17 @@ class Option:
 class JobOptions(Record):
     """All options of a job, checked as a whole.
 
-    `recipes` is the folder of the recipes that are shipped for the job, `example` a line of such a recipe. A field
-    without an `Option` is not offered on the command line.
+    `job` is what its runs are called, `recipes` the folder of the recipes that are shipped for it, `example` a line of
+    such a recipe. A field without an `Option` is not offered on the command line. A class may have a `panel` for the
+    fields that it brings. Of `alternatives` one is given: it takes the place of another that a recipe states.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    job: ClassVar[str]
+    job: ClassVar[str] = "this command"
     recipes: ClassVar[str | None] = None
     example: ClassVar[str] = "samples: 20"
+    alternatives: ClassVar[tuple[str, ...]] = ()
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -103,21 +119,40 @@ class JobOptions(Record):
                 raise PydanticCustomError("limit", "Input should be text, in UTF-8")
         return value
 
+    @model_validator(mode="after")
+    def _are_alternatives(self) -> Self:
+        """Refuse several of the `alternatives`, and a budget twice."""
+        given = [name for name in self.alternatives if getattr(self, name) not in (None, False)]
+        budgets = getattr(self, "budgets", None) if "budgets" in self.alternatives else None
+        if len(given) > 1:
+            refuse([((given[1],), f"is in place of {given[0]}: give one of them")])
+        if len(set(budgets or ())) < len(budgets or ()):
+            refuse([(("budgets",), "has a budget twice: give each once")])
+        return self
+
     @classmethod
     def offered(cls) -> dict[str, tuple[FieldInfo, Option]]:
         """Return the fields that are options, by name: those of the job first, then those it shares with others."""
-        own = inspect.get_annotations(cls)
+        own = {model: inspect.get_annotations(model) for model in cls.__mro__}
         offered = {}
-        for name in sorted(cls.model_fields, key=lambda name: name not in own):
+        for name in sorted(cls.model_fields, key=lambda name: [name in stated for stated in own.values()].index(True)):
             # a class that narrows a field of another leaves it offered as that says
-            models = (model for model in cls.__mro__ if issubclass(model, JobOptions) and name in model.model_fields)
-            stated = (
-                item for model in models for item in model.model_fields[name].metadata if isinstance(item, Option)
-            )
-            option = next(stated, None)
-            if option is not None:
-                offered[name] = (cls.model_fields[name], option)
+            stated = [
+                item
+                for model in cls.__mro__
+                if issubclass(model, Record) and name in model.model_fields
+                for item in model.model_fields[name].metadata
+                if isinstance(item, Option)
+            ]
+            if stated:
+                panel = next(vars(model).get("panel") for model in reversed(own) if name in own[model])
+                offered[name] = (cls.model_fields[name], replace(stated[0], panel=stated[0].panel or panel))
         return offered
+
+    @classmethod
+    def variants(cls) -> Mapping[str, type[JobOptions]]:
+        """Return the models that `method` chooses between, by its value; none where there is one."""
+        return {}
 
     @classmethod
     def of(cls, recipe: str | Path | None = None, **given: Any) -> Self:
@@ -166,7 +201,7 @@ class JobOptions(Record):
         for problem in problems_of(error):
             name = re.split(r"[.:]", problem, maxsplit=1)[0]
             problems.append(offered[name][1].called(name) + problem[len(name) :] if name in offered else problem)
-        return UsageError(problems[0] if len(problems) == 1 else list_problems(problems, "what was typed"))
+        return UsageError(problems[0] if len(problems) == 1 else list_problems(problems, "what was given"))
 
     @classmethod
     def chosen(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:  # noqa: ARG003
@@ -176,18 +211,32 @@ class JobOptions(Record):
     @classmethod
     def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a recipe has `stated` with what was `given` over it."""
-        return {**stated, **given}
+        return {**one_of(stated, given, cls.alternatives), **given}
 
     def recorded(self) -> dict[str, Any]:
-        """Return what config.json has as "options", to be given back as a recipe."""
+        """Return what config.json has as "options", to be given back as a recipe: from any folder."""
         left_out = {name for name, (_, option) in self.offered().items() if not option.recorded}
-        return self.model_dump(mode="json", exclude=left_out, exclude_none=True)
+        recorded = self.model_dump(mode="json", exclude=left_out, exclude_none=True)
+        return {name: value if name == "model" else _from_root(value) for name, value in recorded.items()}
 
 
 class Seeded(JobOptions):
     """The seed of everything random."""
 
-    seed: Annotated[int, Field(ge=0, le=MOST_NUMBER), Option("Seed of everything random.")] = 0
+    seed: Annotated[int, Field(ge=0, le=MOST_NUMBER), Option("Seed of everything random.", panel="Options")] = 0
+
+
+# what may be the path of a file: after the kind of a task, or a whole value with a slash or a point
+_PATH = re.compile(r"(?<=jsonl:)[^+]+|(?<=ppl:).+|^[^+:=,]*[/.][^+:=,]*$")
+
+
+def _from_root(value: Any) -> Any:
+    """Return the value of an option with absolute paths in place of those of files that are there."""
+    if isinstance(value, list):
+        return list(map(_from_root, value))
+    if isinstance(value, str):
+        return _PATH.sub(lambda path: str(Path(path[0]).absolute()) if Path(path[0]).exists() else path[0], value)
+    return value
 
 
 def parse_setting(text: str, flag: str = "--set") -> tuple[str, bool | int | float | str]:
@@ -208,9 +257,21 @@ def parse_setting(text: str, flag: str = "--set") -> tuple[str, bool | int | flo
 
 def _listed(value: object) -> object:
     """Read names or numbers as they are typed, "a,b" or 64, as a list."""
-    if isinstance(value, str):
-        return [int(item) if item.strip().isdecimal() else item.strip() for item in value.split(",")]
-    return [value] if isinstance(value, int) else value
+    if not isinstance(value, str):
+        return [value] if isinstance(value, int) else value
+    items = [item.strip() for item in value.split(",")]
+    if not all(items):
+        raise ValueError(f"takes values with commas between them, got {value!r}")
+    return [int(item) if item.isdecimal() else item for item in items]
+
+
+def joined_by(sign: str) -> BeforeValidator:
+    """Return a validator that makes one text, as it is typed, of a number or of several values."""
+
+    def join(value: object) -> object:
+        return sign.join(map(str, value if isinstance(value, list | tuple) else [value]))
+
+    return BeforeValidator(join)
 
 
 def _settings(value: object) -> object:
@@ -259,11 +320,6 @@ def bytes_of(gigabytes: float | None) -> int | None:
     return None if gigabytes is None else int(gigabytes * 10**9)
 
 
-def as_repeated(value: object) -> object:
-    """Return the one value of an option that may be repeated, or of a recipe's key, as a list."""
-    return value if isinstance(value, list | tuple) else [value]
-
-
 def asked_by_name(find: Callable[[Any], object]) -> BeforeValidator:
     """Return a validator that looks a value up; what `find` refuses with a UsageError is a problem of the field."""
 
@@ -277,5 +333,9 @@ def asked_by_name(find: Callable[[Any], object]) -> BeforeValidator:
 
 
 Listed = BeforeValidator(_listed)
-Repeated = BeforeValidator(as_repeated)
+Specs = Annotated[str, joined_by("+")]  # of tasks
+Commas = Annotated[str, joined_by(",")]
+Names = Annotated[tuple[str, ...], Listed]
+WholeNumbers = Annotated[tuple[Annotated[int, Field(strict=True)], ...], Listed]
+Repeated = BeforeValidator(lambda value: value if isinstance(value, list | tuple) else [value])
 Params = Annotated[dict[str, ScalarField], BeforeValidator(_settings)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from kvsearch.config.options import Option, Repeated, bytes_of
+from kvsearch.config.options import QUESTIONS, SIZE, Listed, Option, Repeated, bytes_of
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.jobs.groups import Loading, Numbers
+from kvsearch.jobs.groups import MODEL, Loading
 from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from kvsearch.benchmark.cache_costs import CacheCosts
     from kvsearch.runtime import Program
 
-Sizes = Annotated[tuple[Annotated[int, Field(ge=1, strict=True)], ...], Numbers, Field(min_length=1)]
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1, strict=True)], ...], Listed, Field(min_length=1)]
 
 
 class BenchOptions(Loading):
     """What is measured, and on which prompts."""
 
-    job: ClassVar[str] = "bench"
-
     model: Annotated[
         str | None,
-        Option("A hub id, a local directory, `bundled` or `bundled-redundant`; none with --shape.", argument=True),
+        replace(MODEL, help="A hub id, a local directory, `bundled` or `bundled-redundant`; none with --shape."),
     ] = None
     shape: Annotated[
         str | None,
         Option("In place of a model: random weights in the shape of llama-3.1-8b, qwen3-8b or mistral-7b, bfloat16."),
     ] = None
     layers: Annotated[int | None, Field(ge=1), Option("With --shape: its first layers only.")] = None
-    plan: Annotated[tuple[Path, ...], Repeated, Option("A plan file; repeatable.", repeated=True)] = ()
-    policy: Annotated[str, Option("With --budget: the policy that keeps so many entries.")] = "snapkv"
-    budget: Annotated[int | None, Field(ge=1), Option("Entries per kv head, in place of a plan.")] = None
+    plan: Annotated[tuple[Path, ...], Repeated, Option("A plan file; repeatable.", SIZE, repeated=True)] = ()
+    policy: Annotated[str, Option("With --budget: the policy that keeps so many entries.", SIZE)] = "snapkv"
+    budget: Annotated[int | None, Field(ge=1), Option("Entries per kv head, in place of a plan.", SIZE)] = None
     ratio: Annotated[
-        float | None, Field(gt=0, lt=1), Option("In place of --budget: share of the cache to evict, at every length.")
+        float | None,
+        Field(gt=0, lt=1),
+        Option("In place of --budget: share of the cache to evict, at every length.", SIZE),
     ] = None
     phases: Annotated[str, Option("With --policy: when to evict, prefill, decode or both.")] = "prefill"
     skewed: Annotated[
@@ -60,9 +60,13 @@ class BenchOptions(Loading):
         Field(gt=0),
         Option("With --largest-batch: gigabytes for caches.", shown="8 on a CPU, what a GPU has free"),
     ] = None
-    batch: Annotated[Sizes, Option("Prompts at a time; several are measured in turn.", metavar="N[,N...]")] = (1,)
-    length: Annotated[Sizes, Option("Tokens of a prompt; several are measured in turn.", metavar="N[,N...]")] = (1024,)
-    new_tokens: Annotated[int, Field(ge=1), Option("Tokens that are decoded in every round.")] = 32
+    batch: Annotated[
+        Sizes, Option("Prompts at a time; several are measured in turn.", QUESTIONS, metavar="N[,N...]")
+    ] = (1,)
+    length: Annotated[
+        Sizes, Option("Tokens of a prompt; several are measured in turn.", QUESTIONS, metavar="N[,N...]")
+    ] = (1024,)
+    new_tokens: Annotated[int, Field(ge=1), Option("Tokens that are decoded in every round.", QUESTIONS)] = 32
     rounds: Annotated[int, Field(ge=1), Option("Rounds that are counted; one more warms up.")] = 5
 
     @property

@@ -17,7 +17,7 @@ from kvsearch.calibration.options import CalibrationOptions, RankingOptions
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.steps import SAMPLES, StepCache, count_steps, step_identity
 from kvsearch.calibration.tables import HELD_OUT, LEAST_CONTEXTS
-from kvsearch.config.options import Option
+from kvsearch.config.options import QUESTIONS, RESULT, JobOptions, Option, Specs
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.naming import suggest, unknown
@@ -54,39 +54,47 @@ OF_TASKS = {"split", "samples", *TaskDetails.model_fields} - {"data"}  # what on
 class CalibrateOptions(WithModel, WithWorkers, TaskDetails, CalibrationOptions):
     """Where a profile goes and what it is measured on; what is measured is the method's to say."""
 
-    output: Annotated[Path, Option("Directory for the profile.", short="-o", recorded=False)]
+    output: Annotated[Path, Option("Directory for the profile.", RESULT, short="-o", recorded=False)]
     data: Annotated[
         str | None,
         Option(
             "Calibration file; of probe and query_bank also FILE.txt,... or a folder of these, a context each; with "
             "--tasks longbench or gsm8k their file, folder or dataset id, as for evaluate.",
+            QUESTIONS,
             shown="the shipped one for this model",
         ),
     ] = None
     tasks: Annotated[
-        str | None,
+        Specs | None,
         Option(
             "Calibrate on the questions of tasks, and their right answers, in place of a file: KIND or KIND:NAME,NAME, "
             "several joined by +, as for evaluate.",
+            QUESTIONS,
             metavar="SPEC",
             panel=TASKS,
+            completes="kvsearch.tasks.catalog:SPECS",
         ),
     ] = None
     split: Annotated[
         str, Option("--tasks: part of the examples, train or select, never what is reported on.", panel=TASKS)
     ] = "train"
     samples: Annotated[Samples, Option("--tasks: contexts per task.", panel=TASKS)] = 10
-    questions: Annotated[int | None, Field(ge=1), Option("Use only so many questions, and their contexts.")] = None
+    questions: Annotated[
+        int | None, Field(ge=1), Option("Use only so many questions, and their contexts.", QUESTIONS)
+    ] = None
     force: Annotated[bool, Option("Replace results already in the directory.", recorded=False)] = False
 
     @classmethod
     def offered(cls) -> dict[str, tuple[FieldInfo, Option]]:
         """Return the options of all methods; those of one method where that is chosen."""
-        found = super().offered()
-        if cls is CalibrateOptions:
-            for options in OPTIONS.values():
-                found = {**found, **{name: item for name, item in options.offered().items() if name not in found}}
-        return found
+        offered = super().offered()
+        for options in cls.variants().values():
+            offered = {**options.offered(), **offered}
+        return offered
+
+    @classmethod
+    def variants(cls) -> Mapping[str, type[JobOptions]]:
+        return OPTIONS if cls is CalibrateOptions else {}
 
     @classmethod
     def chosen(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:

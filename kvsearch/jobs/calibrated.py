@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvsearch.calibration.steps import calibration_content
-from kvsearch.config.options import Option, asked_by_name, one_of
+from kvsearch.config.options import Option, asked_by_name
 from kvsearch.core.errors import UsageError
-from kvsearch.jobs.groups import ASKED, RATIO, Batches, Loading, WithTasks, WithWorkers
+from kvsearch.jobs.groups import ASKED, MODEL, RATIO, Batches, Loading, WithTasks, WithWorkers
 from kvsearch.plan.profile import Profile, load_profile
 from kvsearch.plan.saved import PROFILE
 from kvsearch.plan.schema import Protocol, find_protocol
@@ -32,23 +32,13 @@ class OnSignals(WithTasks, WithWorkers, Batches):
     directory: Annotated[
         Path, Option("Directory that `calibrate --method polykv` wrote.", metavar="DIR", argument=True)
     ]
-    model: Annotated[
-        str | None,
-        Option(
-            "A hub id, a local directory, `bundled` or `bundled-redundant`.", metavar="MODEL", shown="as calibrated"
-        ),
-    ] = None
+    model: Annotated[str | None, replace(MODEL, argument=False, metavar="MODEL", shown="as calibrated")] = None
     ratio: Annotated[float | None, RATIO] = None
     protocol: Annotated[
         Protocol | None,
         asked_by_name(find_protocol),
         Option("question-agnostic or question-aware; see `evaluate`.", panel=ASKED, shown="that of the calibration"),
     ] = None
-
-    @classmethod
-    def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a recipe has `stated` with what was `given` over it; one size takes the place of another."""
-        return {**one_of(stated, given, ("budget", "ratio")), **given}
 
     @property
     def measured(self) -> str | None:

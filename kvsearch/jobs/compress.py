@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from kvsearch.config.options import Option, Seeded
+from kvsearch.config.options import QUESTIONS, RESULT, SIZE, Option, Seeded
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import CACHE_FILE, check_output
 from kvsearch.jobs.following import following
@@ -49,13 +49,11 @@ class SavedContext:
 class CompressOptions(WithModel, Seeded):
     """What to read, under which plan, and where to."""
 
-    job: ClassVar[str] = "compress"
-
-    plan: Annotated[Path, Option("A plan file.")]
-    context: Annotated[str | None, Option("The context, or @FILE.", shown="of bundled models a text of their own")] = (
-        None
-    )
-    output: Annotated[Path, Option("The file for the compressed cache.", short="-o", recorded=False)]
+    plan: Annotated[Path, Option("A plan file.", SIZE)]
+    context: Annotated[
+        str | None, Option("The context, or @FILE.", QUESTIONS, shown="of bundled models a text of their own")
+    ] = None
+    output: Annotated[Path, Option("The file for the compressed cache.", RESULT, short="-o", recorded=False)]
     chunk: Annotated[
         int | None,
         Field(ge=1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, ClassVar
+from typing import Any
 
 from kvsearch.config.options import Seeded
 from kvsearch.jobs.groups import Loading
@@ -24,8 +24,6 @@ MISSING = "missing"
 
 class DoctorOptions(Loading, Seeded):
     """How the bundled models are loaded."""
-
-    job: ClassVar[str] = "doctor"
 
 
 @job(DoctorOptions)

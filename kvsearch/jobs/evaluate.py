@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from kvsearch.config.options import Option, Repeated
+from kvsearch.config.options import RESULT, RULE, SIZE, Commas, Option, Repeated
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.files import check_output, read_bytes
@@ -42,7 +42,6 @@ NOT_OF_TEXTS = (
     "subject", "protocol", "max_length", "max_memory", "output", "force", "reuse", "samples_file", "table", "columns",
     "losses",
 )  # fmt: skip
-COMPARED = "What is compared"
 
 
 class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
@@ -50,29 +49,29 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
 
     job: ClassVar[str] = "evaluate"
     recipes: ClassVar[str | None] = "recipes/evaluate"
+    panel: ClassVar[str] = "What is compared"
 
-    plan: Annotated[tuple[Path, ...], Repeated, Option("A plan file; repeatable.", panel=COMPARED, repeated=True)] = ()
+    plan: Annotated[tuple[Path, ...], Repeated, Option("A plan file; repeatable.", SIZE, repeated=True)] = ()
     samples: Annotated[Samples, SAMPLES_OPTION] = 20
     methods: Annotated[
-        str | None,
+        Commas | None,
         Option(
             "Methods to compare: uniform, pyramid, adakv, ada-pyramid, cake, lava, lava-uniform, lava-pyramid, "
             "lava-equal-heads, any policy (with even budgets), random; METHOD:POLICY puts another policy under a "
             "method's budgets, NAME=DIR looks budgets up in a profile of `calibrate`.",
+            SIZE,
             metavar="NAME,...",
-            panel=COMPARED,
+            completes="kvsearch.strategies.names:method_names",
         ),
     ] = None
     budgets: Annotated[
-        str | None,
-        Option("Sizes of the methods: entries per kv head, on average.", metavar="N,...", panel=COMPARED),
+        Commas | None, Option("Sizes of the methods: entries per kv head, on average.", SIZE, metavar="N,...")
     ] = None
     ratios: Annotated[
-        str | None, Option("Sizes of the methods: shares of the prompt to evict.", metavar="R,...", panel=COMPARED)
+        Commas | None, Option("Sizes of the methods: shares of the prompt to evict.", SIZE, metavar="R,...")
     ] = None
     phases: Annotated[
-        str | None,
-        Option("When the methods evict, all alike: prefill, decode or both.", panel=COMPARED, shown="prefill"),
+        str | None, Option("When the methods evict, all alike: prefill, decode or both.", shown="prefill")
     ] = None
     settings: Annotated[
         tuple[str, ...],
@@ -81,15 +80,14 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
             "A setting of all methods that have it (window=8), or of one (lava.window=8); repeatable.",
             flag="--set",
             metavar="KEY=VALUE",
-            panel=COMPARED,
             repeated=True,
         ),
     ] = ()
     baselines: Annotated[
-        str | None,
+        Commas | None,
         Option(
             "What plans are compared with, at their entries: uniform, snapkv, streaming, random.",
-            panel=COMPARED,
+            RULE,
             shown="uniform,snapkv,streaming",
         ),
     ] = None
@@ -98,7 +96,6 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
         Option(
             "The method (or plan, by its file's name) that all others are compared with.",
             metavar="NAME",
-            panel=COMPARED,
             shown="the first",
         ),
     ] = None
@@ -124,6 +121,7 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
         Path | None,
         Option(
             "Keep the run here, reply by reply; the same command goes on where it stopped.",
+            RESULT,
             short="-o",
             metavar="DIR",
             panel=KEPT,
@@ -131,8 +129,7 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
         ),
     ] = None
     force: Annotated[
-        bool,
-        Option("Start the run in --output anew; replace --table and --samples-file.", panel=KEPT, recorded=False),
+        bool, Option("Start the run in --output anew; replace --table and --samples-file.", panel=KEPT, recorded=False)
     ] = False
     reuse: Annotated[
         Path | None,

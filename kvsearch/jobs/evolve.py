@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from kvsearch.config.options import Option, Params, Repeated, one_of, with_params
+from kvsearch.config.options import RULE, Listed, Option, Params, Repeated, one_of, with_params
 from kvsearch.core.errors import UsageError
-from kvsearch.core.fields import Entries, refuse
+from kvsearch.core.fields import Entries
 from kvsearch.core.limits import MOST_NUMBER
 from kvsearch.jobs.display import watching
 from kvsearch.jobs.following import evaluation, following
 from kvsearch.jobs.groups import (
     BUDGET,
-    TASKS_OPTION,
     Deciding,
-    Numbers,
-    TaskDetails,
     WithModel,
     WithProtocol,
     WithRun,
+    WithTasks,
     WithWorkers,
-    default_tasks,
 )
 from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
@@ -42,7 +39,6 @@ from kvsearch.runs.ledger import read_lines
 from kvsearch.runs.run import run_in
 from kvsearch.search.settings import WHAT, EvolveSettings, SearchLimits
 from kvsearch.search.trials import TrialLog
-from kvsearch.tasks.catalog import find_tasks
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan
@@ -58,22 +54,23 @@ SPLITS = {"search": "train", "choice": "select", "report": "report"}
 FILES = (BEST, REPORT, PLAN, FRONT, CONTEXTS, "plan-*.json", "choice", "choice-*", "report")
 
 
-class EvolveOptions(WithModel, WithWorkers, WithRun, TaskDetails, WithProtocol, Deciding, EvolveSettings):
+class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Deciding, EvolveSettings):
     """What is searched and at which size, on which questions, when to stop, and who does the work."""
 
     job: ClassVar[str] = "evolve"
     recipes: ClassVar[str | None] = "recipes/evolve"
     example: ClassVar[str] = "budget: 128"
+    alternatives: ClassVar[tuple[str, ...]] = ("budget", "budgets")
+    panel: ClassVar[str] = WHAT
 
-    budget: Annotated[Entries | None, replace(BUDGET, panel=WHAT)] = None
+    budget: Annotated[Entries | None, BUDGET] = None
     budgets: Annotated[
         tuple[Entries, ...] | None,
-        Numbers,
+        Listed,
         Option(
             "Several budgets in one run, each searched by itself; beside it the smallest one's plan, scaled. Writes "
             "plan-N.json and front.json.",
             metavar="N,N...",
-            panel=WHAT,
         ),
     ] = None
     start: Annotated[
@@ -81,7 +78,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, TaskDetails, WithProtocol, 
         Repeated,
         Option(
             "A plan to start from; repeatable. The policies of the first one are searched, unless --policy is given.",
-            panel=WHAT,
+            RULE,
             repeated=True,
         ),
     ] = ()
@@ -89,37 +86,29 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, TaskDetails, WithProtocol, 
         str | None,
         Option(
             "Eviction policy of all layers; joint: more that a layer may have, joined by commas.",
-            panel=WHAT,
+            RULE,
             shown="snapkv, or those of the first --start",
+            completes="kvsearch.policies.registry:policy_names",
         ),
     ] = None
     params: Annotated[
-        Params,
-        Option("A policy parameter, as in --set window=16; repeatable.", flag="--set", panel=WHAT, repeated=True),
+        Params, Option("A policy parameter, as in --set window=16; repeatable.", flag="--set", repeated=True)
     ] = Field(default_factory=dict)
-    tasks: Annotated[str | None, TASKS_OPTION] = None
-    max_evals: Annotated[int | None, Field(ge=1), Option("Different candidates.", panel=LIMITS)] = None
+    max_evals: Annotated[int | None, Field(ge=1), Option("Different candidates.", RULE, panel=LIMITS)] = None
     max_time: Annotated[
         float | None, Field(gt=0, allow_inf_nan=False), Option("Seconds of search, all sessions.", panel=LIMITS)
     ] = None
     max_tokens: Annotated[
         int | None, Field(ge=1, le=MOST_NUMBER), Option("Tokens read under candidates.", panel=LIMITS)
     ] = None
-    resume: Annotated[bool, Option("Does nothing: a search goes on by itself.", recorded=False)] = False
     method: Literal["evolkv"] = "evolkv"
-
-    @model_validator(mode="after")
-    def _one_size_or_several(self) -> EvolveOptions:
-        if self.budget is not None and self.budgets is not None:
-            refuse([(("budgets",), "is in place of budget: give one of them")])
-        return self
 
     @classmethod
     def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options; a size takes the place of sizes, parameters are added to those of the policy."""
         if "lambda" in stated:
             stated["lam"] = stated.pop("lambda")
-        stated = one_of(stated, given, ("budget", "budgets"))
+        stated = one_of(stated, given, cls.alternatives)
         return with_params(stated, given, stated.get("policy") or DEFAULT_POLICY)
 
     def recorded(self) -> dict[str, Any]:
@@ -251,10 +240,7 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
     searches = keep_hard_questions(searches, reporter)
     store = stage_store(directory, lambda evaluation: evaluation.config(), lambda _: reporter, force=True)
     opening = open_search(directory, config, searches, FILES, reporter, force=force, workers=options.workers)
-    with (
-        opening as (searches, executor, run, log),
-        watching(reporter, log, limits, len(searches)) as watcher,
-    ):
+    with opening as (searches, executor, run, log), watching(reporter, log, limits, len(searches)) as watcher:
         lines_before = log.count
         write_contexts(directory, searches[0].hashes)
         found = run_searches(searches, executor, log, limits, watcher, store)
@@ -276,9 +262,8 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
     budgets = (options.budgets or ()) if options.budget is None else (options.budget,)
     if not budgets:
         raise UsageError("how many entries may a kv head keep on average? Give --budget, or several with --budgets")
-    spec = options.tasks or default_tasks(options.model)
     splits = {
-        use: options.split(name, find_tasks(spec, options.task_options(name)), options.protocol)
+        use: options.split(name, options.find_tasks(options.model, name), options.protocol)
         for use, name in SPLITS.items()
     }
     run_in(options.output, "evolve")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.calibration.steps import profile_file
-from kvsearch.config.options import Option, Repeated
+from kvsearch.config.options import RULE, Names, Option, Repeated
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.core.files import atomic_write
 from kvsearch.core.parsing import describe_fault
 from kvsearch.exporters import exporter_of
-from kvsearch.jobs.groups import BUDGET, RATIO, Loading, Names
+from kvsearch.jobs.groups import BUDGET, Loading
 from kvsearch.jobs.plan import PlanOptions, Sized
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
@@ -40,8 +40,6 @@ PLAN = "plan"  # the target of every other kind of export: one plan file
 class ExportOptions(PlanOptions, Sized, Loading):
     """The profile, the size of the plan, how PolyKV's signals become one, and who it is for."""
 
-    job: ClassVar[str] = "export"
-
     profile: Annotated[Path, Option("Directory or file that `calibrate` wrote; with --to also a plan.", argument=True)]
     join: Annotated[
         tuple[Path, ...],
@@ -53,9 +51,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
             repeated=True,
         ),
     ] = ()
-    ratio: Annotated[float | None, RATIO] = None
     budget: Annotated[int | None, Field(ge=1), replace(BUDGET, shown="polykv: that of the calibration")] = None
-    length: Annotated[int | None, Field(ge=1), Option("Prompt length the integer budgets are for.")] = None
     route: Annotated[
         str | None,
         Option(
@@ -74,8 +70,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
         ),
     ] = None
     phases: Annotated[
-        str | None,
-        Option("When to evict: prefill, decode or both.", panel=PANEL, shown="prefill, if measured"),
+        str | None, Option("When to evict: prefill, decode or both.", panel=PANEL, shown="prefill, if measured")
     ] = None
     policy: Annotated[
         str | None,
@@ -85,10 +80,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
             shown="as calibrated",
         ),
     ] = None
-    exclude: Annotated[
-        Names | None,
-        Option("Patterns that no layer may take.", metavar="NAME,...", panel=PANEL),
-    ] = None
+    exclude: Annotated[Names | None, Option("Patterns that no layer may take.", metavar="NAME,...", panel=PANEL)] = None
     least: Annotated[
         int | None,
         Field(ge=0),
@@ -103,7 +95,15 @@ class ExportOptions(PlanOptions, Sized, Loading):
         bool, Option("Use signals that `validate` judged harmful, or a table that loses to even budgets.")
     ] = False
     to: Annotated[
-        str, Option("plan: a plan file; or a target of --list.", metavar="TARGET", panel=TOOLS_PANEL, recorded=False)
+        str,
+        Option(
+            "plan: a plan file; or a target of --list.",
+            RULE,
+            metavar="TARGET",
+            panel=TOOLS_PANEL,
+            recorded=False,
+            completes="kvsearch.exporters:TARGETS",
+        ),
     ] = PLAN
     lossy: Annotated[
         bool, Option("Write it though the target cannot express all of the plan.", panel=TOOLS_PANEL, recorded=False)

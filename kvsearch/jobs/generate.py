@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from kvsearch.config.options import Option, Repeated, Seeded
+from kvsearch.config.options import QUESTIONS, RULE, SIZE, Option, Repeated, Seeded
 from kvsearch.core.errors import UsageError
 from kvsearch.jobs.groups import WithModel
 from kvsearch.jobs.plan import checked_plan
@@ -34,17 +34,19 @@ class Texts(NamedTuple):
 class GenerateOptions(WithModel, Seeded):
     """What to read, what to ask, and under which plan."""
 
-    job: ClassVar[str] = "generate"
-
-    plan: Annotated[Path | None, Option("A plan file; without one the full cache is kept.")] = None
-    context: Annotated[str | None, Option("The context, or @FILE; compressed before the prompt is read.")] = None
-    cache: Annotated[Path | None, Option("In place of a context: a file that `kvsearch compress` wrote.")] = None
+    plan: Annotated[Path | None, Option("A plan file; without one the full cache is kept.", SIZE)] = None
+    context: Annotated[
+        str | None, Option("The context, or @FILE; compressed before the prompt is read.", QUESTIONS)
+    ] = None
+    cache: Annotated[
+        Path | None, Option("In place of a context: a file that `kvsearch compress` wrote.", QUESTIONS)
+    ] = None
     prompt: Annotated[
         tuple[str, ...],
         Repeated,
-        Option("The question or prompt, or @FILE; repeatable, and none sees another.", repeated=True),
+        Option("The question or prompt, or @FILE; repeatable, and none sees another.", QUESTIONS, repeated=True),
     ] = ()
-    max_new_tokens: Annotated[int, Field(ge=1), Option("Longest reply, in tokens.")] = 64
+    max_new_tokens: Annotated[int, Field(ge=1), Option("Longest reply, in tokens.", RULE)] = 64
     chunk: Annotated[
         int | None,
         Field(ge=1),

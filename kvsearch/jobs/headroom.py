@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 class HeadroomOptions(WithModel, WithWorkers, WithTasks, Seeded):
     """At which ratio is evicted, and what is asked."""
-
-    job: ClassVar[str] = "headroom"
 
     ratio: Annotated[float, Field(gt=0, lt=1), RATIO] = 0.8
     samples: Annotated[Samples, SAMPLES_OPTION] = 20

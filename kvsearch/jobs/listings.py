@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvsearch.config.options import JobOptions, Option
 from kvsearch.config.recipes import FOLDERS, about, shipped_recipe, shipped_recipes
@@ -47,8 +47,6 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 class PoliciesOptions(JobOptions):
     """Which policy to show."""
-
-    job: ClassVar[str] = "policies"
 
     name: Annotated[str | None, Option("Show this one in full.", argument=True)] = None
 
@@ -97,8 +95,6 @@ def _decode_rule(policy: PolicyFacts) -> str:
 class TasksOptions(JobOptions):
     """Which tasks to show."""
 
-    job: ClassVar[str] = "tasks"
-
     spec: Annotated[
         str | None, Option("Show these only, as for --tasks of evaluate; a single one in full.", argument=True)
     ] = None
@@ -134,8 +130,6 @@ def _task_lines(task: Entry) -> Iterator[str]:
 
 class RecipesOptions(JobOptions):
     """Which recipes to list, or which one to show."""
-
-    job: ClassVar[str] = "recipes"
 
     name: Annotated[
         str | None,

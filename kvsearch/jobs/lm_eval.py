@@ -7,11 +7,11 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from kvsearch.config.options import Option, Repeated, Seeded
+from kvsearch.config.options import QUESTIONS, SIZE, Commas, Option, Repeated, Seeded
 from kvsearch.core.files import atomic_write, check_output
 from kvsearch.jobs.groups import WithModel
 from kvsearch.jobs.plan import checked_plan
@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 class LmEvalOptions(WithModel, Seeded):
     """Which tasks of the harness are run under which plan."""
 
-    job: ClassVar[str] = "lm-eval"
-
-    plan: Annotated[Path, Option("A plan file.")]
-    tasks: Annotated[str, Option("Tasks, groups and tags of the harness, with commas; wildcards too.")]
-    limit: Annotated[int | None, Field(ge=1), Option("Documents per task; by default all.")] = None
+    plan: Annotated[Path, Option("A plan file.", SIZE)]
+    tasks: Annotated[Commas, Option("Tasks, groups and tags of the harness, with commas; wildcards too.", QUESTIONS)]
+    limit: Annotated[int | None, Field(ge=1), Option("Documents per task; by default all.", QUESTIONS)] = None
     num_fewshot: Annotated[
         int | None, Field(ge=0), Option("Examples before each question; by default what the task says.")
     ] = None
@@ -53,13 +51,13 @@ class LmEvalOptions(WithModel, Seeded):
 
 @job(LmEvalOptions, dry=True)
 def dry_run(options: LmEvalOptions, reporter: Reporter) -> dict[str, Any]:  # noqa: ARG001 - as others have it
-    """Return what would be run, as JSON; errors as `lm_eval` before a model is loaded."""
+    """Return what would be run, as JSON; errors as `run_lm_eval` before a model is loaded."""
     _, names = _check(options)
     return {"tasks": list(names.names), "limit": options.limit, "num_fewshot": options.num_fewshot}
 
 
 @job(LmEvalOptions)
-def lm_eval(options: LmEvalOptions, reporter: Reporter) -> dict[str, Any]:
+def run_lm_eval(options: LmEvalOptions, reporter: Reporter) -> dict[str, Any]:
     """Run tasks of lm-evaluation-harness on the cache that a plan leaves, and return what the harness reports.
 
     Raises:

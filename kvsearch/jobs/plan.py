@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.config.options import JobOptions, Option, Params
+from kvsearch.config.options import RESULT, RULE, SIZE, JobOptions, Option, Params
 from kvsearch.core.files import PLAN_FILE, STRATEGY_FILE, atomic_write, check_output, read_bytes
 from kvsearch.core.limits import MOST_YAML
+from kvsearch.jobs.following import following
 from kvsearch.jobs.groups import BUDGET, RATIO, WithModel
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
@@ -21,6 +22,7 @@ from kvsearch.plan import Plan, Size, arithmetic, load_plan, phases_of, save_pla
 from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.fitted import fitted_policy
+from kvsearch.report.plans import DifferenceView
 
 
 class Sized(JobOptions):
@@ -39,7 +41,7 @@ class Sized(JobOptions):
 class PlanOptions(JobOptions):
     """Where a plan is written to."""
 
-    output: Annotated[Path, Option("The plan file.", short="-o", recorded=False)]
+    output: Annotated[Path, Option("The plan file.", RESULT, short="-o", recorded=False)]
     force: Annotated[bool, Option("Replace the plan file.", recorded=False)] = False
 
     @abstractmethod
@@ -79,13 +81,14 @@ def checked_plan(path: Path) -> Plan:
 class UniformOptions(PlanOptions, Sized, WithModel):
     """One policy, how much it keeps, and when."""
 
-    job: ClassVar[str] = "plan uniform"
-
-    policy: Annotated[str, Option("Eviction policy; see `kvsearch policies`.")]
+    policy: Annotated[
+        str,
+        Option("Eviction policy; see `kvsearch policies`.", SIZE, completes="kvsearch.policies.registry:policy_names"),
+    ]
     settings: Annotated[
         Params | None, Option("A policy parameter, as in --set window=16; repeatable.", flag="--set", repeated=True)
     ] = None
-    phases: Annotated[str, Option("When to evict: prefill, decode or both.")] = "prefill"
+    phases: Annotated[str, Option("When to evict: prefill, decode or both.", RULE)] = "prefill"
     allocation: Annotated[
         str,
         Option(
@@ -115,8 +118,6 @@ class UniformOptions(PlanOptions, Sized, WithModel):
 class PyramidOptions(UniformOptions):
     """One policy, how much it keeps, when, and how steep the pyramid is."""
 
-    job: ClassVar[str] = "plan pyramid"
-
     beta: Annotated[
         float, Option("How many times the mean budget is of the last layer's, protected entries aside.")
     ] = 20.0
@@ -128,8 +129,6 @@ class PyramidOptions(UniformOptions):
 
 class ScaleOptions(PlanOptions, Sized):
     """The plan, and its new size."""
-
-    job: ClassVar[str] = "plan scale"
 
     plan: Annotated[Path, Option("The plan to scale.", argument=True)]
     length: Annotated[
@@ -145,8 +144,6 @@ class ScaleOptions(PlanOptions, Sized):
 class ConvertOptions(PlanOptions):
     """The plan, and the prompts it is for."""
 
-    job: ClassVar[str] = "plan convert"
-
     plan: Annotated[Path, Option("A plan that scales with the prompt.", argument=True)]
     length: Annotated[int, Field(ge=1), Option("Prompt length, in tokens.")]
 
@@ -158,8 +155,6 @@ class ConvertOptions(PlanOptions):
 class MergeOptions(PlanOptions):
     """Where policies come from, and where budgets."""
 
-    job: ClassVar[str] = "plan merge"
-
     policies: Annotated[Path, Option("Take the policies of this plan.")]
     budgets: Annotated[Path, Option("Take the budgets of this plan, and all else.")]
 
@@ -170,8 +165,6 @@ class MergeOptions(PlanOptions):
 
 class BuildOptions(PlanOptions):
     """The plan as people edit it."""
-
-    job: ClassVar[str] = "plan build"
 
     strategy: Annotated[Path, Option("A YAML file as `plan yaml` writes it.", argument=True)]
 
@@ -185,8 +178,6 @@ class BuildOptions(PlanOptions):
 class YamlOptions(JobOptions):
     """The plan, and where its YAML is written to."""
 
-    job: ClassVar[str] = "plan yaml"
-
     plan: Annotated[Path, Option("The plan file.", argument=True)]
     output: Annotated[Path, Option("The YAML file.", short="-o", recorded=False)]
     force: Annotated[bool, Option("Replace the YAML file.", recorded=False)] = False
@@ -195,6 +186,20 @@ class YamlOptions(JobOptions):
         """Return the text of the file; UsageError if it cannot be written."""
         check_output(self.output, self.force, STRATEGY_FILE)
         return plan_to_yaml(load_plan(self.plan))
+
+    def next_command(self) -> str:
+        """Return the line that makes a plan of the file again, without replacing one."""
+        plan = self.output.with_suffix(".json")
+        if plan.exists():
+            plan = plan.with_stem(f"{plan.stem}-edited")
+        return following("plan", "build", self.output, "-o", plan)
+
+
+class DiffOptions(JobOptions):
+    """The plans to compare."""
+
+    before: Annotated[Path, Option("A plan.", metavar="A", argument=True)]
+    after: Annotated[Path, Option("Another plan.", metavar="B", argument=True)]
 
 
 @job(UniformOptions)
@@ -244,3 +249,10 @@ def yaml(options: YamlOptions, reporter: Reporter) -> str:  # noqa: ARG001
     text = options.make()
     atomic_write(options.output, text.encode(), overwrite=options.force)
     return text
+
+
+@job(DiffOptions)
+def diff(options: DiffOptions, reporter: Reporter) -> DifferenceView:  # noqa: ARG001
+    """Return what differs between two plans; UsageError if one cannot be read."""
+    plans = load_plan(options.before), load_plan(options.after)
+    return DifferenceView(plans, (str(options.before), str(options.after)))

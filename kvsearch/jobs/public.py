@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
-from kvsearch.config.options import JobOptions
+from kvsearch.config.options import JobOptions, Option
+from kvsearch.core.errors import KvsearchError
+from kvsearch.jobs.groups import WithWorkers
 from kvsearch.jobs.reporter import Reporter, Silent
-from kvsearch.models.loading import stay_offline
+from kvsearch.models.loading import LoadedModel, adopt, stay_offline
 from kvsearch.runs.lock import refuse_locked
 from kvsearch.runs.run import writing
 
@@ -23,7 +27,7 @@ def job(
     """Make a function of the public API of one that takes checked options and a `Reporter`.
 
     It takes either the options as one object or each as a keyword (what the command line takes by its place may come
-    first), a `recipe`, and `reporter`.
+    first), a `recipe`, and `reporter`. The model may be a loaded one, with its `tokenizer`. Errors name keywords.
 
     Before anything is read it takes the locks of the directories that the options name; one that is `dry`, as it writes
     nothing, finds out whether another process has them.
@@ -39,10 +43,16 @@ def job(
             if isinstance(checked, options):
                 if len(arguments) > 1 or keywords:
                     raise TypeError(f"{function.__name__}() takes options as one object or as keywords, not both")
-            else:
-                if len(arguments) > len(places):
-                    raise TypeError(f"{function.__name__}() takes at most {len(places)} positional arguments")
-                checked = options.of(**dict(zip(places, arguments, strict=False)), **keywords)
+                return run(checked, reporter)
+            if len(arguments) > len(places):
+                raise TypeError(f"{function.__name__}() takes at most {len(places)} positional arguments")
+            try:
+                return run(read_keywords(options, {**dict(zip(places, arguments, strict=False)), **keywords}), reporter)
+            except KvsearchError as error:
+                error.args = (in_python(str(error), offered),)
+                raise
+
+        def run(checked: Any, reporter: Reporter | None) -> Result:
             with stay_offline(bool(getattr(checked, "offline", False))), ExitStack() as locks:
                 for place in sorted(set(checked.directories)):
                     if dry:
@@ -59,14 +69,52 @@ def job(
     return decorated
 
 
+def read_keywords(options: type[Any], given: dict[str, Any]) -> Any:
+    """Return checked options of keywords; a loaded model is taken as it is.
+
+    Raises:
+        TypeError: a loaded model without a tokenizer, or with options of loading one.
+        UsageError: see `JobOptions.of`.
+    """
+    tokenizer = given.pop("tokenizer", None)
+    model = given.get("model")
+    if isinstance(model, Path):
+        given["model"] = str(model)
+    if not (isinstance(model, LoadedModel) or hasattr(model, "config")):
+        return options.of(**given)
+    loading = [name for name in WithWorkers.model_fields if name != "offline" and given.get(name) is not None]
+    if loading:
+        raise TypeError(f"{loading[0]}= is for a model that is loaded by its name: leave it out")
+    loaded = model if isinstance(model, LoadedModel) else adopt(model, tokenizer)
+    return options.of(**{**given, "model": loaded.name}).with_model(loaded)
+
+
+def in_python(message: str, offered: Mapping[str, tuple[Any, Option]]) -> str:
+    """Return what an error says with keywords in place of flags; commands in backticks stay as they are."""
+    words = {
+        option.called(name): f"{name}={not option.negated}" if field.annotation is bool else f"{name}="
+        for name, (field, option) in offered.items()
+    }
+
+    def keyword(match: re.Match[str]) -> str:
+        word = words.get(match["flag"], match["flag"].removeprefix("--").replace("-", "_") + "=")
+        return word.partition("=")[0] + ":" if match["colon"] else word
+
+    known = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+    flags = rf"(?<![\w-])(?P<flag>{known}|--[a-z][a-z-]*)(?![\w-])(?P<colon>:)?"
+    parts = message.split("`")
+    return "`".join(part if number % 2 else re.sub(flags, keyword, part) for number, part in enumerate(parts))
+
+
 def _parameters(options: type[JobOptions], places: list[str]) -> Iterator[inspect.Parameter]:
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     offered = {name: field for name, (field, _) in options.offered().items()}
     for name in sorted(offered, key=lambda name: name not in places):
-        required = offered[name].is_required() and options.recipes is None
         default = None if offered[name].is_required() else offered[name].get_default(call_default_factory=True)
-        yield inspect.Parameter(
-            name, kinds[name not in places], default=inspect.Parameter.empty if required else default
-        )
+        if offered[name].is_required() and options.recipes is None:
+            default = inspect.Parameter.empty
+        yield inspect.Parameter(name, kinds[name not in places], default=default)
+    if "model" in offered:
+        yield inspect.Parameter("tokenizer", kinds[1], default=None)
     yield inspect.Parameter("recipe", kinds[1], default=None)
     yield inspect.Parameter("reporter", kinds[1], default=None)

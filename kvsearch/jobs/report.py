@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 class ReportOptions(JobOptions):
     """What is in the report, and where it is written to."""
-
-    job: ClassVar[str] = "report"
 
     runs: Annotated[
         tuple[Path, ...],

@@ -8,15 +8,15 @@ from dataclasses import replace
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-from kvsearch.config.options import Option
+from kvsearch.config.options import QUESTIONS, RESULT, Listed, Option, Specs
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Entries, Samples
 from kvsearch.core.files import atomic_write
 from kvsearch.jobs.display import overall
-from kvsearch.jobs.groups import ASKED, BUDGET, TASKS, Batches, Loading, Numbers, TaskDetails, WithTasks, WithWorkers
+from kvsearch.jobs.groups import ASKED, BUDGET, MODEL, TASKS, Batches, Loading, TaskDetails, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption
 from kvsearch.models.loading import BUNDLED, LoadedModel
@@ -50,37 +50,35 @@ LAST = {**RESULTS, "evolve": REPORT}  # the last file that it writes
 class ReproduceOptions(WithTasks, WithWorkers, Batches):
     """Which table, of which model, and what is not as in the paper."""
 
-    job: ClassVar[str] = "reproduce"
-
     table: Annotated[
         str, Option("A table, such as lukv-table1; --list has them all.", metavar="TABLE", argument=True)
     ] = ""
-    model: Annotated[
-        str,
-        Option("A hub id, a local directory, `bundled` or `bundled-redundant`.", metavar="MODEL", argument=True),
-    ] = ""
+    model: Annotated[str, MODEL] = ""
     output: Annotated[
         Path | None,
         Option(
             "Directory of the tables and their stages, which tables share.",
+            RESULT,
             short="-o",
             metavar="DIR",
             shown=f"{RUNS}/MODEL",
             recorded=False,
         ),
     ] = None
-    listed: Annotated[bool, Option("List the tables, or say all of one, and stop.", flag="--list", recorded=False)] = (
-        False
-    )
+    listed: Annotated[
+        bool, Option("List the tables, or say all of one, and stop.", QUESTIONS, flag="--list", recorded=False)
+    ] = False
     tasks: Annotated[
-        str | None,
-        Option("Ask these, and search on them, in place of the table's own: as for evaluate.", metavar="SPEC",
-               panel=TASKS, shown="those of the table"),
+        Specs | None,
+        Option("Ask these, and search on them, in place of the table's own: as for evaluate.", QUESTIONS,
+               metavar="SPEC", panel=TASKS, shown="those of the table"),
     ] = None  # fmt: skip
-    samples: Annotated[Samples | None, Option("Contexts per task.", panel=ASKED, shown="those of the table")] = None
+    samples: Annotated[
+        Samples | None, Option("Contexts per task.", QUESTIONS, panel=ASKED, shown="those of the table")
+    ] = None
     budgets: Annotated[
         tuple[Entries, ...] | None,
-        Numbers,
+        Listed,
         replace(BUDGET, help="Entries per kv head.", metavar="N,N...", panel=ASKED, shown="those of the table"),
     ] = None
 

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.calibration.data import load_calibration_data
 from kvsearch.calibration.options import PROTECTED, LukvOptions
-from kvsearch.config.options import Option, one_of
+from kvsearch.config.options import RULE, SIZE, Listed, Names, Option, one_of
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Entries, Samples, refuse
 from kvsearch.core.naming import require_known
@@ -28,8 +28,6 @@ from kvsearch.jobs.groups import (
     TASKS,
     Deciding,
     Loading,
-    Names,
-    Numbers,
     TaskDetails,
     WithModel,
     WithProtocol,
@@ -37,7 +35,6 @@ from kvsearch.jobs.groups import (
     WithTasks,
     WithWorkers,
     default_tasks,
-    refuse_two_sizes,
 )
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption, stage_store
@@ -52,7 +49,6 @@ from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, run_in
 from kvsearch.selection.rule import LEAST_CONTEXTS, SharedLevel
 from kvsearch.strategies.joint import policy_curves
-from kvsearch.tasks.catalog import find_tasks
 
 if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
@@ -70,8 +66,7 @@ if TYPE_CHECKING:
     from kvsearch.tasks.base import Task, TokenCount
     from kvsearch.tasks.encode import TaskPrompts
 
-SIZE = "How much is kept"
-FITTING = "What is fitted"
+SIZES_PANEL = "How much is kept"
 SIZES = ("budget", "ratio", "budgets", "smallest")
 FIT = "fit"
 CURVES = "curves"
@@ -133,35 +128,42 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
     job: ClassVar[str] = "run"
     recipes: ClassVar[str | None] = "recipes/run"
     example: ClassVar[str] = "budget: 128"
+    alternatives: ClassVar[tuple[str, ...]] = SIZES
+    panel: ClassVar[str] = "What is fitted"
 
-    budget: Annotated[Entries | None, replace(BUDGET, panel=SIZE)] = None
-    ratio: Annotated[float | None, replace(RATIO, panel=SIZE)] = None
+    budget: Annotated[Entries | None, replace(BUDGET, panel=SIZES_PANEL)] = None
+    ratio: Annotated[float | None, replace(RATIO, panel=SIZES_PANEL)] = None
     budgets: Annotated[
         tuple[Entries, ...] | None,
-        Numbers,
-        Option("Several budgets, each with a plan of its own: plan-N.json.", metavar="N,N...", panel=SIZE),
+        Listed,
+        Option("Several budgets, each with a plan of its own: plan-N.json.", metavar="N,N...", panel=SIZES_PANEL),
     ] = None
     smallest: Annotated[
-        bool, Option("Find the smallest budget that loses at most --within of the full cache's score.", panel=SIZE)
+        bool,
+        Option(
+            "Find the smallest budget that loses at most --within of the full cache's score.", SIZE, panel=SIZES_PANEL
+        ),
     ] = False
-    within: Annotated[float, Field(gt=0, lt=100), Option("--smallest: points of 100 that may be lost.", panel=SIZE)] = (
-        1.0
-    )
+    within: Annotated[
+        float, Field(gt=0, lt=100), Option("--smallest: points of 100 that may be lost.", panel=SIZES_PANEL)
+    ] = 1.0
     policies: Annotated[
         Names,
-        Option("Built-in policies to measure budgets for.", metavar="NAME,...", panel=FITTING),
+        Option(
+            "Built-in policies to measure budgets for.",
+            RULE,
+            metavar="NAME,...",
+            completes="kvsearch.policies.registry:policy_names",
+        ),
     ] = ("snapkv", "keydiff", "expected_attention", "cake")
-    rankings: Annotated[
-        Names, Option("Rankings to fit, and to measure budgets for, too.", metavar="NAME,...", panel=FITTING)
-    ] = tuple(RANKINGS)
-    form: Annotated[Literal["network", "linear"], Option("probe: the largest fit that is tried.", panel=FITTING)] = (
-        "network"
+    rankings: Annotated[Names, Option("Rankings to fit, and to measure budgets for, too.", metavar="NAME,...")] = tuple(
+        RANKINGS
     )
+    form: Annotated[Literal["network", "linear"], Option("probe: the largest fit that is tried.")] = "network"
     fit: Annotated[
         Samples | None,
         Option(
             "Contexts per task to fit rankings on.",
-            panel=FITTING,
             shown="half of what there is to calibrate on, up to 36,000 tokens of all tasks",
         ),
     ] = None
@@ -169,19 +171,13 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
         Samples | None,
         Option(
             "Contexts per task to measure budgets on, and as many others to search on.",
-            panel=FITTING,
             shown="a quarter of what there is, up to 24,000 tokens",
         ),
     ] = None
     refine: Annotated[
-        bool,
-        Option(
-            "Leave out the search that begins at the best solved plan.", flag="--no-refine", panel=FITTING, negated=True
-        ),
+        bool, Option("Leave out the search that begins at the best solved plan.", flag="--no-refine", negated=True)
     ] = True
-    evaluations: Annotated[
-        int, Field(ge=1), Option("Plans that the search tries at each size, cheaply.", panel=FITTING)
-    ] = 200
+    evaluations: Annotated[int, Field(ge=1), Option("Plans that the search tries at each size, cheaply.")] = 200
     data: Annotated[
         str | None,
         Option(
@@ -193,7 +189,6 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
 
     @model_validator(mode="after")
     def _one_size(self) -> RunOptions:
-        refuse_two_sizes(self, SIZES)
         if "within" in self.model_fields_set and not self.smallest:
             refuse([(("within",), "is for --smallest: leave it out, or give --smallest")])
         return self
@@ -225,15 +220,10 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
         """Return where the plan of a size is written."""
         return self.output / (PLAN if self.budgets is None else f"plan-{size}.json")
 
-    @property
-    def asked_tasks(self) -> str:
-        """The spec of what is asked."""
-        return self.tasks or default_tasks(self.model)
-
     def questions(self, split: str) -> list[Task]:
         """Return what is asked of a split; a file to fit on is not for the default tasks."""
         details = self if self.tasks is not None else self.model_copy(update={"data": None})
-        return find_tasks(self.asked_tasks, details.task_options(split))
+        return details.find_tasks(self.model, split)
 
     @cached_property
     def texts(self) -> dict[str, CalibrationData] | None:
@@ -297,7 +287,10 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
         if self.texts is None:
             details = {name: getattr(self, name) for name in TaskDetails.model_fields}
             shared |= {name: value for name, value in details.items() if value is not None}
-            shared |= {"tasks": self.asked_tasks, "samples": samples or 1}  # not known before the model is
+            shared |= {
+                "tasks": self.tasks or default_tasks(self.model),
+                "samples": samples or 1,
+            }  # not known before the model is
         else:
             shared |= {"data": self.data}
         method = kind.model_fields["method"].default

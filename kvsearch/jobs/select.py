@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.config.options import Option, one_of
+from kvsearch.config.options import RESULT, RULE, Listed, Names, Option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries
 from kvsearch.core.files import PLAN_FILE, check_output, read_bytes
@@ -18,7 +18,7 @@ from kvsearch.core.naming import require_known
 from kvsearch.evaluation.reply_store import check_place
 from kvsearch.jobs.calibrated import OnSignals, load_signals
 from kvsearch.jobs.following import evaluation, following
-from kvsearch.jobs.groups import BUDGET, Deciding, Names, Numbers, refuse_two_sizes
+from kvsearch.jobs.groups import BUDGET, Deciding
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, stage_store
 from kvsearch.models.speed import Work
@@ -48,12 +48,13 @@ class SelectOptions(OnSignals, Deciding):
     """What is chosen from, by which questions, and where the choice is written."""
 
     job: ClassVar[str] = "select"
+    alternatives: ClassVar[tuple[str, ...]] = ("budget", "ratio", "budgets")
 
-    output: Annotated[Path, Option("The plan file.", short="-o", recorded=False)]
+    output: Annotated[Path, Option("The plan file.", RESULT, short="-o", recorded=False)]
     budget: Annotated[int | None, Field(ge=1), replace(BUDGET, shown="the one that was measured")] = None
     budgets: Annotated[
         tuple[Entries, ...] | None,
-        Numbers,
+        Listed,
         Option(
             "Several budgets, each chosen at by itself, all reported on the same questions: writes PLAN-N.json for "
             "each.",
@@ -71,6 +72,7 @@ class SelectOptions(OnSignals, Deciding):
         str,
         Option(
             "Candidates: paper (the paper's signals), standard, or full (every signal for every use).",
+            RULE,
             metavar="LEVEL",
             panel=CHOICE,
         ),
@@ -105,16 +107,6 @@ class SelectOptions(OnSignals, Deciding):
     force: Annotated[
         bool, Option("Replace the plan file, and start anew, whatever run is in the directory.", recorded=False)
     ] = False
-
-    @model_validator(mode="after")
-    def _one_size_or_several(self) -> SelectOptions:
-        refuse_two_sizes(self, ("budget", "ratio", "budgets"))
-        return self
-
-    @classmethod
-    def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options; one size takes the place of others."""
-        return {**one_of(stated, given, ("budget", "budgets", "ratio")), **given}
 
     @property
     def directories(self) -> tuple[Path, ...]:

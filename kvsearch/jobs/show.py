@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from kvsearch.config.options import JobOptions, Option
 from kvsearch.core.errors import UsageError
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 class ShowOptions(JobOptions):
     """What to show."""
-
-    job: ClassVar[str] = "show"
 
     path: Annotated[
         Path,

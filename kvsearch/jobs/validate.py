@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from kvsearch.config.options import Option
+from kvsearch.config.options import RULE, Names, Option
 from kvsearch.core.fields import Samples
 from kvsearch.jobs.calibrated import OnSignals, load_signals
 from kvsearch.jobs.following import following
-from kvsearch.jobs.groups import BUDGET, SAMPLES_OPTION, TASKS, Names
+from kvsearch.jobs.groups import BUDGET, SAMPLES_OPTION, TASKS
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, kept_replies
 from kvsearch.models.speed import Work
@@ -37,6 +37,7 @@ class ValidateOptions(OnSignals):
     """Which signals are judged, at which sizes, and by which questions."""
 
     job: ClassVar[str] = "validate"
+    alternatives: ClassVar[tuple[str, ...]] = ("budget", "ratio")
 
     budget: Annotated[int | None, Field(ge=1), replace(BUDGET, shown="those that were measured, one by one")] = None
     phases: Annotated[
@@ -53,6 +54,7 @@ class ValidateOptions(OnSignals):
         Option(
             "Signals to judge, as routes or for budgets: cosine, ppl, entropy, error, nll, ppl-chosen and others; "
             "route:NAME and budgets:NAME say which of the two.",
+            RULE,
             metavar="NAME,...",
             panel=JUDGED,
             shown="routes cosine,ppl and budgets entropy,ppl-chosen, as far as they were measured",
@@ -70,10 +72,7 @@ class ValidateOptions(OnSignals):
         "select"
     )
     samples: Annotated[Samples, SAMPLES_OPTION] = 20
-    force: Annotated[
-        bool,
-        Option("Start anew, whatever was found before.", recorded=False),
-    ] = False
+    force: Annotated[bool, Option("Start anew, whatever was found before.", recorded=False)] = False
 
     @property
     def directories(self) -> tuple[Path, ...]:

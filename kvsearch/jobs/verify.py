@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 class VerifyOptions(JobOptions):
     """What is verified."""
-
-    job: ClassVar[str] = "verify"
 
     paths: Annotated[
         tuple[Path, ...],

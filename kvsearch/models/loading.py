@@ -90,6 +90,23 @@ class LoadedModel:
         return self.model.device
 
 
+def adopt(model: Any, tokenizer: Any) -> LoadedModel:
+    """Return a model of transformers that is loaded already, called as its configuration calls it.
+
+    Raises:
+        TypeError: the tokenizer is missing.
+        IncompatibleError: the model is in training mode; see also `fingerprint`.
+    """
+    from kvsearch.models.fingerprint import fingerprint
+
+    if tokenizer is None:
+        raise TypeError("a loaded model needs its tokenizer: give it as tokenizer=...")
+    if model.training:
+        raise IncompatibleError("the model is in training mode: call its eval() first")
+    name = model.config.name_or_path or type(model).__name__
+    return LoadedModel(name, model, tokenizer, fingerprint(model, name))
+
+
 def load(name: str, options: LoadOptions | None = None) -> LoadedModel:
     """Load `name`; the fingerprint is taken right away.
 
@@ -137,11 +154,7 @@ def _load(name: str, options: LoadOptions, weights: bool) -> LoadedModel:
             if device == "auto":
                 device = "auto" if torch.cuda.is_available() else "cpu"
             model, info = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=options.dtype,
-                device_map=options.device_map or device,
-                output_loading_info=True,
-                **common,
+                source, dtype=options.dtype, device_map=options.device_map or device, output_loading_info=True, **common
             )
             missing = sorted(info["missing_keys"])
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -22,7 +22,6 @@ ObjectiveName = Literal["nll", "kl", "metric"]
 WITH_POPULATION = ("cma", "mixed", "random")  # optimisers whose generations may have any size
 FEWEST_OF_CMA = 4  # points of a generation that the update of the covariance works with
 WHAT = "What is searched"  # headings of the help
-WORK = "Who does the work"
 
 
 @dataclass(frozen=True)
@@ -43,56 +42,49 @@ class EvolveSettings(Record):
     the same samples.
     """
 
+    panel: ClassVar[str] = WHAT
+
     space: Annotated[
         SpaceName,
         Option(
             "groups: one group of layers after the other; layers: all at once; heads: multipliers around the first "
             "--start; basis: the directions in which the --start plans differ; joint: the policy of every layer, of "
-            "those of the --start plans and --policy, and multipliers around the best start.",
-            panel=WHAT,
+            "those of the --start plans and --policy, and multipliers around the best start."
         ),
     ] = "groups"
     phases: Annotated[
         PhaseNames,
         Option(
             "When to evict: prefill, decode or both, each phase with the budget as its size. Prefill candidates share "
-            "one reading of every prompt; with decode each is run whole, exact and slower.",
-            panel=WHAT,
+            "one reading of every prompt; with decode each is run whole, exact and slower."
         ),
     ] = "prefill"
-    group_size: Annotated[int, Field(ge=1), Option("Layers of a group.", panel=WHAT, shown="8, or all")] = 8
+    group_size: Annotated[int, Field(ge=1), Option("Layers of a group.", shown="8, or all")] = 8
     optimiser: Annotated[
         OptimiserName,
-        Option(
-            "cma, random, coordinate, mixed, or golden for groups of one layer; space joint needs mixed.", panel=WHAT
-        ),
+        Option("cma, random, coordinate, mixed, or golden for groups of one layer; space joint needs mixed."),
     ] = "cma"
     objective: Annotated[
         ObjectiveName,
         Option(
             "What the search lowers or raises: nll or kl of teacher-forced answers (cheap), or metric, the task's own "
-            "of free replies. The best are judged by the metric in any case.",
-            panel=WHAT,
+            "of free replies. The best are judged by the metric in any case."
         ),
     ] = "nll"
-    answers: Annotated[Answers, replace(ANSWERS, panel=WHAT)] = "own"
-    generations: Annotated[int, Field(ge=1), Option("Of each group.", panel=WHAT)] = 10
-    population: Annotated[
-        int | None, Field(ge=2), Option("Of each generation.", panel=WHAT, shown="4 + 3 ln dimension")
-    ] = None
-    sigma: Annotated[
-        float, Field(gt=0, allow_inf_nan=False), Option("First step, in units of the budget.", panel=WHAT)
-    ] = 0.3
-    parity: Annotated[bool, Option("The paper's literal choices (soft total, cache term).", panel=WHAT)] = False
+    answers: Annotated[Answers, replace(ANSWERS)] = "own"
+    generations: Annotated[int, Field(ge=1), Option("Of each group.")] = 10
+    population: Annotated[int | None, Field(ge=2), Option("Of each generation.", shown="4 + 3 ln dimension")] = None
+    sigma: Annotated[float, Field(gt=0, allow_inf_nan=False), Option("First step, in units of the budget.")] = 0.3
+    parity: Annotated[bool, Option("The paper's literal choices (soft total, cache term).")] = False
     lam: Annotated[
         float,
         Field(ge=0, allow_inf_nan=False),
-        Option("With --parity: weight of the cache term (Eq. 1).", flag="--lambda", panel=WHAT),
+        Option("With --parity: weight of the cache term (Eq. 1).", flag="--lambda"),
     ] = 0.3
     gamma: Annotated[
         float,
         Field(gt=0, le=1),
-        Option("With --parity: what a budget that is left unused costs of the cache term (Eq. 2).", panel=WHAT),
+        Option("With --parity: what a budget that is left unused costs of the cache term (Eq. 2)."),
     ] = 0.2
     protocol: Protocol = QUESTION_AGNOSTIC
     hard_below: Annotated[
@@ -102,21 +94,19 @@ class EvolveSettings(Record):
             "Search only on questions that the full cache answers right and that score below so many percent under "
             "even budgets (the paper's needles: 60).",
             metavar="PERCENT",
-            panel=WHAT,
             shown="all questions",
         ),
     ] = None
     hard_most: Annotated[
         int | None,
         Field(ge=2),
-        Option("With --hard-below: at most so many of them (the paper's needles: 35).", panel=WHAT, shown="all"),
+        Option("With --hard-below: at most so many of them (the paper's needles: 35).", shown="all"),
     ] = None
     minibatch: Annotated[
-        Entries | None,
-        Option("Questions that a generation sees; its best is measured on all.", panel=WHAT, shown="all"),
+        Entries | None, Option("Questions that a generation sees; its best is measured on all.", shown="all")
     ] = None
     finalists: Annotated[
-        int, Field(ge=1, le=MAX_POOL), Option("Candidates that are judged by the metric at the end.", panel=WHAT)
+        int, Field(ge=1, le=MAX_POOL), Option("Candidates that are judged by the metric at the end.")
     ] = 8
     seed: int = Field(default=0, ge=0)
 

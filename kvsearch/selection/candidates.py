@@ -32,7 +32,8 @@ from kvsearch.policies.registry import policy_of
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.strategies.from_signals import UNIFORM
 from kvsearch.strategies.joint import PolicyCurves, joint_plan
-from kvsearch.strategies.methods import METHODS, Recipe, direct_plan
+from kvsearch.strategies.methods import direct_plan
+from kvsearch.strategies.names import METHODS, Recipe
 
 PHASE: Final = "prefill"
 BUILT_IN: Final = (*SCORED, "streaming", "criticalkv", "scissorhands", "cam", "d2o")

@@ -43,7 +43,7 @@ from kvsearch.strategies.from_signals import (
     recent_parameter,
     warn_constant,
 )
-from kvsearch.strategies.methods import METHODS, Recipe
+from kvsearch.strategies.names import METHODS, Recipe
 
 NONE: Final = "none"  # the route that stands for every pattern alone
 PYRAMID: Final = "pyramid"

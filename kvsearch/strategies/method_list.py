@@ -23,8 +23,8 @@ from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import fitted_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.policies.registry import FITTED, policy_class, policy_names, policy_of
-from kvsearch.strategies.methods import METHODS, Calibrated, Formula, Method, Recipe
-from kvsearch.strategies.names import FULL, RANDOM
+from kvsearch.strategies.methods import Calibrated, Formula, Method
+from kvsearch.strategies.names import FULL, METHODS, RANDOM, Recipe, method_names
 
 BETA = "beta"  # the option of the pyramid
 Settings = Mapping[str, Any]
@@ -42,12 +42,6 @@ class MethodSpec(NamedTuple):
     recipe: Recipe | Path
     settings: Settings
     fitted: Settings
-
-
-def method_names() -> list[str]:
-    """Return all names that `find_methods` knows; profiles are given as NAME=DIR, a fitted policy as POLICY=DIR."""
-    policies = [name for name in policy_names() if name not in METHODS and name not in (FULL, *FITTED)]
-    return [*METHODS, *policies, RANDOM]
 
 
 def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:

@@ -6,11 +6,11 @@ budgets that need no measurement can be written as a plan, too, see `direct_plan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,28 +31,6 @@ from kvsearch.runtime import Program
 from kvsearch.strategies.build import Chosen, build_plan, check_mean, round_ratios
 
 Heads = tuple[int, int]  # layers, kv heads
-
-
-class Recipe(NamedTuple):
-    """What a method's name stands for."""
-
-    policy: str
-    allocator: str = "uniform"  # or "pyramid"
-    allocation: str = "static"
-    options: Mapping[str, str] = {}  # of the allocation
-
-
-METHODS: dict[str, Recipe] = {
-    "uniform": Recipe("snapkv"),
-    "pyramid": Recipe("pyramidkv", "pyramid"),
-    "adakv": Recipe("snapkv", allocation="adakv"),
-    "ada-pyramid": Recipe("pyramidkv", "pyramid", "adakv"),
-    "cake": Recipe("cake", allocation="cake"),
-    "lava": Recipe("lava", allocation="lava"),
-    "lava-uniform": Recipe("lava", allocation="lava", options={"layers": "planned"}),
-    "lava-pyramid": Recipe("lava", "pyramid", "lava", {"layers": "planned"}),
-    "lava-equal-heads": Recipe("lava", allocation="lava", options={"heads": "equal"}),
-}
 
 
 @dataclass(frozen=True)

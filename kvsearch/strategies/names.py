@@ -1,6 +1,11 @@
-"""Names of what is always compared; reports need them, and nothing that runs a model."""
+"""Names of what is compared; reports and completion need them, and nothing that runs a model."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvsearch.policies.registry import FITTED, policy_names
 
 FULL = "full"  # the full cache
 RANDOM = "random"  # a control
@@ -10,3 +15,31 @@ EXPANDED = "expanded"  # the plan of the smallest budget, scaled
 UNIFORM = "uniform"
 PYRAMID = "pyramid"
 STREAMING = "streaming"
+
+
+class Recipe(NamedTuple):
+    """What a method's name stands for."""
+
+    policy: str
+    allocator: str = "uniform"  # or "pyramid"
+    allocation: str = "static"
+    options: Mapping[str, str] = {}  # of the allocation
+
+
+METHODS: dict[str, Recipe] = {
+    "uniform": Recipe("snapkv"),
+    "pyramid": Recipe("pyramidkv", "pyramid"),
+    "adakv": Recipe("snapkv", allocation="adakv"),
+    "ada-pyramid": Recipe("pyramidkv", "pyramid", "adakv"),
+    "cake": Recipe("cake", allocation="cake"),
+    "lava": Recipe("lava", allocation="lava"),
+    "lava-uniform": Recipe("lava", allocation="lava", options={"layers": "planned"}),
+    "lava-pyramid": Recipe("lava", "pyramid", "lava", {"layers": "planned"}),
+    "lava-equal-heads": Recipe("lava", allocation="lava", options={"heads": "equal"}),
+}
+
+
+def method_names() -> list[str]:
+    """Return all names that `find_methods` knows; profiles are given as NAME=DIR, a fitted policy as POLICY=DIR."""
+    policies = [name for name in policy_names() if name not in METHODS and name not in (FULL, *FITTED)]
+    return [*METHODS, *policies, RANDOM]

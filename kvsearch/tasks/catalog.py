@@ -183,6 +183,7 @@ SETS: Final[dict[str, tuple[str, ...]]] = {
     INFINITEBENCH: _specs(INFINITEBENCH, INFINITEBENCH_TASKS),
     f"{INFINITEBENCH}:lava": _specs(INFINITEBENCH, INFINITEBENCH_LAVA),
 }  # specs that stand for several tasks
+SPECS: Final = (*SETS, *ENTRIES, f"{JSONL}:")  # as they are typed
 
 
 def describe_tasks(spec: str | None = None) -> list[Entry]:

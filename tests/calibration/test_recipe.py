@@ -120,18 +120,6 @@ def test_the_shipped_recipes(path: Path) -> None:
         assert recipe.make_allocation().name == recipe.method
 
 
-def test_a_recipe_under_what_is_typed(tmp_path: Path) -> None:
-    path = write(
-        tmp_path, "policy: snapkv\nparams: {window: 8, sinks: 2}\nnormalization: layer\nminimum: 0.05\ngap: no\n"
-    )
-    plain = lukv(path, {"policy": None}, [])
-    assert plain.settings() == LukvOptions(normalization="layer", gap=False, minimum=0.05).settings()
-    assert plain.make_policy().parameters()["window"] == 8
-    over = lukv(path, {"policy": "snapkv", "normalization": "none"}, ["window=16"])
-    assert over.settings() == LukvOptions(normalization="none", gap=False, minimum=0.05).settings()
-    assert over.params == {"window": 16, "sinks": 2}
-
-
 def test_parameters_belong_to_the_policy_of_the_recipe(tmp_path: Path) -> None:
     path = write(tmp_path, "policy: snapkv\nparams: {window: 8}\n")
     assert resolve_recipe(path, {"policy": "keydiff"}, []).params == {}
@@ -142,32 +130,6 @@ def test_parameters_belong_to_the_policy_of_the_recipe(tmp_path: Path) -> None:
     unnamed = write(tmp_path, "params: {window: 8}\n")  # those of the default policy
     assert resolve_recipe(unnamed, {"policy": "snapkv"}, []).params == {"window": 8}
     assert resolve_recipe(unnamed, {"policy": "keydiff"}, []).params == {}
-
-
-@pytest.mark.parametrize(
-    ("values", "settings", "problem"),
-    [
-        (
-            {"method": "lukf"},
-            [],
-            r"unknown method 'lukf'; did you mean 'lukv'\? \(known: lukv, lava, cake, adakv, polykv, probe, query",
-        ),
-        (
-            {"normalization": "layers"},
-            [],
-            r"unknown normalization 'layers'; did you mean 'layer'\? \(known: integrated, ",
-        ),
-        ({"aggregate": "mean"}, [], r"unknown aggregate 'mean'.*\(known: ratios, importance\)"),
-        ({}, ["window"], "'window' is not of the form key=value"),
-        ({"policy": "full"}, [], "evicts nothing, so it has no budgets to calibrate"),
-        ({"policy": "snapvk"}, [], "unknown policy 'snapvk'; did you mean 'snapkv'"),
-        ({}, ["windows=8"], "no parameter 'windows'; did you mean 'window'"),
-        ({"policy": "expected_attention"}, ["epsilon=nan"], "--set.epsilon: must be a finite number"),
-    ],
-)
-def test_what_cannot_be_typed(values: dict[str, Any], settings: list[str], problem: str) -> None:
-    with pytest.raises(UsageError, match=problem):
-        typed(*settings, **values).make_policy()
 
 
 @pytest.mark.parametrize(

@@ -9,21 +9,20 @@ from pathlib import Path
 import pytest
 
 from kvsearch.calibration.data import default_data, load_calibration_data
-from kvsearch.cli import VERBS
-from kvsearch.cli.registry import first_sentence
+from kvsearch.cli.registry import VERBS
 from kvsearch.models.loading import BUNDLED
 from kvsearch.plan import load_plan, load_profile
 from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
 from kvsearch.runs.contexts import read_contexts
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, invoke
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_list_of_commands_says_what_they_say(verb: str) -> None:
     """The list is made without importing them."""
     command = VERBS[verb].load_command()
-    assert (command.help or "").split("\n")[0] == first_sentence(VERBS[verb])
-    assert command.name in (verb, "plan")
+    assert "".join((command.help or "").split("\n\n")[0].split()) in "".join(invoke("--help")[1].split())
+    assert command.name == verb
 
 
 @pytest.mark.parametrize(
@@ -44,14 +43,6 @@ def test_version(run: Run) -> None:
     code, out, _ = run("--version")
     assert code == 0
     assert out.startswith("kvsearch 0.")
-
-
-@pytest.mark.parametrize("recipe", sorted(Path("recipes/calibrate").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_recipe_is_valid(run: Run, tmp_path: Path, recipe: Path) -> None:
-    fitting = ("--budgets", "128,256") if recipe.stem == "polykv-sweep" else ()  # it goes on to 1024, the texts do not
-    code, out, talk = run("calibrate", "bundled", "--recipe", recipe, "-o", tmp_path / "run", "--dry-run", *fitting)
-    assert code == 0, talk
-    assert json.loads(out)["recipe"]["method"] == recipe.stem.partition("-")[0]
 
 
 def test_profile_and_plan_record_what_they_were_fitted_on(calibrated: Path) -> None:

@@ -190,7 +190,7 @@ def test_start_plans_bring_their_policies_and_what_they_have_seen(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--budgets", "8,x"), "--budgets: takes whole numbers with commas between them, got '8,x'"),
+        (("--budgets", "8,x"), "--budgets.1: Input should be a valid integer, not 'x'"),
         (("--budgets", "8,16"), "budgets: is in place of budget: give one of them"),
         (("--optimiser", "cmaes"), "Input should be 'cma'"),
         (("--population", 2), "cma needs 4 or more, got 2"),

@@ -174,7 +174,7 @@ def test_what_would_be_done(directory: Path, questions: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("--allocators", "uniform,,ppl"), "--allocators takes names with commas between them"),
+        (("--allocators", "uniform,,ppl"), "--allocators: takes values with commas between them"),
         (("--explore", "fill"), "unknown level to explore 'fill'; did you mean 'full'"),
         (("--sure", "1"), "--sure 1 is outside [0.5, 1)"),
         (("--ratio", "0.5"), "--ratio: is in place of budget: give one of them"),

@@ -123,9 +123,9 @@ def test_a_damaged_file_is_replaced_only_by_force(run: Run, directory: Path) -> 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (("--signals", "cosine,,ppl"), "--signals takes names with commas between them"),
+        (("--signals", "cosine,,ppl"), "--signals: takes values with commas between them"),
         (("--split", "selct"), "unknown split 'selct'"),
-        (("--budget", 64, "--ratio", 0.5), "give either a ratio"),
+        (("--budget", 64, "--ratio", 0.5), "--ratio: is in place of budget: give one of them"),
         (("--depths", "10"), "none of the chosen tasks reads --depths"),
     ],
 )

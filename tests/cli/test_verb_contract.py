@@ -15,7 +15,6 @@ from unittest import mock
 
 import pytest
 
-from kvsearch.cli import VERBS
 from kvsearch.core import files as plan_files
 from kvsearch.models.loading import load
 from kvsearch.runs.identity import RunConfig
@@ -34,33 +33,6 @@ FINISHED = "this run was finished: nothing was left to do"
 PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 8}, "streaming": {"sinks": 4}, "tova": {}}
 
 # --- every verb -------------------------------------------------------------------------------------------------------
-
-GENERAL = ("--json", "--quiet", "--verbose", "--log-file", "--debug")
-LOADING = ("--device", "--dtype", "--offline")
-FORETELLING = {
-    "run", "calibrate", "validate", "select", "evolve", "export", "evaluate", "generate", "compress", "bench",
-    "headroom", "lm-eval", "reproduce",
-}  # fmt: skip
-WITH_MODEL = FORETELLING | {"doctor"}
-SINGLE = [verb for verb in VERBS if verb not in ("plan", "recipes")]  # those two have verbs of their own
-
-
-@pytest.mark.parametrize("verb", SINGLE)
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_offers_what_the_verb_uses(run: Run, verb: str, flag: str) -> None:
-    code, out, _ = run(verb, flag)
-    assert code == 0
-    assert [option for option in GENERAL if option not in out] == []
-    assert all((option in out) == (verb in WITH_MODEL) for option in LOADING)
-    assert ("--dry-run" in out) == (verb in FORETELLING)
-
-
-@pytest.mark.parametrize("verb", SINGLE)
-def test_an_unknown_option_is_named(run: Run, verb: str) -> None:
-    code, out, talk = run(verb, "--colour")
-    assert (code, out) == (USAGE, "")
-    assert talk.startswith("kvsearch: error: No such option: --colour (")
-    assert talk.endswith(f"(see `kvsearch {verb} -h`)\n")
 
 
 # --- runs that are kept -----------------------------------------------------------------------------------------------

@@ -49,3 +49,15 @@ def test_names_of_several_commands_and_of_none(tmp_path: Path) -> None:
     assert find_recipe("mine.yaml", FOLDERS["run"]) == Path("mine.yaml")
     with pytest.raises(UsageError, match=r"did you mean 'llama-3.1-8b'"):
         find_recipe("llama-3.1-8", FOLDERS["run"])
+
+
+def test_the_configuration_of_a_run_names_files_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.jsonl", "plan.json", "snapkv"):
+        Path(name).touch()
+    options = EvaluateOptions.of(
+        model="./m", tasks="ruler:vt+jsonl:mine.jsonl+jsonl:other.jsonl", plan="plan.json", methods="snapkv"
+    )
+    recorded = options.recorded()
+    assert recorded["tasks"] == f"ruler:vt+jsonl:{tmp_path}/mine.jsonl+jsonl:other.jsonl"
+    assert (recorded["plan"], recorded["methods"]) == ([f"{tmp_path}/plan.json"], "snapkv")

@@ -142,7 +142,7 @@ def hold_models() -> None:
 
     logging.disable_progress_bar()
     import kvsearch.models.loading as loading
-    from kvsearch.cli import VERBS
+    from kvsearch.cli.registry import VERBS
     from tests import tiny
 
     held = tiny.loaded(num_hidden_layers=2)

@@ -20,7 +20,7 @@ from kvsearch.selection.signal_candidates import (
     tuned_policy,
 )
 from kvsearch.strategies.from_signals import Strategy, strategy_plan
-from kvsearch.strategies.methods import METHODS
+from kvsearch.strategies.names import METHODS
 from tests import tiny
 from tests.signals.profiles import make_signals, signal_metadata
 

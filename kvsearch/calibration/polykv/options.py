@@ -27,7 +27,6 @@ from kvsearch.policies import Policy, create_policy, policy_class, policy_names
 
 Signal = Literal["cosine", "ppl", "entropy"]
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
-PANEL = "PolyKV"
 PAPER = ("h2o", "tova", "cam", "pyramidkv", "snapkv", "d2o", "cake", "scissorhands", "streaming")
 SETS = ("paper", "all")
 FULL = "full"
@@ -54,20 +53,15 @@ class PolykvOptions(CalibrationOptions):
     patterns: Annotated[
         tuple[str | PolicySpec, ...],
         Listed,
-        Option(
-            "Patterns that are tried; paper: its nine, all: every policy.",
-            metavar="NAME,...",
-            panel=PANEL,
-            shown="paper",
-        ),
+        Option("Patterns that are tried; paper: its nine, all: every policy.", metavar="NAME,...", shown="paper"),
     ] = ("paper",)
     budgets: Annotated[
         tuple[Entries, ...],
         Listed,
         AfterValidator(lambda budgets: tuple(sorted(budgets))),
-        Option("Entries per kv head that patterns are tried at.", metavar="N,...", panel=PANEL, shown="512"),
+        Option("Entries per kv head that patterns are tried at.", metavar="N,...", shown="512"),
     ] = (512,)
-    phases: Annotated[PhaseNames, Option("When patterns are tried: prefill, decode or both.", panel=PANEL)] = "both"
+    phases: Annotated[PhaseNames, Option("When patterns are tried: prefill, decode or both.")] = "both"
     signals: Annotated[
         tuple[Signal, ...],
         Listed,
@@ -75,32 +69,23 @@ class PolykvOptions(CalibrationOptions):
         Option(
             "What is measured: cosine (and relative error) of attention outputs, ppl of the answers, entropy (both).",
             metavar="NAME,...",
-            panel=PANEL,
             shown="cosine,ppl,entropy",
         ),
     ] = SIGNALS
     entropy_rows: Annotated[
-        Whole, Field(ge=1), Option("Last query rows of the prompt that entropy-rows is the mean over.", panel=PANEL)
+        Whole, Field(ge=1), Option("Last query rows of the prompt that entropy-rows is the mean over.")
     ] = 32
     answer_tokens: AnswerTokens = ANSWER_TOKENS
     protocol: ProtocolChoice = QUESTION_AGNOSTIC
     naive: Annotated[
         Flag,
-        Option(
-            "Run the model anew for everything that is tried, as the paper does: slow, to check the results by.",
-            panel=PANEL,
-        ),
+        Option("Run the model anew for everything that is tried, as the paper does: slow, to check the results by."),
     ] = False
-    batch: Annotated[Whole, Field(ge=1), Option("Prompts at a time.", panel=PANEL)] = 8
+    batch: Annotated[Whole, Field(ge=1), Option("Prompts at a time.")] = 8
     max_memory: Annotated[
         Number | None,
         AfterValidator(above_zero),
-        Option(
-            "Most memory besides the weights.",
-            metavar="GB",
-            panel=PANEL,
-            shown="4.3, of a GPU most of what is free",
-        ),
+        Option("Most memory besides the weights.", metavar="GB", shown="4.3, of a GPU most of what is free"),
     ] = None
 
     @model_validator(mode="after")

@@ -1,0 +1,93 @@
+"""The two helps of a verb, completion, and the catalog of flags that both read.
+
+`python -m tests.cli.test_help` writes the catalog anew, after an option was changed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import astuple
+
+import pytest
+
+from kvsearch.cli.command import CATALOG, describe, load
+from kvsearch.cli.registry import PLAN_VERBS, VERBS
+from tests.cli.conftest import Run
+
+ALL = {verb.options: verb for verb in (*VERBS.values(), *PLAN_VERBS.values())}
+
+
+def catalog() -> str:
+    """What the file has to hold: a line for every flag."""
+    entries = []
+    for options in ALL:
+        rows = ",\n".join(json.dumps(astuple(flag)) for flag in describe(load(options)))
+        entries.append(f'"{options}": [\n{rows}\n]')
+    return "{\n" + ",\n".join(entries) + "\n}\n"
+
+
+def test_the_catalog_is_what_the_options_are() -> None:
+    assert CATALOG.read_text() == catalog(), "write it anew: python -m tests.cli.test_help"
+
+
+@pytest.mark.parametrize("verb", ["run", "evaluate", "plan uniform"])
+def test_the_short_help_is_the_essentials_in_the_order_of_use(run: Run, verb: str) -> None:
+    _, out, _ = run(*verb.split(), "-h")
+    lines = [
+        line.split()[0].rstrip(",")
+        for line in out.partition("Options:")[2].splitlines()
+        if line.startswith(("  -", "  MODEL"))
+    ]
+    assert 8 <= len(lines) <= 14
+    order = ["MODEL", "--tasks", "--samples", "--budget", "--budgets", "--output", "--sure", "--device", "--dry-run"]
+    named = [line for line in lines if line in order]
+    assert named == sorted(named, key=order.index)
+    assert f"All options: kvsearch {verb} --help-all" in out
+    assert f"Usage: kvsearch {verb} MODEL [OPTIONS]" in out
+    assert "--json   " in out
+    _, out, _ = run(*verb.split(), "--help-all")
+    assert all(f"\n{panel}:\n" in out for panel in ("Options", "The model", "General"))
+
+
+def test_the_options_of_a_method_are_shown_with_it(run: Run) -> None:
+    for words in (["-h"], ["--help-all"]):
+        _, out, _ = run("calibrate", *words)
+        assert "--rivals" not in out
+        assert "Options of one method: kvsearch calibrate --method NAME -h" in out
+        assert "--rivals" in run("calibrate", "--method", "lukv", *words)[1]
+        assert "--rivals" not in run("calibrate", "--method=cake", *words)[1]
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("eval", "evaluate"),
+        ("run --sm", "--smallest"),
+        ("run ./m --policies snapkv,key", "snapkv,keydiff"),
+        ("plan uniform bundled --policy exp", "expected_attention"),
+        ("run bundled --tasks ruler:vt+ruler:no", "ruler:vt+ruler:no-qa"),
+        ("run --recipe run/b", "run/bundled"),
+        ("calibrate bundled --method query_b", "query_bank"),
+        ("calibrate bundled --normalization eff", "effect"),
+        ("evaluate bundled --methods lava-e", "lava-equal-heads"),
+        ("export runs/x --to kvpress-l", "kvpress-lukv"),
+        ("evolve bundled-r", "bundled-redundant"),
+    ],
+)
+def test_the_shell_completes(typed: str, expected: str) -> None:
+    code = "import atexit, sys; atexit.register(lambda: print([*sys.modules]))\nfrom kvsearch.cli import main; main()"
+    shell = {"_KVSEARCH_COMPLETE": "complete_bash", "COMP_WORDS": f"kvsearch {typed}"}
+    shell["COMP_CWORD"] = str(len(typed.split()))
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.argv = ['kvsearch']\n{code}"],
+        env={**shell, "PYTHONPATH": ":".join(filter(None, sys.path))}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    *found, modules = done.stdout.splitlines()
+    assert expected in found
+    assert "'torch'" not in modules
+
+
+if __name__ == "__main__":
+    CATALOG.write_text(catalog())
