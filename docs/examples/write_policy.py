@@ -51,7 +51,7 @@ def main() -> None:
     """Compare the policy with SnapKV at the same number of entries."""
     register(Path.cwd())
     result = kvsearch.evaluate(
-        "bundled", methods="value_norm,snapkv", ratios="0.8", tasks="synthetic:single", length=512, samples=5
+        "bundled", methods=["value_norm", "snapkv"], ratios=[0.8], tasks=["synthetic:single"], length=512, samples=5
     )
     [size] = result.as_json()["blocks"]
     for method in size["methods"]:
