@@ -248,19 +248,22 @@ def show(options: JobOptions, view: View) -> Output:
 def verify(options: VerifyOptions, verification: Verification) -> Output:
     """Check that what runs have written is complete: checksums, ledgers, schemas, totals of plans, weights.
 
-    For every artefact it says what it is and whether it is whole, unfinished or damaged, and what to do. Exit code 2
-    if anything is damaged. No model is loaded, and nothing is written.
+    One line says how many artefacts are whole, unfinished or damaged; what is not whole is named with what to do. -v
+    lists all. Exit code 2 if anything is damaged. No model is loaded, and nothing is written.
 
     Example: kvsearch verify runs/best plan.json
     """
-    damaged = verification.damaged
-    if not damaged:
-        return view_output(verification)
-    first = damaged[0]
-    artefacts = counted(len(verification.artefacts), "artefact")
-    count = f"{len(damaged)} of {artefacts} {'is' if len(damaged) == 1 else 'are'} damaged"
-    problem = UsageError(f"{count}, the first is {first.path}: {first.problem}; {first.remedy}")
-    return Output(verification.as_json, shown_parts(verification.parts), problem=problem)
+    problem = None
+    if damaged := verification.damaged:
+        artefacts = counted(len(verification.artefacts), "artefact")
+        count = f"{len(damaged)} of {artefacts} {'is' if len(damaged) == 1 else 'are'} damaged"
+        first = damaged[0]
+        problem = UsageError(f"{count}, the first is {first.path}: {first.problem}; {first.remedy}")
+
+    def show(console: Console) -> None:
+        console.out.print_parts(verification.parts(all_artefacts=bool(console.verbose)))
+
+    return Output(verification.as_json, show, problem=problem)
 
 
 @job_verb("kvsearch.jobs.report:ReportOptions", job="write_report", dry_run=False)
@@ -276,8 +279,8 @@ def report(options: ReportOptions, page: Report) -> Output:
     tables = page.count("tables")
     files = list(map(str, page.files))
     content = {"report": str(page.output), "bytes": page.bytes, "figures": figures, "tables": tables, "files": files}
-    content_words = f"{counted(figures, 'figure')}, {counted(tables, 'table')}"
-    lines = [f"wrote {page.output}: {content_words}, {page.bytes / 1000:.0f} kB"]
+    counts = f"{counted(figures, 'figure')}, {counted(tables, 'table')}"
+    lines = [f"wrote {page.output}: {counts}, {page.bytes / 1000:.0f} kB"]
     if files:
         lines.append(f"wrote {counted(len(files), 'file')} to {options.figures}")
     return Output(lambda: content, said(lines))

@@ -72,14 +72,14 @@ def write_report(options: ReportOptions, reporter: Reporter) -> Report:  # noqa:
         EnvironmentFault: a file cannot be written.
     """
     from kvsearch.report.artifacts import open_path
-    from kvsearch.report.page.page import about, groups_of, render
+    from kvsearch.report.page.page import groups_of, render
 
     options.check_output()
     if options.figures is not None:
         require_directory(options.figures)
     groups = groups_of([open_path(path) for path in dict.fromkeys(options.runs)])
     files = [] if options.figures is None else _write_figures(groups, options.figures)
-    page = render(groups, options.title, about(groups))
+    page = render(groups, options.title)
     atomic_write(options.output, page)
     return Report(options.output, groups, len(page), files)
 

@@ -6,15 +6,16 @@ beside its report, such as the ledger; any other file stands for itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from kvsearch.calibration.steps import profile_file
 from kvsearch.core.canonical import sha256_of
-from kvsearch.core.errors import UsageError
+from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.files import read_bytes
 from kvsearch.core.parsing import read_json
 from kvsearch.core.printed import command_line
@@ -44,7 +45,7 @@ from kvsearch.results.text_perplexity import PerplexityResult
 from kvsearch.results.validation import FILE as VALIDATION
 from kvsearch.results.validation import read_validation
 from kvsearch.runs.contexts import CONTEXTS_FORMAT, read_contexts
-from kvsearch.runs.identity import CONFIG, CONTEXTS, LEDGER, REPORT, SELECTION, RunConfig, read_config
+from kvsearch.runs.identity import CONFIG, CONTEXTS, LEDGER, REPORT, SELECTION, SUMS, RunConfig, read_config
 from kvsearch.runs.identity import SCHEMA as RUN
 
 FRONT = "front.json"
@@ -53,8 +54,8 @@ CACHE = ".kv"  # the suffix of a compressed cache
 BESIDE = (LEDGER, "samples.csv", "tables.md")  # what a run keeps beside its report
 KNOWN = (
     "a plan, a strategy or recipe in YAML, a profile, the directory of a calibration, evaluation, validation, "
-    "selection, search, run or reproduction, the files in these, a compressed cache (.kv), and what evaluate, bench "
-    "and others print with --json"
+    "selection, search, run or reproduction, a folder of these, the files in them, a compressed cache (.kv), and what "
+    "evaluate, bench and others print with --json"
 )
 Reader = Callable[[dict[str, Any], Path], Any]
 
@@ -96,7 +97,6 @@ KINDS: Mapping[str, ArtifactKind] = {
         lambda result: [scores.perplexity_table(result)],
         {"kvsearch.perplexity": partial(read_content, PerplexityResult)},
         model=lambda result: result.perplexity.model,
-        figures=drawn.perplexity_figures,
         headline=scores.perplexity_headline,
     ),
     "headroom": ArtifactKind(
@@ -114,16 +114,15 @@ KINDS: Mapping[str, ArtifactKind] = {
         scores.validation_parts,
         {"kvsearch.validation": read_validation},
         model=lambda result: result.model.name,
-        figures=drawn.validation_figures,
     ),
     "selection": ArtifactKind(
-        lambda result: selections.tables(*result.sizes),
+        lambda result: selections.tables(*result.choices),
         {
             "kvsearch.selection": partial(read_content, SelectionResult),
             "kvsearch.selections": partial(read_content, SelectionsResult),
         },
-        figures=lambda result: drawn.selection_figures(result.sizes),
-        headline=lambda result: "; ".join(f"{one.size.words}: {one.chosen.decision}" for one in result.sizes),
+        figures=drawn.selection_figures,
+        headline=selections.headline,
     ),
     "search": ArtifactKind(
         search.parts,
@@ -136,7 +135,8 @@ KINDS: Mapping[str, ArtifactKind] = {
     "run": ArtifactKind(
         selections.run_parts,
         {"kvsearch.run-report": partial(read_content, RunResult)},
-        figures=lambda result: drawn.selection_figures(result.choices),
+        figures=drawn.selection_figures,
+        headline=selections.headline,
     ),
     "replies": ArtifactKind(lambda content: [scores.progress_table(content)], model=lambda _: None),
     "contexts": ArtifactKind(
@@ -147,6 +147,7 @@ KINDS: Mapping[str, ArtifactKind] = {
     "reproduction": ArtifactKind(
         Reproduced.tables, {"kvsearch.reproduction": Reproduced.read}, model=lambda table: table.content.get("model")
     ),
+    "runs": ArtifactKind(lambda runs: [_runs_table(runs)], model=lambda _: None),
     "cache": ArtifactKind(cache_parts, model=lambda header: header.plan.model.name),
 }
 
@@ -310,7 +311,25 @@ def _directory(path: Path) -> Opened:
     tables = _existing([path / f"{name}.json" for name in TABLES])
     if tables or (path / STAGES).is_dir():
         return _reproduction(path, tables)
+    runs = sorted(file.parent for file in path.glob(f"*/{CONFIG}") if read_config(file.parent) is not None)
+    if runs:
+        return Opened(path, "runs", runs)
     raise _unknown(path)
+
+
+def _runs_table(runs: Sequence[Path]) -> Table:
+    """Return a row per run: what it is, of which model, when it was last written to, and what it found."""
+    rows = []
+    for run in runs:
+        written = max((run / name).stat().st_mtime for name in (CONFIG, SUMS) if (run / name).exists())
+        date = f"{datetime.fromtimestamp(written):%Y-%m-%d %H:%M}"
+        try:
+            opened = open_path(run)
+            rows.append([run.name, opened.kind, opened.model or "-", date, opened.headline or opened.note or ""])
+        except KvsearchError as error:
+            rows.append([run.name, "-", "-", date, str(error)])
+    columns = ["run", "kind", "model", "date", "result"]
+    return Table.plain(f"{counted(len(runs), 'run')} in {runs[0].parent}", columns, rows, words=columns)
 
 
 def _reproduction(path: Path, tables: tuple[Path, ...]) -> Opened:
@@ -335,7 +354,7 @@ def _of_run(path: Path, config: RunConfig) -> Opened:
         note = None if is_stage else "this evaluation is not finished: give its command again to go on"
         replies = read_replies(path / LEDGER) if (path / LEDGER).exists() else {}
         return Opened(path, "replies", list(replies.values()), note=note)
-    plans = sorted(path.glob("plan*.json"))
+    plans = sorted(path.glob("plan*.json"), key=lambda plan: (len(plan.name), plan.name))
     stages = [*sorted(path.glob("fit/*")), path / "curves"]
     places = _existing([*plans, *(stage for stage in stages if (stage / PROFILE).exists())])
     if (path / WHOLE_RUN).exists():

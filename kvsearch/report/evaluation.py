@@ -229,7 +229,7 @@ def _how(result: EvaluationResult) -> str:
 
 
 def _columns(result: EvaluationResult, columns: Columns) -> list[ScoreRow]:
-    """Return which rows of scores become columns.
+    """Return which rows of scores become columns, averages first.
 
     Of averages over the same tasks that is the first, of one task the task itself and its categories.
     """
@@ -246,7 +246,7 @@ def _columns(result: EvaluationResult, columns: Columns) -> list[ScoreRow]:
             seen.add(tasks)
         if row.kind in KINDS[columns]:
             chosen.append(row)
-    return chosen
+    return sorted(chosen, key=lambda row: row.kind != "average")  # which a narrow screen then has beside the names
 
 
 def _header(result: EvaluationResult, rows: Sequence[ScoreRow]) -> list[str]:

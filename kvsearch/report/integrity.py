@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -69,18 +70,20 @@ class Verification:
         rows = [{**asdict(artefact), "path": str(artefact.path)} for artefact in self.artefacts]
         return {"schema": SCHEMA, "whole": not self.damaged, "artefacts": rows}
 
-    def parts(self) -> Iterator[Part]:
-        """Yield a table with a row for every artefact, what is to be done, and how many are whole."""
-        columns = ("artefact", "what", "state", "checksum")
-        rows = [(str(one.path), one.what, one.state, "fits" if one.sealed else "") for one in self.artefacts]
-        yield Table.plain("", columns, rows, words=columns)
+    def parts(self, *, all_artefacts: bool = False) -> Iterator[Part]:
+        """Yield what is not whole, with what to do, and the counts; first a table of all if asked for."""
+        if all_artefacts:
+            columns = ("artefact", "what", "state", "checksum")
+            rows = [(str(one.path), one.what, one.state, "fits" if one.sealed else "") for one in self.artefacts]
+            yield Table.plain("", columns, rows, words=columns)
         for one in self.artefacts:
             if one.problem:
                 yield f"{one.path}: {one.state}: {one.problem}{f'; {one.remedy}' if one.remedy else ''}"
-        states = [artefact.state for artefact in self.artefacts]
-        yield ", ".join(
-            f"{states.count(state)} {state}" for state in ("whole", "unfinished", "damaged") if state in states
-        )
+        states = Counter(artefact.state for artefact in self.artefacts)
+        counts = ", ".join(f"{count} {state}" for state, count in states.items())
+        checksums = sum(artefact.sealed for artefact in self.artefacts)
+        listed = "" if all_artefacts else "; -v lists them"
+        yield f"{counted(len(self.artefacts), 'artefact')}: {counts}; {counted(checksums, 'checksum')} compared{listed}"
 
 
 def verify_paths(paths: Iterable[Path]) -> Verification:

@@ -44,8 +44,10 @@ def plan_parts(plan: Plan) -> Iterator[Mapping[str, Any] | Figure]:
             rows = [f"{layer} {name}" for layer, name in zip(rows, names, strict=True)]
         budgets = np.array([part.budgets[layer] for layer in part.planned_layers])
         body = layer_map({"": budgets}, rows, "entries", total="sum")
-        caption = f"{plan.model.name}: {plan.provenance.method}, {part.total} entries in all"
-        yield Figure(f"budgets-{phase}", f"{phase}: entries per layer and kv head", caption, body)
+        caption = f"{plan.model.name}: {plan.provenance.method}, {part.total:,} entries in all"
+        if allocation.name != STATIC:
+            caption += f"; {allocation.name} shares them out anew for every prompt"
+        yield Figure(f"budgets-{phase}", f"{phase} entries by layer and head", caption, body, leads=True)
 
 
 def plan_headline(plan: Plan) -> str:

@@ -16,11 +16,10 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from kvsearch.core.printed import visible, visible_line
-from kvsearch.report.figures.data import Figure, HeatMap, Panel, Part, is_light, shade
+from kvsearch.report.figures.data import Figure, HeatMap, Part, is_light, shade
 from kvsearch.report.table import Table
 
 WIDEST = 10_000  # columns of a page on which any table fits
-MOST_BLOCKS = 2  # of columns; a map in more of them is none
 MOST_CELLS = 2**14  # of a map; a larger one shows rows only
 
 
@@ -122,59 +121,38 @@ class FittingTable(RichTable):
 class ScreenMap:
     """The maps of a figure, one below the other: a row per row, a coloured cell per column, and the row's total.
 
-    On a page too narrow for `MOST_BLOCKS` blocks of columns, a cell is a digit: tenths of the range of all values. Of
-    more than `MOST_CELLS` cells there are the totals alone.
+    Of more than `MOST_CELLS` cells there are the totals alone.
     """
 
     def __init__(self, figure: Figure) -> None:
         assert isinstance(figure.body, HeatMap)
         self.title = figure.title
         self.body = figure.body
-        self.low, self.high = figure.body.ends
+        self.ends = figure.body.ends
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield every map as it fits."""
         body = self.body
         count = len(body.rows) * len(body.columns)
+        columns = body.columns if count <= MOST_CELLS else ()
         for panel in body.panels:
             title = f"{self.title}, {panel.name}" if panel.name else self.title
-            if count > MOST_CELLS:
-                yield self._table(title, [], panel, [[] for _ in body.rows])
+            headings = [f"{body.row_label} ", *(f" {column} " for column in columns), f"  {body.total}"]
+            table = FittingTable(title, headings, padding=(0, 0))
+            for name, values in zip(body.rows, panel.values, strict=True):
+                known = [value for value in values if value is not None]
+                total = sum(known) / (len(known) if body.total == "mean" else 1) if known else None
+                cells = [self._cell(value) for value in values[: len(columns)]]
+                table.add_row(f"{name} ", *cells, f"  {'-' if total is None else body.form.format(total)}")
+            yield table
+            if not columns:
                 yield f"{count:,} cells are too many for a map: --json has them all"
-                continue
-            cells = [[self._cell(f" {_text(value, body.form)} ", value) for value in row] for row in panel.values]
-            numbers = self._table(title, [f" {column} " for column in body.columns], panel, cells)
-            if len(numbers.blocks(console, options)) <= MOST_BLOCKS:
-                yield numbers
-                continue
-            tenths = [
-                [(" -" if value is None else f"{min(int(10 * self._share(value)), 9):>2}", value) for value in row]
-                for row in panel.values
-            ]
-            digits = [[Text.assemble(*(self._cell(*tenth) for tenth in row))] for row in tenths]
-            shades = self._table(title, [f"{body.columns[0]} to {body.columns[-1]}"], panel, digits)
-            shades.columns[1].justify = "left"
-            yield shades
-            ends = f"from {body.form.format(self.low)} (0) to {body.form.format(self.high)} (9)"
-            yield f"a digit is a tenth of the way {ends}; numbers: a wider screen, a pipe, or --json"
 
-    def _table(self, title: str, columns: Sequence[str], panel: Panel, cells: Sequence[Sequence[Text]]) -> FittingTable:
-        table = FittingTable(title, [f"{self.body.row_label} ", *columns, f"  {self.body.total}"], padding=(0, 0))
-        for name, row, values in zip(self.body.rows, cells, panel.values, strict=True):
-            known = [value for value in values if value is not None]
-            total = sum(known) / (len(known) if self.body.total == "mean" else 1) if known else None
-            table.add_row(f"{name} ", *row, f"  {_text(total, self.body.form)}")
-        return table
-
-    def _share(self, value: float) -> float:
-        return (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
-
-    def _cell(self, text: str, value: float | None) -> Text:
+    def _cell(self, value: float | None) -> Text:
+        """Return a value on its colour."""
         if value is None:
-            return Text(text)
-        red, green, blue = shade(self._share(value))
-        return Text(text, f"{'black' if is_light((red, green, blue)) else 'white'} on rgb({red},{green},{blue})")
-
-
-def _text(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+            return Text(" - ")
+        low, high = self.ends
+        red, green, blue = shade((value - low) / (high - low))
+        ink = "black" if is_light((red, green, blue)) else "white"
+        return Text(f" {self.body.form.format(value)} ", f"{ink} on rgb({red},{green},{blue})")

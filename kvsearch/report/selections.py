@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvsearch.report.numbers import asked, bounds, chance_of, counted, interval, outcomes, percent
 from kvsearch.report.table import Cell, RowGroup, Table
-from kvsearch.results.selection import PhaseOutcome, RunChoice, RunResult, SelectionResult
+from kvsearch.results.selection import PhaseOutcome, RunChoice, RunResult, SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.selection.rule import LEAST_CONTEXTS, Rule
 from kvsearch.selection.scores import GapClosed
@@ -74,6 +74,17 @@ def ahead_words(ahead: Mapping[str, Difference], others: int) -> str:
         chance = "on too few contexts to say more"
     most = interval(lead, "+.1f", noun=" points")
     return f"{len(ahead)} of {counted(others, 'other')} in the report score higher, {chance}: {name} by {most}"
+
+
+def headline(result: SelectionResult | SelectionsResult | RunResult) -> str:
+    """Say which plan to deploy at every size, and what it scores."""
+    plans = []
+    for choice in result.choices:
+        name = choice.chosen.written
+        score = percent(choice.report.scores[name].mean, 1)
+        plans.append(f"{name} at {100 * choice.kept_share:.2g}% of the cache (score {score})")
+    full = result.choices[-1].report.scores[FULL]
+    return f"Deploy {' or '.join(plans)}; the full cache scores {percent(full.mean, 1)}"
 
 
 def gap(selection: Selection) -> str:

@@ -17,6 +17,7 @@ from kvsearch.results.evaluation import HeldField
 from kvsearch.runs.estimates import Difference
 from kvsearch.selection.rule import Rule
 from kvsearch.selection.selection import PhaseResult, Reported, Selection, TriedBudget
+from kvsearch.strategies.names import FULL
 
 DECODE_ONLY: Final = (
     "decode-only strategies hold the full cache at the end of prefill: their peak memory is that of no eviction"
@@ -126,7 +127,12 @@ class SelectionResult(Result):
         return {outcome.phases: outcome for outcome in self.outcomes}[self.written.phases]
 
     @property
-    def sizes(self) -> tuple[SelectionResult, ...]:
+    def kept_share(self) -> float:
+        """What the written plan keeps of the entries of the full cache."""
+        return self.report.held[self.chosen.written].entries / self.report.held[FULL].entries
+
+    @property
+    def choices(self) -> Sequence[SelectionResult]:
         """Itself: it is of one size."""
         return (self,)
 
@@ -141,12 +147,12 @@ class SelectionsResult(Result):
     @property
     def model(self) -> str:
         """The name of the model."""
-        return self.sizes[0].model
+        return self.choices[0].model
 
     @property
-    def sizes(self) -> tuple[SelectionResult, ...]:
+    def choices(self) -> Sequence[SelectionResult]:
         """What was chosen at each size, smaller ones first."""
-        return tuple(smallest_first(self.budgets.values()))
+        return smallest_first(self.budgets.values())
 
 
 Chosen = TypeVar("Chosen", bound=SelectionResult)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import kvsearch
 from kvsearch.plan import save_plan
 from kvsearch.plan.profile import save_profile
 from tests.cli.conftest import Run
@@ -61,17 +60,3 @@ def test_a_file_that_is_no_report_is_left_alone(run: Run, files: tuple[Path, ...
     assert "is no report of kvsearch: choose another file, or --force to replace it" in talk
     assert run("report", files[0], "-o", page, "--force")[0] == 0
     assert run("report", files[1], "-o", page)[0] == 0  # a report of ours is made again
-
-
-def test_what_is_nothing_of_ours_is_refused_before_anything_is_written(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "notes.json").write_text("{}")
-    code, _, talk = run("report", tmp_path / "notes.json", "-o", tmp_path / "report.html")
-    assert code == 2
-    assert "is nothing that kvsearch can show" in talk
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_from_python(files: tuple[Path, ...], tmp_path: Path) -> None:
-    found = kvsearch.write_report([files[0], files[0]], output=tmp_path / "report.html")
-    assert [len(group.sheets) for group in found.groups] == [1]
-    assert found.files == []

@@ -52,10 +52,11 @@ def test_an_evaluation_that_is_not_finished(run: Run, evaluated: tuple[Path, str
     assert shown["tables"][0]["rows"][0][:2] == ["full", 2]
 
 
-def test_options_of_a_run(run: Run, evaluated: tuple[Path, str]) -> None:
-    code, out, _ = run("show", evaluated[0] / "config.json")
-    assert code == 0
-    assert "recipe of  evaluate" in out
+def test_a_folder_of_runs(run: Run, evaluated: tuple[Path, str]) -> None:
+    code, out, _ = run("show", evaluated[0].parent, "--json")
+    (row,) = json.loads(out)["tables"][0]["rows"]
+    assert (code, row[:3]) == (0, ["run", "evaluation", "bundled"])
+    assert row[4].startswith("highest scores: ")
 
 
 @pytest.mark.slow

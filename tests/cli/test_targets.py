@@ -55,7 +55,8 @@ def test_a_folder_is_a_plan_everywhere(run: Run, plan: Path, tmp_path: Path) -> 
     assert "nothing is lost" in talk
     assert load_plan(tmp_path / "deploy") == load_plan(plan)
     code, out, talk = run("verify", tmp_path / "deploy")
-    assert (code, out.count(" fits ")) == (0, 3), out + talk
+    assert code == 0, talk
+    assert "3 checksums compared; -v lists them" in out
     shown = run("show", tmp_path / "deploy")
     assert shown == run("show", plan)
     assert shown[0] == 0

@@ -40,22 +40,15 @@ def test_every_cell_is_there_at_any_width(columns: int, width: int) -> None:
     assert names == sum(line.split()[:1] == ["method"] for line in text.splitlines())  # in every block
 
 
-def test_a_table_that_fits_is_one() -> None:
-    assert rendered([wide_table(3)], 80).count("method") == 1
-    assert rendered([wide_table(12)], 60).count("method") > 1
-    assert rendered([wide_table(12)], WIDEST).count("method") == 1
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_wide_model(width: int) -> None:
-    """128 layers of 32 heads: numbers where they fit, else a map of tenths; sums always."""
+    """128 layers of 32 heads: numbers and sums, in as many blocks of columns as it takes."""
     values = np.arange(128 * 32).reshape(128, 32)
     text = rendered([heatmap("entries", values, range(128))], width)
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
     assert "…" not in text
     assert f" {values[127].sum()}" in text
-    assert ("4095" in text.replace("4095 (9)", "")) == (width >= 200)
-    assert ("a digit is a tenth" in " ".join(text.split())) == (width < 200)
+    assert " 4095 " in text
 
 
 def test_more_heads_than_anybody_reads() -> None:
@@ -64,13 +57,6 @@ def test_more_heads_than_anybody_reads() -> None:
     rows = [line.split() for line in text.splitlines()]
     assert ["199", "300"] in rows
     assert not any("h0" in row for row in rows)
-
-
-def test_tenths() -> None:
-    values = np.array([[0.0, 0.5, 1.0] * 20])
-    text = rendered([heatmap("shares", values, [7], "{:.2f}", "mean")], 140)
-    (row,) = [line for line in text.splitlines() if line.strip().startswith("7 ")]
-    assert row.split() == ["7", *["0", "5", "9"] * 20, "0.50"]
 
 
 def test_scores_on_the_screen_have_intervals() -> None:

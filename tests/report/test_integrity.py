@@ -18,9 +18,8 @@ from kvsearch.evaluation.samples import write_samples
 from kvsearch.plan import save_plan
 from kvsearch.report.integrity import Verification, verify_paths
 from kvsearch.results.evaluation import EvaluationResult
-from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, SUMS, RunConfig, read_config
-from kvsearch.runs.run import Run, finish, unfinish, write_json
-from kvsearch.search.trials import TrialLog
+from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, SUMS, read_config
+from kvsearch.runs.run import finish, unfinish, write_json
 from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.strategies.methods import Size
@@ -69,6 +68,9 @@ def test_a_finished_run_is_whole(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert {one.path.name for one in found.artefacts if not one.sealed} == {SUMS}
     assert {one.what for one in found.artefacts} >= {"an evaluation", "checksums of 4 files"}
     assert found.as_json()["whole"]
+    (line,) = found.parts()
+    assert line.endswith("compared; -v lists them")
+    assert len(list(found.parts(all_artefacts=True))) == 2
     monkeypatch.chdir(run)
     assert verify_paths([Path()]).damaged == ()
     assert [one.path for one in verify_paths([Path("report.json")]).artefacts] == [Path("report.json")]
@@ -126,14 +128,6 @@ def test_what_is_not_finished_is_not_damaged(run: Path) -> None:
     assert ledger.what.endswith("; one more was cut short and is done again")
     config = next(one for one in found.artefacts if one.path.name == CONFIG)
     assert (config.problem, config.remedy) == ("its command has not ended", "repeat it to go on: config.json has it")
-
-
-def test_a_search_says_what_its_ledger_says(tmp_path: Path) -> None:
-    config = RunConfig(job="evolve", content={"seed": 1})
-    with Run.open(tmp_path / "run", config) as search, search.open_ledger(TrialLog) as log:
-        log.begin("start plans")
-    found = verify_paths([tmp_path / "run"])
-    assert states(found) == {CONFIG: "unfinished", LEDGER: "whole"}
 
 
 def test_files_that_stand_for_themselves(tmp_path: Path) -> None:

@@ -64,14 +64,14 @@ def shown(table: Table) -> list[list[str]]:
 def test_scores_in_percent_with_the_best_of_each_block() -> None:
     table = score_table(comparison(), "tasks")
     assert table.title == "m: score in percent (question-agnostic, phases: prefill, 6 questions about 6 contexts)"
-    assert table.header == ["method", "a_1", "b", "c", "qa", "code", "macro"]
+    assert table.header == ["method", "macro", "a_1", "b", "c", "qa", "code"]
     assert [group.heading for group in table.groups] == ["", "8 entries per kv head", "50% evicted"]
     assert shown(table) == [
-        ["full", "100.00", "80.00", "60.00", "90.00", "60.00", "80.00"],
-        ["uniform", "50.00", "25.00", "*12.50", "37.50", "*12.50", "29.17"],
-        ["lava", "*62.50", "25.00", "0.00", "*43.75", "0.00", "29.17"],
-        ["uniform", "*75.00", "50.00", "25.00", "*62.50", "25.00", "*50.00"],
-        ["lava", "50.00", "50.00", "25.00", "50.00", "25.00", "41.67"],
+        ["full", "80.00", "100.00", "80.00", "60.00", "90.00", "60.00"],
+        ["uniform", "29.17", "50.00", "25.00", "*12.50", "37.50", "*12.50"],
+        ["lava", "29.17", "*62.50", "25.00", "0.00", "*43.75", "0.00"],
+        ["uniform", "*50.00", "*75.00", "50.00", "25.00", "*62.50", "25.00"],
+        ["lava", "41.67", "50.00", "50.00", "25.00", "50.00", "25.00"],
     ]
 
 
@@ -84,11 +84,11 @@ def test_equal_numbers_are_equally_good(monkeypatch: pytest.MonkeyPatch) -> None
     # blocks are of neighbours in the list
     monkeypatch.setattr(f"{__name__}.MEANS", dict(sorted(MEANS.items(), key=lambda item: item[0].endswith("0.5"))))
     rows = shown(score_table(comparison(), "tasks"))[1:5]
-    assert [row[1] for row in rows] == ["50.00", "*62.50", "*62.50", "*62.50"]
+    assert [row[2] for row in rows] == ["50.00", "*62.50", "*62.50", "*62.50"]
 
 
 def test_columns() -> None:
-    assert score_table(comparison(), "categories").header == ["method", "qa", "code", "macro"]
+    assert score_table(comparison(), "categories").header == ["method", "macro", "qa", "code"]
     assert score_table(comparison(), "averages").header == ["method", "macro"]
     named = comparison(paper=("a_1", "c"), other=("c", "a_1"), whole=("c", "b", "a_1"))
     assert score_table(named, "averages").header == ["method", "macro = whole", "paper = other"]
@@ -106,12 +106,12 @@ def test_differences_to_the_subject() -> None:
     assert "paired difference to uniform" in table.title
     (full, lava), (_, other) = (group.rows for group in table.groups)
     assert [cell.text for cell in lava] == [
-        "lava", "+12.50 [2 contexts: no interval] 2 / 0 / 0", "+0.00 [2 contexts: no interval] 0 / 2 / 0",
-        "-12.50 [2 contexts: no interval] 0 / 0 / 2", "+6.25 [4 contexts: no interval] 2 / 2 / 0",
-        "-12.50 [2 contexts: no interval] 0 / 0 / 2", MACRO_DIFFERENCE, "1 / 1 / 1",
+        "lava", MACRO_DIFFERENCE, "+12.50 [2 contexts: no interval] 2 / 0 / 0",
+        "+0.00 [2 contexts: no interval] 0 / 2 / 0", "-12.50 [2 contexts: no interval] 0 / 0 / 2",
+        "+6.25 [4 contexts: no interval] 2 / 2 / 0", "-12.50 [2 contexts: no interval] 0 / 0 / 2", "1 / 1 / 1",
     ]  # fmt: skip
-    assert (full[0].text, full[1].text) == ("full", "+50.00 [2 contexts: no interval] 2 / 0 / 0")
-    assert other[1].text == "-25.00 [2 contexts: no interval] 0 / 0 / 2"
+    assert (full[0].text, full[2].text) == ("full", "+50.00 [2 contexts: no interval] 2 / 0 / 0")
+    assert other[2].text == "-25.00 [2 contexts: no interval] 0 / 0 / 2"
     to_full = difference_table(comparison("full"), "tasks")
     assert [[row[0].text for row in group.rows] for group in to_full.groups] == [["uniform", "lava"]] * 2
 

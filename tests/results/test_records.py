@@ -47,7 +47,7 @@ def test_selections_at_several_budgets_are_written_again() -> None:
     }
     result = read_content(SelectionsResult, several, path)
     assert canonical_json(result.as_json()) == canonical_json(several)
-    assert [selection.size.budget for selection in result.sizes] == [24, 64]
+    assert [selection.size.budget for selection in result.choices] == [24, 64]
 
 
 def test_a_validation_is_written_again() -> None:

@@ -61,9 +61,10 @@ class QuestionBuilder:
         longest = max(prompt.length for prompt in prompts)
         room = limit - longest - repeat.shape[1] if limit else CHUNK
         if room < LEAST_CHUNK:
+            other = "" if silent else ", or --targets answers"
             raise UsageError(
                 f"a context of {longest} tokens leaves no room to ask for it again ({loaded.name} takes {limit}): give "
-                f"--max-length {limit - CHUNK - repeat.shape[1]}, or --targets answers"
+                f"--max-length {limit - CHUNK - repeat.shape[1]}{other}"
             )
         return cls(targets, repeat, min(CHUNK, room))
 

@@ -10,7 +10,8 @@ from kvsearch.core.printed import csv_text
 from kvsearch.report.table import Table
 from kvsearch.runs.estimates import Estimate
 
-Style = Literal["line", "points", "steps", "level"]
+Style = Literal["line", "steps", "level"]
+Role = Literal["", "muted", "candidate", "baseline", "written"]
 Cells = Sequence[str | float | None]
 # dark blue (little) to yellow (much), lightness rising evenly, so that it reads in grey
 RAMP = (
@@ -37,9 +38,9 @@ class Series:
     """Points of one name, `y` with the ends of its interval where there is one.
 
     Args:
-        style: "line" joins the points, "points" does not, "steps" holds a value until the next; "level" is a
-            horizontal line at its one `y`, without an `x`.
-        muted: a control or a background, which stands behind the others.
+        style: "line" joins the points, "steps" holds a value until the next; "level" is a horizontal line at its one
+            `y`, without an `x`.
+        role: "muted" is a control or a background, which stands behind the others; the rest is for `LineChart.full`.
     """
 
     name: str
@@ -48,16 +49,21 @@ class Series:
     low: tuple[float, ...] | None = None
     high: tuple[float, ...] | None = None
     style: Style = "line"
-    muted: bool = False
+    role: Role = ""
 
 
 @dataclass(frozen=True)
 class LineChart:
-    """Series over two axes."""
+    """Series over two axes.
+
+    With `full`, the entries of the full cache, it shows plans by their roles: x are entries up to these, every
+    candidate and baseline is named, and what was written is marked.
+    """
 
     x: Axis
     y: Axis
     series: tuple[Series, ...]
+    full: float | None = None
 
     def table(self) -> Iterator[Cells]:
         """Yield the header, then a row per point; a level has no x."""
@@ -97,7 +103,8 @@ class HeatMap:
     def ends(self) -> tuple[float, float]:
         """The values of the first and the last colour."""
         known = [value for panel in self.panels for row in panel.values for value in row if value is not None]
-        return self.scale or (min(known, default=0.0), max(known, default=1.0))
+        low, high = self.scale or (min(known, default=0.0), max(known, default=1.0))
+        return (low, high) if low < high else (min(0.0, 2 * low), max(0.0, 2 * high) or 1.0)
 
     def table(self) -> Iterator[Cells]:
         """Yield the header, then a row per cell."""
@@ -129,12 +136,16 @@ Body = LineChart | HeatMap | Intervals
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure: `name` is the stem of its files, `title` says what it shows, `caption` how that was measured."""
+    """A figure: `name` is the stem of its files, `title` says what it shows, `caption` how that was measured.
+
+    `leads`: it belongs to the answer, which a page begins with.
+    """
 
     name: str
     title: str
     caption: str
     body: Body
+    leads: bool = False
 
     def csv(self) -> str:
         """Return its numbers in full; cells that are not known are empty."""

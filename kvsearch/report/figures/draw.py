@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -12,10 +14,12 @@ import numpy as np
 
 from kvsearch.core.files import atomic_write, require_directory, write_fault
 from kvsearch.core.printed import visible
-from kvsearch.report.figures.data import RAMP, Figure, HeatMap, Intervals, LineChart, Series, is_light
+from kvsearch.report.figures.data import RAMP, Axis, Figure, HeatMap, Intervals, LineChart, Series, is_light
+from kvsearch.strategies.names import FULL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis as AnyAxis
     from matplotlib.figure import Figure as Picture
 
 # Okabe and Ito, in an order in which neighbours differ in lightness, too; yellow is too light for lines
@@ -27,11 +31,21 @@ DARK_INK = "#111111"  # on light colours, also where a page is dark
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # as matplotlib calls them
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1, 1.5), (5, 2, 1, 2))  # on, off, ..., in widths of the line
 
+INK = "#000000"
+SHIFT = 0.06  # inches between plans of a kind and their size
+LOOKS = {"candidate": (COLOURS[0], "o", SHIFT), "baseline": (COLOURS[1], "s", -SHIFT)}
+MARGIN = 0.8  # inches beside plans: of the axis
+NAMES = 1.5  # before the smallest size, for names
+ENDS = 0.6  # after the largest one
+EDGE = 0.25  # between plans and names
+LINE = 0.15  # of the height of a name
+
 WIDTH = 5.5  # inches of a figure over both columns of a page
 HEIGHT = 3.4
 DPI = 200
 CLOSE = 1.15  # two values on a logarithmic axis that are nearer have one name
 LONGEST_NAME = 48  # letters
+MOST_WORDS = 16  # names of columns that fit side by side
 MOST_NUMBERS = 160  # cells of a map that have their number in them
 SETTINGS = {
     "font.family": "serif", "font.serif": ["STIXGeneral", "DejaVu Serif"], "mathtext.fontset": "stix", "font.size": 9,
@@ -78,14 +92,16 @@ def write_figures(figures: Iterable[Figure], directory: Path) -> list[Path]:
     return written
 
 
-def draw(figure: Figure, *, titled: bool = True) -> Picture:
+def draw(figure: Figure, *, titled: bool = True, width: float = WIDTH) -> Picture:
     """Return the picture of a figure, with its title if `titled`; its caption is for the text below it."""
     from matplotlib.figure import Figure as Picture
 
-    picture = Picture(figsize=(WIDTH, HEIGHT), layout="constrained")
+    picture = Picture(figsize=(width, HEIGHT), layout="constrained")
     match _as_shown(figure.body):
-        case LineChart() as lines:
+        case LineChart(full=None) as lines:
             _lines(picture, lines)
+        case LineChart() as plans:
+            _plans(picture, plans)
         case HeatMap() as maps:
             _maps(picture, maps)
         case Intervals() as intervals:
@@ -117,35 +133,33 @@ def _as_shown(data: Any) -> Any:
 
 def _lines(picture: Picture, body: LineChart) -> None:
     axes = picture.add_subplot()
-    counts = {True: 0, False: 0}  # of muted ones and of others
+    counts = Counter[str]()  # by role
     for one in body.series:
-        _series(axes, one, counts[one.muted])
-        counts[one.muted] += one.style != "level"
+        _series(axes, one, counts[one.role])
+        counts[one.role] += one.style != "level"
     _scale(axes, body)
     axes.set_xlabel(body.x.label)
-    axes.set_ylabel(body.y.label)
+    _begin_at_tick(axes.yaxis, body.y)
     if sum(one.style != "level" for one in body.series) > 1:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
 def _series(axes: Axes, one: Series, number: int) -> None:
-    colour = MUTED if one.muted else COLOURS[number % len(COLOURS)]
-    look: dict[str, Any] = {"color": colour, "zorder": 1.5 if one.muted else 2.5}
+    is_muted = one.role == "muted"
+    colour = MUTED if is_muted else COLOURS[number % len(COLOURS)]
+    look: dict[str, Any] = {"color": colour, "zorder": 1.5 if is_muted else 2.5}
     marker, dashes = marks(number)
     style: Any = (0, dashes) if dashes else "-"
     if one.style == "level":
         axes.axhline(one.y[0], linestyle=(0, (4, 2)), linewidth=1, **look)
+        name = "full cache" if one.name == FULL else one.name
         axes.annotate(
-            one.name, (1, one.y[0]), xycoords=("axes fraction", "data"), xytext=(-2, 2), textcoords="offset points",
-            ha="right", va="bottom", fontsize=8, color=colour,
+            f"{name} {one.y[0]:.4g}", (0, one.y[0]), xycoords=("axes fraction", "data"), xytext=(3, 2),
+            textcoords="offset points", va="bottom", fontsize=8, color=colour,
         )  # fmt: skip
         return
     look["label"] = one.name
-    if one.muted:
-        look["markersize"] = 3
-    if one.style == "points":
-        axes.plot(one.x, one.y, linestyle="none", marker=marker, **look)
-    elif one.style == "steps":
+    if one.style == "steps":
         axes.step(one.x, one.y, where="post", linestyle=style, **look)
     elif one.low is not None and one.high is not None:
         ends = np.abs(np.array([np.subtract(one.y, one.low), np.subtract(one.high, one.y)]))
@@ -161,10 +175,7 @@ def _scale(axes: Axes, body: LineChart) -> None:
 
     if body.x.log:
         axes.set_xscale("log")
-        named = list[float]()
-        for x in sorted({x for one in body.series for x in one.x}):
-            if not named or x > CLOSE * named[-1]:
-                named.append(x)
+        named = _distinct(x for one in body.series for x in one.x)
         if len(named) <= 8:
             axes.set_xticks(named, [f"{x:.0f}" if x >= 10 else f"{x:g}" for x in named])
             axes.xaxis.set_minor_locator(NullLocator())
@@ -177,6 +188,101 @@ def _scale(axes: Axes, body: LineChart) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
 
 
+def _distinct(values: Iterable[float]) -> list[float]:
+    """Return values in ascending order, without those that a logarithmic axis shows at the place of another."""
+    distinct = list[float]()
+    for value in sorted(values):
+        if not distinct or value > CLOSE * distinct[-1]:
+            distinct.append(value)
+    return distinct
+
+
+def _begin_at_tick(axis: AnyAxis, shown: Axis) -> None:
+    """Begin a linear axis at a tick, and say in its label where it is cut unless zero is on it."""
+    first = axis.get_majorticklocs()[0]
+    low, high = axis.get_view_interval()
+    is_cut = not shown.log and low > 0 and first > 0
+    if is_cut:
+        axis.set_view_interval(first, high, ignore=True)
+    axis.set_label_text(f"{shown.label} (axis cut at {first:g})" if is_cut else shown.label)
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def _plans(picture: Picture, body: LineChart) -> None:
+    """Draw scores against entries: plans by kind, with names at the smallest size; what was written is ringed.
+
+    x is in inches. Names stand before their plans; of one size alone, those of candidates stand after them.
+    """
+    assert body.full is not None
+    axes = picture.add_subplot()
+    sizes = _distinct(x for one in body.series for x in one.x)
+    is_alone = len(sizes) == 1
+    room = picture.get_figwidth() - MARGIN
+    before = room / 2 if is_alone else NAMES
+    inches = 0.0 if is_alone else (room - NAMES - ENDS) / math.log(sizes[-1] / sizes[0])
+    axes.set_xlim(-before, room - before)
+    ticks = [f"{x:,.0f}\n{100 * x / body.full:.2g}%" for x in sizes]
+    axes.set_xticks(inches * np.log(np.divide(sizes, sizes[0])), ticks)
+    axes.set_xlabel(body.x.label)
+    written = {(one.name, one.x[0]) for one in body.series if one.role == "written"}
+    sides = {one.name: LOOKS[one.role][2] * (4 if is_alone else 1) for one in body.series if one.role in LOOKS}
+    points = []
+    rings = []
+    for one in body.series:
+        if one.style == "level":
+            _series(axes, one, 0)
+            continue
+        places = (inches * np.log(np.divide(one.x, sizes[0])) + sides[one.name]).tolist()
+        if one.role == "written":
+            rings.append((places[0], one.y[0], one.name))
+            axes.vlines(places, one.low or (), one.high or (), color=INK, linewidth=1.1)
+            continue
+        colour, marker, _ = LOOKS[one.role]
+        axes.plot(places, one.y, color=colour, marker=marker, markersize=4, linewidth=0.6, label=f"{one.role}s")
+        if one.x[0] < CLOSE * sizes[0]:
+            points.append((one.y[0], places[0], one.name, INK if (one.name, one.x[0]) in written else colour))
+    axes.plot(
+        [x for x, *_ in rings], [y for _, y, _ in rings], "-o", color=INK, linewidth=1.6, markersize=9, zorder=3,
+        markerfacecolor="none", markeredgewidth=1.6, label="written plan",
+    )  # fmt: skip
+    handles, names = axes.get_legend_handles_labels()
+    kinds = dict(zip(names, handles, strict=True))
+    axes.legend(kinds.values(), kinds.keys(), loc="lower left", bbox_to_anchor=(0, 1), ncols=3, handlelength=1.2)
+    _begin_at_tick(axes.yaxis, body.y)
+    axes.set_yticks([tick for tick in axes.get_yticks() if tick <= 100])
+    low, high = axes.get_ylim()
+    line = LINE * (high - low) / (picture.get_figheight() - 1)
+    for side in (-1, 1):
+        column = sorted(point for point in points if side == (1 if is_alone and point[1] > 0 else -1))
+        heights = _spread([y for y, *_ in column], line, high)
+        for (y, x, name, colour), height in zip(column, heights, strict=True):
+            axes.annotate(
+                f"{name}  {y:.1f}", (x, y), (side * EDGE + (x if is_alone else 0), height), va="center",
+                ha="left" if side > 0 else "right", fontsize=8, color=colour,
+                fontweight="bold" if colour == INK else "normal",
+                arrowprops={"arrowstyle": "-", "color": MUTED, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 4},
+            )  # fmt: skip
+    for x, y, name in rings:
+        if x > 2 * EDGE:  # beyond the smallest size
+            axes.annotate(
+                f"{name}  {y:.1f}", (x, y), (0, 8), textcoords="offset points", fontsize=8, ha="center", va="bottom",
+                fontweight="bold", bbox={"facecolor": PLATE, "edgecolor": "none", "pad": 1},
+            )  # fmt: skip
+
+
+def _spread(places: list[float], gap: float, top: float) -> list[float]:
+    """Return ascending places, moved as little as it takes that all are `gap` apart and none is above `top`."""
+    raised = list(places)
+    lowered = list(places)
+    for at in range(1, len(places)):
+        raised[at] = max(raised[at], raised[at - 1] + gap)
+        lowered[-at - 1] = min(lowered[-at - 1], lowered[-at] - gap)
+    middle = [(one + other) / 2 for one, other in zip(raised, lowered, strict=True)]
+    return [min(place, top - gap * (len(places) - at)) for at, place in enumerate(middle, 1)]
+
+
 # --- maps -------------------------------------------------------------------------------------------------------------
 
 
@@ -187,10 +293,13 @@ def _maps(picture: Picture, body: HeatMap) -> None:
     colours = LinearSegmentedColormap.from_list("kvsearch", [tuple(part / 255 for part in one) for one in RAMP])
     norm = Normalize(*body.ends)
     across = len(body.panels) if len(body.panels) <= 3 else 2 if len(body.panels) % 3 else 3
+    if across * len(body.columns) > MOST_WORDS and max(map(len, body.columns)) > 3:
+        across = 1
     down = -(-len(body.panels) // across)
     tall = min(max(0.16 * len(body.rows), 1.2), 8)
-    picture.set_size_inches(max(WIDTH, across * min(0.14 * len(body.columns) + 0.8, 4)), down * (tall + 0.7) + 0.4)
-    grid = picture.subplots(down, across, squeeze=False, sharey=True).ravel()
+    wide = max(picture.get_figwidth(), across * min(0.14 * len(body.columns) + 0.8, 4))
+    picture.set_size_inches(wide, down * (tall + 0.7) + 0.4)
+    grid = picture.subplots(down, across, squeeze=False, sharex=across == 1, sharey=True).ravel()
     for axes in grid[len(body.panels) :]:
         axes.set_visible(False)
     for at, (axes, panel) in enumerate(zip(grid, body.panels, strict=False)):
@@ -198,7 +307,7 @@ def _maps(picture: Picture, body: HeatMap) -> None:
         axes.imshow(values, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
         _cell_axes(axes, body.rows, body.columns)
         axes.set_title(panel.name)
-        axes.set_xlabel(body.column_label)
+        axes.set_xlabel(body.column_label if across > 1 or at + 1 == down else "")
         axes.set_ylabel(body.row_label if at % across == 0 else "")
         for (row, column), value in np.ndenumerate(values) if values.size * across <= MOST_NUMBERS else ():
             if value == value:
@@ -251,4 +360,4 @@ def _intervals(picture: Picture, body: Intervals) -> None:
     axes.set_yticks([at for at, _ in names], [name for _, name in names])
     axes.set_ylim(-place + 0.2, 0.8)
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel(body.x.label)
+    _begin_at_tick(axes.xaxis, body.x)

@@ -22,24 +22,33 @@ from pydantic import ValidationError
 
 from kvsearch.core.printed import command_line, visible
 from kvsearch.plan import ModelFingerprint, Plan, Profile, ProfileMetadata
+from kvsearch.policies.catalog import describe_policy
+from kvsearch.policies.registry import BUILT_IN
 from kvsearch.report.artifacts import Opened
 from kvsearch.report.figures.data import Figure
-from kvsearch.report.figures.draw import GRID, PLATE, SETTINGS, draw
-from kvsearch.report.numbers import counted
+from kvsearch.report.figures.draw import COLOURS, GRID, INK, MUTED, PLATE, SETTINGS, WIDTH, draw
+from kvsearch.report.numbers import interval
+from kvsearch.report.selections import ahead_words
 from kvsearch.report.table import Table, csv
+from kvsearch.results.evaluation import EvaluationResult
+from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
+from kvsearch.strategies.names import METHODS
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
 GENERATOR = "kvsearch report"
 LONGEST = 400  # letters of a fact
-LONG = 24  # rows; a longer table has a frame of its own, in which it is moved up and down
 LINK_SAFE = ",;:/?@=+$!*()[]{}|^"  # in a data link, beside letters and digits
 SANS: Final = {"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "mathtext.fontset": "dejavusans"}
 ENLARGED: Final = 1.15  # pixels per point
 NO_METADATA: Final = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 # lines and letters in black, lines of the grid, what is behind letters: as the page has them, in the light or dark
-THEMED: Final = {"#000000": "currentColor", GRID.lower(): "var(--faint)", PLATE.lower(): "var(--page)"}
+THEMED: Final = {
+    "#000000": "currentColor", GRID.lower(): "var(--faint)", PLATE.lower(): "var(--page)",
+    MUTED.lower(): "var(--muted)",
+    **{colour.lower(): f"var(--c{at})" for at, colour in enumerate(COLOURS) if colour != INK},
+}  # fmt: skip
 _STYLE = re.compile(r' style="([^"]*)"')
 _GROUP = re.compile(r' id="[\w.]+_\d+"')  # a name that nothing refers to
 
@@ -48,7 +57,8 @@ _GROUP = re.compile(r' id="[\w.]+_\d+"')  # a name that nothing refers to
 class Sheet:
     """One run, plan or profile: the answer in a sentence, lines, figures and tables, and how all that was made.
 
-    `sources` are facts under headings: the resolved configuration, the provenance of plans.
+    `choices` are what was chosen, by size; `names` are those of all that is compared. `sources` are facts under
+    headings: the resolved configuration, the provenance of plans.
     """
 
     path: str
@@ -60,6 +70,8 @@ class Sheet:
     tables: Sequence[Table] = ()
     commands: Sequence[str] = ()
     sources: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    choices: Sequence[SelectionResult] = ()
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -94,16 +106,25 @@ def groups_of(opened: Sequence[Opened]) -> list[ModelGroup]:
 
 def sheet_of(opened: Opened) -> Sheet:
     """Return what is on the page of one thing that was opened, and of what is kept with it."""
-    inner = [one for one in opened.inner if one.kind != "plan"]
-    shown = [part for one in (opened, *inner) for part in one.shown]
+    content = opened.content
+    choices: Sequence[SelectionResult] = ()
+    names: list[str] = []
+    inner = [one for one in opened.inner if one.kind != "plan" and opened.kind != "run"]
     lines = [part for part in opened.shown if isinstance(part, str) and part != opened.headline]
-    figures = [*opened.figures, *(figure for one in opened.inner for figure in _inner_figures(one))]
+    if isinstance(content, EvaluationResult):
+        names = [method.name for block in content.blocks for method in block.methods]
+    elif isinstance(content, SelectionResult | SelectionsResult | RunResult):
+        choices = content.choices
+        names = [name for one in choices for name in (*one.report.scores, *(each.name for each in one.chosen.methods))]
+        lines = []  # which say what was chosen
+    plans = [one for one in opened.inner if one.kind == "plan"]
+    figures = [*opened.figures, *(figure for one in (*plans, *inner) for figure in _inner_figures(one))]
     return Sheet(
         path=str(opened.path), kind=opened.kind, answer=opened.headline, note=opened.note,
         lines=[*lines, *(f"{one.path.name}: {one.headline}" for one in inner if one.headline)], figures=figures,
-        tables=[part for part in shown if isinstance(part, Table)],
+        tables=[part for one in (opened, *inner) for part in one.shown if isinstance(part, Table)],
         commands=[command_line(opened.config.command)] if opened.config is not None else [],
-        sources=dict(_sources(opened)),
+        sources=dict(_sources(opened)), choices=choices, names=list(dict.fromkeys(names)),
     )  # fmt: skip
 
 
@@ -111,14 +132,7 @@ def _inner_figures(opened: Opened) -> Iterator[Figure]:
     """Yield the figures of what is kept with another thing, named by it, too."""
     stem = opened.path.parent.name if opened.kind == "selection" else opened.path.stem
     for figure in (*opened.figures, *(figure for one in opened.inner for figure in _inner_figures(one))):
-        yield replace(figure, name=f"{stem}-{figure.name}")
-
-
-def about(groups: Sequence[ModelGroup]) -> str:
-    """Say what is in a report."""
-    sheets = sum(len(group.sheets) for group in groups)
-    models = f" of {counted(len(groups), 'model')}" if len(groups) > 1 else f" of {groups[0].name}"
-    return f"{counted(sheets, 'result')}{models}"
+        yield replace(figure, name=f"{stem}-{figure.name}", title=f"{stem}: {figure.title}")
 
 
 def fingerprint_of(opened: Opened) -> ModelFingerprint | None:
@@ -163,8 +177,6 @@ def _sources(opened: Opened) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         stated = one.content.metadata if isinstance(one.content, Profile) else one.content
         if isinstance(stated, Plan | ProfileMetadata):
             yield f"provenance{f' of {name}' if name else ''}", _facts(stated.provenance.model_dump(mode="json"))
-    if isinstance(opened.data, dict) and isinstance(environment := opened.data.get("environment"), dict):
-        yield "environment", _facts(environment)
 
 
 def _facts(value: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -182,21 +194,12 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
         yield name, "none" if value is None or value == {} else str(value)
 
 
-def render(groups: Sequence[ModelGroup], title: str, about: str) -> bytes:
+def render(groups: Sequence[ModelGroup], title: str) -> bytes:
     """Return the file; equal content gives equal bytes."""
-    number = 0
-    shown: list[dict[str, Any]] = []
-    for group in groups:
-        sheets = []
-        for sheet in group.sheets:
-            number += 1
-            sheets.append(_sheet(sheet, f"r{number}"))
-        shown.append({"name": group.name, "detail": group.detail, "sheets": sheets})
     style = _text("page.css")
     script = _text("page.js")
     page = _template().render(
-        generator=GENERATOR, title=title, about=about, groups=shown,
-        contents=[sheet for group in shown for sheet in group["sheets"]],
+        generator=GENERATOR, title=title, groups=groups,
         style=Markup(style), script=Markup(script),  # ours, without a word of what is reported
         style_hash=_hash(style), script_hash=_hash(script),
     )  # fmt: skip
@@ -213,8 +216,8 @@ def data_link(text: str) -> str:
     return f"data:text/csv;charset=utf-8,{quote(text.encode(errors='backslashreplace'), safe=LINK_SAFE)}"
 
 
-def draw_svg(figure: Figure, anchor: str) -> Markup:
-    """Return a figure as an element of the page, in its ink; equal figures at an `anchor` give equal markup.
+def draw_svg(figure: Figure, anchor: str, width: float = WIDTH) -> Markup:
+    """Return a figure, `width` inches wide, as an element of the page in its ink; equal figures give equal markup.
 
     The page's policy allows no styles but its own, so what matplotlib states as styles becomes attributes.
     """
@@ -224,42 +227,23 @@ def draw_svg(figure: Figure, anchor: str) -> Markup:
     settings = {**SETTINGS, **SANS, "svg.fonttype": "none", "svg.hashsalt": anchor}
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of letters that a font lacks, which the browser has in another
-        picture = draw(figure, titled=False)
+        picture = draw(figure, titled=False, width=width)
         picture.savefig(data, format="svg", bbox_inches="tight", transparent=True, metadata=NO_METADATA)
     whole = data.getvalue()
     view = whole[whole.index("viewBox=") :].split('"')[1]
-    width = ENLARGED * float(view.split()[2])
     drawing = whole[whole.index("</defs>") + len("</defs>") :]  # the first definitions are a style sheet
     drawing = _GROUP.sub("", _STYLE.sub(_attributes, drawing))
     for colour, themed in THEMED.items():
         drawing = drawing.replace(f'"{colour}"', f'"{themed}"')
     opening = Markup('<svg viewBox="{}" width="{:.0f}" role="img" aria-label="{}" fill="currentColor">')
-    return opening.format(view, width, visible(figure.title)) + Markup(re.sub(r"\s*\n\s*", " ", drawing))
+    sized = opening.format(view, ENLARGED * float(view.split()[2]), visible(figure.title))
+    return sized + Markup(re.sub(r"\s*\n\s*", " ", drawing))
 
 
 def _attributes(style: re.Match[str]) -> str:
     """Return the attributes that say what a style says; the family of letters is that of the page."""
     stated = (part.split(": ", 1) for part in style[1].split("; "))
     return "".join(f' {name}="{value}"' for name, value in stated if name != "font-family")
-
-
-def _sheet(sheet: Sheet, anchor: str) -> dict[str, Any]:
-    """Return what the template needs of a sheet."""
-    figures = [
-        {**vars(figure), "anchor": f"{anchor}-f{at}", "drawing": draw_svg(figure, f"{anchor}-f{at}"),
-         "link": data_link(figure.csv())}
-        for at, figure in enumerate(sheet.figures, 1)
-    ]  # fmt: skip
-    tables = [
-        {
-            **vars(table),
-            "name": f"table-{anchor}-{at}",
-            "is_long": len(table.rows) > LONG,
-            "link": data_link(csv(table)),
-        }
-        for at, table in enumerate(sheet.tables, 1)
-    ]
-    return {**vars(sheet), "anchor": anchor, "figures": figures, "tables": tables, "sources": sheet.sources.items()}
 
 
 @cache
@@ -273,6 +257,10 @@ def _template() -> Template:
     environment = Environment(
         loader=FunctionLoader(_text), autoescape=True, undefined=StrictUndefined, finalize=finalize, trim_blocks=True
     )
+    environment.globals.update(
+        interval=interval, ahead_words=ahead_words, methods=METHODS, policies=BUILT_IN, describe=describe_policy,
+        draw=draw_svg, link=data_link, csv=csv,
+    )  # fmt: skip
     return environment.get_template("page.html")
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.options import COMPARED, LukvOptions, ProbeOptions
-from kvsearch.calibration.probe.context_pass import BUDGETS, ContextPass, QuestionBuilder
+from kvsearch.calibration.options import COMPARED, TARGETS, LukvOptions, ProbeOptions
+from kvsearch.calibration.probe.context_pass import BUDGETS, CHUNK, ContextPass, QuestionBuilder
 from kvsearch.calibration.probe.rankings import recall_of
-from kvsearch.calibration.prompts import prompts_of
+from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.core.errors import UsageError
+from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, Size, load_plan, save_plan, save_profile
 from kvsearch.policies import create_policy
@@ -190,6 +191,14 @@ def test_contexts_without_questions_are_asked_for_themselves(model: LoadedModel,
     assert "1 of the 3 contexts have no questions" in "".join(RankingView(found).remarks())
     with pytest.raises(UsageError, match="1 of 3 contexts have no questions, and only --targets reconstruction"):
         calibrate_probe(model, mixed, SMALL.model_copy(update={"targets": ("answers",)}))
+
+
+def test_advice_for_long_contexts_without_questions_works(model: LoadedModel, data: CalibrationData) -> None:
+    bare = CalibrationPrompt(torch.ones(1, describe(model.model).max_positions or 0, dtype=torch.long), 0, 0, ())
+    with pytest.raises(UsageError, match=r"give --max-length \d+$") as refused:
+        QuestionBuilder.of(model, [bare], data.prompt, TARGETS)
+    shorter = replace(bare, ids=bare.ids[:, : int(str(refused.value).split()[-1])])
+    assert QuestionBuilder.of(model, [shorter], data.prompt, TARGETS).chunk == CHUNK
 
 
 def test_heads_that_nothing_looks_at_are_ranked_evenly_and_last(data: CalibrationData) -> None:
