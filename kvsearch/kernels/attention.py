@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvsearch.kernels.blocks import Chunked, power_of_two, whole_blocks
+from kvsearch.kernels.blocks import Chunked, whole_blocks
+from kvsearch.kernels.dispatch import launch
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,11 @@ def attend(
         return made.output, None
     row = made.output if not want_row else _empty_row(made, entries) if into is None else into
     row_blocks = whole_blocks(columns, ROW_BLOCK) if want_row else 0
-    merge_chunks[(segments, (0 if made.whole else count) + row_blocks)](
+    launch(merge_chunks, (segments, (0 if made.whole else count) + row_blocks),
         made.partial, made.statistics, made.logits, made.beside, made.output, row, starts, lengths,
         columns, count, made.splits, columns, 0 if flat else row.stride(0), row.stride(-1),
-        ROWS=rows, DV=made.value_dim, BDV=made.blocks.value_dim, SP=power_of_two(made.splits), BM=power_of_two(count),
-        BN=ROW_BLOCK, OUTPUT=not made.whole, LOGITS=want_row, FLAT=flat, RAGGED=ragged, SINKS=sinks is not None,
-        num_warps=4,
+        ROWS=rows, **made.merging, BN=ROW_BLOCK, OUTPUT=not made.whole, LOGITS=want_row, FLAT=flat, RAGGED=ragged,
+        SINKS=sinks is not None, num_warps=4,
     )  # fmt: skip
     return made.output, row if want_row else None
 

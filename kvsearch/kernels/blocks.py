@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsearch.kernels.dispatch import processors
+from kvsearch.kernels.dispatch import launch, processors
 
 LEAST = 16  # what a matrix product on tensor cores takes
 MOST_ROWS = 64
@@ -121,6 +121,12 @@ class Chunked:
         """The sinks, or something in their place."""
         return self.output if self.sinks is None else self.sinks.contiguous()
 
+    @property
+    def merging(self) -> dict[str, int]:
+        """What the launches that merge chunks are compiled for."""
+        return {"DV": self.value_dim, "BDV": self.blocks.value_dim, "SP": power_of_two(self.splits),
+                "BM": power_of_two(self.query.shape[1])}  # fmt: skip
+
     def scratch(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.query.device)
 
@@ -146,7 +152,7 @@ class Chunked:
         splits, chunk = self.chunks
         k_seg, v_seg, p_seg = strides
         sizes: dict[str, Any] = {"BM": blocks.rows, "BN": blocks.columns, "BD": blocks.dim, "BDV": blocks.value_dim}
-        attend_chunks[(len(query), splits, self.tiles)](
+        launch(attend_chunks, (len(query), splits, self.tiles),
             query, keys, values, *pointers, self.beside, self.output, self.partial, self.statistics, self.logits,
             *arriving, self.scaling, 1.0 if self.softcap is None else self.softcap, self.columns, chunk,
             query.shape[1], splits, query.stride(0), query.stride(1), k_seg, keys.stride(-2), v_seg, values.stride(-2),

@@ -5,8 +5,10 @@ On the CPU they are served in Triton's interpreter, and only while `Interpreter.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +46,13 @@ def processors(device: torch.device) -> int:
         return INTERPRETED_PROCESSORS
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel on the device of its first tensor; Triton by itself takes the current one."""
+    device = arguments[0].device
+    with nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device):
+        kernel[grid](*arguments, **constants)
 
 
 def needs_gradients(*states: Tensor) -> bool:

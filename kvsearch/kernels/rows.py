@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.kernels.blocks import BlockSizes, chunks, whole_blocks
+from kvsearch.kernels.dispatch import launch
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,13 @@ class Rows:
         batch, heads, length, _ = self.keys.shape
         rows = self.queries.shape[2]
         group = self.group
-        states, strides, blocks = self._shape(rows * group)
+        states, strides, blocks, options = self._launch(rows * group)
         tiles = whole_blocks(rows * group, blocks.rows)
         splits, chunk = chunks(length, batch * heads * tiles, blocks.columns, self.keys.device)
         found = self.keys.new_empty(batch * heads, splits, rows, group, dtype=torch.float32)
-        normalise_rows[(batch * heads, tiles, splits)](
-            *states, self.columns, self.places, found, *self._numbers(), heads, rows, length, chunk, *strides, splits,
-            G=group, CAUSAL=self.causal, SOFTCAP=self.softcap is not None, **_launch(blocks, self.keys),
+        launch(normalise_rows, (batch * heads, tiles, splits),
+            *states, self.columns, self.places, found, self.scaling, self.softcap or 1.0, heads, rows, length, chunk,
+            *strides, splits, **options,
         )  # fmt: skip
         found = found.logsumexp(1).transpose(1, 2)
         seen = found > float("-inf")
@@ -73,24 +74,20 @@ class Rows:
 
         batch, heads, length, _ = self.keys.shape
         rows = self.queries.shape[2]
-        states, strides, blocks = self._shape(rows)
-        add_columns[(batch * heads, whole_blocks(length, blocks.columns))](
-            *states, self.columns, self.places, normalisers, counts, found, scatter, *self._numbers(),
-            heads, rows, length, *strides,
-            G=self.group, CAUSAL=self.causal, SOFTCAP=self.softcap is not None, HOW=how, **_launch(blocks, self.keys),
+        states, strides, blocks, options = self._launch(rows)
+        launch(add_columns, (batch * heads, whole_blocks(length, blocks.columns)),
+            *states, self.columns, self.places, normalisers, counts, found, scatter, self.scaling, self.softcap or 1.0,
+            heads, rows, length, *strides, HOW=how, **options,
         )  # fmt: skip
 
-    def _shape(self, rows: int) -> tuple[tuple[Tensor, Tensor], tuple[int, ...], BlockSizes]:
+    def _launch(self, rows: int) -> tuple[tuple[Tensor, Tensor], tuple[int, ...], BlockSizes, dict[str, Any]]:
+        """Return queries and keys, the strides of all that is read, blocks for so many rows, and constants."""
         states = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in (self.queries, self.keys))
         strides = tuple(stride for state in states for stride in state.stride()[:3])
         dim = self.keys.shape[-1]
         blocks = BlockSizes.of(rows, dim, dim, self.keys.dtype)
-        return (states[0], states[1]), (*strides, self.columns.stride(0), self.places.stride(0)), blocks
-
-    def _numbers(self) -> tuple[float, float]:
-        return self.scaling, 1.0 if self.softcap is None else self.softcap
-
-
-def _launch(blocks: BlockSizes, keys: Tensor) -> dict[str, Any]:
-    sizes = {"D": keys.shape[-1], "BM": blocks.rows, "BN": blocks.columns, "BD": blocks.dim}
-    return {**sizes, "num_warps": blocks.warps, "num_stages": blocks.stages}
+        options = {
+            "G": self.group, "CAUSAL": self.causal, "SOFTCAP": self.softcap is not None, "D": dim, "BM": blocks.rows,
+            "BN": blocks.columns, "BD": blocks.dim, "num_warps": blocks.warps, "num_stages": blocks.stages,
+        }  # fmt: skip
+        return (states[0], states[1]), (*strides, self.columns.stride(0), self.places.stride(0)), blocks, options

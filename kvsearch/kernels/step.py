@@ -8,7 +8,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvsearch.kernels.blocks import Chunked, power_of_two, whole_blocks
+from kvsearch.kernels.blocks import Chunked, whole_blocks
+from kvsearch.kernels.dispatch import launch
 
 RANKED = 512  # slots that a program looks at together
 
@@ -105,11 +106,11 @@ def step(
         more = made.scratch(len(query), width)
     state, more, ring = (*slots.state, *(output, more, output)[len(slots.state) :])
     merges = not made.whole and layer is None
-    finish_step[(len(query), query.shape[1] + 1 if merges else 1)](
+    launch(finish_step, (len(query), query.shape[1] + 1 if merges else 1),
         made.partial, made.statistics, made.logits, made.beside, output, positions, state, more,
         ring, given, slots.slot, slots.clock, slots.budgets, slots.sinks, slots.recent, paused,
         width, positions.shape[1], query.shape[1], made.splits, width, positions.stride(0), state.stride(0),
-        more.shape[-1], **_merging(made), BN=RANKED, SINKS=sinks is not None, OUTPUT=merges,
+        more.shape[-1], **made.merging, BN=RANKED, SINKS=sinks is not None, OUTPUT=merges,
         PAUSES=active is not None, RULE=rule, SCORED=scored, BYTES=ring.shape[-1], **(constants or {}), num_warps=4,
     )  # fmt: skip
     return output
@@ -120,13 +121,8 @@ def _spread(made: Chunked, positions: Tensor, width: int, layer: LayerSums) -> N
     from kvsearch.kernels.jit.step import spread_row
 
     count = made.query.shape[1]
-    spread_row[(len(made.query), (0 if made.whole else count) + whole_blocks(width, RANKED))](
+    launch(spread_row, (len(made.query), (0 if made.whole else count) + whole_blocks(width, RANKED)),
         made.partial, made.statistics, made.logits, made.beside, made.output, positions, layer.sums, layer.first,
-        width, layer.sums.shape[-1], count, made.splits, width, positions.stride(0), **_merging(made), BN=RANKED,
+        width, layer.sums.shape[-1], count, made.splits, width, positions.stride(0), **made.merging, BN=RANKED,
         SINKS=made.sinks is not None, OUTPUT=not made.whole, num_warps=4,
     )  # fmt: skip
-
-
-def _merging(made: Chunked) -> dict[str, int]:
-    return {"DV": made.value_dim, "BDV": made.blocks.value_dim, "SP": power_of_two(made.splits),
-            "BM": power_of_two(made.query.shape[1])}  # fmt: skip

@@ -115,10 +115,11 @@ def check_scores(policy: Policy, observation: Observation, what: str, scores: ob
 
 
 def require_finite(checks: Iterable[DeferredCheck] | None) -> None:
-    """Raise for the first scores that are not finite; waits for a device."""
+    """Raise for the first scores that are not finite; waits for the device of the first, wherever the others are."""
     pending = list(checks or ())
     if pending:
-        _raise_first(pending, torch.stack([check.wrong for check in pending]).tolist())
+        device = pending[0].wrong.device
+        _raise_first(pending, torch.stack([check.wrong.to(device) for check in pending]).tolist())
 
 
 def lengths_after(observation: Observation) -> list[int]:

@@ -169,7 +169,8 @@ def products(query: Tensor, keys: Tensor, scaling: float, bias: Tensor | None = 
     if query.dtype == torch.float32 == keys.dtype:
         return torch.baddbmm(added, rows, columns, beta=beta, alpha=scaling).view(shape)
     if query.is_cuda and not needs_gradients(query, keys) and query.dtype == keys.dtype:
-        return torch.baddbmm(added, rows, columns, out_dtype=torch.float32, beta=beta, alpha=scaling).view(shape)
+        scores = torch.bmm(rows, columns, out_dtype=torch.float32).mul_(scaling)  # baddbmm's takes no `added` in 2.8
+        return (scores if bias is None else scores.add_(added)).view(shape)
     step = max(1, chunk_bytes(keys.device) // (8 * columns[0].numel()))
     if step >= len(rows):  # as in most decode steps, where what is beside the product would cost as much again
         return torch.baddbmm(added, rows.float(), columns.float(), beta=beta, alpha=scaling).view(shape)

@@ -33,7 +33,9 @@ class ReadMask:
     def _clear(self) -> None:
         self.begun = False
         self.real: Tensor | None = None  # [B, n] bool: no padding; columns from n on are tokens; None: all are
-        self._current: tuple[tuple[int, int], Visible] | None = None  # seen tokens and id of a mask, what it says
+        self._current: tuple[tuple[int, int, torch.device], Visible] | None = (
+            None  # seen, id, place of a mask
+        )
 
     def begin(self, valid: Tensor, lengths: Sequence[int]) -> None:
         """Take note of a prompt: `valid` [B, T] bool is False for padding, `lengths` [B] are the tokens of each."""
@@ -54,23 +56,19 @@ class ReadMask:
                 than from the next.
         """
         if mask is None:
-            if self.real is not None and bool(self.real.all()):  # padded sequences were dropped, or padding forgotten
-                self.real = None
-            if self.real is not None:
+            if self.real is not None and not bool(self.real.all()):
                 raise _shows_padding(~self.real.all(-1))
+            self.real = None  # padded sequences were dropped, or padding forgotten
             return Visible()
-        key = (seen, id(mask))  # masks live as long as their forward pass, and `seen` is another one in the next
+        key = (seen, id(mask), mask.device)  # masks live as long as their forward pass; `seen` is another in the next
         if self._current is None or self._current[0] != key:
             self._current = key, self._read(mask, batch, seen, count)
         return self._current[1]
 
     def shows_all(self, row: Tensor) -> bool:
         """Tell whether the row [B, T] bool of a mask shows every token, and no padding."""
-        if self.real is None:
-            return bool(row.all())
-        real = self.real.to(row.device)
-        length = real.shape[1]
-        return bool((row[:, :length] == real).all() & row[:, length:].all())
+        real = self.columns(row.shape[1])
+        return bool((row if real is None else row == real.to(row.device)).all())
 
     def columns(self, seen: int) -> Tensor | None:
         """Return which of the first `seen` columns are no padding, [B, seen] bool; None: all."""

@@ -63,7 +63,9 @@ def _class_for(module: str, base: Any) -> Any:
     if own is None or issubclass(base, own):
         return base
     members = {name: getattr(base, name) for name in ("__len__", "batch_repeat_interleave", "batch_select_indices")}
-    members |= {"set_linear_cache": _set_linear_cache, "get_linear_cache": _get_linear_cache}
+    # running states are kept where other models keep them, in the layers of the cache
+    members["set_linear_cache"] = lambda self, layer_idx, state: self.layers[layer_idx].update_recurrent_state(state)
+    members["get_linear_cache"] = lambda self, layer_idx: self.layers[layer_idx].recurrent_states[0]
     members |= {"__reduce__": lambda self: (_empty, (module, base), vars(self))}  # pickles find no such class
     if base is Cache:
         members["__init__"] = vars(Cache)["__init__"]
@@ -74,13 +76,3 @@ def _empty(module: str, base: Any) -> Any:
     """Return a cache of the class for a model of `module` that nothing was done to yet."""
     kind = _class_for(module, base)
     return object.__new__(kind)
-
-
-def _set_linear_cache(self: Any, layer_idx: int, linear_cache: Tensor) -> None:
-    """Keep a running state where other models do: in the layer of the cache."""
-    self.layers[layer_idx].update_recurrent_state(linear_cache)
-
-
-def _get_linear_cache(self: Any, layer_idx: int) -> Tensor | None:
-    state: Tensor | None = self.layers[layer_idx].recurrent_states[0]
-    return state

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from accelerate import dispatch_model
 
 from tests.device.build import library
 
@@ -35,6 +36,14 @@ def device(index: int = 0) -> torch.device:
     """Return a device, built on first use."""
     backend()
     return torch.device(NAME, index)
+
+
+def spread(model: Any) -> Any:
+    """Put the first half of a model's layers on one device and the others on the other, as device maps do."""
+    layers = len(model.model.layers)
+    places = {f"model.layers.{index}": device(index * 2 // layers) for index in range(layers)}
+    places |= {f"model.{name}": device(0) for name in ("embed_tokens", "rotary_emb")}
+    return dispatch_model(model, {**places, "model.norm": device(1), "lm_head": device(1)})
 
 
 def events() -> list[tuple[str, str]]:
@@ -74,6 +83,17 @@ def _index(device: Any = None) -> int:
     return backend().current_device() if index is None else index
 
 
+@contextmanager
+def _current(device: Any) -> Iterator[None]:
+    """Let a device be the current one for a while, as `torch.cuda.device` does."""
+    before = backend().current_device()
+    backend().set_device(_index(device))
+    try:
+        yield
+    finally:
+        backend().set_device(before)
+
+
 def _module(built: ctypes.CDLL) -> ModuleType:
     """Make `torch.fakegpu`: what torch, transformers and accelerate look for, and memory as `torch.cuda` tells it."""
     made: Any = ModuleType(f"torch.{NAME}")
@@ -101,4 +121,5 @@ def _module(built: ctypes.CDLL) -> ModuleType:
         return built.limit_bytes(index) - built.used_bytes(index), built.limit_bytes(index)
 
     made.mem_get_info = mem_get_info
+    made.device = _current
     return made

@@ -1,4 +1,4 @@
-"""Every command that loads a model, on the second device: results are those of the CPU."""
+"""Every command that loads a model, on the second device and spread over both: results are those of the CPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 from kvsearch.plan import load_profile
 from tests.cli.conftest import invoke
 from tests.cli.test_calibrate_dynamic import short
-from tests.device.accelerator import NAME, backend
+from tests.device.accelerator import NAME, backend, spread
 
 __all__ = ["short"]
 
@@ -52,9 +53,24 @@ WITH_DATA = ("lukv", "lava", "cake", "probe")
 BEFORE_EVERY_COMMIT = "perplexity"
 
 
+PLACES = {"cpu": ("--device", "cpu"), "second": ("--device", f"{NAME}:1"), "both": ("--device-map", "auto")}
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {place: tmp_path_factory.mktemp("on") for place in ("cpu", f"{NAME}:1")}
+    return {place: tmp_path_factory.mktemp("on") for place in PLACES}
+
+
+@pytest.fixture(autouse=True)
+def spreading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device maps, which accelerate makes for devices that it knows, spread a model over both."""
+    load = AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(*args: Any, device_map: str, **options: Any) -> Any:
+        model, info = load(*args, device_map="cpu" if device_map == "auto" else device_map, **options)
+        return (spread(model) if device_map == "auto" else model), info
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
 
 
 def marked(name: str) -> Any:
@@ -63,23 +79,22 @@ def marked(name: str) -> Any:
 
 @pytest.mark.parametrize("name", [marked(name) for name in COMMANDS])
 def test_results(name: str, folders: dict[str, Path], short: Path) -> None:
-    backend().reset_peak(1)
     found: list[Any] = []
     for place, folder in folders.items():
         command = [str(word).replace("{}", str(folder)) for word in COMMANDS[name]]
-        command += [] if name == "export" else ["--device", place]
+        command += [] if name == "export" else PLACES[place]
+        backend().reset_peak(1)
         code, out, talk = invoke(*command, *(("--data", short) if name in WITH_DATA else ()), "--json")
         assert code == 0, talk
         found.append(json.loads(out.replace(str(folder), "")))
-    if name != "export":
-        assert backend().peak_bytes(1) > 10**6  # it was there
-    assert different(*found) == []
+        assert different(found[-1], found[0]) == [], place
+        assert name == "export" or place == "cpu" or backend().peak_bytes(1) > 10**6  # it was there
 
 
 @pytest.mark.nightly
 def test_profiles(folders: dict[str, Path]) -> None:
     """What was calibrated, to the last number, and the plan that was searched."""
-    cpu, other = folders.values()
+    cpu, other, _ = folders.values()
     if not (cpu / "evolve").exists():
         pytest.skip("made by the tests above")
     for name in ("lukv", "lava", "cake", "polykv"):

@@ -9,19 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import dispatch_model
 from torch import Tensor
 
 from kvsearch.policies import Policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from tests.device.accelerator import device, events, recording
+from tests.device.accelerator import device, events, recording, spread
 from tests.families import FAMILIES, build, prompts
 from tests.policies.probes import zap
 from tests.runtime.helpers import assert_close, feed, held_tokens, random_eviction, running
 from tests.runtime.policies import SMALL, for_model
-
-pytestmark = pytest.mark.nightly
 
 LENGTH, TOLERANCE = 20, 1e-4
 Budgets = list[list[int]]
@@ -36,9 +33,7 @@ def on_cpu() -> Any:
 @cache
 def on_both() -> Any:
     """The same model, its first layer on one device, its second on the other."""
-    places = {f"model.{name}": device(0) for name in ("embed_tokens", "rotary_emb", "layers.0")}
-    places |= {"model.layers.1": device(1), "model.norm": device(1), "lm_head": device(1)}
-    return dispatch_model(build("llama", num_hidden_layers=2), places)
+    return spread(build("llama", num_hidden_layers=2))
 
 
 MODELS = (on_both, on_cpu)
@@ -51,6 +46,7 @@ def program(of: Any, policy: Policy, budgets: Budgets, *, decode: bool) -> Progr
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("budgets", [EVEN, RAGGED], ids=["even", "ragged"])
 @pytest.mark.parametrize("name", [*SMALL, "kvzap"])
 def test_every_policy(name: str, budgets: Budgets) -> None:
@@ -73,6 +69,7 @@ def follow(model: Callable[[], Any], policy: Policy, budgets: Budgets, *, decode
         logits = feed(model(), cache, [(ids, mask)])
         with recording():
             logits += steps(model(), cache, answers)
+        cache.check_scores()
     assert {kind for kind, _ in events()} <= {"kernel"}  # none on the CPU
     return torch.cat([one.cpu() for one in logits], 1), [held_tokens(cache, layer, 2, 2) for layer in cache.planned]
 

@@ -61,6 +61,20 @@ def test_products_do_not_overflow_and_are_not_rounded(dtype: torch.dtype) -> Non
     assert torch.equal(nested[:, 0], found)
 
 
+class OnCuda(Tensor):
+    is_cuda = True
+
+
+def test_products_on_cuda_ask_for_what_torch_2_8_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There `baddbmm(out_dtype=)` wants what is added in the shape of the result; `bmm` has nothing added."""
+    added, plain = torch.randn(5, 1, 40), torch.bmm
+    query, keys = (torch.randn(5, rows, 64).half().as_subclass(OnCuda) for rows in (3, 40))
+    monkeypatch.setattr(torch, "bmm", lambda one, other, out_dtype: plain(one.to(out_dtype), other.to(out_dtype)))
+    expected = query.double() @ keys.double().transpose(-1, -2) * 0.5
+    assert error(products(query, keys, 0.5), expected) < 1e-6
+    assert error(products(query, keys, 0.5, added), expected + added) < 1e-6
+
+
 @every_value(name=SMALL, dtype=HALF)
 def test_outputs_while_decoding(name: str, dtype: torch.dtype) -> None:
     policy, made = SMALL[name], layer(dtype)

@@ -72,9 +72,11 @@ class Block:
         if self._bias is None:
             empty = self.positions < 0
             empty[:, self.end :] = False
-            self._bias = torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device)
-            self._bias.masked_fill_(empty, float("-inf"))
+            self._bias = self._hiding(empty)
         return self._bias[:, : self.end]
+
+    def _hiding(self, empty: Tensor) -> Tensor:
+        return torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device).masked_fill_(empty, float("-inf"))
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, padded: bool) -> None:
         """Add q columns: keys [S, q, D], values [S, q, Dv], positions [S or 1, q] int32, -1 for padding if `padded`."""
@@ -101,10 +103,8 @@ class Block:
         if self.end + room > self.keys.shape[1]:
             self._grow(self.end + room)
         self.positions[:, self.end :] = -1
-        empty = self.positions < 0
-        self._bias = torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device)
-        self._bias.masked_fill_(empty, float("-inf"))
-        self.place = torch.full((1,), self.end, device=empty.device)
+        self._bias = self._hiding(self.positions < 0)
+        self.place = torch.full((1,), self.end, device=self.positions.device)
 
     def prepare_step(self, room: int) -> bool:
         """Count a token that `put` adds later, with room for so many made if there is none; tell if that was so."""

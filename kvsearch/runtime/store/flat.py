@@ -101,7 +101,7 @@ class FlatBlock:
             used = int(self.counts.mean()) + self.appended
             self._grow(self.appended + count + max(MIN_SPARE, int(used * GROWTH)))
         self.fixed = False
-        self._write(keys, values, positions)
+        self.put(keys, values, positions)
         self.appended += count
         self.padded |= padded
 
@@ -118,11 +118,6 @@ class FlatBlock:
         return anew
 
     def put(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        if not self.fixed:
-            raise InternalError("a token was put into a block that is not fixed")
-        self._write(keys, values, positions)
-
-    def _write(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         count = keys.shape[1]
         rows = self.ends[0]
         if count > 1:

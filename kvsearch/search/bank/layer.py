@@ -146,7 +146,7 @@ class PrefixLayer(BankLayer):
         most = int(entries.max())
         seen = None
         if fewest < most:
-            seen = (torch.arange(most) < entries[..., None]).to(keys.device)[:, :, None, None]
+            seen = (torch.arange(most, device=keys.device) < entries[..., None].to(keys.device))[:, :, None, None]
         return VisibleKV(keys[:, :, :most], values[:, :, :most], seen)
 
     def shared(self) -> Sequence[VisibleKV]:
