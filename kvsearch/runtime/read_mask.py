@@ -33,9 +33,7 @@ class ReadMask:
     def _clear(self) -> None:
         self.begun = False
         self.real: Tensor | None = None  # [B, n] bool: no padding; columns from n on are tokens; None: all are
-        self._current: tuple[tuple[int, int, torch.device], Visible] | None = (
-            None  # seen, id, place of a mask
-        )
+        self._current: tuple[tuple[int, int, torch.device], Visible] | None = None
 
     def begin(self, valid: Tensor, lengths: Sequence[int]) -> None:
         """Take note of a prompt: `valid` [B, T] bool is False for padding, `lengths` [B] are the tokens of each."""
