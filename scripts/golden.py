@@ -413,6 +413,15 @@ plan scale plans/even.json -o plans/x.json
 plan diff plans/even.json plans/nonesuch.json
 plan merge --policies plans/even.json -o plans/x.json
 plan build inputs/calibration.json -o plans/x.json
+plan uniform bundled --policy snapkv:windw=8 --budget 64 -o plans/x.json
+plan uniform bundled --policy snapkv=inputs --budget 64 -o plans/x.json
+run ./nomodel --budget 51 -o runs/x
+run bundle --budget 51 -o runs/x
+run bundled --ratio 90 -o runs/x
+run bundled --budget 51 -o runs/x --dtype float61
+headroom bundled --ratio 90
+generate bundled --context inputs/context.txt --prompt a
+evaluate bundled --methods uniform --budgets 64 --tasks jsonl:inputs/calibration.json
 """
 
 WAVES = (MEASURE, BUILD, USE, CHOOSE, PUBLISH)

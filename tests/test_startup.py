@@ -50,13 +50,54 @@ def test_the_package_imports_nothing_that_computes() -> None:
     assert loaded("import kvsearch, kvsearch.policies, kvsearch.plan") == ("", [])
 
 
-@pytest.mark.parametrize("verb", ["generate bundled", "compress bundled -o new.kv", "bench bundled"])
-def test_a_damaged_plan_is_refused_before_anything_that_computes_is_imported(verb: str, tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text("{}")
-    words = [*verb.split(), "--plan", str(tmp_path / "plan.json")]
-    out, found = loaded(f"from kvsearch.cli import app; app({words})", ends=2)
-    assert out == ""
-    assert not {"torch", "transformers", "scipy"} & set(found)
+# what is refused at once, a command each, in a folder with the files that it names
+REFUSED = {
+    "generate bundled --plan damaged.json": "damaged.json",
+    "compress bundled -o new.kv --plan damaged.json": "damaged.json",
+    "bench bundled --plan damaged.json": "damaged.json",
+    "bench bundled --ratio 90": "ratio 90.0 is outside (0, 1): it is the share to evict",
+    "headroom bundled --ratio 90": "0.8 keeps a fifth; did you mean 0.9?",
+    "run bundle --budget 51 -o new": "there is no model 'bundle'; did you mean 'bundled'?",
+    "run ./nomodel --budget 51 -o new": "there is no model './nomodel': check the path of its directory",
+    "run no/such --budget 51 -o new --offline": "no directory no/such, and no downloaded model of that name: check",
+    "run bundled --budget 51 -o new --dtype float61": "unknown dtype 'float61'; did you mean 'float16'?",
+    "run bundled --budget 51 -o new --tasks rular": "unknown task 'rular'; did you mean 'ruler'?",
+    "run bundled --budget 51 -o new --policies snapkw": "unknown policy 'snapkw'; did you mean 'snapkv'?",
+    "calibrate bundled -o new --tasks jsonl:none.jsonl": "there is no file none.jsonl",
+    "calibrate bundled -o new --data none.json": "there is no file none.json",
+    "evaluate bundled --plan none.json": "there is no file none.json",
+    "evaluate bundled --methods uniform --budgets 64 --tasks rular": "unknown task 'rular'",
+    "evaluate bundled --methods uniform --budgets 64 --tasks jsonl:list.jsonl": "line 1: is no object: give one a line",
+    "evolve bundled --budget 48 -o new --start none.json": "there is no file none.json",
+    "evolve bundled --budget 48 -o new --tasks rular": "unknown task 'rular'",
+    "plan uniform bundled --policy snapkv:windw=8 --budget 64 -o new": "did you mean 'window'?",
+    "generate bundled --context text.txt --prompt who": "text.txt is a file: write @text.txt to have it read",
+    "export best --ratio 0.8 -o new": "best has no profile but a plan: change its size with `kvsearch plan scale best/",
+}
+ONE_BY_ONE = """
+from typer.testing import CliRunner
+from kvsearch.cli import app
+for line in COMMANDS:
+    done = CliRunner().invoke(app, line.split())
+    print(json.dumps([line, done.exit_code, done.stderr]))
+"""
+
+
+def test_what_is_wrong_is_told_before_anything_that_computes_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("damaged.json", "text.txt", "best/plan.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "list.jsonl").write_text("[1]")
+    monkeypatch.chdir(tmp_path)
+    out, found = loaded(f"COMMANDS = {list(REFUSED)}{ONE_BY_ONE}")
+    for line, code, talk in map(json.loads, out.splitlines()):
+        assert REFUSED[line] in talk
+        assert code == (3 if "--offline" in line else 2), talk
+        assert len(talk.splitlines()) == (2 if ":list" in line else 1), talk
+    assert not {"torch", "transformers"} & set(found)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_policy_that_computes_imports_torch() -> None:

@@ -165,11 +165,11 @@ class CalibrationOptions(Seeded):
             UsageError: an unknown policy or parameter, or one that cannot be calibrated.
         """
         from kvsearch.policies import create_policy, policy_class
-        from kvsearch.policies.fitted import fitted_policy
+        from kvsearch.policies.fitted import parse_policy
 
         if self.policy in UNRANKED:
             raise UsageError(f"policy {self.policy!r} evicts nothing, so it has no budgets to calibrate")
-        name, fitted = fitted_policy(self.policy)
+        name, fitted = parse_policy(self.policy)
         policy_class(name)
         return create_policy(name, {**self.protection.get(name, {}), **fitted, **self.params})
 

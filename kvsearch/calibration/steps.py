@@ -159,4 +159,6 @@ def profile_file(path: Path) -> Path:
             f"the calibration in {path} is not finished: repeat its command, kvsearch calibrate "
             f"{content.get('model') or 'MODEL'} ... -o {path}, to go on"
         )
+    if plans := sorted(path.glob("plan*.json")):
+        raise UsageError(f"{path} has no profile but a plan: change its size with `kvsearch plan scale {plans[0]}`")
     return path / PROFILE

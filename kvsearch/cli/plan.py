@@ -11,15 +11,14 @@ if TYPE_CHECKING:
     from kvsearch.cli.console import Console
     from kvsearch.config.options import JobOptions
     from kvsearch.jobs.plan import PlanOptions, YamlOptions
-    from kvsearch.plan import Plan
     from kvsearch.report.plans import DifferenceView
 
 JOBS = "kvsearch.jobs.plan"
 
 
 def make_and_show(job: str, options: PlanOptions, console: Console) -> None:
-    """Make a plan, and say where it was, or in a dry run would be, written to, and how much it keeps."""
-    from kvsearch.jobs.following import following
+    """Make a plan, and say where it was, or in a dry run would be, written to, how much it keeps, and what is next."""
+    from kvsearch.jobs.following import evaluation, following
 
     plan = options.make(console) if console.dry_run else load(job)(options, reporter=console)
     if console.as_json:
@@ -31,20 +30,16 @@ def make_and_show(job: str, options: PlanOptions, console: Console) -> None:
             }
         )  # fmt: skip
         return
-    shared = "" if plan.allocation.name == "static" else f", shared out by {plan.allocation.name}"
-    console.say(f"{written(plan, options, console)}{shared}")
-    if not console.dry_run:
-        console.say(following("show", options.output))
-        console.say(following("evaluate", plan.model.name, "--plan", options.output))
-
-
-def written(plan: Plan, options: PlanOptions, console: Console) -> str:
-    """Return where a plan is and how much it keeps, in words."""
     part = next(iter(plan.phases.values()))
     mean = plan.total / (len(part.planned_layers) * plan.model.kv_heads)
     of = f" of a {plan.length}-token prompt" if plan.length else ""
+    shared = "" if plan.allocation.name == "static" else f", shared out by {plan.allocation.name}"
     verb = "would write" if console.dry_run else "wrote"
-    return f"{verb} {options.output}: {plan.total} entries, {mean:.1f} per kv head{of}, {plan.scaling}"
+    size = f"{plan.total} entries, {mean:.1f} per kv head{of}, {plan.scaling}{shared}"
+    console.say(f"{verb} {options.output}: {size}")
+    if not console.dry_run:
+        console.say(following("show", options.output))
+        console.say(following(*evaluation(options.asked(), plan.model.name, options.output)))
 
 
 @verb(f"{JOBS}:UniformOptions", group=PLAN_VERBS, dry_run=True)

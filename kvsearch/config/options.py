@@ -99,6 +99,9 @@ class JobOptions(Record):
         own = {name: attribute.get_default() for name, attribute in self.__private_attributes__.items()}
         return {**super().__getstate__(), "__pydantic_private__": own or None}
 
+    def check_model(self) -> None:
+        """Raise the error of a model that cannot be loaded, where the job has one that is named."""
+
     def without_work(self) -> Self:
         """Return the options for a call that only tells what the job would do."""
         return self

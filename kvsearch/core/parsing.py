@@ -30,6 +30,7 @@ _OF_KIND: Final = {
     "int_parsing_size": _NO_WHOLE,
     "int_from_float": _NO_WHOLE,
     "float_parsing": "Input should be a number",
+    "model_type": "Input should be an object",
 }
 _ABOUT_CONTENT: Final = (COMPLETE, "too_long", "value_error", "assertion_error")
 

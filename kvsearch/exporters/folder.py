@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.parsing import parse_json
@@ -13,32 +15,6 @@ from kvsearch.exporters.base import NOTHING, Budgets, Exported, Inputs, PlanExpo
 from kvsearch.plan import ModelFingerprint, Plan, canonical_json
 from kvsearch.plan.origin import USES
 from kvsearch.plan.saved import FOLDER_PLAN, WEIGHTS, known_weights, with_weights
-
-SCRIPT = '''\
-"""Answer a prompt under the plan of this folder: python generate.py --prompt "..." [--context @FILE] [--model NAME]."""
-
-import argparse
-from pathlib import Path
-
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-import kvsearch
-
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--prompt", required=True)
-parser.add_argument("--context", default="", help="text, or @FILE; it is read before the prompt and compressed")
-parser.add_argument("--model", default={model!r}, help="name or directory of the model of the plan")
-parser.add_argument("--max-new-tokens", type=int, default=128)
-options = parser.parse_args()
-
-context = Path(options.context[1:]).read_text() if options.context.startswith("@") else options.context
-tokenizer = AutoTokenizer.from_pretrained(options.model)
-model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
-inputs = tokenizer(f"{{context}}\\n{{options.prompt}}" if context else options.prompt, return_tensors="pt")
-with kvsearch.attach(model, kvsearch.load_plan(Path(__file__).parent)) as planned:
-    output = planned.generate(**inputs.to(model.device), max_new_tokens=options.max_new_tokens, do_sample=False)
-print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-'''
 
 
 class Folder(PlanExporter):
@@ -55,10 +31,10 @@ class Folder(PlanExporter):
         files = {
             FOLDER_PLAN: canonical_json(plan),
             **weights,
-            "README.md": "\n".join(card(plan, inputs.scores)).encode() + b"\n",
-            "generate.py": SCRIPT.format(model=plan.model.name).encode(),
+            "README.md": card(plan, inputs.scores),
+            "generate.py": _fill("generate.py", model=repr(plan.model.name)),
         }
-        usage = ("python {path}/generate.py --prompt ...", "kvsearch.attach(model, kvsearch.load_plan({path!r}))")
+        usage = ("python {path}/generate.py --help", "kvsearch.attach(model, kvsearch.load_plan({path!r}))")
         return Exported(files, usage, total=plan.total)
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:  # noqa: ARG002
@@ -66,40 +42,25 @@ class Folder(PlanExporter):
         return Budgets.of(Plan.model_validate(parse_json(files[FOLDER_PLAN], FOLDER_PLAN)), length).entries
 
 
-def card(plan: Plan, scores: str | None = None) -> Iterator[str]:
-    """Yield the lines of a card in Markdown, with the front matter of the hub; `scores` are in Markdown, too."""
-    origin = plan.provenance
+def card(plan: Plan, scores: str | None = None) -> bytes:
+    """Return a card in Markdown, with the front matter of the hub; `scores` are in Markdown, too."""
     model = plan.model
-    yield from ("---", "library_name: kvsearch", f"base_model: {json.dumps(model.name)}")
-    yield from ("tags:", "- kv-cache", "---", "")
-    yield from (f"# KV-cache plan for {markdown_text(model.name)}", "")
-    first = next(iter(plan.phases.values()))
-    heads = len(first.planned_layers) * model.kv_heads
+    heads = len(next(iter(plan.phases.values())).planned_layers) * model.kv_heads
     size = f"{plan.total / heads:.4g} entries per kv head on average, {plan.total:,} in {heads} heads"
-    where = f"for prompts of {plan.length:,} tokens" if plan.length else "for prompts of any length"
-    follows = "; budgets follow the prompt" if plan.scaling == "proportional" else ""
-    phases = " and ".join(plan.phases)
-    policies = markdown_text(", ".join(spec.name for spec in plan.policies))
-    yield from (f"Keeps {size}, {where}{follows}. Phases: {phases}. Policies: {policies}.", "")
-    yield from (f"Model: {markdown_text(model.short())}.", "")
-    versions = f"kvsearch {origin.kvsearch}, torch {origin.torch}, transformers {origin.transformers}"
-    yield from ("## How it was made", "", f"Method {markdown_text(origin.method)}, seed {origin.seed}, {versions}.", "")
-    if origin.contexts is not None:
-        yield from ("| contexts | number |", "| --- | --- |")
-        for use in USES:
-            found = getattr(origin.contexts, use)
-            yield f"| {use} on | {found.contexts:,}, with {found.questions:,} questions |"
-        yield ""
-    if origin.settings:
-        yield from ("| setting | value |", "| --- | --- |")
-        for name, value in sorted(origin.settings.items()):
-            shown = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            yield f"| {markdown_text(name)} | {markdown_text(shown)} |"
-        yield ""
-    if scores is not None:
-        yield from ("## What it scores", "", scores.strip(), "")
-    yield from ("## How to use it", "", "```", 'python generate.py --prompt "..."', "```", "", "```python")
-    yield from ("import kvsearch", "", 'with kvsearch.attach(model, kvsearch.load_plan("FOLDER")) as planned:')
-    yield from ("    output = planned.generate(**inputs)", "```", "")
-    yield from ("What it costs on your tasks, beside the full cache and other methods:", "", "```")
-    yield from (command_line(["kvsearch", "evaluate", model.name, "--plan", "FOLDER", "--tasks", "YOUR.jsonl"]), "```")
+    evaluate = ["kvsearch", "evaluate", model.name, "--plan", "FOLDER", "--tasks", "jsonl:YOUR.jsonl"]
+    return _fill(
+        "README.md", plan=plan, model=model, origin=plan.provenance, uses=USES, size=size,
+        base_model=json.dumps(model.name), scores=scores, command=command_line(evaluate),
+    )  # fmt: skip
+
+
+def _fill(name: str, **values: Any) -> bytes:
+    environment = Environment(
+        loader=PackageLoader("kvsearch.exporters"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        autoescape=False,
+        keep_trailing_newline=True,
+    )
+    environment.filters["md"] = lambda text: markdown_text(str(text))
+    return environment.get_template(f"{name}.jinja").render(values).encode()

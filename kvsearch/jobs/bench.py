@@ -19,6 +19,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.models.shapes import device_of, random_model
 from kvsearch.plan import Size, phases_of
 from kvsearch.policies import create_policy
+from kvsearch.policies.fitted import parse_policy
 from kvsearch.report.costs import SpeedView
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ class BenchOptions(Loading):
     budget: Annotated[int | None, Field(ge=1), Option("Entries per kv head, in place of a plan.", SIZE)] = None
     ratio: Annotated[
         float | None,
-        Field(gt=0, lt=1),
         Option("In place of --budget: share of the cache to evict, at every length.", SIZE),
     ] = None
     phases: Annotated[str, Option("With --policy: when to evict, prefill, decode or both.")] = "prefill"
@@ -179,7 +179,7 @@ def _load(
             words.append("skewed")
         if options.phases != "prefill":
             words.append(options.phases)
-        policy = create_policy(options.policy)
+        policy = create_policy(*parse_policy(options.policy))
         program = program_at(loaded.model, policy, size, phases_of(options.phases), options.skewed)
         programs[", ".join(words)] = program
     tokens = max(options.length) + options.new_tokens

@@ -22,7 +22,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.naming import suggest, unknown
 from kvsearch.core.parsing import list_problems
-from kvsearch.jobs.following import following, loading_flags
+from kvsearch.jobs.following import asked_flags, flags_of, following
 from kvsearch.jobs.groups import TASKS, TaskDetails, WithModel, WithWorkers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, on_interruption
@@ -31,6 +31,7 @@ from kvsearch.plan.profile_arrays import QUERIES
 from kvsearch.plan.saved import PROFILE
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.profile import remarks as profile_remarks
+from kvsearch.report.ranking import RankingView
 from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import CONFIG, CONTEXTS, RunConfig
 from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, run_in
@@ -200,8 +201,6 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
         IncompatibleError: the model computes NaN, or a prompt does not fit it.
         EnvironmentFault: the disk is full, or the model cannot be loaded here.
     """
-    from kvsearch.evaluation.identity import environment
-
     directory = options.output
     policies = _policies(options, reporter)
     data, loaded = _data(options, reporter)
@@ -210,6 +209,8 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
         require_unchanged(directory, PROFILE, "restore it, or start anew with --force")
         reporter.say(FINISHED)
         return load_profile(directory / PROFILE)
+    from kvsearch.evaluation.identity import environment
+
     loaded = loaded or options.load(options.model, reporter)
     settings = options.method_settings
     calibration = _create(loaded, data, policies, settings)
@@ -313,12 +314,17 @@ def following_commands(options: CalibrateOptions, profile: Profile) -> Iterator[
     if options.method == QUERIES:
         yield ["export", place, "--to", "kvpress-ea", "-o", f"{place.rstrip('/')}-kvpress"]
     elif options.method in FITTED:
-        policy = f"{options.method}={place}"
-        beside = f"{place.rstrip('/')}-budgets"
-        yield ["calibrate", options.model, "--policy", policy, "-o", beside, *loading_flags(options)]
+        view = RankingView(profile)
+        policy = view.preferred or f"{options.method}={place}"
+        asked = [*asked_flags(options)]
+        if options.tasks is not None:  # budgets are measured on others than the ranking was fitted on
+            asked += ["--split", "select"]
+        elif not view.settings.get("without_questions"):
+            asked += flags_of(options, ("data",))
+        yield ["calibrate", options.model, "--policy", policy, "-o", f"{place.rstrip('/')}-budgets", *asked]
     elif isinstance(options, PolykvOptions):
         size = ["--budget", str(options.budgets[0])]
-        yield ["validate", place] if options.signals != ("entropy",) else ["show", place]
+        yield ["validate", place, *asked_flags(options)] if options.signals != ("entropy",) else ["show", place]
         if options.signals == ("entropy",):  # which can share out budgets only
             size += ["--budget-signal", "entropy"]
         yield ["export", place, *size, "-o", str(options.output / "plan.json")]
@@ -340,10 +346,10 @@ def _data(options: CalibrateOptions, reporter: Reporter) -> tuple[CalibrationDat
             raise UsageError(f"--{name.replace('_', '-')} is for --tasks: leave it out, or name tasks")
         data = load_calibration_data(options.data or default_data(options.model), options.bare)
         return data.limited(options.questions), None
+    tasks = find_tasks(options.tasks, options.task_options(options.split))
     from kvsearch.calibration.task_data import data_of_tasks
     from kvsearch.selection.splits import refuse_reported
 
-    tasks = find_tasks(options.tasks, options.task_options(options.split))
     refuse_reported(tasks)
     run_in(options.output, "calibrate")
     if any(facts.split == "all" for facts in describe_tasks(options.tasks)):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from kvsearch.calibration.steps import calibration_content
 from kvsearch.config.options import Option, asked_by_name
 from kvsearch.core.errors import UsageError
-from kvsearch.jobs.groups import ASKED, MODEL, RATIO, Batches, Loading, WithTasks, WithWorkers
+from kvsearch.jobs.groups import ASKED, MODEL, RATIO, Batches, WithTasks, WithWorkers
 from kvsearch.plan.profile import Profile, load_profile
 from kvsearch.plan.saved import PROFILE
 from kvsearch.plan.schema import Protocol, find_protocol
@@ -49,9 +49,26 @@ class OnSignals(WithTasks, WithWorkers, Batches):
         """Return the protocol in which questions are asked, by default that of the calibration."""
         return self.protocol or find_protocol(SignalTable(profile).axes.protocol)
 
+    def stated_loading(self) -> dict[str, Any]:
+        """Return the dtype and revision that were measured, as far as no others are given."""
+        dtype = _stated(self.directory, "dtype") if self.dtype == "auto" else None
+        is_other = self.revision is not None or self.model is not None
+        stated = {"dtype": dtype, "revision": None if is_other else _stated(self.directory, "revision")}
+        return {name: value for name, value in stated.items() if value is not None}
+
     def load_calibrated(self, profile: Profile, reporter: Reporter) -> LoadedModel:
-        """Load the model that was calibrated; see the function of this name."""
-        return load_calibrated(self, self.directory, self.model, profile, reporter)
+        """Load the model of the calibration, in the dtype and revision that were measured unless others are given.
+
+        Raises:
+            UsageError: which model it is cannot be told.
+            IncompatibleError: it is another model than the one that was measured.
+            EnvironmentFault: it cannot be loaded here.
+        """
+        if self.measured is None:
+            raise UsageError(f"{self.directory / CONFIG} does not say which model was calibrated: give --model")
+        loaded = self.load(self.measured, reporter, **self.stated_loading())
+        profile.metadata.model.require(loaded.fingerprint, f"the profile in {self.directory}")
+        return loaded
 
 
 def _stated(directory: Path, name: str) -> str | None:
@@ -73,28 +90,3 @@ def load_signals(directory: Path) -> Profile:
             what = f"has no {PROFILE}" if directory.is_dir() else "is a file"
         raise UsageError(f"{directory} {what}: give the directory of a finished calibration, or {HOW}")
     return SignalTable(load_profile(path)).profile
-
-
-def load_calibrated(
-    loading: Loading, directory: Path, model: str | None, profile: Profile, reporter: Reporter
-) -> LoadedModel:
-    """Load the model of a calibration, in the dtype and revision that were measured unless others are given.
-
-    Raises:
-        UsageError: which model it is cannot be told.
-        IncompatibleError: it is another model than the one that was measured.
-        EnvironmentFault: it cannot be loaded here.
-    """
-    instead: dict[str, Any] = {}
-    dtype = _stated(directory, "dtype")
-    revision = _stated(directory, "revision")
-    if loading.dtype == "auto" and dtype is not None:
-        instead["dtype"] = dtype
-    if loading.revision is None and model is None and revision is not None:
-        instead["revision"] = revision
-    name = _stated(directory, "model") if model is None else model
-    if name is None:
-        raise UsageError(f"{directory / CONFIG} does not say which model was calibrated: give --model")
-    loaded = loading.load(name, reporter, **instead)
-    profile.metadata.model.require(loaded.fingerprint, f"the profile in {directory}")
-    return loaded

@@ -12,8 +12,8 @@ from pydantic import Field
 from kvsearch.config.options import QUESTIONS, RESULT, SIZE, Option, Seeded
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import CACHE_FILE, check_output
-from kvsearch.jobs.following import following
-from kvsearch.jobs.groups import WithModel
+from kvsearch.jobs.following import flags_of, following
+from kvsearch.jobs.groups import Loading, WithModel
 from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
@@ -43,7 +43,8 @@ class SavedContext:
             f"{self.file_bytes / 2**20:.2f} MiB on disk, {share:.1f}% of the full cache's "
             f"{self.full_bytes / 2**20:.2f} MiB"
         )
-        yield following("generate", options.model, "--cache", self.path, "--prompt", "...")
+        how = flags_of(options, Loading.model_fields)
+        yield following("generate", options.model, "--cache", self.path, "--prompt", "...", *how)
 
 
 class CompressOptions(WithModel, Seeded):

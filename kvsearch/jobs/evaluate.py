@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from kvsearch.config.options import RESULT, RULE, SIZE, Commas, Option, Repeated
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
-from kvsearch.core.files import check_output, read_bytes
+from kvsearch.core.files import check_output
+from kvsearch.core.parsing import read_json, validated
 from kvsearch.core.progress import Progress
 from kvsearch.evaluation.reply_store import ReplyStore, check_run, open_run
 from kvsearch.evaluation.samples import check_samples_file, write_samples
@@ -21,6 +22,7 @@ from kvsearch.evaluation.values import LayerLoss
 from kvsearch.jobs.groups import ASKED, KEPT, SAMPLES_OPTION, WithModel, WithProtocol, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, going_on, on_interruption
+from kvsearch.plan import load_plan
 from kvsearch.report.evaluation import Columns, write_tables
 from kvsearch.report.table import check_table_file
 from kvsearch.results.evaluation import EvaluationResult
@@ -275,9 +277,11 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
     for name in ("continuation", "stride"):
         if getattr(options, name) is not None:
             raise UsageError(f"--{name} is for --tasks ppl:FILE")
-    request = options.request()
     options.check_files()
     tasks = options.find_tasks(options.model, options.split)
+    for path in options.plan:
+        load_plan(path)
+    request = options.request()
     from kvsearch.evaluation.compare import prepare
     from kvsearch.evaluation.totals import idle_methods
 
@@ -332,12 +336,7 @@ def _output_losses(
 
 def read_losses(path: Path) -> list[LayerLoss]:
     """Return the losses that a run has kept; UsageError if the file is damaged."""
-    try:
-        return TypeAdapter(list[LayerLoss]).validate_json(read_bytes(path), strict=True)
-    except ValidationError as error:
-        raise UsageError(
-            f"{path} is damaged ({error.errors()[0]['msg']}): delete it and give --losses to measure them again"
-        ) from error
+    return validated(TypeAdapter(list[LayerLoss]).validate_python, read_json(path), str(path))
 
 
 # --- perplexity of a text ---------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, stage_stor
 from kvsearch.plan import save_plan
 from kvsearch.plan.schema import PHASES
 from kvsearch.policies import create_policy
-from kvsearch.policies.fitted import fitted_policy
+from kvsearch.policies.fitted import parse_policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.report.search import decision, search_result, tables
 from kvsearch.runs.contexts import write_contexts
@@ -180,15 +180,15 @@ class Evolution:
         yield f"{used}; wrote {written}"
         first = directory / next(iter(self.files.values()))
         yield following("show", first)
-        yield following(*evaluation(options, options.model, first, options.tasks))
+        yield following(*evaluation(options, options.model, first))
 
 
 @job(EvolveOptions, dry=True)
 def dry_run(options: EvolveOptions, reporter: Reporter) -> dict[str, Any]:
     """Return what would be searched, as JSON; errors as `evolve`, before anything is searched."""
+    searches = _prepare(options, reporter)
     from kvsearch.jobs.searching import describe_searches
 
-    searches = _prepare(options, reporter)
     first = searches[0]
     samples = len(first.samples)
     candidates = sum(search.most_candidates for search in searches)
@@ -226,14 +226,14 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
             scores next to nothing.
         EnvironmentFault: Ray is missing, the disk is full, or more than half of a generation failed.
     """
-    from kvsearch.jobs.searching import keep_hard_questions, open_search
-    from kvsearch.search.evolve import run_searches
-
     directory = options.output
     config = options.config
     limits = options.limits
     force = options.force
     searches = _prepare(options, reporter)
+    from kvsearch.jobs.searching import keep_hard_questions, open_search
+    from kvsearch.search.evolve import run_searches
+
     if force or not (directory / CONFIG).exists():
         with reporter.progress("batches of the full cache") as progress:
             searches[0].require_answers(progress)
@@ -256,25 +256,22 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
 
 def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch, ...]:
     """Check all that can be checked without a model, then load it, and prepare a search for each budget."""
-    from kvsearch.search.evolve import prepare_searches
-    from kvsearch.search.start_plans import Base, check_names
-
     budgets = (options.budgets or ()) if options.budget is None else (options.budget,)
     if not budgets:
         raise UsageError("how many entries may a kv head keep on average? Give --budget, or several with --budgets")
-    splits = {
-        use: options.split(name, options.find_tasks(options.model, name), options.protocol)
-        for use, name in SPLITS.items()
-    }
+    tasks = {name: options.find_tasks(options.model, name) for name in SPLITS.values()}
     run_in(options.output, "evolve")
     if not options.force and (options.output / LEDGER).exists():
         list(read_lines(options.output / LEDGER, TrialLog.parse))  # a damaged one is told before a model is loaded
+    plans = {path.stem: checked_plan(path) for path in options.start}
+    from kvsearch.search.evolve import prepare_searches
+    from kvsearch.search.start_plans import Base, check_names
+
     names = [path.stem for path in options.start]
     check_names(names)
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"two start plans are called {name}: rename one of the files")
-    plans = {path.stem: checked_plan(path) for path in options.start}
     policies = _find_policies(options.space, options.policy, options.params, plans)
     for name, plan in plans.items():
         if plan.provenance.contexts is None or not plan.provenance.contexts.complete:
@@ -287,6 +284,7 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
         base = Base.choosing(loaded, policies)
     else:
         base = Base.of(loaded, policies[0] if policies else next(iter(plans.values())), PHASES[options.phases])
+    splits = {use: options.split(name, tasks[name], options.protocol) for use, name in SPLITS.items()}
     return prepare_searches(base, budgets, options.settings, splits, plans, options.rule)
 
 
@@ -296,11 +294,11 @@ def _find_policies(space: str, names: str | None, params: Mapping[str, Any], pla
         if not plans:
             raise UsageError("space joint begins with the policies of a plan: give one with --start")
         known = [policy_of(spec) for plan in plans.values() for spec in plan.policies]
-        named = [fitted_policy(name) for name in (names or "").split(",") if name]
+        named = [parse_policy(name) for name in (names or "").split(",") if name]
         return [*known, *(create_policy(name, {**fitted, **params}) for name, fitted in named)]
     if names is None and plans:
         if params:
             raise UsageError("--set is for a --policy: the policies of --start plans have their own parameters")
         return []
-    name, fitted = fitted_policy(names or DEFAULT_POLICY)
+    name, fitted = parse_policy(names or DEFAULT_POLICY)
     return [create_policy(name, {**fitted, **params})]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ from pydantic import Field
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.calibration.steps import profile_file
-from kvsearch.config.options import RULE, Names, Option, Repeated
+from kvsearch.config.options import RULE, JobOptions, Names, Option, Repeated
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.core.files import atomic_write
 from kvsearch.core.parsing import describe_fault
@@ -22,6 +23,7 @@ from kvsearch.jobs.reporter import Reporter
 from kvsearch.plan import ModelFingerprint, Plan, Profile, Size, load_plan, load_profile
 from kvsearch.plan.saved import plan_of_folder
 from kvsearch.results import validation
+from kvsearch.runs.identity import CONFIG
 from kvsearch.runs.lock import locked
 from kvsearch.runs.run import finish, unfinish
 from kvsearch.signals.table import SignalTable
@@ -132,6 +134,15 @@ class ExportOptions(PlanOptions, Sized, Loading):
             recorded=False,
         ),
     ] = None
+
+    def asked(self) -> JobOptions:
+        """Return the options of the calibration, where its directory has them."""
+        from kvsearch.jobs.calibrate import CalibrateOptions
+
+        directory = self.profile if self.profile.is_dir() else self.profile.parent
+        with suppress(UsageError):
+            return CalibrateOptions.of(recipe=directory / CONFIG, output=directory)
+        return self
 
     def inputs(self, model: ModelFingerprint, length: int | None, reporter: Reporter) -> Inputs:
         """Return what the target is told besides a plan or profile of this `model`, which is loaded where it needs it.

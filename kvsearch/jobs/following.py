@@ -9,6 +9,8 @@ from kvsearch.config.options import JobOptions
 from kvsearch.core.printed import command_line
 from kvsearch.jobs.groups import Loading, TaskDetails, WithProtocol
 
+ASKED = ("tasks", *TaskDetails.model_fields, "samples", *WithProtocol.model_fields, *Loading.model_fields)
+
 
 def following(*words: object) -> str:
     """Return the line that offers a command, given without the word kvsearch."""
@@ -28,19 +30,21 @@ def flags_of(options: JobOptions, names: Iterable[str]) -> Iterator[str]:
             yield ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def loading_flags(options: JobOptions) -> Iterator[str]:
-    """Yield how the model is loaded, as it is typed."""
-    return flags_of(options, Loading.model_fields)
+def asked_flags(options: JobOptions) -> Iterator[str]:
+    """Yield what these options ask, how, and how the model is loaded, as it is typed.
+
+    A file without tasks is one to calibrate on, which no other command reads.
+    """
+    has_tasks = getattr(options, "tasks", None) is not None
+    yield from flags_of(options, [name for name in ASKED if name != "data" or has_tasks])
 
 
-def evaluation(options: JobOptions, model: str, plan: Path, tasks: str | None = None) -> Iterator[str]:
-    """Yield the words of a command that evaluates a plan as a job has asked, on the part of `tasks` to report on.
+def evaluation(options: JobOptions, model: str, plan: Path) -> Iterator[str]:
+    """Yield the words of a command that evaluates a plan as a job has asked, on the part of its tasks to report on.
 
     Some tasks ask all of their contexts by default, those of the choice, too. Without tasks the default ones are asked.
     """
     yield from ("evaluate", model, "--plan", str(plan))
-    if tasks is not None:
-        yield from ("--tasks", tasks, "--split", "report")
-    asked = dict.fromkeys((*TaskDetails.model_fields, "samples", *WithProtocol.model_fields))
-    yield from flags_of(options, [name for name in asked if name != "data" or tasks is not None])
-    yield from loading_flags(options)
+    if getattr(options, "tasks", None) is not None:
+        yield from ("--split", "report")
+    yield from asked_flags(options)

@@ -56,10 +56,9 @@ class GenerateOptions(WithModel, Seeded):
 
     def read(self) -> Texts:
         """Return what is read and asked, and under which plan; UsageError if a file or a text is missing."""
-        if self.cache is not None and self.context is not None:
-            raise UsageError("--cache holds a context already: leave --context out, or --cache")
-        if self.cache is not None and self.chunk is not None:
-            raise UsageError("--chunk is for reading a context, and --cache holds one that is read: leave it out")
+        for name in ("context", "chunk"):
+            if self.cache is not None and getattr(self, name) is not None:
+                raise UsageError(f"--cache holds a context that is read already: leave --{name} out, or --cache")
         if len(self.prompt) > 1 and self.cache is None and self.context is None:
             raise UsageError("several prompts are asked of one context: give --context or --cache")
         plan = None if self.plan is None else checked_plan(self.plan)

@@ -83,6 +83,11 @@ class Loading(JobOptions):
 
     _loaded: Any = PrivateAttr(default=None)  # a LoadedModel
 
+    def check_model(self) -> None:
+        """Raise the error of a model, dtype or device map that is not known; nothing that computes is imported."""
+        if self._loaded is None and (name := getattr(self, "model", None)):
+            loading.find_source(name, self.loading())
+
     def with_model(self, loaded: LoadedModel) -> Self:
         """Return the options with their model, which is then not loaded again: for the stages of a longer job."""
         found = self.model_copy()
@@ -90,8 +95,8 @@ class Loading(JobOptions):
         return found
 
     def without_weights(self, name: str) -> Self:
-        """Return the options with the shape of a model, which is all that is loaded: see `load_shape`."""
-        return self if self._loaded is not None else self.with_model(loading.load_shape(name, self.loading()))
+        """Return the options with the shape of a model, which is all that is loaded: see `load`."""
+        return self if self._loaded is not None else self.with_model(loading.load(name, self.loading(), weights=False))
 
     def load(self, name: str, reporter: Reporter | None = None, **instead: Any) -> LoadedModel:
         """Load the model of that name as these options say, but for those given `instead`; errors: see `load`."""

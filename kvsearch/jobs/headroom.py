@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator
 
 from kvsearch.config.options import Seeded
 from kvsearch.core.fields import Samples
@@ -12,6 +12,7 @@ from kvsearch.evaluation.statistics import summarize
 from kvsearch.jobs.groups import RATIO, SAMPLES_OPTION, WithModel, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter, estimate_cost
+from kvsearch.plan import Size
 from kvsearch.results.evaluation import HeadroomResult
 from kvsearch.strategies.names import FULL
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class HeadroomOptions(WithModel, WithWorkers, WithTasks, Seeded):
     """At which ratio is evicted, and what is asked."""
 
-    ratio: Annotated[float, Field(gt=0, lt=1), RATIO] = 0.8
+    ratio: Annotated[float, AfterValidator(lambda ratio: Size(ratio=ratio).ratio), RATIO] = 0.8
     samples: Annotated[Samples, SAMPLES_OPTION] = 20
 
 
@@ -43,10 +44,10 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
         IncompatibleError: the model cannot be loaded, a context does not fit it, or the full cache itself scores next
             to nothing.
     """
+    full = _full(options, reporter)
     from kvsearch.evaluation.headroom import headroom as measure
     from kvsearch.tasks.encode import contexts_of
 
-    full = _full(options, reporter)
     tasks = [task.task for task in full.encoded]
     with reporter.progress("batches of the full cache") as progress:
         full.require_answers(progress)
@@ -61,9 +62,9 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
 
 def _full(options: HeadroomOptions, reporter: Reporter) -> Evaluation:
     """Return the evaluation of the full cache, with the model."""
+    tasks = options.find_tasks(options.model)
     from kvsearch.evaluation.compare import Settings, Split, prepare
     from kvsearch.strategies.compared import full_method
 
-    tasks = options.find_tasks(options.model)
     loaded = options.load(options.model, reporter)
     return prepare(loaded, [full_method(loaded)], FULL, Split(tasks, Settings(options.samples, seed=options.seed)))

@@ -21,7 +21,7 @@ from kvsearch.jobs.reporter import Reporter
 from kvsearch.plan import Plan, Size, arithmetic, load_plan, phases_of, save_plan
 from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.policies import Policy, create_policy
-from kvsearch.policies.fitted import fitted_policy
+from kvsearch.policies.fitted import parse_policy
 from kvsearch.report.plans import DifferenceView
 
 
@@ -47,6 +47,10 @@ class PlanOptions(JobOptions):
     @abstractmethod
     def compute(self, reporter: Reporter) -> Plan:
         """Return the plan."""
+
+    def asked(self) -> JobOptions:
+        """Return the options that say what the plan is to be asked, and how its model is loaded."""
+        return self
 
     def make(self, reporter: Reporter) -> Plan:
         """Make the plan, which is what a dry run does; UsageError if its parts do not fit together."""
@@ -99,10 +103,10 @@ class UniformOptions(PlanOptions, Sized, WithModel):
 
     def compute(self, reporter: Reporter) -> Plan:
         """Return the plan; what can be checked without a model is checked before one is loaded."""
+        name, params = parse_policy(self.policy)
+        policy = create_policy(name, {**params, **(self.settings or {})})
         from kvsearch.strategies.methods import check_request, direct_plan, parse_allocation
 
-        name, fitted = fitted_policy(self.policy)
-        policy = create_policy(name, {**fitted, **(self.settings or {})})
         allocation = parse_allocation(self.allocation)
         phases = phases_of(self.phases)
         allocator = self.allocator(policy)

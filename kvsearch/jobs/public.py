@@ -54,6 +54,7 @@ def job(
 
         def run(checked: Any, reporter: Reporter | None) -> Result:
             with stay_offline(bool(getattr(checked, "offline", False))), ExitStack() as locks:
+                checked.check_model()
                 for place in sorted(set(checked.directories)):
                     if dry:
                         refuse_locked(place)

@@ -369,7 +369,7 @@ class Ran:
             yield FINISHED
         yield f"wrote {', '.join(map(str, self.files))}"
         yield following("show", self.files[0])
-        yield following(*evaluation(options, options.model, self.files[0], options.tasks))
+        yield following(*evaluation(options, options.model, self.files[0]))
 
 
 @job(RunOptions, dry=True)
@@ -424,25 +424,26 @@ def run(options: RunOptions, reporter: Reporter) -> Ran:
 
 def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     """Check all that can be before anything is measured; the sizes against the longest context."""
+    sizes = options.sizes
+    directory = options.output
+    run_in(directory, "run")
+    tasks = {name: options.questions(name) for name in ("select", "report")}
+    options.check_names()
+    rule = options.rule
+    options.fits()  # tells of settings that are wrong before the model is loaded
+    measured = options.curves().policies()
     from kvsearch.runtime.cache import check_rotary
     from kvsearch.selection.candidates import find_policy_candidates
     from kvsearch.selection.splits import halve_contexts, refuse_shared
     from kvsearch.tasks.encode import counter
 
-    sizes = options.sizes
-    directory = options.output
-    run_in(directory, "run")
-    splits = {name: options.split(name, options.questions(name), options.protocol) for name in ("select", "report")}
-    options.check_names()
-    rule = options.rule
-    options.fits()  # tells of settings that are wrong before the model is loaded
-    measured = options.curves().policies()
+    splits = {name: options.split(name, questions, options.protocol) for name, questions in tasks.items()}
     loaded = options.load(options.model, reporter)
     usable = []
-    for policy in measured:
+    for spec, policy in zip(options.policies, measured, strict=True):
         try:
             check_rotary(loaded.model, [policy])
-            usable.append(policy.name)
+            usable.append(spec)
         except IncompatibleError as error:  # it needs what this model does not have
             reporter.warn(f"no budgets for {policy.name}: {error}")
     if not usable:

@@ -188,7 +188,8 @@ class Selected:
         yield following("show", self.plans[0])
         model = options.measured
         if model is not None:
-            yield following(*evaluation(options, model, self.plans[0], options.tasks))
+            asked = options.model_copy(update={**options.stated_loading(), "protocol": self.selections[0].protocol})
+            yield following(*evaluation(asked, model, self.plans[0]))
 
 
 @job(SelectOptions, dry=True)
@@ -263,20 +264,18 @@ def _write(run: Run, selection: SelectionJob, found: Selection, output: Path, fo
 
 def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Path, SelectionJob]]:
     """Check everything and load the model; return where each selection is kept, its plan file, and the selection."""
-    from kvsearch.selection.selection_job import prepare_selection
-    from kvsearch.selection.signal_candidates import explore
-
     profile = load_signals(options.directory)
     rule = options.rule
     sizes = options.sizes(profile)
     phases = options.phase_settings()
+    tasks = {name: options.find_tasks(options.measured, name) for name in ("select", "report")}
+    from kvsearch.selection.selection_job import prepare_selection
+    from kvsearch.selection.signal_candidates import explore
+
     explored = [explore(profile, size, options.explore, options.routes, options.allocators) for size in sizes]
     used = (profile.metadata.provenance.contexts or ContextRecord()).used
     protocol = options.protocol_of(profile)
-    choice, reported = (
-        options.split(name, options.find_tasks(options.measured, name), protocol).without(used)
-        for name in ("select", "report")
-    )
+    choice, reported = (options.split(name, asked, protocol).without(used) for name, asked in tasks.items())
     places = options.places(profile)
     outputs = options.outputs(profile)
     for place, output in zip(places, outputs, strict=True):

@@ -12,7 +12,7 @@ from pydantic import Field
 from kvsearch.config.options import RULE, Names, Option
 from kvsearch.core.fields import Samples
 from kvsearch.jobs.calibrated import OnSignals, load_signals
-from kvsearch.jobs.following import following
+from kvsearch.jobs.following import asked_flags, flags_of, following
 from kvsearch.jobs.groups import BUDGET, SAMPLES_OPTION, TASKS
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, kept_replies
@@ -103,7 +103,8 @@ class Validated:
         sizes = [f"{budget.budget:g}" for budget in self.now if budget.ratio is None]
         if sizes:
             size = ("--budget", sizes[0]) if len(sizes) == 1 else ("--budgets", ",".join(sizes))
-            yield following("select", options.directory, *size, "-o", options.directory / "plan.json")
+            asked = (*flags_of(options, ("model",)), *asked_flags(options))
+            yield following("select", options.directory, *size, "-o", options.directory / "selected.json", *asked)
 
 
 @job(ValidateOptions, dry=True)
@@ -189,11 +190,11 @@ def _config(options: ValidateOptions, prepared: PreparedValidation) -> RunConfig
 
 def _prepare(options: ValidateOptions, reporter: Reporter) -> list[PreparedValidation]:
     """Check everything and load the model; return what is to be judged at every size."""
+    tasks = options.find_tasks(options.measured, options.split)
     from kvsearch.selection.splits import refuse_reported
     from kvsearch.selection.validate import check_permutations, find_uses, prepare_validation
 
     check_permutations(options.permutations)
-    tasks = options.find_tasks(options.measured, options.split)
     refuse_reported(tasks)
     profile = load_signals(options.directory)
     table = SignalTable(profile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from kvsearch.core.errors import EnvironmentFault, IncompatibleError, InternalError, KvsearchError, UsageError
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
 from kvsearch.core.limits import MOST_LAYERS
 from kvsearch.core.naming import did_you_mean, require_known
 from kvsearch.core.parsing import describe_fault
@@ -27,6 +28,8 @@ Work = Callable[["LoadedModel", Given], Made]  # what is made of one of many ite
 BUNDLED = ("bundled", "bundled-redundant")  # names of the models in data/
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CONFIG = "config.json"
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True)
@@ -80,10 +83,6 @@ class LoadedModel:
         for item in items:
             yield work(self, item)
 
-    def __reduce__(self) -> Any:
-        """Refuse to be sent to another process, which would take weights along."""
-        raise InternalError("a loaded model was to be sent to another process, which loads its own")
-
     @property
     def device(self) -> Any:
         """Where inputs go."""
@@ -107,38 +106,27 @@ def adopt(model: Any, tokenizer: Any) -> LoadedModel:
     return LoadedModel(name, model, tokenizer, fingerprint(model, name))
 
 
-def load(name: str, options: LoadOptions | None = None) -> LoadedModel:
+def load(name: str, options: LoadOptions | None = None, weights: bool = True) -> LoadedModel:
     """Load `name`; the fingerprint is taken right away.
 
+    Without `weights` its configuration and tokenizer are loaded, which are enough to say what something would cost; the
+    fingerprint has the hash of no weights then.
+
     Raises:
-        UsageError: the name is that of a bundled model but for its spelling.
+        UsageError: the name is that of a bundled model but for its spelling, or a directory that is not there.
         IncompatibleError: unknown architecture, no tokenizer, missing, NaN or infinite weights.
         EnvironmentFault: no such model here (and no network), no such device, or too little room on it.
     """
-    return _load(name, options or LoadOptions(), weights=True)
-
-
-def load_shape(name: str, options: LoadOptions | None = None) -> LoadedModel:
-    """Load `name` without its weights: its configuration and tokenizer are enough to say what something would cost.
-
-    The fingerprint has the hash of no weights. Errors as `load`.
-    """
-    return _load(name, options or LoadOptions(), weights=False)
-
-
-def _load(name: str, options: LoadOptions, weights: bool) -> LoadedModel:
+    options = options or LoadOptions()
+    source = find_source(name, options)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from kvsearch.models.fingerprint import fingerprint
 
-    _refuse_misspelt(name)
-    source = str(resource(f"data/{name}")) if name in BUNDLED else name
     if weights and options.device != "auto":
         require_device(options.device)
     is_local = Path(source).exists()
-    if is_local and not (Path(source) / "config.json").is_file():
-        raise IncompatibleError(f"{name!r} has no config.json, so it is not the directory of a Hugging Face model")
     common = {
         "revision": options.revision or "main",
         "trust_remote_code": options.trust_remote_code,
@@ -166,11 +154,13 @@ def _load(name: str, options: LoadOptions, weights: bool) -> LoadedModel:
         # a damaged file shows as an exception of transformers, safetensors, huggingface_hub or Python itself
         if is_out_of_memory(error) or isinstance(error, KvsearchError):
             raise
-        raise _explain(name, source, error) from error
+        kind = EnvironmentFault if isinstance(error, OSError) and not is_local else IncompatibleError
+        raise kind(f"model {name!r} cannot be loaded: {describe_fault(error)}") from error
     if missing:  # transformers makes them up
         listed = ", ".join(missing[:3])
         raise IncompatibleError(f"model {name!r} lacks {len(missing)} of its weights, such as {listed}")
     model.eval()
+    model.config.name_or_path = name
     if weights:
         refuse_offloaded(model, name)
         supported = getattr(accelerator(model.device), "is_bf16_supported", None)
@@ -187,17 +177,39 @@ def _load(name: str, options: LoadOptions, weights: bool) -> LoadedModel:
     return LoadedModel(name, model, tokenizer, fingerprint(model, name, _revision(source, options), weights))
 
 
-def _refuse_misspelt(name: str) -> None:
-    """Raise UsageError for what is nearly the name of a bundled model, before the hub is asked, which may take long."""
-    near = "" if "/" in name or name in BUNDLED else did_you_mean(name, BUNDLED, 0.8)
-    if not near or Path(name).exists():
-        return
-    from huggingface_hub import try_to_load_from_cache
+def find_source(name: str, options: LoadOptions) -> str:
+    """Return the directory or hub id of a model that is there, before anything that computes is imported.
 
-    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-        raise UsageError(
-            f"there is no model {name!r}{near} The path of a directory or the id of a hub model will do, too"
-        )
+    Raises:
+        UsageError: there is no such directory, or the name is nearly that of a bundled model.
+        IncompatibleError: a directory without a configuration.
+        EnvironmentFault: no such model on the hub, or no answer from it.
+    """
+    if name in BUNDLED:
+        return str(resource(f"data/{name}"))
+    path = Path(name)
+    if path.exists():
+        if not (path / CONFIG).is_file():
+            raise IncompatibleError(f"{name!r} has no {CONFIG}, so it is not the directory of a Hugging Face model")
+        return name
+    near = "" if "/" in name else did_you_mean(name, BUNDLED, 0.8)
+    if near or not _HUB_ID.fullmatch(name):
+        raise UsageError(f"there is no model {name!r}{near or ': check the path of its directory'}")
+    from huggingface_hub import constants, model_info, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, CONFIG, revision=options.revision), str):
+        return name
+    nowhere = f"there is no directory {name}, and no downloaded model of that name"
+    if options.offline or constants.HF_HUB_OFFLINE:
+        raise EnvironmentFault(f"{nowhere}: check the spelling, or leave --offline out (and HF_HUB_OFFLINE)")
+    try:
+        model_info(name, revision=options.revision)
+    except Exception as error:  # of the hub, of its HTTP library, of the network
+        reason = describe_fault(error)
+        raise EnvironmentFault(
+            f"{nowhere}, nor does the hub give one: check spelling and network ({reason})"
+        ) from error
+    return name
 
 
 def require_device(device: str) -> None:
@@ -216,16 +228,6 @@ def _refuse_size(name: str, config: Any) -> None:
     layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
     if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:
         raise IncompatibleError(f"model {name!r} has {layers} layers: 1 to {MOST_LAYERS} can be served")
-
-
-def _explain(name: str, source: str, error: Exception) -> KvsearchError:
-    reason = describe_fault(error)
-    if isinstance(error, OSError) and not Path(source).exists():
-        return EnvironmentFault(
-            f"model {name!r} is neither a local directory nor available from the hub: check the spelling, the network "
-            f"and HF_HUB_OFFLINE ({reason})"
-        )
-    return IncompatibleError(f"model {name!r} cannot be loaded: {reason}")
 
 
 def _revision(source: str, options: LoadOptions) -> str | None:

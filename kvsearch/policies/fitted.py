@@ -6,11 +6,14 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvsearch.config.options import parse_setting
 from kvsearch.core.errors import InternalError, UsageError
 from kvsearch.core.files import read_bytes
+from kvsearch.core.naming import check_unique
 from kvsearch.core.parsing import shown
 from kvsearch.policies.base import Needs, Observation, Policy, Running
 from kvsearch.policies.decoding import State, Step
@@ -161,25 +164,41 @@ class CalibratedRanking(Fitted):
         return not self.refresh
 
 
-def fitted_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the policy that NAME=DIR, as in "probe=DIR", or a plain name stands for, and the parameters this says.
+def split_settings(text: str, what: str, form: str, most: int) -> tuple[list[str], dict[str, Any]]:
+    """Return the names before the settings of NAME:NAME:KEY=VALUE, at `most` so many, and the settings.
 
-    They are the weights, and what entries were protected where they were fitted.
-
-    DIR is a directory with the policy's weights, or their file there.
+    What POLICY=DIR stands for is a name. `form` says what names there may be.
 
     Raises:
-        UsageError: another policy than the fitted ones with a directory, no such file, or one without weights of it;
-            a fit that every built-in ranking is better than, unless it was made with --allow-harmful.
+        UsageError: no name, too many, one after a setting, or a setting twice.
     """
+    pieces = text.split(":")
+    names = list(takewhile(lambda piece: "=" not in piece or piece.partition("=")[0] in FITTED, pieces))
+    if not 1 <= len(names) <= most or not all("=" in piece for piece in pieces[len(names) :]):
+        raise UsageError(f"{what} {text}: it is {form} with :KEY=VALUE after it")
+    settings = [parse_setting(piece, what) for piece in pieces[len(names) :]]
+    check_unique(f"{what} {text}:", [key for key, _ in settings])
+    return names, dict(settings)
+
+
+def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the policy that NAME or NAME:KEY=VALUE:KEY=VALUE stands for, and the parameters this says.
+
+    A fitted one is given as NAME=DIR, as in "probe=DIR": DIR is a directory with its weights, or their file there. Its
+    parameters are the weights, and what entries were protected where they were fitted.
+
+    Raises:
+        UsageError: a text of another form, another policy than the fitted ones with a directory, no such file, or one
+            without weights of it; a fit that every built-in ranking is better than, unless it was made with
+            --allow-harmful.
+    """
+    form = f"NAME or one of {', '.join(f'{name}=DIR' for name in FITTED)},"
+    (spec,), settings = split_settings(text, "policy", form, most=1)
     from kvsearch.plan.saved import PROFILE, WEIGHTS, know
 
-    name, given, source = text.partition("=")
+    name, given, source = spec.partition("=")
     if name not in FITTED:
-        if given:
-            known = ", ".join(f"{one}=DIR" for one in FITTED)
-            raise UsageError(f"policy {text!r}: only {known} are read from a directory")
-        return name, {}
+        return name, settings
     policy = policy_class(name)
     assert issubclass(policy, Fitted)
     if not given:
@@ -189,7 +208,7 @@ def fitted_policy(text: str) -> tuple[str, dict[str, Any]]:
     digest = know(read_bytes(path), path)
     policy.check_weights(digest)
     if policy.published:
-        return name, {WEIGHTS: digest}
+        return name, {WEIGHTS: digest, **settings}
     profile = profile_of(digest, name)
     loss = profile.arrays.get("text_loss")  # older fits did not measure it
     if (
@@ -202,7 +221,7 @@ def fitted_policy(text: str) -> tuple[str, dict[str, Any]]:
             f"policy {text}: on contexts that it never saw, mean of all sizes, every built-in ranking is better than "
             f"this fit: fit on more contexts, or insist with calibrate --method {name} --allow-harmful"
         )
-    return name, {**profile.metadata.policy.params, WEIGHTS: digest}
+    return name, {**profile.metadata.policy.params, WEIGHTS: digest, **settings}
 
 
 def is_last(loss: Floats) -> bool:

@@ -141,6 +141,13 @@ class RankingView:
         """Whether replies move less under every other policy, mean over budgets."""
         return self.losses is not None and is_last(self.losses.values)
 
+    @property
+    def preferred(self) -> str | None:
+        """The built-in ranking to use in place of the fit; None where the fit may be as good."""
+        losses = self.losses
+        is_behind = losses is not None and (self.is_last or losses.is_better is False)
+        return losses.rankings[losses.best] if losses is not None and is_behind else None
+
     def remarks(self) -> Iterator[str]:
         """Yield what to know before the ranking is used."""
         fit, choose, report = self.settings["contexts"]

@@ -97,7 +97,7 @@ class Program:
         from kvsearch.budgets.plan_checks import check_plan
         from kvsearch.models.fingerprint import fingerprint
 
-        plan.model.require(fingerprint(model, plan.model.name), "this plan")
+        plan.model.require(fingerprint(model), "this plan")
         check_plan(plan, "this plan")
         kinds = describe(model).kinds
         allocation = create_allocation(plan.allocation.name, plan.allocation.params)

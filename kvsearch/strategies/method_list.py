@@ -20,7 +20,7 @@ from kvsearch.plan.profile import load_profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO
 from kvsearch.plan.saved import PROFILE, WEIGHTS
 from kvsearch.policies import create_policy
-from kvsearch.policies.fitted import fitted_policy
+from kvsearch.policies.fitted import parse_policy, split_settings
 from kvsearch.policies.random import RandomEviction
 from kvsearch.policies.registry import FITTED, policy_class, policy_names, policy_of
 from kvsearch.strategies.methods import Calibrated, Formula, Method
@@ -120,11 +120,11 @@ def parse_method(item: str) -> MethodSpec:
     name, is_given, source = item.partition("=")
     if is_given and ":" not in name and name not in FITTED:
         return MethodSpec(name.strip(), name.strip(), Path(source.strip()), {}, {})
-    method, *pieces = item.split(":")
-    method, fitted = fitted_policy(method)
+    (method, *others), settings = split_settings(item, "method", "METHOD, METHOD:POLICY or either", most=2)
+    method, fitted = parse_policy(method)
     policy = None
-    if pieces and ("=" not in pieces[0] or pieces[0].partition("=")[0] in FITTED):
-        policy, fitted = fitted_policy(pieces.pop(0))
+    if others:
+        policy, fitted = parse_policy(others[0])
     if method == FULL:
         raise UsageError("the full cache is always there: leave the method full out")
     if policy is not None:
@@ -133,13 +133,11 @@ def parse_method(item: str) -> MethodSpec:
     elif method not in FITTED:
         require_known("method", method, method_names())
     recipe = METHODS.get(method, Recipe(method))
-    if not all("=" in piece for piece in pieces):
-        raise UsageError(f"method {item}: it is METHOD, METHOD:POLICY or either with :KEY=VALUE after it")
-    settings = [(key, fitted.pop(key)) for key in (WEIGHTS,) if key in fitted]
-    settings += [parse_setting(piece, "method") for piece in pieces]
-    check_unique(f"method {item}:", [key for key, _ in settings])
+    weights = {key: fitted.pop(key) for key in (WEIGHTS,) if key in fitted}
     label = item if ":" in name else name.strip()
-    return MethodSpec(item, label, recipe if policy is None else recipe._replace(policy=policy), dict(settings), fitted)
+    return MethodSpec(
+        item, label, recipe if policy is None else recipe._replace(policy=policy), {**weights, **settings}, fitted
+    )
 
 
 def _sort_settings(settings: Sequence[str], labels: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

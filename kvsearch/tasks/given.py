@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from kvsearch.tasks.synthetic.suite import SyntheticTask
 
 
 def given_text(value: str) -> str:
-    """Return the text itself, or the content of FILE for "@FILE"."""
+    """Return the text itself, or the content of FILE for "@FILE"; UsageError for the path of a file without @."""
+    if os.path.isfile(value):  # noqa: PTH113 - of a long text, too, which can be no path
+        raise UsageError(f"{value} is a file: write @{value} to have it read")
     return read_bytes(Path(value[1:])).decode("utf-8", "replace") if value.startswith("@") else value
 
 

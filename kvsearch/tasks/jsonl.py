@@ -112,7 +112,9 @@ def _read(path: str | Path) -> tuple[list[JsonlRow], list[str]]:
             continue
         try:
             row = parse_json(line, f"line {number}")
-            if isinstance(row, dict) and "text" in row and "question" not in row:
+            if not isinstance(row, dict):
+                problems.append(f"line {number}: is no object: give one a line, with context, question and answers")
+            elif "text" in row and "question" not in row:
                 problems.append(f"line {number}: {PLAIN_TEXT}")
             else:
                 rows.append(JsonlRow.model_validate(row))

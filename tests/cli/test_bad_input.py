@@ -35,45 +35,6 @@ def copy_of_bundled(directory: Path) -> Path:
 # --- models -------------------------------------------------------------------------------------------------------
 
 
-def test_missing_model(run: Run, tmp_path: Path) -> None:
-    refused(
-        run, ENVIRONMENT, "neither a local directory nor", "calibrate", "no/such", "-o", tmp_path / "a", "--offline"
-    )
-
-
-def test_a_directory_that_is_no_model(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    refused(run, INCOMPATIBLE, "no config.json", "generate", tmp_path / "empty", "--prompt", "hello")
-
-
-def test_nan_weights(run: Run, tmp_path: Path) -> None:
-    model = copy_of_bundled(tmp_path)
-    weights = load_file(model / "model.safetensors")
-    weights["model.norm.weight"][3] = float("nan")
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
-    refused(run, INCOMPATIBLE, "NaN or infinite values in model.norm", "generate", model, "--prompt", "code amber")
-
-
-def test_truncated_weights(run: Run, tmp_path: Path) -> None:
-    model = copy_of_bundled(tmp_path)
-    data = (model / "model.safetensors").read_bytes()
-    (model / "model.safetensors").write_bytes(data[: len(data) // 2])
-    refused(run, INCOMPATIBLE, "cannot be loaded", "generate", model, "--prompt", "code amber")
-
-
-def test_a_device_that_is_not_there(run: Run) -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        refused(run, ENVIRONMENT, "this machine has none", "generate", "bundled", "--device", "cuda")
-
-
-def test_dtype_and_device_map(run: Run) -> None:
-    refused(run, USAGE, "dtype 'int8'", "generate", "bundled", "--dtype", "int8")
-    refused(run, USAGE, "device map 'round'", "generate", "bundled", "--device-map", "round")
-    refused(run, USAGE, "not both", "generate", "bundled", "--device-map", "auto", "--device", "cpu")
-
-
 # --- calibration --------------------------------------------------------------------------------------------------
 
 
@@ -110,14 +71,20 @@ def test_a_plan_of_another_model(run: Run, calibrated: Path, tmp_path: Path) -> 
     plan = calibrated / "plan.json"
     message = refused(run, INCOMPATIBLE, "another model", "generate", model, "--plan", plan, "--context", "the fox .")
     assert f"'bundled', and this is {str(model)!r}: it has other weights (" in message
+    other = tmp_path / "other.json"
+    assert run("plan", "uniform", model, "--policy", "snapkv", "--budget", 64, "-o", other)[0] == 0
+    message = refused(run, INCOMPATIBLE, "another model", "evaluate", "bundled", "--plan", other)
+    assert f"{str(model)!r}, and this is 'bundled': it has other weights (" in message
 
 
-def test_truncated_plan_and_profile(run: Run, calibrated: Path, tmp_path: Path) -> None:
-    for name, command in (("plan.json", "show"), ("profile.safetensors", "show")):
-        data = (calibrated / name).read_bytes()
-        (tmp_path / name).write_bytes(data[: len(data) // 2])
-        refused(run, USAGE, name, command, tmp_path / name)
-    refused(run, USAGE, "no file", "show", tmp_path / "nothing.json")
+def test_a_plan_of_the_same_model_under_another_name(run: Run, tmp_path: Path) -> None:
+    """Weights and shape decide, in both directions."""
+    model = copy_of_bundled(tmp_path)
+    for made, used in ((model, "bundled"), ("bundled", model)):
+        assert run("plan", "uniform", made, "--policy", "snapkv", "--budget", 64, "-o", tmp_path / "p.json")[0] == 0
+        code, _, talk = run("generate", used, "--plan", tmp_path / "p.json", "--prompt", "the fox", "--context", "a")
+        assert code == 0, talk
+        (tmp_path / "p.json").unlink()
 
 
 # --- evaluation ---------------------------------------------------------------------------------------------------
@@ -143,20 +110,6 @@ def test_a_question_that_does_not_fit(run: Run, calibrated: Path, tmp_path: Path
     refused(run, INCOMPATIBLE, "leave no room for the context within 5 tokens", "evaluate", "bundled", *arguments)
 
 
-def test_a_context_longer_than_the_model_takes(run: Run) -> None:
-    arguments = ("--tasks", "synthetic:single", "--samples", 1, "--length", 6000)
-    refused(run, USAGE, "prompts of 6000 tokens, bundled takes 4096: lower --length", "headroom", "bundled", *arguments)
-
-
-def test_a_comparison_that_says_nothing_is_called_so(run: Run, calibrated: Path, tmp_path: Path) -> None:
-    context = "the calm fox greets the nurse in barn . " * 40
-    (tmp_path / "t.jsonl").write_text(json.dumps({"context": context, "question": "who ?", "answers": ["nobody"]}))
-    tasks = f"jsonl:{tmp_path / 't.jsonl'}"
-    code, _, talk = run("evaluate", "bundled", "--plan", calibrated / "plan.json", "--tasks", tasks, "--json")
-    assert code == INCOMPATIBLE
-    assert "the full cache itself scores 0.00" in talk
-
-
 # --- the machine --------------------------------------------------------------------------------------------------
 
 
@@ -173,8 +126,3 @@ def test_a_full_disk_leaves_the_old_plan(
     refused(run, ENVIRONMENT, "full", "export", calibrated, "--ratio", 0.6, "-o", tmp_path / "plan.json", "--force")
     assert (tmp_path / "plan.json").read_bytes() == before
     assert list(tmp_path.iterdir()) == [tmp_path / "plan.json"]
-
-
-def test_a_bug_is_called_a_bug(run: Run, calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvsearch.jobs.export.load_profile", lambda _: 1 / 0)
-    refused(run, BUG, "a bug in kvsearch", "export", calibrated, "--ratio", 0.5, "-o", "x.json")

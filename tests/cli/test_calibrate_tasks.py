@@ -65,11 +65,6 @@ def test_what_does_not_go_together(run: Run, tmp_path: Path, given: tuple[object
     assert not (tmp_path / "p").exists()
 
 
-def test_a_directory_in_use_is_told_before_a_model_is_loaded(run: Run, questions: Path, tmp_path: Path) -> None:
-    (tmp_path / "something").write_text("of mine")
-    refused(run, USAGE, "holds something else", "calibrate", "no/such", "-o", tmp_path, "--tasks", f"jsonl:{questions}")
-
-
 def test_a_model_with_fewer_positions_than_the_texts(run: Run, tmp_path: Path) -> None:
     """They are cut, and the remark names the options that bring others; `show` tells how far texts agree."""
     model, made = tmp_path / "model", tmp_path / "p"

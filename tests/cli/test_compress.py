@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvsearch
+from kvsearch.core.resources import resource
 from tests import tiny
 from tests.cli.conftest import Run, invoke
 
@@ -92,12 +93,21 @@ def test_what_is_refused(run: Run, plan: Path, saved: Path, tmp_path: Path) -> N
     refused(run, "holds float32 and the model runs in bfloat16", *from_file, *asked, "--dtype", "bfloat16", expected=4)
     refused(run, "is no safetensors file", "generate", "bundled", "--cache", saved.parent / "plan.json", *asked)
     refused(run, "there is no file", "generate", "bundled", "--cache", tmp_path / "nothing.kv", *asked)
-    refused(run, "give a --prompt with --cache", "generate", "no/model", "--cache", saved)
+    refused(run, "give a --prompt with --cache", "generate", resource("data/bundled"), "--cache", saved)
     refused(run, "several prompts are asked of one context", "generate", "bundled", *asked, *asked)
     compress = ("compress", "bundled", "--plan", plan, "--context", "the fox .", "-o")
     refused(run, "--force to replace it", *compress, saved)
     refused(run, "its folder does not exist", *compress, tmp_path / "no" / "a.kv")
-    refused(run, "give --context TEXT or @FILE", "compress", "no/model", "--plan", plan, "-o", tmp_path / "a.kv")
+    refused(
+        run,
+        "give --context TEXT or @FILE",
+        "compress",
+        resource("data/bundled"),
+        "--plan",
+        plan,
+        "-o",
+        tmp_path / "a.kv",
+    )
     code, out, _ = run(*compress, tmp_path / "a.kv", "--dry-run")
     assert (code, json.loads(out)) == (0, {"context": "the fox .", "output": str(tmp_path / "a.kv")})
     assert list(tmp_path.iterdir()) == []

@@ -33,13 +33,6 @@ def test_texts_that_do_not_suit_the_model(run: Run, tmp_path: Path, method: str)
     assert not (tmp_path / "deep").exists()
 
 
-def test_a_directory_that_was_there_stays(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    short = calibration_file(tmp_path / "texts.json", 1, length=12)
-    assert run(*calibration(short, tmp_path / "run", "--method", "lukv"))[0] in (USAGE, INCOMPATIBLE)
-    assert list((tmp_path / "run").iterdir()) == []
-
-
 def test_a_bug_is_no_request_that_cannot_be_done(
     run: Run, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

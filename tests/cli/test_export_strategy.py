@@ -90,21 +90,6 @@ def test_options_reach_the_strategy(run: Run, polykv: Path, tmp_path: Path) -> N
         assert load_plan(path) == strategy_plan(profile, strategy, Size(budget=64, length=300))
 
 
-def test_the_result_as_json(run: Run, polykv: Path, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    code, out, talk = run("export", polykv, "-o", path, "--phases", "decode", "--json")
-    assert (code, talk) == (0, "")
-    assert json.loads(out) == {
-        "plan": str(path), "total": 768, "length": 200, "scaling": "fixed", "phases": "decode", "allocation": "static",
-    }  # fmt: skip
-
-
-def test_a_dry_run_writes_nothing(run: Run, polykv: Path, tmp_path: Path) -> None:
-    code, _, talk = run("export", polykv, "-o", tmp_path / "plan.json", "--dry-run")
-    assert (code, (tmp_path / "plan.json").exists()) == (0, False)
-    assert talk.startswith("would write ")
-
-
 def test_the_plan_runs(run: Run, polykv: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     options = ("--budget", 200, "--length", 400, "--phases", "both", "--budget-signal", "entropy")

@@ -1,51 +1,156 @@
-"""Lines that offer the next command: whoever pastes them goes on."""
+"""Lines that offer the next command: whoever pastes them goes on, with the model and the questions that were typed."""
 
 from __future__ import annotations
 
+import json
 import shlex
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import pytest
+
+from kvsearch.core.resources import resource
 from kvsearch.jobs.calibrate import CalibrateOptions, following_commands
-from kvsearch.plan import load_profile
+from kvsearch.jobs.evolve import EvolveOptions
+from kvsearch.jobs.following import evaluation
+from kvsearch.jobs.run import Ran, RunOptions
+from kvsearch.jobs.select import Selected, SelectOptions
+from kvsearch.jobs.validate import Validated, ValidateOptions
+from tests import tiny
 from tests.cli.conftest import Run
 
 
-def offered(talk: str) -> list[list[str]]:
+def offered(lines: Iterable[str]) -> list[list[str]]:
     """The words of all commands that were offered, as a shell reads them."""
-    return [shlex.split(line)[2:] for line in talk.splitlines() if line.startswith("next: kvsearch ")]
+    return [shlex.split(line)[2:] for line in lines if line.startswith("next: kvsearch ")]
 
 
-def test_from_a_calibration_to_a_plan_and_on(run: Run, calibrated: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "my calibration"  # a name that has to be quoted
-    directory.mkdir()
-    for name in ("profile.safetensors", "config.json"):
-        (directory / name).write_bytes((calibrated / name).read_bytes())
-    options = CalibrateOptions.of(model="bundled", output=directory)
-    (words,) = following_commands(options, load_profile(directory / "profile.safetensors"))
-    code, _, talk = run(*words)
+def paste(run: Run, words: Iterable[object], *more: object) -> tuple[str, list[list[str]]]:
+    """Run what was offered; what it prints, and what it offers."""
+    code, out, talk = run(*words, *more)
     assert code == 0, talk
-    show, evaluate = offered(talk)
-    assert (show[0], evaluate[0]) == ("show", "evaluate")
-    code, _, talk = run(*show)
-    assert code == 0, talk
-    code, out, talk = run(*evaluate, "--dry-run")
-    assert code == 0, talk
-    assert "on this machine (" in talk
-    assert '"seconds"' in out
+    return out, offered(talk.splitlines())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model that is not bundled and a file of questions in its language; its name has to be quoted."""
+    folder = tmp_path_factory.mktemp("my own")
+    shutil.copytree(resource("data/bundled-redundant"), folder / "model")
+    tiny.task_file(folder / "own.jsonl", contexts=24, length=120, facts=2)
+    return folder
+
+
+def typed(place: Path) -> dict[str, Any]:
+    """Options that every command has to carry along."""
+    return {
+        "model": str(place / "model"), "tasks": f"jsonl:{place / 'own.jsonl'}", "samples": 3, "max_length": 300,
+        "dtype": "float32", "seed": 3,
+    }  # fmt: skip
+
+
+def flags(options: dict[str, Any]) -> list[object]:
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+
+
+def asked(run: Run, words: Iterable[str]) -> dict[str, Any]:
+    """What a command that was offered would ask."""
+    found: dict[str, Any] = json.loads(paste(run, words, "--dry-run")[0])
+    assert found["tasks"] == ["own"]
+    return found
+
+
+def test_from_a_calibration_to_an_evaluation_of_its_plan(run: Run, place: Path) -> None:
+    options = typed(place)
+    model = options.pop("model")
+    calibrate = ("calibrate", model, "--no-check", "-o", place / "lukv", *flags(options))
+    _, (export,) = paste(run, calibrate)
+    _, (show, evaluate) = paste(run, export)
+    paste(run, show)
+    assert evaluate[:2] == ["evaluate", model]
+    out, _ = paste(run, evaluate, "--json")
+    result = json.loads(out)
+    assert (result["samples"], result["seed"], result["max_length"]) == (3, 3, 300)
+    _, (show, evaluate) = paste(
+        run, ("plan", "scale", place / "lukv/plan.json", "--ratio", 0.5, "-o", place / "p.json")
+    )
+    assert evaluate == ["evaluate", model, "--plan", str(place / "p.json")]
+
+
+def test_from_the_verdicts_on_signals_to_a_selection_and_on(run: Run, place: Path) -> None:
+    options = typed(place)
+    directory = place / "polykv"
+    calibrate = [word for name, value in {**options, "model": None}.items() if value for word in flags({name: value})]
+    polykv = ("--method", "polykv", "--patterns", "snapkv,streaming", "--budgets", 40, "--signals", "cosine")
+    _, (validate, export) = paste(run, ("calibrate", options["model"], *polykv, "-o", directory, *calibrate))
+    assert asked(run, validate)["split"] == "select"
+    _, (_, evaluate) = paste(run, export)
+    asked(run, evaluate)
+    verdicts: Any = SimpleNamespace(budgets=())
+    validated = Validated(verdicts, (SimpleNamespace(budget=40, ratio=None),), directory)  # type: ignore[arg-type]
+    (select,) = offered(validated.remarks(ValidateOptions.of(directory=directory, **options)))
+    assert json.loads(paste(run, select, "--dry-run")[0])["tasks"] == ["own"]
+    chosen: Any = SimpleNamespace(protocol="question-aware")
+    selected = Selected((chosen,), (directory / "plan.json",), (directory / "selection.json",), several=False)
+    more = SelectOptions.of(directory=directory, output=directory / "plan.json", tasks=options["tasks"])
+    _, evaluate = offered(selected.remarks(more))
+    assert asked(run, evaluate)["protocol"] == "question-aware"
+
+
+@pytest.mark.parametrize("kind", [RunOptions, EvolveOptions])
+def test_from_a_search_to_an_evaluation(run: Run, place: Path, kind: type[RunOptions | EvolveOptions]) -> None:
+    options = kind.of(budget=40, output=place / "best", protocol="question-aware", **typed(place))
+    plan = place / f"{kind.job}.json"
+    _, (_, first) = paste(
+        run, ("plan", "uniform", options.model, "--policy", "snapkv:window=8", "--budget", 40, "-o", plan)
+    )
+    assert first == ["evaluate", options.model, "--plan", str(plan)]
+    words = evaluation(options, options.model, plan)
+    found = asked(run, words)
+    assert (found["protocol"], found["contexts"]) == ("question-aware", 3)
+
+
+def test_without_tasks_their_length_is_carried_along(run: Run, place: Path) -> None:
+    options = RunOptions.of(model="bundled", budget=40, output=place, length="512", data="texts.json")
+    _, words = offered(Ran((), (place / "plan.json",), was_finished=False).remarks(options))
+    assert words == ["evaluate", "bundled", "--plan", str(place / "plan.json"), "--length", "512"]
+
+
+@pytest.mark.parametrize(("fit", "policy"), [(0.5, "cake"), (0.1, "probe=fit"), (0.3, "probe=fit")])
+def test_budgets_are_offered_for_the_ranking_that_is_better(fit: float, policy: str) -> None:
+    noise = np.linspace(-0.2, 0.2, 8)[:, None, None] * [[[1], [-1]]]
+    losses = np.array([[[fit], [0.3]]]) + noise * (fit == 0.3)
+    settings = {"rankings": ("probe", "cake"), "at": (0.1,)}
+    provenance = SimpleNamespace(settings=settings)
+    profile: Any = SimpleNamespace(arrays={"text_loss": losses}, metadata=SimpleNamespace(provenance=provenance))
+    own = {"data": "own.json", "max_length": 300}
+    (words,) = following_commands(CalibrateOptions.of(model="bundled", method="probe", output="fit", **own), profile)
+    assert words == [
+        "calibrate", "bundled", "--policy", policy, "-o", "fit-budgets", "--max-length", "300", "--data", "own.json",
+    ]  # fmt: skip
+    tasks = {"tasks": "jsonl:own.jsonl", "samples": 4, "dtype": "float32"}
+    (words,) = following_commands(CalibrateOptions.of(model="m", method="probe", output="fit", **tasks), profile)
+    assert words[6:] == [
+        "--tasks", "jsonl:own.jsonl", "--samples", "4", "--dtype", "float32", "--split", "select",
+    ]  # fmt: skip
 
 
 def test_a_plan_of_ones_own(run: Run, tmp_path: Path) -> None:
     plan = tmp_path / "my plan.json"
-    code, _, talk = run("plan", "uniform", "bundled", "--policy", "snapkv", "--budget", 3000, "-o", plan)
-    assert code == 0, talk
-    show, evaluate = offered(talk)
-    assert run(*show)[0] == 0
+    making = ("plan", "uniform", "bundled", "--policy", "snapkv", "--budget", 3000, "--dtype", "float32", "-o", plan)
+    _, (show, evaluate) = paste(run, making)
+    assert evaluate[-2:] == ["--dtype", "float32"]
+    paste(run, show)
     code, _, talk = run(*evaluate, "--dry-run", "--samples", 1)
     assert code == 0, talk
     assert "nothing is evicted from any prompt" in talk
     code, _, talk = run("generate", "bundled", "--plan", plan, "--max-new-tokens", 1)
     assert code == 0, talk
     assert "warning: nothing was evicted" in talk
-    code, _, talk = run("plan", "yaml", plan, "-o", tmp_path / "my plan.yaml")
-    assert run(*offered(talk)[0])[0] == 0
-    assert (tmp_path / "my plan-edited.json").read_bytes() == plan.read_bytes()
+    compress = ("compress", "bundled", "--plan", plan, "-o", tmp_path / "my.kv", "--dtype", "bfloat16")
+    _, (generate,) = paste(run, compress)
+    paste(run, generate, "--max-new-tokens", 1)

@@ -89,8 +89,11 @@ def test_evaluating_a_plan_with_a_decode_phase(run: Run, tmp_path: Path) -> None
         (("--policy", "d2o", "--budget", 300, "--allocation", "lava"), "d2o merges what it evicts"),
     ],
 )
-def test_what_is_refused_without_a_model(run: Run, arguments: tuple[object, ...], problem: str, tmp_path: Path) -> None:
-    code, out, talk = run("plan", "uniform", "/no/such/model", *arguments, "-o", tmp_path / "x.json")
+def test_what_is_refused_without_a_model(
+    run: Run, arguments: tuple[object, ...], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsearch.models.loading.load", None)
+    code, out, talk = run("plan", "uniform", "bundled", *arguments, "-o", tmp_path / "x.json")
     assert (code, out) == (2, "")
     assert problem in talk
     assert talk.count("\n") == 1

@@ -75,28 +75,6 @@ def test_scale_by_ratio_and_by_budget(run: Run, plan: Path, new: Path) -> None:
     assert rows(load_plan(new)) == [[20, 12], [8, 24]]
 
 
-def test_a_dry_run_writes_nothing(run: Run, plan: Path, new: Path) -> None:
-    for arguments in (("scale", plan, "--budget", 16), ("convert", plan, "--length", 80)):
-        code, _, talk = run("plan", *arguments, "-o", new, "--dry-run")
-        assert (code, new.exists()) == (0, False)
-        assert talk.startswith(f"would write {new}: 64 entries")
-    code, _, talk = run("plan", "merge", "--policies", plan, "--budgets", plan, "-o", new, "--dry-run")
-    assert (code, new.exists()) == (0, False)
-
-
-def test_scaling_below_what_a_policy_protects(run: Run, tmp_path: Path, new: Path) -> None:
-    plan = written(tmp_path / "plan.json", floor=1)
-    refused(run, new, "below the 4 entries that snapkv always keeps", "scale", plan, "--budget", 4)
-
-
-def test_a_plan_with_an_unknown_policy(run: Run, tmp_path: Path, new: Path) -> None:
-    plan = written(tmp_path / "plan.json", prefill=phase([4, 4], None, None, policy={"name": "snapk", "params": {}}))
-    refused(run, new, "did you mean 'snapkv'?", "scale", plan, "--budget", 9)
-
-
-# --- convert --------------------------------------------------------------------------------------------------------
-
-
 def test_convert_a_plan(run: Run, plan: Path, new: Path) -> None:
     assert run("plan", "convert", plan, "--length", 27, "-o", new)[0] == 0
     made = load_plan(new)
@@ -131,15 +109,3 @@ def test_plans_that_do_not_merge(run: Run, plan: Path, tmp_path: Path, new: Path
     merge("only one of the plans has layers [1, 2]", prefill=phase([4, 4], [4, 4], None))
     wide = phase([9, 9], None, [9, 9], policy={"name": "snapkv", "params": {"window": 7}})
     merge("below the 7 entries that snapkv always keeps", prefill=wide)
-
-
-def test_a_changed_plan_runs(run: Run, calibrated: Path, tmp_path: Path) -> None:
-    uniform, merged, scaled = (tmp_path / f"{name}.json" for name in ("uniform", "merged", "scaled"))
-    making = ("plan", "uniform", "bundled", "--policy", "keydiff", "--budget", 64, "-o", uniform)
-    assert run(*making)[0] == 0
-    sources = ("--policies", uniform, "--budgets", calibrated / "plan.json")
-    assert run("plan", "merge", *sources, "-o", merged)[0] == 0
-    assert run("plan", "scale", merged, "--budget", 100, "-o", scaled)[0] == 0
-    code, out, talk = run("generate", "bundled", "--plan", scaled, "--json", "--max-new-tokens", 2)
-    assert code == 0, talk
-    assert json.loads(out)["entries"] == 2400

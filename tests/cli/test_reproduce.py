@@ -14,7 +14,7 @@ from kvsearch.papers.tables import Stage
 from kvsearch.report.artifacts import open_path
 from kvsearch.runs.run import read_sums
 from tests.cli.conftest import Run
-from tests.cli.test_bad_input import ENVIRONMENT, USAGE, refused
+from tests.cli.test_bad_input import USAGE, refused
 
 ONE = ("--tasks", "synthetic:single", "--samples", 1, "--length", 512)
 
@@ -93,7 +93,7 @@ def test_bad_requests(run: Run, tmp_path: Path) -> None:
     refused(run, USAGE, str(data), *asked)
     refused(run, USAGE, str(data), *asked, "--dry-run")
     nowhere = ("reproduce", "lukv-table1", tmp_path / "nowhere", "--dry-run")
-    refused(run, ENVIRONMENT, "is neither a local directory", *nowhere)
+    refused(run, USAGE, "there is no model", *nowhere)
     assert not (tmp_path / "runs").exists()
 
 

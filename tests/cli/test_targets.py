@@ -43,12 +43,6 @@ def test_what_is_lost_is_refused_until_it_is_asked_for(run: Run, plan: Path, tmp
     assert "exists" in talk
 
 
-def test_a_dry_run_writes_nothing(run: Run, plan: Path, tmp_path: Path) -> None:
-    code, _, talk = run("export", plan, "--to", "folder", "-o", tmp_path / "deploy", "--dry-run")
-    assert (code, (tmp_path / "deploy").exists()) == (0, False)
-    assert "would write" in talk
-
-
 def test_a_folder_is_a_plan_everywhere(run: Run, plan: Path, tmp_path: Path) -> None:
     code, _, talk = run("export", plan, "--to", "folder", "-o", tmp_path / "deploy")
     assert code == 0, talk

@@ -152,3 +152,11 @@ def test_what_a_target_needs_and_has_no_word_for() -> None:
 def test_unplanned_layers_hold_the_prompt() -> None:
     budgets = Budgets.of(make_plan(), 80)
     assert budgets.entries.tolist() == [[20, 12], [80, 80], [8, 24]]
+
+
+def test_one_target_brings_a_script() -> None:
+    """Each that does owes the replies of `kvsearch generate`, see tests/exporters/test_folder.py."""
+    files = {
+        name: exported(name, plan_of([[4, 4]], "streaming", scaling="fixed"), LENGTH)[1].files for name in PLAN_TARGETS
+    }
+    assert [name for name, found in files.items() if any(file.endswith(".py") for file in found)] == ["folder"]

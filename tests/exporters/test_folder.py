@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 import kvsearch
 from kvsearch.core.errors import EnvironmentFault, UsageError
@@ -102,14 +103,24 @@ def test_a_repository_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_its_script_answers(tmp_path: Path) -> None:
-    path, made = tmp_path / "plan.json", tmp_path / "deploy"
-    uniform = ("plan", "uniform", "bundled", "--policy", "snapkv", "--ratio", 0.5, "--length", 256, "-o", path)
-    assert invoke(*uniform)[0] == 0
-    kvsearch.export_to(path, to="folder", output=made)
-    moved = shutil.move(made, tmp_path / "moved")
-    script = [sys.executable, str(Path(moved) / "generate.py"), "--prompt", "recall"]
-    where = ["--model", str(resource("data/bundled")), "--max-new-tokens", "2"]
-    done = subprocess.run([*script, *where], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+@pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message.content }}{% endfor %} recall"])
+def test_its_script_answers_as_generate_does(template: str | None, tmp_path: Path) -> None:
+    """The context is compressed before the prompts are read, which go through a chat template where there is one."""
+    model = Path(shutil.copytree(resource("data/bundled-redundant"), tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(model)
+    path = tmp_path / "plan.json"
+    plan = ("plan", "uniform", model, "--policy", "snapkv:window=8", "--ratio", 0.7, "--length", 256, "-o", path)
+    assert invoke(*plan)[0] == 0
+    kvsearch.export_to(path, to="folder", output=tmp_path / "made")
+    folder = shutil.move(tmp_path / "made", tmp_path / "moved")
+    (tmp_path / "text.txt").write_text("the calm fox greets the nurse in barn . silver : helmet trumpet . " * 40)
+    asked = ["--context", f"@{tmp_path / 'text.txt'}", "--prompt", "silver :", "--prompt", "the calm"]
+    words = [*asked, "--device", "cpu", "--max-new-tokens", "8"]
+    script = [sys.executable, str(Path(folder) / "generate.py"), *words]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    code, replies, _ = invoke("generate", model, "--plan", folder, *words)
+    assert (done.returncode, done.stdout) == (code, replies) == (0, replies), done.stderr
+    assert len(replies.splitlines()) >= 2
+    assert "--tasks jsonl:YOUR.jsonl" in (Path(folder) / "README.md").read_text()

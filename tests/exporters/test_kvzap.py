@@ -15,7 +15,7 @@ from kvsearch.exporters.kvzap import KvpressKvzap
 from kvsearch.models.architecture import describe
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy, create_policy
-from kvsearch.policies.fitted import fitted_policy
+from kvsearch.policies.fitted import parse_policy
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.observe import DensePass
 from tests.plan.builders import make_profile
@@ -57,7 +57,7 @@ def test_scores_are_the_same(width: int, tmp_path: Path) -> None:
     exported = KvpressKvzap().export(profile, Inputs(model=model.model))
     for name, data in exported.files.items():
         (tmp_path / name).write_bytes(data)
-    name, params = fitted_policy(f"kvzap={tmp_path}")
+    name, params = parse_policy(f"kvzap={tmp_path}")
     there = scores(model, create_policy(name, params))
     here = scores(model, fitted(profile))
     torch.testing.assert_close(there.log(), here.log(), atol=2e-4, rtol=2e-4)

@@ -10,7 +10,7 @@ import pytest
 
 from kvsearch.calibration.steps import profile_file
 from kvsearch.core.errors import UsageError
-from kvsearch.jobs.calibrated import load_calibrated
+from kvsearch.jobs.calibrated import OnSignals
 from kvsearch.jobs.groups import Loading
 from kvsearch.jobs.reporter import Silent
 from kvsearch.plan.saved import PROFILE
@@ -39,7 +39,7 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asked_for(directory: Path, typed: str | None = None, **options: Any) -> tuple[str, str, str | None]:
     with pytest.raises(Asked) as found:
-        load_calibrated(Loading(**options), directory, typed, make_profile(), TALK)
+        OnSignals(directory=directory, model=typed, **options).load_calibrated(make_profile(), TALK)
     return found.value.model, found.value.loading["dtype"], found.value.loading["revision"]
 
 
@@ -67,4 +67,4 @@ def test_a_calibration_without_a_profile_is_unfinished_and_nothing_else_is(tmp_p
 
 def test_a_directory_that_names_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not say which model was calibrated: give --model"):
-        load_calibrated(Loading(), tmp_path, None, make_profile(), TALK)
+        OnSignals(directory=tmp_path).load_calibrated(make_profile(), TALK)

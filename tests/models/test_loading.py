@@ -90,11 +90,27 @@ def test_options_that_do_not_exist() -> None:
         LoadOptions(device="cpu", device_map="auto")
 
 
-@pytest.mark.parametrize("name", ["someone/some-model", "/no/such/directory", "no-such-model", "what is this?"])
-def test_a_model_that_is_not_here(name: str) -> None:
-    message = refusal(name, EnvironmentFault, OFFLINE)
-    assert repr(name) in message
-    assert "neither a local directory nor available from the hub: check the spelling" in message
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("someone/some-model", EnvironmentFault, "there is no directory someone/some-model, and no downloaded model"),
+        ("no-such-model", EnvironmentFault, "of that name: check the spelling, or leave --offline out"),
+        ("/no/such/directory", UsageError, "there is no model '/no/such/directory': check the path of its directory"),
+        ("what is this?", UsageError, "there is no model 'what is this?': check the path of its directory"),
+    ],
+)
+def test_a_model_that_is_not_here(name: str, error: type[KvsearchError], words: str) -> None:
+    assert words in refusal(name, error, OFFLINE)
+
+
+def test_a_model_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.model_info", unreachable)
+    message = refusal("someone/some-model", EnvironmentFault, LoadOptions())
+    assert "nor does the hub give one: check spelling and network (name or service not known)" in message
 
 
 def test_a_directory_without_a_model(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import attention_modules
 from kvsearch.policies import create_policy, rank_under
-from kvsearch.policies.fitted import SCORE, fitted_policy
+from kvsearch.policies.fitted import SCORE, parse_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.eviction import PhaseRule
@@ -46,7 +46,7 @@ def expected(tensors: dict[str, Tensor], layer: int, states: Tensor) -> Tensor:
 def test_a_published_directory(hidden: int | None, tmp_path: Path) -> None:
     """Scores of every layer, of a prompt in a padded batch, are the network's on what enters its attention."""
     tensors = zap_weights(LAYERS, HEADS, WIDTH, hidden)
-    name, params = fitted_policy(f"kvzap={directory(tmp_path / 'zap', tensors)}")
+    name, params = parse_policy(f"kvzap={directory(tmp_path / 'zap', tensors)}")
     policy = create_policy(name, params)
     model, (ids, mask) = build("llama"), prompts(2, 20, pads=5)
     entered: list[Tensor] = []
@@ -143,10 +143,10 @@ def test_weights_for_another_model() -> None:
 def test_files_that_cannot_be_used(change: dict[str, Tensor], problem: str, tmp_path: Path) -> None:
     made = directory(tmp_path / "zap", {**zap_weights(2, 2, 6, None), **change})
     with pytest.raises(UsageError, match=problem):
-        fitted_policy(f"kvzap={made}")
+        parse_policy(f"kvzap={made}")
 
 
 def test_a_file_that_is_no_safetensors(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"none")
     with pytest.raises(UsageError, match="is no complete safetensors file"):
-        fitted_policy(f"kvzap={tmp_path}")
+        parse_policy(f"kvzap={tmp_path}")

@@ -142,9 +142,3 @@ def test_a_bug_in_a_worker_says_where(model: LoadedModel) -> None:
     both, _ = shared(model)
     with pytest.raises(InternalError, match=r"please report it \(KeyError\('weights'\) in stumble, .*works.py:\d+\)$"):
         list(both.map(stumble, [3]))
-
-
-def test_no_weights_are_sent(model: LoadedModel) -> None:
-    both, _ = shared(model)
-    with pytest.raises(InternalError, match="a loaded model was to be sent to another process"):
-        list(both.map(lambda loaded, _: model.name, [3]))

@@ -18,7 +18,7 @@ from kvsearch.models.architecture import attention_modules
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import save_profile
 from kvsearch.policies import create_policy
-from kvsearch.policies.fitted import fitted_policy
+from kvsearch.policies.fitted import parse_policy
 from kvsearch.report.ranking import RankingView
 from kvsearch.runtime.attention import running
 from tests import tiny
@@ -48,10 +48,10 @@ def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
     assert profile.metadata.provenance.settings["chosen_by"] in ("farthest", "k-means")
     assert calibrate_query_bank(model, DATA, SMALL).to_bytes() == profile.to_bytes()
     save_profile(profile, tmp_path / "profile.safetensors")
-    name, params = fitted_policy(f"query_bank={tmp_path}")
+    name, params = parse_policy(f"query_bank={tmp_path}")
     create_policy(name, params).check_model(model.fingerprint)
     with pytest.raises(UsageError, match="has no weights of policy probe: it is a profile of 'query_bank'"):
-        fitted_policy(f"probe={tmp_path}")
+        parse_policy(f"probe={tmp_path}")
 
 
 def test_a_second_bank_has_no_queries_of_a_kind(model: LoadedModel) -> None:

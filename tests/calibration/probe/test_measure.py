@@ -21,7 +21,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, Size, load_plan, save_plan, save_profile
 from kvsearch.policies import create_policy
-from kvsearch.policies.fitted import fitted_policy
+from kvsearch.policies.fitted import parse_policy
 from kvsearch.policies.generic import GOLDEN
 from kvsearch.policies.probe import Coefficients, Weights
 from kvsearch.report.ranking import RankingView
@@ -97,21 +97,21 @@ def test_a_fit_that_loses_says_so(profile: Profile, tmp_path: Path) -> None:
     assert "on average over sizes every other ranking is better" in list(RankingView(last).remarks())[-1]
     save_profile(last, tmp_path / "profile.safetensors")
     with pytest.raises(UsageError, match="every built-in ranking is better than this fit: fit on more"):
-        fitted_policy(f"probe={tmp_path}")
+        parse_policy(f"probe={tmp_path}")
     insisted = last.metadata.model_dump()
     insisted["provenance"]["settings"]["allow_harmful"] = True
     metadata = type(last.metadata).model_validate(insisted)
     save_profile(Profile(metadata, dict(last.arrays)), tmp_path / "profile.safetensors", overwrite=True)
-    assert fitted_policy(f"probe={tmp_path}")[0] == "probe"
+    assert parse_policy(f"probe={tmp_path}")[0] == "probe"
 
 
 def test_directories_without_a_ranking(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="policy probe is fitted: give probe=DIR"):
-        fitted_policy("probe")
-    with pytest.raises(UsageError, match=r"only probe=DIR, query_bank=DIR.* are read from a directory"):
-        fitted_policy("snapkv=runs")
+        parse_policy("probe")
+    with pytest.raises(UsageError, match="it is NAME or one of probe=DIR, query_bank=DIR, kvzap=DIR, with"):
+        parse_policy("snapkv=runs")
     with pytest.raises(UsageError, match="there is no file"):
-        fitted_policy(f"probe={tmp_path}")
+        parse_policy(f"probe={tmp_path}")
 
 
 def test_recall_is_a_share_of_the_oracle() -> None:
@@ -235,14 +235,14 @@ def test_what_a_fit_protected_and_is_for_is_carried(profile: Profile, tmp_path: 
 
     assert profile.metadata.provenance.settings["policy_version"] == 1
     written(None, 3)
-    name, params = fitted_policy(f"probe={tmp_path}")
+    name, params = parse_policy(f"probe={tmp_path}")
     assert create_policy(name, params).parameters()["protect"] == 3
     typed = f"probe={tmp_path},probe={tmp_path}:protect=5"
     found = [getattr(one.policy, "protect", None) for one in find_methods(typed)]
     assert found == [3, 5]
     written(2, 3)
     with pytest.raises(UsageError, match="has weights for version 2 of policy probe, and this is version 1: fit it ag"):
-        fitted_policy(f"probe={tmp_path}")
+        parse_policy(f"probe={tmp_path}")
 
 
 def test_budgets_on_top_of_a_ranking(
@@ -250,7 +250,7 @@ def test_budgets_on_top_of_a_ranking(
 ) -> None:
     """From a directory to a plan in a folder of its own, which has the weights beside it."""
     save_profile(profile, tmp_path / "profile.safetensors")
-    name, params = fitted_policy(f"probe={tmp_path}")
+    name, params = parse_policy(f"probe={tmp_path}")
     found = calibrate_lukv(model, data, create_policy(name, params), LukvOptions(normalization="layer"))
     plan = plan_from_profile(found, Size(ratio=0.5))
     (tmp_path / "there").mkdir()

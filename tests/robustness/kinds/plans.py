@@ -67,9 +67,9 @@ def _statistics(path: Path) -> None:
 
 def _fitted(name: str, path: Path) -> None:
     from kvsearch.policies import create_policy
-    from kvsearch.policies.fitted import fitted_policy
+    from kvsearch.policies.fitted import parse_policy
 
-    found, params = fitted_policy(f"{name}={path.parent}")
+    found, params = parse_policy(f"{name}={path.parent}")
     policy = create_policy(found, params)
     with taken("the policy of these weights"):
         assert policy.needs() is not None
