@@ -46,7 +46,7 @@ class LayerDemand(NamedTuple):
 
 
 class Allocation(ABC):
-    """How what a plan's budgets add up to is shared anew for every prompt; subclasses are frozen dataclasses."""
+    """How the total of a plan's budgets is divided for each prompt; subclasses are frozen dataclasses."""
 
     name: ClassVar[str]
     weighs_in_logarithms: ClassVar[bool] = False  # whether `weight` gives logarithms, which neither over- nor underflow

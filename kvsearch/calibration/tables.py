@@ -15,7 +15,7 @@ from kvsearch.core.arrays import Floats
 from kvsearch.plan.profile_arrays import GRID
 from kvsearch.policies import Policy
 
-CHECKED_RATIOS = (0.8, 0.9, 0.95)  # at which a table is asked beside even budgets
+CHECKED_RATIOS = (0.8, 0.9, 0.95)  # at which a table is compared with even budgets
 HELD_OUT = "held_out_ratio"  # [FOLDS, len(CHECKED_RATIOS), L, Hkv]: tables of all contexts but those of a fold
 FOLDS = 4
 LEAST_CONTEXTS = 6  # of fewer, all agree by chance more often than one time in twenty (2 * 0.5**6 = 0.031)

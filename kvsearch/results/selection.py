@@ -60,7 +60,7 @@ class WrittenPlan(Stored):
 
 
 class SelectionResult(Result):
-    """What was chosen at one size, what it was compared with, and what fresh questions say of it.
+    """What was chosen at one size, what it was compared with, and its score on held-out questions.
 
     `plan` is the file of what was chosen, where the record is not beside it.
     """

@@ -73,7 +73,7 @@ class Program:
 
     prefill: PhaseProgram | None = None
     decode: PhaseProgram | None = None
-    allocation: Allocation | None = None  # how budgets are shared anew for every prompt; None: they are not
+    allocation: Allocation | None = None  # how budgets are divided for each prompt; None: they are as planned
     plan: Plan | None = field(default=None, compare=False, repr=False)  # the plan that this is made of, if it is
 
     def __post_init__(self) -> None:
