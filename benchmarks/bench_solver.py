@@ -102,7 +102,7 @@ def main() -> None:
         profile += local / args.questions
         evicted = np.arange(importance.shape[-1]) >= solver.solve(importance.size // 5)[..., None]
         loss += np.where(evicted, importance, 0.0).sum(-1).mean() / args.questions
-        blocks += len(solver.whole_totals) - 1
+        blocks += len(solver.ends) - 1
         for name, start, stop in zip(seconds, clock, clock[1:], strict=False):
             seconds[name] += stop - start
 

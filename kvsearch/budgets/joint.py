@@ -90,22 +90,17 @@ class JointSolver:
         order = np.lexsort((layer, size, -slope))
         self._layer = layer[order]
         self._slope = slope[order]
-        self._ends = sum(int(corners.entries[0]) for corners in self._corners) + np.cumsum([0, *size[order]])
+        self.ends = sum(int(corners.entries[0]) for corners in self._corners) + np.cumsum([0, *size[order]])
 
     @property
     def least(self) -> int:
         """The smallest total that can be met: each layer under the policy with the smallest floors."""
-        return int(self._ends[0])
+        return int(self.ends[0])
 
     @property
     def most(self) -> int:
         """The largest total that can be met: the sum of the caps."""
-        return int(self._ends[-1])
-
-    @property
-    def whole_totals(self) -> Ints:
-        """Totals at which no piece of an envelope is split, ascending: there the solution is optimal."""
-        return self._ends.copy()
+        return int(self.ends[-1])
 
     def solve(self, total: int) -> JointBudgets:
         """Allocate one total, exactly.
@@ -118,11 +113,11 @@ class JointSolver:
             UsageError: the total is outside [least, most].
         """
         check_reach(total, self.least, self.most)
-        taken = int(np.searchsorted(self._ends, total, side="right")) - 1
+        taken = int(np.searchsorted(self.ends, total, side="right")) - 1
         places = np.bincount(self._layer[:taken], minlength=self.shape[0])
         policies = np.array([corners.policy[at] for corners, at in zip(self._corners, places, strict=True)])
         promised = sum(float(corners.kept[at]) for corners, at in zip(self._corners, places, strict=True))
-        left = total - int(self._ends[taken])
+        left = total - int(self.ends[taken])
         if not left:
             return JointBudgets(policies, self._at_corners(places), promised, promised)
         cut = int(self._layer[taken])

@@ -30,6 +30,7 @@ class MarginalSolver:
 
     Raises:
         UsageError: importance is negative, not finite or not [L, Hkv, T]; floors are outside [0, caps].
+        ValueError: floors or caps do not broadcast.
     """
 
     def __init__(self, importance: ArrayLike, floors: ArrayLike = 0, caps: ArrayLike | None = None) -> None:
@@ -39,19 +40,15 @@ class MarginalSolver:
         self.shape = checked.shape[:2]
         self.length = checked.shape[2]
         rows = checked.reshape(-1, self.length)
-        try:
-            low = np.broadcast_to(np.asarray(floors, dtype=np.int64), self.shape)
-            high = np.broadcast_to(np.asarray(self.length if caps is None else caps, dtype=np.int64), self.shape)
-        except ValueError:
-            layers, heads = self.shape
-            raise UsageError(f"floors or caps do not fit {layers} layers of {heads} kv heads") from None
+        low = np.broadcast_to(np.asarray(floors, dtype=np.int64), self.shape)
+        high = np.broadcast_to(np.asarray(self.length if caps is None else caps, dtype=np.int64), self.shape)
         high = np.minimum(high, self.length)
         check_floors(low, high)
         self._floors = low.ravel()
         self._caps = high.ravel()
         self._prefix = prefix_sums(rows)
         self.blocks = sorted_blocks(rows, self._floors, self._caps)
-        self._ends = self.least + np.concatenate([[0], np.cumsum(self.blocks.size)])
+        self.ends = self.least + np.concatenate([[0], np.cumsum(self.blocks.size)])
 
     @classmethod
     def of_layers(cls, solvers: Sequence[MarginalSolver], chosen: Ints) -> MarginalSolver:
@@ -68,7 +65,7 @@ class MarginalSolver:
             made._floors[mine] = solver._floors[mine]
             parts.append(solver.blocks.of_heads(mine))
         made.blocks = merged(parts)
-        made._ends = made.least + np.concatenate([[0], np.cumsum(made.blocks.size)])
+        made.ends = made.least + np.concatenate([[0], np.cumsum(made.blocks.size)])
         return made
 
     @property
@@ -95,11 +92,6 @@ class MarginalSolver:
         """The largest total that can be met: the sum of the caps."""
         return int(self._caps.sum())
 
-    @property
-    def whole_totals(self) -> Ints:
-        """Totals at which no block is split, ascending: there the solution is optimal, not only for pooled gains."""
-        return self._ends.copy()
-
     def solve(self, total: int) -> Ints:
         """Allocate one total: int64 [L, Hkv] that sums to it exactly; UsageError outside [least, most]."""
         budgets: Ints = self.solve_many([total])[0]
@@ -111,14 +103,14 @@ class MarginalSolver:
         for total in wanted.tolist():
             check_reach(total, self.least, self.most)
         solved = np.empty((len(wanted), len(self._floors)), dtype=np.int64)
-        taken = np.searchsorted(self._ends, wanted, side="right") - 1
+        taken = np.searchsorted(self.ends, wanted, side="right") - 1
         whole = self._floors.copy()
         reached = 0
         for row in np.argsort(wanted, kind="stable"):
             np.add.at(whole, self.blocks.head[reached : taken[row]], self.blocks.size[reached : taken[row]])
             reached = int(taken[row])
             solved[row] = whole
-            if left := int(wanted[row] - self._ends[reached]):
+            if left := int(wanted[row] - self.ends[reached]):
                 solved[row] = spend_leftover(self._prefix, self._caps, self.blocks, reached, whole, left)
         return solved.reshape(-1, *self.shape)
 

@@ -47,9 +47,8 @@ COMPARED = (*SCORED, "criticalkv", "defensivekv")  # what a fitted ranking is co
 
 # recent entries that stay under policies that need not keep all they look at, where they are compared at small budgets:
 # as many as under fitted rankings; with more, what is protected is most of what is kept
-PROTECTED = {
-    name: {"protect": 8} for name in ("cake", "criticalkv", "defensivekv", "lava", "pyramidkv", "snapkv", "vatp")
-}
+RECENT = 8
+OBSERVING = ("cake", "criticalkv", "defensivekv", "lava", "pyramidkv", "snapkv", "vatp")
 
 AnswerTokens = Annotated[
     Whole, Field(ge=1), Option("The longest answer that is teacher-forced, in tokens; lukv, cake, polykv.")
@@ -297,7 +296,7 @@ class RankingOptions(AnsweredOptions):
     targets: Annotated[
         Names, Option("What entries are worth: for answers, reconstruction or both.", metavar="NAME,...")
     ] = TARGETS
-    protect: Annotated[Whole, Field(ge=0), Option("Recent entries that are never ranked.")] = 8
+    protect: Annotated[Whole, Field(ge=0), Option("Recent entries that are never ranked.")] = RECENT
     allow_harmful: Annotated[
         bool, Option("probe, query_bank: let a fit be used that every built-in ranking beats.")
     ] = False

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.calibration.data import load_calibration_data
-from kvsearch.calibration.options import PROTECTED, LukvOptions
+from kvsearch.calibration.options import OBSERVING, RECENT, LukvOptions
 from kvsearch.config.options import RULE, SIZE, Listed, Names, Option, one_of
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Entries, Samples, refuse
@@ -40,6 +40,7 @@ from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption, stage_store
 from kvsearch.plan import Size, save_plan
 from kvsearch.plan.origin import ContextSet, joined
+from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import Fitted, profile_of
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.ranking import RankingView
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Plan
     from kvsearch.plan.origin import Use
+    from kvsearch.policies import Policy
     from kvsearch.report.table import Table
     from kvsearch.selection.candidates import CalibratedPolicies
     from kvsearch.selection.rule import Rule
@@ -77,6 +79,7 @@ REPORT = "run.json"
 FILES = (FIT, CURVES, REFINE, CHOICE, "plan*.json", REPORT, "contexts.json", "*.safetensors")
 FIT_TOKENS = 36_000  # that rankings are fitted on by default, of all tasks together
 MEASURE_TOKENS = 24_000  # that budgets are measured on, and refined on others
+PROTECTED_PART = 6  # of a budget that may be protected: one in so many
 LEAST_FITTED = 24  # contexts, however long they are
 LEAST_MEASURED = 16
 RANKINGS: dict[str, type[CalibrateOptions]] = {name: OPTIONS[name] for name in ("probe", "query_bank")}
@@ -85,12 +88,15 @@ Calibration = TypeVar("Calibration", bound=CalibrateOptions)
 
 
 class Curves(LukvOptions, CalibrateOptions):
-    """LU-KV's measurement, of policies with the settings that they are compared with."""
+    """LU-KV's measurement, of policies that protect so many recent entries."""
 
-    protection: ClassVar[dict[str, dict[str, Any]]] = {
-        name: {**LukvOptions.protection.get(name, {}), **PROTECTED.get(name, {})}
-        for name in (*LukvOptions.protection, *PROTECTED)
-    }
+    protect: int = RECENT
+
+    def make_policy(self) -> Policy:
+        policy = super().make_policy()
+        if policy.name not in OBSERVING:
+            return policy
+        return create_policy(policy.name, {**policy.parameters(), "protect": self.protect})
 
     @classmethod
     def chosen(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:  # noqa: ARG003
@@ -174,6 +180,11 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
             shown="a quarter of what there is, up to 24,000 tokens",
         ),
     ] = None
+    protect: Annotated[
+        int | None,
+        Field(ge=0),
+        Option("Recent entries that always stay.", panel=FITTING, shown="a sixth of the smallest size, at most 8"),
+    ] = None
     refine: Annotated[
         bool, Option("Leave out the search that begins at the best solved plan.", flag="--no-refine", negated=True)
     ] = True
@@ -197,10 +208,6 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
     def merged(cls, stated: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a recipe has `stated` with what was `given` over it; one size takes the place of others."""
         return {**one_of(stated, given, (*SIZES, "within")), **given}
-
-    def recorded(self) -> dict[str, Any]:
-        """Return what config.json has as "options"; what may be lost is a part of --smallest."""
-        return {name: value for name, value in super().recorded().items() if name != "within" or self.smallest}
 
     @property
     def sizes(self) -> list[Size]:
@@ -249,7 +256,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
         return dict(zip((FIT, CURVES), data.by_turns(2), strict=True))
 
     def with_counts(self, length: float, count: TokenCount) -> RunOptions:
-        """Return the options with how many contexts of each task are fitted on and measured on.
+        """Return the options with how much is protected, fitted on and measured on, the latter in contexts per task.
 
         `length` are the tokens of a context, `count` counts them. A task may have few: half of them are fitted on, a
         quarter is measured on, and the rest is searched on.
@@ -257,8 +264,12 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
         Raises:
             UsageError: there is one context, or --fit leaves none to measure on.
         """
+        protect = self.protect
+        if protect is None:
+            smallest = min((size.mean(round(length)) for size in self.sizes), default=float(RECENT * PROTECTED_PART))
+            protect = max(min(RECENT, int(smallest / PROTECTED_PART)), 1)
         if self.texts is not None:
-            return self
+            return self.model_copy(update={"protect": protect})
         tasks = self.questions("train")
         fit = self.fit or round(max(FIT_TOKENS / length, LEAST_FITTED) / len(tasks)) or 1
         measure = self.measure or round(max(MEASURE_TOKENS / length, LEAST_MEASURED) / len(tasks)) or 1
@@ -274,7 +285,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
                     f"task {task.name}: its split train has {available} contexts, and {fit} are fitted on, but budgets "
                     f"are measured on others: {lower}"
                 )
-        return self.model_copy(update={"fit": fit, "measure": measure})
+        return self.model_copy(update={"fit": fit, "measure": measure, "protect": protect})
 
     def calibration(
         self, kind: type[Calibration], stage: str, samples: int | None, seed: int, **more: Any
@@ -284,6 +295,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
         `stage` is the name of its directory, or begins with FIT.
         """
         shared = {name: getattr(self, name) for name in (*Loading.model_fields, "max_length")}
+        shared["protect"] = RECENT if self.protect is None else self.protect
         if self.texts is None:
             details = {name: getattr(self, name) for name in TaskDetails.model_fields}
             shared |= {name: value for name, value in details.items() if value is not None}
@@ -306,7 +318,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
         }
 
     def check_names(self) -> None:
-        """Raise UsageError if a ranking is unknown, a policy is one that is fitted, or a name is there twice."""
+        """Raise UsageError if a ranking is unknown, or a policy is one that is fitted."""
         for name in self.rankings:
             require_known("ranking", name, list(RANKINGS))
         for name in self.policies:
@@ -315,17 +327,13 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
                     f"--policies {name}: policies that are fitted are not for --policies; a run fits its own, those of "
                     f"--rankings ({', '.join(RANKINGS)})"
                 )
-        for option, names in (("policies", self.policies), ("rankings", self.rankings)):
-            for name in names:
-                if names.count(name) > 1:
-                    raise UsageError(f"--{option} has {name} twice: name each once")
 
     def curves(self) -> Curves:
         """Return the measurement of what the built-in policies keep.
 
-        It is on other contexts than rankings are fitted on: there they look better than they are.
+        It is on other contexts than rankings are fitted on: there they look better than they are. The choice checks it.
         """
-        curves = self.calibration(Curves, CURVES, self.measure, self.seed + 1, check=False)  # the choice checks
+        curves = self.calibration(Curves, CURVES, self.measure, self.seed + 1, check=False)
         return curves.with_policies(self.policies)
 
     def refinement(self, loaded: LoadedModel) -> Refinement:
@@ -467,7 +475,7 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     if options.texts is not None:  # a context may be too short, or too long: told before any stage
         for fit in fits.values():
             stages.estimate(fit, reporter)
-    least = min(policy.floor for policy in measured)
+    least = min(policy.floor for policy in curves.policies())
     for size in sizes:
         if size.mean(stages.longest) < least:
             raise UsageError(

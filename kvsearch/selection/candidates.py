@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.calibration.options import PROTECTED, SCORED
+from kvsearch.calibration.options import OBSERVING, RECENT, SCORED
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
@@ -210,9 +210,12 @@ class _PolicyPlans(PlanFactory):
         yield self._solved(f"{JOINT}:built-in", self.calibrated.built_in)
 
     def _policy(self, name: str) -> Policy:
-        """Return a policy as it was measured, or else with the settings that it would be measured with."""
+        """Return a policy as it was measured, or else protecting as many recent entries as those that were."""
         measured = {} if self.calibrated is None else self.calibrated.policies
-        return policy_of(measured[name]) if name in measured else create_policy(name, PROTECTED.get(name, {}))
+        if name in measured:
+            return policy_of(measured[name])
+        recent = min((policy_of(spec).recent_count for spec in measured.values()), default=RECENT)
+        return create_policy(name, {"protect": recent} if name in OBSERVING else {})
 
     def _direct(self, name: str, policy_name: str, recipe: Recipe) -> NamedPlan:
         """Return a policy under the budgets of a method, by the name of the candidate."""

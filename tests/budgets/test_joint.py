@@ -60,7 +60,7 @@ def test_the_policy_of_a_layer_changes_with_its_budget() -> None:
 def test_a_layer_inside_a_piece_keeps_the_policy_that_is_better_there() -> None:
     importance = np.array([[1.0, 0, 0, 9], [0.0, 6, 0, 4]]).reshape(2, 1, 1, 4)
     solver = JointSolver(importance)
-    assert solver.whole_totals.tolist() == [0, 2, 4]
+    assert solver.ends.tolist() == [0, 2, 4]
     assert solver.solve(1).policies.tolist() == [0]  # keeps 1, the other one 0
     assert (solver.solve(1).kept, solver.solve(1).bound) == (1.0, 3.0)
     assert solver.solve(3).policies.tolist() == [1]  # keeps 6, the other one 1
@@ -89,7 +89,7 @@ def test_floors_belong_to_policies() -> None:
 def test_nothing_keeps_more_at_the_end_of_a_piece(drawn: tuple[Floats, Ints]) -> None:
     importance, floors = drawn
     solver = JointSolver(importance, floors)
-    for total in solver.whole_totals.tolist():
+    for total in solver.ends.tolist():
         found = solver.solve(total)
         assert found.kept == pytest.approx(value(importance, found.policies, found.budgets))
         assert found.kept == pytest.approx(optimum(importance, total, floors))

@@ -232,7 +232,7 @@ def test_the_config_of_a_run_is_its_recipe(finished: tuple[Path, str]) -> None:
         (("--budget", 40, "--rankings", "prob"), "unknown ranking 'prob'; did you mean 'probe'?"),
         (("--budget", 5000), "is all of a"),
         (("--budget", 1), "1 entry per kv head: every policy of --policies always keeps more"),
-        (("--budget", 40, "--policies", "cake,snapkv,cake"), "--policies has cake twice"),
+        (("--budget", 40, "--policies", "cake,snapkv,cake"), "policy cake is measured already: name each once"),
         (("--budget", 40, "--policies", "probe=fit"), "policies that are fitted are not for --policies"),
         (("--budget", 40, "--fit", 99), "contexts, and 99 are fitted on, but budgets are measured on others"),
     ],
