@@ -209,6 +209,10 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
         """Return what a recipe has `stated` with what was `given` over it; one size takes the place of others."""
         return {**one_of(stated, given, (*SIZES, "within")), **given}
 
+    def recorded(self) -> dict[str, Any]:
+        """Return what config.json has as "options"; what may be lost is a part of --smallest."""
+        return {name: value for name, value in super().recorded().items() if name != "within" or self.smallest}
+
     @property
     def sizes(self) -> list[Size]:
         """The sizes that were given, none if one is to be found; UsageError if there are none, or one out of range."""
