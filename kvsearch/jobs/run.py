@@ -94,9 +94,8 @@ class Curves(LukvOptions, CalibrateOptions):
 
     def make_policy(self) -> Policy:
         policy = super().make_policy()
-        if policy.name not in OBSERVING:
-            return policy
-        return create_policy(policy.name, {**policy.parameters(), "protect": self.protect})
+        protected = {"protect": self.protect} if policy.name in OBSERVING else {}
+        return create_policy(policy.name, {**policy.parameters(), **protected})
 
     @classmethod
     def chosen(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:  # noqa: ARG003
@@ -183,7 +182,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
     protect: Annotated[
         int | None,
         Field(ge=0),
-        Option("Recent entries that always stay.", panel=FITTING, shown="a sixth of the smallest size, at most 8"),
+        Option("Recent entries that always stay.", shown="a sixth of the smallest size, at most 8"),
     ] = None
     refine: Annotated[
         bool, Option("Leave out the search that begins at the best solved plan.", flag="--no-refine", negated=True)
