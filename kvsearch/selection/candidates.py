@@ -188,8 +188,8 @@ class _PolicyPlans(PlanFactory):
 
     def baselines(self) -> Iterator[NamedPlan]:
         """Make built-in policies with even budgets, with those of papers, and with measured ones."""
-        for name in BUILT_IN:
-            yield self._direct(name, name, Recipe(name))
+        for name in BUILT_IN:  # a method has the name of its policy
+            yield self._direct(f"{ALONE}:{name}" if name in METHODS else name, name, Recipe(name))
         for method, recipe in METHODS.items():
             if method != ALONE:
                 yield self._direct(method, recipe.policy, recipe)
