@@ -24,10 +24,6 @@ class Entries:
     lengths: Tensor | None = None  # [S] whole numbers, columns of each segment; None: all `columns`
     starts: Tensor | None = None  # [S] int64, the first row of each segment in a flat store; None: a block
 
-    @property
-    def flat(self) -> bool:
-        return self.starts is not None
-
 
 def attend(
     query: Tensor,
@@ -62,7 +58,7 @@ def attend(
     keys = entries.keys
     values = entries.values
     columns = entries.columns
-    flat = entries.flat
+    flat = entries.starts is not None
     ragged = entries.lengths is not None
     made = Chunked(query, values.shape[-1], columns, scaling, softcap, sinks, want_row)
     starts, lengths, positions = (
@@ -75,7 +71,9 @@ def attend(
     )
     if made.whole and not want_row:
         return made.output, None
-    row = made.output if not want_row else _empty_row(made, entries) if into is None else into
+    row = made.output if into is None else into
+    if want_row and into is None:  # places between segments of a flat store are nobody's
+        row = made.scratch(len(keys)).zero_() if flat else made.scratch(segments, columns)
     row_blocks = whole_blocks(columns, ROW_BLOCK) if want_row else 0
     launch(merge_chunks, (segments, (0 if made.whole else count) + row_blocks),
         made.partial, made.statistics, made.logits, made.beside, made.output, row, starts, lengths,
@@ -87,9 +85,3 @@ def attend(
 
 
 ROW_BLOCK = 256  # columns of the row that one program merges
-
-
-def _empty_row(made: Chunked, entries: Entries) -> Tensor:
-    if entries.flat:  # places between segments are nobody's
-        return made.scratch(len(entries.keys)).zero_()
-    return made.scratch(len(made.query), entries.columns)

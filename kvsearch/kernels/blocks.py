@@ -148,7 +148,6 @@ class Chunked:
 
         blocks = self.blocks
         query = self.query
-        dim = self.query.shape[2]
         splits, chunk = self.chunks
         k_seg, v_seg, p_seg = strides
         sizes: dict[str, Any] = {"BM": blocks.rows, "BN": blocks.columns, "BD": blocks.dim, "BDV": blocks.value_dim}
@@ -157,7 +156,7 @@ class Chunked:
             *arriving, self.scaling, 1.0 if self.softcap is None else self.softcap, self.columns, chunk,
             query.shape[1], splits, query.stride(0), query.stride(1), k_seg, keys.stride(-2), v_seg, values.stride(-2),
             p_seg, self.columns,
-            ROWS=rows, D=dim, DV=self.value_dim, **sizes, SOFTCAP=self.softcap is not None,
+            ROWS=rows, D=query.shape[2], DV=self.value_dim, **sizes, SOFTCAP=self.softcap is not None,
             SINKS=self.sinks is not None, WHOLE=self.whole, LOGITS=self.keeps_logits, **kinds,
             num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip

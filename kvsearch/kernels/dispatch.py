@@ -5,6 +5,7 @@ On the CPU they are served in Triton's interpreter, and only while `Interpreter.
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import warn_once
+from kvsearch.core.parsing import describe_fault
 from kvsearch.kernels import constant
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -44,8 +46,7 @@ def processors(device: torch.device) -> int:
     """Return the multiprocessors of a device."""
     if device.type == "cpu":
         return INTERPRETED_PROCESSORS
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -70,18 +71,26 @@ def _unserved(states: tuple[Tensor, ...]) -> str | None:
             return f"they are not written for heads of {state.shape[-1]} numbers, {WIDEST} at most"
     if needs_gradients(*states):
         return "they have no backward pass"
-    return lacking(states[0].device, states[0].dtype)
+    return lacking(states[0].device)
 
 
 @constant
 @cache
-def lacking(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Say what the machine lacks for kernels on these numbers; None: nothing."""
+def lacking(device: torch.device) -> str | None:
+    """Return what keeps kernels from running on a device, found out by a launch; None if nothing does."""
+    if os.environ.get("KVSEARCH_KERNELS") == "0":
+        return "KVSEARCH_KERNELS is 0"
     if find_spec("triton") is None:
         return "Triton is not installed (pip install 'kvsearch[gpu]')"
-    needed = (8, 0) if dtype == torch.bfloat16 else (7, 5)
-    found = (9, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
-    if found >= needed:
-        return None
-    name = str(dtype).removeprefix("torch.")
-    return f"for {name} they need compute capability {needed[0]}.{needed[1]}, and this GPU has {found[0]}.{found[1]}"
+    if torch.version.hip is not None:
+        return "they are not written for ROCm"
+    major, minor = (9, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"they need compute capability 8.0, and this GPU has {major}.{minor}"
+    try:
+        from kvsearch.kernels.jit.common import write_one
+
+        launch(write_one, (1,), torch.empty(1, device=device))
+    except Exception as error:  # noqa: BLE001 - whatever Triton, a compiler or the driver raises
+        return f"Triton cannot launch one here ({describe_fault(error)})"
+    return None

@@ -95,7 +95,6 @@ def step(
     if layer is not None:
         _spread(made, positions, width, layer)
     scores = None if arriving is None else arriving()
-    scored = scores is not None
     given = output if scores is None else scores.contiguous()
     more = output
     if layer is not None:
@@ -110,8 +109,8 @@ def step(
         made.partial, made.statistics, made.logits, made.beside, output, positions, state, more,
         ring, given, slots.slot, slots.clock, slots.budgets, slots.sinks, slots.recent, paused,
         width, positions.shape[1], query.shape[1], made.splits, width, positions.stride(0), state.stride(0),
-        more.shape[-1], **made.merging, BN=RANKED, SINKS=sinks is not None, OUTPUT=merges,
-        PAUSES=active is not None, RULE=rule, SCORED=scored, BYTES=ring.shape[-1], **(constants or {}), num_warps=4,
+        more.shape[-1], **made.merging, BN=RANKED, SINKS=sinks is not None, OUTPUT=merges, PAUSES=active is not None,
+        RULE=rule, SCORED=scores is not None, BYTES=ring.shape[-1], **(constants or {}), num_warps=4,
     )  # fmt: skip
     return output
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError, warn_once
 from kvsearch.core.limits import MOST_LAYERS
 from kvsearch.core.naming import did_you_mean, require_known
 from kvsearch.core.parsing import describe_fault
 from kvsearch.core.resources import resource
-from kvsearch.models.memory import accelerator, is_out_of_memory, refuse_offloaded
+from kvsearch.models.memory import accelerator, best_device, free_bytes, is_out_of_memory, refuse_offloaded
 
 if TYPE_CHECKING:
     from kvsearch.plan import ModelFingerprint
@@ -30,6 +30,8 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CONFIG = "config.json"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+ROOM = 32_768  # tokens of a prompt that a GPU must have room for beside the weights to hold a model alone
+ACTIVATIONS = 16  # numbers that a layer computes with for every token, by hidden size
 
 
 @dataclass(frozen=True)
@@ -136,13 +138,15 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
         config = AutoConfig.from_pretrained(source, **common)
-        _refuse_size(name, config)
+        layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
+        if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:  # they would be made one by one
+            raise IncompatibleError(f"model {name!r} has {layers} layers: 1 to {MOST_LAYERS} can be served")
         if weights:
-            device = options.device
-            if device == "auto":
-                device = "auto" if torch.cuda.is_available() else "cpu"
+            place = options.device_map or options.device
+            if options.device_map is None and options.device == "auto":
+                place = _choose_device(name, options)
             model, info = AutoModelForCausalLM.from_pretrained(
-                source, dtype=options.dtype, device_map=options.device_map or device, output_loading_info=True, **common
+                source, dtype=options.dtype, device_map=place, output_loading_info=True, **common
             )
             missing = sorted(info["missing_keys"])
         else:
@@ -175,6 +179,33 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
                     f"model {name!r} has NaN or infinite values in {parameter_name}: the file is damaged"
                 )
     return LoadedModel(name, model, tokenizer, fingerprint(model, name, _revision(source, options), weights))
+
+
+def _choose_device(name: str, options: LoadOptions) -> str:
+    """Return the GPU with the most free memory if a model fits there, "auto" if it must be spread, else "cpu".
+
+    It fits with the full cache of a prompt of `ROOM` tokens, and what a layer computes with.
+    """
+    import torch
+
+    from kvsearch.models.architecture import describe, text_config
+
+    if (device := best_device()) == "cpu":
+        return device
+    model = load(name, options, weights=False).model
+    shape = describe(model)
+    a_token = 2 * shape.layers * shape.kv_heads * shape.head_dim + ACTIVATIONS * text_config(model).hidden_size
+    quantised = getattr(model.config, "quantization_config", None) is not None  # to a byte each at most
+    weights = sum(one.numel() if quantised else one.nbytes for one in model.parameters())
+    needed = weights + ROOM * a_token * model.dtype.itemsize
+    if needed <= (free := free_bytes(torch.device(device))):
+        return device
+    if torch.cuda.device_count() > 1:
+        warn_once(
+            f"model {name!r} is spread over all GPUs: with the cache of {ROOM:,} tokens it takes {needed / 1e9:.1f} "
+            f"GB, and {device} has {free / 1e9:.1f} GB free (--device {device} puts it there nevertheless)"
+        )
+    return "auto"
 
 
 def find_source(name: str, options: LoadOptions) -> str:
@@ -221,13 +252,6 @@ def require_device(device: str) -> None:
     except (RuntimeError, AssertionError) as error:
         reason = describe_fault(error)
         raise EnvironmentFault(f"device {device!r} was asked for, but this machine has none: {reason}") from error
-
-
-def _refuse_size(name: str, config: Any) -> None:
-    """Raise IncompatibleError for a number of layers that no model has, before they are made one by one."""
-    layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
-    if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:
-        raise IncompatibleError(f"model {name!r} has {layers} layers: 1 to {MOST_LAYERS} can be served")
 
 
 def _revision(source: str, options: LoadOptions) -> str | None:

@@ -30,6 +30,14 @@ def accelerator(device: torch.device) -> Any | None:
     return module if hasattr(module, "mem_get_info") else None
 
 
+def best_device() -> str:
+    """Return the GPU with the most free memory, "cpu" where there is none."""
+    import torch
+
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return str(max(gpus, key=free_bytes, default="cpu"))
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until a device has done what it was asked to do."""
     if (module := accelerator(device)) is not None:

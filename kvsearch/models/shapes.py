@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.models.loading import LoadedModel, require_device
-from kvsearch.models.memory import free_bytes
+from kvsearch.models.memory import best_device, free_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +81,6 @@ def device_of(name: str) -> torch.device:
     """Return the device of that name; "auto" is a GPU where there is one. EnvironmentFault if there is none."""
     import torch
 
-    name = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    name = best_device() if name == "auto" else name
     require_device(name)
     return torch.device(name)

@@ -253,7 +253,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         if isinstance(self.holder, RaggedStore):
             self.holder.crop(self.seen - mark.seen)
-            self.holder.longest = self.holder.tokens
+            self.holder.most = self.holder.tokens.clone()
         elif mark.decoding is not None:
             self.holder = mark.decoding.copy()
         self.seen = mark.seen

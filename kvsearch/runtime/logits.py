@@ -166,13 +166,12 @@ def products(query: Tensor, keys: Tensor, scaling: float, bias: Tensor | None = 
     columns = keys.flatten(0, -3).transpose(-1, -2)
     added = rows.new_empty(1, 1, 1, dtype=torch.float32) if bias is None else bias.flatten(0, -3)
     beta = 0 if bias is None else 1
-    if query.dtype == torch.float32 == keys.dtype:
-        return torch.baddbmm(added, rows, columns, beta=beta, alpha=scaling).view(shape)
-    if query.is_cuda and not needs_gradients(query, keys) and query.dtype == keys.dtype:
+    single = query.dtype == torch.float32 == keys.dtype
+    if not single and query.is_cuda and not needs_gradients(query, keys) and query.dtype == keys.dtype:
         scores = torch.bmm(rows, columns, out_dtype=torch.float32).mul_(scaling)  # baddbmm's takes no `added` in 2.8
         return (scores if bias is None else scores.add_(added)).view(shape)
     step = max(1, chunk_bytes(keys.device) // (8 * columns[0].numel()))
-    if step >= len(rows):  # as in most decode steps, where what is beside the product would cost as much again
+    if single or step >= len(rows):  # as in most decode steps: what is beside the product would cost as much
         return torch.baddbmm(added, rows.float(), columns.float(), beta=beta, alpha=scaling).view(shape)
     added = added.expand(len(rows), -1, -1)
     parts = zip(*(torch.split(tensor, step) for tensor in (added, rows, columns)), strict=True)

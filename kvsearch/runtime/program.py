@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvsearch.budgets.dynamic import Allocation, create_allocation
-from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchWarning
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError, warn_once
 from kvsearch.models.architecture import FULL, attention_modules, describe
 from kvsearch.models.memory import free_bytes, free_memory
 from kvsearch.plan.arithmetic import budgets_at
@@ -180,19 +178,15 @@ KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")  # what transformers call
 # Rank by the length of a key; a third-party class says so by `key_norms = True`. KeyDiff is not among them: it compares
 # directions, which do not change when every key gets the same length.
 BY_KEY_NORM = ("knorm",)
-_warned: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 def warn_unfit(model: nn.Module, policies: Iterable[Policy]) -> None:
-    """Warn of policies that can say little on this model (KvsearchWarning), once per model and policy."""
+    """Warn of policies that can say little on this model, once for each policy and class of models."""
     named = {policy.name for policy in policies if policy.name in BY_KEY_NORM or getattr(policy, "key_norms", False)}
-    warned = _warned.setdefault(model, set())
-    for name in sorted(named - warned) if normalises_keys(model) else ():
-        warned.add(name)
-        warnings.warn(
+    for name in sorted(named) if normalises_keys(model) else ():
+        warn_once(
             f"{type(model).__name__} normalises its keys, so their norms are nearly equal and say little about what "
             f"matters: policy {name} ranks by them, another policy will likely keep more",
-            KvsearchWarning,
             stacklevel=3,
         )
 

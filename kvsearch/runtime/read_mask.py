@@ -88,12 +88,11 @@ class ReadMask:
         known = self.columns(before)
         real = row.new_ones(batch, before) if known is None else known.to(row.device)
         arrived = row[:, before:]
-        causal = causal_mask(count, seen, row.device)
         padding_shown = (row[:, :before] & ~real).any(-1)
         nothing_shown = ~row.any(-1)
         uneven, shows_padding, empty, hides, padded = torch.stack(
             [
-                (shown != (row[:, None] & causal)).any(),
+                (shown != (row[:, None] & causal_mask(count, seen, row.device))).any(),
                 padding_shown.any(),
                 nothing_shown.any(),
                 (real & ~row[:, :before]).any(),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from hypothesis import given
@@ -171,9 +173,26 @@ class TestServed:
         assert not serves(*states)
         assert not recwarn.list
 
-    def test_nothing_where_triton_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("what", "why"),
+        [
+            ("triton", r"kvsearch\[gpu\]"),
+            ("switch", "KVSEARCH_KERNELS is 0"),
+            ("ROCm", "they are not written for ROCm"),
+            ("compiler", r"Triton cannot launch one here \(Failed to find C compiler\. Please specify via CC\)"),
+        ],
+    )
+    def test_what_the_machine_lacks(self, what: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(errors, "_said", set())
-        monkeypatch.setattr(dispatch, "find_spec", lambda _: None)
         monkeypatch.setattr(dispatch, "lacking", dispatch.lacking.__wrapped__.__wrapped__)  # not what it said before
-        with pytest.warns(KvsearchWarning, match=r"kvsearch\[gpu\]"):
+        if what == "triton":
+            monkeypatch.setattr(dispatch, "find_spec", lambda _: None)
+        elif what == "switch":
+            monkeypatch.setenv("KVSEARCH_KERNELS", "0")
+        elif what == "ROCm":
+            monkeypatch.setattr(torch.version, "hip", "6.4")
+        else:
+            launch = MagicMock(side_effect=RuntimeError("Failed to find C compiler.\nPlease specify via CC"))
+            monkeypatch.setattr(dispatch, "launch", launch)
+        with pytest.warns(KvsearchWarning, match=why):
             assert not serves(torch.zeros(1, 1, 8))

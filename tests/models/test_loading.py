@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, KvsearchWarning, UsageError
 from kvsearch.models import loading
 from kvsearch.models.loading import LoadOptions, load
 from tests import tiny
@@ -191,6 +191,48 @@ def test_an_architecture_that_cannot_be_planned(copy: Path) -> None:
 @pytest.mark.parametrize("device", ["cpuu", "meta", "cuda:99"])
 def test_devices_that_are_none(device: str, saved: Path) -> None:
     assert f"device {device!r} was asked for" in refusal(saved, EnvironmentFault, LoadOptions(device=device))
+
+
+class FakeGpus:
+    """Two GPUs as `torch.cuda` tells of them, and where models are loaded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *free: float) -> None:
+        import transformers
+
+        self.places: list[str] = []
+        load = transformers.AutoModelForCausalLM.from_pretrained
+
+        def from_pretrained(*args: Any, device_map: str, **options: Any) -> Any:
+            self.places.append(device_map)
+            return load(*args, device_map="cpu", **options)
+
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free[device.index]), 10**12))
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+
+
+@pytest.mark.parametrize(
+    ("free", "device_map", "place"),
+    [
+        ((1e9, 2e9), None, "cuda:1"),
+        ((2e9,), None, "cuda:0"),
+        ((1e4,), None, "auto"),
+        ((1e9, 2e9), "balanced", "balanced"),
+    ],
+)
+def test_the_gpu_with_most_room_holds_the_whole_model(
+    free: tuple[float, ...], device_map: str | None, place: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = FakeGpus(monkeypatch, *free)
+    load(str(saved), LoadOptions(device_map=device_map))
+    assert gpus.places == [place]
+
+
+def test_a_model_that_fits_no_gpu_is_spread_and_that_is_said(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = FakeGpus(monkeypatch, 1e5, 2e5)
+    with pytest.warns(KvsearchWarning, match=r"is spread over all GPUs.* cuda:1 has 0\.0 GB free \(--device cuda:1"):
+        load(str(saved))
+    assert gpus.places == ["auto"]
 
 
 def test_running_out_of_memory_is_not_the_models_fault(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

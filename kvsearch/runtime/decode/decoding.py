@@ -83,7 +83,7 @@ class Decoding:
 
     def prepare_step(self, real: Bools | None = None) -> None:
         """Make room for the next token and decide what its step does; it is padding where not `real` [B]."""
-        if not all(block.has_room() for block in self.store.blocks):
+        if any(int(block.used.max()) == block.capacity for block in self.store.blocks):
             self._repack()
         store = self.store
         heads = self.store.heads

@@ -78,14 +78,14 @@ class DecodeSteps:
         self._known: dict[Hashable, Captured | None] = {}  # None: has been run once
         self._holders: list[Any] = []  # what planned layers held at the first step
         self._packed: list[int] = []  # how often they had made their tensors anew, when steps were captured
-        self._inputs: tuple[Tensor, Tensor, Tensor] | None = None  # ids, positions, mask
+        self._inputs: Any = None  # ids, positions and mask, tensors that stay where they are; None: no step was entered
 
     def serve(self, given: Mapping[str, Any]) -> Any | None:
         """Do a call of the model with these arguments, if it is a decode step; None, and nothing done, if not."""
         output = None
         if not self.stopped and self._serves(given):
             self._enter(given["input_ids"], given.get("position_ids"))
-            with self.cache.ahead(self._fixed[1]):
+            with self.cache.ahead(self._inputs[1]):
                 output = self._done({name: value for name, value in given.items() if name not in INPUTS})
         if self.stopped:
             self.close()
@@ -133,12 +133,6 @@ class DecodeSteps:
         self.stopped = True
         return False
 
-    @property
-    def _fixed(self) -> tuple[Tensor, Tensor, Tensor]:
-        if self._inputs is None:
-            raise RuntimeError("no step was entered")
-        return self._inputs
-
     def _enter(self, ids: Tensor, positions: Tensor | None) -> None:
         """Copy a step's tokens and their positions to where graphs read them; None: those that models take then."""
         if positions is None:
@@ -179,7 +173,7 @@ class DecodeSteps:
             return None
 
     def _step(self, others: Mapping[str, Any]) -> Any:
-        ids, positions, mask = self._fixed
+        ids, positions, mask = self._inputs
         return self.model(
             input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self.cache, **others
         )
@@ -215,11 +209,10 @@ def stepping(model: Any, cache: PlanCache, tokens: int | None = None) -> Iterato
     The model itself stays as it is. Where capturing is not possible the reason is said once.
     """
     graphs = None if tokens is not None and tokens < FEWEST else graphs_for(model.device)
-    if graphs is None:
-        yield model
-        return
-    if (reason := not_captured(model, cache)) is not None:
+    reason = None if graphs is None else not_captured(model, cache)
+    if reason is not None:
         warn_once(f"{WITHOUT}: {reason}")
+    if graphs is None or reason is not None:
         yield model
         return
     kind: Any = type(model)

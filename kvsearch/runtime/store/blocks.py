@@ -47,7 +47,7 @@ class Block:
     end: int
     padded: bool  # some column left of `end` is empty in some segment
     _bias: Tensor | None = None  # [S, capacity], made when first asked for
-    place: Tensor | None = None  # [1] int64, where `put` writes next; None: it does not, before `fix`
+    place: Tensor | None = None  # [1] int64, where `put` writes next; None: it does not, before `prepare_step`
 
     @property
     def columns(self) -> int:
@@ -98,19 +98,15 @@ class Block:
         """Go on in copies, so that attention of before can still be differentiated."""
         self._grow(self.keys.shape[1])
 
-    def fix(self, room: int) -> None:
-        """Make room for so many columns and let `put` fill them, until something else is done to the block."""
-        if self.end + room > self.keys.shape[1]:
-            self._grow(self.end + room)
-        self.positions[:, self.end :] = -1
-        self._bias = self._hiding(self.positions < 0)
-        self.place = torch.full((1,), self.end, device=self.positions.device)
-
     def prepare_step(self, room: int) -> bool:
         """Count a token that `put` adds later, with room for so many made if there is none; tell if that was so."""
         anew = self.place is None or self.end == self.keys.shape[1]
         if anew:
-            self.fix(room)
+            if self.end + room > self.keys.shape[1]:
+                self._grow(self.end + room)
+            self.positions[:, self.end :] = -1
+            self._bias = self._hiding(self.positions < 0)
+            self.place = torch.full((1,), self.end, device=self.positions.device)
         self.end += 1
         return anew
 
@@ -257,11 +253,9 @@ class Segmented:
     def place_of(self, segment: int) -> tuple[int, int]:
         """Return the block that a segment is in, and its row there."""
         row = int(self._back[segment])
-        block = 0
-        while row >= self._sizes[block]:
-            row -= self._sizes[block]
-            block += 1
-        return block, row
+        starts = np.cumsum([0, *self._sizes])
+        block = int(np.searchsorted(starts, row, side="right")) - 1
+        return block, row - int(starts[block])
 
 
 def shown_positions(positions: Tensor, sequences: Tensor, visible: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.arrays import Ints
-from kvsearch.core.errors import InternalError
 from kvsearch.kernels.attention import Entries
 from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE, Block, Where, bucket, index_of, shown_positions
 
@@ -185,13 +184,9 @@ class FlatBlock:
         return first, torch.stack([first + used, used]), source
 
     def select(self, chosen: Ints) -> FlatBlock:
-        if (chosen[:, 1] != np.arange(len(chosen))).any():
-            raise InternalError("a flat block holds all segments of a layer, in order")
         return self.moved(self.spare, chosen[:, 0])
 
     def kept(self, keep: Tensor, counts: Ints) -> Iterator[tuple[FlatBlock, Where, Ints]]:
-        if self.spare:
-            raise InternalError("entries are trimmed before tokens are appended")
         where = true_places(keep, int(counts.sum()))
         lengths = torch.from_numpy(counts).to(where.device)
         block = FlatBlock.compact(self.keys[where], self.values[where], self.positions[where], counts, lengths)

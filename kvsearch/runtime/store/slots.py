@@ -56,10 +56,6 @@ class SlotBlock:
         self.clock = torch.stack([self.seen, self.seen - self.limits.young])
         self.seen, self.edge = self.clock  # the newest position that may leave, [S]
 
-    def has_room(self) -> bool:
-        """Tell whether every segment can take another token."""
-        return int(self.used.max()) < self.capacity
-
     @property
     def capacity(self) -> int:
         return self.cached.positions.shape[1]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.arrays import Ints
-from kvsearch.core.errors import InternalError
 from kvsearch.kernels.dispatch import serves
 from kvsearch.runtime.store.blocks import Block, Segmented, dense_blocks
 from kvsearch.runtime.store.flat import AnyBlock, FlatBlock, regrouped
@@ -28,7 +27,7 @@ class RaggedStore(Segmented):
         self.batch = len(tokens)
         self.heads = heads
         self.tokens = tokens.clone()  # [B] int32 tokens of each sequence
-        self._most = tokens  # and how many they were before some were forgotten
+        self.most = tokens  # and how many they were before some were forgotten
         self.even = even  # all sequences have the same number of tokens
         self.appended = 0
         self.room = 0  # tokens that there is room for ahead of time, in fixed blocks; 0: they are not
@@ -69,8 +68,6 @@ class RaggedStore(Segmented):
     @classmethod
     def joined(cls, stores: Sequence[RaggedStore]) -> RaggedStore:
         """Join the sequences of several stores in one batch, in their order; nothing may have been appended to them."""
-        if any(store.appended for store in stores):
-            raise InternalError("stores that have taken in tokens cannot be joined")
         heads = stores[0].heads
         first = 0
         held = [block for store in stores for block in store.blocks]
@@ -96,7 +93,7 @@ class RaggedStore(Segmented):
         flat = serves(blocks[0].keys, blocks[0].values)
         store = cls([FlatBlock.of_blocks(blocks, appended)] if flat else blocks, heads, tokens, even)
         store.appended = appended
-        store.longest = longest
+        store.most = longest.clone()
         return store
 
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> None:
@@ -161,15 +158,11 @@ class RaggedStore(Segmented):
     @property
     def longest(self) -> Tensor:
         """The most tokens that each sequence has had, [B] int32."""
-        return torch.maximum(self._most, self.tokens)
-
-    @longest.setter
-    def longest(self, tokens: Tensor) -> None:
-        self._most = tokens.clone()
+        return torch.maximum(self.most, self.tokens)
 
     def crop(self, count: int) -> None:
         """Forget the last `count` appended tokens."""
-        self.longest = self.longest
+        self.most = self.longest
         lost = torch.zeros_like(self.tokens)
         for block in self.blocks:
             gone = (block.recent(count) >= 0).sum(-1).int()
@@ -203,7 +196,7 @@ class RaggedStore(Segmented):
         index = torch.as_tensor(rows, device=self.tokens.device)
         chosen_store = RaggedStore(blocks, self.heads, self.tokens[index], self.even)
         chosen_store.appended = self.appended
-        chosen_store.longest = self.longest[index]
+        chosen_store.most = self.longest[index]
         return chosen_store
 
     def entries(self) -> Tensor:
