@@ -69,9 +69,7 @@ class CakeCalibration(DynamicCalibration[CakeOptions]):
         """Return the passes over the prompts and their tokens; of a fit, answers under at most all pairs, too."""
         work = super().estimate(prompts)
         if self.options.exponents == "fit":
-            lengths = [continuation.tokens.shape[1] for prompt in prompts for continuation in prompt.continuations]
-            answers = sum(min(length, self.options.answer_tokens) for length in lengths)
-            work += Work(work.passes, work.tokens + (1 + len(PAIRS)) * answers)
+            work = sum((prompt.work(1 + len(PAIRS)) for prompt in self.prompts_to_fit()), work)
         return work
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
@@ -83,8 +81,7 @@ class CakeCalibration(DynamicCalibration[CakeOptions]):
             pair = exponents(self.loaded.name, options.tuned_for)
             settings["tuned_for"] = options.tuned_for
         elif options.exponents == "fit":
-            first, progress = _halves(progress)
-            loss, texts = self.fit(first)
+            loss, texts = self.fit(progress)
             pair = PAIRS[least_loss(loss)]
             arrays = {"fit_exponents": np.array(PAIRS), "fit_loss": loss, "fit_context": texts}
             settings |= {"fit_ratio": options.fit_ratio, "answer_tokens": options.answer_tokens}
@@ -131,13 +128,6 @@ class CakeCalibration(DynamicCalibration[CakeOptions]):
                     f"{prompt.length} tokens, below the {least} that are always kept: lower it"
                 )
         return prompts
-
-
-def _halves(progress: Progress | None) -> tuple[Progress | None, Progress | None]:
-    """Tell two passes over the same prompts as one."""
-    if progress is None:
-        return None, None
-    return lambda done, total: progress(done, 2 * total), lambda done, total: progress(total + done, 2 * total)
 
 
 def _losses(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy, options: CakeOptions) -> list[Floats]:

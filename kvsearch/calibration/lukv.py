@@ -51,6 +51,7 @@ from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime.attention import running
 
 CURVE_POINTS = 101
+GATED = 2.0  # times that a pass through gates takes as long as one without: benchmarks/said_and_taken.py, on a CPU
 KEPT_POINTS = 401  # finer: budgets of a few percent are chosen by them
 
 
@@ -95,17 +96,14 @@ class LukvCalibration(Calibration[LukvOptions]):
         return prompts
 
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
-        """Return the passes over contexts, their tokens and those of all that is asked, and those of replies."""
-        times = 1  # that what is asked of a context is read
+        """Return the passes over contexts and over what is asked of them, and own replies."""
+        times = 1.0  # that what is asked of a context is read
         if self.options.normalization == "integrated":
-            times += 3 * NODES  # back takes twice as long as forth
+            times += 3 * GATED * NODES  # back takes twice as long as forth
         elif self.options.normalization == "effect":
             times += len(describe(self.loaded.model).full_layers)
-        work = reply_work(prompts, self.options)
-        for prompt in prompts:
-            asked = sum(continuation.tokens.shape[1] for continuation in prompt.continuations)
-            work += Work(1, prompt.length + times * asked)
-        return work
+        most = self.options.answer_tokens if self.options.answers == "own" else None
+        return sum((prompt.work(times, most) for prompt in prompts), reply_work(prompts, self.options))
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         policy, *compared_policies = self.policies
@@ -141,12 +139,12 @@ class LukvCalibration(Calibration[LukvOptions]):
 def reply_work(prompts: Sequence[CalibrationPrompt], options: AnsweredOptions) -> Work:
     """Return the passes that own replies take, and at most their tokens; nothing where answers are given."""
     if options.answers == "given":
-        return Work(0, 0)
+        return Work()
     asked = [prompt for prompt in prompts if prompt.continuations]
     replies = sum(
         continuation.most or options.answer_tokens for prompt in asked for continuation in prompt.continuations
     )
-    return Work(len(asked), sum(prompt.length for prompt in asked), replies)
+    return Work.over(prompt.length for prompt in asked) + Work(replies=replies)
 
 
 def measure_importance(

@@ -59,7 +59,7 @@ class Calibration(ABC, Generic[Options]):
         """Return the work that `measure` is: by default a pass over every prompt."""
         from kvsearch.models.speed import Work
 
-        return Work(len(prompts), sum(prompt.length for prompt in prompts))
+        return sum((prompt.work() for prompt in prompts), Work())
 
     @abstractmethod
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:

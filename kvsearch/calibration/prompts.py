@@ -15,6 +15,7 @@ from torch import Tensor
 from kvsearch.calibration.data import CalibrationData, Context, TakenOf
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
+from kvsearch.models.speed import Work
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Policy
 from kvsearch.runtime.decode.replies import Finished
@@ -82,6 +83,12 @@ class CalibrationPrompt:
     @property
     def length(self) -> int:
         return self.ids.shape[1]
+
+    def work(self, times: float = 0, most: int | None = None) -> Work:
+        """Return a pass over the context, and so many over what follows: as given, or with own replies of `most`."""
+        given = (after.tokens.shape[1] for after in self.continuations)
+        own = (after.answer + (after.most or most or 0) for after in self.continuations)
+        return Work.over([self.length]) + Work.over(own if most else given, times)
 
     def asking(self, loaded: LoadedModel, most: int, limit: int) -> ForcedQuestions:
         """Return what is asked for own replies of `most` tokens where a question says nothing; `limit` is of all."""

@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from kvsearch.cli.screen import Screen
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning
 from kvsearch.core.files import FileKind, check_target, require_kind
 from kvsearch.core.printed import brief, visible, visible_line, visible_reply
-from kvsearch.core.progress import Progress
+from kvsearch.core.progress import Progress, SecondsLeft, Title
 from kvsearch.core.resources import package_version
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.report.screen import WIDEST
@@ -93,9 +93,9 @@ class Console:
             yield
 
     @contextmanager
-    def progress(self, what: str) -> Iterator[Progress]:
+    def progress(self, what: Title, left: SecondsLeft | None = None) -> Iterator[Progress]:
         """Show how far something is: a bar on a terminal, a line every half minute elsewhere."""
-        count = Count(what)
+        count = Count(what, left)
         with self._timed(count), bar(count, self.reporter) if self._on_terminal else lines(count, self.say) as shown:
             yield shown
 
@@ -106,29 +106,10 @@ class Console:
     @contextmanager
     def _timed(self, count: Count) -> Iterator[None]:
         """Log what begins and ends, with the time it took."""
-        LOGGER.debug("%s: begin", count.what)
+        LOGGER.debug("%s: begin", count.title)
         yield
         done = "" if count.total is None else f" {count.done} of {count.total}"
-        LOGGER.debug("%s:%s done in %.2f s", count.what, done, count.spent)
-
-    @contextmanager
-    def live(self, title: str) -> Iterator[Callable[[Sequence[str]], None]]:
-        """Show facts that change in place, on a terminal; a line of them each time elsewhere."""
-        if self.quiet or not self.reporter.is_terminal:
-            yield lambda facts: self.say(f"{facts[0]}: {', '.join(facts[1:])}")
-            return
-        from rich.box import SIMPLE
-        from rich.live import Live
-        from rich.table import Table
-
-        def table(facts: Sequence[str]) -> Table:
-            made = Table(box=SIMPLE, show_header=False, title=title, title_justify="left")
-            for fact in facts:
-                made.add_row(fact)
-            return made
-
-        with Live(console=self.reporter, transient=True, refresh_per_second=4) as screen:
-            yield lambda facts: screen.update(table(facts))
+        LOGGER.debug("%s:%s done in %.2f s", count.title, done, count.spent)
 
     def run(self, action: Callable[[], None]) -> int:
         """Run `action`; return the exit code and print one line about what went wrong, if anything."""

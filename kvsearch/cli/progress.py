@@ -6,55 +6,73 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvsearch.core.printed import visible_line
-from kvsearch.core.progress import Progress, clock_words
+from kvsearch.core.progress import Progress, SecondsLeft, TimeLeft, Title, clock_words
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
 
 EVERY = 30.0  # seconds between two lines
+SOON = 0.05  # share that is done before a time left is told
 
 
-@dataclass
 class Count:
-    """How many units of `what` are done, and how long that took."""
+    """How much of `what` is done, and a time left that never rises: `estimate` says it, else what was done so far."""
 
-    what: str
-    clock: Callable[[], float] = time.monotonic
-    done: int = 0
-    total: int | None = None
-    _before: int | None = None  # what was done when this began: what is kept is found again in no time
-    _started: float = field(init=False)
-    _since: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._started = self._since = self.clock()
+    def __init__(
+        self, what: Title, estimate: SecondsLeft | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.what = what
+        self.estimate = estimate or self._by_speed
+        self.clock = clock
+        self.done = 0
+        self.total: int | None = None
+        self._left = TimeLeft()
+        self._part = 0
+        self._before: int | None = None  # what was done when this began: what is kept is found again in no time
+        self._started = self._since = clock()
 
     def __call__(self, done: int, total: int) -> None:
         """Note how much of the total is done."""
         if self._before is None or done < self.done:  # another part begins
             self._before = done
             self._since = self.clock()
+            self._left = TimeLeft()
+            self._part += 1
         self.done = done
         self.total = total
+
+    @property
+    def title(self) -> str:
+        """What is being done."""
+        return self.what if isinstance(self.what, str) else self.what()
 
     @property
     def spent(self) -> float:
         """Seconds since it began."""
         return self.clock() - self._started
 
+    def left(self) -> str:
+        """Return the time left in words, of a part that is not the first with its number; nothing if it is unknown."""
+        words = self._left.words(self.estimate())
+        return f"part {self._part}: {words}" if words and self._part > 1 else words
+
     def words(self) -> str:
-        """Return how far it is, with the time left at the speed so far, where that can be told."""
+        """Return how far it is, with the time left where that can be told."""
         if self.total is None:
-            return f"{self.what}: begun {clock_words(self.spent)} ago"
+            return f"{self.title}: begun {clock_words(self.spent)} ago"
+        share = self.done / self.total if self.total else 1.0
+        return ", ".join(filter(None, (f"{self.title}: {share:.0%} in {clock_words(self.spent)}", self.left())))
+
+    def _by_speed(self) -> float | None:
+        """Return the seconds left at the speed since this part began; None before a twentieth of it is done."""
+        assert self.total is not None
         new = self.done - (self._before or 0)
-        words = f"{self.what}: {self.done} of {self.total} in {clock_words(self.spent)}"
-        if new <= 0:
-            return words
-        return f"{words}, about {clock_words((self.clock() - self._since) * (self.total - self.done) / new)} left"
+        if new <= 0 or new < SOON * (self.total - (self._before or 0)):
+            return None
+        return (self.clock() - self._since) * (self.total - self.done) / new
 
 
 @contextmanager
@@ -78,18 +96,18 @@ def lines(count: Count, say: Callable[[str], None], every: float = EVERY) -> Ite
 @contextmanager
 def bar(count: Count, console: RichConsole) -> Iterator[Progress]:
     """Show a bar with the time left, in place."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
     columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}", markup=False),
     )  # fmt: skip
     with Bars(*columns, console=console) as bars:
-        task = bars.add_task(visible_line(count.what), total=None)
+        task = bars.add_task(visible_line(count.title), total=None, left="")
 
         def show(done: int, total: int) -> None:
             count(done, total)
-            bars.update(task, completed=done, total=total)
+            bars.update(task, description=visible_line(count.title), completed=done, total=total, left=count.left())
 
         yield show

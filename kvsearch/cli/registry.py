@@ -135,7 +135,7 @@ def job_verb(options: str, *, job: str = "", dry_run: bool = True, **how: Any) -
         def action(checked: Any, console: Console) -> None:
             module = import_module(options.partition(":")[0])
             if console.dry_run:
-                console.print_json(module.dry_run(checked, reporter=console))
+                view_output(module.dry_run(checked, reporter=console)).print(console)
                 return
             result = getattr(module, job or present.__name__)(checked, reporter=console)
             present(checked, result).print(console)

@@ -176,7 +176,7 @@ def reproduce(options: ReproduceOptions, console: Console) -> None:
         parts = describe_table(find_table(name)) if name else [list_tables()]
         Output(lambda: listing_json(name), shown_parts(lambda: parts)).print(console)
     elif console.dry_run:
-        console.print_json(jobs.dry_run(options, reporter=console))
+        view_output(jobs.dry_run(options, reporter=console)).print(console)
     else:
         reproduced = jobs.reproduce(options, reporter=console)
         remarks = [f"wrote {', '.join(map(str, reproduced.files))}", following("show", reproduced.files[0])]

@@ -20,7 +20,7 @@ from kvsearch.evaluation.totals import check_totals, decode_entries
 from kvsearch.evaluation.values import Footprint
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import Work
+from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan.origin import USES, ContextRecord, ContextSet, Use
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runs.estimates import doubt_of
@@ -255,13 +255,17 @@ def _listed(entries: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {'all' if held is None else f'{held:.0f}'}" for name, held in entries.items())
 
 
-def work_of(encoded: Iterable[TaskPrompts], protocol: Protocol, methods: int) -> Work:
-    """Return what asking so many methods takes: a prompt is read once for all, what is asked of it once for each."""
-    asked = [one for task in encoded for one in readings(task.prompts, protocol)]
-    questions = [question for one in asked for question in one.questions]
+def replies_cost(name: str, encoded: Sequence[TaskPrompts], protocol: Protocol, methods: int) -> StageCost:
+    """Return what the stage `name` costs that asks so many methods.
+
+    A prompt is read once for all of them, what is asked of it once for each.
+    """
+    asked = [reading for task in encoded for reading in readings(task.prompts, protocol)]
+    questions = [question for reading in asked for question in reading.questions]
     after = sum(len(question.ids) for question in questions) if protocol == QUESTION_AGNOSTIC else 0
     replies = sum(question.query.max_new_tokens for question in questions)
-    return Work(len(asked), sum(len(one.ids) for one in asked) + methods * after, methods * replies)
+    work = Work.over(len(reading.ids) for reading in asked) + Work(0, methods * after, methods * replies)
+    return StageCost(name, sum(task.coverage.contexts for task in encoded), len(questions), work)
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,10 +284,9 @@ class Evaluation:
         """How many replies there are to be."""
         return len(self.methods) * sum(task.coverage.questions for task in self.encoded)
 
-    @property
-    def work(self) -> Work:
-        """What the model has to do for all replies."""
-        return work_of(self.encoded, self.settings.protocol, len(self.methods))
+    def cost(self, name: str) -> StageCost:
+        """Return what the stage `name` costs that asks this."""
+        return replies_cost(name, self.encoded, self.settings.protocol, len(self.methods))
 
     @cached_property
     def seen(self) -> dict[str, Seen]:

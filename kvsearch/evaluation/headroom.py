@@ -24,10 +24,12 @@ from kvsearch.budgets.lukv import MarginalSolver
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.progress import Progress, counted
+from kvsearch.evaluation.compare import replies_cost
 from kvsearch.evaluation.runner import answer_all
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
+from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan.rounding import largest_remainder
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.plan.size import round_half_up
@@ -47,6 +49,8 @@ RECENT = (32, 8)  # recent entries that an allocation protects
 EVEN_ALLOCATION = f"{KNOWN}, even, {RECENT[0]} recent"
 WINDOWS: dict[str, dict[str, int]] = {"snapkv": {}, "keydiff": {"window": 1}, "kvzip": {}}  # of policies
 MANY = 24  # questions about other contexts that are asked of a context
+AROUND = 3.0  # times that it takes as long as its passes: benchmarks/said_and_taken.py, on a CPU
+PROGRAMS = 30  # that are tried on every context: the full cache, allocations for either importance, and policies
 
 Replied = tuple[Tensor, Tensor]  # token ids of a question [K] and of the reply that is teacher-forced after it [A]
 
@@ -126,6 +130,19 @@ def headroom(
     replies = list(counted(asked, len(items), progress))
     chosen = (_compared(mine, [replies[n] for n in others]) for mine, others in zip(replies, others_of, strict=True))
     return list(chain.from_iterable(chosen))
+
+
+def importance_cost(loaded: LoadedModel, encoded: Sequence[TaskPrompts]) -> StageCost:
+    """Return what `headroom` costs: own replies, importance for own and other questions, and replies under everything.
+
+    Importance takes a pass over what is asked, and one more for every layer.
+    """
+    cost = replies_cost("true importance, replies", encoded, QUESTION_AGNOSTIC, 1 + PROGRAMS)
+    questions = [question for task in encoded for prompt in task.prompts for question in prompt.questions]
+    lengths = [len(question.ids) + question.query.max_new_tokens for question in questions]
+    times = 1 + cost.contexts * min(MANY, len(questions)) / len(questions)  # for its own context, and for others
+    layers = len(describe(loaded.model).full_layers)
+    return replace(cost, work=(cost.work + Work.over(lengths, times * (1 + layers))) * AROUND)
 
 
 def _ask(loaded: LoadedModel, context: AskedContext, tasks: Sequence[TaskPrompts], ratio: float) -> Replies:

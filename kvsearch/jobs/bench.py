@@ -17,10 +17,11 @@ from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.shapes import device_of, random_model
+from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Size, phases_of
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
-from kvsearch.report.costs import SpeedView
+from kvsearch.report.costs import Forecast, SpeedView
 
 if TYPE_CHECKING:
     from kvsearch.benchmark.cache_costs import CacheCosts
@@ -104,16 +105,24 @@ class BenchOptions(Loading):
 
 
 @job(BenchOptions, dry=True)
-def dry_run(options: BenchOptions, reporter: Reporter) -> dict[str, Any]:
-    """Return what would be measured and the bytes that it takes at most, as JSON; errors as `bench`.
+def dry_run(options: BenchOptions, reporter: Reporter) -> Forecast:
+    """Return what would be measured, the bytes that it takes at most, and what it costs; errors as `bench`.
 
-    A model is loaded, and plans are checked against it; a `shape` takes no memory.
+    A model is loaded, and plans are checked against it; a `shape` takes no memory, so its time is not known.
     """
-    loaded, _, memory = _load(options, reporter, weights=False)
-    return {
+    loaded, programs, memory = _load(options, reporter, weights=False)
+    content = {
         "model": loaded.name, "batch": list(options.batch), "length": list(options.length),
         "new_tokens": options.new_tokens, "rounds": options.rounds, **memory,
     }  # fmt: skip
+    steps = options.new_tokens
+    times = (1 + len(programs)) * options.rounds  # of the full cache, too
+    stages = [
+        StageCost(f"batch {batch}, {length:,} tokens", batch, 0, Work(1 + steps, batch * (length + steps)) * times)
+        for length in options.length
+        for batch in options.batch
+    ]
+    return Forecast(content, stages, loaded.speed if options.shape is None else None)
 
 
 @job(BenchOptions)

@@ -25,11 +25,13 @@ from kvsearch.core.parsing import list_problems
 from kvsearch.jobs.following import asked_flags, flags_of, following
 from kvsearch.jobs.groups import TASKS, TaskDetails, WithModel, WithWorkers
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, on_interruption
+from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption
+from kvsearch.models.speed import StageCost
 from kvsearch.plan.profile import load_profile, save_profile
 from kvsearch.plan.profile_arrays import QUERIES
 from kvsearch.plan.saved import PROFILE
 from kvsearch.policies.registry import FITTED
+from kvsearch.report.costs import Forecast
 from kvsearch.report.profile import remarks as profile_remarks
 from kvsearch.report.ranking import RankingView
 from kvsearch.runs.contexts import write_contexts
@@ -170,8 +172,8 @@ OPTIONS: dict[str, type[CalibrateOptions]] = {name: options_of(name) for name in
 
 
 @job(CalibrateOptions, dry=True)
-def dry_run(options: CalibrateOptions, reporter: Reporter) -> dict[str, Any]:
-    """Return the configuration of the run and its work, and say about how long that takes on this machine.
+def dry_run(options: CalibrateOptions, reporter: Reporter) -> Forecast:
+    """Return the configuration of the run and what it costs on this machine.
 
     Whatever would stop the calibration at its start is found out; errors as `calibrate`.
     """
@@ -180,10 +182,18 @@ def dry_run(options: CalibrateOptions, reporter: Reporter) -> dict[str, Any]:
     config = options.configuration(data)
     if _is_finished(options.output, config, options.force):
         reporter.say(FINISHED)
+        return Forecast(config.content)
     loaded = loaded or options.load(options.model, reporter)
-    calibration = _create(loaded, data, policies, options.method_settings)
-    work = calibration.estimate(calibration.prepare())
-    return {**config.content, **estimate_cost(loaded, work, reporter)}
+    settings = options.method_settings
+    calibration = _create(loaded, data, policies, settings)
+    prompts = calibration.prepare()
+    work = calibration.estimate(prompts)
+    if getattr(settings, "check", False):
+        from kvsearch.selection.table_check import estimate_check
+
+        work += estimate_check(prompts, settings)
+    cost = StageCost(f"calibrate by {options.method}", len(data.contexts), data.questions, work)
+    return Forecast(config.content, [cost], loaded.speed)
 
 
 @job(CalibrateOptions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -18,7 +18,9 @@ from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import BUNDLED
+from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan
+from kvsearch.report.costs import Forecast
 from kvsearch.tasks.given import example_for, given_text
 from kvsearch.tasks.prompts import PromptFormat
 
@@ -74,10 +76,13 @@ class CompressOptions(WithModel, Seeded):
 
 
 @job(CompressOptions, dry=True)
-def dry_run(options: CompressOptions, reporter: Reporter) -> dict[str, Any]:  # noqa: ARG001 - as others have it
-    """Return what would be read and written, as JSON; UsageError if something is missing."""
+def dry_run(options: CompressOptions, reporter: Reporter) -> Forecast:
+    """Return what would be read and written, and what that costs; UsageError if something is missing."""
     _, context = options.read()
-    return {"context": context, "output": str(options.output)}
+    loaded = options.load(options.model, reporter)
+    work = Work.over([PromptFormat(loaded.tokenizer).context(context).shape[-1]])
+    content = {"context": context, "output": str(options.output)}
+    return Forecast(content, [StageCost("read and compress", 1, 0, work)], loaded.speed)
 
 
 @job(CompressOptions)

@@ -6,10 +6,9 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvsearch.core.progress import Progress, clock_words
+from kvsearch.core.progress import Progress, SecondsLeft, Title
 from kvsearch.jobs.reporter import Reporter, on_interruption
 from kvsearch.runs.identity import BEST
 from kvsearch.runs.run import write_json
@@ -18,62 +17,71 @@ from kvsearch.search.candidates import STARTS
 if TYPE_CHECKING:
     from kvsearch.search.candidates import Candidate
     from kvsearch.search.settings import SearchLimits
-    from kvsearch.search.stages import SearchStage
     from kvsearch.search.trials import TrialLog
 
 PARTS = 1000  # of the whole, as the display counts them
+KEPT = 0.1  # share of its time in which a stage ends that was finished before
 
 
 class Overall:
-    """Stages by name, each with its share of the `work` in any unit; those that were finished before take no time."""
+    """The stages of a long job by name, with the seconds that each is said to take; what was kept takes none.
 
-    def __init__(
-        self, reporter: Reporter, work: Mapping[str, float], show: Progress, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    A share `trust` of the whole counts as done at the speed that was said: the time left follows what is seen. It is 0
+    where stages have other weights than seconds.
+    """
+
+    def __init__(self, reporter: Reporter, work: Mapping[str, float], trust: float = 0.2) -> None:
         self.reporter = reporter
         self.work = work
-        self.show = show
-        self.clock = clock
+        self.whole = sum(work.values())
+        self.trusted = trust * self.whole
+        self.show: Progress = lambda *_: None
+        self.title = next(iter(work), "")
         self.done = 0.0
-        self._begun = 0
-        self._started = clock()
+        self._kept = 0.0
+        self._started = time.monotonic()
 
     @contextmanager
-    def stage(self, name: str, words: str) -> Iterator[StageReporter]:
+    def stage(self, name: str) -> Iterator[StageReporter]:
         """Begin a stage, and give whom its job talks to."""
-        self._begun += 1
         before = self.done
-        left = ""  # the time that is left at the speed so far, once anything is done
-        spent = self.clock() - self._started
-        if before > 0 and spent >= 1:
-            seconds = round(spent * (sum(self.work.values()) - before) / before)
-            left = f" (about {seconds // 60}:{seconds % 60:02d} left)"
-        self.reporter.say(f"{self._begun}/{len(self.work)} {words}{left}")
+        began = time.monotonic()
+        self.title = name
+        self.reporter.say(f"stage {list(self.work).index(name) + 1} of {len(self.work)}: {name}")
         yield StageReporter(self.reporter, lambda share: self._at(before + share * self.work[name]))
+        if time.monotonic() - began < KEPT * self.work[name]:
+            self._kept += self.work[name]
         self._at(before + self.work[name])
+
+    def left(self) -> float | None:
+        """Return the seconds that are left, at the speed so far; None where that cannot be told yet."""
+        done = self.done - self._kept + self.trusted
+        if done <= 0:
+            return None
+        return (time.monotonic() - self._started + self.trusted) / done * (self.whole - self.done)
 
     def _at(self, done: float) -> None:
         self.done = max(self.done, done)
-        self.show(round(PARTS * self.done / sum(self.work.values())), PARTS)
+        self.show(round(PARTS * self.done / self.whole), PARTS)
 
 
 @contextmanager
-def overall(reporter: Reporter, work: Mapping[str, float]) -> Iterator[Overall]:
-    """Show one bar for stages with these shares of the work."""
-    with reporter.progress("parts in 1000") as show:
-        yield Overall(reporter, work, show)
+def overall(reporter: Reporter, work: Mapping[str, float], trust: float = 0.2) -> Iterator[Overall]:
+    """Show one bar for stages that take so many seconds, see `Overall`."""
+    display = Overall(reporter, work, trust=trust)
+    with reporter.progress(lambda: display.title, display.left) as show:
+        display.show = show
+        yield display
 
 
-@dataclass(frozen=True)
 class StageReporter:
-    """A `Reporter` whose progress is that of a stage; what its steps count from 0 again does not go back."""
+    """A `Reporter` whose progress is that of a stage: each step does a `part` of what is left, and none goes back."""
 
-    reporter: Reporter
-    at: Callable[[float], None]
-
-    def part(self, begin: float, share: float) -> StageReporter:
-        """Return the reporter of a part of the stage, which has that `share` of its work."""
-        return StageReporter(self.reporter, lambda done: self.at(begin + share * done))
+    def __init__(self, reporter: Reporter, at: Callable[[float], None]) -> None:
+        self.reporter = reporter
+        self.at = at
+        self.part = 1.0
+        self.done = 0.0
 
     def say(self, text: str) -> None:
         """Keep it: what a stage begins with and what it has kept is told once, of all stages."""
@@ -82,53 +90,50 @@ class StageReporter:
         self.reporter.warn(text)
 
     @contextmanager
-    def progress(self, what: str) -> Iterator[Progress]:  # noqa: ARG002 - there is one display
-        yield lambda done, total: self.at(done / total if total else 1.0)
+    def progress(self, what: Title, left: SecondsLeft | None = None) -> Iterator[Progress]:  # noqa: ARG002 - one display
+        before = self.done
 
-    def live(self, title: str) -> AbstractContextManager[Callable[[Sequence[str]], None]]:
-        return self.reporter.live(title)
+        def show(done: int, total: int) -> None:
+            share = done / total if total else 1.0
+            self.done = max(self.done, before + self.part * share * (1 - before))
+            self.at(self.done)
+
+        yield show
 
     def loading(self, name: str) -> AbstractContextManager[None]:
         return self.reporter.loading(name)
 
 
 class SearchProgress:
-    """Tells of a search; a `Watcher`."""
+    """Shows how far a search is on its way to `most` candidates, or to another limit; a `Watcher`."""
 
-    def __init__(self, reporter: Reporter, log: TrialLog, limits: SearchLimits, searches: int = 1) -> None:
+    def __init__(self, reporter: Reporter, log: TrialLog, limits: SearchLimits, most: int) -> None:
         self.reporter = reporter
         self.log = log
         self.limits = limits
-        self.searches = searches
-        self.where = ""
+        self.most = most
+        self.title = self.place = "search"
         self.failures = 0
         self.starts = math.nan
-        self.part: SearchStage | None = None
-        self.ends = 0
         self._open = ExitStack()
-        self._show: Callable[[Sequence[str]], None] | None = None
+        self._show: Progress | None = None
 
-    def stage(self, name: str, part: SearchStage | None = None) -> None:
-        self.where = name
-        self.part = part
+    def stage(self, name: str) -> None:
+        self.place = f"search, {name}"
 
     def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
         self.failures += sum(not math.isfinite(value) for value in values)
-        place = self.where
         if stage == STARTS:
             self.starts = best.value
-        else:
-            place += f", generation {generation}"
-            place += f" (last {self.part.generations - 1})" if self.part is not None else ""
+        place = self.place if stage == STARTS else f"{self.place}, generation {generation}"
+        failed = f", {self.failures} failed" if self.failures else ""
+        self.title = f"{place}, best {best.value:.6g} (best start {self.starts:.6g}){failed}"
         if self._show is None:
-            self._show = self._open.enter_context(self.reporter.live("kvsearch evolve"))
-        found = f"best {best.value:.6g} ({best.where}; best start {self.starts:.6g})"
-        failed = [f"{self.failures} failed"] if self.failures else []
-        self._show([place, found, *self._used(), *failed, *self._left(generation)])
+            self._show = self._open.enter_context(self.reporter.progress(lambda: self.title))
+        self._show(round(PARTS * self._share()), PARTS)
 
     def ended(self, why: str) -> None:
         self.close()
-        self.ends += 1
         self.reporter.say(f"search ended: {why}")
 
     def close(self) -> None:
@@ -136,36 +141,19 @@ class SearchProgress:
         self._open.close()
         self._show = None
 
-    def _used(self) -> Iterator[str]:
+    def _share(self) -> float:
+        """Return the share that is done, by the limit that is nearest."""
         spent = self.log.spent
         limits = self.limits
-        for name, used, most in (
-            ("candidates", spent.evaluations, limits.evaluations),
-            ("seconds", spent.seconds, limits.seconds),
-            ("tokens", spent.tokens, limits.tokens),
-        ):
-            yield f"{name} {used:,.0f}" + ("" if most is None else f" of {most:,.0f}")
-
-    def _left(self, generation: int) -> Iterator[str]:
-        """Yield about how long the search still takes at the most, from what all its sessions took."""
-        if self.part is None:
-            return
-        spent = self.log.spent
-        limits = self.limits
-        shares = [(self.ends + self.part.done(generation)) / self.searches]
-        for used, most in ((spent.evaluations, limits.evaluations), (spent.tokens, limits.tokens)):
-            shares += [] if most is None else [used / most]
-        share = max(shares)
-        left = spent.seconds * (1 - share) / share if share < 1 else 0.0
-        if limits.seconds is not None:
-            left = min(left, max(0.0, limits.seconds - spent.seconds))
-        yield f"at most {clock_words(left)} left"
+        used = (spent.evaluations, spent.evaluations, spent.seconds, spent.tokens)
+        most = (self.most, limits.evaluations, limits.seconds, limits.tokens)
+        return min(1.0, max(part / whole for part, whole in zip(used, most, strict=True) if whole is not None))
 
 
 @contextmanager
-def watching(reporter: Reporter, log: TrialLog, limits: SearchLimits, searches: int = 1) -> Iterator[SearchProgress]:
+def watching(reporter: Reporter, log: TrialLog, limits: SearchLimits, most: int) -> Iterator[SearchProgress]:
     """Show how a search goes; after Ctrl-C write and say what is best so far, and how to go on."""
-    watcher = SearchProgress(reporter, log, limits, searches)
+    watcher = SearchProgress(reporter, log, limits, most)
     directory = log.path.parent
 
     def words() -> str:

@@ -21,8 +21,9 @@ from kvsearch.evaluation.samples import check_samples_file, write_samples
 from kvsearch.evaluation.values import LayerLoss
 from kvsearch.jobs.groups import ASKED, KEPT, SAMPLES_OPTION, WithModel, WithProtocol, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, going_on, on_interruption
+from kvsearch.jobs.reporter import FINISHED, Reporter, going_on, on_interruption
 from kvsearch.plan import load_plan
+from kvsearch.report.costs import Forecast
 from kvsearch.report.evaluation import Columns, write_tables
 from kvsearch.report.table import check_table_file
 from kvsearch.results.evaluation import EvaluationResult
@@ -214,20 +215,23 @@ class Evaluated:
 
 
 @job(EvaluateOptions, dry=True)
-def dry_run(options: EvaluateOptions, reporter: Reporter) -> dict[str, Any]:
-    """Return what would be compared and asked, and how long that takes, as JSON; errors as `evaluate` before it asks.
+def dry_run(options: EvaluateOptions, reporter: Reporter) -> Forecast:
+    """Return what would be compared and asked, and what that costs; errors as `evaluate` before it asks.
 
     Perplexity is checked without the model.
     """
     if options.is_of_text:
         request, text, context, continuation = _read_text(options)
-        return {"text": text.name, "context": context, "continuation": continuation, **request.as_json()}
+        content = {"text": text.name, "context": context, "continuation": continuation, **request.as_json()}
+        return Forecast(content)
     request, evaluation = _prepare(options, reporter)
-    return {
+    content = {
         "tasks": [task.task.name for task in evaluation.encoded], "protocol": options.protocol, **request.as_json(),
         "contexts": sum(task.coverage.contexts for task in evaluation.encoded), "replies": evaluation.replies,
-        **estimate_cost(evaluation.loaded, evaluation.work, reporter),
     }  # fmt: skip
+    count = len(evaluation.methods)
+    cost = evaluation.cost(f"replies under {count} method{'' if count == 1 else 's'}")
+    return Forecast(content, [cost], evaluation.loaded.speed)
 
 
 @job(EvaluateOptions)

@@ -26,12 +26,13 @@ from kvsearch.jobs.groups import (
 )
 from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, stage_store
+from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store
 from kvsearch.plan import save_plan
 from kvsearch.plan.schema import PHASES
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
 from kvsearch.policies.registry import policy_of
+from kvsearch.report.costs import Forecast
 from kvsearch.report.search import decision, search_result, tables
 from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, FRONT, LEDGER, PLAN, REPORT, RunConfig
@@ -185,30 +186,22 @@ class Evolution:
 
 
 @job(EvolveOptions, dry=True)
-def dry_run(options: EvolveOptions, reporter: Reporter) -> dict[str, Any]:
-    """Return what would be searched, as JSON; errors as `evolve`, before anything is searched."""
+def dry_run(options: EvolveOptions, reporter: Reporter) -> Forecast:
+    """Return what would be searched, and what that costs; errors as `evolve`, before anything is searched."""
     searches = _prepare(options, reporter)
     from kvsearch.jobs.searching import describe_searches
 
     first = searches[0]
-    samples = len(first.samples)
     candidates = sum(search.most_candidates for search in searches)
     if options.max_evals is not None:
         candidates = min(candidates, options.max_evals)
-    reporter.say(f"at most {candidates:,} candidates on {samples} questions")
     content = {
         **describe_searches(searches),
-        "questions": {name: sum(task.coverage.questions for task in tasks) for name, tasks in first.encoded.items()},
         "measured_by": "stored prompts" if first.base.in_prefill else "whole runs",
         "most_candidates": candidates,
-        **estimate_cost(first.base.loaded, first.work(candidates), reporter),
     }
-    if first.settings.hard_below is not None:
-        content["replies_before_the_search"] = 2 * samples
-    if first.needs_replies:
-        content["own_replies"] = samples
-        content["own_reply_tokens"] = sum(sample.limit for sample in first.samples)
-    return content
+    decisions = [cost for search in searches for cost in search.decision_costs()]
+    return Forecast(content, [*first.search_costs(candidates), *decisions], first.base.loaded.speed)
 
 
 @job(EvolveOptions)
@@ -240,8 +233,9 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
             searches[0].require_answers(progress)
     searches = keep_hard_questions(searches, reporter)
     store = stage_store(directory, lambda evaluation: evaluation.config(), lambda _: reporter, force=True)
+    most = sum(search.most_candidates for search in searches)
     opening = open_search(directory, config, searches, FILES, reporter, force=force, workers=options.workers)
-    with opening as (searches, executor, run, log), watching(reporter, log, limits, len(searches)) as watcher:
+    with opening as (searches, executor, run, log), watching(reporter, log, limits, most) as watcher:
         lines_before = log.count
         write_contexts(directory, searches[0].hashes)
         found = run_searches(searches, executor, log, limits, watcher, store)

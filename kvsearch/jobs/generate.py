@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import Field
 
@@ -12,10 +12,11 @@ from kvsearch.core.errors import UsageError
 from kvsearch.jobs.groups import WithModel
 from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import Reporter, estimate_cost
+from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import BUNDLED
-from kvsearch.models.speed import Work
+from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan
+from kvsearch.report.costs import Forecast
 from kvsearch.tasks.given import example_for, given_text
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ class GenerateOptions(WithModel, Seeded):
 
 
 @job(GenerateOptions, dry=True)
-def dry_run(options: GenerateOptions, reporter: Reporter) -> dict[str, Any]:
-    """Return what would be read and asked, and how long that takes, as JSON; errors as `generate`."""
+def dry_run(options: GenerateOptions, reporter: Reporter) -> Forecast:
+    """Return what would be read and asked, and what that costs; errors as `generate`."""
     plan, context, prompts, _ = options.read()
     from kvsearch.tasks.encode import counter
 
@@ -87,9 +88,10 @@ def dry_run(options: GenerateOptions, reporter: Reporter) -> dict[str, Any]:
     if plan is not None:
         plan.model.require(loaded.fingerprint, f"the plan {options.plan}")
     texts = prompts if options.cache is not None else [context, *prompts]
-    work = Work(1, sum(map(counter(loaded.tokenizer), texts)), len(prompts) * options.max_new_tokens)
-    prompt = prompts[0] if len(prompts) == 1 else prompts
-    return {**source, "prompt": prompt, **estimate_cost(loaded, work, reporter)}
+    steps = len(prompts) * options.max_new_tokens  # one prompt after the other: a pass for each token
+    work = Work.over(map(counter(loaded.tokenizer), texts)) + Work(steps, steps)
+    content = {**source, "prompt": prompts[0] if len(prompts) == 1 else prompts}
+    return Forecast(content, [StageCost("read and reply", 1, len(prompts), work)], loaded.speed)
 
 
 @job(GenerateOptions)

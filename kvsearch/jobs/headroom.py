@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator
 
@@ -11,8 +11,9 @@ from kvsearch.core.fields import Samples
 from kvsearch.evaluation.statistics import summarize
 from kvsearch.jobs.groups import RATIO, SAMPLES_OPTION, WithModel, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import Reporter, estimate_cost
+from kvsearch.jobs.reporter import Reporter
 from kvsearch.plan import Size
+from kvsearch.report.costs import Forecast
 from kvsearch.results.evaluation import HeadroomResult
 from kvsearch.strategies.names import FULL
 
@@ -28,11 +29,14 @@ class HeadroomOptions(WithModel, WithWorkers, WithTasks, Seeded):
 
 
 @job(HeadroomOptions, dry=True)
-def dry_run(options: HeadroomOptions, reporter: Reporter) -> dict[str, Any]:
-    """Return what would be asked, and how long the full cache takes for it, as JSON; errors as `headroom`."""
+def dry_run(options: HeadroomOptions, reporter: Reporter) -> Forecast:
+    """Return what would be asked, and what that costs; errors as `headroom`."""
+    from kvsearch.evaluation.headroom import importance_cost
+
     full = _full(options, reporter)
     stated = {"tasks": [task.task.name for task in full.encoded], "ratio": options.ratio, "samples": options.samples}
-    return {**stated, **estimate_cost(full.loaded, full.work, reporter)}
+    stages = [full.cost("full cache"), importance_cost(full.loaded, full.encoded)]
+    return Forecast(stated, stages, full.loaded.speed)
 
 
 @job(HeadroomOptions)

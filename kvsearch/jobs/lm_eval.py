@@ -17,7 +17,9 @@ from kvsearch.jobs.groups import WithModel
 from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
+from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan
+from kvsearch.report.costs import Forecast
 
 if TYPE_CHECKING:
     from kvsearch.lm_eval.tasks import HarnessTasks
@@ -50,10 +52,12 @@ class LmEvalOptions(WithModel, Seeded):
 
 
 @job(LmEvalOptions, dry=True)
-def dry_run(options: LmEvalOptions, reporter: Reporter) -> dict[str, Any]:  # noqa: ARG001 - as others have it
-    """Return what would be run, as JSON; errors as `run_lm_eval` before a model is loaded."""
+def dry_run(options: LmEvalOptions, reporter: Reporter) -> Forecast:  # noqa: ARG001 - as others have it
+    """Return what would be run; errors as `run_lm_eval` before a model is loaded."""
     _, names = _check(options)
-    return {"tasks": list(names.names), "limit": options.limit, "num_fewshot": options.num_fewshot}
+    content = {"tasks": list(names.names), "limit": options.limit, "num_fewshot": options.num_fewshot}
+    stages = [StageCost(name, options.limit or 0, options.limit or 0, Work()) for name in names.names]
+    return Forecast(content, stages)
 
 
 @job(LmEvalOptions)

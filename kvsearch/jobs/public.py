@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
+from time import perf_counter
 from typing import Any, TypeVar
 
 from kvsearch.config.options import JobOptions, Option
@@ -15,6 +16,7 @@ from kvsearch.core.errors import KvsearchError
 from kvsearch.jobs.groups import WithWorkers
 from kvsearch.jobs.reporter import Reporter, Silent
 from kvsearch.models.loading import LoadedModel, adopt, stay_offline
+from kvsearch.report.costs import Forecast
 from kvsearch.runs.lock import refuse_locked
 from kvsearch.runs.run import writing
 
@@ -62,7 +64,11 @@ def job(
                         locks.enter_context(writing(place))
                 checked = checked.without_work() if dry else checked
                 locks.callback(checked.close)
-                return function(checked, reporter or Silent())
+                began = perf_counter()
+                result = function(checked, reporter or Silent())
+                if isinstance(result, Forecast):
+                    result.start = perf_counter() - began
+                return result
 
         public.__signature__ = inspect.Signature(list(_parameters(options, places)))  # type: ignore[attr-defined]
         return public

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvsearch.core.errors import KvsearchWarning
-from kvsearch.core.progress import Progress
+from kvsearch.core.progress import Progress, SecondsLeft, Title
 from kvsearch.evaluation.reply_store import open_stage
-from kvsearch.models.speed import measure_speed
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
     from kvsearch.evaluation.plan_comparison import OpenStage, StageStore
     from kvsearch.evaluation.reply_store import ReplyStore
-    from kvsearch.models.loading import LoadedModel
-    from kvsearch.models.speed import Work
     from kvsearch.runs.identity import RunConfig
 
 AGAIN = "give the same command again to go on"
@@ -34,11 +31,8 @@ class Reporter(Protocol):
     def warn(self, text: str) -> None:
         """Tell of something doubtful, on one line."""
 
-    def progress(self, what: str) -> AbstractContextManager[Progress]:
-        """Show how far something is, in units of `what`."""
-
-    def live(self, title: str) -> AbstractContextManager[Callable[[Sequence[str]], None]]:
-        """Show facts that change, the first of which says where they are from."""
+    def progress(self, what: Title, left: SecondsLeft | None = None) -> AbstractContextManager[Progress]:
+        """Show how far `what` is; `left` says how long it still takes (None: by its speed so far)."""
 
     def loading(self, name: str) -> AbstractContextManager[None]:
         """Be told that a model is loaded, by libraries that print."""
@@ -53,21 +47,11 @@ class Silent:
     def warn(self, text: str) -> None:
         warnings.warn(text, KvsearchWarning, stacklevel=4)
 
-    def progress(self, what: str) -> AbstractContextManager[Progress]:  # noqa: ARG002 - as `Reporter` has it
+    def progress(self, what: Title, left: SecondsLeft | None = None) -> AbstractContextManager[Progress]:  # noqa: ARG002
         return nullcontext(lambda *_: None)
-
-    def live(self, title: str) -> AbstractContextManager[Callable[[Sequence[str]], None]]:  # noqa: ARG002
-        return nullcontext(lambda _: None)
 
     def loading(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
         return nullcontext()
-
-
-def estimate_cost(loaded: LoadedModel, work: Work, reporter: Reporter) -> dict[str, Any]:
-    """Say about how long work takes, by a short measured pass of the model; return that as JSON, under "estimate"."""
-    speed = measure_speed(loaded)
-    reporter.say(speed.words(work))
-    return {"estimate": speed.estimate(work)}
 
 
 @contextmanager

@@ -20,9 +20,11 @@ from kvsearch.jobs.groups import ASKED, BUDGET, MODEL, TASKS, Batches, Loading, 
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption
 from kvsearch.models.loading import BUNDLED, LoadedModel
+from kvsearch.models.speed import StageCost, Work
 from kvsearch.papers.tables import ASKING, STAGES, Ask, PaperTable, Scale, Stage, StageJob, find_table, model_of
 from kvsearch.plan.saved import PROFILE
 from kvsearch.report.artifacts import open_path
+from kvsearch.report.costs import Forecast
 from kvsearch.report.paper_table import FinishedStage, reproduced
 from kvsearch.report.reproduced import Reproduced
 from kvsearch.report.table import latex, markdown
@@ -322,21 +324,13 @@ class Stages:
     # --- what they read -----------------------------------------------------------------------------------------------
 
     def describe(self, stage: Stage) -> dict[str, Any]:
-        """Return what a stage does, whether it is finished, and what it reads of tasks."""
+        """Return what a stage does, and whether it is finished."""
         place = self.place(stage)
         is_finished = stage.job != "validate" and (place / LAST.get(stage.job, "")).exists()
         state = "finished" if is_finished else "begun" if place.exists() else "to do"
-        described = {"name": stage.name, "job": stage.job, "what": stage.words, "kept": str(place), "state": state}
-        if stage.job not in ASKING:
-            return described
-        contexts = self._contexts(stage)
-        return {
-            **described,
-            "contexts": contexts,
-            "tokens": contexts * max(stage.options.get("length") or (stage.tokens,)),
-        }
+        return {"name": stage.name, "job": stage.job, "what": stage.words, "kept": str(place), "state": state}
 
-    def _contexts(self, stage: Stage) -> int:
+    def count_contexts(self, stage: Stage) -> int:
         """Return how many contexts a stage reads, at most, on all splits that it asks."""
         if stage.job not in ASKING:
             return 0
@@ -346,7 +340,7 @@ class Stages:
     @property
     def work(self) -> dict[str, float]:
         """About how long stages take, beside each other, by their names."""
-        return {stage.name: 1.0 + self._contexts(stage) for stage in self.all}
+        return {stage.name: 1.0 + self.count_contexts(stage) for stage in self.all}
 
 
 def _filled(value: Any, outputs: Mapping[str, str]) -> Any:
@@ -366,19 +360,25 @@ def _filled(value: Any, outputs: Mapping[str, str]) -> Any:
 
 
 @job(ReproduceOptions, dry=True)
-def dry_run(options: ReproduceOptions, reporter: Reporter) -> dict[str, Any]:
-    """Return the stages with what they cost, as JSON.
+def dry_run(options: ReproduceOptions, reporter: Reporter) -> Forecast:
+    """Return the stages with what they read.
 
     Of the model its configuration and tokenizer are read, of all tasks a context; errors as `reproduce`.
     """
     table = options.chosen_table()
     stages = Stages(options, table.stages(options.scale(table)))
     stages.require_data(options.without_weights(options.model).load(options.model, reporter))
-    return {
+    described = list(map(stages.describe, stages.all))
+    content = {
         "table": table.name, "model": options.model, "directory": str(options.place),
         "paper_numbers": model_of(table, options.model) is not None,
-        "stages": list(map(stages.describe, stages.all)),
+        "stages": described,
     }  # fmt: skip
+    costs = [
+        StageCost(f"{stage.name} ({told['state']})", stages.count_contexts(stage), 0, Work())
+        for stage, told in zip(stages.all, described, strict=True)
+    ]
+    return Forecast(content, costs)
 
 
 @job(ReproduceOptions)
@@ -401,9 +401,9 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> Reproduced:
     stages.require_data(loaded)
     unfinish(options.place, files)
     again = f"what is finished is kept in {options.place}: give the same command again to go on"
-    with on_interruption(reporter, lambda: again), overall(reporter, stages.work) as whole:
+    with on_interruption(reporter, lambda: again), overall(reporter, stages.work, trust=0) as whole:
         for stage in stages.all:
-            with whole.stage(stage.name, stage.words) as part:
+            with whole.stage(stage.name) as part:
                 stages.run(stage, loaded, part)
     stated = {"model": options.model, "options": options.recorded(), "stages": stages.as_json()}
     found = reproduced(table, options.model, options.is_short, stages.finished, stated, options.tasks is not None)

@@ -38,11 +38,13 @@ from kvsearch.jobs.groups import (
 )
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption, stage_store
+from kvsearch.models.speed import StageCost
 from kvsearch.plan import Size, save_plan
 from kvsearch.plan.origin import ContextSet, joined
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import Fitted, profile_of
 from kvsearch.policies.registry import FITTED
+from kvsearch.report.costs import Forecast
 from kvsearch.report.ranking import RankingView
 from kvsearch.report.selections import choice_tables, run_result, selection_result, sentences, smallest_words
 from kvsearch.runs.contexts import write_contexts
@@ -83,7 +85,11 @@ PROTECTED_PART = 6  # of a budget that may be protected: one in so many
 LEAST_FITTED = 24  # contexts, however long they are
 LEAST_MEASURED = 16
 RANKINGS: dict[str, type[CalibrateOptions]] = {name: OPTIONS[name] for name in ("probe", "query_bank")}
-PACE = {FIT: 8.0, CURVES: 7.0, REFINE: 2.0}  # of a token, where one that a choice reads is 1
+MEASURING = "measure budgets"
+SEARCHING = "search"
+SMALLEST = "find the smallest budget, and report"
+ROUND = 0.3  # of what is left of a choice
+METHODS_ASKED = 15  # about how many a choice asks to its end, and a report
 Calibration = TypeVar("Calibration", bound=CalibrateOptions)
 
 
@@ -384,11 +390,11 @@ class Ran:
 
 
 @job(RunOptions, dry=True)
-def dry_run(options: RunOptions, reporter: Reporter) -> dict[str, Any]:
-    """Return the stages with their costs, as JSON; errors as `run` before anything is measured."""
+def dry_run(options: RunOptions, reporter: Reporter) -> Forecast:
+    """Return the stages with their costs; errors as `run` before anything is measured."""
     stages = prepare_run(options, reporter)
-    sizes = [size.as_json() for size in stages.sizes]
-    return {"model": options.model, "sizes": sizes, "stages": stages.costs(reporter)}
+    content = {"model": options.model, "sizes": [size.as_json() for size in stages.sizes]}
+    return Forecast(content, stages.costs, stages.loaded.speed)
 
 
 @job(RunOptions)
@@ -414,7 +420,8 @@ def run(options: RunOptions, reporter: Reporter) -> Ran:
         on_interruption(reporter, lambda: again),
     ):
         was_finished = (directory / REPORT).exists()
-        with overall(reporter, stages.work) as display:
+        speed = stages.loaded.speed
+        with overall(reporter, {cost.name: speed.seconds(cost.work) for cost in stages.costs}) as display:
             calibrated = stages.calibrate(display)
             refined = stages.refine(calibrated, display)
             selections = stages.select(calibrated, refined, display)
@@ -443,6 +450,7 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     rule = options.rule
     options.fits()  # tells of settings that are wrong before the model is loaded
     measured = options.curves().policies()
+    from kvsearch.evaluation.compare import replies_cost
     from kvsearch.runtime.cache import check_rotary
     from kvsearch.selection.candidates import find_policy_candidates
     from kvsearch.selection.splits import halve_contexts, refuse_shared
@@ -469,15 +477,27 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
         reporter.warn(warning)
     fits = options.fits()
     curves = options.curves()
-    work = share_work(options, sizes, encoded)
-    refinement = options.refinement(loaded) if REFINE in work else None
+    refinement = options.refinement(loaded) if options.refine and sizes else None
     within = options.within if options.smallest else None
+    # a context may be too short, or too long: told before any stage
+    calibrations = {f"fit ranking {name}": fit for name, fit in fits.items()}
+    calibrations[MEASURING] = curves.with_policies(usable)  # the rankings add a look at what is read anyway
+    costs = []
+    for name, calibration in calibrations.items():
+        anew = calibration.model_copy(update={"force": True}).with_model(loaded)
+        costs += [replace(cost, name=name) for cost in calibration_dry_run(anew, reporter=reporter).stages]
+    if refinement is not None:
+        costs.append(refinement.cost(SEARCHING, len(sizes)))
+    for stage, split in (("choose", "select"), ("report", "report")):
+        costs += [
+            replies_cost(f"{stage} at {size.words}", encoded[split], options.protocol, METHODS_ASKED) for size in sizes
+        ]
+    if options.smallest:  # some six budgets on half of the questions, under a few methods
+        tried = replies_cost(SMALLEST, encoded["select"], options.protocol, METHODS_ASKED)
+        costs.append(replace(tried, work=tried.work * 4))
     stages = RunStages(
-        loaded, directory, sizes, within, splits, encoded, rule, fits, curves, usable, refinement, work
+        loaded, directory, sizes, within, splits, encoded, rule, fits, curves, usable, refinement, costs
     )  # fmt: skip
-    if options.texts is not None:  # a context may be too short, or too long: told before any stage
-        for fit in fits.values():
-            stages.estimate(fit, reporter)
     least = min(policy.floor for policy in curves.policies())
     for size in sizes:
         if size.mean(stages.longest) < least:
@@ -520,39 +540,6 @@ def find_doubts(options: RunOptions, asked: Sequence[TaskPrompts], count: TokenC
         yield (f"asked but not fitted on: {', '.join(absent)}; a ranking may be far worse on what it was not fitted on")
 
 
-def share_work(
-    options: RunOptions, sizes: Sequence[Size], encoded: Mapping[str, Sequence[TaskPrompts]]
-) -> dict[str, float]:
-    """Return the stages in their order, with about how long each takes, in tokens that a choice reads.
-
-    A token that a stage before fits, measures or stores by takes longer, as `PACE` says of the bundled model.
-    """
-    asked = encoded["select"]
-    contexts = [len(prompt.context) for task in asked for prompt in task.prompts]
-    length = sum(contexts) / len(contexts)
-    fitted = (options.fit or 1) * len(asked) * length
-    measured = (options.measure or 1) * len(asked) * length
-    choice = count_tokens(asked)
-    report = count_tokens(encoded["report"])
-    stages = {f"{FIT}/{name}": PACE[FIT] * fitted for name in options.rankings}
-    stages[CURVES] = PACE[CURVES] * measured
-    if options.refine and sizes:
-        stages[REFINE] = PACE[REFINE] * measured * (1 + len(sizes))
-    stages |= {f"{CHOICE}/{size}": choice for size in sizes}
-    stages |= {f"{REPORTED}/{size}": report for size in sizes}
-    if options.smallest:  # some six budgets on half of the questions, under a few methods
-        stages[f"{CHOICE}/smallest"] = 3 * choice + report
-    return stages
-
-
-def count_tokens(encoded: Sequence[TaskPrompts]) -> float:
-    """Return about how many tokens are read to ask some 15 methods."""
-    prompts = [prompt for task in encoded for prompt in task.prompts]
-    questions = [question for prompt in prompts for question in prompt.questions]
-    asked = sum(len(question.ids) + question.query.max_new_tokens for question in questions)
-    return sum(len(prompt.context) for prompt in prompts) + 15.0 * asked
-
-
 @dataclass(frozen=True, eq=False)
 class RunStages:
     """The stages of a run whose model and questions fit together.
@@ -569,7 +556,7 @@ class RunStages:
         curves: the measurement of what policies keep.
         policies: the built-in ones that can be used on this model.
         refinement: the search that begins at the solved plans, None where that is not wanted.
-        work: the stages in their order, see `share_work`.
+        costs: of the stages, in their order, as far as they can be told before the first one has run.
     """
 
     loaded: LoadedModel
@@ -583,7 +570,7 @@ class RunStages:
     curves: Curves
     policies: Sequence[str]
     refinement: Refinement | None
-    work: Mapping[str, float]
+    costs: Sequence[StageCost]
 
     @property
     def longest(self) -> int:
@@ -607,33 +594,6 @@ class RunStages:
         metrics = {task.task.name: metric_of(task.task) for task in self.encoded["select"]}
         return {**environment(self.loaded), "options": stated, "rows": rows, "metrics": metrics}
 
-    # --- what they cost -----------------------------------------------------------------------------------------------
-
-    def costs(self, reporter: Reporter) -> dict[str, Any]:
-        """Return what every stage costs, as far as that can be told before the first one has run."""
-        asked = {
-            split: {
-                "contexts": sum(task.coverage.contexts for task in tasks),
-                "questions": sum(task.coverage.questions for task in tasks),
-            }
-            for split, tasks in self.encoded.items()
-        }
-        costs = {f"{FIT}/{name}": self.estimate(fit, reporter) for name, fit in self.fits.items()}
-        # without the rankings, which are not there yet: they add a look at what is read anyway
-        costs[CURVES] = self.estimate(self.curves.with_policies(self.policies), reporter)
-        if self.refinement is not None:
-            costs[REFINE] = {
-                "contexts": self.refinement.searched.settings.samples * len(self.encoded["select"]),
-                "evaluations": self.refinement.evaluations * len(self.sizes),
-            }
-        whole = sum(self.work.values())
-        return {name: {**costs.get(name, asked), "share": round(work / whole, 3)} for name, work in self.work.items()}
-
-    def estimate(self, calibration: CalibrateOptions, reporter: Reporter) -> dict[str, Any]:
-        """Return what a stage that calibrates costs, as of one that begins anew."""
-        anew = calibration.model_copy(update={"force": True})
-        return calibration_dry_run(anew.with_model(self.loaded), reporter=reporter)
-
     # --- what they do -------------------------------------------------------------------------------------------------
 
     def calibrate(self, display: Overall) -> CalibratedPolicies:
@@ -642,14 +602,13 @@ class RunStages:
 
         rankings = {}
         for name, fit in self.fits.items():
-            with display.stage(f"{FIT}/{name}", f"fitting the ranking {name}") as stage:
+            with display.stage(f"fit ranking {name}") as stage:
                 profile = calibrate(fit.with_model(self.loaded), reporter=stage)
                 if RankingView(profile).is_last:
                     stage.warn(f"the ranking {name} is left out: every built-in one is better on held-out contexts")
                 else:
                     rankings[name] = profile
-        names = ", ".join((*self.policies, *rankings))
-        with display.stage(CURVES, f"measuring what {names} keep") as stage:
+        with display.stage(MEASURING) as stage:
             fitted = [f"{name}={self.directory / FIT / name}" for name in rankings]
             curves = self.curves.with_policies((*self.policies, *fitted)).with_model(self.loaded)
             return CalibratedPolicies(policy_curves([calibrate(curves, reporter=stage)]), rankings)
@@ -661,7 +620,7 @@ class RunStages:
         refinement = self.refinement
         if refinement is None:
             return None
-        with display.stage(REFINE, f"searching on, {refinement.evaluations} plans of each size") as stage:
+        with display.stage(SEARCHING) as stage:
             starts = {}
             for size in self.sizes:
                 planned = planned_size(size, calibrated.length, self.longest)
@@ -674,9 +633,10 @@ class RunStages:
         shared = SharedLevel(self.rule.level, len(self.sizes))
         decided = []
         for size in self.sizes:
-            with display.stage(f"{CHOICE}/{size}", f"choosing at {size.words}") as stage:
+            with display.stage(f"choose at {size.words}") as stage:
                 selection = self._prepare_selection(calibrated, size, refined)
-                results = selection.decide(self._rounds_store(selection, stage), shared, answered=True)
+                stage.part = ROUND
+                results = selection.decide(self._reply_store(selection, stage), shared, answered=True)
                 decided.append((selection, results))
         return [
             self._report(selection, [result.at_level(shared.part) for result in results], display)
@@ -685,9 +645,8 @@ class RunStages:
 
     def _report(self, selection: SelectionJob, results: Sequence[PhaseResult], display: Overall) -> Selection:
         """Report what was chosen at a size."""
-        with display.stage(f"{REPORTED}/{selection.size}", f"report at {selection.size.words}") as stage:
-            store = stage_store(self._choice_directory(selection), selection.config, lambda _: stage)
-            return selection.report(results, store)
+        with display.stage(f"report at {selection.size.words}") as stage:
+            return selection.report(results, self._reply_store(selection, stage))
 
     def find_smallest(
         self, calibrated: CalibratedPolicies, within: float, display: Overall
@@ -696,16 +655,16 @@ class RunStages:
         from kvsearch.selection.selection_job import find_smallest, ladder
 
         least = min(policy.floor for policy in self.curves.with_policies(self.policies).policies())
-        words = f"finding the smallest budget that loses at most {within:g} points"
-        with display.stage(f"{CHOICE}/smallest", words) as stage:
+        with display.stage(SMALLEST) as stage:
             budgets = ladder(least + 1, self.longest - 1)
+            stage.part = ROUND
 
             def selection_at(budget: int) -> tuple[SelectionJob, StageStore]:
                 selection = self._prepare_selection(calibrated, Size(budget), None)
-                return selection, self._rounds_store(selection, stage)
+                return selection, self._reply_store(selection, stage)
 
             smallest = find_smallest(budgets, within / 100, selection_at)
-            store = self._rounds_store(smallest.selection, stage)
+            store = self._reply_store(smallest.selection, stage)
             return smallest, smallest.selection.report(smallest.results, store)
 
     def _prepare_selection(
@@ -729,16 +688,6 @@ class RunStages:
         selection.check()
         return selection
 
-    def _choice_directory(self, selection: SelectionJob) -> Path:
-        return self.directory / CHOICE / str(selection.size)
-
-    def _rounds_store(self, selection: SelectionJob, reporter: StageReporter) -> StageStore:
-        """Return what keeps the replies of all rounds, each with its share of the progress."""
-        replies = {name: count for name, count in selection.replies.items() if name != REPORTED}
-        whole = sum(replies.values())
-        parts = {}
-        before = 0
-        for name, count in replies.items():
-            parts[name] = reporter.part(before / whole, count / whole)
-            before += count
-        return stage_store(self._choice_directory(selection), selection.config, lambda name: parts.get(name, reporter))
+    def _reply_store(self, selection: SelectionJob, reporter: StageReporter) -> StageStore:
+        """Return what keeps the replies of all rounds and of the report at a size."""
+        return stage_store(self.directory / CHOICE / str(selection.size), selection.config, lambda _: reporter)

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.core.progress import Progress
-from kvsearch.evaluation.compare import Split
+from kvsearch.evaluation.compare import Split, replies_cost
 from kvsearch.evaluation.identity import environment, metric_of, rows_hash
+from kvsearch.jobs.display import SearchProgress
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import LoadedModel
+from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan, Size, load_plan, save_plan
 from kvsearch.plan.arithmetic import scale
 from kvsearch.plan.origin import ContextRecord
@@ -32,7 +33,6 @@ from kvsearch.search.candidates import Candidate, Executor, SearchOutcome
 from kvsearch.search.difficulty import with_hard_questions
 from kvsearch.search.evolve import PreparedSearch, prepare_search, resize_search
 from kvsearch.search.settings import EvolveSettings, SearchLimits
-from kvsearch.search.stages import SearchStage
 from kvsearch.search.start_plans import RESERVED, Base
 from kvsearch.search.trials import TrialLog
 from kvsearch.search.workers import make_executor
@@ -162,25 +162,6 @@ class RefinedPlans:
         return {name: scale(plan, ratio=size.ratio, length=size.length) for name, plan in plans.items()}
 
 
-@dataclass(frozen=True)
-class _CandidateProgress:
-    """A `Watcher` that shows how many of `most` candidates were evaluated."""
-
-    log: TrialLog
-    most: int
-    progress: Progress
-
-    def stage(self, name: str, part: SearchStage | None = None) -> None:
-        """Show nothing: stages are not told apart."""
-
-    def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:  # noqa: ARG002
-        """Show the candidates so far."""
-        self.progress(min(self.log.spent.evaluations, self.most), self.most)
-
-    def ended(self, why: str) -> None:
-        """Show nothing: the run goes on."""
-
-
 @dataclass(frozen=True, eq=False)
 class Refinement:
     """A search that goes on from plans that were solved, of sizes that share their questions.
@@ -200,6 +181,15 @@ class Refinement:
     settings: EvolveSettings
     searched: Split
     evaluations: int
+
+    def cost(self, name: str, sizes: int) -> StageCost:
+        """Return what it costs at so many sizes, as a stage: own replies, prompts once, then candidates."""
+        encoded = self.searched.encode(self.loaded)
+        replies = replies_cost(name, encoded, self.searched.settings.protocol, 1)
+        prompts = [prompt for task in encoded for prompt in task.prompts]
+        following = sum(len(question.ids) + len(question.right) for prompt in prompts for question in prompt.questions)
+        read = Work.over(len(prompt.context) for prompt in prompts)
+        return replace(replies, work=replies.work + read + Work(tokens=sizes * self.evaluations * following))
 
     def run(
         self, calibrated: CalibratedPolicies, starts: Mapping[Size, Mapping[str, Plan]], reporter: Reporter
@@ -242,12 +232,12 @@ class Refinement:
     def _search(self, searches: tuple[PreparedSearch, ...], reporter: Reporter) -> None:
         """Search at every budget, and write the best plans."""
         files = (CONTEXTS, "plan-*.json")
+        most = self.evaluations * len(searches)
         with (
             open_search(self.directory, self.config, searches, files, reporter) as (ready, executor, run, log),
-            reporter.progress("candidates") as progress,
+            closing(SearchProgress(reporter, log, SearchLimits(), most)) as watcher,
         ):
             write_contexts(self.directory, {"fitted": ready[0].hashes["fitted"]})
-            watcher = _CandidateProgress(log, self.evaluations * len(ready), progress)
             for number, search in enumerate(ready, 1):
                 limits = SearchLimits(evaluations=number * self.evaluations)  # one log has all searches
                 outcome = search.search(executor, log, limits, watcher, f"budget {search.budget}: ")

@@ -20,10 +20,10 @@ from kvsearch.jobs.calibrated import OnSignals, load_signals
 from kvsearch.jobs.following import evaluation, following
 from kvsearch.jobs.groups import BUDGET, Deciding
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, stage_store
-from kvsearch.models.speed import Work
+from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store
 from kvsearch.plan import PHASES, Size, canonical_json, save_plan
 from kvsearch.plan.origin import ContextRecord
+from kvsearch.report.costs import Forecast
 from kvsearch.report.selections import selection_result, tables
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.contexts import write_contexts
@@ -193,28 +193,18 @@ class Selected:
 
 
 @job(SelectOptions, dry=True)
-def dry_run(options: SelectOptions, reporter: Reporter) -> dict[str, Any]:
-    """Return what would be compared and asked, as JSON; errors as `select` before anything is asked."""
-    by_size: dict[str, dict[str, Any]] = {}
-    selections = _prepare(options, reporter)
-    for place, _, selection in selections:
-        phases = {}
-        for race in selection.races:
-            plans = race.candidate_set
-            phases[plans.phases] = {
-                "candidates": len(plans.candidates),
-                "baselines": list(plans.baselines),
-                "notes": list(plans.notes),
-            }
-        by_size[str(selection.size)] = {
-            "phases": phases,
-            "tasks": [task.task.name for task in selection.selection_prompts],
-            "most_replies": selection.replies,
-            "run": str(place),
-        }
-    work = sum((selection.work for *_, selection in selections), Work(0, 0))
-    content = {"budgets": by_size} if options.budgets is not None else next(iter(by_size.values()))
-    return {**content, **estimate_cost(selections[0][2].loaded, work, reporter)}
+def dry_run(options: SelectOptions, reporter: Reporter) -> Forecast:
+    """Return what would be compared and asked, and what that costs; errors as `select` before anything is asked."""
+    selections = [selection for *_, selection in _prepare(options, reporter)]
+    content = {
+        "tasks": [task.task.name for task in selections[0].selection_prompts],
+        "candidates": {
+            str(selection.size): {race.candidate_set.phases: list(race.candidate_set.plans) for race in selection.races}
+            for selection in selections
+        },
+    }
+    costs = [cost for selection in selections for cost in selection.costs]
+    return Forecast(content, costs, selections[0].loaded.speed)
 
 
 @job(SelectOptions)

@@ -15,10 +15,10 @@ from kvsearch.jobs.calibrated import OnSignals, load_signals
 from kvsearch.jobs.following import asked_flags, flags_of, following
 from kvsearch.jobs.groups import BUDGET, SAMPLES_OPTION, TASKS
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, estimate_cost, kept_replies
-from kvsearch.models.speed import Work
+from kvsearch.jobs.reporter import FINISHED, Reporter, kept_replies
 from kvsearch.plan import Size
 from kvsearch.plan.origin import ContextRecord
+from kvsearch.report.costs import Forecast
 from kvsearch.report.scores import validation_parts
 from kvsearch.results.validation import FILE, ValidationResult, load_validation
 from kvsearch.runs.identity import RunConfig
@@ -108,30 +108,23 @@ class Validated:
 
 
 @job(ValidateOptions, dry=True)
-def dry_run(options: ValidateOptions, reporter: Reporter) -> dict[str, Any]:
-    """Return what would be judged and asked, as JSON; errors as `validate` before anything is asked."""
+def dry_run(options: ValidateOptions, reporter: Reporter) -> Forecast:
+    """Return what would be judged and asked, and what that costs; errors as `validate` before anything is asked."""
     prepared = _prepare(options, reporter)
     first = prepared[0]
     if not options.force:
         require_same(_place(options), _config(options, first))
-    work = sum((validation.evaluation.work for validation in prepared), Work(0, 0))
-    budgets = [
-        {
-            "budget": validation.budget,
-            "ratio": validation.size.ratio,
-            "strategies": validation.strategies,
-            "replies": validation.evaluation.replies,
-        }
-        for validation in prepared
-    ]
-    return {
-        **estimate_cost(first.evaluation.loaded, work, reporter),
+    content = {
         "tasks": list(first.conditions.tasks),
         "split": first.conditions.split,
         "protocol": first.conditions.protocol,
         "signals": [use._asdict() for use in first.compared],
-        "budgets": budgets,
     }
+    stages = [
+        validation.evaluation.cost(f"replies at {validation.budget:g} entries, {validation.strategies} strategies")
+        for validation in prepared
+    ]
+    return Forecast(content, stages, first.evaluation.loaded.speed)
 
 
 @job(ValidateOptions)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -17,6 +18,7 @@ from kvsearch.core.naming import did_you_mean, require_known
 from kvsearch.core.parsing import describe_fault
 from kvsearch.core.resources import resource
 from kvsearch.models.memory import accelerator, best_device, free_bytes, is_out_of_memory, refuse_offloaded
+from kvsearch.models.speed import Speed, measure_speed
 
 if TYPE_CHECKING:
     from kvsearch.plan import ModelFingerprint
@@ -89,6 +91,11 @@ class LoadedModel:
     def device(self) -> Any:
         """Where inputs go."""
         return self.model.device
+
+    @cached_property
+    def speed(self) -> Speed:
+        """How fast it runs on this machine, measured when that is first asked for."""
+        return measure_speed(self.model)
 
 
 def adopt(model: Any, tokenizer: Any) -> LoadedModel:

@@ -1,13 +1,15 @@
-"""What `bench` says: a table of caches for every batch and length; as JSON it is read again."""
+"""What a command would cost, stage by stage; and what `bench` says, a table of caches for every batch and length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.benchmark.cache_costs import CacheCosts
+from kvsearch.core.progress import clock_words
+from kvsearch.models.speed import Speed, StageCost
 from kvsearch.report.table import Cell, Table
 
 if TYPE_CHECKING:
@@ -19,6 +21,62 @@ MEANING = (
     "that is allocated beyond the weights.",
     "floor: reading weights and cache once at the bandwidth of a copy on this device, and how near to it a token is.",
 )
+
+
+class Forecast:
+    """What a command would do, as JSON, and what its stages cost at a measured speed.
+
+    `start` are the seconds until the first stage begins: the model is loaded, and questions are prepared.
+    """
+
+    def __init__(
+        self, content: Mapping[str, Any], stages: Sequence[StageCost] = (), speed: Speed | None = None
+    ) -> None:
+        self.content = content
+        self.stages = stages
+        self.speed = speed
+        self.start = 0.0
+
+    @property
+    def seconds(self) -> list[float | None]:
+        """About how long every stage takes; None where no speed was measured."""
+        return [None if self.speed is None else self.speed.seconds(stage.work) for stage in self.stages]
+
+    @property
+    def total(self) -> float | None:
+        """About how long all takes; None where that of a stage is not known."""
+        known = [seconds for seconds in self.seconds if seconds is not None]
+        return self.start + sum(known) if len(known) == len(self.stages) else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what would be done, and what that costs."""
+        stages = []
+        for stage, seconds in zip(self.stages, self.seconds, strict=True):
+            fields = asdict(stage)
+            stages.append({**fields.pop("work"), **fields, "seconds": seconds})
+        measured = None if self.speed is None else asdict(self.speed)
+        estimate = {"stages": stages, "start": self.start, "seconds": self.total, "measured": measured}
+        return {**self.content, "estimate": estimate}
+
+    def parts(self) -> Iterator[Table]:
+        """Yield a row for every stage, with about how long it takes here, and their total."""
+        rows = [
+            [stage.name, f"{stage.contexts:,}", f"{stage.questions:,}", time_words(time)]
+            for stage, time in zip(self.stages, self.seconds, strict=True)
+        ]
+        note = "no times: no pass was measured, as no weights are read here"
+        if self.speed is not None:
+            rows.insert(0, ["load the model, prepare questions", "", "", time_words(self.start)])
+            note = f"about, by passes over up to {self.speed.tokens:,} tokens measured here, on {self.speed.device}"
+        total = ["total", "", "", time_words(self.total)]
+        yield Table.plain("", ["stage", "contexts", "questions", "time"], [*rows, total], notes=(note,))
+
+
+def time_words(seconds: float | None) -> str:
+    """Return seconds with two digits, from a minute on as a clock shows them; a dash where there are none."""
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2g} s" if seconds < 60 else clock_words(seconds)
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import UsageError
 from kvsearch.core.progress import Progress
-from kvsearch.evaluation.compare import Settings, Split
+from kvsearch.evaluation.compare import Settings, Split, replies_cost
 from kvsearch.evaluation.plan_comparison import PlanComparison, StageStore, prepare_plans
-from kvsearch.models.speed import Work
+from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Phase, Plan, Size
 from kvsearch.plan.origin import ContextRecord, Use, joined
 from kvsearch.policies import create_policy
@@ -168,12 +168,28 @@ class PreparedSearch:
                 costs.append((prompt + len(sample.following), 0))
         return costs
 
-    def work(self, candidates: int) -> Work:
-        """Return what the model has to do to evaluate candidates; prompts are read once where plans evict in them."""
-        once = {sample.prompt_sha256: len(sample.prompt) for sample in self.samples} if self.base.in_prefill else {}
+    def search_costs(self, candidates: int) -> list[StageCost]:
+        """Return what it costs to ask the full cache, and to evaluate candidates.
+
+        Prompts are read once for all candidates where plans evict in them.
+        """
+        asked = 1 + self.needs_replies + 2 * (self.settings.hard_below is not None)
+        once = {sample.prompt_sha256: len(sample.prompt) for sample in self.samples}
         read, replied = map(sum, zip(*self._costs(), strict=True))
-        passes = len(once) + candidates * len(self.samples)
-        return Work(passes, sum(once.values()) + candidates * read, candidates * replied)
+        work = Work(0, candidates * read, candidates * replied) + Work.over(once.values())
+        return [
+            replies_cost("ask the full cache", self.encoded["search"], self.asked.protocol, asked),
+            StageCost(f"search, at most {candidates:,} candidates", len(once), len(self.samples), work),
+        ]
+
+    def decision_costs(self) -> list[StageCost]:
+        """Return what it costs to choose among the finalists, and to report, at most."""
+        protocol = self.asked.protocol
+        finalists = len(self.starts) + self.settings.finalists + 1
+        return [
+            replies_cost(f"choose at {self.budget} entries", self.encoded["choice"], protocol, finalists + 1),
+            replies_cost(f"report at {self.budget} entries", self.encoded["report"], protocol, len(self.starts) + 4),
+        ]
 
     def require_answers(self, progress: Progress | None = None) -> None:
         """Ask the full cache what is searched on; IncompatibleError if it scores next to nothing."""

@@ -32,8 +32,8 @@ ALL_LAYERS = slice(None)
 class Watcher(Protocol):
     """Told how a search goes; it decides nothing."""
 
-    def stage(self, name: str, part: SearchStage | None = None) -> None:
-        """Hear that something begins; `part`: which stage of the search, if it is one."""
+    def stage(self, name: str) -> None:
+        """Hear that something begins."""
 
     def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
         """Hear of a generation that is measured; values are to be minimised, NaN for candidates that failed."""
@@ -86,7 +86,7 @@ class Search:
                 self._current = self.outcome.pool[0]
             self.watcher.generation(STARTS, 0, values, self.outcome.pool[0])
             for stage in stages_of(self.settings, self.frame, self.starts, lambda: self._current.table):
-                self.watcher.stage(f"{self.name}{stage.name} ({stage.number} of {stage.count})", stage)
+                self.watcher.stage(f"{self.name}{stage.name} ({stage.number} of {stage.count})")
                 self._current = self._run_stage(stage, self._current)
                 if self.outcome.flat:
                     break

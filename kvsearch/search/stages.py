@@ -85,10 +85,6 @@ class SearchStage:
     rows: slice
     inject: list[Ints] = field(default_factory=list)
 
-    def done(self, generation: int) -> float:
-        """Return the share of the search that is done at the end of a generation, which count from 0."""
-        return (self.number - 1 + (generation + 1) / self.generations) / self.count
-
 
 def stages_of(
     settings: EvolveSettings, frame: Frame, starts: Mapping[str, Ints], current: Callable[[], Ints]

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvsearch.core.arrays import TIE
-from kvsearch.evaluation.compare import Split, work_of
+from kvsearch.evaluation.compare import Split
 from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, StageStore, prepare_plans
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import contrast, estimate
 from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import Work
 from kvsearch.plan import Size
 from kvsearch.selection.candidates import CandidateSet
 from kvsearch.selection.race import LEAVES, Race, lead_bound, plan_rounds
@@ -64,11 +63,6 @@ class PlanRace:
     def methods(self) -> int:
         """The most methods that a round asks, the full cache among them."""
         return len(self.prepared.evaluation.methods)
-
-    @property
-    def work(self) -> Work:
-        """The most that the model has to do."""
-        return work_of(self.encoded, self.split.settings.protocol, self.methods)
 
     def ask(
         self,

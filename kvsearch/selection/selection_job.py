@@ -6,7 +6,6 @@ what the one whose race ends with the highest score has written is chosen.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,11 +14,11 @@ from typing import Any, Final
 
 from kvsearch.core.arrays import TIE
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Evaluation, Split, work_of
+from kvsearch.evaluation.compare import Evaluation, Split, replies_cost
 from kvsearch.evaluation.identity import rows_hash
 from kvsearch.evaluation.plan_comparison import StageStore, prepare_plans
 from kvsearch.models.loading import LoadedModel
-from kvsearch.models.speed import Work
+from kvsearch.models.speed import StageCost
 from kvsearch.plan import PHASES, Plan, Profile, Size
 from kvsearch.plan.origin import ContextRecord, Use, joined, provenance
 from kvsearch.plan.profile_arrays import SIGNALLED
@@ -100,19 +99,13 @@ class SelectionJob:
         return {"chosen": asked_hashes(self.selection_prompts), "reported": asked_hashes(self.report_prompts)}
 
     @property
-    def replies(self) -> dict[str, int]:
-        """The most replies of each round and of the report, those of the full cache among them."""
-        rounds: Counter[str] = Counter()
-        for race in self.races:
-            for number, questions in enumerate(race.rounds, 1):
-                rounds[f"round-{number}"] += race.methods * count_questions(questions)
-        return {**rounds, "report": self._max_reported * count_questions(self.report_prompts)}
-
-    @property
-    def work(self) -> Work:
-        """The most that the model has to do."""
-        report = work_of(self.report_prompts, self.protocol, self._max_reported)
-        return sum((race.work for race in self.races), report)
+    def costs(self) -> list[StageCost]:
+        """What the races of all phase settings and the report cost, at most."""
+        methods = sum(race.methods for race in self.races)
+        return [
+            replies_cost(f"choose at {self.size.words}", self.selection_prompts, self.protocol, methods),
+            replies_cost(f"report at {self.size.words}", self.report_prompts, self.protocol, self._max_reported),
+        ]
 
     @property
     def _max_reported(self) -> int:
@@ -264,11 +257,6 @@ def _find_candidate(chosen: PhaseResult, candidate_set: CandidateSet, *, equal_b
         if method.kind == "candidate" and candidate_set.has_equal_budgets(method.name) == equal_budgets:
             return method.name
     return None
-
-
-def count_questions(encoded: Sequence[TaskPrompts]) -> int:
-    """Return how many questions some tasks have."""
-    return sum(task.coverage.questions for task in encoded)
 
 
 def prepare_selection(

@@ -9,6 +9,7 @@ Chance is that of a sign-flip test, see `kvsearch.core.sign_flips`; several rati
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -27,6 +28,7 @@ from kvsearch.core.progress import Progress, counted
 from kvsearch.core.sign_flips import compute_chances
 from kvsearch.evaluation.statistics import student_estimate
 from kvsearch.models.loading import LoadedModel
+from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
 from kvsearch.plan.profile import TableCheck
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID
@@ -71,6 +73,13 @@ def check_table(
     return tuple(
         _judge_ratio(ratio, by_context[:, number], parts, mixes) for number, ratio in enumerate(CHECKED_RATIOS)
     )
+
+
+def estimate_check(prompts: Sequence[CalibrationPrompt], options: CalibrationOptions) -> Work:
+    """Return the work of `check_table`, of a table that can be checked."""
+    mixes = MIXES if getattr(options, "shrink", False) else TABLE_AND_EVEN
+    times = 1 + len(mixes) * len(CHECKED_RATIOS)
+    return sum((prompt.work(times) for prompt in prompts), Work())
 
 
 def _measure_kept_shares(

@@ -57,6 +57,7 @@ PATTERN_BYTES = 17  # of scores and ranks, for every entry of a prompt; the mean
 STATE_BYTES = 80  # of an entry while it is replayed: positions, order, and what decode rules remember
 
 Arrays = Mapping[str, NDArray[Any]]
+RANKED = 2.0  # times that passes take as long under all patterns: benchmarks/said_and_taken.py, on a CPU
 Pass = tuple[PromptBatch, Sequence[TextContinuation]]
 
 
@@ -107,9 +108,9 @@ class PolykvCalibration(Calibration[PolykvOptions]):
         shape = describe(self.loaded.model)
         is_ablated = bool({"cosine", "ppl"} & set(options.signals))
         tried = len(self.ablations.of_layer) if is_ablated else 0
-        work = Work(0, 0)
+        work = Work()
         for batch in batches_of(prompts, options.batch):
-            work += Work(len(batch.prompts), sum(prompt.length for prompt in batch.prompts))
+            work += Work.over(prompt.length for prompt in batch.prompts)
             for samples in batch.passes(options.batch):
                 followed = sum(batch.tokens(sample) for sample in samples)
                 work += Work(0, followed)
@@ -120,7 +121,7 @@ class PolykvCalibration(Calibration[PolykvOptions]):
                 elif "ppl" in options.signals:
                     above = sum(shape.layers - layer for layer in shape.full_layers)
                     work += Work(0, tried * followed * above // shape.layers)
-        return work
+        return work * RANKED
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         options = self.options

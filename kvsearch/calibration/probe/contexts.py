@@ -218,10 +218,10 @@ class RankingCalibration(Calibration[AnyRanking]):
         return QuestionBuilder.of(self.loaded, prompts, self.data.prompt, self.options.targets)
 
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
-        """Return the passes over contexts, their tokens and those of all that is asked, and those of replies."""
+        """Return the passes over contexts and over what is asked of them, and own replies."""
         builder = self.builder(prompts)
         parts = split(prompts, self.options.seed)
-        work = Work(0, 0)
+        work = Work()
         fits = parts.fit
         choices = parts.choose
         if "answers" in builder.targets:
@@ -239,8 +239,8 @@ class RankingCalibration(Calibration[AnyRanking]):
         for some, passes, times in readings:
             for prompt in some:
                 asked = chain.from_iterable(builder.build(prompt, "cpu").values())
-                tokens = passes * prompt.length + times * sum(after.tokens.shape[1] for after in asked)
-                work += Work(passes, tokens)
+                work += Work.over([prompt.length], passes)
+                work += Work.over((after.tokens.shape[1] for after in asked), times)
         return work
 
 
