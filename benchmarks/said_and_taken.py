@@ -41,10 +41,10 @@ COMMANDS = {
     "headroom, small": "headroom {model} --samples 4",
     "validate": "validate polykv",
     "validate, small": "validate polykv --samples 4 --signals cosine --force",
-    "select": "select polykv -o plan.json",
+    "select": "select polykv --samples 10 -o plan.json",
     "compress": "compress {model} --plan plan.json -o context.kv",
     "evolve, small": "evolve {model} --budget 51 --generations 4 --samples 4 -o evolved",
-    "evolve": "evolve {model} --budget 51 --generations 20 -o evolved20",
+    "evolve": "evolve {model} --budget 51 --generations 20 --samples 10 -o evolved20",
     "bench": "bench {model} --budget 51",
     "run, small": "run {model} --recipe bundled -o demo",
     "run": "run {model} --budget 51 -o best",
@@ -86,8 +86,7 @@ def call(words: list[str], place: Path, cpu: bool) -> tuple[float, str]:
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
-        print(f"{' '.join(words)}: {done.stderr}")
-        return 1e9, '{"estimate":{"seconds":1}}'
+        sys.exit(f"{' '.join(words)}: {done.stderr}")
     taken = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return taken if cpu else perf_counter() - began, done.stdout
 

@@ -67,10 +67,8 @@ class CakeCalibration(DynamicCalibration[CakeOptions]):
 
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
         """Return the passes over the prompts and their tokens; of a fit, answers under at most all pairs, too."""
-        work = super().estimate(prompts)
-        if self.options.exponents == "fit":
-            work = sum((prompt.work(1 + len(PAIRS)) for prompt in self.prompts_to_fit()), work)
-        return work
+        fitted = self.prompts_to_fit() if self.options.exponents == "fit" else []
+        return sum((prompt.work(1 + len(PAIRS)) for prompt in fitted), super().estimate(prompts))
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         options = self.options

@@ -16,7 +16,6 @@ from kvsearch.search.candidates import STARTS
 
 if TYPE_CHECKING:
     from kvsearch.search.candidates import Candidate
-    from kvsearch.search.settings import SearchLimits
     from kvsearch.search.trials import TrialLog
 
 PARTS = 1000  # of the whole, as the display counts them
@@ -105,12 +104,11 @@ class StageReporter:
 
 
 class SearchProgress:
-    """Shows how far a search is on its way to `most` candidates, or to another limit; a `Watcher`."""
+    """Shows how far a search is on its way to at most `most` candidates; a `Watcher`."""
 
-    def __init__(self, reporter: Reporter, log: TrialLog, limits: SearchLimits, most: int) -> None:
+    def __init__(self, reporter: Reporter, log: TrialLog, most: int) -> None:
         self.reporter = reporter
         self.log = log
-        self.limits = limits
         self.most = most
         self.title = self.place = "search"
         self.failures = 0
@@ -130,7 +128,7 @@ class SearchProgress:
         self.title = f"{place}, best {best.value:.6g} (best start {self.starts:.6g}){failed}"
         if self._show is None:
             self._show = self._open.enter_context(self.reporter.progress(lambda: self.title))
-        self._show(round(PARTS * self._share()), PARTS)
+        self._show(min(self.log.spent.evaluations, self.most), self.most)
 
     def ended(self, why: str) -> None:
         self.close()
@@ -141,19 +139,11 @@ class SearchProgress:
         self._open.close()
         self._show = None
 
-    def _share(self) -> float:
-        """Return the share that is done, by the limit that is nearest."""
-        spent = self.log.spent
-        limits = self.limits
-        used = (spent.evaluations, spent.evaluations, spent.seconds, spent.tokens)
-        most = (self.most, limits.evaluations, limits.seconds, limits.tokens)
-        return min(1.0, max(part / whole for part, whole in zip(used, most, strict=True) if whole is not None))
-
 
 @contextmanager
-def watching(reporter: Reporter, log: TrialLog, limits: SearchLimits, most: int) -> Iterator[SearchProgress]:
+def watching(reporter: Reporter, log: TrialLog, most: int) -> Iterator[SearchProgress]:
     """Show how a search goes; after Ctrl-C write and say what is best so far, and how to go on."""
-    watcher = SearchProgress(reporter, log, limits, most)
+    watcher = SearchProgress(reporter, log, most)
     directory = log.path.parent
 
     def words() -> str:

@@ -229,8 +229,7 @@ def dry_run(options: EvaluateOptions, reporter: Reporter) -> Forecast:
         "tasks": [task.task.name for task in evaluation.encoded], "protocol": options.protocol, **request.as_json(),
         "contexts": sum(task.coverage.contexts for task in evaluation.encoded), "replies": evaluation.replies,
     }  # fmt: skip
-    count = len(evaluation.methods)
-    cost = evaluation.cost(f"replies under {count} method{'' if count == 1 else 's'}")
+    cost = evaluation.cost(f"replies under {len(evaluation.methods)} methods")
     return Forecast(content, [cost], evaluation.loaded.speed)
 
 

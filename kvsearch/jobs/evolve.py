@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -123,6 +123,10 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
         """Where the search stops."""
         return SearchLimits(self.max_evals, self.max_time, self.max_tokens)
 
+    def count_candidates(self, searches: Sequence[PreparedSearch]) -> int:
+        """Return how many candidates are evaluated at most."""
+        return min(sum(search.most_candidates for search in searches), self.max_evals or MOST_NUMBER)
+
     @property
     def settings(self) -> EvolveSettings:
         """All that decides the result but sizes, questions and start plans; what was stated stays stated."""
@@ -192,9 +196,7 @@ def dry_run(options: EvolveOptions, reporter: Reporter) -> Forecast:
     from kvsearch.jobs.searching import describe_searches
 
     first = searches[0]
-    candidates = sum(search.most_candidates for search in searches)
-    if options.max_evals is not None:
-        candidates = min(candidates, options.max_evals)
+    candidates = options.count_candidates(searches)
     content = {
         **describe_searches(searches),
         "measured_by": "stored prompts" if first.base.in_prefill else "whole runs",
@@ -233,9 +235,11 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
             searches[0].require_answers(progress)
     searches = keep_hard_questions(searches, reporter)
     store = stage_store(directory, lambda evaluation: evaluation.config(), lambda _: reporter, force=True)
-    most = sum(search.most_candidates for search in searches)
     opening = open_search(directory, config, searches, FILES, reporter, force=force, workers=options.workers)
-    with opening as (searches, executor, run, log), watching(reporter, log, limits, most) as watcher:
+    with (
+        opening as (searches, executor, run, log),
+        watching(reporter, log, options.count_candidates(searches)) as watcher,
+    ):
         lines_before = log.count
         write_contexts(directory, searches[0].hashes)
         found = run_searches(searches, executor, log, limits, watcher, store)

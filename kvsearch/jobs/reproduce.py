@@ -368,15 +368,14 @@ def dry_run(options: ReproduceOptions, reporter: Reporter) -> Forecast:
     table = options.chosen_table()
     stages = Stages(options, table.stages(options.scale(table)))
     stages.require_data(options.without_weights(options.model).load(options.model, reporter))
-    described = list(map(stages.describe, stages.all))
     content = {
         "table": table.name, "model": options.model, "directory": str(options.place),
         "paper_numbers": model_of(table, options.model) is not None,
-        "stages": described,
+        "stages": list(map(stages.describe, stages.all)),
     }  # fmt: skip
     costs = [
-        StageCost(f"{stage.name} ({told['state']})", stages.count_contexts(stage), 0, Work())
-        for stage, told in zip(stages.all, described, strict=True)
+        StageCost(f"{stage.name} ({stages.describe(stage)['state']})", stages.count_contexts(stage), 0, Work())
+        for stage in stages.all
     ]
     return Forecast(content, costs)
 

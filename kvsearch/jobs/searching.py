@@ -235,7 +235,7 @@ class Refinement:
         most = self.evaluations * len(searches)
         with (
             open_search(self.directory, self.config, searches, files, reporter) as (ready, executor, run, log),
-            closing(SearchProgress(reporter, log, SearchLimits(), most)) as watcher,
+            closing(SearchProgress(reporter, log, most)) as watcher,
         ):
             write_contexts(self.directory, {"fitted": ready[0].hashes["fitted"]})
             for number, search in enumerate(ready, 1):

@@ -120,10 +120,7 @@ def dry_run(options: ValidateOptions, reporter: Reporter) -> Forecast:
         "protocol": first.conditions.protocol,
         "signals": [use._asdict() for use in first.compared],
     }
-    stages = [
-        validation.evaluation.cost(f"replies at {validation.budget:g} entries, {validation.strategies} strategies")
-        for validation in prepared
-    ]
+    stages = [validation.evaluation.cost(f"replies at {validation.budget:g} entries") for validation in prepared]
     return Forecast(content, stages, first.evaluation.loaded.speed)
 
 

@@ -10,9 +10,8 @@ from typing import Any
 SHORT = 16  # tokens of the first pass
 MOST = 1024  # and of the longest
 ENOUGH = 0.25  # seconds of a pass that is long enough to be believed
-ROWS = 8  # sequences that are answered at a time
-STEPS = 3  # tokens of each
-TIMES = 3  # that everything is timed: the shortest counts
+ROWS = 12  # replies that are decoded in one batch, of several questions and methods
+TIMES = 5  # that every length is read: other work on the machine slows down some of them
 
 
 @dataclass(frozen=True)
@@ -48,21 +47,20 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds on `device` of a pass, whatever its length, of a token that it reads, and of a token of a reply."""
+    """Seconds on `device` of a pass, whatever its length, and of a token that it reads; `tokens` had the longest."""
 
     device: str
     tokens: int
     start: float
     read: float
-    reply: float
 
     def seconds(self, work: Work) -> float:
-        """Return about how long work takes."""
-        return work.passes * self.start + work.tokens * self.read + work.replies * self.reply
+        """Return about how long work takes; replies come side by side, each step of them a pass."""
+        return (work.passes + work.replies / ROWS) * self.start + (work.tokens + work.replies) * self.read
 
 
 def measure_speed(model: Any) -> Speed:
-    """Time a short pass and one over more and more tokens until it takes long enough, then a few tokens of replies."""
+    """Time a short pass, and one over more and more tokens until it takes long enough."""
     import torch
 
     from kvsearch.models.architecture import describe, text_config
@@ -70,27 +68,20 @@ def measure_speed(model: Any) -> Speed:
     most = min(MOST, describe(model).max_positions or MOST)
     ids = (torch.arange(most, device=model.device) % text_config(model).vocab_size)[None]
 
-    def once(tokens: Any, past: Any = None) -> tuple[float, Any]:
+    def once(length: int) -> float:
         started = perf_counter()
-        out = model(input_ids=tokens, past_key_values=past, use_cache=True, logits_to_keep=1)
-        out.logits[0, -1, 0].item()  # waits for the device
-        return perf_counter() - started, out.past_key_values
+        model(input_ids=ids[:, :length], logits_to_keep=1).logits[0, -1, 0].item()  # waits for the device
+        return perf_counter() - started
 
-    def shortest(tokens: Any) -> float:
-        return min(once(tokens)[0] for _ in range(TIMES))
+    def mean(length: int) -> float:
+        return sum(once(length) for _ in range(TIMES)) / TIMES
 
     with torch.inference_mode():
         length = first = min(SHORT, most)
-        once(ids[:, :first])  # the first one of all takes longer
-        short = took = shortest(ids[:, :first])
+        once(first)  # the first one of all takes longer
+        short = took = mean(first)
         while took < ENOUGH and 2 * length <= most:
             length *= 2
-            took = shortest(ids[:, :length])
-        read = max(0.0, took - short) / max(1, length - first)
-        rows = ids[:, : max(1, min(first, most - STEPS))].expand(ROWS, -1)
-        _, past = once(rows)
-        steps = []
-        for _ in range(STEPS):
-            step, past = once(rows[:, :1], past)
-            steps.append(step)
-    return Speed(str(model.device), length, max(0.0, short - first * read), read, min(steps) / ROWS)
+            took = mean(length)
+    read = max(0.0, took - short) / max(1, length - first)
+    return Speed(str(model.device), length, max(0.0, short - first * read), read)

@@ -73,10 +73,8 @@ class Forecast:
 
 
 def time_words(seconds: float | None) -> str:
-    """Return seconds with two digits, from a minute on as a clock shows them; a dash where there are none."""
-    if seconds is None:
-        return "-"
-    return f"{seconds:.2g} s" if seconds < 60 else clock_words(seconds)
+    """Return seconds as a clock shows them; a dash where they are not known."""
+    return "-" if seconds is None else clock_words(seconds)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def test_a_plan_beside_the_full_cache(run: Run, tmp_path: Path) -> None:
         (str(plan), 1, 40.0), ("DynamicCache", 2, 64.0),
     ]  # fmt: skip
     assert told["machine"]["model"] == "bundled"
-    code, out, talk = run(*arguments, "--batch", "1,2", "--dry-run")
+    code, out, talk = run(*arguments, "--batch", "1,2", "--dry-run", "--json")
     assert code == 0, talk
     foretold = json.loads(out)
     held = {row["cache"]: row["held_bytes"] for row in told["costs"] if row["batch"] == 2}

@@ -11,10 +11,14 @@ import warnings
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvsearch.cli.console import Console
 from kvsearch.cli.progress import Count, lines
 from kvsearch.core.errors import KvsearchWarning
+from kvsearch.core.progress import TimeLeft
+from kvsearch.jobs.display import Overall
 from kvsearch.jobs.reporter import on_interruption
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import USAGE, refused
@@ -76,14 +80,50 @@ def test_time_left_is_of_what_this_process_does() -> None:
     count = Count("batches", clock=lambda: now[0])
     assert count.words() == "batches: begun 0:00 ago"
     count(10, 40)  # what is kept
-    assert count.words() == "batches: 10 of 40 in 0:00"
+    assert count.words() == "batches: 25% in 0:00"
     now[0] = 20.0
     count(20, 40)
-    assert count.words() == "batches: 20 of 40 in 0:20, about 0:40 left"
-    count(0, 5)  # another part begins
-    now[0] = 3630.0
+    assert count.words() == "batches: 50% in 0:20, about 0:40 left"
+    now[0] = 90.0
+    assert count.words() == "batches: 50% in 1:30, longer than expected"
+    count(0, 5)
+    now[0] = 3690.0
     count(1, 5)
-    assert count.words() == "batches: 1 of 5 in 1:00:30, about 4:00:40 left"
+    assert count.words() == "batches: 20% in 1:01:30, part 2: about 4:00:00 left"
+
+
+@given(st.lists(st.none() | st.floats(0, 1e6), max_size=30))
+def test_a_time_left_never_rises(estimates: list[float | None]) -> None:
+    left = TimeLeft()
+    shown = [words for words in map(left.words, estimates) if words]
+    times = [words for words in shown if words != "longer than expected"]
+    seconds = [sum(int(part) * 60**place for place, part in enumerate(reversed(words.split()[1].split(":"))))
+               for words in times]  # fmt: skip
+    assert seconds == sorted(seconds, reverse=True)
+    known = [seconds for seconds in estimates if seconds is not None]
+    assert len(shown) == len(known)
+    assert not known or left.least == min(known)
+
+
+def test_the_time_left_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages that were finished before take no time, and others as long as was said, until more is known."""
+    now = [0.0]
+    monkeypatch.setattr("kvsearch.jobs.display.time.monotonic", lambda: now[0])
+    display = Overall(Console(quiet=True), {"fit": 60.0, "search": 30.0, "report": 10.0})
+    assert display.left() == 100
+    with display.stage("fit") as stage, stage.progress("contexts") as show:
+        show(5, 10)
+        show(1, 10)  # steps count anew
+        assert display.done == 30
+    assert (display.done, display.left()) == (60, 40)  # it was there already
+    with display.stage("search") as stage:
+        stage.part = 0.5
+        for _ in range(2):
+            with stage.progress("round") as show:
+                show(4, 4)
+        assert display.done == 60 + 30 * 0.75
+        now[0] = 60.0
+    assert display.left() == pytest.approx((60 + 20) / (30 + 20) * 10)
 
 
 def test_lines_come_while_one_step_takes_long() -> None:
@@ -98,7 +138,7 @@ def test_lines_come_while_one_step_takes_long() -> None:
     with lines(Count("batches"), say, every=0.01) as progress:
         progress(0, 3)
         assert twice.wait(60)
-    assert said[-1].startswith("batches: 0 of 3 in ")
+    assert said[-1].startswith("batches: 0% in ")
 
 
 # --- the log --------------------------------------------------------------------------------------------------------

@@ -67,12 +67,21 @@ def test_question_aware_with_two_plans(run: Run, calibrated: Path, tmp_path: Pat
 
 def test_what_would_be_done(run: Run, calibrated: Path) -> None:
     plan = ("--plan", calibrated / "plan.json")
-    code, out, _ = run("evaluate", "bundled", *plan, "--protocol", "question-aware", "--dry-run")
+    code, out, _ = run("evaluate", "bundled", *plan, "--protocol", "question-aware", "--dry-run", "--json")
     assert code == 0
     told = json.loads(out)
     assert (told["protocol"], told["subject"], told["plans"]) == ("question-aware", "plan", ["plan"])
-    methods = ("--methods", f"uniform,lukv={calibrated}", "--budgets", "64,128", "--phases", "both", "--dry-run")
-    code, out, talk = run("evaluate", "bundled", *methods)
+    methods = (
+        "--methods",
+        f"uniform,lukv={calibrated}",
+        "--budgets",
+        "64,128",
+        "--phases",
+        "both",
+        "--dry-run",
+        "--json",
+    )
+    code, out, talk = run("evaluate", "bundled", *methods, "--dry-run", "--json")
     assert code == 0, talk
     told = json.loads(out)
     assert (told["subject"], told["methods"], told["phases"]) == ("uniform", ["uniform", "lukv"], "both")
@@ -151,7 +160,7 @@ def test_perplexity_of_a_text(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("evaluate", "bundled", *arguments, *lengths)
     assert "perplexity of story" in out
     assert "phases: prefill" in out
-    code, out, _ = run("evaluate", "bundled", *arguments, "--dry-run")
+    code, out, _ = run("evaluate", "bundled", *arguments, "--dry-run", "--json")
     assert (json.loads(out)["context"], json.loads(out)["continuation"]) == (1024, 128)
 
 

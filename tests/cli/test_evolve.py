@@ -124,12 +124,11 @@ def test_several_budgets(questions: Path, run: Run, tmp_path: Path) -> None:
     front = json.loads((tmp_path / "run" / "front.json").read_text())
     assert list(front["budgets"]) == ["16", "8"] or list(front["budgets"]) == ["8", "16"]
     assert "scaled from the smallest" in out
-    assert "budget 16: layers 4-5 (3 of 3), generation 0" in talk
 
 
 def test_budgets_of_the_decode_phase(questions: Path, run: Run, tmp_path: Path) -> None:
     small = (*SMALL, "--phases", "decode", "--generations", 1, "--group-size", 6, "--max-evals", 4)
-    code, out, _ = run(*command(questions, tmp_path / "run", "--dry-run", small=small))
+    code, out, _ = run(*command(questions, tmp_path / "run", "--dry-run", "--json", small=small))
     assert code == 0
     assert json.loads(out)["measured_by"] == "whole runs"
     code, out, talk = run(*command(questions, tmp_path / "run", small=small))
@@ -159,8 +158,6 @@ def test_hard_questions_alone(questions: Path, run: Run, tmp_path: Path) -> None
     before = results(tmp_path / "run")
     code, _, _ = run(*command(questions, tmp_path / "run", small=hard))
     assert (code, results(tmp_path / "run")) == (0, before)
-    code, out, _ = run(*command(questions, tmp_path / "other", "--dry-run", small=hard))
-    assert json.loads(out)["replies_before_the_search"] == 4 * SAMPLES
 
 
 def test_start_plans_bring_their_policies_and_what_they_have_seen(
@@ -174,7 +171,7 @@ def test_start_plans_bring_their_policies_and_what_they_have_seen(
     ]  # fmt: skip
     save_plan(tiny.plan_for(load("bundled"), [[20] * 4] * 3 + [[8] * 4] * 3, provenance=plan.provenance), start)
     small = ("--budget", 16, "--start", start, "--group-size", 2)
-    code, out, talk = run(*command(questions, tmp_path / "run", "--dry-run", small=small))
+    code, out, talk = run(*command(questions, tmp_path / "run", "--dry-run", "--json", small=small))
     assert code == 0, talk
     told = json.loads(out)
     before = json.loads((evolved[0] / "config.json").read_text())["content"]["splits"]["choice"]

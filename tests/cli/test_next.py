@@ -59,7 +59,7 @@ def flags(options: dict[str, Any]) -> list[object]:
 
 def asked(run: Run, words: Iterable[str]) -> dict[str, Any]:
     """What a command that was offered would ask."""
-    found: dict[str, Any] = json.loads(paste(run, words, "--dry-run")[0])
+    found: dict[str, Any] = json.loads(paste(run, words, "--dry-run", "--json")[0])
     assert found["tasks"] == ["own"]
     return found
 
@@ -93,7 +93,7 @@ def test_from_the_verdicts_on_signals_to_a_selection_and_on(run: Run, place: Pat
     verdicts: Any = SimpleNamespace(budgets=())
     validated = Validated(verdicts, (SimpleNamespace(budget=40, ratio=None),), directory)  # type: ignore[arg-type]
     (select,) = offered(validated.remarks(ValidateOptions.of(directory=directory, **options)))
-    assert json.loads(paste(run, select, "--dry-run")[0])["tasks"] == ["own"]
+    assert json.loads(paste(run, select, "--dry-run", "--json")[0])["tasks"] == ["own"]
     chosen: Any = SimpleNamespace(protocol="question-aware")
     selected = Selected((chosen,), (directory / "plan.json",), (directory / "selection.json",), several=False)
     more = SelectOptions.of(directory=directory, output=directory / "plan.json", tasks=options["tasks"])

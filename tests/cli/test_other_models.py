@@ -55,7 +55,7 @@ def test_what_is_asked_by_default(run: Run, model: Path, calibrated: Path, tmp_p
     """English of the model's tokens, by every command that asks; the bundled model has its own language."""
 
     def told(*arguments: object) -> list[str]:
-        code, out, talk = run(*arguments, "--dry-run")
+        code, out, talk = run(*arguments, "--dry-run", "--json")
         assert code == 0, talk
         found = json.loads(out)
         return sorted(found["tasks"] if "tasks" in found else found["metrics"])

@@ -203,11 +203,8 @@ def test_all_that_a_console_says(shown_on: str, monkeypatch: pytest.MonkeyPatch,
         LOGGER.debug("%s", text)
         with console.loading(text):
             pass
-        for what in (console.progress(text), console.live(text)):
-            with what as tell:
-                tell(1, 2) if what.__class__.__name__ == "none" else None
-        with console.live(text) as facts:
-            facts([text, text])
+        with console.progress(text) as tell:
+            tell(1, 2)
         listed = listing(text, ["a", text])
         listed.add_row(text, text)
         parts = [listed, Table.plain(text, ["a", text], [[text, text]], notes=(text,)), {text: text}]

@@ -31,9 +31,9 @@ def test_the_list_and_all_of_one(run: Run) -> None:
 
 def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
     command = ("reproduce", "lava-table13", "bundled", *ONE, "--budgets", "16", "-o", tmp_path)
-    _, out, _ = run(*command, "--dry-run")
+    _, out, _ = run(*command, "--dry-run", "--json")
     (before,) = json.loads(out)["stages"]
-    assert (before["state"], before["contexts"], before["tokens"]) == ("to do", 1, 512)
+    assert before["state"] == "to do"
     code, out, talk = run(*command)
     assert code == 0, talk
     assert f"next: kvsearch show {tmp_path / 'lava-table13.json'}" in talk
@@ -46,8 +46,7 @@ def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
     assert set(files) == {f"lava-table13{suffix}" for suffix in (".md", ".tex", ".csv", ".json")}
     assert b"split report, question-aware, evicting in prefill, 1 context with" in files["lava-table13.md"]
     assert set(read_sums(tmp_path)) == set(files)
-    _, out, _ = run(*command, "--dry-run")
-    assert json.loads(out)["stages"][0]["state"] == "finished"
+    assert "(finished)" in run(*command, "--dry-run")[1]
     ledger = next(tmp_path.glob("stages/*/ledger.jsonl"))
     written = ledger.stat().st_mtime_ns
     assert run(*command)[0] == 0

@@ -102,7 +102,7 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
     assert code == 0, talk_of_next
     code, _, talk_of_next = invoke(*following[1], "--samples", 1)
     assert code == 0, talk_of_next
-    assert "1/8 fitting the ranking probe" in talk  # two fits, a measurement, a search, two choices, two reports
+    assert "stage 1 of 8: fit ranking probe" in talk  # two fits, a measurement, a search, two choices, two reports
 
 
 def test_plans_are_searched_on_from_what_was_solved(finished: tuple[Path, str]) -> None:
@@ -180,14 +180,16 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
 
 
 def test_a_dry_run_says_what_every_stage_costs(run: Run, questions: Path, tmp_path: Path) -> None:
-    code, out, talk = run(*command(questions, tmp_path / "run", "--budget", 40, "--dry-run"))
+    code, out, talk = run(*command(questions, tmp_path / "run", "--budget", 40, "--dry-run", "--json"))
     assert code == 0, talk
-    stages = json.loads(out)["stages"]
-    assert list(stages) == ["choice/40", "curves", "fit/probe", "fit/query_bank", "refine", "report/40"]
-    assert (stages["refine"]["contexts"], stages["refine"]["evaluations"]) == (2, EVALUATIONS)
-    assert stages["fit/probe"]["recipe"]["method"] == "probe"
-    assert stages["choice/40"]["select"] == stages["choice/40"]["report"] == {"contexts": 4, "questions": 8}
-    assert sum(stage["share"] for stage in stages.values()) == pytest.approx(1, abs=0.01)
+    stages = {stage["name"]: stage for stage in json.loads(out)["estimate"]["stages"]}
+    assert list(stages) == [
+        "fit ranking probe", "fit ranking query_bank", "measure budgets", "search",
+        "choose at 40 entries per kv head", "report at 40 entries per kv head",
+    ]  # fmt: skip
+    assert stages["search"]["contexts"] == 2
+    for name in ("choose at 40 entries per kv head", "report at 40 entries per kv head"):
+        assert (stages[name]["contexts"], stages[name]["questions"]) == (4, 8)
     assert not (tmp_path / "run").exists()
 
 

@@ -154,16 +154,13 @@ def test_the_evidence_is_there_before_the_plan(
 
 
 def test_what_would_be_done(directory: Path, questions: Path) -> None:
-    code, out, talk = choose(*command(directory, questions, "--dry-run"))
+    code, out, talk = choose(*command(directory, questions, "--dry-run", "--json"))
     assert code == 0, talk
     told = json.loads(out)
-    assert told["phases"]["prefill"]["candidates"] == 1
-    methods = 2 + len(told["phases"]["prefill"]["baselines"])  # the candidate and the full cache, too
-    rounds = {name: replies for name, replies in told["most_replies"].items() if name != "report"}
-    assert list(rounds) == [f"round-{number}" for number in range(1, len(rounds) + 1)]
-    assert sum(rounds.values()) == methods * 64
-    assert told["most_replies"]["report"] == 12 * 2 * 23  # a quarter of the contexts
-    assert told["run"] == str(run_of(directory))
+    methods = 1 + len(told["candidates"]["24"]["prefill"])  # the full cache, too
+    choice, report = told["estimate"]["stages"]
+    assert (choice["questions"], report["questions"]) == (64, 2 * 23)  # a quarter of the contexts
+    assert choice["replies"] / 64 == methods * report["replies"] / (12 * 2 * 23)
     assert not (directory.parent / "plan.json").exists()
     assert not (directory / "selection").exists()
 

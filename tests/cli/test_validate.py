@@ -72,15 +72,13 @@ def test_all_measured_budgets(run: Run, directory: Path) -> None:
 
 
 def test_the_default_is_everything_that_was_measured(run: Run, directory: Path) -> None:
-    code, out, talk = run("validate", directory, *ASKED, "--dry-run")
+    code, out, talk = run("validate", directory, *ASKED, "--dry-run", "--json")
     assert code == 0, talk
     told = json.loads(out)
     assert (told["tasks"], told["split"], told["protocol"]) == (["single"], "select", "question-agnostic")
     assert len(told["signals"]) == 4 * 3
-    for size, budget in zip(told["budgets"], (32, 64), strict=True):
-        assert (size["budget"], size["ratio"]) == (budget, None)
-        assert 24 < size["strategies"] <= 72
-        assert size["replies"] % (size["strategies"] + 1) == 0
+    for stage, budget in zip(told["estimate"]["stages"], (32, 64), strict=True):
+        assert stage["name"].startswith(f"replies at {budget} entries")
     assert not (directory / "validation").exists()
 
 

@@ -140,15 +140,27 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvsearch.models.loading.load", lambda *_: pytest.fail("a model is loaded"))
 
 
-@kept
-def test_a_dry_run_writes_nothing(run: Run, inputs: Path, tmp_path: Path, verb: str) -> None:
-    prepare(verb, inputs, tmp_path)
+@pytest.mark.parametrize("verb", [*KEPT, "headroom", "generate", "bench"])
+def test_a_dry_run_is_a_table_and_writes_nothing(run: Run, inputs: Path, tmp_path: Path, verb: str) -> None:
+    others = {"headroom": f"headroom bundled {TASKS} --samples 2", "bench": "bench bundled --budget 40 --length 64"}
+    asked = KEPT.get(verb) or Kept(others.get(verb, "generate bundled"), "", (), None, 0)
+    if verb in KEPT:
+        prepare(verb, inputs, tmp_path)
     before = contents(tmp_path)
-    code, out, talk = run(*KEPT[verb].words(inputs, tmp_path, "--dry-run"))
+    words = asked.words(inputs, tmp_path, "--dry-run")
+    code, out, talk = run(*words)
     assert code == 0, talk
-    assert json.loads(out)
+    header, _, start, *stages = (line.split() for line in out.splitlines() if line.strip() and "measured" not in line)
+    assert (header, start[0], stages[-1][0]) == (["stage", "contexts", "questions", "time"], "load", "total")
+    code, out, talk = run(*words, "--json")
+    assert code == 0, talk
+    estimate = json.loads(out)["estimate"]
+    assert [stage["name"].split()[0] for stage in estimate["stages"]] == [stage[0] for stage in stages[:-1]]
+    seconds = [stage["seconds"] for stage in estimate["stages"]]
+    assert estimate["seconds"] == pytest.approx(estimate["start"] + sum(seconds))
+    assert min(seconds) > 0
     assert contents(tmp_path) == before
-    assert (tmp_path / "run").exists() == KEPT[verb].reads_run
+    assert (tmp_path / "run").exists() == asked.reads_run
 
 
 @kept

@@ -26,12 +26,10 @@ def test_a_search_from_python_writes_what_it_returns(tmp_path: Path) -> None:
     again = EvolveOptions.of(directory / "config.json", output=tmp_path / "again")
     assert again.recorded() == options.recorded()
     content = json.loads((directory / "config.json").read_text())["content"]
-    foretold = dry_run(again)
+    foretold = dry_run(again).as_json()
     assert foretold.pop("measured_by") == "stored prompts"
     assert foretold.pop("most_candidates") >= 3
     assert foretold.pop("estimate")["measured"]["tokens"] > 0
-    assert (foretold.pop("questions"), foretold.pop("own_replies")) == ({"search": 4, "choice": 4, "report": 4}, 4)
-    assert foretold.pop("own_reply_tokens") == 4 * 3
     assert content.pop("searched_sha256") == found.plans[12].provenance.data_sha256
     assert foretold == content
     assert not (tmp_path / "again").exists()

@@ -57,7 +57,7 @@ PATTERN_BYTES = 17  # of scores and ranks, for every entry of a prompt; the mean
 STATE_BYTES = 80  # of an entry while it is replayed: positions, order, and what decode rules remember
 
 Arrays = Mapping[str, NDArray[Any]]
-RANKED = 2.0  # times that passes take as long under all patterns: benchmarks/said_and_taken.py, on a CPU
+RANKED = 3.0  # times that passes take as long under all patterns: benchmarks/said_and_taken.py, on a CPU
 Pass = tuple[PromptBatch, Sequence[TextContinuation]]
 
 
@@ -120,7 +120,7 @@ class PolykvCalibration(Calibration[PolykvOptions]):
                     work += Work(runs * len(samples), runs * (again + followed))
                 elif "ppl" in options.signals:
                     above = sum(shape.layers - layer for layer in shape.full_layers)
-                    work += Work(0, tried * followed * above // shape.layers)
+                    work += Work(tried * len(shape.full_layers), tried * followed * above // shape.layers)
         return work * RANKED
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 LEAST_CONTEXTS = 3
 MOST_JUDGED = 32  # contexts to choose on, and to report on
+RANKED = 1.6  # times that passes take as long with features and rankings: benchmarks/said_and_taken.py, on a CPU
 TIMES = 3  # that contexts to choose on are read: for what ranks best, for the spread, and for that in all heads
 
 
@@ -241,7 +242,7 @@ class RankingCalibration(Calibration[AnyRanking]):
                 asked = chain.from_iterable(builder.build(prompt, "cpu").values())
                 work += Work.over([prompt.length], passes)
                 work += Work.over((after.tokens.shape[1] for after in asked), times)
-        return work
+        return work * RANKED
 
 
 def reply_in_steps(

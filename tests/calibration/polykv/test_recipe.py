@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from kvsearch.calibration.polykv.measure import PolykvCalibration
+from kvsearch.calibration.polykv.measure import RANKED, PolykvCalibration
 from kvsearch.calibration.polykv.options import PAPER, PolykvOptions
 from kvsearch.cli import app
 from kvsearch.config.options import parse_setting
@@ -221,13 +221,12 @@ def test_a_dry_run_says_what_it_costs(run: Run, made: list[PolykvCalibration], t
     assert code == 0, talk
     found = json.loads(out)
     assert found["recipe"]["budgets"] == [64]
-    assert found["estimate"].keys() == {"passes", "tokens", "replies", "seconds", "measured"}
-    assert (found["estimate"]["passes"], found["estimate"]["replies"]) == (2, 0)
-    code, again, talk = run("--recipe", "polykv-bundled", "--budgets", 64, "--dry-run", "--naive")
+    (swept,) = found["estimate"]["stages"]
+    assert swept["replies"] == 0
+    code, again, talk = run("--recipe", "polykv-bundled", "--budgets", 64, "--dry-run", "--naive", "--json")
     assert code == 0
-    naive = json.loads(again)["estimate"]
-    assert naive["passes"] == 2 + 4 * (1 + 8 * 2 * 6)
-    assert naive["tokens"] > 10 * found["estimate"]["tokens"]
-    assert f"on this machine (cpu): {naive['passes']:,} prompts of {naive['tokens']:,} tokens in all" in talk
+    (naive,) = json.loads(again)["estimate"]["stages"]
+    assert naive["passes"] == (2 + 4 * (1 + 8 * 2 * 6)) * RANKED
+    assert naive["tokens"] > 10 * swept["tokens"]
     assert made == []
     assert not (tmp_path / "run").exists()
