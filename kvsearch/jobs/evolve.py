@@ -123,7 +123,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
         """Where the search stops."""
         return SearchLimits(self.max_evals, self.max_time, self.max_tokens)
 
-    def count_candidates(self, searches: Sequence[PreparedSearch]) -> int:
+    def most(self, searches: Sequence[PreparedSearch]) -> int:
         """Return how many candidates are evaluated at most."""
         return min(sum(search.most_candidates for search in searches), self.max_evals or MOST_NUMBER)
 
@@ -196,7 +196,7 @@ def dry_run(options: EvolveOptions, reporter: Reporter) -> Forecast:
     from kvsearch.jobs.searching import describe_searches
 
     first = searches[0]
-    candidates = options.count_candidates(searches)
+    candidates = options.most(searches)
     content = {
         **describe_searches(searches),
         "measured_by": "stored prompts" if first.base.in_prefill else "whole runs",
@@ -236,10 +236,7 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
     searches = keep_hard_questions(searches, reporter)
     store = stage_store(directory, lambda evaluation: evaluation.config(), lambda _: reporter, force=True)
     opening = open_search(directory, config, searches, FILES, reporter, force=force, workers=options.workers)
-    with (
-        opening as (searches, executor, run, log),
-        watching(reporter, log, options.count_candidates(searches)) as watcher,
-    ):
+    with opening as (searches, executor, run, log), watching(reporter, log, options.most(searches)) as watcher:
         lines_before = log.count
         write_contexts(directory, searches[0].hashes)
         found = run_searches(searches, executor, log, limits, watcher, store)
