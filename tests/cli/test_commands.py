@@ -70,7 +70,7 @@ def test_generate_answers_from_the_small_cache(run: Run, calibrated: Path) -> No
 def test_show_a_plan_and_a_profile(run: Run, calibrated: Path) -> None:
     code, out, _ = run("show", calibrated / "plan.json")
     assert code == 0
-    assert "entries per layer and kv head" in out
+    assert "prefill entries by layer and head" in out
     code, out, _ = run("show", calibrated, "--ratio", 0.5, "--plan", calibrated / "plan.json")
     assert code == 0
     assert re.search(r"answers +own", out)

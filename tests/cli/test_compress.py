@@ -67,7 +67,7 @@ def test_a_file_is_shown(run: Run, saved: Path) -> None:
     code, out, talk = run("show", saved)
     assert (code, talk) == (0, "")
     assert "cache of    1 sequence of " in out
-    assert "prefill: entries per layer and kv head" in out
+    assert "prefill entries by layer and head" in out
     code, out, _ = run("show", saved, "--json")
     assert json.loads(out)["plan"]["model"]["name"] == "bundled"
     (saved.parent / "cut.kv").write_bytes(saved.read_bytes()[:100])

@@ -175,7 +175,7 @@ def test_what_is_given_takes_the_place_of_what_is_asked() -> None:
     [
         ({"table": ""}, "which table"),
         ({"model": ""}, "lava-table2 of which model"),
-        ({"squad": "x.json"}, "--squad: no task of lava-table2 reads it"),
+        ({"squad": "x.json"}, "squad: no task of lava-table2 reads it"),
         ({"tasks": "ruler"}, "ruler:qa_1 needs questions"),
         ({"tasks": "longbank"}, "unknown task 'longbank'"),
     ],
@@ -184,4 +184,4 @@ def test_bad_requests_are_told_before_a_model_is_loaded(given: dict[str, str], t
     from kvsearch.jobs.reproduce import dry_run
 
     with pytest.raises(UsageError, match=told):
-        dry_run(**{"table": "lava-table2", "model": "nowhere", **given})
+        dry_run(**{"table": "lava-table2", "model": "bundled", **given})
