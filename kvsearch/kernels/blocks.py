@@ -30,7 +30,10 @@ class BlockSizes(NamedTuple):
 
     @classmethod
     def of(cls, queries: int, dim: int, value_dim: int, dtype: torch.dtype) -> BlockSizes:
-        """Choose blocks that fit the registers of a program and, with `stages` steps, 99 KiB of shared memory."""
+        """Choose blocks that fit the registers of a program and, with `stages` steps, 99 KiB of shared memory.
+
+        On Hopper, whose blocks have 227 KiB, 64 rows of 128 numbers of half precision take 112.
+        """
         padded = power_of_two(dim)
         padded_values = power_of_two(value_dim)
         widest = max(padded, padded_values) * dtype.itemsize  # bytes: 512 for 128 numbers of fp32 or 256 of bf16

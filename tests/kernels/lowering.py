@@ -1,20 +1,24 @@
 """Compile every launch of the kernels to machine code for GPUs, without one: a program, run without the interpreter.
 
 The launchers run as they are on CPU tensors; what they would launch is compiled with the same arguments and blocks.
-Writes a line of JSON for each kernel: its name, the architecture, the bytes of shared memory.
+Writes a line of JSON for each launch: kernel, architecture, numbers, head size, shared memory, registers, spills.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
@@ -49,6 +53,19 @@ def compiled(kernel: JITFunction[Any], args: tuple[Any, ...], kwargs: dict[str, 
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
+def assembled(made: Any, architecture: int) -> dict[str, int]:
+    """Registers of a thread, and bytes that it spills, as the assembler says."""
+    ptx = made.asm["ptx"]
+    [target] = re.findall(r"\.target (\w+)", ptx)
+    with NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(architecture).path, "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    patterns = {"registers": r"Used (\d+) registers", "spilled": r"(\d+) bytes spill stores"}
+    return {name: int(re.findall(pattern, said)[0]) for name, pattern in patterns.items()}
+
+
 @contextmanager
 def compiling(architecture: int) -> Iterator[list[dict[str, Any]]]:
     """Compile in place of launching."""
@@ -57,9 +74,10 @@ def compiling(architecture: int) -> Iterator[list[dict[str, Any]]]:
     def launch(kernel: JITFunction[Any], _: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> None:
             made = compiled(kernel, args, kwargs, architecture)
-            machine_code = len(made.asm["cubin"])
-            name = made.metadata.name
-            found.append({"kernel": name, "shared": made.metadata.shared, "bytes": machine_code, "arch": architecture})
+            sizes = {"kernel": made.metadata.name, "arch": architecture, "shared": made.metadata.shared}
+            dtype = TYPES[next(value.dtype for value in args if isinstance(value, torch.Tensor))]
+            dim = kwargs.get("D", kwargs.get("DV"))
+            found.append({**sizes, "dtype": dtype, "dim": dim, **assembled(made, architecture)})
 
         return run
 
@@ -71,39 +89,46 @@ def compiling(architecture: int) -> Iterator[list[dict[str, Any]]]:
         JITFunction.__getitem__ = before  # type: ignore[method-assign]
 
 
+HALVES = (torch.bfloat16, torch.float16)
+# the decode step of a flat store, which is what CUDA runs by default, and several tokens at once
 ATTENTION = [
-    (90, Case(8, 4, 128, 128, 4096, dtype=torch.bfloat16)),
-    (90, Case(2, 4, 80, 96, 4096, dtype=torch.float16, holes=True, ragged=True, softcap=30.0, sinks=True)),
-    (90, Case(2, 8, 256, 256, 4096, rows=8, dtype=torch.bfloat16)),
-    (80, Case(8, 4, 192, 128, 4096, dtype=torch.bfloat16, holes=True)),
-    (80, Case(2, 2, 256, 256, 4096, holes=True)),
-    (80, Case(1, 4, 64, 64, 128, dtype=torch.float16)),
+    *(Case(8, 4, dim, dim, 4096, dtype=dtype) for dim in (64, 96, 128, 256) for dtype in (*HALVES, torch.float32)),
+    Case(2, 4, 80, 96, 4096, dtype=torch.float16, holes=True, softcap=30.0, sinks=True),
+    *(Case(2, 8, dim, dim, 4096, rows=8, dtype=torch.bfloat16) for dim in (128, 256)),
 ]
-
-SCORING = [
-    (90, Prompt(8, 4, 32, 4096, 128, dtype=torch.bfloat16)),
-    (80, Prompt(1, 2, 256, 256, 256, softcap=30.0)),
-    (80, Prompt(1, 8, 64, 1024, 80, dtype=torch.float16)),
+BLOCKS = [
+    Case(8, 4, 128, 128, 4096, dtype=torch.bfloat16, holes=True, ragged=True),
+    Case(1, 4, 64, 64, 128, dtype=torch.float16),
 ]
+SCORING = [Prompt(8, 4, 32, 4096, 128, dtype=torch.bfloat16), Prompt(1, 2, 256, 256, 256, softcap=30.0)]
 
 
 def main() -> None:
-    for architecture, case in ATTENTION:
-        with compiling(architecture) as found:
-            held = Entries(case.keys, case.values, case.columns, case.positions, case.lengths)
-            attend(case.query, held, case.scaling, case.softcap, case.sink, case.rows, want_row=case.rows == 1)
-        report(found)
-    for architecture, prompt in SCORING:
-        with compiling(architecture) as found:
-            rows = prompt.given(causal=prompt.rows == prompt.length)
-            rows.received("mean")
-            rows.moments()
-        report(found)
     rules: tuple[Rule, ...] = ("position", "mass", "stored", "row", "persistence", "pooled")
-    for rule in rules:
-        with compiling(90) as found:
-            lower_step(rule)
-        report(found)
+    for architecture in (80, 89, 90):
+        with compiling(architecture) as found:
+            for case in ATTENTION:
+                lower_flat(case)
+            for case in BLOCKS:
+                held = Entries(case.keys, case.values, case.columns, case.positions, case.lengths)
+                attend(case.query, held, case.scaling, case.softcap, case.sink, case.rows, want_row=True)
+            for prompt in SCORING:
+                rows = prompt.given(causal=prompt.rows == prompt.length)
+                rows.received("mean")
+                rows.moments()
+            for rule in rules:
+                lower_step(rule)
+        for each in found:
+            print(json.dumps(each))  # noqa: T201
+
+
+def lower_flat(case: Case) -> None:
+    """Compile attention over the segments of a case behind one another."""
+    keys, values = (states.flatten(0, 1) for states in (case.keys, case.values))
+    positions = None if case.positions is None else case.positions.flatten().int()
+    lengths = torch.full((case.segments,), case.columns)
+    held = Entries(keys, values, case.columns, positions, lengths, torch.arange(case.segments) * case.columns)
+    attend(case.query, held, case.scaling, case.softcap, case.sink, case.rows)
 
 
 def lower_step(rule: Rule) -> None:
@@ -132,11 +157,6 @@ def lower_step(rule: Rule) -> None:
         constants=constants.get(rule),
         layer=LayerSums(torch.zeros(2, 5000), numbers[0]) if rule == "row" else None,
     )
-
-
-def report(found: list[dict[str, Any]]) -> None:
-    for each in found:
-        print(json.dumps(each))  # noqa: T201
 
 
 if __name__ == "__main__":
