@@ -16,14 +16,14 @@ def _model(path: Path) -> None:
     """Load it as commands do, with its weights and without; that memory runs out is told as they do."""
     from transformers.utils import logging
 
-    from kvsearch.models.loading import LoadOptions, load, load_shape
+    from kvsearch.models.loading import LoadOptions, load
     from kvsearch.models.memory import is_out_of_memory
 
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
-    for loading in (load_shape, load):
+    for weights in (False, True):
         try:
-            found = loading(str(path.parent), LoadOptions(device="cpu"))
+            found = load(str(path.parent), LoadOptions(device="cpu"), weights=weights)
         except Exception as error:
             if is_out_of_memory(error):
                 raise EnvironmentFault(f"{path.parent}: memory ran out") from error
