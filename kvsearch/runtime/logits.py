@@ -170,7 +170,7 @@ def products(query: Tensor, keys: Tensor, scaling: float, bias: Tensor | None = 
     if not single and query.is_cuda and not needs_gradients(query, keys) and query.dtype == keys.dtype:
         scores = torch.bmm(rows, columns, out_dtype=torch.float32).mul_(scaling)  # baddbmm's takes no `added` in 2.8
         return (scores if bias is None else scores.add_(added)).view(shape)
-    step = max(1, chunk_bytes(keys.device) // (8 * columns[0].numel()))
+    step = max(1, chunk_bytes(keys.device) // (8 * max(1, columns[0].numel())))
     if single or step >= len(rows):  # as in most decode steps: what is beside the product would cost as much
         return torch.baddbmm(added, rows.float(), columns.float(), beta=beta, alpha=scaling).view(shape)
     added = added.expand(len(rows), -1, -1)
