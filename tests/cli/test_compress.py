@@ -98,16 +98,8 @@ def test_what_is_refused(run: Run, plan: Path, saved: Path, tmp_path: Path) -> N
     compress = ("compress", "bundled", "--plan", plan, "--context", "the fox .", "-o")
     refused(run, "--force to replace it", *compress, saved)
     refused(run, "its folder does not exist", *compress, tmp_path / "no" / "a.kv")
-    refused(
-        run,
-        "give --context TEXT or @FILE",
-        "compress",
-        resource("data/bundled"),
-        "--plan",
-        plan,
-        "-o",
-        tmp_path / "a.kv",
-    )
+    copied = ("compress", resource("data/bundled"), "--plan", plan, "-o", tmp_path / "a.kv")
+    refused(run, "give --context TEXT or @FILE", *copied)
     code, out, _ = run(*compress, tmp_path / "a.kv", "--dry-run", "--json")
     told = json.loads(out)
     assert (code, told["context"], told["output"]) == (0, "the fox .", str(tmp_path / "a.kv"))

@@ -108,23 +108,7 @@ class Safetensors:
 
     nested: str | None = "kvsearch"
     sealed: Callable[[bytes], bytes] = bytes
-    dtypes: ClassVar = (
-        "F64",
-        "F32",
-        "F16",
-        "BF16",
-        "I64",
-        "I32",
-        "I16",
-        "I8",
-        "U8",
-        "BOOL",
-        "U16",
-        "U32",
-        "U64",
-        "F8_E4M3",
-        "F8_E5M2",
-    )
+    dtypes: ClassVar = tuple("F64 F32 F16 BF16 I64 I32 I16 I8 U8 BOOL U16 U32 U64 F8_E4M3 F8_E5M2".split())
 
     def mutated(self, data: bytes, rng: Random) -> bytes:
         """See `Form`."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+from kvsearch.runs.identity import CONFIG, SUMS
 from tests.robustness.operations import Watch, watched
 
 NOW = 1_000_000.0
@@ -131,9 +132,13 @@ def warm(folder: Path, words: Sequence[str]) -> None:
 
 
 def tree_of(folder: Path) -> Tree:
-    """Return the digest of every file in a folder, by its path."""
+    """Return the digest of every file in a folder, by its path, wherever the folder is: config.json has its place."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    contents = {path: path.read_bytes().replace(str(folder.resolve()).encode(), b"FOLDER") for path in files}
+    for sums in (path for path in files if path.name == SUMS):
+        lines = contents[sums].splitlines(keepends=True)
+        contents[sums] = b"".join(line for line in lines if not line.endswith(f" {CONFIG}\n".encode()))
+    return {str(path.relative_to(folder)): hashlib.sha256(content).hexdigest() for path, content in contents.items()}
 
 
 def hold_models() -> None:
