@@ -483,9 +483,10 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     calibrations = {f"fit ranking {name}": fit for name, fit in fits.items()}
     calibrations[MEASURING] = curves.with_policies(usable)  # the rankings add a look at what is read anyway
     costs = []
+    quiet = StageReporter(reporter, lambda _: None)
     for name, calibration in calibrations.items():
         anew = calibration.model_copy(update={"force": True}).with_model(loaded)
-        costs += [replace(cost, name=name) for cost in calibration_dry_run(anew, reporter=reporter).stages]
+        costs += [replace(cost, name=name) for cost in calibration_dry_run(anew, reporter=quiet).stages]
     if refinement is not None:
         costs.append(refinement.cost(SEARCHING, len(sizes)))
     for stage, split in (("choose", "select"), ("report", "report")):
