@@ -19,20 +19,18 @@ if TYPE_CHECKING:
     from kvsearch.jobs.bench import bench
     from kvsearch.jobs.calibrate import calibrate
     from kvsearch.jobs.compress import compress
-    from kvsearch.jobs.doctor import doctor
     from kvsearch.jobs.evaluate import evaluate
     from kvsearch.jobs.evolve import evolve
     from kvsearch.jobs.export import export, export_to
     from kvsearch.jobs.generate import generate
     from kvsearch.jobs.headroom import headroom
+    from kvsearch.jobs.listings import doctor
     from kvsearch.jobs.lm_eval import run_lm_eval
-    from kvsearch.jobs.report import write_report
+    from kvsearch.jobs.report import show, verify, write_report
     from kvsearch.jobs.reproduce import reproduce
     from kvsearch.jobs.run import run
     from kvsearch.jobs.select import select
-    from kvsearch.jobs.show import show
     from kvsearch.jobs.validate import validate
-    from kvsearch.jobs.verify import verify
     from kvsearch.plan import Plan, Profile, load_plan
     from kvsearch.plan.profile import load_profile
     from kvsearch.runtime import PlanCache, attach
@@ -44,12 +42,13 @@ _HOMES = {
     "KvsearchError": "kvsearch.core.errors", "Plan": "kvsearch.plan", "PlanCache": "kvsearch.runtime",
     "Profile": "kvsearch.plan", "attach": "kvsearch.runtime", "load_plan": "kvsearch.plan",
     "export_to": "kvsearch.jobs.export", "load_profile": "kvsearch.plan.profile",
-    "run_lm_eval": "kvsearch.jobs.lm_eval", "write_report": "kvsearch.jobs.report",
+    "doctor": "kvsearch.jobs.listings", "run_lm_eval": "kvsearch.jobs.lm_eval", "show": "kvsearch.jobs.report",
+    "verify": "kvsearch.jobs.report", "write_report": "kvsearch.jobs.report",
     **{
         verb: f"kvsearch.jobs.{verb}"
         for verb in (
-            "bench", "calibrate", "compress", "doctor", "evaluate", "evolve", "export", "generate", "headroom",
-            "reproduce", "run", "select", "show", "validate", "verify",
+            "bench", "calibrate", "compress", "evaluate", "evolve", "export", "generate", "headroom", "reproduce",
+            "run", "select", "validate",
         )
     },
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""kvsearch plan: make plans without calibration, change plans, compare them."""
+"""kvsearch plan: make plans without calibration, change plans, compare them; what `export` prints of a plan."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from kvsearch.cli.registry import PLAN_VERBS, Output, job_verb, verb, view_outpu
 if TYPE_CHECKING:
     from kvsearch.cli.console import Console
     from kvsearch.config.options import JobOptions
+    from kvsearch.exporters.base import Exported
+    from kvsearch.jobs.export import ExportOptions
     from kvsearch.jobs.plan import PlanOptions, YamlOptions
     from kvsearch.report.plans import DifferenceView
 
@@ -18,7 +20,7 @@ JOBS = "kvsearch.jobs.plan"
 
 def make_and_show(job: str, options: PlanOptions, console: Console) -> None:
     """Make a plan, and say where it was, or in a dry run would be, written to, how much it keeps, and what is next."""
-    from kvsearch.jobs.following import evaluation, following
+    from kvsearch.jobs.groups import evaluation, following
 
     plan = options.make(console) if console.dry_run else load(job)(options, reporter=console)
     if console.as_json:
@@ -40,6 +42,48 @@ def make_and_show(job: str, options: PlanOptions, console: Console) -> None:
     if not console.dry_run:
         console.say(following("show", options.output))
         console.say(following(*evaluation(options.asked(), plan.model.name, options.output)))
+
+
+def list_targets() -> None:
+    """Say which targets there are and what of a plan they keep."""
+    from kvsearch.cli.console import Console
+    from kvsearch.exporters import TARGETS, exporter_of
+    from kvsearch.report.screen import listing
+
+    table = listing("targets of export --to", ["target", "read by", "keeps"])
+    for name in TARGETS:
+        target = exporter_of(name)
+        table.add_row(name, target.tool, target.keeps)
+    Console().out.print(table)
+
+
+def run_export(options: ExportOptions, console: Console) -> None:
+    """Write a plan, or the files of a target, and say what was written."""
+    from kvsearch.jobs.export import PLAN, export_to
+
+    if options.to == PLAN:
+        make_and_show("kvsearch.jobs.export:export", options, console)
+        return
+    found = options.for_target(console) if console.dry_run else export_to(options, reporter=console)
+    _say_target(found, options, console)
+
+
+def _say_target(found: Exported, options: ExportOptions, console: Console) -> None:
+    """Say where the files of a target are, what they lost, and how they are loaded."""
+    usage = [line.format(path=str(options.output)) for line in found.usage]
+    if console.as_json:
+        losses = [{"what": loss.what, "entries": loss.entries} for loss in found.losses]
+        files = [str(options.output / name) for name in found.files]
+        summary = {"target": options.to, "files": files, "losses": losses, "total": found.total, "usage": usage}
+        console.print_json(summary)
+        return
+    from kvsearch.report.numbers import counted
+
+    verb = "would write" if console.dry_run else "wrote"
+    lost = "nothing is lost" if not found.losses else f"{counted(len(found.losses), 'thing')} lost"
+    console.say(f"{verb} {options.output} for {options.to}: {lost}")
+    for line in usage:
+        console.say(f"  {line}")
 
 
 @verb(f"{JOBS}:UniformOptions", group=PLAN_VERBS, dry_run=True)

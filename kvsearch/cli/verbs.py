@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     from kvsearch.jobs.export import ExportOptions
     from kvsearch.jobs.generate import GenerateOptions
     from kvsearch.jobs.listings import Listing
-    from kvsearch.jobs.report import Report, ReportOptions
+    from kvsearch.jobs.report import Report, ReportOptions, VerifyOptions
     from kvsearch.jobs.reproduce import ReproduceOptions
     from kvsearch.jobs.run import Ran, RunOptions
     from kvsearch.jobs.select import Selected, SelectOptions
     from kvsearch.jobs.validate import Validated, ValidateOptions
-    from kvsearch.jobs.verify import VerifyOptions
     from kvsearch.plan import Profile
     from kvsearch.report.costs import SpeedView
     from kvsearch.report.integrity import Verification
@@ -113,7 +112,7 @@ def evolve(options: EvolveOptions, evolution: Evolution) -> Output:
     return Output(evolution.as_json, shown_parts(evolution.tables), evolution.remarks(options))
 
 
-@verb("kvsearch.jobs.export:ExportOptions", dry_run=True, listing="kvsearch.cli.export:list_targets")
+@verb("kvsearch.jobs.export:ExportOptions", dry_run=True, listing="kvsearch.cli.plan:list_targets")
 def export(options: ExportOptions, console: Console) -> None:
     """Write a plan that evicts a share of any prompt (--ratio) or keeps so many entries (--budget).
 
@@ -126,7 +125,7 @@ def export(options: ExportOptions, console: Console) -> None:
 
     kvsearch export plan.json --to folder -o deploy
     """
-    from kvsearch.cli.export import run_export
+    from kvsearch.cli.plan import run_export
 
     run_export(options, console)
 
@@ -167,7 +166,7 @@ def reproduce(options: ReproduceOptions, console: Console) -> None:
     kvsearch reproduce lava-table10 bundled -o runs/reproduce
     """
     from kvsearch.jobs import reproduce as jobs
-    from kvsearch.jobs.following import following
+    from kvsearch.jobs.groups import following
     from kvsearch.papers.tables import find_table
     from kvsearch.report.reproduced import describe_table, list_tables, listing_json
 
@@ -233,7 +232,7 @@ def bench(options: JobOptions, costs: SpeedView) -> Output:
     return view_output(costs)
 
 
-@job_verb("kvsearch.jobs.show:ShowOptions", dry_run=False)
+@job_verb("kvsearch.jobs.report:ShowOptions", dry_run=False)
 def show(options: JobOptions, view: View) -> Output:
     """Show a plan or a profile: tables and a heat map of layers and heads.
 
@@ -244,7 +243,7 @@ def show(options: JobOptions, view: View) -> Output:
     return view_output(view)
 
 
-@job_verb("kvsearch.jobs.verify:VerifyOptions", dry_run=False)
+@job_verb("kvsearch.jobs.report:VerifyOptions", dry_run=False)
 def verify(options: VerifyOptions, verification: Verification) -> Output:
     """Check that what runs have written is complete: checksums, ledgers, schemas, totals of plans, weights.
 
@@ -362,10 +361,10 @@ def recipes(options: JobOptions, listing: Listing) -> Output:
     return Output(listing.as_json, shown_parts(listing.parts))
 
 
-@job_verb("kvsearch.jobs.doctor:DoctorOptions", dry_run=False, needs_arguments=False)
+@job_verb("kvsearch.jobs.listings:DoctorOptions", dry_run=False, needs_arguments=False)
 def doctor(options: JobOptions, facts: dict[str, Any]) -> Output:
     """Check versions, devices and the bundled models, and run one tiny generation on the runtime's cache."""
-    from kvsearch.jobs.doctor import MISSING
+    from kvsearch.jobs.listings import MISSING
     from kvsearch.report.screen import facts as fact_lines
 
     missing = [name for name, value in facts.items() if value == MISSING]

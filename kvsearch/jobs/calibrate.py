@@ -22,8 +22,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.naming import suggest, unknown
 from kvsearch.core.parsing import list_problems
-from kvsearch.jobs.following import asked_flags, flags_of, following
-from kvsearch.jobs.groups import TASKS, TaskDetails, WithModel, WithWorkers
+from kvsearch.jobs.groups import TASKS, TaskDetails, WithModel, WithWorkers, asked_flags, flags_of, following
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption
 from kvsearch.models.speed import StageCost
@@ -34,9 +33,8 @@ from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
 from kvsearch.report.profile import remarks as profile_remarks
 from kvsearch.report.ranking import RankingView
-from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import CONFIG, CONTEXTS, RunConfig
-from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, run_in
+from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, run_in, write_contexts
 from kvsearch.tasks.catalog import describe_tasks, find_tasks
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from pydantic import Field
 from kvsearch.config.options import QUESTIONS, RESULT, SIZE, Option, Seeded
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import CACHE_FILE, check_output
-from kvsearch.jobs.following import flags_of, following
-from kvsearch.jobs.groups import Loading, WithModel
+from kvsearch.jobs.groups import Loading, WithModel, flags_of, following
 from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter

@@ -13,8 +13,6 @@ from kvsearch.config.options import RULE, Listed, Option, Params, Repeated, one_
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries
 from kvsearch.core.limits import MOST_NUMBER
-from kvsearch.jobs.display import watching
-from kvsearch.jobs.following import evaluation, following
 from kvsearch.jobs.groups import (
     BUDGET,
     Deciding,
@@ -23,6 +21,8 @@ from kvsearch.jobs.groups import (
     WithRun,
     WithTasks,
     WithWorkers,
+    evaluation,
+    following,
 )
 from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
@@ -34,10 +34,9 @@ from kvsearch.policies.fitted import parse_policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.report.costs import Forecast
 from kvsearch.report.search import decision, search_result, tables
-from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, FRONT, LEDGER, PLAN, REPORT, RunConfig
 from kvsearch.runs.ledger import read_lines
-from kvsearch.runs.run import run_in
+from kvsearch.runs.run import run_in, write_contexts
 from kvsearch.search.settings import WHAT, EvolveSettings, SearchLimits
 from kvsearch.search.trials import TrialLog
 
@@ -227,7 +226,7 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
     limits = options.limits
     force = options.force
     searches = _prepare(options, reporter)
-    from kvsearch.jobs.searching import keep_hard_questions, open_search
+    from kvsearch.jobs.searching import keep_hard_questions, open_search, watching
     from kvsearch.search.evolve import run_searches
 
     if force or not (directory / CONFIG).exists():

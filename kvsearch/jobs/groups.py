@@ -1,8 +1,8 @@
-"""Options that several jobs have: which model, how it is loaded, which tasks are asked, and how."""
+"""Options that several jobs have: which model, which tasks are asked, and how; and commands that follow another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
@@ -27,6 +27,7 @@ from kvsearch.config.options import (
 )
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
+from kvsearch.core.printed import command_line
 from kvsearch.jobs.reporter import Reporter, Silent
 from kvsearch.models import loading
 from kvsearch.models.loading import BUNDLED, LoadedModel, LoadOptions
@@ -324,3 +325,46 @@ class WithProtocol(Batches):
             panel=ASKED,
         ),
     ] = QUESTION_AGNOSTIC
+
+
+# --- commands that naturally follow another one, quoted: whoever pastes the line goes on ------------------------------
+
+TYPED_ON = ("tasks", *TaskDetails.model_fields, "samples", *WithProtocol.model_fields, *Loading.model_fields)
+
+
+def following(*words: object) -> str:
+    """Return the line that offers a command, given without the word kvsearch."""
+    return f"next: {command_line(['kvsearch', *map(str, words)])}"
+
+
+def flags_of(options: JobOptions, names: Iterable[str]) -> Iterator[str]:
+    """Yield those of these options that are not the default, as they are typed."""
+    offered = options.offered()
+    fields = type(options).model_fields
+    for name in names:
+        value = getattr(options, name, None)
+        if name not in offered or value is None or value == fields[name].get_default(call_default_factory=True):
+            continue
+        yield offered[name][1].called(name)
+        if not isinstance(value, bool):
+            yield ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def asked_flags(options: JobOptions) -> Iterator[str]:
+    """Yield what these options ask, how, and how the model is loaded, as it is typed.
+
+    A file without tasks is one to calibrate on, which no other command reads.
+    """
+    has_tasks = getattr(options, "tasks", None) is not None
+    yield from flags_of(options, [name for name in TYPED_ON if name != "data" or has_tasks])
+
+
+def evaluation(options: JobOptions, model: str, plan: Path) -> Iterator[str]:
+    """Yield the words of a command that evaluates a plan as a job has asked, on the part of its tasks to report on.
+
+    Some tasks ask all of their contexts by default, those of the choice, too. Without tasks the default ones are asked.
+    """
+    yield from ("evaluate", model, "--plan", str(plan))
+    if getattr(options, "tasks", None) is not None:
+        yield from ("--split", "report")
+    yield from asked_flags(options)

@@ -1,22 +1,34 @@
-"""kvsearch policies, tasks, recipes: what there is to choose from, and all there is to know about one."""
+"""kvsearch policies, tasks, recipes, doctor: what there is to choose from, in short or in full, and what works here."""
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvsearch.config.options import JobOptions, Option
+from kvsearch.config.options import JobOptions, Option, Seeded
 from kvsearch.config.recipes import FOLDERS, about, shipped_recipe, shipped_recipes
+from kvsearch.jobs.groups import Loading
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
+from kvsearch.models.loading import BUNDLED
 from kvsearch.policies.catalog import PolicyFacts, catalog, describe_policy
 from kvsearch.report.screen import facts, listing
 from kvsearch.tasks.catalog import SETS, Entry, describe_tasks
+from kvsearch.tasks.given import example_for
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+PACKAGES = (
+    "torch", "transformers", "accelerate", "datasets", "scikit-learn", "cma", "pandas", "safetensors", "typer",
+    "pydantic",
+)  # fmt: skip
+EXTRAS = ("ray", "lm-eval")
+MISSING = "missing"
 OPEN = "depends on its parameters"
 STAGES = {None: OPEN, 1: "one score chooses what stays", 2: "two scores in turn choose what stays"}
 
@@ -152,3 +164,38 @@ def recipes(options: RecipesOptions, reporter: Reporter) -> Listing:  # noqa: AR
     rows = [(name, about(path)) for name, path in known.items()]
     table = _table("recipes: kvsearch COMMAND --recipe NAME", ["command/name", "what it is"], rows)
     return Listing({"recipes": [{"name": name, "about": text} for name, text in rows]}, [table])
+
+
+# --- doctor ---------------------------------------------------------------------------------------------
+
+
+class DoctorOptions(Loading, Seeded):
+    """How the bundled models are loaded."""
+
+
+@job(DoctorOptions)
+def doctor(options: DoctorOptions, reporter: Reporter) -> dict[str, Any]:
+    """Return versions, devices and what the bundled models answer; packages that are not there are "missing"."""
+    import torch
+
+    facts = {"python": platform.python_version(), "kvsearch": version("kvsearch")}
+    for name in (*PACKAGES, *EXTRAS):
+        try:
+            facts[name] = version(name)
+        except PackageNotFoundError:
+            facts[name] = MISSING if name in PACKAGES else "not installed (optional)"
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    facts |= {
+        "devices": ", ".join(devices) or "cpu only",
+        "cores": str(os.cpu_count()),
+        "offline": os.environ.get("HF_HUB_OFFLINE", "0"),
+    }
+    if MISSING in facts.values():
+        return facts
+    from kvsearch.evaluation.answer import answer
+
+    for name in BUNDLED:
+        context, prompt, plain = example_for(name, None, None, options.seed)
+        (reply,) = answer(options.load(name, reporter), None, context, [prompt], plain, 3)
+        facts[f"{name} model"] = f"answers {reply.text!r} from {reply.entries} entries"
+    return facts

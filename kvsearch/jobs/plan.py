@@ -14,8 +14,7 @@ from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.config.options import RESULT, RULE, SIZE, JobOptions, Option, Params
 from kvsearch.core.files import PLAN_FILE, STRATEGY_FILE, atomic_write, check_output, read_bytes
 from kvsearch.core.limits import MOST_YAML
-from kvsearch.jobs.following import following
-from kvsearch.jobs.groups import BUDGET, RATIO, WithModel
+from kvsearch.jobs.groups import BUDGET, RATIO, WithModel, following
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.plan import Plan, Size, arithmetic, load_plan, phases_of, save_plan

@@ -1,8 +1,9 @@
-"""kvsearch report: runs, plans and results as one HTML page."""
+"""kvsearch show, verify, report: what kvsearch wrote, read again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,11 +12,77 @@ from pydantic import Field
 from kvsearch.config.options import JobOptions, Option, Repeated
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import atomic_write, check_target, read_bytes, require_directory
+from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 
 if TYPE_CHECKING:
+    from kvsearch.report.integrity import Verification
     from kvsearch.report.page.page import ModelGroup
+    from kvsearch.report.screen import View
+
+
+class ShowOptions(JobOptions):
+    """What to show."""
+
+    path: Annotated[
+        Path,
+        Option("A plan, a profile, the directory of a run, or any other file that kvsearch wrote.", argument=True),
+    ]
+    ratio: Annotated[float, Option("Global eviction ratio at which a profile is shown.")] = 0.8
+    plan: Annotated[Path | None, Option("With a profile: what this plan loses, layer by layer.")] = None
+
+
+@job(ShowOptions)
+def show(options: ShowOptions, reporter: Reporter) -> View:  # noqa: ARG001 - there is nothing to say meanwhile
+    """Read what kvsearch wrote, and return a view of it.
+
+    Raises:
+        UsageError: no such file, a damaged one, nothing of ours, or a plan for a profile that cannot judge it.
+        IncompatibleError: the profile is of another model than the plan.
+    """
+    from kvsearch.report.artifacts import open_path
+
+    opened = open_path(options.path)
+    if opened.kind != "profile" and options.model_fields_set & {"plan", "ratio"}:
+        raise UsageError(f"--plan and --ratio are for profiles: {options.path} is a {opened.kind}")
+    if opened.kind == "plan":
+        from kvsearch.budgets.plan_checks import check_plan
+
+        check_plan(opened.content, str(options.path))
+    if opened.kind == "profile":
+        from kvsearch.report.profile import profile_parts
+
+        plan = None if options.plan is None else checked_plan(options.plan)
+        opened = replace(opened, view=partial(profile_parts, opened.content, options.ratio, plan))
+    return opened
+
+
+class VerifyOptions(JobOptions):
+    """What is verified."""
+
+    paths: Annotated[
+        tuple[Path, ...],
+        Repeated,
+        Field(min_length=1),
+        Option("Directories of runs, with all that is in them, or any file that kvsearch wrote.", metavar="PATH...",
+               argument=True, repeated=True),
+    ]  # fmt: skip
+
+
+@job(VerifyOptions)
+def verify(options: VerifyOptions, reporter: Reporter) -> Verification:  # noqa: ARG001 - there is nothing to say meanwhile
+    """Check every artefact of runs: checksums, lines of ledgers, schemas, totals of plans, hashes of weights.
+
+    Nothing is written, and a run that works on is not disturbed. What is not finished is told as that, and not damaged.
+
+    Raises:
+        UsageError: nothing is there that kvsearch has written.
+        EnvironmentFault: it cannot be read.
+    """
+    from kvsearch.report.integrity import verify_paths
+
+    return verify_paths(options.paths)
 
 
 class ReportOptions(JobOptions):

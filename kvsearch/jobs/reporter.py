@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 AGAIN = "give the same command again to go on"
 FINISHED = "this run was finished: nothing was left to do"
+PARTS = 1000  # of the whole, as the display counts them
+KEPT = 0.1  # share of its time in which a stage ends that was finished before
 
 
 class Reporter(Protocol):
@@ -62,6 +65,93 @@ def on_interruption(reporter: Reporter, words: Callable[[], str]) -> Iterator[No
     except KeyboardInterrupt:
         reporter.say(words())
         raise
+
+
+# --- one display over all stages of a long job ----------------------------------------------------------------------
+
+
+class Overall:
+    """The stages of a long job by name, with the seconds that each is said to take; what was kept takes none.
+
+    A share `trust` of the whole counts as done at the speed that was said: the time left follows what is seen. It is 0
+    where stages have other weights than seconds.
+    """
+
+    def __init__(self, reporter: Reporter, work: Mapping[str, float], trust: float = 0.2) -> None:
+        self.reporter = reporter
+        self.work = work
+        self.whole = sum(work.values())
+        self.trusted = trust * self.whole
+        self.show: Progress = lambda *_: None
+        self.title = next(iter(work), "")
+        self.done = 0.0
+        self._kept = 0.0
+        self._started = time.monotonic()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[StageReporter]:
+        """Begin a stage, and give whom its job talks to."""
+        before = self.done
+        began = time.monotonic()
+        self.title = name
+        self.reporter.say(f"stage {list(self.work).index(name) + 1} of {len(self.work)}: {name}")
+        yield StageReporter(self.reporter, lambda share: self._at(before + share * self.work[name]))
+        if time.monotonic() - began < KEPT * self.work[name]:
+            self._kept += self.work[name]
+        self._at(before + self.work[name])
+
+    def left(self) -> float | None:
+        """Return the seconds that are left, at the speed so far; None where that cannot be told yet."""
+        done = self.done - self._kept + self.trusted
+        if done <= 0:
+            return None
+        return (time.monotonic() - self._started + self.trusted) / done * (self.whole - self.done)
+
+    def _at(self, done: float) -> None:
+        self.done = max(self.done, done)
+        self.show(round(PARTS * self.done / self.whole), PARTS)
+
+
+@contextmanager
+def overall(reporter: Reporter, work: Mapping[str, float], trust: float = 0.2) -> Iterator[Overall]:
+    """Show one bar for stages that take so many seconds, see `Overall`."""
+    display = Overall(reporter, work, trust=trust)
+    with reporter.progress(lambda: display.title, display.left) as show:
+        display.show = show
+        yield display
+
+
+class StageReporter:
+    """A `Reporter` whose progress is that of a stage: each step does a `part` of what is left, and none goes back."""
+
+    def __init__(self, reporter: Reporter, at: Callable[[float], None]) -> None:
+        self.reporter = reporter
+        self.at = at
+        self.part = 1.0
+        self.done = 0.0
+
+    def say(self, text: str) -> None:
+        """Keep it: what a stage begins with and what it has kept is told once, of all stages."""
+
+    def warn(self, text: str) -> None:
+        self.reporter.warn(text)
+
+    @contextmanager
+    def progress(self, what: Title, left: SecondsLeft | None = None) -> Iterator[Progress]:  # noqa: ARG002 - one display
+        before = self.done
+
+        def show(done: int, total: int) -> None:
+            share = done / total if total else 1.0
+            self.done = max(self.done, before + self.part * share * (1 - before))
+            self.at(self.done)
+
+        yield show
+
+    def loading(self, name: str) -> AbstractContextManager[None]:
+        return self.reporter.loading(name)
+
+
+# --- replies that are kept -------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -15,10 +15,9 @@ from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Entries, Samples
 from kvsearch.core.files import atomic_write
-from kvsearch.jobs.display import overall
 from kvsearch.jobs.groups import ASKED, BUDGET, MODEL, TASKS, Batches, Loading, TaskDetails, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption
+from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption, overall
 from kvsearch.models.loading import BUNDLED, LoadedModel
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.papers.tables import ASKING, STAGES, Ask, PaperTable, Scale, Stage, StageJob, find_table, model_of

@@ -19,9 +19,7 @@ from kvsearch.core.fields import Entries, Samples, refuse
 from kvsearch.core.naming import require_known
 from kvsearch.jobs.calibrate import OPTIONS, CalibrateOptions, calibrate
 from kvsearch.jobs.calibrate import dry_run as calibration_dry_run
-from kvsearch.jobs.display import Overall, StageReporter, overall
 from kvsearch.jobs.evolve import EvolveOptions
-from kvsearch.jobs.following import evaluation, following
 from kvsearch.jobs.groups import (
     BUDGET,
     RATIO,
@@ -35,9 +33,11 @@ from kvsearch.jobs.groups import (
     WithTasks,
     WithWorkers,
     default_tasks,
+    evaluation,
+    following,
 )
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption, stage_store
+from kvsearch.jobs.reporter import FINISHED, Overall, Reporter, StageReporter, on_interruption, overall, stage_store
 from kvsearch.models.speed import StageCost
 from kvsearch.plan import Size, save_plan
 from kvsearch.plan.origin import ContextSet, joined
@@ -47,9 +47,8 @@ from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
 from kvsearch.report.ranking import RankingView
 from kvsearch.report.selections import choice_tables, run_result, selection_result, sentences, smallest_words
-from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import PLAN, RunConfig
-from kvsearch.runs.run import Run, run_in
+from kvsearch.runs.run import Run, run_in, write_contexts
 from kvsearch.selection.rule import LEAST_CONTEXTS, SharedLevel
 from kvsearch.strategies.joint import policy_curves
 

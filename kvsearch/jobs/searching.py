@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.progress import Progress
 from kvsearch.evaluation.compare import Split, replies_cost
 from kvsearch.evaluation.identity import environment, metric_of, rows_hash
-from kvsearch.jobs.display import SearchProgress
-from kvsearch.jobs.reporter import Reporter
+from kvsearch.jobs.reporter import Reporter, on_interruption
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan, Size, load_plan, save_plan
 from kvsearch.plan.arithmetic import scale
 from kvsearch.plan.origin import ContextRecord
 from kvsearch.policies.registry import policy_of
-from kvsearch.runs.contexts import write_contexts
-from kvsearch.runs.identity import CONFIG, CONTEXTS, RunConfig
-from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged
+from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, RunConfig
+from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, write_contexts, write_json
 from kvsearch.search.bank.prepared import ranking_policies
-from kvsearch.search.candidates import Candidate, Executor, SearchOutcome
+from kvsearch.search.candidates import STARTS, Candidate, Executor, SearchOutcome
 from kvsearch.search.difficulty import with_hard_questions
 from kvsearch.search.evolve import PreparedSearch, prepare_search, resize_search
 from kvsearch.search.settings import EvolveSettings, SearchLimits
@@ -142,6 +141,63 @@ def _make_executor(searches: Sequence[PreparedSearch], workers: int | None, repo
     cap = max(search.cap for search in searches)
     with reporter.progress("prompts") as progress:
         return make_executor(first, cap, first.asked.max_memory, progress)
+
+
+# --- how far one is ------------------------------------------------------------------------------------------------
+
+
+class SearchProgress:
+    """Shows how far a search is on its way to at most `most` candidates; a `Watcher`."""
+
+    def __init__(self, reporter: Reporter, log: TrialLog, most: int) -> None:
+        self.reporter = reporter
+        self.log = log
+        self.most = most
+        self.title = self.place = "search"
+        self.failures = 0
+        self.starts = math.nan
+        self._open = ExitStack()
+        self._show: Progress | None = None
+
+    def stage(self, name: str) -> None:
+        self.place = f"search, {name}"
+
+    def generation(self, stage: str, generation: int, values: Sequence[float], best: Candidate) -> None:
+        self.failures += sum(not math.isfinite(value) for value in values)
+        if stage == STARTS:
+            self.starts = best.value
+        place = self.place if stage == STARTS else f"{self.place}, generation {generation}"
+        failed = f", {self.failures} failed" if self.failures else ""
+        self.title = f"{place}, best {best.value:.6g} (best start {self.starts:.6g}){failed}"
+        if self._show is None:
+            self._show = self._open.enter_context(self.reporter.progress(lambda: self.title))
+        self._show(min(self.log.spent.evaluations, self.most), self.most)
+
+    def ended(self, why: str) -> None:
+        self.close()
+        self.reporter.say(f"search ended: {why}")
+
+    def close(self) -> None:
+        """Give the screen back."""
+        self._open.close()
+        self._show = None
+
+
+@contextmanager
+def watching(reporter: Reporter, log: TrialLog, most: int) -> Iterator[SearchProgress]:
+    """Show how a search goes; after Ctrl-C write and say what is best so far, and how to go on."""
+    watcher = SearchProgress(reporter, log, most)
+    directory = log.path.parent
+
+    def words() -> str:
+        watcher.close()
+        if (best := log.best) is not None:
+            write_json(directory / BEST, {"value": best.value, "where": best.where, "budgets": best.candidate})
+            reporter.say(f"best so far: {best.value:.6g} ({best.where}), in {directory / BEST}")
+        return f"give the same command again to go on: what was measured is in {directory}"
+
+    with closing(watcher), on_interruption(reporter, words):
+        yield watcher
 
 
 # --- the refinement of a run -----------------------------------------------------------------------------------------

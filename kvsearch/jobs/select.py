@@ -16,19 +16,17 @@ from kvsearch.core.fields import Entries
 from kvsearch.core.files import PLAN_FILE, check_output, read_bytes
 from kvsearch.core.naming import require_known
 from kvsearch.evaluation.reply_store import check_place
-from kvsearch.jobs.calibrated import OnSignals, load_signals
-from kvsearch.jobs.following import evaluation, following
-from kvsearch.jobs.groups import BUDGET, Deciding
+from kvsearch.jobs.groups import BUDGET, Deciding, evaluation, following
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store
+from kvsearch.jobs.validate import OnSignals, load_signals
 from kvsearch.plan import PHASES, Size, canonical_json, save_plan
 from kvsearch.plan.origin import ContextRecord
 from kvsearch.report.costs import Forecast
 from kvsearch.report.selections import selection_result, tables
 from kvsearch.results.selection import SelectionsResult
-from kvsearch.runs.contexts import write_contexts
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
-from kvsearch.runs.run import Run, run_in
+from kvsearch.runs.run import Run, run_in, write_contexts
 from kvsearch.selection.rule import SharedLevel
 from kvsearch.selection.verdicts import SETTINGS
 from kvsearch.signals.table import SignalTable

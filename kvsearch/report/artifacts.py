@@ -44,9 +44,9 @@ from kvsearch.results.selection import RunResult, SelectionResult, SelectionsRes
 from kvsearch.results.text_perplexity import PerplexityResult
 from kvsearch.results.validation import FILE as VALIDATION
 from kvsearch.results.validation import read_validation
-from kvsearch.runs.contexts import CONTEXTS_FORMAT, read_contexts
 from kvsearch.runs.identity import CONFIG, CONTEXTS, LEDGER, REPORT, SELECTION, SUMS, RunConfig, read_config
 from kvsearch.runs.identity import SCHEMA as RUN
+from kvsearch.runs.run import CONTEXTS_FORMAT, read_contexts
 
 FRONT = "front.json"
 WHOLE_RUN = "run.json"

@@ -13,7 +13,7 @@ from kvsearch.cli.registry import VERBS
 from kvsearch.models.loading import BUNDLED
 from kvsearch.plan import load_plan, load_profile
 from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
-from kvsearch.runs.contexts import read_contexts
+from kvsearch.runs.run import read_contexts
 from tests.cli.conftest import Run, invoke
 
 

@@ -18,8 +18,7 @@ from kvsearch.cli.console import Console
 from kvsearch.cli.progress import Count, lines
 from kvsearch.core.errors import KvsearchWarning
 from kvsearch.core.progress import TimeLeft
-from kvsearch.jobs.display import Overall
-from kvsearch.jobs.reporter import on_interruption
+from kvsearch.jobs.reporter import Overall, on_interruption
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import USAGE, refused
 
@@ -108,7 +107,7 @@ def test_a_time_left_never_rises(estimates: list[float | None]) -> None:
 def test_the_time_left_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages that were finished before take no time, and others as long as was said, until more is known."""
     now = [0.0]
-    monkeypatch.setattr("kvsearch.jobs.display.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvsearch.jobs.reporter.time.monotonic", lambda: now[0])
     display = Overall(Console(quiet=True), {"fit": 60.0, "search": 30.0, "report": 10.0})
     assert display.left() == 100
     with display.stage("fit") as stage, stage.progress("contexts") as show:

@@ -16,7 +16,7 @@ from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan, save_plan
 from kvsearch.plan.origin import merkle_root
-from kvsearch.runs.contexts import read_contexts
+from kvsearch.runs.run import read_contexts
 from tests import tiny
 from tests.cli.conftest import Run, invoke
 from tests.cli.test_bad_input import ENVIRONMENT, USAGE, refused

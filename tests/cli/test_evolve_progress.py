@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from kvsearch.cli.console import Console
-from kvsearch.jobs.display import watching
+from kvsearch.jobs.searching import watching
 from kvsearch.runs.lock import locked
 from kvsearch.search.candidates import Candidate
 from kvsearch.search.trials import TrialLog

@@ -16,7 +16,7 @@ import pytest
 from kvsearch.core.resources import resource
 from kvsearch.jobs.calibrate import CalibrateOptions, following_commands
 from kvsearch.jobs.evolve import EvolveOptions
-from kvsearch.jobs.following import evaluation
+from kvsearch.jobs.groups import evaluation
 from kvsearch.jobs.run import Ran, RunOptions
 from kvsearch.jobs.select import Selected, SelectOptions
 from kvsearch.jobs.validate import Validated, ValidateOptions

@@ -19,7 +19,7 @@ import pytest
 from kvsearch.cli.console import LOGGER, Console, set_up_log
 from kvsearch.core.errors import UsageError
 from kvsearch.core.printed import FORMULA, PLAIN, visible, visible_line
-from kvsearch.jobs.following import following
+from kvsearch.jobs.groups import following
 from kvsearch.report.screen import listing
 from kvsearch.report.table import Table
 from tests.cli.conftest import Run

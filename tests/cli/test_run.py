@@ -19,8 +19,8 @@ from kvsearch.jobs.run import RunOptions, planned_size
 from kvsearch.plan import Size, load_plan
 from kvsearch.report.integrity import verify_paths
 from kvsearch.report.selections import smallest_words
-from kvsearch.runs.contexts import read_contexts
 from kvsearch.runs.estimates import Difference
+from kvsearch.runs.run import read_contexts
 from kvsearch.selection.selection import TriedBudget
 from kvsearch.selection.selection_job import SelectionJob, Smallest
 from tests import tiny

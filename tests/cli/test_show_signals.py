@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsearch.cli.screen import Screen
+from kvsearch.cli.console import Screen
 from kvsearch.plan import Profile, save_profile
 from kvsearch.report.signals import signal_parts
 from kvsearch.signals.table import SignalTable

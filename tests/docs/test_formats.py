@@ -19,8 +19,8 @@ from kvsearch.plan.origin import Asked, ContextRecord, ContextSet
 from kvsearch.plan.profile import ProfileMetadata, TableCheck, load_profile
 from kvsearch.plan.profile_arrays import GRID, SignalAxes
 from kvsearch.plan.schema import AllocationSpec, LayerPlan, ModelFingerprint, PhasePlan, Plan, PolicySpec, Provenance
-from kvsearch.runs.contexts import ContextsFile, read_contexts
 from kvsearch.runs.identity import RunConfig, read_config, read_identity
+from kvsearch.runs.run import ContextsFile, read_contexts
 from kvsearch.runtime.store.cache_file import CacheHeader
 from kvsearch.search.trials import LINES
 from tests.runs.sealing import sealed

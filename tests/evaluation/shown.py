@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterable
 from typing import Any
 
-from kvsearch.cli.screen import Screen
+from kvsearch.cli.console import Screen
 from kvsearch.report.figures.data import Figure
 from kvsearch.report.screen import printable
 from kvsearch.report.table import Table

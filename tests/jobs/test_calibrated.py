@@ -10,9 +10,9 @@ import pytest
 
 from kvsearch.calibration.steps import profile_file
 from kvsearch.core.errors import UsageError
-from kvsearch.jobs.calibrated import OnSignals
 from kvsearch.jobs.groups import Loading
 from kvsearch.jobs.reporter import Silent
+from kvsearch.jobs.validate import OnSignals
 from kvsearch.plan.saved import PROFILE
 from tests.plan.builders import make_profile
 

@@ -15,9 +15,9 @@ from kvsearch.plan import load_plan, save_plan
 from kvsearch.plan.arithmetic import convert, merge, scale
 from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash, joined, merkle_root
 from kvsearch.plan.yaml import plan_to_yaml
-from kvsearch.runs.contexts import read_contexts, write_contexts
 from kvsearch.runs.identity import CONTEXTS
 from kvsearch.runs.lock import locked
+from kvsearch.runs.run import read_contexts, write_contexts
 from kvsearch.strategies.from_yaml import plan_from_yaml
 from tests.plan.builders import PROVENANCE, make_plan
 

@@ -61,9 +61,9 @@ def same(one: Any, other: Any, what: str) -> None:
 
 def show(path: Path, **options: Any) -> None:
     """Do what `kvsearch show` does, as a table and as JSON, and what `verify` and `report` do; raises as `show`."""
-    from kvsearch.cli.screen import Screen
-    from kvsearch.jobs.show import ShowOptions
-    from kvsearch.jobs.show import show as showing
+    from kvsearch.cli.console import Screen
+    from kvsearch.jobs.report import ShowOptions
+    from kvsearch.jobs.report import show as showing
 
     with suppress(KvsearchError):  # as of what is none of our files
         verify(path)

@@ -62,8 +62,8 @@ def _config(job: str, path: Path) -> None:
 
 
 def _contexts(path: Path) -> None:
-    from kvsearch.runs.contexts import read_contexts, write_contexts
     from kvsearch.runs.lock import locked
+    from kvsearch.runs.run import read_contexts, write_contexts
 
     show(path)
     found = read_contexts(path.parent)
