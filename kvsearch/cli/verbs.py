@@ -167,13 +167,12 @@ def reproduce(options: ReproduceOptions, console: Console) -> None:
     """
     from kvsearch.jobs import reproduce as jobs
     from kvsearch.jobs.groups import following
-    from kvsearch.papers.tables import find_table
-    from kvsearch.report.reproduced import describe_table, list_tables, listing_json
+    from kvsearch.report.paper_table import list_tables
 
     if options.listed:
-        name = options.table
-        parts = describe_table(find_table(name)) if name else [list_tables()]
-        Output(lambda: listing_json(name), shown_parts(lambda: parts)).print(console)
+        table = list_tables(options.table)
+        rows = [dict(zip(table.header, (cell.text for cell in row), strict=True)) for row in table.rows]
+        Output(lambda: {"tables": rows, "notes": table.notes}, shown_parts(lambda: [table])).print(console)
     elif console.dry_run:
         view_output(jobs.dry_run(options, reporter=console)).print(console)
     else:

@@ -24,8 +24,7 @@ from kvsearch.papers.tables import ASKING, STAGES, Ask, PaperTable, Scale, Stage
 from kvsearch.plan.saved import PROFILE
 from kvsearch.report.artifacts import open_path
 from kvsearch.report.costs import Forecast
-from kvsearch.report.paper_table import FinishedStage, reproduced
-from kvsearch.report.reproduced import Reproduced
+from kvsearch.report.paper_table import FinishedStage, Reproduced, reproduced
 from kvsearch.report.table import latex, markdown
 from kvsearch.results.validation import FILE as VALIDATION
 from kvsearch.runs.identity import PLAN, REPORT, SELECTION
@@ -67,7 +66,7 @@ class ReproduceOptions(WithTasks, WithWorkers, Batches):
         ),
     ] = None
     listed: Annotated[
-        bool, Option("List the tables, or say all of one, and stop.", QUESTIONS, flag="--list", recorded=False)
+        bool, Option("List the tables, or say more of one, and stop.", QUESTIONS, flag="--list", recorded=False)
     ] = False
     tasks: Annotated[
         Specs | None,
@@ -103,36 +102,34 @@ class ReproduceOptions(WithTasks, WithWorkers, Batches):
             raise UsageError("which table? Give its name and a model; kvsearch reproduce --list names all")
         table = find_table(self.table)
         if not self.model:
-            raise UsageError(
-                f"{table.name} of which model? Give a hub id, a local directory or bundled; --list says all of it"
-            )
+            raise UsageError(f"{table.name} of which model? Give a hub id, a local directory or bundled")
         return table
 
     def scale(self, table: PaperTable) -> Scale:
         """Return how much is asked: as the table has it for this model, but for what was given."""
         scale = table.bundled if self.is_short else table.paper
-        scale = replace(scale, asks=self._asks(scale.asks), searches=self._asks(scale.searches, search=True))
+        given = {"asks": self._asks(scale["asks"]), "searches": self._asks(scale["searches"], search=True)}
         if self.budgets is None:
-            return scale
-        if not scale.budgets:
+            return {**scale, **given}
+        if not scale["budgets"]:
             raise UsageError(f"{table.name} evicts shares of the prompts: leave --budgets out")
-        if len(self.budgets) != len(scale.budgets) and len(scale.budgets) == 1:
+        if len(self.budgets) != len(scale["budgets"]) and len(scale["budgets"]) == 1:
             raise UsageError(f"{table.name} has one budget: give one with --budgets")
-        return replace(scale, budgets=tuple(sorted(self.budgets)))
+        return {**scale, **given, "budgets": sorted(self.budgets)}
 
-    def _asks(self, asks: Sequence[Ask], search: bool = False) -> tuple[Ask, ...]:
+    def _asks(self, asks: Sequence[Ask], search: bool = False) -> list[Ask]:
         """Return what is asked in place of `asks`, each once; a search keeps its own number of samples."""
-        given: dict[str, Any] = {}
-        if self.tasks is not None:
-            given |= {"tasks": self.tasks, "length": (), "tokens": 0}
-        if self.length is not None:
-            given |= {"length": self.length}
-        if self.samples is not None and not search:
-            given |= {"samples": self.samples}
-        changed = [replace(ask, **given) for ask in asks]
-        has_length = ["length" in options_read(ask.tasks) for ask in changed]
-        fitting = [ask if has else replace(ask, length=()) for ask, has in zip(changed, has_length, strict=True)]
-        return tuple(dict.fromkeys(fitting))
+        given: dict[str, Any] = {"tasks": self.tasks, "samples": None if search else self.samples}
+        given = {name: value for name, value in given.items() if value is not None}
+        changed: list[Ask] = []
+        for ask in asks:
+            length = self.length or (None if self.tasks else ask.get("length"))
+            own = {name: value for name, value in ask.items() if name != "length"} | given
+            if length and "length" in options_read(own["tasks"]):
+                own["length"] = length
+            if own not in changed:
+                changed.append(own)
+        return changed
 
 
 def options_read(spec: str) -> set[str]:
@@ -404,7 +401,7 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> Reproduced:
             with whole.stage(stage.name) as part:
                 stages.run(stage, loaded, part)
     stated = {"model": options.model, "options": options.recorded(), "stages": stages.as_json()}
-    found = reproduced(table, options.model, options.is_short, stages.finished, stated, options.tasks is not None)
+    found = reproduced(table, stages.finished, stated, short=options.is_short, own_tasks=options.tasks is not None)
     tables = found.tables()
     place = options.place / files[0]
     before = place.read_bytes() if place.exists() else None
@@ -417,4 +414,4 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> Reproduced:
     finish(options.place, files)
     if before == place.read_bytes():
         reporter.say(FINISHED)
-    return replace(found, files=tuple(options.place / name for name in files))
+    return found.model_copy(update={"files": tuple(options.place / name for name in files)})

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from string import Template
@@ -30,52 +30,10 @@ STAGES = "stages"  # in the directory of tables: a directory of every stage
 ASKING: frozenset[StageJob] = frozenset({"evolve", "select", "validate", "evaluate"})  # jobs that ask tasks
 
 
-@dataclass(frozen=True)
-class Ask:
-    """Tasks, how many contexts of each, and how long these are.
-
-    `tokens` is about how long a prompt is where `length` does not say so: for the cost alone. `block` is what the paper
-    calls it, where a table asks several.
-    """
-
-    tasks: str
-    samples: int
-    length: tuple[int, ...] = ()
-    tokens: int = 0
-    block: str = ""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """As options of the jobs that ask."""
-        return {"tasks": self.tasks, "samples": self.samples} | ({"length": self.length} if self.length else {})
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How much is asked, and how much is kept: by the paper, or in the short form for the bundled models.
-
-    `searches` are what budgets are searched on; `settings` are the other numbers that stages name.
-    """
-
-    asks: tuple[Ask, ...]
-    searches: tuple[Ask, ...]
-    budgets: tuple[int, ...]
-    ratios: tuple[float, ...]
-    settings: Mapping[str, Any]
-
-    @property
-    def names(self) -> dict[str, Any]:
-        """What $NAME stands for in stages; `searched` are the budgets that have a search of their own."""
-        own = self.settings.get("own", ())
-        named: dict[str, Any] = {
-            **self.settings, "asks": self.asks, "searches": self.searches, "budgets": self.budgets,
-            "ratios": self.ratios,
-        }  # fmt: skip
-        if self.budgets:
-            least, *larger = self.budgets
-            searched = (least, *(budget for budget in larger if budget in own))
-            named |= {"least": least, "larger": tuple(larger), "searched": searched}
-        return named
+Ask = Mapping[
+    str, Any
+]  # tasks, samples of each, perhaps length; block: what the paper calls it, where several are asked
+Scale = Mapping[str, Any]  # asks, searches (what budgets are searched on), budgets, ratios, other numbers of stages
 
 
 @dataclass(frozen=True)
@@ -83,7 +41,7 @@ class Stage:
     """A job under a name that is unique in its table; `words` say what it does.
 
     `methods` are those that an evaluation compares, one by one, so that one that a model cannot run is left out.
-    `block` and `tokens` are those of what is asked.
+    `block` is that of what is asked.
     """
 
     name: str
@@ -92,7 +50,6 @@ class Stage:
     options: Mapping[str, Any]
     methods: tuple[str, ...] = ()
     block: str = ""
-    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,7 +76,17 @@ class PaperTable:
 
     def stages(self, scale: Scale) -> tuple[Stage, ...]:
         """Return the stages of a form, in their order."""
-        return tuple(stage for template in self.templates for stage in _stages(template, scale.names))
+        names = _names(scale)
+        return tuple(stage for template in self.templates for stage in _stages(template, names))
+
+
+def _names(scale: Scale) -> Mapping[str, Any]:
+    """Return what $NAME stands for in stages; `searched` are the budgets that have a search of their own."""
+    if not scale["budgets"]:
+        return scale
+    least, *larger = scale["budgets"]
+    searched = [least, *(budget for budget in larger if budget in scale.get("own", ()))]
+    return {**scale, "least": least, "larger": larger, "searched": searched}
 
 
 def _stages(template: Mapping[str, Any], names: Mapping[str, Any]) -> Iterator[Stage]:
@@ -127,14 +94,16 @@ def _stages(template: Mapping[str, Any], names: Mapping[str, Any]) -> Iterator[S
     for bound in _bindings(template.get("each", {}), names):
         verb = template["verb"]
         options = _filled(template["options"], bound)
-        ask = bound["ask"] if verb in ASKING else Ask("", 0)
+        block = ""
         if verb in ASKING:
-            options = {**ask.options, **options}
+            asked = dict(bound["ask"])
+            block = asked.pop("block", "")
+            options = {**asked, **options}
         if verb == "evaluate":  # it takes sizes as they are typed
             sizes = {name: options[name] for name in ("budgets", "ratios") if name in options}
             options |= {name: ",".join(map(str, values)) for name, values in sizes.items()}
         name, words, methods = (_filled(template.get(part, []), bound) for part in ("name", "words", "methods"))
-        yield Stage(name, verb, words, options, methods, ask.block, ask.tokens)
+        yield Stage(name, verb, words, options, methods, block)
 
 
 def _bindings(each: Mapping[str, Any], names: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -145,9 +114,9 @@ def _bindings(each: Mapping[str, Any], names: Mapping[str, Any]) -> Iterator[Map
     (variable, values), *others = each.items()
     for value in _filled(values, names):
         bound = {**names, variable: value}
-        if isinstance(value, Ask):
-            bound |= asdict(value)
-            bound["suffix"] = f"-{value.block}" if value.block else ""
+        if variable == "ask":
+            block = value.get("block", "")
+            bound |= {**value, "block": block, "suffix": f"-{block}" if block else ""}
         if variable == "budget":  # the search whose result is scaled to it
             bound["source"] = value if value in names["searched"] else names["least"]
         yield from _bindings(dict(others), bound)
@@ -178,20 +147,12 @@ def _read_tables(paper: str) -> Iterator[PaperTable]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     described = yaml.load(FOLDER.joinpath(f"{paper}.yaml").read_text(encoding="utf-8"), loader)
     for name, table in described["tables"].items():
-        fields = {
-            **table, "paper": _scale(table["paper"]), "bundled": _scale(table["bundled"]),
-            **{field: tuple(_flat(table[field])) for field in ("columns", "changed", "smaller")},
-        }  # fmt: skip
+        fields = dict(table)
+        for form in ("paper", "bundled"):
+            fields[form] = {"asks": [], "searches": [], "budgets": [], "ratios": [], **table[form]}
+        for field in ("columns", "changed", "smaller"):
+            fields[field] = tuple(_flat(table[field]))
         yield PaperTable(name=name, source=described["paper"], templates=tuple(fields.pop("stages")), **fields)
-
-
-def _scale(described: Mapping[str, Any]) -> Scale:
-    settings = dict(described)
-    asks, searches = (
-        tuple(Ask(**{**ask, "length": tuple(ask.get("length", ()))}) for ask in settings.pop(field, ()))
-        for field in ("asks", "searches")
-    )
-    return Scale(asks, searches, tuple(settings.pop("budgets", ())), tuple(settings.pop("ratios", ())), settings)
 
 
 def _flat(parts: list[Any]) -> Iterator[str]:

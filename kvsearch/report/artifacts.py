@@ -33,9 +33,9 @@ from kvsearch.report.figures import results as drawn
 from kvsearch.report.figures.data import Figure, Part
 from kvsearch.report.figures.profiles import profile_figures
 from kvsearch.report.numbers import counted
+from kvsearch.report.paper_table import Reproduced
 from kvsearch.report.plans import cache_parts, plan_headline, plan_parts
 from kvsearch.report.profile import caption, profile_parts
-from kvsearch.report.reproduced import Reproduced
 from kvsearch.report.table import Table, markdown
 from kvsearch.results.base import read_content, telling_damage
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
@@ -144,9 +144,7 @@ KINDS: Mapping[str, ArtifactKind] = {
         model=lambda _: None,
     ),
     "recipe": ArtifactKind(lambda options: [options], model=lambda options: options.get("model")),
-    "reproduction": ArtifactKind(
-        Reproduced.tables, {"kvsearch.reproduction": Reproduced.read}, model=lambda table: table.content.get("model")
-    ),
+    "reproduction": ArtifactKind(Reproduced.tables, {"kvsearch.reproduction": partial(read_content, Reproduced)}),
     "runs": ArtifactKind(lambda runs: [_runs_table(runs)], model=lambda _: None),
     "cache": ArtifactKind(cache_parts, model=lambda header: header.plan.model.name),
 }

@@ -1,31 +1,152 @@
-"""From what the stages of a paper's table have written to its cells, and to what stands around them."""
+"""A paper's table made again: its cells beside the paper's numbers, from what its stages have written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+from pydantic import Field
 
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.calibration.analysis import lost_mass, stability
 from kvsearch.core.arrays import Floats
-from kvsearch.papers.tables import PaperTable, Stage, StageJob, View, model_of, numbers
-from kvsearch.plan import Plan, Profile, Size
-from kvsearch.report.numbers import counted
-from kvsearch.report.reproduced import LEFT_OUT, MeasuredCell, Reproduced
-from kvsearch.results.evaluation import SECTIONS, EvaluationResult, ScoreRow
+from kvsearch.core.printed import csv_text
+from kvsearch.papers.tables import TABLES, PaperTable, Stage, StageJob, View, find_table, model_of, numbers
+from kvsearch.plan import Plan, Profile
+from kvsearch.report.numbers import counted, or_dash
+from kvsearch.report.table import Cell, RowGroup, Table
+from kvsearch.results.base import Result
+from kvsearch.results.evaluation import SECTIONS, EvaluationResult, ScoreRow, SizeScores
 from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.names import FULL
 
+PAPER = "paper"
+LEFT_OUT = "left out"
+CSV_HEADER = ("table", "block", "row", "column", "value", "low", "high", "text", "paper")
 AVERAGE = "average"
 FULL_CACHE = "Full"
 SHOWN_BUDGETS = (1, 2, 5, 10, 20, 50)  # percent of a prompt
 KINDS = {"route": "Eviction", "budgets": "Budget allocation"}
 SPLITS = {"evolve": "train", "select": "select, then report", "validate": "select"}
 OTHER_TASKS = "other tasks than the paper's are asked: beside them are its numbers of single tasks alone"
+
+
+@dataclass(frozen=True)
+class MeasuredCell:
+    """A cell: a value in points of 100 (or as its column says) with its 95% interval, or a text in its place.
+
+    `block` is the heading that it is under; `key` is what the file of the paper's numbers calls that. Of `ranked` ones
+    the highest of a column and block is marked.
+    """
+
+    row: str
+    column: str
+    value: float | None
+    block: str = ""
+    key: str = ""
+    low: float | None = None
+    high: float | None = None
+    text: str = ""
+    paper: float | None = None
+    ranked: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The cell as it is printed."""
+        return self.text or or_dash(self.value, ".2f")
+
+
+class Reproduced(Result):
+    """The cells of a table, what stands above and below it, what it was made of, and its files once it is written."""
+
+    SCHEMA: ClassVar[str] = "kvsearch.reproduction/1"
+
+    table: str
+    title: str
+    caption: tuple[str, ...]
+    notes: tuple[str, ...]
+    model: str
+    options: dict[str, Any]
+    stages: tuple[dict[str, Any], ...]
+    cells: tuple[MeasuredCell, ...]
+    files: tuple[Path, ...] = Field(default=(), exclude=True)
+
+    def tables(self) -> list[Table]:
+        """Return a table for all blocks that have columns in common, in which a row of the paper's follows every row.
+
+        The caption is that of the first, the notes are those of the last.
+        """
+        parts: list[list[MeasuredCell]] = []
+        for block in dict.fromkeys(cell.block for cell in self.cells):
+            mine = [cell for cell in self.cells if cell.block == block]
+            if not parts or not {cell.column for cell in mine} & {cell.column for cell in parts[-1]}:
+                parts.append([])
+            parts[-1] += mine
+        last = len(parts) - 1
+        return [
+            self._table(cells, self.caption if number == 0 else (), self.notes if number == last else ())
+            for number, cells in enumerate(parts)
+        ]
+
+    def _table(self, cells: Sequence[MeasuredCell], caption: tuple[str, ...], notes: tuple[str, ...]) -> Table:
+        columns = list(dict.fromkeys(cell.column for cell in cells))
+        groups = [
+            RowGroup(block, list(self._rows([cell for cell in cells if cell.block == block], columns)))
+            for block in dict.fromkeys(cell.block for cell in cells)
+        ]
+        title = self.title if cells[0] is self.cells[0] else f"{self.title} (continued)"
+        return Table(title, ["", *columns], groups, notes, caption)
+
+    def _rows(self, cells: Sequence[MeasuredCell], columns: Sequence[str]) -> Iterator[list[Cell]]:
+        best: dict[str, str] = {}  # how the highest of a column is printed, where not all are printed alike
+        for column in columns:
+            known = [cell for cell in cells if cell.ranked and cell.column == column and cell.value is not None]
+            if len({cell.shown for cell in known}) > 1:
+                best[column] = max(known, key=lambda cell: cell.value or 0.0).shown
+        for row in dict.fromkeys(cell.row for cell in cells):
+            mine = {cell.column: cell for cell in cells if cell.row == row}
+            texts = {column: mine[column].shown if column in mine else "" for column in columns}
+            ranked = {column for column, cell in mine.items() if cell.ranked}
+            yield [
+                Cell(row),
+                *(Cell(text, column in ranked and text == best.get(column)) for column, text in texts.items()),
+            ]
+            if any(cell.paper is not None for cell in mine.values()):
+                beside = (mine[column].paper if column in mine else None for column in columns)
+                yield [Cell(f"{row}, {PAPER}"), *(Cell("" if value is None else f"{value:.2f}") for value in beside)]
+
+    def csv(self) -> str:
+        """Return a line per cell."""
+        rows: list[Sequence[object]] = [CSV_HEADER]
+        for cell in self.cells:
+            numbers = (cell.value, cell.low, cell.high, cell.text, cell.paper)
+            rows.append([self.table, cell.block, cell.row, cell.column, *numbers])
+        return csv_text(rows)
+
+
+def list_tables(name: str = "") -> Table:
+    """Return which tables of papers there are; or one of them, below it what is not as in the paper.
+
+    Raises:
+        UsageError: there is no table of that name.
+    """
+    tables = [find_table(name)] if name else list(TABLES.values())
+    notes: list[str] = []
+    if name:
+        (table,) = tables
+        notes += [f"not as in the paper: {change}" for change in table.changed]
+        notes += [f"smaller for the bundled models: {change}" for change in table.smaller]
+        notes.append(f"numbers of the paper beside: {len(numbers(table.name)) or 'none'}")
+    rows = [
+        (table.name, f"{table.source}, {table.where}", table.shows, ", ".join(dict.fromkeys(table.models.values())))
+        for table in tables
+    ]
+    columns = ("name", "in the paper", "shows", "models")
+    return Table.plain("tables of kvsearch reproduce", columns, rows, words=columns, notes=tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -43,24 +164,23 @@ class FinishedStage:
 
 
 def reproduced(
-    table: PaperTable,
-    model: str,
-    short: bool,
-    stages: Sequence[FinishedStage],
-    content: Mapping[str, Any],
-    own_tasks: bool = False,
+    table: PaperTable, stages: Sequence[FinishedStage], content: Mapping[str, Any], *, short: bool, own_tasks: bool
 ) -> Reproduced:
-    """Return a table of what its stages found; `content` is what it is made of.
+    """Return a table of what its stages found; `content` is what it is made of: model, options, stages.
 
     `short` says that it is the short form, `own_tasks` that what is asked was chosen by the user: means over these are
     not beside the paper's.
     """
+    model = content["model"]
     named = model_of(table, model)
     printed = numbers(table.name)
     if own_tasks:
         of_tasks = table.view == "scores" and "tasks.*" in table.columns
         printed = {key: value for key, value in printed.items() if of_tasks and key[-1] != AVERAGE}
-    cells = tuple(cell.beside(named, printed) for cell in VIEWS[table.view](table, stages))
+    cells = tuple(
+        replace(cell, paper=printed.get((named or "", cell.key, cell.row, cell.column)))
+        for cell in VIEWS[table.view](table, stages)
+    )
     notes = [*_notes_of_stages(table, stages), *(f"not as in the paper: {change}" for change in table.changed)]
     if short:
         notes += [f"made smaller: {change}" for change in table.smaller]
@@ -74,7 +194,7 @@ def reproduced(
         notes.append(OTHER_TASKS)
     title = f"{table.source}, {table.where}, on {model}: {table.shows}"
     asked = dict.fromkeys(", ".join(_asked(finished)) for finished in stages if "tasks" in finished.stage.options)
-    return Reproduced(table.name, title, cells, tuple(asked), tuple(notes), content)
+    return Reproduced(table=table.name, title=title, caption=tuple(asked), notes=tuple(notes), cells=cells, **content)
 
 
 def _asked(finished: FinishedStage) -> Iterator[str]:
@@ -117,45 +237,32 @@ def _results(stages: Sequence[FinishedStage], job: StageJob) -> Iterator[tuple[s
 # --- scores of evaluations --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PaperBlock:
-    """The scores of one size, by column, of the full cache and of the methods of rows.
-
-    `left_out` are the rows whose methods the model cannot run; `first` says that it is the first size of its stage.
-    """
-
-    name: str
-    first: bool
-    size: Size
-    full: Mapping[str, Estimate]
-    methods: Mapping[str, Mapping[str, Estimate]]
-    left_out: Sequence[str]
-
-    @property
-    def best_baseline(self) -> str:
-        """The row without a plan of its own that scores highest."""
-        baselines = [row for row in self.methods if "{" not in row]
-        return max(baselines, key=lambda row: self.methods[row][AVERAGE].mean)
-
-
-def _blocks(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[PaperBlock]:
-    """Yield the scores of all evaluations, size by size."""
+def _sizes(stages: Sequence[FinishedStage]) -> Iterator[tuple[FinishedStage, SizeScores]]:
+    """Yield every evaluation with its scores, size by size."""
     for finished in stages:
-        if finished.stage.job != "evaluate":
-            continue
-        name = finished.stage.block
-        columns = _columns(table, finished.result)
-        full = {column: row.of(finished.result.full.scores) for column, row in columns.items()}
-        for number, sized in enumerate(finished.result.blocks):
-            named = {row: row.format(size=sized.size, block=name) for row in table.rows}
-            found = {row: sized.method(method) for row, method in named.items()}
-            methods = {
-                row: {column: score.of(method.scores) for column, score in columns.items()}
-                for row, method in found.items()
-                if method is not None
-            }
-            left_out = [row for row, method in named.items() if method in finished.left_out]
-            yield PaperBlock(name, number == 0, sized.size, full, methods, left_out)
+        if finished.stage.job == "evaluate":
+            yield from ((finished, sized) for sized in finished.result.blocks)
+
+
+def _methods(table: PaperTable, finished: FinishedStage, sized: SizeScores) -> dict[str, str]:
+    """Return the names of the methods of rows in an evaluation at one size."""
+    return {row: row.format(size=sized.size, block=finished.stage.block) for row in table.rows}
+
+
+def _scores(table: PaperTable, finished: FinishedStage, sized: SizeScores) -> dict[str, dict[str, Estimate]]:
+    """Return the scores of rows at one size, by column."""
+    columns = _columns(table, finished.result)
+    found = {row: sized.method(name) for row, name in _methods(table, finished, sized).items()}
+    return {
+        row: {column: score.of(method.scores) for column, score in columns.items()}
+        for row, method in found.items()
+        if method is not None
+    }
+
+
+def _best_baseline(scores: Mapping[str, Mapping[str, Estimate]]) -> str:
+    """Return the row without a plan of its own that scores highest."""
+    return max((row for row in scores if "{" not in row), key=lambda row: scores[row][AVERAGE].mean)
 
 
 def _columns(table: PaperTable, result: EvaluationResult) -> dict[str, ScoreRow]:
@@ -181,26 +288,31 @@ def _share(row: str, column: str, share: Estimate, block: str = "", key: str = "
 
 def scores(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
     """Yield the scores of all rows at all sizes, after those of the full cache."""
-    for block in _blocks(table, stages):
-        heading = ", ".join(filter(None, (block.name, block.size.words)))
-        key = f"{block.name} {block.size}".strip()
-        if block.first:
-            yield from (_share(FULL_CACHE, column, share, block.name) for column, share in block.full.items())
-        for row, label in table.rows.items():
-            if row in block.left_out:
-                yield MeasuredCell(label, AVERAGE, None, heading, text=LEFT_OUT)
-            for column, share in block.methods.get(row, {}).items():
-                yield _share(label, column, share, heading, key, ranked=True)
+    for finished, sized in _sizes(stages):
+        block = finished.stage.block
+        heading = ", ".join(filter(None, (block, sized.heading)))
+        key = f"{block} {sized.size}".strip()
+        if sized is finished.result.blocks[0]:
+            for column, score in _columns(table, finished.result).items():
+                yield _share(FULL_CACHE, column, score.of(finished.result.full.scores), block)
+        measured = _scores(table, finished, sized)
+        for row, method in _methods(table, finished, sized).items():
+            if method in finished.left_out:
+                yield MeasuredCell(table.rows[row], AVERAGE, None, heading, text=LEFT_OUT)
+            for column, share in measured.get(row, {}).items():
+                yield _share(table.rows[row], column, share, heading, key, ranked=True)
 
 
 def beside_best(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
     """Yield PolyKV's Table 2: the best single policy, strategies, and the better one's lead."""
-    for block in _blocks(table, stages):
-        size = str(block.size)
-        mean = {row: 100 * columns[AVERAGE].mean for row, columns in block.methods.items()}
-        best = block.best_baseline
-        strategies = [row for row in block.methods if "{" in row]
-        yield MeasuredCell(size, FULL_CACHE, 100 * block.full[AVERAGE].mean, key=size)
+    for finished, sized in _sizes(stages):
+        size = str(sized.size)
+        measured = _scores(table, finished, sized)
+        mean = {row: 100 * columns[AVERAGE].mean for row, columns in measured.items()}
+        best = _best_baseline(measured)
+        strategies = [row for row in measured if "{" in row]
+        full = _columns(table, finished.result)[AVERAGE].of(finished.result.full.scores)
+        yield MeasuredCell(size, FULL_CACHE, 100 * full.mean, key=size)
         yield MeasuredCell(size, "Baseline", mean[best], key=size, text=f"{mean[best]:.2f} ({table.rows[best]})")
         yield from (MeasuredCell(size, table.rows[row], mean[row], key=size) for row in strategies)
         if strategies:
@@ -210,13 +322,15 @@ def beside_best(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[
 
 def by_category(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
     """Yield PolyKV's Table 4: the strategy minus the best single policy, by category."""
-    for block in _blocks(table, stages):
-        best = block.best_baseline
-        strategy = next(row for row in block.methods if "{" in row)
-        for column, share in block.methods[strategy].items():
-            lead = 100 * (share.mean - block.methods[best][column].mean)
-            heading = f"{block.name}: minus {table.rows[best]}"
-            yield MeasuredCell(column, "delta", lead, heading, block.name, text=f"{lead:+.2f}")
+    for finished, sized in _sizes(stages):
+        block = finished.stage.block
+        measured = _scores(table, finished, sized)
+        best = _best_baseline(measured)
+        strategy = next(row for row in measured if "{" in row)
+        for column, share in measured[strategy].items():
+            lead = 100 * (share.mean - measured[best][column].mean)
+            heading = f"{block}: minus {table.rows[best]}"
+            yield MeasuredCell(column, "delta", lead, heading, block, text=f"{lead:+.2f}")
 
 
 # --- selections, signals, plans, losses -------------------------------------------------------------------------------
@@ -290,7 +404,7 @@ def losses(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[Measu
 
 def profiles(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
     """Yield what LU-KV's figures show: recall by budget, eviction loss by layer, stability of local ratios."""
-    ratio = table.paper.ratios[0]
+    ratio = table.paper["ratios"][0]
     known = {finished.stage.name: finished.result for finished in stages}
     shared = known.pop("adakv", None)
     named = [(table.rows[stage], profile) for stage, profile in known.items()]

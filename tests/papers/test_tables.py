@@ -18,7 +18,7 @@ from kvsearch.jobs.plan import ScaleOptions
 from kvsearch.jobs.reproduce import ReproduceOptions, Stages
 from kvsearch.jobs.select import SelectOptions
 from kvsearch.jobs.validate import ValidateOptions
-from kvsearch.papers.tables import ALIASES, TABLES, Ask, PaperTable, Scale, find_table, model_of, numbers
+from kvsearch.papers.tables import ALIASES, TABLES, PaperTable, Scale, find_table, model_of, numbers
 
 JOBS: dict[str, type[JobOptions]] = {
     "calibrate": CalibrateOptions, "evaluate": EvaluateOptions, "evolve": EvolveOptions, "export": ExportOptions,
@@ -53,8 +53,8 @@ def test_every_row_is_of_a_method_or_a_plan(table: PaperTable, scale: Scale) -> 
     stages = table.stages(scale)
     methods = {method.partition("={")[0] for stage in stages for method in stage.methods}
     plans = {stage.name for stage in stages if stage.job in ("scale", "export", "select")}
-    sizes = [str(size) for size in (*scale.budgets, *scale.ratios)]
-    blocks = [ask.block for ask in scale.asks]
+    sizes = [str(size) for size in (*scale["budgets"], *scale["ratios"])]
+    blocks = [ask.get("block", "") for ask in scale["asks"]]
     there = [row for row in table.rows if _names(row, sizes, blocks) & (methods | plans)]
     if table.view == "profiles":
         assert set(table.rows) < {stage.name for stage in stages}
@@ -95,7 +95,7 @@ def test_columns_of_numbers_are_tasks() -> None:
 
     for table in TABLES.values():
         if table.view == "scores" and "tasks.*" in table.columns:
-            spec = table.paper.asks[0].tasks.replace("ruler", "ruler:no-qa").replace("no-qa:no-qa", "no-qa")
+            spec = table.paper["asks"][0]["tasks"].replace("ruler", "ruler:no-qa").replace("no-qa:no-qa", "no-qa")
             names = {task.name for task in find_tasks(spec)} | {"average", "qa_1", "qa_2"}
             assert {column for *_, column in numbers(table.name)} <= names, table.name
 
@@ -124,17 +124,19 @@ def test_a_template_is_a_stage_for_each_value_of_its_variables() -> None:
         },
         "methods": ["uniform"],
     }  # fmt: skip
-    asks = Ask("niah", 3, (100,), block="x"), Ask("gsm8k", 4, tokens=9, block="y")
-    scale = Scale(asks, (), (8, 16, 32), (), {"window": 2, "group": 4, "own": [32]})
+    asks = [
+        {"tasks": "niah", "samples": 3, "length": [100], "block": "x"}, {"tasks": "gsm8k", "samples": 4, "block": "y"},
+    ]  # fmt: skip
+    scale = {"asks": asks, "budgets": [8, 16, 32], "window": 2, "group": 4, "own": [32]}
     stages = replace(find_table("lava-table2"), templates=(description,)).stages(scale)
     assert [stage.name for stage in stages] == ["s-x-16", "s-x-32", "s-y-16", "s-y-32"]
     first, last = stages[0], stages[-1]
     assert first.options == {
-        "tasks": "niah", "samples": 3, "length": (100,), "budgets": "8,16,32", "group": 4,
+        "tasks": "niah", "samples": 3, "length": [100], "budgets": "8,16,32", "group": 4,
         "settings": ("window=2", "{search-8}"),
         "plan": ("{a-8}", "{a-16}", "{a-32}", "{b-8}", "{b-16}", "{b-32}"),
     }  # fmt: skip
-    assert (last.words, last.block, last.tokens, last.methods) == ("asking gsm8k", "y", 9, ("uniform",))
+    assert (last.words, last.block, last.methods) == ("asking gsm8k", "y", ("uniform",))
     assert last.options["settings"] == ("window=2", "{search-32}")
 
 
@@ -156,14 +158,12 @@ def test_what_is_given_takes_the_place_of_what_is_asked() -> None:
         options = ReproduceOptions.of(table=table, model="m", **given)
         return options.scale(find_table(table))
 
-    (ask,) = scale("lukv-table2", tasks="ruler:no-qa", samples=7).asks
-    assert (ask.tasks, ask.samples, ask.length) == ("ruler:no-qa", 7, ())
-    (ask,) = scale("evolkv-table4", length="4096").asks
-    assert ask.length == (4096,)
+    assert scale("lukv-table2", tasks="ruler:no-qa", samples=7)["asks"] == [{"tasks": "ruler:no-qa", "samples": 7}]
+    (ask,) = scale("evolkv-table4", length="4096")["asks"]
+    assert ask["length"] == (4096,)
     found = scale("evolkv-table1", tasks="synthetic:single", length=(512,), budgets="24,48")
-    assert found.budgets == (24, 48)
-    assert found.searches[0].tasks == "synthetic:single"
-    assert (found.searches[0].samples, found.searches[0].length) == (30, (512,))
+    assert found["budgets"] == [24, 48]
+    assert found["searches"] == [{"tasks": "synthetic:single", "samples": 30, "length": (512,)}]
     with pytest.raises(UsageError, match="evicts shares of the prompts: leave --budgets out"):
         scale("lukv-table1", budgets="24")
     with pytest.raises(UsageError, match="has one budget"):

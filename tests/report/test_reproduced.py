@@ -10,28 +10,27 @@ import pytest
 
 from kvsearch.core.errors import UsageError
 from kvsearch.papers.tables import find_table
-from kvsearch.report.paper_table import FinishedStage, reproduced
-from kvsearch.report.reproduced import MeasuredCell, Reproduced
-from kvsearch.report.table import latex, markdown
+from kvsearch.report.paper_table import FinishedStage, MeasuredCell, Reproduced, reproduced
+from kvsearch.report.table import markdown
+from kvsearch.results.base import read_content
 from kvsearch.runs.estimates import Estimate
 
 CELLS = (
-    MeasuredCell("Full", "average", 90.0),
-    MeasuredCell("A", "average", 51.234, "128 entries", "128", 50.0, 52.0, ranked=True),
+    MeasuredCell("Full", "average", 90.0, paper=91.0),
+    MeasuredCell("A", "average", 51.234, "128 entries", "128", 50.0, 52.0, paper=55.5, ranked=True),
     MeasuredCell("A", "vt", 10.0, "128 entries", "128", ranked=True),
     MeasuredCell("B", "average", 40.0, "128 entries", "128", ranked=True),
     MeasuredCell("B", "vt", None, "128 entries", "128", text="left out"),
 )
-NUMBERS = {("M", "128", "A", "average"): 55.5, ("M", "", "Full", "average"): 91.0, ("N", "128", "B", "average"): 1.0}
 
 
-def made(model: str | None) -> Reproduced:
-    cells = tuple(cell.beside(model, NUMBERS) for cell in CELLS)
-    return Reproduced("x-table1", "X, Table 1", cells, ("asked: vt",), ("not as in the paper",), {"model": "m"})
+def made(cells: tuple[MeasuredCell, ...] = CELLS) -> Reproduced:
+    said = {"caption": ("asked: vt",), "notes": ("not as in the paper",)}
+    return Reproduced(table="x-table1", title="X, Table 1", cells=cells, model="m", options={}, stages=(), **said)
 
 
 def test_the_paper_stands_below_the_rows_that_it_has() -> None:
-    lines = markdown(made("M").tables()[0]).splitlines()
+    lines = markdown(made().tables()[0]).splitlines()
     assert lines[0] == "**X, Table 1**"
     rows = [line for line in lines if line.startswith("|")]
     assert rows == [
@@ -40,37 +39,31 @@ def test_the_paper_stands_below_the_rows_that_it_has() -> None:
     ]  # fmt: skip
 
 
-def test_another_model_has_no_numbers_beside() -> None:
-    assert "paper |" not in markdown(made(None).tables()[0])
-    assert "N, paper" not in markdown(made("O").tables()[0])
-    assert "Not as in the paper." in latex(made(None).tables()[0])
-
-
 def test_every_cell_is_a_line_of_the_csv() -> None:
-    header, *lines = made("M").csv().splitlines()
+    header, *lines = made().csv().splitlines()
     assert header == "table,block,row,column,value,low,high,text,paper"
     assert len(lines) == len(CELLS)
     assert lines[1] == "x-table1,128 entries,A,average,51.234,50.0,52.0,,55.5"
-    assert made("M").as_json()["cells"][4] == {
+    assert made().as_json()["cells"][4] == {
         "row": "B", "column": "vt", "value": None, "block": "128 entries", "key": "128", "low": None, "high": None,
         "text": "left out", "paper": None, "ranked": False,
     }  # fmt: skip
 
 
 def test_what_is_written_is_read_again() -> None:
-    data = json.loads(json.dumps(made("M").as_json()))
-    assert Reproduced.read(data, Path("x.json")) == made("M")
+    data = json.loads(json.dumps(made().as_json()))
+    assert read_content(Reproduced, data, Path("x.json")) == made()
     del data["cells"][1]["row"]
     with pytest.raises(UsageError, match=r"x\.json is damaged \(cells\.1\.row: is missing"):
-        Reproduced.read(data, Path("x.json"))
+        read_content(Reproduced, data, Path("x.json"))
 
 
 def test_blocks_without_a_common_column_are_tables_of_their_own() -> None:
     cells = (*CELLS, MeasuredCell("A", "layer 0", 3.0, "loss"), MeasuredCell("A", "layer 1", 4.0, "loss"))
-    first, second = Reproduced("x", "X", cells, ("asked",), ("note",), {}).tables()
+    first, second = made(cells).tables()
     assert (first.header, second.header) == (["", "average", "vt"], ["", "layer 0", "layer 1"])
-    assert (first.above, first.notes, second.above, second.notes) == (("asked",), (), (), ("note",))
-    assert second.title == "X (continued)"
+    assert (first.above, first.notes, second.above, second.notes) == (("asked: vt",), (), (), ("not as in the paper",))
+    assert second.title == "X, Table 1 (continued)"
 
 
 def test_a_selection_is_beside_the_papers() -> None:
@@ -86,7 +79,10 @@ def test_a_selection_is_beside_the_papers() -> None:
         ),
     )
     finished = FinishedStage(stage, selection, remarks=("d2o is left out: why",))
-    found = reproduced(table, "Qwen/Qwen3-8B", False, [finished], {})
+    content = {"model": "Qwen/Qwen3-8B", "options": {}, "stages": ()}
+    found = reproduced(table, [finished], content, short=False, own_tasks=False)
+    assert all(cell.paper is None for cell in reproduced(table, [finished], {**content, "model": "m"}, short=False,
+                                                         own_tasks=False).cells)  # fmt: skip
     rows = [line for line in markdown(found.tables()[0]).splitlines() if line.startswith("| LongBench")]
     assert rows == [
         "| LongBench | 90.00 | 50.00 (cake) | 60.00 (cosine) | 40.00 to 60.00 | +10.00 | baseline |",
