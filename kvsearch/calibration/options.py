@@ -14,8 +14,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import refuse
 from kvsearch.core.naming import suggest
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
-from kvsearch.policies.generic import SINKS, SPREAD
-from kvsearch.policies.probe import FEATURES
+from kvsearch.policies.probe import FEATURES, SINKS, SPREAD
 from kvsearch.tasks.base import Answers
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from kvsearch.core.errors import IncompatibleError, UsageError, given
 from kvsearch.exporters.base import NOTHING, Exported, Inputs, Loss, ProfileExporter
 from kvsearch.models.architecture import attention_modules
 from kvsearch.plan import Profile, canonical_json
-from kvsearch.policies.generic import SPREAD
-from kvsearch.policies.probe import ARRAYS, METHOD
+from kvsearch.policies.probe import ARRAYS, METHOD, SPREAD
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"

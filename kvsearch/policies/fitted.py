@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -15,9 +15,8 @@ from kvsearch.core.errors import InternalError, UsageError
 from kvsearch.core.files import read_bytes
 from kvsearch.core.naming import check_unique
 from kvsearch.core.parsing import shown
-from kvsearch.policies.base import Needs, Observation, Policy, Running
+from kvsearch.policies.base import Observation, Policy, Running
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.generic import GENERIC, SPREAD, generic_needs, generic_scores, sharing
 from kvsearch.policies.ranking import scored
 from kvsearch.policies.registry import FITTED, policy_class
 from kvsearch.policies.tensors import Tensor, torch
@@ -30,17 +29,15 @@ VERSION = 1  # of what weights mean to the policies that read them
 WRITTEN_FOR = "policy_version"  # the setting of a profile that has it; without it, 1
 _FILE = "file"  # of a policy that is sent to another process: where its weights were read, and what they are
 SCORE = "score"  # the running state: of every entry, as it was made
+GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
 class Fitted(Policy):
     """A policy that ranks by `weights`, the SHA-256 of a file that lies beside every plan and profile of the policy.
 
-    Of what a head keeps beyond its protected entries, a `share` goes to the `generic` ranking, see `generic.sharing`.
-
     While decoding the scores of the prompt's entries stay as they are, and the score of a new token is made once, with
-    those of others that came while all of them are protected (`arriving`): by the fit alone, as generic rankings need
-    what comes after an entry. The share is one of the prompt's entries then, and those are handed scores by it once.
+    those of others that came while all of them are protected (`arriving`).
     """
 
     running: ClassVar[Running] = "stored"
@@ -50,15 +47,9 @@ class Fitted(Policy):
     weights: str
     sinks: int = 4
     protect: int = 8
-    generic: str = SPREAD
-    share: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._one_of("generic", *GENERIC)
-        self._require(0 <= self.share <= 1, f"share must be between 0 and 1, got {self.share}")
-        if not self.share:
-            object.__setattr__(self, "generic", SPREAD)  # all that do without are equal
         known = isinstance(self.weights, str) and len(self.weights) == 64  # a plan may state anything
         self._require(known, f"weights is the SHA-256 of a file that {self.made_by} wrote")
 
@@ -80,44 +71,6 @@ class Fitted(Policy):
     @abstractmethod
     def check_weights(cls, digest: str) -> None:
         """Raise UsageError if the weights of this SHA-256 are not here, or are none of this policy."""
-
-    def needs(self) -> Needs:
-        """Return what the fitted ranking reads, and with a share what the generic one reads."""
-        own = self.fitted_needs()
-        if not self.share:
-            return own
-        more = generic_needs(self.generic)
-        start = more.query_statistics_from if own.query_statistics_from is None else own.query_statistics_from
-        return replace(own, query_rows=max(own.query_rows, more.query_rows), query_statistics_from=start)
-
-    def score(self, observation: Observation) -> Tensor:
-        """Return the scores of the fit, handed out anew where the generic ranking has a share, [B, Hkv, T] fp32."""
-        scores = self.fitted_score(observation)
-        if not self.share:
-            return scores
-        free = observation.candidates(self.sink_count, self.recent_count)
-        hidden = ~free[:, None]
-        generic = generic_scores(self.generic, observation)
-        ranked = scores.masked_fill(hidden, -torch.inf)
-        shared = sharing(ranked, generic.masked_fill(hidden, -torch.inf), self.share)
-        return torch.where(hidden, scores, shared)
-
-    @abstractmethod
-    def fitted_needs(self) -> Needs:
-        """Return what the fit needs of a prompt."""
-
-    @abstractmethod
-    def fitted_score(self, observation: Observation) -> Tensor:
-        """Return the scores of the fit alone, [B, Hkv, T] fp32."""
-
-    def parameters(self) -> dict[str, int | float | bool | str]:
-        """Return the hyper-parameters as a plan stores them, without a share of nothing."""
-        stated = super().parameters()
-        return stated if self.share else {name: one for name, one in stated.items() if name not in ("generic", "share")}
-
-    @property
-    def online(self) -> bool:
-        return True
 
     def start(self, observation: Observation) -> State:
         """Return the scores of the prompt's entries."""
@@ -286,6 +239,11 @@ def require_arrays(profile: Profile, tails: Mapping[str, tuple[str, ...]], sizes
             known |= dict(zip(tail, found.shape[2:], strict=True))
         if problem:
             raise useless_weights(profile.metadata.method, problem)
+
+
+def even_places(index: Tensor) -> Tensor:
+    """Return the fractional part of indices times the golden ratio, fp32: the largest lie evenly at every budget."""
+    return (index.clamp(min=0).double() * GOLDEN).frac().float()
 
 
 def plain_keys(observation: Observation) -> Tensor:

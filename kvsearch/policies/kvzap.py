@@ -74,10 +74,10 @@ class KVzap(Fitted):
         """What is made of hidden states."""
         return Surrogate(self.weights)
 
-    def fitted_needs(self) -> Needs:
+    def needs(self) -> Needs:
         return Needs(hidden=self.surrogate)
 
-    def fitted_score(self, observation: Observation) -> Tensor:
+    def score(self, observation: Observation) -> Tensor:
         """Return the scores, [B, Hkv, T] fp32."""
         return _score(observation.of_hidden(self.surrogate))
 

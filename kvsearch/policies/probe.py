@@ -9,10 +9,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from kvsearch.kernels import constant
 from kvsearch.policies import keydiff
-from kvsearch.policies.base import Needs, Observation
+from kvsearch.policies.base import Needs, Observation, Policy
 from kvsearch.policies.decoding import State, Step
+from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.fitted import (
     CalibratedRanking,
+    even_places,
     heads_of,
     plain_keys,
     profile_of,
@@ -20,10 +22,14 @@ from kvsearch.policies.fitted import (
     require_layer,
     useless_weights,
 )
-from kvsearch.policies.generic import SINKS, SPREAD, WINDOW, generic_scores
+from kvsearch.policies.ranking import scored
+from kvsearch.policies.snapkv import SnapKV
 from kvsearch.policies.tensors import F, Tensor, torch
 
 METHOD = "probe"  # of the profile that has the weights
+SINKS = 4
+WINDOW = 8
+SPREAD = "spread"  # an even sample of the entries
 OF_ATTENTION = ("expected_attention", "snapkv")  # need queries that come after an entry
 # no regression reads the spread: heads that attend everywhere are ranked by it alone
 FEATURES = ("key", "value", "value_norm", "expected_attention", "snapkv", "keydiff", SPREAD)
@@ -82,7 +88,7 @@ def features_of(observation: Observation, names: tuple[str, ...]) -> Tensor:
 
     key: the key at position 0 (un-rotated); value; value_norm: log |v|; expected_attention, snapkv: the logarithms of
     these policies' scores, times the number of entries, so that they do not depend on the length; keydiff: its cosine;
-    spread: see `generic_scores`.
+    spread: see `even_places`.
     """
     parts = [_FEATURES[name](observation) for name in names]
     return torch.cat([part if part.ndim == 4 else part[..., None] for part in parts], -1)
@@ -99,10 +105,10 @@ def needs_of(names: tuple[str, ...]) -> Needs:
     return Needs(WINDOW if "snapkv" in names else 0, start, unrotated="key" in names)
 
 
-def _log_score(name: str) -> Any:
+def _log_score(policy: Policy) -> Any:
     def score(observation: Observation) -> Tensor:
-        found = generic_scores(name, observation).float().clamp(min=0) * observation.lengths[:, None, None]
-        return (found + LEAST).log()
+        scores = scored(policy, observation).clamp(min=0) * observation.lengths[:, None, None]
+        return (scores + LEAST).log()
 
     return score
 
@@ -111,10 +117,10 @@ _FEATURES: dict[str, Any] = {
     "key": plain_keys,
     "value": lambda observation: observation.values.float(),
     "value_norm": lambda observation: (observation.value_norms(2) + LEAST).log(),
-    "expected_attention": _log_score("expected_attention"),
-    "snapkv": _log_score("snapkv"),
-    "keydiff": partial(generic_scores, "keydiff"),
-    SPREAD: partial(generic_scores, SPREAD),
+    "expected_attention": _log_score(ExpectedAttention(sinks=SINKS)),
+    "snapkv": _log_score(SnapKV(window=WINDOW, sinks=SINKS)),
+    "keydiff": partial(scored, keydiff.KeyDiff(sinks=SINKS)),
+    SPREAD: lambda observation: even_places(observation.index)[:, None].expand(observation.keys.shape[:3]),
 }
 
 
@@ -141,10 +147,10 @@ class Probe(CalibratedRanking):
     def check_weights(cls, digest: str) -> None:
         _weights(digest)
 
-    def fitted_needs(self) -> Needs:
+    def needs(self) -> Needs:
         return needs_of(self.fitted.features)
 
-    def fitted_score(self, observation: Observation) -> Tensor:
+    def score(self, observation: Observation) -> Tensor:
         """Return the fitted importance, [B, Hkv, T] fp32."""
         fitted = self._on(observation)
         found = fitted.log_importance(features_of(observation, fitted.features), observation.layer, observation)

@@ -11,8 +11,15 @@ from kvsearch.core.errors import UsageError
 from kvsearch.kernels import constant
 from kvsearch.policies.base import Needs, Observation
 from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.fitted import CalibratedRanking, heads_of, plain_keys, profile_of, require_arrays, require_layer
-from kvsearch.policies.generic import even_places
+from kvsearch.policies.fitted import (
+    CalibratedRanking,
+    even_places,
+    heads_of,
+    plain_keys,
+    profile_of,
+    require_arrays,
+    require_layer,
+)
 from kvsearch.policies.scoring import chunk_bytes
 from kvsearch.policies.tensors import Tensor, torch
 
@@ -43,7 +50,7 @@ class QueryBank(CalibratedRanking):
     sinks where the model has them.
 
     Heads that the calibration marks as even are ranked by an even spread: their scores are what the same mean, m, makes
-    of places in [0, 1), 2 m even_places(i), see `generic.even_places`.
+    of places in [0, 1), 2 m even_places(i), see `even_places`.
 
     While decoding, the scores of the prompt's entries stay as they are. A new token gets its score when it comes, once:
     its attention among the prompt's entries and itself. With a `refresh` all entries are scored anew every so many
@@ -58,10 +65,10 @@ class QueryBank(CalibratedRanking):
     def check_weights(cls, digest: str) -> None:
         _bank(digest)
 
-    def fitted_needs(self) -> Needs:
+    def needs(self) -> Needs:
         return Needs(projection=True, unrotated=True)
 
-    def fitted_score(self, observation: Observation) -> Tensor:
+    def score(self, observation: Observation) -> Tensor:
         """Return the largest attention of the bank times the projected value norm, [B, Hkv, T] fp32."""
         scores = self._attended(observation)[0]
         return self._evened(scores, self._mean(observation)[..., None], observation)

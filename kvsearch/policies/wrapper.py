@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 from kvsearch.core.errors import UsageError
-from kvsearch.policies.base import Observation, Policy, Row
+from kvsearch.policies.base import Needs, Observation, Policy, Row
+from kvsearch.policies.decoding import State, Step
 from kvsearch.policies.tensors import Tensor
-
-
-def _delegated(name: str) -> Any:
-    """Return a property: the attribute, or the bound method, that the inner policy has by that name."""
-    # untyped, as a property takes the place of methods, too
-    return property(lambda policy: getattr(policy.inner, name))
 
 
 @dataclass(frozen=True)
@@ -33,23 +27,44 @@ class Wrapper(Policy):
     def inner(self) -> Policy:
         """The policy inside."""
 
-    def score(self, observation: Observation) -> Tensor:
-        """Return the inner policy's score, [B, Hkv, T] fp32."""
-        return self.inner.score(observation)
+    @property
+    def sink_count(self) -> int:
+        return self.inner.sink_count
+
+    @property
+    def recent_count(self) -> int:
+        return self.inner.recent_count
+
+    @property
+    def online(self) -> bool:
+        return self.inner.online
 
     @property
     def row(self) -> Row | None:
         return self.inner.row
 
-    sink_count = _delegated("sink_count")
-    recent_count = _delegated("recent_count")
-    needs = _delegated("needs")
-    first_stage = _delegated("first_stage")
-    quota = _delegated("quota")
-    exempt = _delegated("exempt")
-    drop_at = _delegated("drop_at")
-    online = _delegated("online")
-    refresh_interval = _delegated("refresh_interval")
-    recent_at = _delegated("recent_at")
-    start = _delegated("start")
-    step = _delegated("step")
+    @property
+    def refresh_interval(self) -> int:
+        return self.inner.refresh_interval
+
+    def needs(self) -> Needs:
+        return self.inner.needs()
+
+    def score(self, observation: Observation) -> Tensor:
+        """Return the inner policy's score, [B, Hkv, T] fp32."""
+        return self.inner.score(observation)
+
+    def first_stage(self, observation: Observation) -> Tensor | None:
+        return self.inner.first_stage(observation)
+
+    def quota(self, budget: int) -> int:
+        return self.inner.quota(budget)
+
+    def recent_at(self, budget: int) -> int:
+        return self.inner.recent_at(budget)
+
+    def start(self, observation: Observation) -> State:
+        return self.inner.start(observation)
+
+    def step(self, step: Step) -> Tensor:
+        return self.inner.step(step)

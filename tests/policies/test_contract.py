@@ -25,7 +25,7 @@ from kvsearch.policies.streaming import StreamingLLM
 from kvsearch.policies.tova import TOVA
 from kvsearch.policies.vatp import VATP
 from tests.policies.contract import PolicyContract
-from tests.policies.probes import bank, example, fitted
+from tests.policies.probes import example
 
 BY_POSITION = (
     StreamingLLM(), StreamingLLM(sinks=0), CaM(), CaM(sinks=0, merge_next=1, expectation=True),
@@ -62,7 +62,6 @@ BY_SCORE = (
     CriticalKV(base="expected_attention", future=8, window=4, protect=2),
     DefensiveKV(), DefensiveKV(window=2, kernel=3, sinks=1, mass=0.5), DefensiveKV(window=4, protect=1, mass=0.0),
     *map(example, ("probe", "query_bank", "kvzip", "kvzap")),
-    fitted(generic="snapkv", share=0.4), bank(generic="expected_attention", share=0.7),
 )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import unrotate
 from kvsearch.plan.saved import know
 from kvsearch.policies import Observation, Policy, create_policy
-from kvsearch.policies.generic import SINKS, WINDOW
-from kvsearch.policies.probe import FEATURES, Probe, features_of
+from kvsearch.policies.fitted import even_places
+from kvsearch.policies.probe import FEATURES, SINKS, WINDOW, Probe, features_of
 from kvsearch.runtime.collector import plain_queries
 from tests import tiny
 from tests.policies.contract import DIM, rope
@@ -165,3 +165,12 @@ def test_scored_anew_a_head_has_its_own_regression() -> None:
         kept = set(holder.kept_positions(0, head)) - {11}
         order = norms[head, :11].argsort(descending=head == 0).tolist()
         assert kept == set(order[:3])
+
+
+def test_a_spread_is_even_at_every_budget() -> None:
+    """Of 200 entries the best n leave no gap much larger than 200 / n (three-distance theorem)."""
+    places = even_places(torch.arange(200))
+    for kept in (5, 13, 40, 100):
+        chosen = places.topk(kept).indices.sort().values
+        gaps = chosen.diff(prepend=torch.tensor([-1]), append=torch.tensor([200]))
+        assert int(gaps.max()) <= 3 * 200 / kept

@@ -17,8 +17,8 @@ from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import Observation, Policy
-from kvsearch.policies.generic import SINKS, even_places
-from kvsearch.policies.probe import features_of, needs_of
+from kvsearch.policies.fitted import even_places
+from kvsearch.policies.probe import SINKS, features_of, needs_of
 from kvsearch.signals.attention_rows import attention_change
 from kvsearch.signals.predictions import total_variation
 from kvsearch.tasks.prompts import PromptFormat

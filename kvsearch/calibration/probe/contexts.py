@@ -28,7 +28,7 @@ from kvsearch.models.speed import Work
 from kvsearch.plan import PolicySpec, Profile
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.fitted import VERSION, WRITTEN_FOR
-from kvsearch.policies.generic import SINKS
+from kvsearch.policies.probe import SINKS
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.replay.forced_answers import TOGETHER

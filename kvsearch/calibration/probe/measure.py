@@ -29,8 +29,7 @@ from kvsearch.core.progress import Progress
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
-from kvsearch.policies.generic import SINKS, SPREAD
-from kvsearch.policies.probe import METHOD, Coefficients, Weights, columns_of
+from kvsearch.policies.probe import METHOD, SINKS, SPREAD, Coefficients, Weights, columns_of
 
 if TYPE_CHECKING:
     from kvsearch.calibration.steps import Arrays

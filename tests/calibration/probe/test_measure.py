@@ -21,8 +21,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile, Size, load_plan, save_plan, save_profile
 from kvsearch.policies import create_policy
-from kvsearch.policies.fitted import parse_policy
-from kvsearch.policies.generic import GOLDEN
+from kvsearch.policies.fitted import GOLDEN, parse_policy
 from kvsearch.policies.probe import Coefficients, Weights
 from kvsearch.report.ranking import RankingView
 from kvsearch.runtime import Program
