@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 SHAPE: dict[str, Any] = {
@@ -113,6 +114,8 @@ REFUSED = ("bloom", "falcon", "mpt")  # the runtime cannot serve them
 # all that is done to a model is tested on these; the others have one test each (tests/runtime/test_families.py)
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
+USUAL = ("llama", "qwen3", "gemma2")  # of which these run before every commit
+EACH_FAMILY = [pytest.param(name, marks=[] if name in USUAL else [pytest.mark.nightly]) for name in FAMILIES]
 # what their attention or their other layers need is tested on these
 SPECIAL = ("gpt_oss", "jamba", "lfm2", "llama4", "minimax", "qwen3_5", "qwen3_next")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

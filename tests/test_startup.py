@@ -27,22 +27,31 @@ def loaded(code: str, ends: int = 0) -> tuple[str, list[str]]:
     return done.stdout, found
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ("--help", "calibrate"),
-        ("policies", "StreamingLLM"),
-        ("policies snapkv", "last 32 query rows"),
-        ("policies h2o --json", "500 of 1000 stay"),
-        ("policies --json", '"problems"'),
-        ("tasks", "ruler:vt"),
-        ("tasks gsm8k", "openai/gsm8k"),
-        ("tasks --json", '"sets"'),
-    ],
-)
-def test_listings_import_nothing_that_computes(arguments: str, told: str) -> None:
-    out, found = loaded(f"from kvsearch.cli import app; app({arguments.split()})")
-    assert told in out
+# commands that list, with a part of what each prints
+LISTINGS = {
+    "--help": "calibrate",
+    "policies": "StreamingLLM",
+    "policies snapkv": "last 32 query rows",
+    "policies h2o --json": "500 of 1000 stay",
+    "policies --json": '"problems"',
+    "tasks": "ruler:vt",
+    "tasks gsm8k": "openai/gsm8k",
+    "tasks --json": '"sets"',
+}
+ONE_BY_ONE = """
+from typer.testing import CliRunner
+from kvsearch.cli import app
+for line in COMMANDS:
+    done = CliRunner().invoke(app, line.split())
+    print(json.dumps([line, done.exit_code, done.stdout, done.stderr]))
+"""
+
+
+def test_listings_import_nothing_that_computes() -> None:
+    out, found = loaded(f"COMMANDS = {list(LISTINGS)}{ONE_BY_ONE}")
+    for line, code, said, talk in map(json.loads, out.splitlines()):
+        assert code == 0, talk
+        assert LISTINGS[line] in said
     assert found == []
 
 
@@ -74,13 +83,6 @@ REFUSED = {
     "generate bundled --context text.txt --prompt who": "text.txt is a file: write @text.txt to have it read",
     "export best --ratio 0.8 -o new": "best has no profile but a plan: change its size with `kvsearch plan scale best/",
 }
-ONE_BY_ONE = """
-from typer.testing import CliRunner
-from kvsearch.cli import app
-for line in COMMANDS:
-    done = CliRunner().invoke(app, line.split())
-    print(json.dumps([line, done.exit_code, done.stderr]))
-"""
 
 
 def test_what_is_wrong_is_told_before_anything_that_computes_is_imported(
@@ -92,7 +94,7 @@ def test_what_is_wrong_is_told_before_anything_that_computes_is_imported(
     (tmp_path / "list.jsonl").write_text("[1]")
     monkeypatch.chdir(tmp_path)
     out, found = loaded(f"COMMANDS = {list(REFUSED)}{ONE_BY_ONE}")
-    for line, code, talk in map(json.loads, out.splitlines()):
+    for line, code, _, talk in map(json.loads, out.splitlines()):
         assert REFUSED[line] in talk
         assert code == (3 if "--offline" in line else 2), talk
         assert len(talk.splitlines()) == (2 if ":list" in line else 1), talk

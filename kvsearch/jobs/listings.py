@@ -72,8 +72,8 @@ def policies(options: PoliciesOptions, reporter: Reporter) -> Listing:  # noqa: 
     known, faults = catalog()
     rows = [(one.name, " ".join(one.phases) or "-", _decode_rule(one), one.source, one.package) for one in known]
     table = _table("eviction policies", ["name", "phases", "while decoding", "source", "package"], rows)
-    content = {"policies": list(map(asdict, known)), "problems": list(map(asdict, faults))}
-    return Listing(content, [table, *(f"{fault.name} ({fault.package}): {fault.error}" for fault in faults)])
+    content = {"policies": list(map(asdict, known)), "problems": faults}
+    return Listing(content, [table, *("{name} ({package}): {error}".format(**fault) for fault in faults)])
 
 
 def _policy_lines(policy: PolicyFacts) -> Iterator[str]:

@@ -9,9 +9,9 @@ from kvsearch.policies.base import Needs, Observation, Policy, Row
 from kvsearch.policies.decoding import Cached, State, Step, by_position
 from kvsearch.policies.h2o import H2O, MASS
 from kvsearch.policies.random import uniform
-from kvsearch.policies.scoring import SCRATCH_BYTES, fold, in_parts, taken
+from kvsearch.policies.scoring import fold, in_parts
 from kvsearch.policies.streaming import StreamingLLM
-from kvsearch.policies.tensors import F, Tensor, torch
+from kvsearch.policies.tensors import Tensor, torch
 from kvsearch.policies.wrapper import Wrapper
 
 
@@ -25,8 +25,7 @@ class CaM(Wrapper):
 
     As in the official code at most one entry of a head merges per decode step. Where several leave at once, as all that
     is too much of a prompt does at the first step, that is the youngest, which the step itself pushed out of the recent
-    ones; what else leaves the prompt is gone. `merge_prompt` merges all that leaves a prompt, in either phase: hundreds
-    of values then add up in the same m entries.
+    ones; what else leaves the prompt is gone.
 
     `base` is "streaming", or "h2o", which reads `recent_share` and `recent`.
     """
@@ -35,6 +34,7 @@ class CaM(Wrapper):
     source: ClassVar[str] = "CaM, ICML 2024 (PMLR 235:58840); accumulated attention, the next m=32, one merge per step"
     row: ClassVar[Row] = "group"
     merges: ClassVar[bool] = True
+    merges_prompt: ClassVar[bool] = False
 
     base: str = "streaming"
     sinks: int = 4
@@ -43,7 +43,6 @@ class CaM(Wrapper):
     merge_next: int = 32
     seed: int = 0
     expectation: bool = False
-    merge_prompt: bool = False
 
     def __post_init__(self) -> None:
         self._one_of("base", "streaming", "h2o")
@@ -61,10 +60,6 @@ class CaM(Wrapper):
     def needs(self) -> Needs:
         return replace(self.inner.needs(), column_sums=True)
 
-    @property
-    def merges_prompt(self) -> bool:
-        return self.merge_prompt
-
     def start(self, observation: Observation) -> State:
         """Return the base's state, and the attention that every entry received in the prompt where that has none."""
         state = self.inner.start(observation)
@@ -80,63 +75,38 @@ class CaM(Wrapper):
         return priorities
 
     def merge(self, cached: Cached, leaving: Tensor) -> None:
-        """Add the youngest value that leaves, or all of a prompt, to the next ones that stay, or not, as drawn."""
-        if not self.merge_prompt and leaving.shape[1] > 1:
+        """Add the youngest value that leaves to the next ones that stay, or not, as drawn."""
+        if leaving.shape[1] > 1:
             leaving = leaving.gather(1, (leaving >= 0).sum(-1, keepdim=True).sub_(1).clamp_(min=0))
         slots, dim = cached.values.shape[1:]
-        for part, entries in in_parts(cached, leaving, 8 * slots * (dim + 4)):
-            stays = part.staying(entries)
-            order = by_position(part.positions, stays)
-            if entries.shape[1] > 1:  # one per step waits for nothing
-                order = order[:, : max(1, int(stays.sum(-1).max()))]
-            step = max(1, SCRATCH_BYTES // (64 * len(entries) * min(self.merge_next, slots)))
-            for first in range(0, entries.shape[1], step):
-                self._spread(part, entries[:, first : first + step], order, stays.gather(1, order))
+        for part, entry in in_parts(cached, leaving, 8 * slots * (dim + 4)):
+            self._spread(part, entry)
 
-    def _spread(self, cached: Cached, leaving: Tensor, order: Tensor, stays: Tensor) -> None:
-        """Add the values in slots `leaving` [S, E] to the next of what stays: `order` [S, C], where `stays`."""
-        gone = leaving >= 0
+    def _spread(self, cached: Cached, leaving: Tensor) -> None:
+        """Add the value in slot `leaving` [S, 1] to the next ones that stay."""
+        stays = cached.staying(leaving)
+        order = by_position(cached.positions, stays)
+        stays = stays.gather(1, order)
         source = leaving.clamp(min=0)
         position = cached.positions.gather(1, source)
         ahead = cached.positions.gather(1, order).masked_fill(~stays, torch.iinfo(torch.int64).max)
         first = torch.searchsorted(ahead, position)
         offset = torch.arange(min(self.merge_next, order.shape[1]), device=order.device)
-        place = (first[..., None] + offset) % order.shape[1]  # [S, E, m] places in `order`
+        targets = order.gather(1, (first + offset) % order.shape[1])  # [S, m]
         reach = (stays.sum(-1, keepdim=True) - first).clamp(max=len(offset))
-        inside = offset < reach[..., None]
-        share = self._share(cached, position, source, order.gather(1, place.flatten(1)).view_as(place), inside)
-        weight = share / reach.clamp(min=1)
-        if leaving.shape[1] > 1:
-            lost = ~(gone & (reach > 0))
-            moved = taken(cached.values, source).mul_(weight[..., None]).masked_fill_(lost[..., None], 0.0)
-            add_to_next(cached.values, order, stays, first, moved, len(offset))
-            return
-        active = gone[..., None] & inside
-        targets = order.gather(1, place[:, 0])  # touches those m values only
-        sources = source.expand(-1, len(offset))
+        inside = offset < reach
+        weight = self._share(cached, position, source, targets, inside) / reach.clamp(min=1)
         own = torch.ones_like(targets, dtype=torch.float32)
-        into = offset.expand(len(order), -1)
-        fold(cached.values, targets, own, into, sources, weight.expand(-1, len(offset)), active.flatten(1))
+        into = offset.expand_as(targets)
+        active = (leaving >= 0) & inside
+        fold(cached.values, targets, own, into, source.expand_as(targets), weight.expand_as(targets), active)
 
     def _share(self, cached: Cached, position: Tensor, source: Tensor, following: Tensor, inside: Tensor) -> Tensor:
-        """Return what part of each value is added, [S, E] fp32: 0 or 1 as drawn, or the probability of 1."""
+        """Return what part of the value is added, [S, 1] fp32: 0 or 1 as drawn, or the probability of 1."""
         mass = cached.state.entries[MASS]
-        ahead = mass.gather(1, following.flatten(1)).view_as(inside).masked_fill(~inside, 0.0)
-        mean = ahead.sum(-1) / inside.sum(-1)  # NaN where nothing follows
+        ahead = mass.gather(1, following).masked_fill(~inside, 0.0)
+        mean = ahead.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)  # NaN where nothing follows
         probability = (mass.gather(1, source) / mean).nan_to_num(nan=0.0, posinf=1.0).clamp(0.0, 1.0)
         if self.expectation:
             return probability
         return (uniform(self.seed, cached.layer, cached.heads[:, None], position) < probability).float()
-
-
-def add_to_next(values: Tensor, order: Tensor, stays: Tensor, first: Tensor, moved: Tensor, reach: int) -> None:
-    """Add `moved` [S, E, D] fp32 to the values in the `reach` slots of `order` [S, R] from place `first` [S, E] on.
-
-    In place on `values` [S, C, D], and only where `stays` [S, R]. What starts at the same place is added up first, so
-    the cost does not grow with E * reach. A place of R is behind the last.
-    """
-    starts = moved.new_zeros(len(order), order.shape[1] + 1, moved.shape[-1])
-    starts.scatter_add_(1, first[..., None].expand_as(moved), moved)
-    added = F.pad(starts[:, :-1], (0, 0, reach - 1, 0)).unfold(1, reach, 1).sum(-1).masked_fill_(~stays[..., None], 0.0)
-    after = taken(values, order) + added
-    values.scatter_(1, order[..., None].expand_as(after), after.to(values.dtype))

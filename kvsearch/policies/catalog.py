@@ -40,25 +40,17 @@ class PolicyFacts:
     decode: str | None  # how entries are chosen while decoding
 
 
-@dataclass(frozen=True)
-class PolicyFault:
-    """A registered policy that cannot be used, and why, on one line."""
-
-    name: str
-    package: str
-    error: str
-
-
-def catalog() -> tuple[list[PolicyFacts], list[PolicyFault]]:
-    """Return all registered policies by name, and those that cannot be used."""
+def catalog() -> tuple[list[PolicyFacts], list[dict[str, str]]]:
+    """Return all registered policies by name, and name, package and error of those that cannot be used."""
     facts = []
     faults = []
     for name in policy_names():
         try:
             facts.append(describe_policy(name))
         except Exception as error:  # noqa: BLE001 - one broken package must not hide the other policies
-            faults.append(PolicyFault(name, _package(name), " ".join(str(error).split()) or type(error).__name__))
-    return facts, sorted([*faults, *_hidden()], key=lambda fault: fault.name)
+            problem = " ".join(str(error).split()) or type(error).__name__
+            faults.append({"name": name, "package": _package(name), "error": problem})
+    return facts, faults
 
 
 def describe_policy(name: str) -> PolicyFacts:
@@ -130,15 +122,3 @@ def _package(name: str) -> str:
     if name in BUILT_IN:
         return HOME
     return next(package_of(point) for point in third_party() if point.name == name)
-
-
-def _hidden() -> list[PolicyFault]:
-    """Return the entry points whose name is taken."""
-    taken = dict.fromkeys(BUILT_IN, HOME)
-    hidden = []
-    for point in third_party():
-        package = package_of(point)
-        first = taken.setdefault(point.name, package)
-        if first != package:
-            hidden.append(PolicyFault(point.name, package, f"not used: {first} has a policy of that name"))
-    return hidden

@@ -21,7 +21,7 @@ from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.metrics import find_metric
 from kvsearch.tasks.prompts import PLACE
 from kvsearch.tasks.rows import Checked, Dataset, check_rows, load_rows, usable
-from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, draw, part
+from kvsearch.tasks.splits import ALL, check_split, draw, part
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,10 @@ class DatasetTask(Task, Generic[Checked]):
     source: str | Path = ""
     revision: str | None = None
     split: str = ALL
-    shares: Shares = SHARES
 
     def __post_init__(self) -> None:
         """Find out what cannot be used before rows are read."""
-        check_split(self.split, self.shares)
+        check_split(self.split)
         find_metric(self.metric)
 
     @property
@@ -65,7 +64,7 @@ class DatasetTask(Task, Generic[Checked]):
     def rows(self) -> tuple[Example, ...]:
         """All examples of the split."""
         rows = usable(self.read(self.dataset, self.source, self.revision), self.fault, self.where)
-        chosen = part(rows, self.split, self.shares, lambda item: self.document(item[1]), self.where)
+        chosen = part(rows, self.split, lambda item: self.document(item[1]), self.where)
         return tuple(self.example(position, row) for position, row in chosen)
 
     def read(self, dataset: Dataset, source: str | Path, revision: str | None) -> Sequence[Checked]:

@@ -18,7 +18,7 @@ from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.fields import Filled, IsList, NotEmpty
 from kvsearch.tasks.metrics import METRICS, OF_ALL_ANSWERS, find_metric
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
-from kvsearch.tasks.splits import ALL, OWN_SHARES, Shares, check_split, draw, part
+from kvsearch.tasks.splits import ALL, OWN_SHARES, check_split, draw, part
 
 SHOWN = 10
 METRIC = "contains"
@@ -62,14 +62,13 @@ class JsonlTask(Task):
     prompt: str = PLAIN_PROMPT
     category: str = CATEGORY
     split: str = ALL
-    shares: Shares = OWN_SHARES
 
     def __post_init__(self) -> None:
         find_metric(self.metric)
-        check_split(self.split, self.shares)
+        check_split(self.split)
 
     @classmethod
-    def load(cls, path: str | Path, split: str = ALL, shares: Shares = OWN_SHARES) -> JsonlTask:
+    def load(cls, path: str | Path, split: str = ALL) -> JsonlTask:
         """Read and check a file.
 
         Raises:
@@ -96,11 +95,11 @@ class JsonlTask(Task):
         several = len(categories) > 1
         category = SEVERAL if several else rows[0].category
         name = Path(path).stem
-        return cls(name, _group(name, rows, several), rows[0].metric, rows[0].prompt, category, split, shares)
+        return cls(name, _group(name, rows, several), rows[0].metric, rows[0].prompt, category, split)
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
         """Return up to `samples` contexts, drawn without replacement if the split has more."""
-        return draw(part(self.rows, self.split, self.shares, lambda example: example.key, self.name), samples, seed)
+        return draw(part(self.rows, self.split, lambda example: example.key, self.name, OWN_SHARES), samples, seed)
 
 
 def _read(path: str | Path) -> tuple[list[JsonlRow], list[str]]:

@@ -20,7 +20,7 @@ from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.metrics import find_metric
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 from kvsearch.tasks.ruler.needles import STORY, read_haystack
-from kvsearch.tasks.splits import ALL, SHARES, Shares, check_split, part
+from kvsearch.tasks.splits import ALL, check_split, part
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,7 +73,6 @@ class NiahTask(Task):
     needle: str = NEEDLE
     metric: str = "niah_recall"
     split: str = ALL
-    shares: Shares = SHARES
     name: str = "niah"
     category: ClassVar[str] = "retrieval"
     prompt: ClassVar[str] = PLAIN_PROMPT
@@ -82,14 +81,14 @@ class NiahTask(Task):
         _require_steps("lengths", self.lengths, 1, None)
         _require_steps("depths", self.depths, 0, 100)
         find_metric(self.metric)
-        check_split(self.split, self.shares)
+        check_split(self.split)
         if self.needle in "".join(self._sentences):
             raise UsageError(f"{self.haystack or STORY} holds the needle already: give another text")
 
     def cells(self) -> tuple[GridCell, ...]:
         """Return the cells of the split, depths of the first length first."""
         grid = [GridCell(length, depth) for length in self.lengths for depth in self.depths]
-        return tuple(part(grid, self.split, self.shares, lambda cell: cell, self.name))
+        return tuple(part(grid, self.split, lambda cell: cell, self.name))
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
         """Return up to `samples` cells, in the order of `cells`.

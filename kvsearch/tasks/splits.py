@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
@@ -22,12 +21,9 @@ OWN_SHARES: Shares = (0.4, 0.35, 0.25)  # of a user's own questions, which a dec
 _SHUFFLE = "kvsearch/split"
 
 
-def check_split(split: str, shares: Shares) -> None:
-    """Raise UsageError unless `split` is train, select, report or all, and the shares of the three sum to 1."""
+def check_split(split: str) -> None:
+    """Raise UsageError unless `split` is train, select, report or all."""
     require_known("split", split, (*SPLITS, ALL))
-    # `not >=` also catches NaN
-    if len(shares) != len(SPLITS) or not all(share >= 0 for share in shares) or not math.isclose(sum(shares), 1):
-        raise UsageError(f"shares of {', '.join(SPLITS)} must be three numbers >= 0 that sum to 1, got {shares}")
 
 
 def group_by_text(texts: Iterable[Hashable]) -> list[list[int]]:
@@ -43,7 +39,7 @@ def group_by_text(texts: Iterable[Hashable]) -> list[list[int]]:
 
 
 def part(
-    items: Sequence[Item], split: str, shares: Shares, group: Callable[[Item], Hashable], source: str
+    items: Sequence[Item], split: str, group: Callable[[Item], Hashable], source: str, shares: Shares = SHARES
 ) -> list[Item]:
     """Return the items of one split, in their order; "all" is all of them.
 
@@ -51,9 +47,9 @@ def part(
     the questions about one document. `shares` are of the groups; `source` is where the items are from, for messages.
 
     Raises:
-        UsageError: no such split, shares that do not sum to 1, or a split that gets nothing.
+        UsageError: no such split, or one that gets nothing.
     """
-    check_split(split, shares)
+    check_split(split)
     if split == ALL:
         return list(items)
     from kvsearch.plan.rounding import largest_remainder  # imports numpy, which a list of tasks does without

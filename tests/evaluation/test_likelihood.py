@@ -18,11 +18,11 @@ from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.decode.replies import NonFiniteError
 from kvsearch.runtime.program import full_cache
 from kvsearch.strategies.compared import equal_uniform
-from tests.families import FAMILIES, build, prompts
+from tests.families import EACH_FAMILY, build, prompts
 from tests.runtime.helpers import feed, one_by_one, random_eviction, reference, running
 
 CLOSE = 1e-4
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", EACH_FAMILY)
 
 
 def ids(length: int, seed: int) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from kvsearch.strategies.compared import equal_uniform
 from kvsearch.tasks.windows import PerplexityText
 from tests import tiny
 from tests.examples import at_most
-from tests.families import FAMILIES
+from tests.families import EACH_FAMILY
 from tests.runtime.helpers import feed, one_by_one, random_eviction, reference, running
 
 CONTEXT, CONTINUATION, LEAD = 40, 12, 1
@@ -95,7 +95,7 @@ def test_losses_by_hand() -> None:
     torch.testing.assert_close(found, torch.tensor([[math.log(4), math.log(1.25)]]), atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_the_full_cache_predicts_what_the_plain_model_does(family: str) -> None:
     model = tiny.loaded(family)
     before = model.model.config._attn_implementation
@@ -110,7 +110,7 @@ def test_the_full_cache_predicts_what_the_plain_model_does(family: str) -> None:
     assert row.perplexity.mean == pytest.approx(math.exp(float(plain.double().mean())), rel=1e-4)
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_a_plan_predicts_what_masked_attention_does(family: str) -> None:
     model = tiny.loaded(family)
     contexts, following = ids_of(model, measure(model, {}))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from kvsearch.policies import Policy
 from kvsearch.policies.cake import CAKE
@@ -33,34 +37,34 @@ BY_POSITION = (
 )  # fmt: skip
 BY_SCORE = (
     FullKV(),
-    H2O(), H2O(recent_share=0.7, sinks=2), H2O(recent=3, sinks=1), H2O(recent_share=0.0),
+    H2O(recent_share=0.7, sinks=2), H2O(recent=3, sinks=1), H2O(), H2O(recent_share=0.0),
     TOVA(), TOVA(protect_last=True, sinks=2),
+    SnapKV(window=2, kernel=3, pooling="avg", group="max"), SnapKV(window=5, kernel=3, protect=2, sinks=1),
     SnapKV(), SnapKV(window=3, kernel=5, pooling="max", group="mean", sinks=2),
-    SnapKV(window=2, kernel=3, pooling="avg", group="max"), SnapKV(window=5, kernel=7, pooling="none", sinks=1),
-    SnapKV(window=5, kernel=3, protect=2, sinks=1), SnapKV(window=2, kernel=3, pooling="avg", protect=4),
+    SnapKV(window=5, kernel=7, pooling="none", sinks=1), SnapKV(window=2, kernel=3, pooling="avg", protect=4),
     PyramidKV(), PyramidKV(window=2, kernel=3, sinks=1, group="max"), PyramidKV(window=4, protect=0),
-    Scissorhands(), Scissorhands(history=3, window=2, sinks=1), Scissorhands(history=1, window=0),
-    Scissorhands(history=9, window=1, drop=0),
-    CaM(base="h2o", sinks=1, merge_prompt=True), CaM(base="h2o", sinks=0, recent=3),
+    Scissorhands(history=3, window=2, sinks=1), Scissorhands(history=9, window=1, drop=0), Scissorhands(),
+    Scissorhands(history=1, window=0),
+    CaM(base="h2o", sinks=1), CaM(base="h2o", sinks=0, recent=3),
     D2O(), D2O(sinks=1, recent_share=0.25, merging="code", ema=0.7), D2O(sinks=0, recent=2, keys_frozen=True),
-    CAKE(), CAKE(window=3, kernel=3, gamma=5.0, sinks=2), CAKE(window=2, kernel=5, gamma=0.0, pooling="max"),
-    CAKE(window=1, pooling="none", sinks=1), CAKE(window=4, protect=1, gamma=2.0),
-    VATP(), VATP(sinks=2, recent_share=0.25), VATP(sinks=1, recent=3),
-    VATP(base="scissorhands", sinks=1, history=5, recent=2), VATP(base="scissorhands", sinks=0),
+    CAKE(window=3, kernel=3, gamma=5.0, sinks=2), CAKE(window=4, protect=1, gamma=2.0), CAKE(),
+    CAKE(window=2, kernel=5, gamma=0.0, pooling="max"), CAKE(window=1, pooling="none", sinks=1),
+    VATP(sinks=2, recent_share=0.25), VATP(base="scissorhands", sinks=1, history=5, recent=2), VATP(),
+    VATP(sinks=1, recent=3), VATP(base="scissorhands", sinks=0),
     VATP(base="snapkv", window=3, kernel=5, sinks=1), VATP(base="snapkv", window=4, kernel=3, sinks=1, protect=2),
     VATP(base="snapkv", window=2, kernel=3, pooling="avg", group="max", sinks=0),
-    LAVa(), LAVa(window=3, kernel=3, group="mean", sinks=1), LAVa(window=1, pooling="none"),
-    LAVa(window=2, kernel=5, pooling="avg"), LAVa(window=4, kernel=3, protect=1),
+    LAVa(window=3, kernel=3, group="mean", sinks=1), LAVa(window=4, kernel=3, protect=1), LAVa(),
+    LAVa(window=1, pooling="none"), LAVa(window=2, kernel=5, pooling="avg"),
     KeyDiff(), KeyDiff(sinks=4, window=1),
     Knorm(), Knorm(sinks=2, window=3),
     ExpectedAttention(future=8), ExpectedAttention(future=5, sinks=2, window=3, epsilon=0.02),
     ExpectedAttention(future=3, sinks=0, covariance=False, value_norm=False),
-    CriticalKV(), CriticalKV(window=2, kernel=3, group="max", sinks=1, norm="l2", ratio=0.3),
-    CriticalKV(window=4, kernel=3, protect=1),
+    CriticalKV(window=2, kernel=3, group="max", sinks=1, norm="l2", ratio=0.3),
     CriticalKV(base="expected_attention", window=0, sinks=2, future=8, ratio=0.7),
+    CriticalKV(), CriticalKV(window=4, kernel=3, protect=1),
     CriticalKV(base="expected_attention", window=1, future=3, covariance=False, epsilon=0.0, ratio=1.0),
     CriticalKV(base="expected_attention", future=8, window=4, protect=2),
-    DefensiveKV(), DefensiveKV(window=2, kernel=3, sinks=1, mass=0.5), DefensiveKV(window=4, protect=1, mass=0.0),
+    DefensiveKV(window=2, kernel=3, sinks=1, mass=0.5), DefensiveKV(window=4, protect=1, mass=0.0), DefensiveKV(),
     *map(example, ("probe", "query_bank", "kvzip", "kvzap")),
 )  # fmt: skip
 
@@ -69,7 +73,15 @@ def named(policy: Policy) -> str:
     return f"{policy.name}-{'-'.join(str(value)[:8] for value in policy.parameters().values())}"
 
 
-@pytest.fixture(scope="class", params=(*BY_POSITION, *BY_SCORE), ids=named)
+def settings_of_all() -> Iterator[ParameterSet]:
+    """All settings above; those behind the first two of a policy are nightly."""
+    seen = Counter[str]()
+    for policy in (*BY_POSITION, *BY_SCORE):
+        seen[policy.name] += 1
+        yield pytest.param(policy, id=named(policy), marks=[pytest.mark.nightly] if seen[policy.name] > 2 else [])
+
+
+@pytest.fixture(scope="class", params=list(settings_of_all()))
 def policy(request: pytest.FixtureRequest) -> None:
     request.cls.policy = request.param
     request.cls.score_is_position = any(request.param is one for one in BY_POSITION)

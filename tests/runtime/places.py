@@ -12,15 +12,19 @@ from itertools import product
 
 import pytest
 
-from tests.families import DEVICES, FAMILIES
+from tests.families import DEVICES, FAMILIES, USUAL
 from tests.kernels.serving import interpreter
 
 INTERPRETER = "interpreter"
 PLACES = [*DEVICES, *([INTERPRETER] if DEVICES == ["cpu"] and find_spec("triton") is not None else [])]
-_few = [(family, place) for family in ("llama", "gemma2") for place in PLACES if place == INTERPRETER]
+_places = [
+    pytest.param(family, place, marks=[] if family in USUAL and place != INTERPRETER else [pytest.mark.nightly])
+    for family, place in product(FAMILIES, PLACES)
+    if place != INTERPRETER or family in ("llama", "gemma2")
+]
 SLOW_PLACES = [pytest.param(place, marks=pytest.mark.nightly) if place == INTERPRETER else place for place in PLACES]
-places = pytest.mark.parametrize("device", PLACES, indirect=True)
-families = pytest.mark.parametrize(("family", "device"), [*product(FAMILIES, DEVICES), *_few], indirect=["device"])
+places = pytest.mark.parametrize("device", SLOW_PLACES, indirect=True)
+families = pytest.mark.parametrize(("family", "device"), _places, indirect=["device"])
 
 
 @contextmanager

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
 from kvsearch.policies import Policy, create_policy
 from tests.policies.probes import bank, fitted
 
@@ -43,6 +48,14 @@ SMALL = {
     "query_bank": bank(sinks=1, protect=2),
     "query_bank, anew": bank(sinks=1, protect=2, refresh=3),
 }
+
+FIRST = {policy.name: name for name, policy in reversed(SMALL.items())}  # settings of every policy
+
+
+def policies_of(names: Iterable[str] = SMALL) -> list[Any]:
+    """Parameters of a test, by name: the first settings of every policy; others are nightly."""
+    first = FIRST.values()
+    return [pytest.param(name, marks=[] if name in first else [pytest.mark.nightly]) for name in names]
 
 
 def for_model(policy: Policy) -> Policy:

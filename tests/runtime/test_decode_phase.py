@@ -16,10 +16,10 @@ from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
 from tests.combinations import every_value
-from tests.families import DEVICES, FAMILIES, build, prompts
+from tests.families import DEVICES, EACH_FAMILY, build, prompts
 from tests.runtime.helpers import assert_close, feed, one_by_one, plan_for, reference, running
 from tests.runtime.masked import hide
-from tests.runtime.policies import SMALL, for_model
+from tests.runtime.policies import SMALL, for_model, policies_of
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 REVERSIBLE = [name for name, policy in SMALL.items() if not policy.merges]
@@ -54,12 +54,12 @@ def one_step(model: Any, cache: Any, mask: Tensor, step: int, token: Tensor) -> 
 
 
 @pytest.mark.parametrize("prefilled", [False, True])
-@pytest.mark.parametrize("name", REVERSIBLE)
+@pytest.mark.parametrize("name", policies_of(REVERSIBLE))
 def test_decoding_equals_masking(name: str, prefilled: bool, device: str) -> None:
     compare("llama", for_model(SMALL[name]), prefilled, device)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_decoding_equals_masking_in_every_family(family: str, device: str) -> None:
     for name in ("h2o", "snapkv"):
         compare(family, create_policy(name, {"window": 4} if name == "snapkv" else {}), True, device)

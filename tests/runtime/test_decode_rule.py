@@ -23,9 +23,9 @@ from tests.examples import fixed
 from tests.policies.contract import DIM, properties, rope
 from tests.policies.probes import example
 from tests.runtime.layers import Layer, Scene, held, scenes
-from tests.runtime.policies import SMALL
+from tests.runtime.policies import SMALL, policies_of
 
-every_policy = pytest.mark.parametrize("name", SMALL)
+every_policy = pytest.mark.parametrize("name", policies_of())
 
 
 def begin(layer: Layer, prefill: Policy | None, decode: Policy) -> Decoding:
@@ -46,7 +46,7 @@ def feed(layer: Layer, holder: Decoding, first: int, count: int, valid: Tensor |
 def test_decoding(name: str) -> None:
     policy = SMALL[name]
 
-    @settings(fixed(24), suppress_health_check=properties.suppress_health_check)
+    @settings(fixed(12), suppress_health_check=properties.suppress_health_check)
     @given(scenes(max_tokens=6), st.lists(st.integers(0, 3), min_size=4, max_size=12))
     def right(scene: Scene, pattern: list[int]) -> None:
         layer = Layer(scene)

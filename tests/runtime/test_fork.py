@@ -18,7 +18,7 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.shared_prefill import can_join, joined, prefill_all
-from tests.families import DEVICES, FAMILIES, build, prompts
+from tests.families import DEVICES, EACH_FAMILY, build, prompts
 from tests.runtime.helpers import assert_close, keep_everything, running
 from tests.runtime.policies import SMALL
 from tests.runtime.test_sharing import go_on, read
@@ -58,7 +58,7 @@ def fork(model: Any, made: list[Program], ids: Tensor, mask: Tensor) -> tuple[li
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_it_is_as_if_every_plan_had_run_alone(family: str, device: str) -> None:
     model = build(family, device)
     ids, mask = prompts(2, 40, pads=9, device=device)

@@ -20,6 +20,7 @@ from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.models.architecture import describe
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
+from tests.combinations import every_value
 from tests.families import FAMILIES, SPECIAL, build, prompts
 from tests.runtime.modes import BATCH, LENGTH, MODES, Mode, Side, more, ones
 from tests.runtime.places import SLOW_PLACES, at
@@ -134,8 +135,7 @@ def test_modes_of_all_families(family: str, mode: str, phases: str) -> None:
 HIDING = ("masks_that_hide_what_was_read", "taken_back", "finished_sequences_are_fed_pads", "gradients")
 
 
-@pytest.mark.parametrize("policy", SMALL)
-@pytest.mark.parametrize("mode", HIDING)
+@every_value(policy=SMALL, mode=HIDING)
 def test_masks_and_gradients_under_every_policy(policy: str, mode: str) -> None:
     compare("llama", mode, policy, "both")
     evict("llama", mode, policy, "both")

@@ -19,11 +19,11 @@ from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import read
 from kvsearch.strategies.compared import equal_uniform
 from tests import families as all_families
-from tests.families import FAMILIES, prompts
+from tests.families import EACH_FAMILY, FAMILIES, prompts
 from tests.runtime.helpers import feed, running
 
 LENGTHS, NEW = (23, 40, 31), 6
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", EACH_FAMILY)
 some_families = pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
 
 

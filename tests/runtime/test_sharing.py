@@ -200,8 +200,7 @@ def test_decoding_equals_masking(how: str, family: str, device: str) -> None:
             assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("how", list(ALLOCATIONS))
-@pytest.mark.parametrize("name", [*SINGLE, "h2o", "cake{'window': 3, 'kernel': 3}"])
+@every_value(how=ALLOCATIONS, name=[*SINGLE, "h2o", "cake{'window': 3, 'kernel': 3}"])
 def test_decode_budgets_follow_the_prompt(how: str, name: str) -> None:
     """With the same totals in both phases a head may hold while decoding what it was left with."""
     model = build("llama")

@@ -12,7 +12,7 @@ from kvsearch.core.limits import MOST_DATA
 from kvsearch.core.parsing import read_json, validated
 from kvsearch.tasks.fields import Filled, NotEmpty
 from kvsearch.tasks.ruler.draft import Draft, Stream
-from kvsearch.tasks.splits import Shares, part
+from kvsearch.tasks.splits import part
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ class QaDocuments:
     documents: tuple[str, ...]
     questions: tuple[QaQuestion, ...]
 
-    def of_split(self, split: str, shares: Shares, source: str) -> QaDocuments:
+    def of_split(self, split: str, source: str) -> QaDocuments:
         """Return the questions of one split, which shares no document that is asked about with another one."""
-        return replace(self, questions=tuple(part(self.questions, split, shares, lambda asked: asked.own, source)))
+        return replace(self, questions=tuple(part(self.questions, split, lambda asked: asked.own, source)))
 
     @property
     def size(self) -> int:

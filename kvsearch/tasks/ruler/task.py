@@ -16,7 +16,7 @@ from kvsearch.tasks.ruler.frequency import CodedWords, CommonWords
 from kvsearch.tasks.ruler.needles import NIAH, Essay, Needles, Noise
 from kvsearch.tasks.ruler.qa import read_hotpot, read_squad
 from kvsearch.tasks.ruler.tracing import Tracing
-from kvsearch.tasks.splits import SHARES, Shares, check_split
+from kvsearch.tasks.splits import check_split
 
 FILLED = 0.95  # the least share of its length that an example has
 QA_FORMATS: Final = {
@@ -40,11 +40,11 @@ class RulerTask(Task):
     """One task of RULER at a whole prompt of at most `length` tokens, those to generate included.
 
     `haystack` is a text file for the tasks that hide needles in an essay (without: the story shipped with kvsearch).
-    `qa_file` is what qa_1 (SQuAD's format) and qa_2 (HotpotQA's) ask about, and `shares` are those of the splits in
-    it. The other tasks make other examples for every split, "all" being one more.
+    `qa_file` is what qa_1 (SQuAD's format) and qa_2 (HotpotQA's) ask about. The other tasks make other examples for
+    every split, "all" being one more.
 
     Raises:
-        UsageError: an unknown name or split, bad shares, or a qa task without its file.
+        UsageError: an unknown name or split, or a qa task without its file.
     """
 
     name: str
@@ -52,12 +52,11 @@ class RulerTask(Task):
     split: str = "report"
     haystack: Path | None = None
     qa_file: Path | None = None
-    shares: Shares = SHARES
     prompt: ClassVar[str] = f"\n{PLACE} "
 
     def __post_init__(self) -> None:
         require_known("RULER task", self.name, RULER_TASKS)
-        check_split(self.split, self.shares)
+        check_split(self.split)
         for path in (self.haystack, self.qa_file):
             if path is not None and not path.is_file():
                 raise UsageError(f"there is no file {path}: check the path")
@@ -131,7 +130,7 @@ def _needles(task: RulerTask, count: TokenCount) -> Source:  # noqa: ARG001
 def _questions(task: RulerTask, count: TokenCount) -> Source:  # noqa: ARG001
     assert task.qa_file is not None  # as `RulerTask` has seen to
     read = QA_FORMATS[task.name][2]
-    return read(task.qa_file).of_split(task.split, task.shares, f"{task.name} of {task.qa_file}")
+    return read(task.qa_file).of_split(task.split, f"{task.name} of {task.qa_file}")
 
 
 RULER_KINDS: Final[dict[str, Kind]] = {

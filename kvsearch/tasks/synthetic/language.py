@@ -15,9 +15,8 @@ nothing, and `recall` sentences mention an earlier fact again without giving all
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from kvsearch.tasks.synthetic import vocabulary as v
 
@@ -50,52 +49,36 @@ def interleave(rng: random.Random, groups: Sequence[Sequence[Sentence]]) -> list
     return [next(iterators[i]) for i in order]
 
 
-class Haystack(Protocol):
-    """A kind of text around the evidence."""
-
-    def __init__(self, rng: random.Random) -> None:
-        """Draw what the whole text has in common."""
-
-    def tell(self, count: int, groups: Sequence[Sequence[Sentence]]) -> list[Sentence]:
-        """Tell `count` fillers with all sentences of the groups among them; the order inside each group stays."""
+# tells so many fillers with all sentences of the groups among them; the order inside each group stays
+Tell = Callable[[int, Sequence[Sequence[Sentence]]], list[Sentence]]
+Haystack = Callable[[random.Random], Tell]  # a kind of text around the evidence: draws what all of it has in common
 
 
-class Prose:
-    """Sentences about a few nouns, evidence anywhere between them."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._topic = rng.sample(v.NOUNS, TOPIC_NOUNS)
-
-    def tell(self, count: int, groups: Sequence[Sequence[Sentence]]) -> list[Sentence]:
-        return interleave(self._rng, [[filler(self._rng, self._topic) for _ in range(count)], *groups])
+def prose(rng: random.Random) -> Tell:
+    """Return sentences about a few nouns, evidence anywhere between them."""
+    topic = rng.sample(v.NOUNS, TOPIC_NOUNS)
+    return lambda count, groups: interleave(rng, [[filler(rng, topic) for _ in range(count)], *groups])
 
 
-class Repetition:
-    """One sentence again and again, evidence anywhere between."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._sentence = filler(rng, v.NOUNS)
-
-    def tell(self, count: int, groups: Sequence[Sequence[Sentence]]) -> list[Sentence]:
-        return interleave(self._rng, [[self._sentence] * count, *groups])
+def repetition(rng: random.Random) -> Tell:
+    """Return one sentence again and again, evidence anywhere between."""
+    sentence = filler(rng, v.NOUNS)
+    return lambda count, groups: interleave(rng, [[sentence] * count, *groups])
 
 
-class Paragraphs:
-    """One paragraph of even length for each evidence sentence, about nouns of its own."""
+def paragraphs(rng: random.Random) -> Tell:
+    """Return one paragraph of even length for each evidence sentence, about nouns of its own."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def tell(self, count: int, groups: Sequence[Sequence[Sentence]]) -> list[Sentence]:
-        facts = interleave(self._rng, groups)
+    def tell(count: int, groups: Sequence[Sequence[Sentence]]) -> list[Sentence]:
+        facts = interleave(rng, groups)
         ends = [count * number // len(facts) for number in range(len(facts) + 1)]
         return [
             sentence
             for fact, start, end in zip(facts, ends, ends[1:], strict=False)
-            for sentence in Prose(self._rng).tell(end - start, [[fact]])
+            for sentence in prose(rng)(end - start, [[fact]])
         ]
+
+    return tell
 
 
 @dataclass(frozen=True)
@@ -239,19 +222,19 @@ def compose(
     needles: Sequence[Evidence],
     mentions: int = 0,
     tail_mentions: int = 0,
-    haystack: type[Haystack] = Prose,
+    haystack: Haystack = prose,
 ) -> Document:
     """Return a document of at most `length` words: the needles in order at random places, filled up with filler.
 
     `mentions` recall sentences go to random places after their fact, `tail_mentions` more to the last sentences.
     """
-    hay = haystack(rng)
+    tell = haystack(rng)
     evidence = sum(group.tokens for group in needles)
     pool = [mention for group in needles for mention in group.mentions]
     middle = rng.sample(pool, min(mentions, len(pool)))
     tail = rng.sample(pool, min(tail_mentions, len(pool)))
     room = length - 1 - evidence - sum(map(len, middle)) - sum(map(len, tail))
-    told = hay.tell(max(0, room) // FILLER_WORDS, [group.sentences for group in needles])
+    told = tell(max(0, room) // FILLER_WORDS, [group.sentences for group in needles])
     for mention in middle:
         told.insert(rng.randint(_after_fact(told, mention), len(told)), mention)
     for mention in tail:

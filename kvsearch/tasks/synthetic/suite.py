@@ -44,15 +44,15 @@ from kvsearch.tasks.synthetic.language import (
     Evidence,
     Haystack,
     Names,
-    Paragraphs,
-    Prose,
-    Repetition,
     WordQuestion,
     chains,
     code_facts,
     code_pairs,
     compose,
     item_facts,
+    paragraphs,
+    prose,
+    repetition,
     votes,
     whole_items,
 )  # fmt: skip
@@ -82,7 +82,7 @@ class Form:
     """How documents of one task are made: their evidence, what it is hidden in, and its share of the words at most."""
 
     build: Builder
-    haystack: type[Haystack] = Prose
+    haystack: Haystack = prose
     share: float = EVIDENCE_SHARE
 
 
@@ -152,26 +152,25 @@ def _vote(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     return [cast, code_facts(rng, names, codes_in(room - cast.tokens, names)).unasked()]
 
 
-GROWN: dict[str, Form] = {
-    "single_1": Form(lambda rng, names, _: [code_facts(rng, names, 1, "single_1")], Repetition),
+FORMS: dict[str, Form] = {
+    "single": Form(_single),
+    "multikey": Form(lambda rng, names, room: [code_facts(rng, names, codes_in(room, names))]),
+    "multiquery": Form(lambda rng, names, room: [code_pairs(rng, names, codes_in(room, names))]),
+    "multivalue": Form(lambda rng, names, room: [item_facts(rng, names, min(room // 15, names.left("key", KEYS)))]),
+    "chain": Form(
+        lambda rng, names, room: [chains(rng, names, min(room // 15, names.left("variable", VARIABLES) // 3))]
+    ),
+    "vote": Form(_vote),
+    "single_1": Form(lambda rng, names, _: [code_facts(rng, names, 1, "single_1")], repetition),
     "single_3": Form(_single_3),
     "multikey_2": Form(_multikey_2, share=FACT_SHARE),
     "multikey_3": Form(_multikey_3, share=FACT_SHARE),
     "common": Form(_common),
-    "qa_1": Form(_qa_1, Paragraphs),
-    "qa_2": Form(_qa_2, Paragraphs),
+    "qa_1": Form(_qa_1, paragraphs),
+    "qa_2": Form(_qa_2, paragraphs),
 }
-BUILDERS: dict[str, Builder] = {
-    "single": _single,
-    "multikey": lambda rng, names, room: [code_facts(rng, names, codes_in(room, names))],
-    "multiquery": lambda rng, names, room: [code_pairs(rng, names, codes_in(room, names))],
-    "multivalue": lambda rng, names, room: [item_facts(rng, names, min(room // 15, names.left("key", KEYS)))],
-    "chain": lambda rng, names, room: [chains(rng, names, min(room // 15, names.left("variable", VARIABLES) // 3))],
-    "vote": _vote,
-}
-FORMS: dict[str, Form] = {**{name: Form(build) for name, build in BUILDERS.items()}, **GROWN}
 SUITES: dict[str, tuple[str, ...]] = {
-    "core": tuple(BUILDERS),
+    "core": ("single", "multikey", "multiquery", "multivalue", "chain", "vote"),
     "ruler": (
         "single_1", "single", "single_3", "multikey", "multikey_2", "multikey_3", "multivalue", "multiquery", "chain",
         "common", "vote", "qa_1", "qa_2",

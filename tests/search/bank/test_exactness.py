@@ -28,7 +28,7 @@ from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from tests import tiny
 from tests.combinations import every_value
-from tests.families import FAMILIES
+from tests.families import EACH_FAMILY, FAMILIES
 from tests.runtime.helpers import TOLERANCE, assert_close
 from tests.search.bank.cases import (
     PROTOCOLS,
@@ -43,7 +43,7 @@ from tests.search.bank.cases import (
     tokens_of,
 )
 
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", EACH_FAMILY)
 protocols = pytest.mark.parametrize("protocol", PROTOCOLS)
 
 

@@ -89,7 +89,6 @@ def model() -> LoadedModel:
     ("policy", "problem"),
     [
         (create_policy("d2o"), "layer 0: policy d2o merges what it evicts into what it keeps"),
-        (create_policy("cam", {"merge_prompt": True}), "layer 0: policy cam merges what it evicts"),
         (create_policy("full"), "layer 0: policy full never evicts some heads, whatever their budget"),
         (SomeHeads(), "layer 0: policy some-heads never evicts some heads"),
     ],

@@ -91,8 +91,6 @@ def test_splits_ask_about_different_documents(tmp_path: Path) -> None:
     }
     assert [len(asked[split]) for split in asked] == [8, 8, 24, 40]
     assert asked["train"] | asked["select"] | asked["report"] == asked["all"]
-    shared = task(tmp_path, length=512, split="train", shares=(0.5, 0.25, 0.25)).examples(99, 0, words)
-    assert len(shared) == 20
 
 
 def test_seeds_ask_in_different_order(tmp_path: Path) -> None:

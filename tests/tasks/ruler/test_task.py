@@ -121,7 +121,6 @@ def test_the_right_reply_has_all_answers_in_order(name: str, files: dict[str, Pa
     [
         ("niah_single_4", {}, r"unknown RULER task 'niah_single_4'; did you mean 'niah_single_\d'\? \(known: niah_sin"),
         ("vt", {"split": "test"}, "unknown split 'test'"),
-        ("vt", {"shares": (1.0, 1.0, 1.0)}, "shares"),
         ("niah_single_2", {"haystack": Path("/no/such.txt")}, "there is no file /no/such.txt: check the path"),
         ("qa_1", {"qa_file": Path("/no/such.json")}, "there is no file /no/such.json: check the path"),
         ("qa_1", {"qa_file": Path("/")}, "there is no file /"),

@@ -9,7 +9,7 @@ import pytest
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.program import full_cache
-from kvsearch.tasks.synthetic.suite import BUILDERS, SyntheticTask
+from kvsearch.tasks.synthetic.suite import SUITES, SyntheticTask
 from kvsearch.tasks.synthetic.vocabulary import WORDS, tokenizer
 from tests.tiny import run
 
@@ -47,6 +47,6 @@ def test_the_shipped_model_answers() -> None:
     assert len(model.tokenizer) == len(WORDS) == model.model.config.vocab_size
     assert model.tokenizer("the calm fox .")["input_ids"] == tokenizer()("the calm fox .")["input_ids"]
     assert model.tokenizer.eos_token_id in stop_tokens(model)
-    samples = run(model, {"full": full_cache(model.model)}, [SyntheticTask(name, 512) for name in BUILDERS], 2)
-    scores = {task: [s.score for s in samples if s.task == task] for task in BUILDERS}
+    samples = run(model, {"full": full_cache(model.model)}, [SyntheticTask(name, 512) for name in SUITES["core"]], 2)
+    scores = {task: [s.score for s in samples if s.task == task] for task in SUITES["core"]}
     assert all(sum(found) >= 0.75 * len(found) > 0 for found in scores.values()), scores
