@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.decode.replies import NonFiniteError, left_padded, next_tokens
-from kvsearch.runtime.shared_prefill import held_entries, prefill_all
+from kvsearch.runtime.decode.replies import NonFiniteError, next_tokens
+from kvsearch.runtime.shared_prefill import held_entries, read_prompts
 from kvsearch.signals.predictions import token_losses
 
 
@@ -48,15 +48,14 @@ def score(
 ) -> list[ScoredContext]:
     """Score continuations (token ids, at least one) of every context (token ids, at least one), one batch.
 
-    Contexts are padded on the left and read once. The model must run the attention implementation "kvsearch".
+    Contexts are read once. The model must run the attention implementation "kvsearch".
 
     Raises:
         NonFiniteError: the model emits NaN; `row` is the context.
     """
     leads = [torch.tensor(context[: compressible(context)]) for context in contexts]
-    ids, mask = left_padded(leads, pad, model.device)
     cache = PlanCache(model, program)
-    first = prefill_all(model, [cache], ids, mask)
+    first, mask = read_prompts(model, [cache], leads, pad)
     next_tokens(first)  # refuses NaN
     held = held_entries(model, cache, [len(lead) for lead in leads])
     followers = [

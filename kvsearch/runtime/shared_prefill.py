@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvsearch.core.errors import UsageError
@@ -23,6 +24,7 @@ from kvsearch.models.memory import default_memory
 from kvsearch.policies import Observation
 from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import PlanCache
+from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.replies import Finished, Replies, left_padded, next_tokens
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.observe import PromptLayer, Rereads, reread
@@ -69,21 +71,21 @@ def compressed(
         IncompatibleError: a prompt is longer than the model takes.
         NonFiniteError: the model emits NaN for a prompt.
     """
-    ids, mask = left_padded(prompts, pad, model.device)
-    check_length(model, ids.shape[1])
     lengths = [len(prompt) for prompt in prompts]
+    check_length(model, max(lengths))
     for portion in _portions(model, programs, lengths, memory):
         started = perf_counter()
         caches = {method: PlanCache(model, program) for method, program in portion.items()}
-        logits = prefill_all(model, list(caches.values()), ids, mask)
+        logits, mask = read_prompts(model, list(caches.values()), prompts, pad)
         first = next_tokens(logits)
         entries = {method: held_entries(model, cache, lengths) for method, cache in caches.items()}
         nbytes = {method: cache.nbytes() for method, cache in caches.items()}
         seconds = perf_counter() - started
         for methods in _groups(caches):
-            cache = joined([caches[method] for method in methods])
             times = len(methods)
-            replies = Replies(model, cache, mask.repeat(times, 1), first.repeat(times, 1), pad, stop, finished)
+            masks = mask.repeat(times, 1)
+            cache = joined([caches[method] for method in methods], masks, lengths * times)
+            replies = Replies(model, cache, masks, first.repeat(times, 1), pad, stop, finished)
             yield JointReplies(methods, replies, entries, nbytes, seconds, logits)
 
 
@@ -107,10 +109,11 @@ def read(
         NonFiniteError: the model emits NaN for a prompt.
         EnvironmentFault: the device has too little memory for what is kept.
     """
-    ids, mask = left_padded(prompts, pad, model.device)
-    check_length(model, ids.shape[1])
-    require_room(model, {"the plan": cache.program}, [len(prompt) for prompt in prompts], chunk)
-    return Replies(model, cache, mask, next_tokens(prefill_all(model, [cache], ids, mask, chunk)), pad, stop)
+    lengths = [len(prompt) for prompt in prompts]
+    check_length(model, max(lengths))
+    require_room(model, {"the plan": cache.program}, lengths, chunk)
+    logits, mask = read_prompts(model, [cache], prompts, pad, chunk)
+    return Replies(model, cache, mask, next_tokens(logits), pad, stop)
 
 
 def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[int]:
@@ -153,6 +156,32 @@ def _portions(
         portion[method] = program
         taken += size
     yield portion
+
+
+def read_prompts(
+    model: Any, caches: Sequence[PlanCache], prompts: Sequence[Tensor], pad: int, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Read prompts of token ids [T] into every (empty) cache as `prefill_all` does, in batches without padding.
+
+    With padding attention needs a mask and leaves the kernels that never hold a matrix of logits. On a CPU, where it
+    holds one either way, all prompts are one batch.
+
+    Returns:
+        Logits of the last position, [B, 1, V], and the mask of the prompts [B, T], 0 where shorter ones are padded.
+    """
+    ids, mask = left_padded(prompts, pad, model.device)
+    if model.device.type == "cpu":
+        return prefill_all(model, caches, ids, mask, chunk), mask
+    logits = []
+    parts: list[Sequence[PlanCache]] = []
+    for _, alike in groupby(prompts, len):
+        alone = torch.stack(list(alike)).to(model.device)
+        own = [PlanCache(model, cache.program) for cache in caches] if parts else caches
+        logits.append(prefill_all(model, own, alone, torch.ones_like(alone), chunk))
+        parts.append(own)
+    for same in zip(*parts, strict=True):
+        joined(same, mask, [len(prompt) for prompt in prompts])
+    return torch.cat(logits), mask
 
 
 def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tensor, chunk: int | None = None) -> Tensor:
@@ -219,23 +248,36 @@ def can_join(cache: PlanCache) -> bool:
     return all(isinstance(layer.holder, RaggedStore) for layer in cache.planned.values())
 
 
-def joined(caches: Sequence[PlanCache]) -> PlanCache:
-    """Join caches that hold the same prompts under different plans, with the sequences of all of them as its batch.
+def joined(caches: Sequence[PlanCache], mask: Tensor, lengths: Sequence[int]) -> PlanCache:
+    """Join caches of compressed prompts, with the sequences of all of them as its batch: the first of them.
 
-    Several caches must plan the same layers and `can_join`; they are used up.
+    They plan the same layers, by the same policies where these evict while decoding, and are used up. `mask` [B, T] is
+    0 where the prompts are shorter than the longest, `lengths` [B] are their tokens.
     """
     joint = caches[0]
     if len(caches) == 1:
         return joint
-    joint.read_mask.rearrange(lambda real: real.repeat(len(caches), 1))  # all have read the same prompts
+    joint.read_mask.begin(mask.bool(), lengths)
+    even = len(set(lengths)) == 1
     stateful = stateful_layers(joint.layers)
     for index, layer in enumerate(joint.layers):
         others = [cache.layers[index] for cache in caches]
         if isinstance(layer, EvictingLayer):
-            layer.holder = RaggedStore.joined([other.holder for other in others])
+            held = [other.holder for other in others]
+            layer.holder = Decoding.joined(held) if isinstance(held[0], Decoding) else RaggedStore.joined(held, even)
+            layer.seen = mask.shape[1]
         elif index in stateful:
             vars(layer).update(join_states([vars(other) for other in others]))
         elif isinstance(layer, DynamicLayer) and layer.keys is not None:
-            layer.keys = torch.cat([other.keys for other in others])
-            layer.values = torch.cat([other.values for other in others])
+            states = [(other.keys, other.values) for other in others]
+            vars(layer).update(vars(max(others, key=lambda other: other.get_seq_length())))
+            layer.keys, layer.values = (_beside(part) for part in zip(*states, strict=True))
+    for cache in caches[1:]:
+        cache.layers.clear()
     return joint
+
+
+def _beside(states: Sequence[Tensor]) -> Tensor:
+    """Return states [B, H, T, D] of several batches as one, with zeros in front of shorter ones."""
+    width = max(part.shape[2] for part in states)
+    return torch.cat([nn.functional.pad(part, (0, 0, width - part.shape[2], 0)) for part in states])

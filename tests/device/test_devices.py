@@ -7,14 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from kvsearch.kernels import attention, blocks, rows, step
 from kvsearch.kernels.jit import attention as attention_kernels
+from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.shared_prefill import compressed
 from kvsearch.search.bank.bank import CandidateBank
 from tests import tiny
 from tests.device.accelerator import backend, device, spread
-from tests.families import build
+from tests.families import FAMILIES, build, prompts
+from tests.runtime.helpers import running
+from tests.runtime.test_fork import programs
 from tests.search.bank.cases import SNAPKV, random_candidates, samples_of
+
+PROMPTS = [prompts(1, length, seed=length)[0][0] for length in (23, 40, 40, 31)]
 
 
 @pytest.mark.parametrize("what", ["attention", "scores", "step", "row"])
@@ -43,6 +50,35 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(what: str, monkeypa
     assert backend().current_device() == 0
     assert len(launched) == 2 + (what == "row")
     assert {index for _, index in launched} == {1}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_of_unequal_length_are_read_without_padding(family: str) -> None:
+    """Attention without a mask holds no matrix of logits; what is kept and replied is that of a padded batch."""
+    found = []
+    for place in ("cpu", f"{device(1)}"):
+        model = build(family, place, tie_word_embeddings=False)
+        read_with: list[dict[str, Tensor]] = []
+        model.register_forward_pre_hook(lambda _, __, given, passes=read_with: passes.append(given), with_kwargs=True)
+        made = programs(model)
+        with running(model, NAME):
+            for joint in compressed(model, {str(number): each for number, each in enumerate(made)}, PROMPTS, 0, set()):
+                assert place == "cpu" or all(
+                    given["input_ids"].shape[1] == 1 or given["attention_mask"].all() for given in read_with
+                )
+                replies = joint.replies
+                kept = [
+                    replies.cache.kept_positions(layer, row, head)
+                    for layer in replies.cache.planned
+                    for row in range(len(replies.mask))
+                    for head in range(2)
+                ]
+                said = replies.reply([6] * len(replies.mask))
+                found.append((joint.methods, joint.entries, kept, said, replies.most))
+    half = len(found) // 2
+    for mine, expected in zip(found[half:], found[:half], strict=True):
+        assert mine == expected
 
 
 @pytest.mark.nightly

@@ -114,7 +114,11 @@ def test_one_prompt_serves_many_plans(family: str) -> None:
         for together in (False, True):
             caches = [PlanCache(model, program) for program in programs]
             prefill_all(model, caches, ids, mask)
-            found = [*go_on(joined(caches), 2).split(1)] if together else [go_on(cache) for cache in caches]
+            found = (
+                [*go_on(joined(caches, mask.repeat(2, 1), [30, 30]), 2).split(1)]
+                if together
+                else [go_on(cache) for cache in caches]
+            )
             for actual, expected in zip(found, alone, strict=True):
                 assert_close(actual, expected, 1e-4)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -212,8 +213,13 @@ class PromptBatch:
         return self.prompts[sample.row].continuations[sample.number].tokens.shape[1]
 
 
-def batches_of(prompts: Sequence[CalibrationPrompt], size: int) -> list[PromptBatch]:
-    """Put prompts into batches of at most `size`; those that are as long are together."""
-    places = sorted(range(len(prompts)), key=lambda place: (prompts[place].length, place))
-    parts = (places[first : first + size] for first in range(0, len(places), size))
+def batches_of(prompts: Sequence[CalibrationPrompt], size: int, device: torch.device) -> list[PromptBatch]:
+    """Put prompts into batches of at most `size`; those that are as long are together, away from a CPU alone."""
+
+    def length(place: int) -> int:
+        return prompts[place].length
+
+    places = sorted(range(len(prompts)), key=length)
+    groups = [places] if device.type == "cpu" else [list(alike) for _, alike in groupby(places, length)]
+    parts = [group[first : first + size] for group in groups for first in range(0, len(group), size)]
     return [PromptBatch(part, [prompts[place] for place in part]) for part in parts]

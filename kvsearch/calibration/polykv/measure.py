@@ -109,7 +109,7 @@ class PolykvCalibration(Calibration[PolykvOptions]):
         is_ablated = bool({"cosine", "ppl"} & set(options.signals))
         tried = len(self.ablations.of_layer) if is_ablated else 0
         work = Work()
-        for batch in batches_of(prompts, options.batch):
+        for batch in batches_of(prompts, options.batch, self.loaded.device):
             work += Work.over(prompt.length for prompt in batch.prompts)
             for samples in batch.passes(options.batch):
                 followed = sum(batch.tokens(sample) for sample in samples)
@@ -128,7 +128,9 @@ class PolykvCalibration(Calibration[PolykvOptions]):
         at_once = choose_at_once(self.loaded, prompts, self.policies, options)
         work = partial(_measure_batch, ablations=self.ablations, options=options, at_once=at_once)
         passes: list[Pass] = [
-            (batch, samples) for batch in batches_of(prompts, options.batch) for samples in batch.passes(options.batch)
+            (batch, samples)
+            for batch in batches_of(prompts, options.batch, self.loaded.device)
+            for samples in batch.passes(options.batch)
         ]
 
         def make(missing: Sequence[Pass]) -> Iterator[Arrays]:

@@ -8,6 +8,7 @@ first ahead.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -47,6 +48,18 @@ class Decoding:
         """
         store = pack([source_of(observation, keep, counts, state)], rule, *keep.shape[:2])
         return cls(store, rule, store.used(), keep.shape[2])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Decoding]) -> Decoding:
+        """Join the sequences of several batches, to which no token has come yet, in their order."""
+        rule = StepRule.joined([part.rule for part in parts])
+        sources = []
+        first = 0
+        for part in parts:
+            sources += [replace(source, names=source.names + first * rule.heads) for source in part._sources()]
+            first += part.batch
+        store = pack(sources, rule, first, rule.heads)
+        return cls(store, rule, store.used(), max(part.columns for part in parts))
 
     def attend(
         self,
@@ -138,14 +151,18 @@ class Decoding:
         plans = (_planned_step(block) for block in self.store.blocks)
         return self.rule.due, *((*plan[:3], *plan.leaving[1:], plan.holes) for plan in plans)
 
-    def _repack(self) -> None:
-        """Make new blocks for what is held."""
+    def _sources(self) -> list[SlotSource]:
+        """Return what is held, to be packed anew."""
         sources = []
         for block in self.store.blocks:
             cached = block.in_use()
             slots = slots_of(cached.held, cached.positions, int(block.used.max()))
             sources.append(SlotSource(block.names, cached, slots, block.used, block.seen))
-        self.store = pack(sources, self.rule, self.store.batch, self.store.heads, self.room)
+        return sources
+
+    def _repack(self) -> None:
+        """Make new blocks for what is held."""
+        self.store = pack(self._sources(), self.rule, self.store.batch, self.store.heads, self.room)
         self.packed += 1
         self.averages = None
 

@@ -66,8 +66,11 @@ class RaggedStore(Segmented):
         return cls(blocks, heads, tokens, even=len(set(lasting)) == 1)
 
     @classmethod
-    def joined(cls, stores: Sequence[RaggedStore]) -> RaggedStore:
-        """Join the sequences of several stores in one batch, in their order; nothing may have been appended to them."""
+    def joined(cls, stores: Sequence[RaggedStore], even: bool) -> RaggedStore:
+        """Join the sequences of several stores in one batch, in their order; nothing may have been appended to them.
+
+        They are `even` if all have the same number of tokens.
+        """
         heads = stores[0].heads
         first = 0
         held = [block for store in stores for block in store.blocks]
@@ -82,7 +85,6 @@ class RaggedStore(Segmented):
                 first += store.batch
             blocks = regrouped(parts)
         tokens = torch.cat([store.tokens for store in stores])
-        even = all(store.even for store in stores) and len({int(store.tokens[0]) for store in stores}) == 1
         return cls(blocks, heads, tokens, even)
 
     @classmethod

@@ -259,7 +259,9 @@ def test_shared_attention_is_attention_of_every_group(softcap: float | None, len
 
 def test_batches_hold_prompts_that_are_alike() -> None:
     prompts = batch((9, (2,)), (5, (2, 2)), (7, (2,)), (6, (3, 3)), (8, (2,))).prompts
-    assert [list(part.places) for part in batches_of(prompts, 2)] == [[1, 3], [2, 4], [0]]
+    assert [list(part.places) for part in batches_of(prompts, 2, torch.device("cpu"))] == [[1, 3], [2, 4], [0]]
+    alike = batch((9, (2,)), (5, (2,)), (9, (2,))).prompts
+    assert [list(part.places) for part in batches_of(alike, 2, torch.device("cuda"))] == [[1], [0, 2]]
 
 
 def test_passes_hold_continuations_that_are_alike() -> None:
