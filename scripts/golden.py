@@ -205,12 +205,6 @@ scale-budget
     plan scale plans/falling.json --budget 40 -o plans/falling-40.json
 scale-ratio
     plan scale plans/h2o-both.json --ratio 0.9 --length 600 -o plans/h2o-scaled.json
-convert
-    plan convert plans/adapyramid.json --length 777 -o plans/adapyramid-777.json
-convert-profile
-    plan convert runs/lukv --ratio 0.9 --length 640 --json -o plans/lukv-640.json
-merge
-    plan merge --policies plans/even.json --budgets plans/falling.json -o plans/merged.json
 diff
     plan diff plans/even.json plans/falling.json
 diff-json
@@ -235,8 +229,6 @@ show-polykv-json
     show runs/polykv-all --json
 show-plan-losses
     show runs/lukv --plan plans/falling.json
-refused-convert
-    plan convert plans/even.json --length 777 -o plans/nonesuch.json
 refused-export
     export runs/lukv -o plans/nonesuch.json
 """
@@ -305,8 +297,6 @@ deploy-duo
     export plans/even.json --to duo --lossy -o runs/duo
 deploy-trtllm
     export plans/falling.json --to trtllm-windows --lossy -o runs/windows.yaml
-deploy-list
-    export --list
 recipes
     recipes
 recipes-one
@@ -411,7 +401,6 @@ recipes nonesuch
 plan uniform bundled --policy snapkv -o plans/x.json
 plan scale plans/even.json -o plans/x.json
 plan diff plans/even.json plans/nonesuch.json
-plan merge --policies plans/even.json -o plans/x.json
 plan build inputs/calibration.json -o plans/x.json
 plan uniform bundled --policy snapkv:windw=8 --budget 64 -o plans/x.json
 plan uniform bundled --policy snapkv=inputs --budget 64 -o plans/x.json

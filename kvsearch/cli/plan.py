@@ -44,19 +44,6 @@ def make_and_show(job: str, options: PlanOptions, console: Console) -> None:
         console.say(following(*evaluation(options.asked(), plan.model.name, options.output)))
 
 
-def list_targets() -> None:
-    """Say which targets there are and what of a plan they keep."""
-    from kvsearch.cli.console import Console
-    from kvsearch.exporters import TARGETS, exporter_of
-    from kvsearch.report.screen import listing
-
-    table = listing("targets of export --to", ["target", "read by", "keeps"])
-    for name in TARGETS:
-        target = exporter_of(name)
-        table.add_row(name, target.tool, target.keeps)
-    Console().out.print(table)
-
-
 def run_export(options: ExportOptions, console: Console) -> None:
     """Write a plan, or the files of a target, and say what was written."""
     from kvsearch.jobs.export import PLAN, export_to
@@ -120,27 +107,6 @@ def scale(options: PlanOptions, console: Console) -> None:
     Example: kvsearch plan scale plan.json --ratio 0.9 -o smaller.json
     """
     make_and_show(f"{JOBS}:scale", options, console)
-
-
-@verb(f"{JOBS}:ConvertOptions", group=PLAN_VERBS, dry_run=True)
-def convert(options: PlanOptions, console: Console) -> None:
-    """Write the entries that a plan made by --ratio keeps of prompts of one length, for that length only.
-
-    Example: kvsearch plan convert plan.json --length 8192 -o plan8192.json
-    """
-    make_and_show(f"{JOBS}:convert", options, console)
-
-
-@verb(f"{JOBS}:MergeOptions", group=PLAN_VERBS, dry_run=True)
-def merge(options: PlanOptions, console: Console) -> None:
-    """Write a plan with the policies of one plan and the budgets of another.
-
-    Both must be of the same model and plan the same layers in the same phases, and the budgets must cover what the
-    policies always keep.
-
-    Example: kvsearch plan merge --policies searched.json --budgets lukv.json -o both.json
-    """
-    make_and_show(f"{JOBS}:merge", options, console)
 
 
 @verb(f"{JOBS}:BuildOptions", group=PLAN_VERBS, dry_run=True)

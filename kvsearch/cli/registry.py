@@ -8,7 +8,7 @@ from importlib import import_module
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.cli.command import DRY_RUN, OF_ALL, Flag, describe, load, make_command, read_catalog, run_typed
+from kvsearch.cli.command import DRY_RUN, OF_ALL, describe, load, make_command, read_catalog, run_typed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -80,7 +80,6 @@ class Verb:
         options: module and class, as in "kvsearch.jobs.run:RunOptions"; imported when the verb runs.
         action: takes checked options and a console.
         dry_run: whether it has that flag.
-        listing: the function, as "module:name", that --list calls before anything else is asked for.
         needs_arguments: whether the help is shown when nothing else is typed.
     """
 
@@ -89,24 +88,18 @@ class Verb:
     options: str
     action: Action
     dry_run: bool = False
-    listing: str = ""
     needs_arguments: bool = True
 
     def load_command(self, is_told: bool = False) -> VerbCommand:
         """Return the command: to run, of the options, or for its help and completion only, without importing them."""
         flags = read_catalog(self.options) if is_told else describe(load(self.options))
-        if self.listing:
-            flags.append(Flag("listed", "List the targets of --to, and stop.", ["--list"]))
         if self.dry_run:
             flags.append(DRY_RUN)
         return make_command(self.name, self.help, [*flags, *OF_ALL], self.run)
 
     def run(self, typed: dict[str, Any]) -> None:
         """Do what was typed, by the names of fields."""
-        if self.listing and typed.pop("listed", False):
-            load(self.listing)()
-        else:
-            run_typed(load(self.options), self.action, typed)
+        run_typed(load(self.options), self.action, typed)
 
 
 VERBS: dict[str, Verb] = {}

@@ -112,7 +112,7 @@ def evolve(options: EvolveOptions, evolution: Evolution) -> Output:
     return Output(evolution.as_json, shown_parts(evolution.tables), evolution.remarks(options))
 
 
-@verb("kvsearch.jobs.export:ExportOptions", dry_run=True, listing="kvsearch.cli.plan:list_targets")
+@verb("kvsearch.jobs.export:ExportOptions", dry_run=True)
 def export(options: ExportOptions, console: Console) -> None:
     """Write a plan that evicts a share of any prompt (--ratio) or keeps so many entries (--budget).
 

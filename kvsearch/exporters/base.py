@@ -140,8 +140,6 @@ class Exporter(ABC):
     """A target: another tool, or a form in which a plan is handed on."""
 
     name: ClassVar[str]
-    tool: ClassVar[str]  # who reads it
-    keeps: ClassVar[str]  # what survives, for people
     needs_model: ClassVar[bool] = False
 
 

@@ -35,8 +35,6 @@ class AttentionMatching(BudgetExporter):
     """
 
     name: ClassVar[str] = "attention-matching"
-    tool: ClassVar[str] = "Attention Matching, head_budgets/*.json"
-    keeps: ClassVar[str] = "how entries are shared out between kv heads; not their number, not the policy"
     proportional: ClassVar[bool | None] = None
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
@@ -64,8 +62,6 @@ class HeadKV(BudgetExporter):
     """
 
     name: ClassVar[str] = "headkv"
-    tool: ClassVar[str] = "HeadKV and KVCache-Factory, --head_path"
-    keeps: ClassVar[str] = "budgets of all kv heads, for every query head of the group; ranks as SnapKV"
     needs_model: ClassVar[bool] = True
     coarser: ClassVar[str] = "the tool has a mean of whole entries, {at} per head"
     ranks: ClassVar[tuple[str, ...]] = ("snapkv",)
@@ -102,8 +98,6 @@ class DuoAttentionGates(BudgetExporter):
     """
 
     name: ClassVar[str] = "duo"
-    tool: ClassVar[str] = "DuoAttention, OmniServe / LServe, kvpress"
-    keeps: ClassVar[str] = "which heads keep everything; all others keep first and recent entries, as many each"
     coarser: ClassVar[str] = "heads keep everything or first and recent entries only"
     ranks: ClassVar[tuple[str, ...]] = ("duo_attention", "streaming")
     proportional: ClassVar[bool | None] = None
@@ -155,8 +149,6 @@ class SparseVLLM(BudgetExporter):
     """
 
     name: ClassVar[str] = "sparse-vllm"
-    tool: ClassVar[str] = "Sparse-vLLM, sparse_method pyramidkv"
-    keeps: ClassVar[str] = "one budget per layer, in entries; ranks as SnapKV"
     coarser: ClassVar[str] = "a layer has one budget for all heads"
     ranks: ClassVar[tuple[str, ...]] = ("snapkv", "pyramidkv")
 
@@ -193,8 +185,6 @@ class SpectralKV(BudgetExporter):
     """A profile of layer weights that add up to 1: the layers' shares of all entries."""
 
     name: ClassVar[str] = "spectralkv"
-    tool: ClassVar[str] = "SpectralKV, profiles/*.json"
-    keeps: ClassVar[str] = "how entries are shared out between layers; not their number, not the policy"
     needs_model: ClassVar[bool] = True
     proportional: ClassVar[bool | None] = None
 
@@ -243,8 +233,6 @@ class TensorRTLLM(Windows):
     """TensorRT-LLM's `kv_cache_config` with a window per layer, as YAML."""
 
     name: ClassVar[str] = "trtllm-windows"
-    tool: ClassVar[str] = "TensorRT-LLM, kv_cache_config.max_attention_window"
-    keeps: ClassVar[str] = "one window per layer"
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Give every layer the mean of its heads, and the sinks of its policy."""
@@ -262,8 +250,6 @@ class VLLM(Windows):
     """vLLM's overrides of a model's configuration: which layers have a sliding window, and the one size of it."""
 
     name: ClassVar[str] = "vllm-windows"
-    tool: ClassVar[str] = "vLLM, --hf-overrides, for models whose code reads layer_types"
-    keeps: ClassVar[str] = "which layers keep everything; one window for all others"
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Choose the layers that keep everything so that the fewest entries are in the wrong place."""
@@ -297,8 +283,6 @@ class OpenVINO(BudgetExporter):
     """OpenVINO GenAI's `CacheEvictionConfig`: three sizes for all layers and heads, in whole blocks."""
 
     name: ClassVar[str] = "openvino"
-    tool: ClassVar[str] = "OpenVINO GenAI, CacheEvictionConfig"
-    keeps: ClassVar[str] = "the mean number of entries, and how many first and recent ones are protected"
     coarser: ClassVar[str] = f"one budget for all layers and heads, in blocks of {BLOCK}"
     ranks: ClassVar[tuple[str, ...]] = ("h2o",)
 

@@ -21,8 +21,6 @@ class Folder(PlanExporter):
     """Everything of a plan in one folder, which `load_plan` reads; nothing is lost."""
 
     name: ClassVar[str] = "folder"
-    tool: ClassVar[str] = "kvsearch itself, here or from the hub"
-    keeps: ClassVar[str] = "everything"
 
     def export(self, plan: Plan, inputs: Inputs = NOTHING) -> Exported:
         """Make the folder; UsageError if the weights of a fitted ranking are not here."""

@@ -43,8 +43,6 @@ class KvpressLukv(ProfileExporter):
     """
 
     name: ClassVar[str] = "kvpress-lukv"
-    tool: ClassVar[str] = "kvpress, LUKVPress"
-    keeps: ClassVar[str] = "budgets of all heads at every ratio; one policy that kvpress has"
 
     def export(self, profile: Profile, inputs: Inputs = NOTHING) -> Exported:  # noqa: ARG002
         """Make the table and the lines that set it on a press."""
@@ -70,8 +68,6 @@ class KvpressLayers(BudgetExporter):
     """The list of L evicted shares for `PerLayerCompressionPress`, as JSON."""
 
     name: ClassVar[str] = "kvpress-layers"
-    tool: ClassVar[str] = "kvpress, PerLayerCompressionPress"
-    keeps: ClassVar[str] = "one budget per layer, as a share of the prompt; one policy that kvpress has"
     proportional: ClassVar[bool | None] = True
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002

@@ -43,8 +43,6 @@ class KvpressKvzap(ProfileExporter):
     """
 
     name: ClassVar[str] = "kvpress-kvzap"
-    tool: ClassVar[str] = "kvpress, KVzapPress; kvsearch, kvzap=DIR"
-    keeps: ClassVar[str] = "the fitted scores of all heads, of a probe that looks at keys and values alone"
     needs_model: ClassVar[bool] = True
 
     def export(self, profile: Profile, inputs: Inputs = NOTHING) -> Exported:

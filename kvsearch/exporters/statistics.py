@@ -49,8 +49,6 @@ class KvpressEA(ProfileExporter):
     """Mean and covariance of queries for `ExpectedAttentionStatsPress`, a folder as the hub's mixin reads it."""
 
     name: ClassVar[str] = "kvpress-ea"
-    tool: ClassVar[str] = "kvpress, ExpectedAttentionStatsPress(stats_folder=)"
-    keeps: ClassVar[str] = "mean and covariance of the queries of all heads"
 
     def export(self, profile: Profile, inputs: Inputs = NOTHING) -> Exported:  # noqa: ARG002
         """Make the folder."""
@@ -91,8 +89,6 @@ class TriAttention(ProfileExporter):
     """
 
     name: ClassVar[str] = "triattention"
-    tool: ClassVar[str] = "TriAttention, TensorRT-LLM's calibration file"
-    keeps: ClassVar[str] = "mean and mean modulus of the rotated pairs of all query heads"
 
     def export(self, profile: Profile, inputs: Inputs = NOTHING) -> Exported:  # noqa: ARG002
         """Make the folder.

@@ -101,7 +101,6 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
     max_tokens: Annotated[
         int | None, Field(ge=1, le=MOST_NUMBER), Option("Tokens read under candidates.", panel=LIMITS)
     ] = None
-    resume: Annotated[bool, Option("Does nothing: a search goes on by itself.", recorded=False)] = False
     method: Literal["evolkv"] = "evolkv"
 
     @classmethod

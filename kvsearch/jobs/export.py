@@ -12,9 +12,8 @@ from pydantic import Field
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.calibration.steps import profile_file
 from kvsearch.config.options import RULE, JobOptions, Names, Option, Repeated
-from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.files import atomic_write
-from kvsearch.core.parsing import describe_fault
 from kvsearch.exporters import exporter_of
 from kvsearch.jobs.groups import BUDGET, Loading
 from kvsearch.jobs.plan import PlanOptions, Sized
@@ -99,7 +98,9 @@ class ExportOptions(PlanOptions, Sized, Loading):
     to: Annotated[
         str,
         Option(
-            "plan: a plan file; or a target of --list.",
+            "plan: a plan file; or the files of another tool: folder, kvpress-lukv, kvpress-layers, kvpress-kvzap, "
+            "kvpress-ea, triattention, duo, headkv, attention-matching, sparse-vllm, spectralkv, trtllm-windows, "
+            "vllm-windows, openvino.",
             RULE,
             metavar="TARGET",
             panel=TOOLS_PANEL,
@@ -121,15 +122,6 @@ class ExportOptions(PlanOptions, Sized, Loading):
         Option(
             "--to folder: directory of `evaluate -o` or `run` with what the plan scores, for its card.",
             shown="the run that is exported",
-            panel=TOOLS_PANEL,
-            recorded=False,
-        ),
-    ] = None
-    push_to_hub: Annotated[
-        str | None,
-        Option(
-            "With --to folder: upload the folder to this repository of the hub, made private if it is new.",
-            metavar="USER/NAME",
             panel=TOOLS_PANEL,
             recorded=False,
         ),
@@ -188,8 +180,6 @@ class ExportOptions(PlanOptions, Sized, Loading):
 
         exporter = exporter_of(self.to)
         path = self.profile
-        if self.push_to_hub is not None and (self.to != "folder" or self.offline):
-            raise UsageError("--push-to-hub is for --to folder, and not with --offline")
         of_plan = plan_of_folder(path) is not None if path.is_dir() else path.suffix != ".safetensors"
         if isinstance(exporter, ProfileExporter):
             if not path.exists():
@@ -323,33 +313,13 @@ def export_to(options: ExportOptions, reporter: Reporter) -> Exported:
     Raises:
         UsageError: as `export`, or there is no such target.
         IncompatibleError: the target cannot express all of it, and `lossy` is off.
-        EnvironmentFault: a file cannot be written, or the hub does not take the folder.
+        EnvironmentFault: a file cannot be written.
     """
     found = options.for_target(reporter)
     for line in found.describe():
         reporter.warn(f"lost: {line}")
     write_files(found, options.output, options.force)
-    if options.push_to_hub is not None:
-        reporter.say(f"uploaded to {upload(options.output, options.push_to_hub)}")
     return found
-
-
-def upload(path: Path, repository: str) -> str:
-    """Upload a folder to the Hugging Face hub, into a private repository if it is new; returns its address.
-
-    Raises:
-        EnvironmentFault: nobody is logged in, or the hub cannot be reached.
-    """
-    from huggingface_hub import HfApi
-
-    hub = HfApi(library_name="kvsearch")
-    try:
-        address = hub.create_repo(repository, private=True, exist_ok=True)
-        hub.upload_folder(repo_id=repository, folder_path=path, commit_message="Plan made by kvsearch")
-    except Exception as error:  # of the hub, of its HTTP library, of the network
-        reason = describe_fault(error)
-        raise EnvironmentFault(f"{path} is written, but cannot be uploaded to {repository}: {reason}") from error
-    return str(address)
 
 
 def write_files(found: Exported, path: Path, force: bool) -> None:

@@ -144,28 +144,6 @@ class ScaleOptions(PlanOptions, Sized):
         return arithmetic.scale(plan, budget=self.budget, ratio=self.ratio, length=self.length)
 
 
-class ConvertOptions(PlanOptions):
-    """The plan, and the prompts it is for."""
-
-    plan: Annotated[Path, Option("A plan that scales with the prompt.", argument=True)]
-    length: Annotated[int, Field(ge=1), Option("Prompt length, in tokens.")]
-
-    def compute(self, reporter: Reporter) -> Plan:  # noqa: ARG002
-        """Return the converted plan."""
-        return arithmetic.convert(checked_plan(self.plan), self.length)
-
-
-class MergeOptions(PlanOptions):
-    """Where policies come from, and where budgets."""
-
-    policies: Annotated[Path, Option("Take the policies of this plan.")]
-    budgets: Annotated[Path, Option("Take the budgets of this plan, and all else.")]
-
-    def compute(self, reporter: Reporter) -> Plan:  # noqa: ARG002
-        """Return the merged plan."""
-        return arithmetic.merge(checked_plan(self.policies), checked_plan(self.budgets))
-
-
 class BuildOptions(PlanOptions):
     """The plan as people edit it."""
 
@@ -225,18 +203,6 @@ def pyramid(options: PyramidOptions, reporter: Reporter) -> Plan:
 @job(ScaleOptions)
 def scale(options: ScaleOptions, reporter: Reporter) -> Plan:
     """Write a plan with the shape of another at another size; UsageError if it cannot be scaled to it."""
-    return options.write(reporter)
-
-
-@job(ConvertOptions)
-def convert(options: ConvertOptions, reporter: Reporter) -> Plan:
-    """Write the entries that a plan of a ratio keeps of prompts of one length; UsageError if it is of none."""
-    return options.write(reporter)
-
-
-@job(MergeOptions)
-def merge(options: MergeOptions, reporter: Reporter) -> Plan:
-    """Write a plan with the policies of one plan and the budgets of another; UsageError if they do not fit together."""
     return options.write(reporter)
 
 

@@ -100,7 +100,6 @@ class ReportOptions(JobOptions):
         Path | None,
         Option("A directory to write every figure to as PDF, PNG and CSV, too.", recorded=False),
     ] = None
-    title: Annotated[str, Option("The heading of the page.")] = "kvsearch report"
     force: Annotated[bool, Option("Replace a file that is no report of kvsearch.", recorded=False)] = False
 
     @property
@@ -146,7 +145,7 @@ def write_report(options: ReportOptions, reporter: Reporter) -> Report:  # noqa:
         require_directory(options.figures)
     groups = groups_of([open_path(path) for path in dict.fromkeys(options.runs)])
     files = [] if options.figures is None else _write_figures(groups, options.figures)
-    page = render(groups, options.title)
+    page = render(groups)
     atomic_write(options.output, page)
     return Report(options.output, groups, len(page), files)
 

@@ -1,10 +1,10 @@
-"""Budgets of a plan at the prompt at hand; plans made of plans: at another size, for one length, out of two."""
+"""Budgets of a plan at the prompt at hand, plans at another size, and in what two plans differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Scalar
 from kvsearch.core.limits import MOST_ENTRIES
-from kvsearch.plan.origin import changed, with_policies_of
+from kvsearch.plan.origin import changed
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import PHASES, AllocationSpec, Phase, PhasePlan, Plan, PolicySpec
 from kvsearch.plan.size import ONE_SIZE, Size
@@ -87,65 +87,10 @@ def scale(
     }
     sizes = {"total": total, "budget": budget, "ratio": ratio, "length": at}
     size = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
-    return _with_budgets(
-        plan,
-        tables,
-        length=at,
-        scaling=scaling,
-        provenance=changed(plan.provenance, f"scaled to {size}: plan {sha256_of(plan)}"),
-    )
-
-
-def convert(plan: Plan, length: int) -> Plan:
-    """Turn a "proportional" plan into the "fixed" entries that it gives prompts of `length` tokens, see `budgets_at`.
-
-    Raises:
-        UsageError: the plan is "fixed" already, or `length` is below 1.
-    """
-    if plan.scaling == "fixed":
-        raise UsageError('the plan is "fixed" already: its budgets are entries, the same for prompts of every length')
-    return _with_budgets(
-        plan,
-        {name: budgets_at(plan, name, length) for name in plan.phases},
-        length=length,
-        scaling="fixed",
-        floor=min(plan.floor, length),
-        provenance=changed(plan.provenance, f"converted to length {length}: plan {sha256_of(plan)}"),
-    )
-
-
-def merge(policies: Plan, budgets: Plan) -> Plan:
-    """Join the policies of one plan, with their parameters, and all else of another: budgets, scaling, allocation.
-
-    The floor is the higher one of the two, as far as the budgets permit, so that short prompts keep what the policies
-    protect. `kvsearch.budgets.plan_checks.check_plan` tells whether the budgets of the result cover it at all.
-
-    Raises:
-        IncompatibleError: the plans are of different models.
-        UsageError: they do not have the same phases, or not the same layers in them.
-    """
-    difference = budgets.model.mismatch(policies.model)
-    if difference is not None:
-        raise IncompatibleError(f"cannot merge plans of different models: {difference}")
-    theirs = policies.phases
-    ours = budgets.phases
-    if theirs.keys() != ours.keys():
-        phases = [" and ".join(names) for names in (theirs, ours)]
-        raise UsageError(f"cannot merge policies of {phases[0]} with budgets of {phases[1]}: both need the same phases")
-    joined = {}
-    for name, phase in ours.items():
-        only = set(theirs[name].planned_layers) ^ set(phase.planned_layers)
-        if only:
-            raise UsageError(f"cannot merge: only one of the plans has layers {sorted(only)} in its {name} phase")
-        joined[name] = PhasePlan.of(theirs[name].policies, phase.table)
-    smallest = min(int(phase.table.min()) for phase in ours.values())
-    change = f"merged: policies of plan {sha256_of(policies)}, all else of plan {sha256_of(budgets)}"
-    return _remade(
-        budgets,
-        **joined,
-        floor=max(budgets.floor, min(policies.floor, smallest)),
-        provenance=changed(with_policies_of(policies.provenance, budgets.provenance), change),
-    )
+    scaled = {name: PhasePlan.of(plan.phase(name).policies, table) for name, table in tables.items()}
+    origin = changed(plan.provenance, f"scaled to {size}: plan {sha256_of(plan)}")
+    total = next(iter(scaled.values())).total
+    return Plan(**{**dict(plan), **scaled, "total": total, "length": at, "scaling": scaling, "provenance": origin})
 
 
 def _entries(heads: int, total: int | None, budget: int | None, ratio: float | None, length: int | None) -> int:
@@ -184,16 +129,6 @@ def _scaled(plan: Plan, name: Phase, total: int, most: Ints) -> Ints:
             f"{heads} kv heads: keep less, or give a longer --length"
         )
     return water_fill(plan.phase(name).table, total, low, most)
-
-
-def _with_budgets(plan: Plan, tables: Mapping[Phase, Ints], **changes: Any) -> Plan:
-    """Return a plan with other budgets, [planned layers, Hkv] by phase."""
-    phases = {name: PhasePlan.of(plan.phase(name).policies, table) for name, table in tables.items()}
-    return _remade(plan, **phases, total=next(iter(phases.values())).total, **changes)
-
-
-def _remade(plan: Plan, **changes: Any) -> Plan:
-    return Plan(**{**dict(plan), **changes})
 
 
 def _times(total: int, numerator: int, denominator: int) -> int:

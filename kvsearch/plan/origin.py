@@ -137,7 +137,6 @@ def joined(records: Iterable[ContextRecord | None]) -> ContextRecord | None:
 
 
 CHANGES = "changes"
-POLICIES = "policies."
 
 
 class Provenance(Record):
@@ -187,19 +186,6 @@ def changed(provenance: Provenance, change: str) -> Provenance:
     before = provenance.settings.get(CHANGES, ())
     changes = (*before, change) if isinstance(before, tuple) else (before, change)
     return _with_settings(provenance, {**provenance.settings, CHANGES: changes})
-
-
-def with_policies_of(policies: Provenance, budgets: Provenance) -> Provenance:
-    """Take the provenance `budgets` and add `policies` as settings named "policies.method", "policies.settings.data".
-
-    Such settings of `budgets` are dropped: they are about policies that are no longer in the plan. Contexts are those
-    of both.
-    """
-    own = {key: value for key, value in budgets.settings.items() if not key.startswith(POLICIES)}
-    origin = {"method": policies.method, "seed": policies.seed, "data_sha256": policies.data_sha256}
-    origin |= {f"settings.{key}": value for key, value in policies.settings.items()}
-    both = budgets.model_copy(update={"contexts": joined([policies.contexts, budgets.contexts])})
-    return _with_settings(both, own | {f"{POLICIES}{key}": value for key, value in origin.items()})
 
 
 def _with_settings(provenance: Provenance, settings: Mapping[str, Any]) -> Provenance:

@@ -1,4 +1,4 @@
-"""`kvsearch plan uniform` and `pyramid`: every pattern in every phase from the command line, and what is refused."""
+"""`kvsearch plan uniform`, `pyramid` and `scale`: every pattern in every phase, and what is refused."""
 
 from __future__ import annotations
 
@@ -138,3 +138,18 @@ def test_the_loss_of_a_profile_is_without_the_allocation_of_a_plan(run: Run, cal
     code, _, talk = run("show", calibrated, "--plan", path)
     assert code == 0
     assert "warning: the loss shown for the plan is that of its budgets without allocation lava" in talk
+
+
+def test_scale_by_ratio_and_by_budget(run: Run, tmp_path: Path) -> None:
+    plan, new = tmp_path / "plan.json", tmp_path / "new.json"
+    assert run("plan", "uniform", "bundled", "--policy", "knorm", "--ratio", 0.8, "--length", 40, "-o", plan)[0] == 0
+    code, out, talk = run("plan", "scale", plan, "--ratio", 0.9, "--length", 400, "-o", new, "--json")
+    assert code == 0, talk
+    assert json.loads(out) == {
+        "plan": str(new), "total": 960, "scaling": "proportional", "length": 400, "phases": "prefill",
+        "allocation": "static",
+    }  # fmt: skip
+    code, out, talk = run("plan", "scale", plan, "--budget", 16, "-o", new, "--force")
+    assert (code, out) == (0, "")
+    assert talk.startswith(f"wrote {new}: 384 entries, 16.0 per kv head of a 40-token prompt, fixed\n")
+    assert set(sum((budget or () for budget in load_plan(new).budgets("prefill")), ())) == {16}

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -17,7 +16,7 @@ from kvsearch.core.resources import resource
 from kvsearch.exporters.base import Inputs
 from kvsearch.exporters.folder import Folder
 from kvsearch.jobs.export import write_files
-from kvsearch.plan import Plan, save_plan
+from kvsearch.plan import Plan
 from tests.cli.conftest import invoke
 from tests.plan.builders import make_plan
 
@@ -65,34 +64,6 @@ def test_a_repository_of_the_hub_is_a_plan_too(tmp_path: Path, monkeypatch: pyte
     assert asked == [("somebody/plan", ["plan.json", "*.safetensors"])]
     with pytest.raises(UsageError, match=r"no file somebody/plan\.json"):
         kvsearch.load_plan("somebody/plan.json")
-
-
-class Hub:
-    """Stands in for the hub, where one repository may be written to."""
-
-    def __init__(self, library_name: str) -> None:
-        assert library_name == "kvsearch"
-
-    def create_repo(self, name: str, private: bool, exist_ok: bool) -> str:
-        assert private
-        assert exist_ok
-        if name != "somebody/plan":
-            raise OSError("403: not\nallowed")
-        return f"https://hub/{name}"
-
-    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
-        assert commit_message
-        shutil.copytree(folder_path, folder_path.parent / repo_id)
-
-
-def test_the_folder_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    save_plan(make_plan(), tmp_path / "plan.json")
-    options: dict[str, Any] = {"to": "folder", "output": tmp_path / "deploy"}
-    kvsearch.export_to(tmp_path / "plan.json", push_to_hub="somebody/plan", **options)
-    assert kvsearch.load_plan(tmp_path / "somebody/plan") == make_plan()
-    with pytest.raises(EnvironmentFault, match="is written, but cannot be uploaded to other/plan: 403: not allowed"):
-        kvsearch.export_to(tmp_path / "plan.json", push_to_hub="other/plan", force=True, **options)
 
 
 def test_a_repository_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

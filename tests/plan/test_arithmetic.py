@@ -1,4 +1,4 @@
-"""Budgets at another prompt length and plans at another size sum exactly; plans are made of two."""
+"""Budgets at another prompt length and plans at another size sum exactly."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.plan import Phase, Plan, load_plan, save_plan
-from kvsearch.plan.arithmetic import budgets_at, convert, diff, merge, scale
+from kvsearch.plan.arithmetic import budgets_at, diff, scale
 from kvsearch.plan.rounding import largest_remainder
 from tests.examples import at_most
 from tests.plan.builders import PROVENANCE, make_plan, model_dict, phase_dict
@@ -160,7 +160,7 @@ def test_fixed_budgets_above_the_length_stay_where_they_are() -> None:
 
 def test_what_is_not_a_budget_is_kept() -> None:
     plan = make_plan(allocation=LAVA)
-    for made in (scale(plan, budget=20), scale(plan, ratio=0.5), convert(plan, 80), merge(plan, plan)):
+    for made in (scale(plan, budget=20), scale(plan, ratio=0.5)):
         assert (made.allocation, made.model) == (plan.allocation, plan.model)
         assert [layer and layer.policy for layer in made.phase("prefill").layers] == [
             layer and layer.policy for layer in plan.phase("prefill").layers
@@ -201,64 +201,6 @@ def test_a_decode_phase_can_make_a_size_impossible() -> None:
         scale(fixed(), ratio=0.5)
 
 
-# --- one length -----------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_for_one_length() -> None:
-    plan = convert(make_plan(decode=phase_dict([None, [9, 4], None])), 80)
-    assert (plan.scaling, plan.length, plan.floor, plan.total) == ("fixed", 80, 4, 64)
-    assert (rows(plan), rows(plan, "decode")) == ([[20, 12], [8, 24]], [[18, 8]])
-
-
-def test_a_prompt_shorter_than_the_floor_lowers_it() -> None:
-    plan = convert(make_plan(), 3)
-    assert (rows(plan), plan.floor) == ([[3, 3], [3, 3]], 3)
-
-
-def test_what_cannot_be_converted() -> None:
-    with pytest.raises(UsageError, match='the plan is "fixed" already'):
-        convert(fixed(), 100)
-    with pytest.raises(UsageError, match="at least one token, got a length of 0"):
-        convert(make_plan(), 0)
-
-
-# --- out of two -----------------------------------------------------------------------------------------------------
-
-
-def with_window(window: int, plan: dict[str, Any]) -> dict[str, Any]:
-    for layer in filter(None, plan["layers"]):
-        layer["policy"] = {"name": "h2o", "params": {"window": window}}
-    return plan
-
-
-def test_policies_of_one_plan_with_budgets_of_another() -> None:
-    policies = fixed(prefill=with_window(3, phase_dict([[9, 9], None, [9, 9]])), total=36, floor=2)
-    budgets = make_plan(allocation=LAVA)
-    merged = merge(policies, budgets)
-    assert merged.phase("prefill").layers[2].policy == policies.phase("prefill").layers[2].policy  # type: ignore[union-attr]
-    for field in ("model", "length", "scaling", "allocation", "floor", "total"):
-        assert getattr(merged, field) == getattr(budgets, field)
-    assert merged.budgets("prefill") == budgets.budgets("prefill")
-
-
-@pytest.mark.parametrize(("floors", "expected"), [((2, 3), 3), ((3, 2), 3), ((9, 3), 4), ((0, 0), 0)])
-def test_the_floor_is_the_higher_one_as_far_as_budgets_permit(floors: tuple[int, int], expected: int) -> None:
-    policies, budgets = make_plan([[9, 9], None, [9, 9]], floor=floors[0]), make_plan(floor=floors[1])
-    assert merge(policies, budgets).floor == expected
-
-
-def test_what_cannot_be_merged() -> None:
-    plan = make_plan()
-    with pytest.raises(IncompatibleError, match="plans of different models: other weights"):
-        merge(make_plan(model=model_dict(weights_sha256="0" * 64)), plan)
-    with pytest.raises(UsageError, match=r"only one of the plans has layers \[1, 2\] in its prefill phase"):
-        merge(make_plan([[10, 6], [4, 12], None]), plan)
-    both = make_plan(decode=phase_dict([[4, 4], None, None]))
-    with pytest.raises(UsageError, match="cannot merge policies of prefill and decode with budgets of prefill: both"):
-        merge(both, plan)
-    assert merge(make_plan(model=model_dict(name="other")), plan).model.name == "toy"
-
-
 # --- where plans come from ------------------------------------------------------------------------------------------
 
 
@@ -271,33 +213,16 @@ def test_provenance_names_the_files_a_plan_was_made_of(tmp_path: Path) -> None:
     hashed = saved(plan, "plan.json")
     smaller = scale(plan, ratio=0.5, length=60)
     scaled = saved(smaller, "smaller.json")
-    entries = convert(load_plan(tmp_path / "smaller.json"), 30)
+    entries = scale(load_plan(tmp_path / "smaller.json"), budget=4)
     changes = (
         f"scaled to ratio 0.5, length 60: plan {hashed}",
-        f"converted to length 30: plan {scaled}",
+        f"scaled to budget 4, length 60: plan {scaled}",
     )
     assert entries.provenance.settings == {**PROVENANCE["settings"], "ratios": (0.5, 0.25), "changes": changes}
     assert {**entries.provenance.model_dump(), "settings": {}} == {**PROVENANCE, "settings": {}}
     assert scale(fixed(), total=40).provenance.settings["changes"] == (
         f"scaled to total 40: plan {saved(fixed(), 'fixed.json')}",
     )
-
-
-def test_provenance_says_where_policies_come_from(tmp_path: Path) -> None:
-    searched = make_plan(provenance={**PROVENANCE, "method": "search", "seed": 3, "settings": {"data": "x"}})
-    again = merge(searched, merge(make_plan(), make_plan()))
-    settings = again.provenance.settings
-    assert {key: value for key, value in settings.items() if key.startswith("policies.")} == {
-        "policies.method": "search",
-        "policies.seed": 3,
-        "policies.data_sha256": None,
-        "policies.settings.data": "x",
-    }
-    assert (again.provenance.method, again.provenance.seed, settings["questions"]) == ("uniform", 7, 3)
-    changes = settings["changes"]
-    assert isinstance(changes, tuple)
-    assert len(changes) == 2
-    assert str(changes[1]).startswith("merged: policies of plan ")
 
 
 # --- round trips ----------------------------------------------------------------------------------------------------
@@ -342,15 +267,6 @@ def test_round_trips_of_hundreds_of_random_plans() -> None:
         same = scale(plan, total=plan.total)
         assert [rows(same, phase) for phase in phases] == [rows(plan, phase) for phase in phases]
         assert not diff(plan, plan)
-        assert merge(plan, plan).prefill == plan.prefill
-        assert merge(plan, plan).decode == plan.decode
-        if plan.scaling == "proportional":
-            length = int(rng.integers(1, 6000))
-            entries = convert(plan, length)
-            for phase in phases:
-                wanted = budgets_at(plan, phase, length)
-                assert np.array_equal(budgets_at(entries, phase, length), wanted)
-                assert np.array_equal(rows(entries, phase), wanted)
 
 
 def test_totals_are_exact_for_hundreds_of_random_plans_and_sizes() -> None:

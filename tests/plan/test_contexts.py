@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import load_plan, save_plan
-from kvsearch.plan.arithmetic import convert, merge, scale
+from kvsearch.plan.arithmetic import scale
 from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash, joined, merkle_root
 from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.runs.identity import CONTEXTS
@@ -114,19 +114,9 @@ def test_plans_carry_their_record_on(tmp_path: Path) -> None:
     plan = make_plan(prefill={"layers": [layer, None, layer]}, provenance=origin)
     record = plan.provenance.contexts
     assert scale(plan, budget=12).provenance.contexts == record
-    assert convert(plan, 20).provenance.contexts == record
     assert plan_from_yaml(plan_to_yaml(plan), "p.yaml") == plan
     save_plan(plan, tmp_path / "p.json")
     assert load_plan(tmp_path / "p.json") == plan
-
-
-def test_a_merged_plan_has_the_contexts_of_both() -> None:
-    sets = ContextSet.of(hashes(0, 2), 2), ContextSet.of(hashes(1, 4), 3)
-    first, second = (make_plan(provenance=recorded(chosen=one)) for one in sets)
-    found = merge(first, second).provenance.contexts
-    assert found == ContextRecord(chosen=sets[0].union(sets[1]))
-    unknown = merge(first, make_plan()).provenance.contexts
-    assert unknown == ContextRecord(chosen=sets[0], complete=False)
 
 
 def test_a_plan_without_a_record_keeps_its_bytes() -> None:

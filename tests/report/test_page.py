@@ -37,7 +37,7 @@ def hostile() -> str:
     rows = Table(HOSTILE, [HOSTILE, HOSTILE], [RowGroup(HOSTILE, [row])], (HOSTILE,), (HOSTILE,))
     facts = {HOSTILE: [(HOSTILE, HOSTILE)]}
     sheet = Sheet(HOSTILE, HOSTILE, HOSTILE, HOSTILE, [HOSTILE], figures, [rows], [HOSTILE], facts, names=[HOSTILE])
-    return render([ModelGroup(HOSTILE, HOSTILE, [sheet, sheet])], HOSTILE).decode()
+    return render([ModelGroup(HOSTILE, HOSTILE, [sheet, sheet])]).decode()
 
 
 def test_nothing_hostile_becomes_markup(hostile: str) -> None:
@@ -66,9 +66,7 @@ def test_a_policy_allows_our_script_and_style_and_nothing_from_anywhere(hostile:
 
 
 def test_a_run_begins_with_what_to_deploy_then_score_against_entries_names_and_the_rest() -> None:
-    page = render(
-        groups_of([open_path(Path(__file__).parents[1] / "robustness/seeds/run.json")]), "kvsearch report"
-    ).decode()
+    page = render(groups_of([open_path(Path(__file__).parents[1] / "robustness/seeds/run.json")])).decode()
     text = Reader(page).text
     order = [
         "Deploy lukv:snapkv at 22% of the cache",

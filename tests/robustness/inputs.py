@@ -21,7 +21,6 @@ MADE = {  # by these commands, of what is above
     "scores": SCORES.words("knorm"),
     "plan.json": "plan uniform tiny --policy snapkv --set window=4 --budget 10 -o out".split(),
     "other.json": "plan uniform tiny --policy knorm --budget 12 -o out".split(),
-    "share.json": "export cal --ratio .5 -o out".split(),
     "plan.yaml": "plan yaml plan.json -o out".split(),
     "other.yaml": "plan yaml other.json -o out".split(),
 }

@@ -43,9 +43,7 @@ POLICIES = "--policy tova", "--policy keydiff"
 METHODS = "tova", "streaming"
 ROUTES = "--routes cosine --allocators uniform", "--routes error --allocators uniform"
 PLANS, YAMLS = ("plan.json", "other.json"), ("plan.yaml", "other.yaml")
-MERGED = "--policies plan.json --budgets other.json", "--policies other.json --budgets plan.json"
 BUDGETS = "--budget 12", "--budget 14"
-LENGTHS = "--length 40", "--length 48"
 LUKV = "--data texts.json --no-check --answers given --questions 1"
 POLYKV = "--data texts.json --patterns tova,streaming --policy tova --signals entropy,cosine"
 EVALUATE = f"evaluate tiny --methods {{}} --budgets 12 --samples 2 {TASKS}"
@@ -88,8 +86,6 @@ WRITERS: dict[str, Writer] = {
     "plan uniform": Writer("plan uniform tiny --policy knorm {} -o new.json", *BUDGETS),
     "plan pyramid": Writer("plan pyramid tiny --policy knorm {} -o new.json", *BUDGETS),
     "plan scale": Writer("plan scale plan.json {} -o new.json", *BUDGETS, PLANS),
-    "plan convert": Writer("plan convert share.json {} -o new.json", *LENGTHS, ("share.json",)),
-    "plan merge": Writer("plan merge {} -o new.json", *MERGED, PLANS),
     "plan yaml": Writer("plan yaml {} -o new.yaml", *PLANS, PLANS),
     "plan build": Writer("plan build {} -o new.json", *YAMLS, YAMLS),
     "compress": Writer("compress tiny --plan {} --context @text.txt -o text.kv", *PLANS, PLANS),

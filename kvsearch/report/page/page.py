@@ -194,12 +194,12 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
         yield name, "none" if value is None or value == {} else str(value)
 
 
-def render(groups: Sequence[ModelGroup], title: str) -> bytes:
+def render(groups: Sequence[ModelGroup]) -> bytes:
     """Return the file; equal content gives equal bytes."""
     style = _text("page.css")
     script = _text("page.js")
     page = _template().render(
-        generator=GENERATOR, title=title, groups=groups,
+        generator=GENERATOR, groups=groups,
         style=Markup(style), script=Markup(script),  # ours, without a word of what is reported
         style_hash=_hash(style), script_hash=_hash(script),
     )  # fmt: skip

@@ -90,4 +90,4 @@ def _page(path: Path) -> None:
 
     groups = groups_of([open_path(path)])
     with taken("the page"):
-        render(groups, "kvsearch report")
+        render(groups)
