@@ -87,7 +87,9 @@ def scale(
     }
     sizes = {"total": total, "budget": budget, "ratio": ratio, "length": at}
     size = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
-    scaled = {name: PhasePlan.of(plan.phase(name).policies, table) for name, table in tables.items()}
+    scaled: dict[str, PhasePlan] = {
+        name: PhasePlan.of(plan.phase(name).policies, table) for name, table in tables.items()
+    }
     origin = changed(plan.provenance, f"scaled to {size}: plan {sha256_of(plan)}")
     total = next(iter(scaled.values())).total
     return Plan(**{**dict(plan), **scaled, "total": total, "length": at, "scaling": scaling, "provenance": origin})
