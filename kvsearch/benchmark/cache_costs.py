@@ -1,4 +1,4 @@
-"""What kinds of caches cost, as it is kept."""
+"""What kinds of caches cost, as it is kept, and what this machine would need for it at least."""
 
 from __future__ import annotations
 
@@ -8,14 +8,27 @@ from kvsearch.core.fields import Count, Index
 
 
 @dataclass(frozen=True)
+class Roofline:
+    """What a device does at most: bytes that a copy reads and writes, and operations of matrix products, per second."""
+
+    bandwidth: float
+    flops: float
+
+    def floor(self, size: float, operations: float) -> float:
+        """Return the seconds that it takes at least to read bytes and to do operations, both at the same time."""
+        return max(size / self.bandwidth, operations / self.flops)
+
+
+@dataclass(frozen=True)
 class CacheCosts:
     """What one kind of cache cost under one workload.
 
     Seconds are medians; a speed-up is how many times as fast it is as `DynamicCache`; `entries` are the mean per kv
     head of the full-attention layers after the prompt, `held_bytes` those of the cache then, `peak_bytes` the most that
-    was allocated at a time beyond the weights while the prompt was read and a few tokens came. `floor_seconds` is what
-    reading weights and cache once takes at the bandwidth of a copy. Only on a GPU are `kernels` launched, and
-    `waits` of the host, per step; the largest batch is that of `kvsearch.benchmark.capacity`, where it was asked for.
+    was allocated at a time beyond the weights while the prompt was read and a few tokens came. `floor_seconds` is the
+    floor of a token on this machine, `prefill_floor_seconds` that of the prompts (None: a file of an older version).
+    Only on a GPU are `kernels` launched, and `waits` of the host, per step; the largest batch is that of
+    `kvsearch.benchmark.capacity`, where it was asked for.
     """
 
     cache: str
@@ -30,6 +43,7 @@ class CacheCosts:
     tokens_per_second: float
     token_speedup: float
     floor_seconds: float
+    prefill_floor_seconds: float | None = None
     kernels: float | None = None
     waits: float | None = None
     largest_batch: Count | None = None
@@ -39,3 +53,8 @@ class CacheCosts:
     def floor_share(self) -> float:
         """How near to the floor a token is, at most about 1."""
         return self.floor_seconds / self.token_seconds
+
+    @property
+    def prefill_floor_share(self) -> float | None:
+        """How near to the floor the prompts are; None where that is not known."""
+        return None if self.prefill_floor_seconds is None else self.prefill_floor_seconds / self.prefill_seconds

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from transformers import StaticCache
 
 from kvsearch.benchmark.speed import (
+    DYNAMIC,
+    FULL,
+    STATIC,
     CacheKind,
     Workload,
-    cache_bytes,
     cache_kinds,
     cache_nbytes,
     decode_seconds,
@@ -23,9 +26,11 @@ from kvsearch.benchmark.speed import (
 )
 from kvsearch.core.errors import EnvironmentFault
 from kvsearch.core.progress import Progress
+from kvsearch.models.architecture import describe
 from kvsearch.models.memory import default_memory, free_bytes, free_memory, is_out_of_memory
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import using
+from kvsearch.runtime.program import full_cache, memory_needs
 
 GPU_SHARE = 0.95  # of what is free, for the largest batch
 FEWER = 16  # a batch that does not fit is tried again with a sixteenth less
@@ -33,22 +38,31 @@ PROBED = 2  # steps that tell what a step takes beside the cache, and that warm 
 
 
 def require_memory(model: Any, programs: dict[str, Program], work: Workload, device: torch.device) -> dict[str, Any]:
-    """Return what the caches of a workload take, and what is free, as JSON; EnvironmentFault if that is less.
+    """Return what a workload takes and what is free, as JSON; EnvironmentFault if that is less.
 
-    `device` is where a model without weights will have them.
+    All caches, with their new tokens, are in memory at once; those that evict while decoding twice, as they are
+    measured on a copy. `device` is where a model without weights will have them.
     """
-    caches = cache_bytes(model, programs, work)
+    shape = describe(model)
+    lengths = [work.length] * work.batch
+    ours = {FULL: full_cache(model), **programs}
+    needs = {name: memory_needs(model, program, lengths, tokens=work.steps) for name, program in ours.items()}
+    entries = work.batch * (work.length + work.steps) * len(shape.full_layers) * shape.kv_heads
+    stock = (DYNAMIC, STATIC) if len(shape.full_layers) == shape.layers else (DYNAMIC,)
+    caches = dict.fromkeys(stock, entries * 2 * shape.head_dim * model.dtype.itemsize)
+    caches |= {name: need.cache * (2 if ours[name].decode else 1) for name, need in needs.items()}
+    most = replace(max(needs.values(), key=lambda need: need.scratch), cache=sum(caches.values()))
     parameters = list(model.parameters())
-    weights = sum(tensor.nbytes for tensor in parameters if tensor.is_meta)  # that will be there, too
-    devices = {tensor.device for tensor in parameters if not tensor.is_meta} or {device}
-    free = sum(map(free_bytes, devices)) - weights
-    needed = sum(caches.values())
+    devices = {tensor.device for tensor in parameters if not tensor.is_meta}
+    needed = most.total - sum(tensor.nbytes for tensor in parameters if not tensor.is_meta)
+    free = sum(map(free_bytes, devices or {device}))
     if needed > free:
         raise EnvironmentFault(
-            f"the caches of batch {work.batch} at {work.length:,} tokens, all in memory at once, take "
-            f"{needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: lower --batch or --length, or measure fewer plans"
+            f"batch {work.batch} at {work.length:,} tokens needs {needed / 1e9:.1f} GB ({most.cache / 1e9:.1f} of it "
+            f"for all caches at once, {most.activations / 1e9:.1f} to read the prompts) and {free / 1e9:.1f} GB are "
+            f"free: lower {'--batch' if work.batch > 1 else '--length'}, or measure fewer plans"
         )
-    return {"bytes": caches, "needed_bytes": needed, "free_bytes": free}
+    return {"bytes": caches, "memory": asdict(most), "needed_bytes": needed, "free_bytes": free}
 
 
 def largest_batches(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
-from kvsearch.benchmark.cache_costs import CacheCosts
+from kvsearch.benchmark.cache_costs import CacheCosts, Roofline
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.core.progress import Progress
@@ -35,7 +35,7 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.decode.steps import FEWEST, stepping
 from kvsearch.runtime.layer import EvictingLayer
-from kvsearch.runtime.program import full_cache, prompt_bytes
+from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import held_entries, prefill_all
 from kvsearch.runtime.stock import layer_state, stock_nbytes
 
@@ -46,6 +46,8 @@ DYNAMIC = "DynamicCache"
 STATIC = "StaticCache"
 FULL = "kvsearch, full"
 COPIED = 2**27  # bytes that the bandwidth is measured with
+WIDEST = 8192  # rows and columns of the largest matrices that are multiplied
+ENOUGH = 0.005  # seconds of a product that is long enough to be believed
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaLaunchCooperativeKernel")
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cuStreamSynchronize", "cuEventSynchronize")
 # steps of two counts, whose difference is free of what comes before and after them
@@ -123,26 +125,10 @@ def program_at(model: Any, policy: Policy, size: Size, phases: tuple[Phase, ...]
     return Program.of_policy(model, policy, dict.fromkeys(phases, table))
 
 
-def cache_bytes(model: Any, programs: Mapping[str, Program], work: Workload) -> dict[str, int]:
-    """Return about the bytes of every kind of cache with its new tokens, by name; all are in memory at once.
-
-    Of layers with full attention alone, and without the room that is taken for tokens to come: it takes no less.
-    """
-    shape = describe(model)
-    heads = work.batch * len(shape.full_layers) * shape.kv_heads
-    token = heads * 2 * shape.head_dim * model.dtype.itemsize
-    stock = dict.fromkeys((DYNAMIC, STATIC), (work.length + work.steps) * token)
-    if len(shape.full_layers) < shape.layers:
-        del stock[STATIC]
-    lengths = [work.length] * work.batch
-    ours = {name: prompt_bytes(model, one, lengths) for name, one in {FULL: full_cache(model), **programs}.items()}
-    return stock | ours
-
-
 def measure(
-    model: Any, kinds: Sequence[CacheKind], work: Workload, progress: Progress | None = None
+    model: Any, kinds: Sequence[CacheKind], work: Workload, roofline: Roofline, progress: Progress | None = None
 ) -> list[CacheCosts]:
-    """Measure kinds of caches, the first of which all are compared with."""
+    """Measure kinds of caches, the first of which all are compared with, beside the `roofline` of the machine."""
     ids = random_prompts(model, work.batch, work.length)
     prefill: dict[str, list[float]] = {kind.name: [] for kind in kinds}
     token: dict[str, list[float]] = {kind.name: [] for kind in kinds}
@@ -177,8 +163,6 @@ def measure(
             launched[kind.name] = count_launches(model.device, steps_of)
     finally:
         model.set_attn_implementation(before)
-    bandwidth = copy_bandwidth(model.device)
-    weights = read_weights(model)
     prefill = {name: seconds[1:] for name, seconds in prefill.items()}  # the first round warms up
     token = {name: seconds[1:] for name, seconds in token.items()}
     first = kinds[0].name
@@ -199,7 +183,8 @@ def measure(
                 token_seconds=statistics.median(token[name]),
                 tokens_per_second=work.batch / statistics.median(token[name]),
                 token_speedup=statistics.median(map(truediv, token[first], token[name])),
-                floor_seconds=(weights + size) / bandwidth,
+                floor_seconds=roofline.floor(*token_work(model, work.batch, entries, size)),
+                prefill_floor_seconds=roofline.floor(*prompt_work(model, work.batch, work.length)),
                 kernels=kernels,
                 waits=waits,
             )
@@ -330,18 +315,55 @@ def peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
     return most
 
 
-def copy_bandwidth(device: torch.device, tries: int = 5) -> float:
-    """Return the bytes per second that a copy reads and writes, at best."""
+def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
+    """Measure what a device does at most: a large copy, and products of matrices, larger ones until one takes long."""
     source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
+    bandwidth = 2 * COPIED / _best_seconds(device, lambda: target.copy_(source))
+    size = 128
+    seconds = flops = 0.0
+    while size < WIDEST and seconds < ENOUGH:
+        size *= 2
+        matrix = torch.ones(size, size, dtype=dtype, device=device)
+        seconds = _best_seconds(device, partial(torch.mm, matrix, matrix))
+        flops = max(flops, 2 * size**3 / seconds)
+    return Roofline(bandwidth, flops)
+
+
+def _best_seconds(device: torch.device, action: Callable[[], object], tries: int = 5) -> float:
+    """Return the fewest seconds that an action takes, after a first one that warms up."""
     seconds = []
     for _ in range(tries + 1):
         synchronise(device)
         start = time.perf_counter()
-        target.copy_(source)
+        action()
         synchronise(device)
         seconds.append(time.perf_counter() - start)
-    return 2 * COPIED / min(seconds[1:])
+    return min(seconds[1:])
+
+
+def prompt_work(model: Any, batch: int, length: int) -> tuple[int, int]:
+    """Return the bytes that must be read for a batch of prompts, and the operations: of the last token alone the head.
+
+    Those of attention are of full-attention layers, where a token sees those before it.
+    """
+    shape = describe(model)
+    read = read_weights(model)
+    head = text_config(model).vocab_size * shape.hidden_size
+    multiplied = read // model.dtype.itemsize - head
+    attention = 2 * len(shape.full_layers) * shape.query_heads * shape.head_dim * length
+    return read, 2 * batch * (length * multiplied + head) + batch * length * attention
+
+
+def token_work(model: Any, batch: int, entries: float, held: int) -> tuple[int, float]:
+    """Return the bytes that must be read for a token of each sequence, and the operations.
+
+    The caches hold so many `entries` per kv head of full-attention layers on average, and `held` bytes in all.
+    """
+    shape = describe(model)
+    read = read_weights(model)
+    attention = 4 * len(shape.full_layers) * shape.query_heads * shape.head_dim * entries
+    return read + held, batch * (2 * read // model.dtype.itemsize + attention)
 
 
 def read_weights(model: Any) -> int:

@@ -22,7 +22,7 @@ from kvsearch.models.architecture import describe, text_config
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.program import full_cache, require_room
 from kvsearch.runtime.shared_prefill import held_entries, prefill_all, with_unplanned
 from kvsearch.signals.predictions import token_losses
 from kvsearch.strategies.names import FULL
@@ -107,6 +107,7 @@ def _measure(
     ids = torch.tensor([[*lead, *window.context] for window in windows], device=loaded.device)
     following = torch.tensor([window.continuation for window in windows], device=loaded.device)
     lengths = [ids.shape[1]] * len(windows)
+    require_room(model, programs, lengths)
     with running(model):
         caches = {method: PlanCache(model, program) for method, program in programs.items()}
         logits = prefill_all(model, list(caches.values()), ids, torch.ones_like(ids))

@@ -39,7 +39,9 @@ class BenchOptions(Loading):
     ] = None
     shape: Annotated[
         str | None,
-        Option("In place of a model: random weights in the shape of llama-3.1-8b, qwen3-8b or mistral-7b, bfloat16."),
+        Option(
+            "In place of a model: random weights in the shape of llama-3.1-8b, llama-3.1-70b or qwen3-8b, bfloat16."
+        ),
     ] = None
     layers: Annotated[int | None, Field(ge=1), Option("With --shape: its first layers only.")] = None
     plan: Annotated[tuple[Path, ...], Repeated, Option("A plan file; repeatable.", SIZE, repeated=True)] = ()
@@ -132,22 +134,23 @@ def bench(options: BenchOptions, reporter: Reporter) -> SpeedView:
     Raises:
         UsageError: no model, no plan, or a plan that cannot be used.
         IncompatibleError: the model and a plan do not fit, or a prompt is too long for it.
-        EnvironmentFault: there is too little memory for the weights, or for all caches at once.
+        EnvironmentFault: there is too little memory for the weights, or for all that is there at once.
     """
     for name, level in (("KINETO_LOG_LEVEL", "99"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, level)  # read as torch is loaded: its profiler talks on standard error
     loaded, programs, _ = _load(options, reporter)
     from kvsearch.benchmark.capacity import largest_batches
-    from kvsearch.benchmark.speed import Workload, cache_kinds, measure
+    from kvsearch.benchmark.speed import Workload, cache_kinds, measure, measure_roofline
 
     steps = options.new_tokens
     rounds = options.rounds
     costs: list[CacheCosts] = []
+    roofline = measure_roofline(loaded.model.device, loaded.model.dtype)
     with reporter.progress("measurements") as progress:
         for length in options.length:
             kinds = cache_kinds(loaded.model, programs, length + steps)
             for batch in options.batch:
-                costs += measure(loaded.model, kinds, Workload(batch, length, steps, rounds), progress)
+                costs += measure(loaded.model, kinds, Workload(batch, length, steps, rounds), roofline, progress)
     if options.largest_batch:
         prompts = [Workload(1, length, steps, rounds) for length in options.length]
         with reporter.progress("largest batches") as progress:
@@ -157,13 +160,13 @@ def bench(options: BenchOptions, reporter: Reporter) -> SpeedView:
             for cost in costs
             for batch, rate in [capacities[cost.length, cost.cache]]
         ]
-    return SpeedView.of(loaded, costs, steps, rounds)
+    return SpeedView.of(loaded, costs, steps, rounds, roofline)
 
 
 def _load(
     options: BenchOptions, reporter: Reporter, *, weights: bool = True
 ) -> tuple[LoadedModel, dict[str, Program], dict[str, Any]]:
-    """Return the model, what is measured on it by name, and the bytes that its caches take at most, as JSON.
+    """Return the model, what is measured on it by name, and the bytes that the largest workload takes, as JSON.
 
     A shape is loaded with its `weights` only if these are wanted.
     """

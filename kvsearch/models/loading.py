@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -17,7 +17,14 @@ from kvsearch.core.limits import MOST_LAYERS
 from kvsearch.core.naming import did_you_mean, require_known
 from kvsearch.core.parsing import describe_fault
 from kvsearch.core.resources import resource
-from kvsearch.models.memory import accelerator, best_device, free_bytes, is_out_of_memory, refuse_offloaded
+from kvsearch.models.memory import (
+    accelerator,
+    best_device,
+    free_bytes,
+    is_out_of_memory,
+    reading_needs,
+    refuse_offloaded,
+)
 from kvsearch.models.speed import Speed, measure_speed
 
 if TYPE_CHECKING:
@@ -33,7 +40,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 CONFIG = "config.json"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 ROOM = 32_768  # tokens of a prompt that a GPU must have room for beside the weights to hold a model alone
-ACTIVATIONS = 16  # numbers that a layer computes with for every token, by hidden size
 
 
 @dataclass(frozen=True)
@@ -191,20 +197,21 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
 def _choose_device(name: str, options: LoadOptions) -> str:
     """Return the GPU with the most free memory if a model fits there, "auto" if it must be spread, else "cpu".
 
-    It fits with the full cache of a prompt of `ROOM` tokens, and what a layer computes with.
+    It fits with what a prompt of `ROOM` tokens takes under the full cache.
     """
     import torch
 
-    from kvsearch.models.architecture import describe, text_config
+    from kvsearch.models.architecture import describe
 
     if (device := best_device()) == "cpu":
         return device
     model = load(name, options, weights=False).model
     shape = describe(model)
-    a_token = 2 * shape.layers * shape.kv_heads * shape.head_dim + ACTIVATIONS * text_config(model).hidden_size
-    quantised = getattr(model.config, "quantization_config", None) is not None  # to a byte each at most
-    weights = sum(one.numel() if quantised else one.nbytes for one in model.parameters())
-    needed = weights + ROOM * a_token * model.dtype.itemsize
+    cache = ROOM * 2 * shape.layers * shape.kv_heads * shape.head_dim * model.dtype.itemsize
+    needs = reading_needs(model, [ROOM], cache)
+    if getattr(model.config, "quantization_config", None) is not None:  # to a byte each at most
+        needs = replace(needs, weights=sum(parameter.numel() for parameter in model.parameters()))
+    needed = needs.total
     if needed <= (free := free_bytes(torch.device(device))):
         return device
     if torch.cuda.device_count() > 1:

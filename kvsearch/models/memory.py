@@ -1,10 +1,13 @@
-"""Memory of a device: how much may be used unless told otherwise, and what to do where it ran out."""
+"""Memory: what a model takes, what a device has and may be used of it, and what to do where it ran out."""
 
 from __future__ import annotations
 
 import gc
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +16,76 @@ from kvsearch.core.errors import EnvironmentFault
 if TYPE_CHECKING:
     import torch
 
+FP32 = 4
 CPU_BYTES = 8 * 2**30
 GPU_SHARE = 0.5
 
 # What allocators say: CUDA's, torch's on a CPU, and libraries of CUDA.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """Bytes that a model takes to read prompts and to go on from them, in parts that are there at the same time.
+
+    `weights`; `cache`: what is kept of prompts and of the tokens after them; `dense`: keys and values before anything
+    leaves, of one layer, or of all where prompts are read in chunks; `activations` of the layer that is computed;
+    `masks` of padding or of a chunk; `logits` of the last tokens; `scratch`: what policies score with.
+    """
+
+    weights: int
+    cache: int
+    dense: int
+    activations: int
+    masks: int
+    logits: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(astuple(self))
+
+
+def reading_needs(
+    model: Any, lengths: Sequence[int], cache: int, chunk: int | None = None, scratch: int = 0
+) -> MemoryNeeds:
+    """Return what reading a batch of prompts of these lengths takes, and going on from them, by arithmetic.
+
+    `cache` are the bytes that are kept, `scratch` those that policies score with. `chunk` tokens are read at a time
+    (None: whole prompts). Prompts of different lengths are read one after the other, on a CPU padded to the longest.
+    Weights may be on no device.
+    """
+    from kvsearch.models.architecture import describe, text_config
+
+    shape = describe(model)
+    config = text_config(model)
+    number = model.dtype.itemsize
+    length = max(lengths)
+    is_padded = model.device.type == "cpu" and len(set(lengths)) > 1
+    batch = len(lengths) if is_padded else max(len(list(alike)) for _, alike in groupby(lengths))
+    rows = min(length, chunk or length)
+    queries = shape.query_heads * shape.head_dim
+    entry = 2 * shape.kv_heads * shape.head_dim
+    # of a token: embedding, rotary tables, input of the layer, residual, its norm; and in the MLP, attention or a norm
+    inner = getattr(config, "intermediate_size", None) or 4 * shape.hidden_size
+    in_fp32 = 0 if number == FP32 else 2 * FP32 // number * shape.hidden_size
+    numbers = 4 * shape.hidden_size + 2 * shape.head_dim + max(3 * inner, 4 * queries + 2 * entry, in_fp32)
+    masks = 0
+    if is_padded or rows < length:  # and heads of a group do not share keys and values under a mask
+        masks = rows * length * (1 + number) * (batch if is_padded else 1) + 2 * batch * queries * length * number
+    dense = batch * length * entry * number  # of a layer
+    if rows < length:  # what a layer keeps takes the place of what it had, once the last chunk has passed
+        dense = 2 * dense + max(0, len(shape.full_layers) * dense - cache)
+    return MemoryNeeds(
+        weights=sum(parameter.nbytes for parameter in model.parameters()),
+        cache=cache,
+        dense=dense,
+        activations=batch * rows * numbers * number,
+        masks=masks,
+        logits=len(lengths) * config.vocab_size * (number + FP32),
+        scratch=scratch,
+    )
 
 
 def accelerator(device: torch.device) -> Any | None:

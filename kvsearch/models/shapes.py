@@ -13,44 +13,33 @@ from kvsearch.models.memory import best_device, free_bytes
 if TYPE_CHECKING:
     import torch
 
-ROPE = {"rope_type": "default", "rope_theta": 5e5}
+LLAMA: Mapping[str, Any] = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+}  # fmt: skip
 # the configurations that the models are published with
 SHAPES: dict[str, Mapping[str, Any]] = {
-    "llama-3.1-8b": {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-        "max_position_embeddings": 131072, "tie_word_embeddings": False, "rope_parameters": ROPE,
+    "llama-3.1-8b": LLAMA,
+    "llama-3.1-70b": {
+        **LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     },
     "qwen3-8b": {
-        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-        "max_position_embeddings": 40960, "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    },
-    "mistral-7b": {
-        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32768,
-        "max_position_embeddings": 32768, "sliding_window": None, "tie_word_embeddings": False,
+        **LLAMA, "model_type": "qwen3", "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128,
+        "vocab_size": 151936, "max_position_embeddings": 40960,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
 }  # fmt: skip
 
 
-def random_model(
-    shape: str, layers: int | None = None, device: str = "auto", dtype: str = "auto", *, weights: bool = True
-) -> LoadedModel:
-    """Return a model of a shape, or of its first `layers`, with random weights (bfloat16 unless told); no tokenizer.
-
-    Without `weights` it takes no memory, and can only say how large it is.
+def bare_model(shape: str, layers: int | None = None, dtype: str = "auto") -> Any:
+    """Return a model of a shape, or of its first `layers`, that takes no memory: it can only say how large it is.
 
     Raises:
         UsageError: there is no such shape, or it has fewer layers.
-        EnvironmentFault: its weights do not fit into memory, or there is no such device.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-
-    from kvsearch.models.fingerprint import fingerprint
 
     require_known("shape", shape, list(SHAPES))
     settings = dict(SHAPES[shape])
@@ -59,10 +48,30 @@ def random_model(
             raise UsageError(f"{shape} has {settings['num_hidden_layers']} layers: take 1 to that many")
         settings["num_hidden_layers"] = layers
     config = AutoConfig.for_model(**settings, bos_token_id=1, eos_token_id=2)
-    numbers = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-    place = device_of(device)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=numbers).eval()
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+        )
+
+
+def random_model(
+    shape: str, layers: int | None = None, device: str = "auto", dtype: str = "auto", *, weights: bool = True
+) -> LoadedModel:
+    """Return a model of a shape, or of its first `layers`, with random weights (bfloat16 unless told); no tokenizer.
+
+    Without `weights` it takes no memory, see `bare_model`.
+
+    Raises:
+        UsageError: there is no such shape, or it has fewer layers.
+        EnvironmentFault: its weights do not fit into memory, or there is no such device.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from kvsearch.models.fingerprint import fingerprint
+
+    model = bare_model(shape, layers, dtype)
+    place = device_of(device)
     wanted = sum(one.nbytes for one in model.parameters())
     if wanted > (free := free_bytes(place)):
         raise EnvironmentFault(
@@ -73,8 +82,8 @@ def random_model(
     if weights:
         torch.manual_seed(0)
         with place:
-            model = AutoModelForCausalLM.from_config(config, dtype=numbers).eval()
-    return LoadedModel(name, model, None, fingerprint(model, name, weights=weights))
+            model = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
+    return LoadedModel(name, model.eval(), None, fingerprint(model, name, weights=weights))
 
 
 def device_of(name: str) -> torch.device:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.benchmark.cache_costs import CacheCosts
+from kvsearch.benchmark.cache_costs import CacheCosts, Roofline
 from kvsearch.core.progress import clock_words
 from kvsearch.models.speed import Speed, StageCost
 from kvsearch.report.table import Cell, Table
@@ -19,7 +19,9 @@ SCHEMA = "kvsearch.speed/1"
 MEANING = (
     "speed: how many times as fast as DynamicCache, median of the rounds. held: the cache after the prompt. peak: all "
     "that is allocated beyond the weights.",
-    "floor: reading weights and cache once at the bandwidth of a copy on this device, and how near to it a token is.",
+    "floor: the least that this machine takes, the longer of reading what must be read (weights, the cache of a token) "
+    "at the bandwidth of a copy and of computing at the speed of a matrix product, both measured here; and how near "
+    "to it the time is.",
 )
 
 
@@ -85,7 +87,9 @@ class SpeedView:
     costs: tuple[CacheCosts, ...]
 
     @classmethod
-    def of(cls, loaded: LoadedModel, costs: Sequence[CacheCosts], steps: int, rounds: int) -> SpeedView:
+    def of(
+        cls, loaded: LoadedModel, costs: Sequence[CacheCosts], steps: int, rounds: int, roofline: Roofline
+    ) -> SpeedView:
         """Return a view of what was measured now."""
         import torch
         import transformers
@@ -100,12 +104,16 @@ class SpeedView:
             "transformers": transformers.__version__,
             "new_tokens": steps,
             "rounds": rounds,
+            **asdict(roofline),
         }
         return cls(machine, tuple(costs))
 
     def as_json(self) -> dict[str, Any]:
         """Return the machine and all costs, for programs."""
-        costs = [{**asdict(one), "floor_share": one.floor_share} for one in self.costs]
+        costs = [
+            {**asdict(one), "floor_share": one.floor_share, "prefill_floor_share": one.prefill_floor_share}
+            for one in self.costs
+        ]
         return {"schema": SCHEMA, "machine": self.machine, "costs": costs}
 
     def parts(self) -> Iterator[str | Table]:
@@ -122,9 +130,13 @@ class SpeedView:
     def measured(self) -> str:
         """Return on what it was measured, and how."""
         at = self.machine
+        roofline = ""
+        if "bandwidth" in at:
+            roofline = f"; here {at['bandwidth'] / 1e9:,.1f} GB/s, {at['flops'] / 1e12:,.2f} TFLOP/s"
         return (
             f"{at['model']}, {at['dtype']}, {at['device']}, {at['threads']} threads, torch {at['torch']}, transformers "
             f"{at['transformers']}; medians of {at['rounds']} rounds of {at['new_tokens']} new tokens, caches in turn"
+            f"{roofline}"
         )
 
 
@@ -137,11 +149,13 @@ def _cells(costs: CacheCosts) -> dict[str, Cell]:
         "peak MB": Cell.number(costs.peak_bytes / 1e6, ",.2f"),
         "prompt s": Cell.number(costs.prefill_seconds, ".4f"),
         "speed": Cell.number(costs.prefill_speedup, ".2f", "x"),
+        "floor s": Cell.number(costs.prefill_floor_seconds, ".4f"),
+        "floor": Cell.number(costs.prefill_floor_share, ".0%"),
         "ms per token": Cell.number(1e3 * costs.token_seconds, ".3f"),
         "tokens/s": Cell.number(costs.tokens_per_second, ",.1f"),
         "speed ": Cell.number(costs.token_speedup, ".2f", "x"),
         "floor ms": Cell.number(1e3 * costs.floor_seconds, ".3f"),
-        "floor": Cell.number(100 * costs.floor_share, ".0f", "%"),
+        "floor ": Cell.number(costs.floor_share, ".0%"),
         "kernels": Cell.number(costs.kernels, ",.0f"),
         "waits": Cell.number(costs.waits, ",.1f"),
         "largest batch": Cell.number(costs.largest_batch, ","),

@@ -24,6 +24,7 @@ from kvsearch.runtime.attention import Output, causal_mask, dense_attention, gat
 from kvsearch.runtime.collector import DensePrompt, Rotary, entering, watch
 from kvsearch.runtime.eviction import PhaseRule
 from kvsearch.runtime.logits import Logits
+from kvsearch.runtime.program import full_cache, require_room
 from kvsearch.runtime.replay.replay import Followed, Replay, at_rows, replay
 from kvsearch.runtime.stock import cache_class, layer_state, stock_layers
 from kvsearch.signals.attention_rows import importance_rows, residual_weights
@@ -214,6 +215,7 @@ class DensePass(Generic[Noted]):
     Raises:
         UsageError: the model runs another attention implementation.
         IncompatibleError: see `refusal`.
+        EnvironmentFault: the device has too little memory for the full cache and what reading the prompts takes.
     """
 
     layer: type[ObservedLayer[Any]] = ObservedLayer
@@ -228,6 +230,7 @@ class DensePass(Generic[Noted]):
         refusal: str | None = None,
     ) -> None:
         require_attention("looking at layers", model.config._attn_implementation)
+        require_room(model, {"the full cache": full_cache(model)}, [prompts.shape[1]] * len(prompts))
         again = reread(model, (need for wanted in needs.values() for need in wanted), prompts, mask)
 
         def seen(prompt: Observation) -> Noted:

@@ -15,14 +15,18 @@ from torch import Tensor, nn
 from kvsearch.budgets.dynamic import Allocation, create_allocation
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, warn_once
 from kvsearch.models.architecture import FULL, attention_modules, describe
-from kvsearch.models.memory import free_bytes, free_memory
+from kvsearch.models.memory import FP32, MemoryNeeds, free_bytes, free_memory, reading_needs
 from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.registry import policy_of
+from kvsearch.policies.scoring import chunk_bytes
 from kvsearch.runtime.decode.rule import decode_needs
 
 if TYPE_CHECKING:
     from kvsearch.plan import Phase, Plan
+
+POSITION = 4  # bytes beside the keys and values of an entry
+RANKING = 12 * FP32  # bytes that scores, ranks and their sorting take of an entry
 
 BudgetTable = Callable[[int], NDArray[np.int64]]
 
@@ -197,44 +201,53 @@ def normalises_keys(model: nn.Module) -> bool:
     return any(isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) for norm in norms)
 
 
-def prompt_bytes(model: Any, program: Program, lengths: Sequence[int]) -> int:
-    """Return about the bytes that compressed prompts take: keys, values and positions of full-attention layers."""
+def prompt_bytes(model: Any, program: Program, lengths: Sequence[int], tokens: int = 0) -> int:
+    """Return about the bytes that compressed prompts take: keys, values and positions of full-attention layers.
+
+    Under a program without a decode phase, `tokens` more of every prompt have come.
+    """
     shape = describe(model)
     phase = program.prefill
     layers = len(shape.full_layers)
+    more = 0 if program.decode else tokens
     entries = 0
     for length in lengths:
         planned = 0 if phase is None else phase.entries(length)
         unplanned = layers - (0 if phase is None else len(phase.policies))
-        entries += planned + unplanned * shape.kv_heads * length
-    return int(entries * (2 * shape.head_dim * model.dtype.itemsize + 4))
+        entries += planned + unplanned * shape.kv_heads * length + layers * shape.kv_heads * more
+    return int(entries * (2 * shape.head_dim * model.dtype.itemsize + POSITION))
 
 
-def read_bytes(model: Any, program: Program, lengths: Sequence[int], chunk: int | None = None) -> int:
-    """Return about the bytes that reading prompts takes at least, beside the weights.
-
-    That is what is kept of them, and the dense keys and values of one layer; of all layers where prompts are read in
-    chunks, as what leaves is known only when the last one has passed.
-    """
+def memory_needs(
+    model: Any, program: Program, lengths: Sequence[int], chunk: int | None = None, tokens: int = 0
+) -> MemoryNeeds:
+    """Return what a batch of prompts of these lengths takes under a program, with `tokens` more of each."""
     shape = describe(model)
-    layer = int(len(lengths) * max(lengths) * shape.kv_heads * 2 * shape.head_dim * model.dtype.itemsize)
-    if chunk is not None and chunk < max(lengths):
-        return layer * len(shape.full_layers)
-    return prompt_bytes(model, program, lengths) + layer
+    scoring = [policy.needs() for policy in program.policies if policy.name != "full"]
+    entries = len(lengths) * max(lengths) * shape.kv_heads
+    rows = max((max(lengths) if need.column_sums else need.query_rows for need in scoring), default=0)
+    logits = min(chunk_bytes(model.device), 2 * FP32 * shape.group * entries * rows)
+    scratch = logits + entries * (RANKING + FP32 * shape.head_dim) if scoring else 0
+    return reading_needs(model, lengths, prompt_bytes(model, program, lengths, tokens), chunk, scratch)
 
 
 def require_room(model: Any, programs: Mapping[str, Program], lengths: Sequence[int], chunk: int | None = None) -> None:
-    """Raise an EnvironmentFault if a batch of prompts of these lengths does not fit under one of the programs."""
-    needed = {name: read_bytes(model, program, lengths, chunk) for name, program in programs.items()}
-    name, most = max(needed.items(), key=lambda item: item[1])
+    """Raise an EnvironmentFault if a batch of prompts of these lengths does not fit under one of the programs.
+
+    A model without weights has no device that could be too small.
+    """
     devices = {one.device for one in model.parameters() if not one.is_meta}
-    if most <= sum(map(free_bytes, devices)):
+    needs = {name: memory_needs(model, program, lengths, chunk) for name, program in programs.items()}
+    name, needed = max(needs.items(), key=lambda item: item[1].total)
+    beside = needed.total - needed.weights
+    if not devices or beside <= sum(map(free_bytes, devices)):
         return
     free_memory()  # what torch holds for later is free, too
-    if most > (free := sum(map(free_bytes, devices))):
+    if beside > (free := sum(map(free_bytes, devices))):
         prompts = f"{len(lengths)} prompts of up to" if len(lengths) > 1 else "a prompt of"
         raise EnvironmentFault(
-            f"{name} needs {most / 1e9:.2f} GB beside the weights for {prompts} {max(lengths):,} tokens, and "
-            f"{', '.join(sorted(map(str, devices)))} has {free / 1e9:.2f} GB free: {(most - free) / 1e9:.2f} GB are "
-            "missing; keep fewer entries, shorten the prompt, or spread the model with --device-map auto"
+            f"{name} needs {beside / 1e9:.2f} GB beside the weights for {prompts} {max(lengths):,} tokens "
+            f"({needed.cache / 1e9:.2f} GB are the cache), and {', '.join(sorted(map(str, devices)))} has "
+            f"{free / 1e9:.2f} GB free: {(beside - free) / 1e9:.2f} GB are missing; keep fewer entries, shorten the "
+            "prompt, or spread the model with --device-map auto"
         )

@@ -10,7 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from kvsearch.benchmark import speed
-from kvsearch.benchmark.speed import Workload, cache_kinds, decode_seconds, measure, peak_bytes, read_weights
+from kvsearch.benchmark.cache_costs import Roofline
+from kvsearch.benchmark.speed import Workload, cache_kinds, decode_seconds, measure, peak_bytes, prompt_work, token_work
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -20,6 +21,7 @@ from tests.runtime.helpers import running
 from tests.runtime.recorder import Recorder, capturing
 
 WORK = Workload(batch=2, length=20, steps=3, rounds=2)
+MACHINE = Roofline(bandwidth=1e9, flops=1e10)
 
 
 def snapkv(model: Any, budget: int = 6) -> Program:
@@ -29,13 +31,12 @@ def snapkv(model: Any, budget: int = 6) -> Program:
 def measured(family: str = "llama", clock: Any = None) -> dict[str, speed.CacheCosts]:
     model = build(family)
     kinds = cache_kinds(model, {"snapkv": snapkv(model)}, WORK.length + WORK.steps)
-    found = {one.cache: one for one in measure(model, kinds, WORK)}
+    found = {one.cache: one for one in measure(model, kinds, WORK, MACHINE)}
     assert model.config._attn_implementation == "sdpa"
     return found
 
 
-def test_caches_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "COPIED", 2**12)
+def test_caches_side_by_side() -> None:
     found = measured()
     assert list(found) == ["DynamicCache", "StaticCache", "kvsearch, full", "snapkv"]
     assert [one.entries for one in found.values()] == [20, 20, 20, 6]
@@ -49,21 +50,19 @@ def test_caches_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(one.tokens_per_second == 2 / one.token_seconds for one in found.values())
 
 
-def test_models_with_other_layers_have_no_static_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "COPIED", 2**12)
+def test_models_with_other_layers_have_no_static_cache() -> None:
     assert list(measured("gemma3")) == ["DynamicCache", "kvsearch, full", "snapkv"]
 
 
 def test_ratios_are_medians_within_rounds_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every measurement takes a second more than the one before; kinds take turns at being first."""
-    monkeypatch.setattr(speed, "COPIED", 2**12)
     model, ticks = build("llama"), itertools.count(1)
     kinds = cache_kinds(model, {}, 30)[:2]
     monkeypatch.setattr(speed, "prefill_seconds", lambda *_: float(next(ticks)))
     monkeypatch.setattr(speed, "decode_seconds", lambda *_: float(next(ticks)))
     monkeypatch.setattr(speed, "_peak", lambda *_: 0)
     monkeypatch.setattr(speed, "_held", lambda *_: (0.0, 0))
-    dynamic, static = measure(model, kinds, Workload(1, 20, 1, 3))
+    dynamic, static = measure(model, kinds, Workload(1, 20, 1, 3), MACHINE)
     # prompts: the warm-up takes 1 and 2; then static 3, dynamic 4; dynamic 5, static 6; static 7, dynamic 8
     assert (dynamic.prefill_seconds, static.prefill_seconds) == (5, 6)
     assert static.prefill_speedup == 8 / 7  # the median of 4/3, 5/6 and 8/7
@@ -116,8 +115,21 @@ def test_the_peak_is_of_what_is_there_at_a_time() -> None:
     assert 12000 <= peak_bytes(torch.device("cpu"), work) < 13000
 
 
-def test_weights_that_a_token_reads() -> None:
+def test_what_must_be_read_and_computed() -> None:
+    """Weights and cache once; products with every weight, and of a query with the keys and values that it sees."""
     for tied in (True, False):
         model = build("llama", tie_word_embeddings=tied)
-        total = sum(parameter.nbytes for parameter in model.parameters())
-        assert read_weights(model) == total - (0 if tied else 97 * 64 * 4)
+        head = 97 * 64
+        weights = sum(parameter.numel() for parameter in model.parameters()) - (0 if tied else head)
+        seen = 4 * 8 * 2 * 2 * 16  # layers, query heads, keys and values, one operation of two of 16 numbers
+        assert token_work(model, 3, 10.0, 5000) == (4 * weights + 5000, 3 * (2 * weights + 10 * seen))
+        every = sum(place * seen for place in range(1, 21)) - 10 * seen  # a token sees half of itself
+        assert prompt_work(model, 3, 20) == (4 * weights, 3 * (20 * 2 * (weights - head) + 2 * head + every))
+
+
+def test_the_floor_is_that_of_what_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Roofline(100.0, 10.0).floor(50, 20) == 2
+    assert Roofline(100.0, 10.0).floor(500, 20) == 5
+    monkeypatch.setattr(speed, "COPIED", 2**12)
+    found = speed.measure_roofline(torch.device("cpu"), torch.float32)
+    assert found.bandwidth > 0 < found.flops

@@ -40,24 +40,26 @@ def test_a_plan_beside_the_full_cache(run: Run, tmp_path: Path) -> None:
     foretold = json.loads(out)
     held = {row["cache"]: row["held_bytes"] for row in told["costs"] if row["batch"] == 2}
     assert foretold["bytes"]["DynamicCache"] == held["DynamicCache"] // 64 * 66  # with two new tokens
-    for name in (str(plan), "kvsearch, full"):
-        assert foretold["bytes"][name] == held[name]
+    assert foretold["bytes"]["kvsearch, full"] == held["kvsearch, full"] // 64 * 66
+    assert foretold["bytes"][str(plan)] == held[str(plan)] // 40 * 42
+    assert foretold["memory"]["cache"] == sum(foretold["bytes"].values())
+    assert foretold["needed_bytes"] == sum(foretold["memory"].values()) - foretold["memory"]["weights"]  # it is loaded
 
 
 def test_the_table_has_a_part_for_every_batch_and_length() -> None:
     costs = [
-        CacheCosts(name, batch, 1024, 51.25, 10**6, 2 * 10**6, 0.5, 1.0, 0.002, 500.0 * batch, 1.25, 0.001)
+        CacheCosts(name, batch, 1024, 51.25, 10**6, 2 * 10**6, 0.5, 1.0, 0.002, 500.0 * batch, 1.25, 0.001, 0.36)
         for batch in (1, 4)
         for name in ("DynamicCache", "plan.json")
     ]
     machine = {"model": "m", "dtype": "float32", "device": "cpu", "threads": 1, "torch": "2", "transformers": "5"}
-    page = Console(record=True, width=130, file=io.StringIO())
+    page = Console(record=True, width=160, file=io.StringIO())
     for part in SpeedView({**machine, "rounds": 5, "new_tokens": 32}, tuple(costs)).parts():
         page.print(part)
     text = page.export_text()
     assert text.count("plan.json") == 2
     assert "batch 4, 1,024 tokens" in text
-    for cell in ("51.2", "1.00", "2.00", "0.5000", "2.000", "2,000.0", "1.25x"):
+    for cell in ("51.2", "1.00", "2.00", "0.5000", "2.000", "2,000.0", "1.25x", "50%", "0.3600", "72%"):
         assert cell in text
 
 
@@ -75,7 +77,8 @@ def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("kvsearch.benchmark.capacity.free_bytes", lambda _: 40_000)
     code, _, talk = run(*arguments[:-1], "--dry-run")
     assert code == 3
-    assert "the caches of batch 1 at 48 tokens, all in memory at once, take 0.0 GB" in talk
+    assert "batch 1 at 48 tokens needs 0.0 GB" in talk
+    assert "0.0 GB are free: lower --length, or measure fewer plans" in talk
     monkeypatch.setattr(shapes, "free_bytes", lambda _: 1000)
     with pytest.raises(EnvironmentFault, match=r"takes 0\.0 GB for its weights and cpu has 0\.0 GB free"):
         shapes.random_model("llama-3.1-8b")
@@ -92,13 +95,16 @@ def test_the_largest_batch_and_what_show_and_report_read(run: Run, tmp_path: Pat
     assert 1 < costs["StaticCache", 64]["largest_batch"] < 5e6 / (66 * 3072)
     assert costs[ours, 64]["largest_batch"] > costs["DynamicCache", 64]["largest_batch"]
     assert all(row["largest_tokens_per_second"] > 0 and row["kernels"] is None for row in costs.values())
-    assert 0 < costs[ours, 64]["floor_share"] == costs[ours, 64]["floor_seconds"] / costs[ours, 64]["token_seconds"]
+    for floor, seconds in (("floor", "token_seconds"), ("prefill_floor", "prefill_seconds")):
+        assert 0 < costs[ours, 64][f"{floor}_share"] == costs[ours, 64][f"{floor}_seconds"] / costs[ours, 64][seconds]
+    assert json.loads(out)["machine"]["bandwidth"] > 0 < json.loads(out)["machine"]["flops"]
     found = tmp_path / "speed.json"
     found.write_text(out)
     code, shown, talk = run("show", found)
     assert code == 0, talk
     assert "batch 1, 64 tokens" in shown
     assert "largest batch" in shown
+    assert "TFLOP/s" in shown
     code, _, talk = run("report", found, "-o", tmp_path / "report.html")
     assert code == 0, talk
     page = (tmp_path / "report.html").read_text()
@@ -117,15 +123,18 @@ def test_shapes_are_those_of_the_models(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shapes.SHAPES[name]))
     shape, billions = describe(model), sum(one.numel() for one in model.parameters()) / 1e9
-    assert (shape.kv_heads, shape.head_dim, shape.layers) == (8, 128, 36 if name == "qwen3-8b" else 32)
-    assert billions == pytest.approx({"llama-3.1-8b": 8.03, "qwen3-8b": 8.19, "mistral-7b": 7.25}[name], abs=0.005)
+    layers, size = {
+        "llama-3.1-8b": (32, 8.03), "llama-3.1-70b": (80, 70.55), "qwen3-8b": (36, 8.19),
+    }[name]  # fmt: skip
+    assert (shape.kv_heads, shape.head_dim, shape.layers) == (8, 128, layers)
+    assert billions == pytest.approx(size, abs=0.005)
 
 
 def test_unknown_shapes() -> None:
     with pytest.raises(UsageError, match=r"unknown shape 'llama-3-8b'; did you mean 'llama-3\.1-8b'"):
         shapes.random_model("llama-3-8b")
     with pytest.raises(UsageError, match="has 32 layers"):
-        shapes.random_model("mistral-7b", layers=33)
+        shapes.random_model("llama-3.1-8b", layers=33)
 
 
 def test_what_is_refused(run: Run, tmp_path: Path) -> None:
@@ -140,7 +149,7 @@ def test_what_is_refused(run: Run, tmp_path: Path) -> None:
     refused(
         "give the MODEL of the plan, or --policy and --budget",
         "--shape",
-        "mistral-7b",
+        "qwen3-8b",
         "--plan",
         tmp_path / "plan.json",
     )

@@ -9,6 +9,7 @@ answer or a greedy reply, is computed for a whole population in one pass.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -20,8 +21,10 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import default_memory
 from kvsearch.policies import Policy
+from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import stop_tokens
+from kvsearch.runtime.program import require_room
 from kvsearch.search.bank.memory import Act, SampleWork, Sizes, Splitting, blocks, check_fits
 from kvsearch.search.bank.passes import BankReply, Pass, Portion, forced_loss
 from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of
@@ -58,7 +61,7 @@ class CandidateBank(Closing):
         UsageError: there are no samples, samples of two protocols, a policy without one order of its entries, or less
             memory than one sample and candidate take.
         IncompatibleError: a prompt is too long for the model, or makes it emit NaN.
-        EnvironmentFault: a full disk.
+        EnvironmentFault: a full disk, or too little memory to read the longest prompt.
     """
 
     def __init__(
@@ -89,6 +92,9 @@ class CandidateBank(Closing):
         if full:
             works += [SampleWork.forcing(sample, len(sample.prompt)) for sample in self.samples]
         most = check_fits(self._sizes, works, self._memory)
+        (policy, *_), *_ = policies.values()
+        program = Program.uniform(loaded.model, policy, int if full else partial(min, cap))
+        require_room(loaded.model, {"the search": program}, [max(len(sample.prompt) for sample in self.samples)])
         self._store = SampleStore(max(0, min(self._memory // 2, self._memory - most)))
         self._splitting = Splitting()
         self._spent = 0

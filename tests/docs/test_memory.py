@@ -1,0 +1,104 @@
+"""docs/memory.md says what runs need; `python -m tests.docs.test_memory` writes its tables."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from kvsearch.benchmark import capacity
+from kvsearch.benchmark.speed import Workload
+from kvsearch.models.shapes import bare_model
+from kvsearch.policies import create_policy
+from kvsearch.runtime import Program
+from kvsearch.runtime.program import full_cache, memory_needs
+from tests.docs.test_links import DOCS
+
+PAGE = DOCS / "memory.md"
+MARKS = ("<!-- table of prompts -->", "<!-- table of verbs -->")
+END = "<!-- made by tests/docs/test_memory.py -->"
+SHAPES = {"8B": "llama-3.1-8b", "70B": "llama-3.1-70b"}
+LENGTHS = {"32k": 32_768, "128k": 131_072}
+CHUNK = 4096
+KEPT = 0.1
+
+
+def tenth(model: Any) -> Program:
+    """SnapKV with a tenth of the entries."""
+    return Program.uniform(model, create_policy("snapkv"), lambda length: round(KEPT * length))
+
+
+def gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.1f}"
+
+
+def prompts() -> list[str]:
+    lines = [
+        "| model | tokens | batch | kept | weights | cache | to read: whole | in chunks | all: whole | in chunks |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, shape in SHAPES.items():
+        model = bare_model(shape)
+        for tokens, length in LENGTHS.items():
+            for batch in (1, 16):
+                for kept, program in (("all", full_cache(model)), ("10%", tenth(model))):
+                    whole, parts = (memory_needs(model, program, [length] * batch, chunk) for chunk in (None, CHUNK))
+                    read = [gigabytes(needs.total - needs.weights - needs.cache) for needs in (whole, parts)]
+                    totals = [gigabytes(needs.total) for needs in (whole, parts)]
+                    cells = [name, tokens, str(batch), kept, gigabytes(whole.weights), gigabytes(whole.cache)]
+                    lines.append(f"| {' | '.join([*cells, *read, *totals])} |")
+    return lines
+
+
+def verbs() -> list[str]:
+    model = bare_model(SHAPES["8B"])
+    length = LENGTHS["32k"]
+    full = full_cache(model)
+    some = tenth(model)
+    with patch.object(capacity, "free_bytes", lambda _: 10**15):
+        work = Workload(1, length, 32, 5)
+        bench = capacity.require_memory(model, {"plan": some}, work, torch.device("cpu"))["memory"]
+    sizes = {
+        ("generate, compress", "one prompt; `--chunk 4096` reads it in chunks", "one prompt"): [
+            memory_needs(model, some, [length], chunk).total for chunk in (None, CHUNK)
+        ],
+        ("generate without a plan", "one prompt, all of it kept", "one prompt"): [
+            memory_needs(model, full, [length], chunk).total for chunk in (None, CHUNK)
+        ],
+        (
+            "evaluate, select, validate, run",
+            "a batch of 8 prompts, halved where it does not fit, and its caches under several methods, up to half of "
+            "what a GPU has free",
+            "a prompt, then 8 of one length",
+        ): [memory_needs(model, some, [length] * batch).total for batch in (1, 8)],
+        ("headroom, calibrate", "one context under the full cache; PolyKV: `--batch` of them", "one, then 8"): [
+            memory_needs(model, full, [length] * batch).total for batch in (1, 8)
+        ],
+        ("evolve", "one prompt at a time; of each the best entries, in up to half of what is free", "one prompt"): [
+            memory_needs(model, some, [length]).total
+        ],
+        ("bench", "DynamicCache, StaticCache, ours and the plans, all at once", "batch 1"): [sum(bench.values())],
+    }
+    lines = ["| verb | what is there at once | of | GB |", "|---|---|---|---|"]
+    return lines + [
+        f"| {verb} | {what} | {of} | {', '.join(map(gigabytes, found))} |" for (verb, what, of), found in sizes.items()
+    ]
+
+
+def with_tables(text: str) -> str:
+    for mark, table in zip(MARKS, (prompts, verbs), strict=True):
+        before, _, rest = text.partition(mark)
+        text = "\n".join([f"{before}{mark}\n", *table(), "", f"{END}{rest.partition(END)[2]}"])
+    return text
+
+
+@pytest.mark.slow
+def test_the_tables_are_those_of_the_arithmetic() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == with_tables(text), "run python -m tests.docs.test_memory"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
