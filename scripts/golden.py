@@ -68,14 +68,14 @@ calibrate-lukv
 calibrate-lukv-keydiff
     calibrate bundled --recipe lukv-keydiff --questions 4 -o runs/keydiff
 calibrate-lukv-ablation
-    calibrate bundled --policy snapkv --normalization layer --aggregate importance --no-gap
+    calibrate bundled --policy snapkv --normalization layer --no-gap
     --data inputs/calibration.json -o runs/ablation
 calibrate-lava
     calibrate bundled --method lava $window --questions 4 -o runs/lava
 calibrate-cake
     calibrate bundled --method cake $window --protocol question-aware --questions 3 -o runs/cake
-calibrate-cake-fit
-    calibrate bundled --method cake --exponents fit --fit-ratio 0.9 --questions 4 -o runs/cake-fit
+calibrate-cake-given
+    calibrate bundled --method cake --tau1 1.6 --tau2 0.4 --questions 4 -o runs/cake-given
 calibrate-adakv
     calibrate bundled --recipe adakv --policy snapkv $window --floor-share 0.1 --questions 4 -o runs/adakv
 plan-even
@@ -158,7 +158,7 @@ refused-policy
 
 BUILD = """
 evaluate-profiles
-    evaluate bundled --methods uniform,lukv=runs/lukv,table=runs/lava,fit=runs/cake-fit --budgets 64 $pair
+    evaluate bundled --methods uniform,lukv=runs/lukv,table=runs/lava,given=runs/cake-given --budgets 64 $pair
     -o runs/profiles
 evaluate-again
     evaluate bundled --methods uniform,h2o,cam,d2o,cake,lava --phases both --budgets 48 $window $pair -o runs/both
@@ -183,8 +183,8 @@ export-lava
     export runs/lava --budget 64 -o plans/lava-static.json
 export-cake
     export runs/cake --ratio 0.9 -o plans/cake-static.json
-export-cake-fit
-    export runs/cake-fit --budget 100 -o plans/cake-fit.json
+export-cake-given
+    export runs/cake-given --budget 100 -o plans/cake-given.json
 export-adakv
     export runs/adakv --ratio 0.8 -o plans/adakv-static.json
 export-polykv
@@ -220,7 +220,7 @@ show-keydiff
 show-lava
     show runs/lava
 show-cake
-    show runs/cake-fit --json
+    show runs/cake-given --json
 show-adakv
     show runs/adakv
 show-polykv

@@ -29,26 +29,20 @@ if TYPE_CHECKING:
 
     from kvsearch.policies.base import Needs, Observation, Policy
 
-# (tau1, tau2) by model, as its name is matched, and by budget in entries per head: CAKE's model2tau.json.
-EXPONENTS: dict[str, dict[int, tuple[float, float]]] = {
-    r"llama-?3\.1-8b": {1024: (1.6, 0.4), 128: (1.6, 0.6)},
-    r"llama-?2-7b": {1024: (1.9, 1.8), 128: (0.9, 2.3)},
-    r"llama-?2-13b": {1024: (0.5, 0.4), 128: (1.8, 2.0)},
-    r"mistral\b.*\bv?0\.3": {1024: (0.8, 0.5), 128: (1.0, 0.8)},
-    r"qwen-?2\.5-7b": {1024: (1.5, 0.6), 128: (0.4, 0.6)},
+# (tau1, tau2) by model, as its name is matched: those for 1024 entries per kv head of CAKE's model2tau.json
+EXPONENTS: dict[str, tuple[float, float]] = {
+    r"llama-?3\.1-8b": (1.6, 0.4),
+    r"llama-?2-7b": (1.9, 1.8),
+    r"llama-?2-13b": (0.5, 0.4),
+    r"mistral\b.*\bv?0\.3": (0.8, 0.5),
+    r"qwen-?2\.5-7b": (1.5, 0.6),
 }
 
 
-def exponents(model_type: str, budget: int) -> tuple[float, float]:
-    """Look up (tau1, tau2) as tuned in the official code; (1, 1) for every other model or budget.
-
-    Args:
-        model_type: a model's name with its version and size, e.g. "llama3.1-8b" or "mistralai/Mistral-7B-v0.3".
-        budget: entries per kv head, window included; only 128 and 1024 were tuned.
-    """
-    name = model_type.lower().replace("_", "-")
-    tuned = next((by_budget for pattern, by_budget in EXPONENTS.items() if re.search(pattern, name)), {})
-    return tuned.get(budget, (1.0, 1.0))
+def exponents(model: str) -> tuple[float, float]:
+    """Look up (tau1, tau2) as tuned in the official code, by a model's name with its version and size; else (1, 1)."""
+    name = model.lower().replace("_", "-")
+    return next((tuned for pattern, tuned in EXPONENTS.items() if re.search(pattern, name)), (1.0, 1.0))
 
 
 DEFAULT_WINDOW = 32

@@ -51,7 +51,7 @@ class DynamicCalibration(Calibration[AnyDynamic]):
         return prompts
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
-        return self.average(self.options.make_allocation(), prompts, progress)
+        return self.average(self.options.make_allocation(self.loaded.name), prompts, progress)
 
     def average(
         self, allocation: Allocation, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None
@@ -70,8 +70,7 @@ class DynamicCalibration(Calibration[AnyDynamic]):
         decided = counted(self.loaded.map(work, prompts), len(prompts), progress)
         for prompt, table in zip(prompts, decided, strict=True):
             tables.add(table, prompt.length, prompt.text)
-        how = {"protocol": options.protocol, "minimum": options.minimum, "check": options.check}
-        settings = {**options.texts(self.data), **allocation.parameters(), **how}
+        settings = {**options.texts(self.data), **options.settings(), **allocation.parameters()}
         floor = tables.floor(tables.length)
         metadata = self.describe(policy.spec, allocation.name, settings, tables.lengths, floor)
         spread = {

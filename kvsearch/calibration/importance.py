@@ -25,7 +25,7 @@ from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.observe import DensePass
-from kvsearch.signals.attention_rows import importance_rows, residual_weights
+from kvsearch.signals.attention_rows import importance_rows
 from kvsearch.signals.predictions import divergence, token_losses
 
 NODES = 11  # of the quadrature along the path
@@ -60,7 +60,6 @@ class ImportancePass(DensePass[RankedContext]):
         group: how the query heads of a kv head are aggregated, "sum" or "max".
         refusal: see `DensePass`.
         look: what else to note of the context in every layer, and what that needs.
-        plus: whether attention counts relative to the residual stream that it is added to, as in KVzip+.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class ImportancePass(DensePass[RankedContext]):
         group: str = "sum",
         refusal: str | None = None,
         look: Look | None = None,
-        plus: bool = False,
     ) -> None:
         more, note = look or (Needs(), lambda _: None)
 
@@ -83,7 +81,6 @@ class ImportancePass(DensePass[RankedContext]):
         needs = [*(policy.needs() for policy in policies), Needs(projection=True), more]
         super().__init__(model, dict.fromkeys(describe(model).full_layers, needs), observe, context, refusal=refusal)
         self.group = group
-        self.plus = plus
 
     def ranks(self, policy: int = 0) -> Tensor:
         """Return the ranks under the policy of that index, [L, Hkv, T] int32 on the CPU."""
@@ -93,13 +90,12 @@ class ImportancePass(DensePass[RankedContext]):
     def ask(self, tokens: Tensor) -> QuestionImportance:
         """Teacher-force `tokens` [1, K] (a question and its answer) after the context and measure what they look at."""
         importance = []
-        with self.following(tokens, output_hidden_states=self.plus) as output:
+        with self.following(tokens) as output:
             for layer in self.continuations():
                 length = layer.prompt[0].shape[2]
                 how = layer.logits
                 rows = (layer.query, layer.keys, layer.noted.norms, length, how.scaling, how.softcap, self.group)
-                weights = residual_weights(output.hidden_states[layer.index]) if self.plus else None
-                importance.append(importance_rows(*rows, sinks=how.sinks, weights=weights)[0].cpu())
+                importance.append(importance_rows(*rows, sinks=how.sinks)[0].cpu())
             logits = output.logits[0]
         return QuestionImportance(torch.stack(importance), logits)
 

@@ -21,9 +21,7 @@ from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.calibration.importance import NODES, ImportancePass, QuestionImportance, integrated_gradients
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import (
-    DECIDING,
     IN_NATS,
-    RECALL_AT,
     AnsweredOptions,
     LukvOptions,
     Normalization,
@@ -40,14 +38,14 @@ from kvsearch.calibration.tables import (
     sampled,
 )
 from kvsearch.core.arrays import Floats
-from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.progress import Progress, counted
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import KEPT
-from kvsearch.policies import Policy, create_policy
+from kvsearch.policies import Policy
 from kvsearch.runtime.attention import running
 
 CURVE_POINTS = 101
@@ -63,18 +61,7 @@ class MeasuredQuestion:
     scale: NDArray[np.float64]  # [L] divisor of each layer (in nats: the importance of the entries that may go)
     effect: NDArray[np.float64]  # [L] nats that the answer loses for lack of the layer's context; ones if not in nats
     context: int
-    kept: NDArray[np.float64]  # [C, len(RECALL_AT), L] importance that each of `choices` keeps at even budgets
     curves: NDArray[np.float64]  # [R, L, Hkv, KEPT_POINTS] importance that each compared policy keeps at every budget
-
-
-def choices(policy: Policy) -> dict[str, Policy]:
-    """Return the policy and those of other values of a parameter that decides what it keeps, by NAME=VALUE."""
-    policies: dict[str, Policy] = {}
-    for name, values in DECIDING.get(policy.name, {}).items():
-        own = policy.parameters()[name]
-        for value in (own, *(value for value in values if value != own)):
-            policies[f"{name}={value}"] = create_policy(policy.name, {**policy.parameters(), name: value})
-    return policies
 
 
 class LukvCalibration(Calibration[LukvOptions]):
@@ -91,8 +78,6 @@ class LukvCalibration(Calibration[LukvOptions]):
         prompts = prompts_of(self.loaded, self.data, answer_tokens=options.answer_tokens, max_length=options.max_length)
         for policy in self.policies:
             check_lengths(prompts, policy, partial(floor_entries, policy=policy, minimum=options.minimum))
-        if options.aggregate == "importance" and len({prompt.length for prompt in prompts}) > 1:
-            raise UsageError("averaging importance needs contexts of one length: use aggregate=ratios")
         return prompts
 
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
@@ -112,7 +97,7 @@ class LukvCalibration(Calibration[LukvOptions]):
             prompts = with_own_replies(self.loaded, prompts, options.answer_tokens)
         measuring = measure_importance(self.loaded, prompts, policy, options, compared_policies)
         questions = list(counted(measuring, self.data.questions, progress))
-        is_checked = options.check and options.aggregate == "ratios" and checkable(self.data)
+        is_checked = options.check and checkable(self.data)
         tables = RatioTables(policy, options.minimum)
         if options.normalization in IN_NATS:
             # the weights come from all questions together: effects are noisy one by one
@@ -128,8 +113,6 @@ class LukvCalibration(Calibration[LukvOptions]):
             if is_checked:
                 arrays[HELD_OUT] = tables.held_out(folds_of(self.data))
         settings = {**options.texts(self.data), **options.settings()}
-        if named := tuple(choices(policy)):
-            settings["choices"] = named
         rivals = [compared.spec for compared in compared_policies]
         floor = tables.floor(tables.length)
         metadata = self.describe(policy.spec, "lukv", settings, tables.lengths, floor, rivals)
@@ -169,15 +152,12 @@ def _measure_prompt(
 ) -> Iterator[MeasuredQuestion]:
     """Yield the questions of one prompt as measured."""
     with running(loaded.model):
-        other_choices = list(choices(policy).values())
         refusal = prompt.refusal(loaded.name)
-        policies = [policy, *other_choices, *compared_policies]
+        policies = [policy, *compared_policies]
         context_pass = ImportancePass(loaded.model, policies, prompt.ids.to(loaded.device), options.group, refusal)
         ranks, *others = (context_pass.ranks(number) for number in range(len(policies)))
         order = ranks.argsort(-1)
-        choice_ranks = others[: len(other_choices)]
-        compared_orders = [compared.argsort(-1) for compared in others[len(other_choices) :]]
-        lengths = [max(1, round(share * prompt.length)) for share in RECALL_AT]
+        compared_orders = [compared.argsort(-1) for compared in others]
         protected = ranks < policy.protected(prompt.length)
         for continuation in prompt.continuations:
             question = context_pass.ask(continuation.tokens.to(loaded.device))
@@ -189,12 +169,6 @@ def _measure_prompt(
                 scale=_scale(question.importance, protected, options.normalization).double().numpy(),
                 effect=_effects(context_pass, continuation, question, protected, options.normalization),
                 context=prompt.text,
-                kept=np.array(
-                    [
-                        [(question.importance.double() * (chosen < length)).sum((1, 2)).numpy() for length in lengths]
-                        for chosen in choice_ranks
-                    ]
-                ),
                 curves=np.array(
                     [_kept_curve(question.importance.gather(-1, order).numpy()) for order in compared_orders]
                 ),
@@ -270,17 +244,10 @@ def _summarize(
     The table of every question goes into `tables`.
     """
     curves = []  # [3, L, Hkv, 101]: recall, the oracle's, importance kept
-    recalls = []  # [C, len(RECALL_AT)] shares of the comparable importance
     by_policy = []  # [1 + R, L, Hkv, KEPT_POINTS]
-    solved = []
     for question, weight in zip(questions, weights, strict=True):
         values = question.importance.astype(np.float64) * weight[:, None, None]
         length = values.shape[-1]
-        by_layer = values.sum((1, 2))
-        total = question.importance.sum((1, 2), dtype=np.float64)
-        if question.kept.size and by_layer.sum() > 0:
-            scale = np.divide(by_layer, total, out=np.zeros_like(total), where=total > 0)
-            recalls.append(question.kept @ scale / by_layer.sum())
         if len(question.curves):
             kept = np.concatenate([_kept_curve(question.importance)[None], question.curves])
             by_policy.append(kept * weight[:, None, None])
@@ -290,17 +257,9 @@ def _summarize(
         curves.append(np.stack([recall, oracle, mass]))
         values = comparable_importance(question, weight, tables.policy, options)
         tables.add(profile_grid(MarginalSolver(values, tables.floor(length))), length, question.context)
-        if options.aggregate == "importance":
-            solved.append(values)
     arrays = tables.arrays()
-    if solved:
-        arrays["evicted_ratio"] = profile_grid(
-            MarginalSolver(np.sum(solved, axis=0) / len(solved), tables.floor(tables.length))
-        )
     if by_policy:
         arrays[KEPT] = (np.sum(by_policy, axis=0) / len(questions)).astype(np.float32)
-    if recalls:
-        arrays["choice_recall"] = np.mean(recalls, axis=0).astype(np.float32)
     # [L, Hkv, 101]: shares of importance that the policy and the best ranking keep at budget i% of the context, and
     # importance kept in comparable units
     names = ("recall", "oracle_recall", "mass")

@@ -105,7 +105,7 @@ class Calibration(ABC, Generic[Options]):
 _METHODS: dict[str, tuple[type[CalibrationOptions], str]] = {
     "lukv": (LukvOptions, "lukv.LukvCalibration"),
     "lava": (LavaOptions, "dynamic.DynamicCalibration"),
-    "cake": (CakeOptions, "cake_exponents.CakeCalibration"),
+    "cake": (CakeOptions, "dynamic.DynamicCalibration"),
     "adakv": (AdakvOptions, "dynamic.DynamicCalibration"),
     "polykv": (PolykvOptions, "polykv.measure.PolykvCalibration"),
     "probe": (ProbeOptions, "probe.measure.ProbeCalibration"),

@@ -24,19 +24,16 @@ if TYPE_CHECKING:
 
 Normalization = Literal["integrated", "layer", "effect", "none"]
 IN_NATS = ("integrated", "effect")  # a layer's importance is what it adds to a loss
-Aggregate = Literal["ratios", "importance"]
 Group = Literal["sum", "max"]
-Exponents = Literal["auto", "fixed", "fit"]
 Number = Annotated[float, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
+Exponent = Annotated[Number | None, Field(gt=0, allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True)]
 
 ANSWER_TOKENS = 128
+TUNED_FOR = 1024  # entries per kv head of CAKE's exponents
 STABILITY_RATIOS = tuple(round(0.1 * step, 1) for step in range(1, 10))
 UNRANKED = ("full",)
-# parameters that can decide what a policy keeps, with the values of papers and code: lukv measures the recall of each
-DECIDING: dict[str, dict[str, tuple[float, ...]]] = {"expected_attention": {"epsilon": (0.0, 0.02)}}
-RECALL_AT = (0.05, 0.1, 0.2)  # shares of a context that every head keeps
 TARGETS = ("answers", "reconstruction")
 CANDIDATES = 4096  # tokens whose queries a bank is chosen of
 LEAST_DRAWN = 50  # entries or tokens of a context that a ranking is fitted on
@@ -50,7 +47,7 @@ RECENT = 8
 OBSERVING = ("cake", "criticalkv", "defensivekv", "lava", "pyramidkv", "snapkv", "vatp")
 
 AnswerTokens = Annotated[
-    Whole, Field(ge=1), Option("The longest answer that is teacher-forced, in tokens; lukv, cake, polykv.")
+    Whole, Field(ge=1), Option("The longest answer that is teacher-forced, in tokens; lukv, polykv.")
 ]
 ANSWERS = Option(
     "What is teacher-forced after a question: own, the model's greedy reply under its full cache where that is right "
@@ -208,10 +205,9 @@ class LukvOptions(AnsweredOptions):
     sees only protected entries, which is next to nothing where layers can stand in for each other. "layer" gives every
     layer the same mass, the usual reading of the paper, and "none" takes importance as it is.
 
-    `aggregate` averages the questions' ratios (paper) or their importance before solving once. `group` is how the query
-    heads of a kv head are combined. `gap=False` is the ablation that trusts the ranking. `answers` is what the
-    importance of entries and the effects of layers are for: "own" replies (the paper's full-attention decoding) of up
-    to `answer_tokens`, or the "given" answers.
+    `group` is how the query heads of a kv head are combined. `gap=False` is the ablation that trusts the ranking.
+    `answers` is what the importance of entries and the effects of layers are for: "own" replies (the paper's
+    full-attention decoding) of up to `answer_tokens`, or the "given" answers.
     """
 
     # App. E: four sinks; 32 recent tokens under SnapKV, one under policies that score every key
@@ -227,7 +223,6 @@ class LukvOptions(AnsweredOptions):
         Normalization,
         Option("What makes layers comparable: integrated, layer (the usual reading of the paper), effect or none."),
     ] = "integrated"
-    aggregate: Annotated[Aggregate, Option("Average over questions: ratios or importance.")] = "ratios"
     gap: Annotated[bool, Option("The ablation that trusts the policy's ranking.", flag="--no-gap", negated=True)] = True
     minimum: Minimum = 0.01
     check: Check = True
@@ -296,9 +291,6 @@ class RankingOptions(AnsweredOptions):
         Names, Option("What entries are worth: for answers, reconstruction or both.", metavar="NAME,...")
     ] = TARGETS
     protect: Annotated[Whole, Field(ge=0), Option("Recent entries that are never ranked.")] = RECENT
-    allow_harmful: Annotated[
-        bool, Option("probe, query_bank: let a fit be used that every built-in ranking beats.")
-    ] = False
 
     @model_validator(mode="after")
     def _known_names(self) -> Self:
@@ -364,9 +356,6 @@ class ProbeOptions(RankingOptions):
     ] = FEATURES
     form: Annotated[Literal["network", "linear"], Option("The largest fit that is tried.")] = "network"
     entries: Annotated[Whole, Field(ge=100), Option("Entries of every head to fit on.")] = 20_000
-    plus: Annotated[
-        bool, Option("probe: importance over the norm of the residual stream it is added to, as in KVzip+.")
-    ] = False
 
     @property
     def looked_at(self) -> tuple[str, ...]:
@@ -403,8 +392,8 @@ class DynamicOptions(CalibrationOptions):
     minimum: Minimum = 0.0
     check: Check = True
 
-    def make_allocation(self) -> Allocation:
-        """Return the rule that decides, by the options that both have; UsageError if they contradict each other."""
+    def make_allocation(self, model: str = "") -> Allocation:  # noqa: ARG002
+        """Return the rule that decides for a model of this name; UsageError if options contradict each other."""
         from kvsearch.budgets.dynamic import allocation_class
 
         rule = allocation_class(self.method)
@@ -441,37 +430,28 @@ class AdakvOptions(DynamicOptions):
 class CakeOptions(DynamicOptions):
     """CAKE: layers, by how dispersed their attention is and how much it shifts.
 
-    The exponents tau1 and tau2: "auto" looks up what its authors tuned for the model and for budgets of `tuned_for`
-    entries per kv head, 1 and 1 if nothing; "fixed" takes `tau1` and `tau2`; "fit" chooses the pair that costs the
-    answers least when `fit_ratio` of a prompt is evicted. `window` is CAKE's: 0 means that of the policy.
+    Without `tau1` and `tau2` the exponents are what its authors tuned for the model, 1 and 1 if nothing. `window` is
+    CAKE's: 0 means that of the policy.
     """
-
-    # which way of coming by the exponents reads an option
-    sources: ClassVar[dict[str, Exponents]] = {
-        "tau1": "fixed", "tau2": "fixed", "tuned_for": "auto", "fit_ratio": "fit", "answer_tokens": "fit",
-    }  # fmt: skip
 
     method: Literal["cake"] = "cake"
     policy: str = "cake"
-    exponents: Annotated[
-        Exponents, Option("Where tau1 and tau2 come from: auto (its authors' table), fixed or fit (measured here).")
-    ] = "auto"
-    tau1: Annotated[Number, Field(gt=0, allow_inf_nan=False), Option("With --exponents fixed.")] = 1.0
-    tau2: Annotated[Number, Field(gt=0, allow_inf_nan=False), Option("With --exponents fixed.")] = 1.0
+    tau1: Annotated[Exponent, Option("cake: temperature of the dispersion.", shown="its authors' for the model")] = None
+    tau2: Annotated[Exponent, Option("cake: temperature of the shift.", shown="its authors' for the model")] = None
     window: Annotated[
         Whole,
         Field(ge=0),
         Option("Last queries whose attention is looked at.", flag="--cake-window", shown="the policy's"),
     ] = 0
-    tuned_for: Annotated[Whole, Field(ge=1), Option("With --exponents auto: entries per kv head.")] = 1024
-    fit_ratio: Annotated[Number, Field(gt=0, lt=1), Option("With --exponents fit: the share that is evicted.")] = 0.8
-    answer_tokens: AnswerTokens = ANSWER_TOKENS
 
-    @model_validator(mode="after")
-    def _all_options_are_read(self) -> Self:
-        refuse(
-            ((name,), f"is read with exponents {source} only, and they are {self.exponents}")
-            for name, source in self.sources.items()
-            if source != self.exponents and getattr(self, name) != type(self).model_fields[name].default
-        )
-        return self
+    def make_allocation(self, model: str = "") -> Allocation:
+        from kvsearch.budgets.cake import CAKEAllocation, exponents
+
+        tuned = exponents(model)
+        return CAKEAllocation(self.tau1 or tuned[0], self.tau2 or tuned[1], self.window)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the method's own options, and where the exponents come from."""
+        is_given = self.tau1 is not None or self.tau2 is not None
+        source = {"exponents": "fixed"} if is_given else {"exponents": "auto", "tuned_for": TUNED_FOR}
+        return {**super().settings(), **source}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
@@ -15,9 +14,7 @@ from kvsearch.core.limits import MOST_SETTINGS
 from kvsearch.core.resources import version
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from kvsearch.plan.profile import Profile
+    pass
 
 DIGITS = 16
 Use = Literal["fitted", "chosen", "reported"]
@@ -171,14 +168,6 @@ def provenance(
         settings=dict(settings),
         contexts=contexts,
     )
-
-
-def extended(profile: Profile, settings: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Profile:
-    """Return a profile with more arrays, and more settings in its provenance."""
-    origin = profile.metadata.provenance
-    origin = _with_settings(origin, {**origin.settings, **settings})
-    metadata = profile.metadata.model_copy(update={"provenance": origin})
-    return replace(profile, metadata=metadata, arrays={**profile.arrays, **arrays})
 
 
 def changed(provenance: Provenance, change: str) -> Provenance:

@@ -94,10 +94,6 @@ BESIDE_TABLE = {
     "mass": Measured(("L", "H", 101)),
     "layer_worth": Measured((2, "L")),
     "held_out_ratio": Measured(("F", "K", "L", "H"), 0, 1),
-    "choice_recall": Measured(("S", "B")),
-    "fit_exponents": Measured(("E", 2)),
-    "fit_loss": Measured(("E", "T")),  # of pairs: the profile itself counts contexts
-    "fit_context": Measured(("T",), 0, whole=True),
 }
 COMPARED = {KEPT: Measured(("C", "L", "H", "K1"), 0, needed=True)}
 STATISTICS = {
@@ -115,7 +111,7 @@ SIGNALS = {
     ROWS_ENTROPY: Measured(("M", "P", "L")),
     MEAN_ENTROPY: Measured(("P", "L")),
 }
-TOGETHER = (("fit_loss", "fit_exponents"), ("nll", FULL_NLL))
+TOGETHER = (("nll", FULL_NLL),)
 
 
 def value_problems(arrays: Arrays) -> Iterator[str]:

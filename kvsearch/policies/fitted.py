@@ -142,8 +142,7 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
 
     Raises:
         UsageError: a text of another form, another policy than the fitted ones with a directory, no such file, or one
-            without weights of it; a fit that every built-in ranking is better than, unless it was made with
-            --allow-harmful.
+            without weights of it; a fit that every built-in ranking is better than.
     """
     form = f"NAME or one of {', '.join(f'{name}=DIR' for name in FITTED)},"
     (spec,), settings = split_settings(text, "policy", form, most=1)
@@ -164,15 +163,10 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
         return name, {WEIGHTS: digest, **settings}
     profile = profile_of(digest, name)
     loss = profile.arrays.get("text_loss")  # older fits did not measure it
-    if (
-        loss is not None
-        and loss.ndim == 3
-        and is_last(loss)
-        and not profile.metadata.provenance.settings.get("allow_harmful")
-    ):
+    if loss is not None and loss.ndim == 3 and is_last(loss):
         raise UsageError(
             f"policy {text}: on contexts that it never saw, mean of all sizes, every built-in ranking is better than "
-            f"this fit: fit on more contexts, or insist with calibrate --method {name} --allow-harmful"
+            f"this fit: fit on more contexts with calibrate --method {name}"
         )
     return name, {**profile.metadata.policy.params, WEIGHTS: digest, **settings}
 

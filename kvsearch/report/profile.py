@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
 
-from kvsearch.calibration.analysis import fit_gain, lost_mass, misplaced, ranking_gap, stability
-from kvsearch.calibration.options import RECALL_AT
+from kvsearch.calibration.analysis import lost_mass, ranking_gap, stability
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.plan import Plan, Profile, ProfileMetadata
@@ -18,7 +16,6 @@ from kvsearch.plan.profile_arrays import QUERIES, QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.plan.schema import STATIC
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.figures.data import Figure, Part, layer_map
-from kvsearch.report.numbers import percent
 from kvsearch.report.ranking import RankingView
 from kvsearch.report.signals import signal_parts
 from kvsearch.report.table import Table
@@ -63,9 +60,8 @@ def remarks(profile: Profile) -> Iterator[str]:
     """Yield what there is to say about a profile before it is used, one line each."""
     if profile.metadata.method in FITTED:
         yield from RankingView(profile).remarks()
-    if is_dynamic(profile):
-        yield from _dynamic_remarks(profile)
-    yield from choice_lines(profile)
+    if profile.metadata.method == "cake":
+        yield _exponents(profile)
 
 
 def eviction_losses(profile: Profile, ratio: float, plan: Plan | None = None) -> dict[str, Floats]:
@@ -87,24 +83,6 @@ def eviction_losses(profile: Profile, ratio: float, plan: Plan | None = None) ->
         entries = np.array([budgets[layer] or everything for layer in metadata.layers], dtype=float)
         losses["plan"] = lost_mass(profile, entries / length)
     return losses
-
-
-def choice_lines(profile: Profile) -> list[str]:
-    """Say what a parameter that decides recalls at each of its values, and which is better; nothing if none does."""
-    recall = profile.arrays.get("choice_recall")
-    if recall is None:
-        return []
-    stated = profile.metadata.provenance.settings["choices"]
-    names = stated if isinstance(stated, tuple) else (stated,)
-    shares = ", ".join(f"{share:.0%}" for share in RECALL_AT)
-    recalls = "; ".join(
-        f"{name} {', '.join(f'{value:.3f}' for value in row)}" for name, row in zip(names, recall, strict=True)
-    )
-    lines = [f"importance kept at {shares} of the context, even budgets: {recalls}"]
-    best = names[int(recall.mean(1).argmax())]
-    if best != names[0]:
-        lines.append(f"{best} recalls more than {names[0]}: calibrate with --set {best}")
-    return lines
 
 
 def _origin(metadata: ProfileMetadata) -> dict[str, Any]:
@@ -175,54 +153,22 @@ def _stability_parts(profile: Profile, noun: str) -> Iterator[str | Table]:
 
 
 def _dynamic_parts(profile: Profile, ratio: float) -> Iterator[Part]:
-    """Yield what the static table of a dynamic rule loses against that."""
+    """Yield how far what a dynamic rule decides differs between prompts."""
     deviations = profile.arrays["ratio_deviation"]
     deviation = deviations[min(max(round(100 * ratio), 1), len(deviations)) - 1]
     body = layer_map({"": deviation}, profile.metadata.layers, "standard deviation", "{:.3f}")
     title = "standard deviation of the local eviction ratio over the prompts"
     yield Figure("ratio-deviation", title, caption(profile), body)
-    shares = [misplaced(profile, at) for at in RATIOS_SHOWN]
-    rows = [
-        (f"{found.ratio:g}", [100 * share for share in (found.static, found.worst, found.unseen, found.even)])
-        for found in shares
-    ]
-    columns = ["ratio", "static table", "worst prompt", "prompt not in it", "even budgets"]
-    yield Table.numbers("entries placed elsewhere than by the dynamic rule", columns, rows, ".1f", "%")
     yield from _stability_parts(profile, "prompts")
 
 
-def _dynamic_remarks(profile: Profile) -> Iterator[str]:
-    """Yield where CAKE's exponents come from, what fitting them gains, and what a static table misplaces."""
+def _exponents(profile: Profile) -> str:
+    """Say what CAKE's exponents are, and where they come from."""
     settings = profile.metadata.provenance.settings
-    if profile.metadata.method == "cake":
-        yield f"exponents tau1 {settings['tau1']:.3g}, tau2 {settings['tau2']:.3g}: {_source(profile)}"
-    gain = fit_gain(profile)
-    if gain is not None:
-        on_others = f"chosen on one half of the texts, {gain.held_out:+.3g} on the other"
-        if math.isnan(gain.held_out):
-            on_others = "one text cannot tell what it gains on others"
-        yield (
-            f"fit gains {gain.seen:.3g} nats per answer over (1, 1), which loses {gain.plain:.3g} at ratio "
-            f"{settings['fit_ratio']:g}; {on_others}"
-        )
-    found = misplaced(profile, RATIO)
-    if math.isnan(found.unseen):
-        yield "one text cannot tell what a static table loses against the dynamic rule: calibrate on more contexts"
-    else:
-        yield (
-            f"at ratio {found.ratio:g} a static table moves {percent(found.static, 1)}% of the entries that the "
-            f"dynamic rule would place elsewhere ({percent(found.unseen, 1)}% of a prompt that is not in it, even "
-            f"budgets {percent(found.even, 1)}%)"
-        )
-
-
-def _source(profile: Profile) -> str:
-    """Say where CAKE's exponents come from."""
-    settings = profile.metadata.provenance.settings
-    source = settings.get("exponents", "fixed")
-    if source != "auto":
-        return "fitted" if source == "fit" else "as given"
-    if (settings["tau1"], settings["tau2"]) == (1, 1):
-        name = profile.metadata.model.name
-        return f"CAKE's authors tuned none for {name} at {settings['tuned_for']} entries per kv head"
-    return f"tuned by CAKE's authors for {settings['tuned_for']} entries per kv head"
+    pair = settings["tau1"], settings["tau2"]
+    source = {"fit": "fitted", "fixed": "as given"}.get(str(settings.get("exponents", "fixed")))
+    if source is None:
+        size = f"{settings['tuned_for']} entries per kv head"
+        tuned_none = f"CAKE's authors tuned none for {profile.metadata.model.name} at {size}"
+        source = tuned_none if pair == (1, 1) else f"tuned by CAKE's authors for {size}"
+    return f"exponents tau1 {pair[0]:.3g}, tau2 {pair[1]:.3g}: {source}"

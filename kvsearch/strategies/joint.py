@@ -25,7 +25,6 @@ METHOD = "joint"
 SINGLE = "mass"  # the same curves of a profile of one policy, by whole percents
 MOST_STEPS = 4096  # of a budget, in which it is solved: longer prompts are rounded from these
 LEAST_GAIN = 0.02  # of the importance that one policy loses: for less no layer takes another one
-OWN = ("choices",)  # settings that belong to a policy, and not to how importance was measured
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +159,7 @@ def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN,
     budgets = water_fill(found.budgets, total, floor, length)
     origin = metadata.provenance
     settings = {
-        **{name: value for name, value in origin.settings.items() if name not in OWN},
+        **origin.settings,
         "ratio": size.ratio, "budget": size.budget, "policies": tuple(curves.names),
     }  # fmt: skip
     contexts = joined(profile.metadata.provenance.contexts for profile in curves.profiles)
@@ -192,7 +191,7 @@ def _require_alike(first: Profile, other: Profile, number: int) -> None:
         "the length of prompts": (here.length, there.length),
         "the layers": (here.layers, there.layers),
     }
-    names = sorted((here.provenance.settings.keys() | there.provenance.settings.keys()) - set(OWN))
+    names = sorted(here.provenance.settings.keys() | there.provenance.settings.keys())
     facts |= {name: (here.provenance.settings.get(name), there.provenance.settings.get(name)) for name in names}
     for what, (one, another) in facts.items():
         if one != another:

@@ -60,22 +60,20 @@ def test_common_factors_cancel_through_the_exponents() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "budget", "expected"),
+    ("model", "expected"),
     [
-        ("llama3.1-8b-128k", 1024, (1.6, 0.4)),
-        ("meta-llama/Llama-3.1-8B-Instruct", 128, (1.6, 0.6)),
-        ("llama2-13b", 128, (1.8, 2.0)),
-        ("mistralai/Mistral-7B-Instruct-v0.3", 128, (1.0, 0.8)),
-        ("Qwen/Qwen2.5-7B-Instruct", 128, (0.4, 0.6)),
-        ("Qwen/Qwen2.5-7B-Instruct", 512, (1.0, 1.0)),
-        ("Qwen/Qwen2.5-72B-Instruct", 1024, (1.0, 1.0)),
-        ("mistralai/Mistral-7B-Instruct-v0.2", 1024, (1.0, 1.0)),
-        ("llama", 1024, (1.0, 1.0)),
-        ("llama2-70b", 128, (1.0, 1.0)),
+        ("llama3.1-8b-128k", (1.6, 0.4)),
+        ("meta-llama/Llama-3.1-8B-Instruct", (1.6, 0.4)),
+        ("llama2-13b", (0.5, 0.4)),
+        ("mistralai/Mistral-7B-Instruct-v0.3", (0.8, 0.5)),
+        ("Qwen/Qwen2.5-7B-Instruct", (1.5, 0.6)),
+        ("Qwen/Qwen2.5-72B-Instruct", (1.0, 1.0)),
+        ("mistralai/Mistral-7B-Instruct-v0.2", (1.0, 1.0)),
+        ("llama", (1.0, 1.0)),
     ],
 )
-def test_exponents(model: str, budget: int, expected: tuple[float, float]) -> None:
-    assert exponents(model, budget) == expected
+def test_exponents(model: str, expected: tuple[float, float]) -> None:
+    assert exponents(model) == expected
 
 
 def test_refusals() -> None:

@@ -13,11 +13,7 @@ from numpy.typing import NDArray
 
 from kvsearch.budgets.convex import oracle_recall_curve, recall_curve
 from kvsearch.calibration.analysis import (
-    FitGain,
-    Misplaced,
-    fit_gain,
     lost_mass,
-    misplaced,
     ranking_gap,
     signal_stability,
     spearman,
@@ -175,92 +171,3 @@ def test_ranking_gap_is_the_area_between_the_recall_curves() -> None:
     np.testing.assert_allclose(gap, (curves["oracle_recall"] - curves["recall"]).mean(-1), atol=1e-6)
     assert gap[0, 0] == pytest.approx(0.0, abs=1e-6)
     assert gap[1, 1] > 0.1
-
-
-# --- dynamic rules ------------------------------------------------------------------------------------------------
-
-
-def kept(*budgets: list[int], lengths: list[int] | None = None, contexts: list[int] | None = None) -> Profile:
-    """A profile of prompts whose six heads keep these entries of 20 tokens at ratio 0.5, and their mean."""
-    tokens = np.array(lengths or [20] * len(budgets), dtype=np.int32)
-    each = 1 - np.array(budgets).reshape(-1, LAYERS, HEADS) / tokens[:, None, None]
-    ratios = np.broadcast_to(each[:, None], (len(budgets), 9, LAYERS, HEADS)).astype(np.float32)
-    table = ratio_table(LAYERS, HEADS)
-    table[49] = each[: 1 if lengths else None].mean(0)
-    model = {**metadata_dict()["model"], "layers": LAYERS, "kv_heads": HEADS}
-    metadata = ProfileMetadata.model_validate(
-        metadata_dict(model=model, layers=[0, 1], questions=len(budgets), floor=0, method="lava")
-    )
-    arrays = {
-        "evicted_ratio": table,
-        "question_ratio": ratios,
-        "question_context": np.array(contexts or range(len(budgets)), dtype=np.int32),
-        "question_length": tokens,
-    }
-    return Profile(metadata, arrays)
-
-
-def test_misplaced_entries_by_hand() -> None:
-    """Two prompts of 60 entries; their mean, which is the static table, moves 4 of the first's and 4 of the second's.
-
-    Even budgets of 10 move 8 of the first's (2 + 2 + 4 too few, elsewhere too many) and none of the second's.
-    """
-    found = misplaced(kept([12, 12, 14, 8, 8, 6], [10] * 6), 0.5)
-    assert found == Misplaced(0.5, *(pytest.approx(value / 60) for value in (4, 8, 4, 4)))
-
-
-def test_a_prompt_that_is_not_in_the_table() -> None:
-    """Three prompts, one of which wants the opposite: the table of the two others has nothing of its wish."""
-    one, other = [20, 20, 20, 0, 0, 0], [0, 0, 0, 20, 20, 20]
-    found = misplaced(kept(one, one, other), 0.5)
-    # the table is [40, 40, 40, 20, 20, 20] / 3: one third is wrong for the first two, two thirds for the last
-    assert found.static == pytest.approx((1 / 3 + 1 / 3 + 2 / 3) / 3)
-    assert found.worst == pytest.approx(2 / 3)
-    assert found.unseen == pytest.approx((1 / 2 + 1 / 2 + 1) / 3)
-    assert found.even == pytest.approx(1 / 2)
-    assert misplaced(kept(one, one, other, contexts=[0, 0, 1]), 0.5).unseen == pytest.approx(1)
-    assert math.isnan(misplaced(kept(one, one, other, contexts=[0, 0, 0]), 0.5).unseen)
-
-
-def test_prompts_that_cannot_be_cut_so_far_do_not_count() -> None:
-    """The second prompt of 8 tokens keeps 6 of them in every head: it is not at the ratio at all."""
-    found = misplaced(kept([12, 12, 14, 8, 8, 6], [6] * 6, lengths=[20, 8]), 0.5)
-    assert (found.static, found.worst) == pytest.approx((0, 0), abs=1e-6)
-    assert math.isnan(found.unseen)
-
-
-@few
-@given(seed=st.integers(0, 999), prompts=st.integers(2, 5))
-def test_misplaced_shares_are_shares(seed: int, prompts: int) -> None:
-    """The mean moves less than a table that has not seen the prompt: the prompt is part of the mean."""
-    rows = np.random.default_rng(seed).multivariate_hypergeometric([20] * 6, 60, prompts).tolist()
-    found = misplaced(kept(*rows), 0.5)
-    assert 0 <= found.static <= found.worst <= 1
-    assert found.static == pytest.approx(found.unseen * (prompts - 1) / prompts, abs=1e-6)
-
-
-def fitted(loss: list[list[float]], contexts: list[int]) -> Profile:
-    pairs = np.array([[1.0, 1.0], [2.0, 0.5], [5.0, 5.0]])
-    arrays = {"fit_loss": np.array(loss, np.float32), "fit_context": np.array(contexts, np.int32)}
-    return profile(fit_exponents=pairs[: len(loss)], **arrays)
-
-
-def test_what_a_fit_gains_by_hand() -> None:
-    """Means of 2, 1.5 and 2.0625 nats: the second pair is chosen and gains 0.5.
-
-    Questions 0 and 2 choose it, too, and it gains -0.5 and 0.5 on the others; these choose the third pair, which gains
-    -1 and -2 on questions 0 and 2.
-    """
-    loss = [[2.0, 2, 2, 2], [1, 2.5, 1, 1.5], [3, 0.25, 4, 1]]
-    found = fit_gain(fitted(loss, contexts=[0, 1, 0, 1]))
-    assert fit_gain(fitted(loss, contexts=[0, 1, 2, 3])) == found
-    assert found == FitGain(2.0, 0.5, plain=2.0, seen=0.5, held_out=pytest.approx((-0.5 + 0.5 - 1 - 2) / 4))
-
-
-def test_a_fit_that_gains_nothing() -> None:
-    loss = [[2.0, 2], [2, 2], [2, 3]]
-    assert fit_gain(fitted(loss, contexts=[0, 1])) == FitGain(1.0, 1.0, 2.0, 0.0, 0.0)
-    alone = fit_gain(fitted(loss, contexts=[0, 0]))
-    assert alone is not None
-    assert math.isnan(alone.held_out)
-    assert fit_gain(profile()) is None

@@ -15,13 +15,12 @@ from kvsearch.calibration.analysis import lost_mass
 from kvsearch.calibration.data import CalibrationData, Context, Pair
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.lukv import KEPT_POINTS, LukvCalibration, MeasuredQuestion, measure_importance
-from kvsearch.calibration.options import RECALL_AT, STABILITY_RATIOS, LukvOptions, Normalization
+from kvsearch.calibration.options import STABILITY_RATIOS, LukvOptions, Normalization
 from kvsearch.calibration.prompts import prompts_of, with_own_replies
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy, create_policy
-from kvsearch.report.profile import choice_lines
 from kvsearch.runtime.attention import NAME
 from kvsearch.signals.predictions import divergence
 from tests import tiny
@@ -105,23 +104,21 @@ def test_budgets_lose_less_than_uniform_ones(model: LoadedModel, data: Calibrati
 
 
 CHOICES = [
-    *product(get_args(Normalization), ["ratios"], ["sum"], [True]),
-    ("integrated", "ratios", "sum", False),
-    ("effect", "ratios", "max", True),
-    ("layer", "importance", "max", False),
+    *product(get_args(Normalization), ["sum"], [True]),
+    ("integrated", "sum", False),
+    ("layer", "max", False),
 ]
 
 
-@pytest.mark.parametrize(("normalization", "aggregate", "group", "gap"), CHOICES)
+@pytest.mark.parametrize(("normalization", "group", "gap"), CHOICES)
 def test_every_choice_makes_a_valid_profile(
-    model: LoadedModel, data: CalibrationData, normalization: Any, aggregate: Any, group: Any, gap: bool
+    model: LoadedModel, data: CalibrationData, normalization: Any, group: Any, gap: bool
 ) -> None:
-    options = LukvOptions(normalization=normalization, aggregate=aggregate, group=group, gap=gap, answers="given")
+    options = LukvOptions(normalization=normalization, group=group, gap=gap, answers="given")
     made = calibrate_lukv(model, data, POLICY, options)
     assert_rows_average_to_their_ratio(made.arrays["evicted_ratio"], made.metadata.length, PROTECTED)
     settings = made.metadata.provenance.settings
-    assert (settings["normalization"], settings["aggregate"]) == (normalization, aggregate)
-    assert (settings["group"], settings["gap"]) == (group, gap)
+    assert (settings["normalization"], settings["group"], settings["gap"]) == (normalization, group, gap)
     assert model.model.config._attn_implementation == "sdpa"
 
 
@@ -260,11 +257,6 @@ def test_contexts_of_different_lengths(model: LoadedModel) -> None:
     assert np.abs(means - reachable).max() <= 0.5 / (heads * min(lengths)) + 1e-6
 
 
-def test_importance_of_contexts_of_different_lengths_cannot_be_averaged(model: LoadedModel) -> None:
-    with pytest.raises(UsageError, match="contexts of one length: use aggregate=ratios"):
-        calibrate_lukv(model, tiny.calibration_data(60, 120), POLICY, LukvOptions(aggregate="importance"))
-
-
 @pytest.mark.parametrize(("family", "layers"), [("gemma2", (1, 3)), ("gemma3", (1, 3)), ("qwen3", (0, 1, 2, 3))])
 def test_other_families(family: str, layers: tuple[int, ...], data: CalibrationData) -> None:
     made = calibrate_lukv(tiny.loaded(family), data.limited(2), POLICY)
@@ -309,30 +301,6 @@ def test_a_model_that_computes_nan(where: str, normalization: Any, data: Calibra
     with pytest.raises(IncompatibleError, match="tiny: the model computes NaN on calibration context 0"):
         calibrate_lukv(model, data, POLICY, LukvOptions(normalization=normalization))
     assert model.model.config._attn_implementation == "sdpa"
-
-
-def test_the_recall_of_both_values_where_a_parameter_decides(model: LoadedModel, data: CalibrationData) -> None:
-    """Against what each ranking keeps of the measured importance; a policy of one value is not measured twice."""
-    one = data.limited(1)
-    chosen = create_policy("expected_attention", {"window": 1, "epsilon": 0.02})
-    options = LukvOptions(policy="expected_attention", normalization="none")
-    made = calibrate_lukv(model, one, chosen, options)
-    assert made.metadata.provenance.settings["choices"] == ("epsilon=0.02", "epsilon=0.0")
-    expected = []
-    for epsilon in (0.02, 0.0):
-        policy = create_policy("expected_attention", {"window": 1, "epsilon": epsilon})
-        prompts = LukvCalibration(model, one, [policy], options).prepare()
-        with running(model.model, NAME):
-            prompts = with_own_replies(model, prompts, options.answer_tokens)
-            (item,) = measure_importance(model, prompts, policy, options)
-        kept = [item.importance[..., : round(share * item.importance.shape[-1])] for share in RECALL_AT]
-        expected.append([part.sum() / item.importance.sum() for part in kept])
-    np.testing.assert_allclose(made.arrays["choice_recall"], expected, rtol=1e-5)
-    told, *advice = choice_lines(made)
-    assert told.startswith("importance kept at 5%, 10%, 20% of the context, even budgets: epsilon=0.02 0.")
-    better = bool(np.mean(expected[1]) > np.mean(expected[0]))
-    assert advice == ["epsilon=0.0 recalls more than epsilon=0.02: calibrate with --set epsilon=0.0"] * better
-    assert choice_lines(calibrate_lukv(model, one, POLICY, options)) == []
 
 
 def test_rivals_rank_the_same_importance_in_the_same_pass(

@@ -137,7 +137,7 @@ def test_parameters_belong_to_the_policy_of_the_recipe(tmp_path: Path) -> None:
     [
         ("polcy: snapkv", ["polcy: unknown key"]),
         ("policy: [snapkv]", ["policy: "]),
-        ("normalization: layers\naggregate: mean\ngroup: mean", ["normalization: ", "aggregate: ", "group: "]),
+        ("normalization: layers\ngroup: mean", ["normalization: ", "group: "]),
         (
             "method: evolkv",
             [
@@ -148,11 +148,7 @@ def test_parameters_belong_to_the_policy_of_the_recipe(tmp_path: Path) -> None:
         ("method: lava\nnormalization: effect\ngap: true", ["2 problems:", "normalization: unknown key", "gap: "]),
         ("method: adakv\nfloor_share: 2\nvariant: official", ["floor_share: ", "variant: "]),
         ("method: lava\nminimum: 1.0\nprotocol: aware", ["minimum: ", "protocol: "]),
-        ("method: cake\nexponents: fixed\ntau1: 0\ntau2: .inf", ["a number in it is NaN or infinite"]),
-        (
-            "method: cake\ntau1: 2\ntau2: 1.0\nfit_ratio: 0.5",
-            ["2 problems:", "tau1: is read with exponents fixed only, and they are auto", "fit_ratio: is read with"],
-        ),
+        ("method: cake\ntau1: 0\ntau2: .inf", ["a number in it is NaN or infinite"]),
         ("minimum: 1.0\nanswer_tokens: 0", ["minimum: ", "answer_tokens: "]),
         ("params: {sinks: [8]}", ["1 problem:", "params.sinks: must be a finite number, true, false or a text"]),
         ("params: [window, 8]", ["params: "]),
@@ -192,10 +188,9 @@ def test_options_of_the_methods() -> None:
     adakv = dynamic("adakv", "variant=kvpress", "normalize=true", "floor_share=0.5")
     assert isinstance(adakv, AdakvOptions)
     assert adakv.make_allocation() == AdaKVAllocation(0.5, "kvpress", normalize=True)
-    cake = dynamic("cake", "exponents=fixed", "tau1=1.6", "tau2=2", "window=16")
+    cake = dynamic("cake", "tau1=1.7", "window=16")
     assert isinstance(cake, CakeOptions)
-    assert cake.make_allocation() == CAKEAllocation(1.6, 2.0, 16)
-    assert cake.settings() == CakeOptions(exponents="fixed", tau1=1.6, tau2=2.0, window=16).settings()
+    assert cake.make_allocation("llama-3.1-8b") == CAKEAllocation(1.7, 0.4, 16)
 
 
 def test_a_recipe_states_its_method_once(tmp_path: Path) -> None:
@@ -223,7 +218,6 @@ def test_what_a_run_resolved_is_a_recipe(method: str, tmp_path: Path) -> None:
         ("lava", ["floor_share=1.5"], "--floor-share: "),
         ("adakv", ["variant=official"], r"unknown variant 'official' \(known: exact, kvpress\)"),
         ("adakv", ["normalize=1"], "normalize: "),
-        ("cake", ["exponents=fit", "tau1=2"], "tau1: is read with exponents fixed only, and they are fit"),
         ("lukv", ["protocol=question-aware"], "method lukv has no option 'protocol'"),
     ],
 )

@@ -75,10 +75,7 @@ def test_calibrate_export_and_show(
         assert code == 0, talk
         assert json.loads(out)["total"] == load_plan(path).total == total
     page = shown(directory, capsys)
-    for title in (
-        "local eviction ratio at 0.8", "standard deviation of the local eviction ratio", "rank correlation",
-        "entries placed elsewhere than by the dynamic rule", "a static table moves",
-    ):  # fmt: skip
+    for title in ("local eviction ratio at 0.8", "standard deviation of the local eviction ratio", "rank correlation"):
         assert title in page
     assert "\x1b" not in page
 
@@ -117,48 +114,16 @@ def test_what_is_said_while_it_runs(run: Run, short: Path, tmp_path: Path) -> No
     said = " ".join(talk.split())
     assert "calibrating bundled by cake for cake on 3 contexts with 6 questions from short" in said
     assert "tau1 1, tau2 1: CAKE's authors tuned none for bundled at 1024 entries per kv head" in said
-    assert "at ratio 0.8 a static table moves " in said
     code, out, talk = run(*arguments, "lava", "--force", "--quiet", "--json")
     assert (code, talk) == (0, "")
     assert json.loads(out)["method"] == "lava"
-
-
-def test_a_fit_says_what_it_is_worth(
-    calibrated_by: Calibrated, run: Run, short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ("--method", "cake", "--exponents", "fit", "--fit-ratio", 0.6)
-    code, _, talk = run("calibrate", "bundled", "-o", tmp_path / "run", "--data", short, *options)
-    assert code == 0, talk
-    made = profile_in(tmp_path / "run")
-    assert made.arrays["fit_loss"].shape == (25, CONTEXTS * QUESTIONS)
-    assert made.metadata.provenance.settings["fit_ratio"] == 0.6
-    said, page = " ".join(talk.split()), " ".join(shown(tmp_path / "run", capsys).split())
-    for text in (said, page):
-        assert "fitted" in text
-        assert "nats per answer over (1, 1), which loses " in text
-        assert "at ratio 0.6; chosen on one half of the texts, " in text
 
 
 def test_one_prompt_cannot_tell(calibrated_by: Calibrated, capsys: pytest.CaptureFixture[str]) -> None:
     directory = calibrated_by("--method", "adakv", "--questions", 1)
     page = " ".join(shown(directory, capsys).split())
     assert "unknown: one text cannot tell" in page
-    assert "one text cannot tell what a static table loses against the dynamic rule: calibrate on more" in page
     assert "nan" not in page
-
-
-def test_what_a_static_table_misplaces(calibrated_by: Calibrated, run: Run) -> None:
-    code, out, _ = run("show", calibrated_by("--method", "lava"), "--ratio", 0.5, "--json")
-    assert code == 0
-    shown = json.loads(out)
-    assert shown["metadata"]["method"] == "lava"
-    misplaced = next(table for table in shown["tables"] if table["title"].startswith("entries placed elsewhere"))
-    assert [row[0] for row in misplaced["rows"]] == ["0.5", "0.8", "0.9"]
-    (_, static, _, unseen, even), _, most = misplaced["rows"]
-    assert 0 < static < unseen < even
-    assert most[1] == pytest.approx(0, abs=1e-4), "a tenth of these prompts is less than what is always kept"
-    assert len(shown["figures"]) == 2
-    assert shown["lines"]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +131,6 @@ def test_what_a_static_table_misplaces(calibrated_by: Calibrated, run: Run) -> N
     [
         (("--method", "lava", "--policy", "keydiff"), "method lava: keydiff scores entries below 0"),
         (("--method", "adakv", "--set", "window=150"), "too short for snapkv: 150 entries are always kept"),
-        (("--method", "cake", "--exponents", "fit", "--fit-ratio", 0.95), "below the 32 that are always kept"),
     ],
 )
 def test_bad_requests(run: Run, short: Path, tmp_path: Path, arguments: tuple[Any, ...], words: str) -> None:

@@ -27,7 +27,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("lukv",),
         ("lava",),
-        ("cake", "--exponents", "fit", "--fit-ratio", 0.7),
+        ("cake",),
         ("adakv",),
         ("polykv", "--budgets", 48, "--patterns", "snapkv,h2o"),
     ],

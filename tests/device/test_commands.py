@@ -29,8 +29,7 @@ WINDOW, TWO = ("--set", "window=8"), ("--questions", 2)
 COMMANDS = {
     "lukv": ("calibrate", "bundled", "--policy", "snapkv", *WINDOW, *TWO, "-o", "{}/lukv"),
     "lava": ("calibrate", "bundled", "--method", "lava", *WINDOW, *TWO, "-o", "{}/lava"),
-    "cake": ("calibrate", "bundled", "--method", "cake", *WINDOW, "--exponents", "fit",
-             "--fit-ratio", 0.8, *TWO, "-o", "{}/cake"),
+    "cake": ("calibrate", "bundled", "--method", "cake", *WINDOW, *TWO, "-o", "{}/cake"),
     "polykv": ("calibrate", "bundled", "--method", "polykv", "--patterns", "snapkv,h2o", "--budgets", 64,
                *TWO, "-o", "{}/polykv"),
     "probe": ("calibrate", "bundled", "--method", "probe", "--form", "linear", "--entries", 100, "-o", "{}/probe"),

@@ -20,7 +20,7 @@ from tests.signals.profiles import make_signals, signal_metadata
 SEEDS = Path(__file__).parents[1] / "robustness" / "seeds"
 
 
-@pytest.fixture(scope="module", params=["lukv", "lukv-rivals", "cake", "cake-fit", "adakv"])
+@pytest.fixture(scope="module", params=["lukv", "lukv-rivals", "cake", "adakv"])
 def profile(request: pytest.FixtureRequest) -> Profile:
     return load_profile(SEEDS / f"{request.param}.safetensors")
 
@@ -48,13 +48,6 @@ def test_every_value_has_its_range(profile: Profile, name: str, value: Any, prob
     array.flat[0] = value
     with pytest.raises(UsageError, match=rf"arrays.{name}: has values .*{problem}"):
         Profile(profile.metadata, {**profile.arrays, name: array})
-
-
-def test_what_goes_together(profile: Profile) -> None:
-    if "fit_loss" in profile.arrays:
-        apart = {name: array for name, array in profile.arrays.items() if name != "fit_loss"}
-        with pytest.raises(UsageError, match="fit_loss and fit_exponents go together"):
-            Profile(profile.metadata, apart)
 
 
 def test_a_minimum_that_is_no_share_gives_no_plan() -> None:

@@ -70,7 +70,7 @@ METHODS: dict[str, Callable[[LoadedModel, Path], Profile]] = {
         loaded, FEW, create_policy("lava", {"window": 4, "kernel": 3}), create_allocation("lava", {}), DynamicOptions()
     ),
     "cake": lambda loaded, _: calibrate_cake(
-        loaded, FEW, create_policy("cake", {"window": 4}), CakeOptions(exponents="fit", window=4)
+        loaded, FEW, create_policy("cake", {"window": 4}), CakeOptions(tau1=1.6, window=4)
     ),
     "query_statistics": lambda loaded, _: calibrate_query_statistics(
         loaded, FEW, create_policy("expected_attention"), QueryStatisticsOptions()

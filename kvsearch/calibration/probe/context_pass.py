@@ -115,8 +115,8 @@ class ContextPass:
             return features_of(observation, options.looked_at)[0, :, free].cpu()
 
         ids = prompt.ids.to(loaded.device)
-        how = (options.group, refusal, (needs_of(options.looked_at), look), getattr(options, "plus", False))
-        passed = ImportancePass(loaded.model, policies, ids, *how)
+        noted = needs_of(options.looked_at), look
+        passed = ImportancePass(loaded.model, policies, ids, options.group, refusal, noted)
         if not all(bool(layer.noted.isfinite().all()) for layer in passed.noted):
             raise IncompatibleError(f"{refusal}: what a ranking looks at is not finite")
         asked = builder.build(prompt, loaded.device)

@@ -97,11 +97,6 @@ def test_a_fit_that_loses_says_so(profile: Profile, tmp_path: Path) -> None:
     save_profile(last, tmp_path / "profile.safetensors")
     with pytest.raises(UsageError, match="every built-in ranking is better than this fit: fit on more"):
         parse_policy(f"probe={tmp_path}")
-    insisted = last.metadata.model_dump()
-    insisted["provenance"]["settings"]["allow_harmful"] = True
-    metadata = type(last.metadata).model_validate(insisted)
-    save_profile(Profile(metadata, dict(last.arrays)), tmp_path / "profile.safetensors", overwrite=True)
-    assert parse_policy(f"probe={tmp_path}")[0] == "probe"
 
 
 def test_directories_without_a_ranking(tmp_path: Path) -> None:

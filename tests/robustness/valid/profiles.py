@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 from safetensors.torch import save as save_tensors
 
 from kvsearch.plan import PolicySpec, Profile, ProfileMetadata
-from kvsearch.plan.origin import extended
 from kvsearch.plan.profile import TableCheck, read_profile
 from tests.plan.builders import metadata_dict, model_dict
 from tests.policies.probes import SCORES, ranking, zap_weights
@@ -20,7 +20,7 @@ from tests.robustness.valid import stored
 @lru_cache
 def table_profiles() -> list[bytes]:
     """Profiles with a table of local ratios: LU-KV's, with rivals, with checks, and those of dynamic rules."""
-    names = ("lukv", "lukv-rivals", "cake", "cake-fit", "adakv")
+    names = ("lukv", "lukv-rivals", "cake", "adakv")
     found = stored(*(f"{name}.safetensors" for name in names))
     checks = (TableCheck(ratio=0.8, contexts=12, table=0.5, even=0.4, low=-0.1, high=0.3, verdict="unproven"),)
     plain = read_profile(found[0], "lukv")
@@ -92,8 +92,9 @@ def compared_rankings() -> list[bytes]:
         arrays = {name: rng.uniform(0.1, 1, shape) for name, shape in shapes.items()}
         arrays["text_loss"][:, 0] /= 10  # the fit is the best
         made = ranking(layers=(0, 1), heads=2, **arrays)
-        made = extended(made, {"features": SCORES, **told}, {})
-        found.append(made.to_bytes())
+        origin = made.metadata.provenance.model_copy(update={"settings": {"features": SCORES, **told}})
+        metadata = made.metadata.model_copy(update={"provenance": origin})
+        found.append(replace(made, metadata=metadata).to_bytes())
     return found
 
 
