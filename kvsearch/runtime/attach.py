@@ -15,7 +15,7 @@ from kvsearch.models.architecture import warn_beyond
 from kvsearch.models.memory import refuse_offloaded
 from kvsearch.runtime.attention import NAME, NO_DRAFTS, NO_SHARED_DRAFTS
 from kvsearch.runtime.cache import PlanCache
-from kvsearch.runtime.decode.steps import stepping
+from kvsearch.runtime.decode.steps import CACHES, cache_of, stepping
 from kvsearch.runtime.observe import reread
 from kvsearch.runtime.program import Program, require_room
 from kvsearch.runtime.shared_prefill import prefill_all
@@ -98,7 +98,8 @@ class PlannedModel:
             config.cache_implementation = None  # transformers takes a cache or the name of one
         if input_ids is None:
             input_ids = kwargs.pop("inputs", None)
-        cache = kwargs.pop("past_key_values", None)
+        cache = cache_of(kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in CACHES}
         self.cache = self.new_cache() if cache is None else cache
         if not self.cache.attention.config:
             self.cache.bind(self.model)
@@ -131,7 +132,7 @@ class PlannedModel:
             raise UsageError(f"cache_implementation={asked!r} and a plan exclude each other: drop the option")
         if (config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]) is False:
             raise UsageError("use_cache=False and a plan exclude each other: drop the option")
-        cache = kwargs.get("past_key_values")
+        cache = cache_of(kwargs)
         if cache is not None and not isinstance(cache, PlanCache):
             raise UsageError(f"a plan needs its own cache, not a {type(cache).__name__}: use new_cache() or none")
         drafting = kwargs.get("prompt_lookup_num_tokens") or kwargs.get("assistant_model")

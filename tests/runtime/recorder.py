@@ -85,8 +85,13 @@ def tensors(result: Any) -> list[Tensor]:
 class Recorder:
     """Captures steps; `log` says what was done: "run", "captured" or "replayed"."""
 
+    waited = False
+
     def __init__(self) -> None:
         self.log: list[str] = []
+
+    def drop(self) -> None:
+        self.log.append("dropped")
 
     def run(self, step: Callable[[], Any]) -> Any:
         self.log.append("run")

@@ -21,6 +21,7 @@ from kvsearch.strategies.compared import equal_uniform
 from tests import families as all_families
 from tests.families import EACH_FAMILY, FAMILIES, prompts
 from tests.runtime.helpers import feed, running
+from tests.runtime.recorder import Recorder, capturing
 
 LENGTHS, NEW = (23, 40, 31), 6
 families = pytest.mark.parametrize("family", EACH_FAMILY)
@@ -155,6 +156,24 @@ def test_a_batch_continues_as_its_prompts_do_alone(family: str, program: Callabl
             assert alone.reply(limits[row : row + 1]) == [replies[row]]
             assert alone.most == [held[row]]
     assert [len(reply) for reply in replies] == limits
+
+
+# --- steps that are captured -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", [third, both_phases])
+def test_captured_steps_reply_as_others_do(program: Callable[[Any], Program]) -> None:
+    """To two questions in turn, which no graph outlives, and as the prompts go on."""
+    model = build("llama")
+    found = []
+    for graphs in (None, Recorder()):
+        with capturing(graphs), running(model, NAME):
+            replies = replies_of(model, program(model), CONTEXTS)
+            said = [replies.ask(asked, [24, 20, 24]) for asked in (ASKED, OTHERS["llama"])]
+            found.append((said, replies.most, replies_of(model, program(model), CONTEXTS).reply([20] * 3)))
+    assert found[0] == found[1]
+    assert graphs is not None
+    assert graphs.log.count("replayed") > 30
 
 
 # --- both ------------------------------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import Program, attach
 from kvsearch.runtime.attach import PlannedModel
 from kvsearch.runtime.decode import steps
-from kvsearch.runtime.decode.steps import Captured, graphs_for
+from kvsearch.runtime.decode.steps import Captured, CudaGraphs, graphs_for
 from tests.families import DEVICES, build, prompts
 from tests.runtime.policies import SMALL, for_model
 from tests.runtime.recorder import Recorder, capturing
@@ -62,6 +64,18 @@ def recorded() -> Iterator[Recorder]:
         yield recorder
 
 
+class Waiting(Recorder):
+    """The device is waited for in the first steps that are run."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        self.waited = self.times > self.log.count("run")
+        return super().run(step)
+
+
 def usual(**options: Any) -> Recorder:
     """Steps that are not captured, and which tokens come out all the same."""
     policy = {name: options.pop(name) for name in ("decode", "family", "exact") if name in options}
@@ -82,6 +96,7 @@ class TestCaptured:
             run = planned("full", decode=decode)
             assert torch.equal(say(run), expected)
         assert recorder.log.count("captured") >= (3 if not decode else 1)
+        assert recorder.log.count("dropped") >= recorder.log.count("captured")  # none into a pool that is in use
         assert recorder.log.count("replayed") > TOKENS // 2
 
     def test_what_is_drawn_is_the_same(self) -> None:
@@ -146,11 +161,23 @@ class TestNotCaptured:
         with capturing(broken), pytest.warns(KvsearchWarning, match=r"capturing\)$"):
             assert torch.equal(say(planned()), expected)
 
+    def test_a_step_that_waits_for_the_device_is_not_captured(self) -> None:
+        """A first step may wait for what is made once."""
+        for times in (1, TOKENS):
+            waiting, expected = Waiting(times), say(planned())
+            with capturing(waiting):
+                if times == 1:
+                    assert torch.equal(say(planned()), expected)
+                else:
+                    with pytest.warns(KvsearchWarning, match="waits for the device in every step"):
+                        assert torch.equal(say(planned()), expected)
+            assert ("captured" in waiting.log) == (times == 1)
+
     def test_a_model_that_looks_at_lengths_is_not_replayed(self) -> None:
         """Its code would go on with the length of the step that was captured."""
 
         def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            kwargs["past_key_values"].get_seq_length()
+            (kwargs.get("cache") or kwargs["past_key_values"]).get_seq_length()
 
         handle = model().register_forward_pre_hook(look, with_kwargs=True)
         try:
@@ -158,6 +185,75 @@ class TestNotCaptured:
                 assert "captured" not in usual().log
         finally:
             handle.remove()
+
+
+class TestStandIn:
+    """What is asked of CUDA, by a stand-in that refuses as CUDA does."""
+
+    @pytest.fixture
+    def cuda(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        state = SimpleNamespace(stream="main", mode=0, pools=iter(range(9)), ended=[], broken=True)
+        side = SimpleNamespace(device=0, device_index=0, wait_stream=lambda _: None)
+
+        @contextmanager
+        def stream(chosen: Any) -> Iterator[None]:
+            before, state.stream = state.stream, chosen
+            yield
+            state.stream = before
+
+        @contextmanager
+        def graph(_: Any, pool: int, stream: Any, capture_error_mode: str) -> Iterator[None]:
+            before, state.stream = state.stream, stream
+            yield
+            if state.broken:  # where the end of capturing raises nothing is put back
+                raise RuntimeError("operation failed due to a previous error during capture")
+            state.stream = before
+
+        for name, made in {
+            "Stream": lambda _: side,
+            "graph_pool_handle": lambda: next(state.pools),
+            "stream": stream,
+            "graph": graph,
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+            "current_stream": lambda _: SimpleNamespace(wait_stream=lambda _: None, name=state.stream),
+            "set_stream": lambda chosen: setattr(state, "stream", chosen.name),
+            "get_sync_debug_mode": lambda: state.mode,
+            "set_sync_debug_mode": lambda mode: setattr(state, "mode", mode),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, made)
+        monkeypatch.setattr(
+            torch._C, "_cuda_endAllocateToPool", lambda *place: state.ended.append(place), raising=False
+        )
+        return state
+
+    def test_a_capture_that_fails_leaves_the_stream_as_it_was(self, cuda: Any) -> None:
+        graphs = CudaGraphs(torch.device("cpu"))
+        with pytest.raises(RuntimeError, match="during capture"):
+            graphs.capture(lambda: None)
+        assert (cuda.stream, cuda.ended) == ("main", [(0, 0)])
+        cuda.broken = False
+        assert graphs.capture(lambda: 3).output == 3
+        assert cuda.stream == "main"
+        graphs.drop()
+        assert graphs.pool == 1
+
+    def test_a_step_that_waits_is_found_out(self, cuda: Any) -> None:
+        graphs = CudaGraphs(torch.device("cpu"))
+
+        def step(message: str) -> int:
+            assert cuda.mode == "warn"
+            warnings.warn(message, UserWarning, stacklevel=1)
+            return 5
+
+        for message, waited in (
+            ("called a synchronizing CUDA operation (Triggered internally)", True),
+            ("else", False),
+        ):
+            with warnings.catch_warnings(record=True) as said:
+                assert graphs.run(lambda message=message: step(message)) == 5  # type: ignore[misc]
+            assert graphs.waited == waited
+            assert [str(one.message) for one in said] == ([] if waited else ["else"])
+            assert (cuda.stream, cuda.mode) == ("main", 0)
 
 
 @pytest.mark.cuda

@@ -15,6 +15,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime.cache import CacheMark, PlanCache
 from kvsearch.runtime.decode.decoding import Decoding
+from kvsearch.runtime.decode.steps import stepping
 
 Finished = Callable[[list[int]], bool]
 
@@ -96,7 +97,7 @@ class Replies:
         mark = self._mark()
         ids, seen, positions = self._following(questions)
         held = self._peak()
-        first = next_tokens(self._forward(ids, seen, positions))
+        first = next_tokens(self._forward(self.model, ids, seen, positions))
         held.step(np.array([len(question) for question in questions]))
         replies = self._generate(first, seen, positions[:, -1:], max_new_tokens, held)
         self.cache.rewind(mark)
@@ -109,7 +110,7 @@ class Replies:
         """
         mark = self._mark()
         ids, seen, positions = self._following(tokens)
-        logits = self._forward(ids, seen, positions, rows)
+        logits = self._forward(self.model, ids, seen, positions, rows)
         self.cache.rewind(mark)
         return logits
 
@@ -123,6 +124,8 @@ class Replies:
         """Return where the prompts end."""
         if self._compressed is None:
             self.cache.activate_past_recording()  # sliding-window layers must be able to forget a question, too
+            for layer in self.cache.planned.values():
+                layer.drafts = False  # no token of a reply is ever taken back by itself, so its steps can be captured
             self._compressed = self.cache.mark()
         return self._compressed
 
@@ -140,26 +143,27 @@ class Replies:
     ) -> list[list[int]]:
         """Make replies that begin with `ids` [B, 1]; `positions` [B, 1] are those of the tokens before."""
         replies = [GreedyReply(limit, self.stop, self.finished) for limit in max_new_tokens]
-        while True:
-            tokens = ids[:, 0].tolist()
-            for row, reply in enumerate(replies):
-                if not reply.ended:
-                    reply.take(tokens[row])
-                    if reply.ended:
-                        self.most[row] = int(held.most[row])
-            if all(reply.ended for reply in replies):
-                return [reply.tokens for reply in replies]
-            seen = torch.cat([seen, torch.ones_like(ids)], 1)
-            positions = positions + 1
-            ids = next_tokens(self._forward(ids, seen, positions))
-            held.step(np.ones(len(replies), dtype=np.int64))
+        with stepping(self.model, self.cache, max(max_new_tokens)) as model:
+            while True:
+                tokens = ids[:, 0].tolist()
+                for row, reply in enumerate(replies):
+                    if not reply.ended:
+                        reply.take(tokens[row])
+                        if reply.ended:
+                            self.most[row] = int(held.most[row])
+                if all(reply.ended for reply in replies):
+                    return [reply.tokens for reply in replies]
+                seen = torch.cat([seen, torch.ones_like(ids)], 1)
+                positions = positions + 1
+                ids = next_tokens(self._forward(model, ids, seen, positions))
+                held.step(np.ones(len(replies), dtype=np.int64))
 
     def _peak(self) -> PeakEntries:
         return PeakEntries(self.model, self.cache, self.lengths[:, 0])
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, rows: int = 1) -> Tensor:
+    def _forward(self, model: Any, ids: Tensor, mask: Tensor, positions: Tensor, rows: int = 1) -> Tensor:
         with torch.no_grad():
-            logits: Tensor = self.model(
+            logits: Tensor = model(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,

@@ -7,8 +7,9 @@ room has run out or sequences are rearranged; then the graphs are dropped and ca
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,9 +21,11 @@ from kvsearch.runtime.cache import PlanCache
 
 ROOM = 512  # tokens that room is made for at a time, at most
 MOST_GRAPHS = 32  # of one cache
+SYNCHRONIZES = "called a synchronizing CUDA operation"
 FEWEST = 16  # tokens for which capturing pays
 WITHOUT = "decode steps run without CUDA graphs (attach(..., graphs=False) is silent about it)"
-INPUTS = ("input_ids", "position_ids", "attention_mask", "past_key_values", "inputs_embeds")
+CACHES = ("cache", "past_key_values")  # names of a cache among arguments: since transformers 5.24, and before
+INPUTS = ("input_ids", "position_ids", "attention_mask", "inputs_embeds", *CACHES)
 PLAIN = (type(None), bool, int, float, str)  # other arguments: they are part of what a step is
 
 
@@ -36,17 +39,24 @@ class Captured(NamedTuple):
 class CudaGraphs:
     """CUDA graphs in one pool of memory, so that an output holds until another step is done."""
 
+    waited = False  # in the last step that was run the host waited for the device, which cannot be captured
+
     def __init__(self, device: torch.device) -> None:
         self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.drop()
+
+    def drop(self) -> None:
+        """Take other memory for the graphs to come, all others being dropped: their last output is still in use."""
         self.pool: Any = torch.cuda.graph_pool_handle()
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Do a step on the stream that steps are captured on: libraries get ready there for what comes."""
         now = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(now)
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), warned_of_waits() as waits:
             output = step()
         now.wait_stream(self.stream)
+        self.waited = bool(waits)
         return output
 
     def capture(self, step: Callable[[], Any]) -> Captured:
@@ -56,9 +66,41 @@ class CudaGraphs:
             RuntimeError: it does what cannot be captured; all tensors are as they were.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            output = step()
+        now = torch.cuda.current_stream(self.stream.device)
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                output = step()
+        except BaseException:
+            # torch leaves its stream the current one, and before 2.12 all memory on its way to the pool
+            torch.cuda.set_stream(now)
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self.stream.device_index, self.pool)
+            raise
         return Captured(graph.replay, output)
+
+
+@contextmanager
+def warned_of_waits() -> Iterator[list[warnings.WarningMessage]]:
+    """Give a list for what torch says of operations that wait for the device; other warnings are passed on."""
+    before = torch.cuda.get_sync_debug_mode()
+    waits: list[warnings.WarningMessage] = []
+    torch.cuda.set_sync_debug_mode("warn")  # an error would leave a step half done
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.filterwarnings("always", message=SYNCHRONIZES)
+            yield waits
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    for warning in said:
+        if SYNCHRONIZES in str(warning.message):
+            waits.append(warning)
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a model; None if there is none."""
+    return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
 
 
 def graphs_for(device: torch.device) -> CudaGraphs | None:
@@ -76,6 +118,7 @@ class DecodeSteps:
         self.room = min(ROOM, ROOM if tokens is None else max(tokens, 1))
         self.stopped = False
         self._known: dict[Hashable, Captured | None] = {}  # None: has been run once
+        self._waited: set[Hashable] = set()  # the host waited in such a step, which may have been its first alone
         self._holders: list[Any] = []  # what planned layers held at the first step
         self._packed: list[int] = []  # how often they had made their tensors anew, when steps were captured
         self._inputs: Any = None  # ids, positions and mask, tensors that stay where they are; None: no step was entered
@@ -105,7 +148,7 @@ class DecodeSteps:
         positions = given.get("position_ids")
         planned = self.cache.planned.values()
         holders = [layer.holder for layer in planned]
-        if given.get("past_key_values") is not self.cache or ids is None or None in holders:
+        if cache_of(given) is not self.cache or ids is None or None in holders:
             return False  # of another model that drafts, or the prompt
         changed = self._inputs is not None and (ids.shape[1] != 1 or holders != self._holders)
         if changed or any(layer.drafts for layer in planned):
@@ -152,6 +195,7 @@ class DecodeSteps:
         packed = [holder.packed for holder in self._holders]
         if packed != self._packed:
             self._known.clear()
+            self.graphs.drop()
             self._packed = packed
         key = None if plan is None else (plan, tuple(sorted(others.items())))
         if key in self._known and (graph := self._known[key] or self._captured(others)) is not None:
@@ -161,6 +205,10 @@ class DecodeSteps:
         output = self.graphs.run(lambda: self._step(others))
         if self.cache.asked:
             self._stop("the code of the model asks how long the sequence is in every step")
+        elif key is not None and self.graphs.waited:
+            if key in self._waited:
+                self._stop("the code of the model waits for the device in every step")
+            self._waited.add(key)
         elif key is not None and len(self._known) < MOST_GRAPHS:
             self._known[key] = None
         return output
