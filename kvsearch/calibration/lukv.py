@@ -7,9 +7,9 @@ made comparable across layers, and all 99 budgets solved at once by marginal gai
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from kvsearch.calibration.options import (
     Normalization,
 )
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, check_lengths, prompts_of, with_own_replies
+from kvsearch.calibration.steps import StepCache
 from kvsearch.calibration.tables import (
     CHECKED_RATIOS,
     FOLDS,
@@ -48,6 +49,9 @@ from kvsearch.plan.profile_arrays import KEPT
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import running
 
+if TYPE_CHECKING:
+    from kvsearch.calibration.steps import Arrays
+
 CURVE_POINTS = 101
 GATED = 3.0  # times that a pass through gates takes as long as one without: benchmarks/said_and_taken.py, on a CPU
 KEPT_POINTS = 401  # finer: budgets of a few percent are chosen by them
@@ -57,11 +61,14 @@ KEPT_POINTS = 401  # finer: budgets of a few percent are chosen by them
 class MeasuredQuestion:
     """One question's importance in the order of the policy's ranking, and what may make its layers comparable."""
 
+    context: int
     importance: NDArray[np.float32]  # [L, Hkv, T]
     scale: NDArray[np.float64]  # [L] divisor of each layer (in nats: the importance of the entries that may go)
     effect: NDArray[np.float64]  # [L] nats that the answer loses for lack of the layer's context; ones if not in nats
-    context: int
     curves: NDArray[np.float64]  # [R, L, Hkv, KEPT_POINTS] importance that each compared policy keeps at every budget
+
+
+MEASURED = tuple(field.name for field in fields(MeasuredQuestion) if field.name != "context")
 
 
 class LukvCalibration(Calibration[LukvOptions]):
@@ -94,8 +101,8 @@ class LukvCalibration(Calibration[LukvOptions]):
         policy, *compared_policies = self.policies
         options = self.options
         if options.answers == "own":
-            prompts = with_own_replies(self.loaded, prompts, options.answer_tokens)
-        measuring = measure_importance(self.loaded, prompts, policy, options, compared_policies)
+            prompts = with_own_replies(self.loaded, [prompts], options.answer_tokens, self.steps)
+        measuring = measure_importance(self.loaded, prompts, policy, options, compared_policies, self.steps)
         questions = list(counted(measuring, self.data.questions, progress))
         is_checked = options.check and checkable(self.data)
         tables = RatioTables(policy, options.minimum)
@@ -136,11 +143,26 @@ def measure_importance(
     policy: Policy,
     options: LukvOptions,
     compared_policies: Sequence[Policy] = (),
+    steps: StepCache | None = None,
 ) -> Iterator[MeasuredQuestion]:
-    """Yield the questions of `prompts` as measured; `compared_policies` rank the same entries in the same pass."""
+    """Yield the questions of `prompts` as measured, a prompt a step.
+
+    `compared_policies` rank the same entries in the same pass.
+    """
     work = partial(_measure_prompt, policy=policy, options=options, compared_policies=compared_policies)
-    for questions in loaded.map(work, prompts):
-        yield from questions
+
+    def make(some: Sequence[CalibrationPrompt]) -> Iterator[Arrays]:
+        for questions in loaded.map(work, some):
+            yield {
+                f"{number} {name}": getattr(question, name)
+                for number, question in enumerate(questions)
+                for name in MEASURED
+            }
+
+    measured = (steps or StepCache()).stage(prompts, make)
+    for prompt, arrays in zip(prompts, measured, strict=True):
+        for number in range(len(prompt.continuations)):
+            yield MeasuredQuestion(prompt.text, **{name: arrays[f"{number} {name}"] for name in MEASURED})
 
 
 def _measure_prompt(
@@ -165,10 +187,10 @@ def _measure_prompt(
             if not bool(ordered.isfinite().all()) or bool(question.logits.isnan().any()):
                 raise IncompatibleError(refusal)
             yield MeasuredQuestion(
+                context=prompt.text,
                 importance=ordered.numpy(),
                 scale=_scale(question.importance, protected, options.normalization).double().numpy(),
                 effect=_effects(context_pass, continuation, question, protected, options.normalization),
-                context=prompt.text,
                 curves=np.array(
                     [_kept_curve(question.importance.gather(-1, order).numpy()) for order in compared_orders]
                 ),

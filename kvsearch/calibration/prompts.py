@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvsearch.calibration.data import CalibrationData, Context, TakenOf
+from kvsearch.calibration.steps import StepCache
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work
@@ -22,6 +23,9 @@ from kvsearch.runtime.decode.replies import Finished
 from kvsearch.runtime.replay.forced_answers import ForcedQuestions, parted_replies
 from kvsearch.tasks.encode import middle_cut, most_tokens
 from kvsearch.tasks.prompts import PromptFormat
+
+if TYPE_CHECKING:
+    from kvsearch.calibration.steps import Arrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,27 +191,35 @@ def _fitted(
     return middle_cut(ids[0], form.lead, limit - asked)[None]
 
 
-def with_own_replies(loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], most: int) -> list[CalibrationPrompt]:
-    """Return the prompts with at most `most` tokens of the model's own replies in place of the given answers.
+def with_own_replies(
+    loaded: LoadedModel, parts: Sequence[Sequence[CalibrationPrompt]], most: int, steps: StepCache | None = None
+) -> list[CalibrationPrompt]:
+    """Return the prompts of all parts with at most `most` tokens of the model's own replies in place of given answers.
 
     A reply gets as many tokens as its question allows, `most` where it says nothing, and as the model has positions
-    for. Where it is empty, or not right by the metric of its task, the given answer stays.
+    for. Where it is empty, or not right by the metric of its task, the given answer stays. Prompts of one part reply
+    side by side, and are a step.
 
     Raises:
         IncompatibleError: the model computes NaN under its full cache.
     """
-    return next(parted_own_replies(loaded, [prompts], most))
-
-
-def parted_own_replies(
-    loaded: LoadedModel, parts: Sequence[Sequence[CalibrationPrompt]], most: int
-) -> Iterator[list[CalibrationPrompt]]:
-    """Yield each part as `with_own_replies` does; prompts of different parts do not reply side by side."""
     limit = most_tokens(loaded.model) or sys.maxsize
-    asked = [[prompt.asking(loaded, most, limit) for prompt in part if prompt.continuations] for part in parts]
-    for part, replies_of_part in zip(parts, parted_replies(loaded, asked), strict=True):
-        replies = iter(replies_of_part)
-        yield [prompt.replied(next(replies), most) if prompt.continuations else prompt for prompt in part]
+
+    def make(some: Sequence[Sequence[CalibrationPrompt]]) -> Iterator[Arrays]:
+        asked = [[prompt.asking(loaded, most, limit) for prompt in part if prompt.continuations] for part in some]
+        for part, replies in zip(some, parted_replies(loaded, asked), strict=True):
+            replying = [prompt for prompt in part if prompt.continuations]
+            replied = [prompt.replied(of_prompt, most) for prompt, of_prompt in zip(replying, replies, strict=True)]
+            tokens = [after.tokens.numpy() for prompt in replied for after in prompt.continuations]
+            yield {str(number): array for number, array in enumerate(tokens)}
+
+    prompts = list[CalibrationPrompt]()
+    for part, arrays in zip(parts, (steps or StepCache()).stage(parts, make), strict=True):
+        tokens = (torch.from_numpy(arrays[str(number)]) for number in range(len(arrays)))
+        for prompt in part:
+            continuations = tuple(replace(after, tokens=next(tokens)) for after in prompt.continuations)
+            prompts.append(replace(prompt, continuations=continuations))
+    return prompts
 
 
 def check_lengths(prompts: Sequence[CalibrationPrompt], policy: Policy, floor: Callable[[int], int]) -> None:

@@ -32,7 +32,7 @@ from kvsearch.config.recipes import find_recipe, read_recipe
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Record, ScalarField, refuse
 from kvsearch.core.limits import MOST_ENTRIES, MOST_NUMBER
-from kvsearch.core.parsing import is_text, list_problems, problems_of
+from kvsearch.core.parsing import MISSING, is_text, list_problems, problems_of
 
 FIRST, QUESTIONS, SIZE, RESULT, RULE, MACHINE = range(6)  # in the short help
 
@@ -117,9 +117,9 @@ class JobOptions(Record):
         most = next((limit.le for limit in field.metadata if isinstance(limit, Le)), MOST_ENTRIES)
         for item in value if isinstance(value, list | tuple) else (value,):
             if isinstance(item, int) and abs(item) > most:  # type: ignore[operator]
-                raise PydanticCustomError("limit", "Input should be at most {most}", {"most": most})
+                raise PydanticCustomError("limit", "must be at most {most}", {"most": most})
             if isinstance(item, str) and not is_text(item):
-                raise PydanticCustomError("limit", "Input should be text, in UTF-8")
+                raise PydanticCustomError("limit", "must be text, in UTF-8")
         return value
 
     @model_validator(mode="after")
@@ -128,7 +128,8 @@ class JobOptions(Record):
         given = [name for name in self.alternatives if getattr(self, name) not in (None, False)]
         budgets = getattr(self, "budgets", None) if "budgets" in self.alternatives else None
         if len(given) > 1:
-            refuse([((given[1],), f"is in place of {given[0]}: give one of them")])
+            other = self.offered()[given[0]][1].called(given[0])
+            refuse([((given[1],), f"cannot be given with {other}: leave one of them out")])
         if len(set(budgets or ())) < len(budgets or ()):
             refuse([(("budgets",), "has a budget twice: give each once")])
         return self
@@ -203,7 +204,12 @@ class JobOptions(Record):
         problems = []
         for problem in problems_of(error):
             name = re.split(r"[.:]", problem, maxsplit=1)[0]
-            problems.append(offered[name][1].called(name) + problem[len(name) :] if name in offered else problem)
+            if name in offered:
+                option = offered[name][1]
+                problem = option.called(name) + problem[len(name) :]
+                if problem.endswith(MISSING):
+                    problem = f"{option.called(name)} is missing: {option.help[0].lower()}{option.help[1:].rstrip('.')}"
+            problems.append(problem)
         return UsageError(problems[0] if len(problems) == 1 else list_problems(problems, "what was given"))
 
     @classmethod

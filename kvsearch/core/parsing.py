@@ -23,15 +23,20 @@ _LONGEST_FAULT = 300
 _MOST_SHOWN = 20
 _MOST_LISTED = 5000
 _MOST_SHOWN_BITS = 1024  # of a whole number
-_PLAIN: Final = {"extra_forbidden": "unknown key: remove it or correct its spelling", "missing": "is missing: add it"}
-_NO_WHOLE: Final = "Input should be a whole number"
+MISSING: Final = "is missing: add it"
+_PLAIN: Final = {"extra_forbidden": "unknown key: remove it or correct its spelling", "missing": MISSING}
+_NO_WHOLE: Final = "must be a whole number"
 _OF_KIND: Final = {
     "int_parsing": _NO_WHOLE,
     "int_parsing_size": _NO_WHOLE,
     "int_from_float": _NO_WHOLE,
-    "float_parsing": "Input should be a number",
-    "model_type": "Input should be an object",
+    "float_parsing": "must be a number",
+    "model_type": "must be an object",
 }
+_PLAINER: Final = {  # words of pydantic
+    "Value error, ": "", "Input should": "must", "greater than or equal to": "at least",
+    "less than or equal to": "at most", "a valid integer": "a whole number", "a valid string": "text",
+}  # fmt: skip
 _ABOUT_CONTENT: Final = (COMPLETE, "too_long", "value_error", "assertion_error")
 
 
@@ -60,7 +65,9 @@ def located_problems(error: ValidationError) -> list[tuple[tuple[str | int, ...]
     problems = []
     for line in error.errors(include_url=False):
         kind = line["type"]
-        what = _PLAIN.get(kind) or _OF_KIND.get(kind) or line["msg"].removeprefix("Value error, ")
+        what = _PLAIN.get(kind) or _OF_KIND.get(kind) or line["msg"]
+        for words, plainer in _PLAINER.items():
+            what = what.replace(words, plainer)
         found = "" if kind in _PLAIN or kind in _ABOUT_CONTENT else f", not {shown(line['input'])}"
         problems.append((line["loc"], " ".join(f"{what}{found}".splitlines())))
     return problems

@@ -215,12 +215,8 @@ class Comparison:
             )
 
     def _coverage_notes(self, covered: Coverage) -> Iterator[str]:
-        if covered.found < covered.wanted:
-            left_out = f" others than the {covered.used} that something here was fitted or chosen on"
-            yield (
-                f"{covered.task}: {covered.wanted} contexts were asked for, it has {covered.found}"
-                f"{left_out if covered.used else ''}"
-            )
+        if covered.shortfall is not None:
+            yield covered.shortfall
         if covered.truncated:
             yield (
                 f"{covered.task}: the middle of {covered.truncated} of {covered.contexts} contexts was cut out, so "

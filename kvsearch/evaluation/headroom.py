@@ -25,6 +25,7 @@ from kvsearch.calibration.importance import ImportancePass
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.progress import Progress, counted
 from kvsearch.evaluation.compare import replies_cost
+from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import answer_all
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
@@ -103,11 +104,13 @@ def headroom(
     samples: int,
     seed: int = 0,
     progress: Progress | None = None,
+    store: ReplyStore | None = None,
 ) -> list[Sample]:
     """Compare the full cache, allocations by true importance and simple policies of that size.
 
     "best tried" is for each context what scores highest on it, of everything but the full cache. "agnostic importance"
     is for the questions of other contexts, in the allocation that scores highest on these; a context alone has none.
+    A context whose replies are in the `store` is not asked again.
     """
     encoded = encode_tasks(loaded, tasks, samples, seed)
     for task in encoded:
@@ -121,13 +124,23 @@ def headroom(
     ]
     texts = [context.reading.ids for context in contexts]
     others_of = [[n for n, other in enumerate(texts) if not torch.equal(other, text)] for text in texts]
+    kept: dict[str, Replies] = {}
+    for (_, key), sample in store.samples.items() if store is not None else ():
+        kept.setdefault(key, {}).setdefault(sample.method, []).append(sample)
+    keys = [f"context {number}" for number in range(len(contexts))]
     items = []
-    for context, others in zip(contexts, others_of, strict=True):
+    for key, context, others in zip(keys, contexts, others_of, strict=True):
+        if key in kept:
+            continue
         own_first = sorted(others, key=lambda number: contexts[number].task != context.task)
         questions = [question for number in own_first for question in contexts[number].asked]
         items.append(context._replace(others=questions[:MANY]))
     asked = loaded.map(partial(_ask, tasks=[replace(task, prompts=()) for task in encoded], ratio=ratio), items)
-    replies = list(counted(asked, len(items), progress))
+    for key in counted((key for key in keys if key not in kept), len(items), progress):
+        kept[key] = next(asked)
+        if store is not None:
+            store.add([(key, sample) for samples in kept[key].values() for sample in samples])
+    replies = [kept[key] for key in keys]
     chosen = (_compared(mine, [replies[n] for n in others]) for mine, others in zip(replies, others_of, strict=True))
     return list(chain.from_iterable(chosen))
 

@@ -107,18 +107,18 @@ def check_run(output: Path | None, reuse: Path | None) -> None:
 def open_run(
     directory: Path, config: RunConfig, force: bool = False, reuse: Path | None = None
 ) -> Iterator[tuple[Run, ReplyStore]]:
-    """Begin an evaluation, or go on with one: what is finished of it.
+    """Begin a run that keeps replies, or go on with one: what is finished of it.
 
     Other metrics make no other run: a `KvsearchWarning` says that the replies that are there are scored anew.
 
     `force` starts anew whatever is there. `reuse` is the directory of another run to take equal replies from.
 
     Raises:
-        UsageError: another run is there, a damaged ledger, or another process writes to it; see `check_run`.
+        UsageError: another run is there, a damaged ledger, or another process writes to it; see `run_in`.
         EnvironmentFault: the disk is full, permissions are missing.
     """
     with locked(directory):
-        check_run(directory, reuse)
+        run_in(directory, config.job)
         lent = None if reuse is None or not (reuse / LEDGER).exists() else read_replies(reuse / LEDGER)
         reads = {LOSSES: "delete it, and give --losses to measure them again"}
         with Run.open(directory, config, force=force, files=FILES, reads=reads) as run:

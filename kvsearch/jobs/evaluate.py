@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, TypeAdapter
 
-from kvsearch.config.options import RESULT, RULE, SIZE, Commas, Option, Repeated
+from kvsearch.config.options import RULE, SIZE, Commas, Option, Repeated
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.files import check_output
 from kvsearch.core.parsing import read_json, validated
 from kvsearch.core.progress import Progress
-from kvsearch.evaluation.reply_store import ReplyStore, check_run, open_run
+from kvsearch.evaluation.reply_store import check_run
 from kvsearch.evaluation.samples import check_samples_file, write_samples
 from kvsearch.evaluation.values import LayerLoss
-from kvsearch.jobs.groups import ASKED, KEPT, SAMPLES_OPTION, WithModel, WithProtocol, WithTasks, WithWorkers
+from kvsearch.jobs.groups import (
+    ASKED,
+    KEPT,
+    OUTPUT_OPTION,
+    SAMPLES_OPTION,
+    WithModel,
+    WithProtocol,
+    WithTasks,
+    WithWorkers,
+)
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, going_on, on_interruption
+from kvsearch.jobs.reporter import FINISHED, Reporter, open_replies, warn_of_few
 from kvsearch.plan import load_plan
 from kvsearch.report.costs import Forecast
 from kvsearch.report.evaluation import Columns, write_tables
 from kvsearch.report.table import check_table_file
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.results.text_perplexity import PerplexityResult, TextPerplexity
-from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES, RunConfig
-from kvsearch.runs.run import Run, write_json
+from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES
+from kvsearch.runs.run import write_json
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.windows import PerplexityText
 
@@ -120,17 +127,7 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
         Field(ge=1),
         Option("--tasks ppl:FILE: tokens from one context's beginning to the next.", panel=ASKED, shown="no overlap"),
     ] = None
-    output: Annotated[
-        Path | None,
-        Option(
-            "Keep the run here, reply by reply; the same command goes on where it stopped.",
-            RESULT,
-            short="-o",
-            metavar="DIR",
-            panel=KEPT,
-            recorded=False,
-        ),
-    ] = None
+    output: Annotated[Path | None, replace(OUTPUT_OPTION, panel=KEPT)] = None
     force: Annotated[
         bool, Option("Start the run in --output anew; replace --table and --samples-file.", panel=KEPT, recorded=False)
     ] = False
@@ -252,7 +249,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> Evaluated | Perple
     config = evaluation.config().changed(options=options.recorded())
     tasks = [task.task for task in evaluation.encoded]
     with (
-        _open_replies(directory, config, options.force, options.reuse, evaluation.replies, reporter) as (run, store),
+        open_replies(directory, config, evaluation.replies, reporter, options.force, options.reuse) as (run, store),
         reporter.progress("batches") as progress,
     ):
         earlier = 0 if store is None else store.count
@@ -291,6 +288,7 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
     loaded = options.load(options.model, reporter)
     asked = options.asked_of(tasks, options.samples, options.protocol)
     evaluation = prepare(loaded, request.ready(loaded), request.subject, asked)
+    warn_of_few(reporter, evaluation.encoded)
     for name, seen in evaluation.seen.items():
         if seen.warning is not None:
             reporter.warn(f"{name}: {seen.warning}")
@@ -299,20 +297,6 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
             f"{', '.join(idle)}: nothing is evicted from any prompt, so this is the full cache: keep fewer entries"
         )
     return request, evaluation
-
-
-@contextmanager
-def _open_replies(
-    directory: Path | None, config: RunConfig, force: bool, reuse: Path | None, replies: int, reporter: Reporter
-) -> Iterator[tuple[Run, ReplyStore] | tuple[None, None]]:
-    """Open the run and its replies, if they are kept; see `going_on`."""
-    if directory is None:
-        unkept = "nothing is kept without --output DIR, with which a run can go on where it stopped"
-        with on_interruption(reporter, lambda: unkept):
-            yield None, None
-        return
-    with open_run(directory, config, force, reuse) as (run, store), going_on(directory, store, replies, reporter):
-        yield run, store
 
 
 def _output_losses(

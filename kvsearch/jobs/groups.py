@@ -54,6 +54,13 @@ BUDGET = Option("Entries to keep per kv head, on average.", SIZE)
 RATIO = Option("Share of the cache to evict, above 0 and below 1.", SIZE)
 CONTEXTS = {"train": 80, "select": 160, "report": 120}  # of all tasks together, the most that are asked by default
 SAMPLES_OPTION = Option("Contexts per task.", QUESTIONS, panel=ASKED)
+OUTPUT_OPTION = Option(
+    "Keep the run here, reply by reply; the same command goes on where it stopped.",
+    RESULT,
+    short="-o",
+    metavar="DIR",
+    recorded=False,
+)
 TASKS_OPTION = Option(
     "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, synthetic:sparse, ruler, "
     "ruler:no-qa, longbench, longbench:english, longbench:e, infinitebench, gsm8k, niah, jsonl:FILE; see "

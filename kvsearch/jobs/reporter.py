@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvsearch.core.errors import KvsearchWarning
 from kvsearch.core.progress import Progress, Title
-from kvsearch.evaluation.reply_store import open_stage
+from kvsearch.evaluation.reply_store import open_run, open_stage
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
     from kvsearch.evaluation.plan_comparison import OpenStage, StageStore
     from kvsearch.evaluation.reply_store import ReplyStore
     from kvsearch.runs.identity import RunConfig
+    from kvsearch.runs.run import Run
+    from kvsearch.tasks.encode import TaskPrompts
 
 AGAIN = "give the same command again to go on"
 FINISHED = "this run was finished: nothing was left to do"
@@ -49,6 +51,13 @@ class Silent:
 
     def progress(self, what: Title) -> AbstractContextManager[Progress]:  # noqa: ARG002
         return nullcontext(lambda *_: None)
+
+
+def warn_of_few(reporter: Reporter, encoded: Iterable[TaskPrompts]) -> None:
+    """Warn of tasks that have fewer contexts than were asked for."""
+    for task in encoded:
+        if task.coverage.shortfall is not None:
+            reporter.warn(task.coverage.shortfall)
 
 
 @contextmanager
@@ -141,6 +150,25 @@ def going_on(place: Path, store: ReplyStore, replies: int, reporter: Reporter) -
         reporter.say(f"going on with {place}: {len(store.samples)} replies are there, {replies} are needed")
     with on_interruption(reporter, lambda: f"{len(store.samples)} replies are kept in {place}: {AGAIN}"):
         yield
+
+
+@contextmanager
+def open_replies(
+    directory: Path | None,
+    config: RunConfig,
+    replies: int,
+    reporter: Reporter,
+    force: bool = False,
+    reuse: Path | None = None,
+) -> Iterator[tuple[Run, ReplyStore] | tuple[None, None]]:
+    """Open a run and the finished ones of its `replies`, if they are kept; see `open_run` and `going_on`."""
+    if directory is None:
+        unkept = "nothing is kept without --output DIR, with which a run can go on where it stopped"
+        with on_interruption(reporter, lambda: unkept):
+            yield None, None
+        return
+    with open_run(directory, config, force, reuse) as (run, store), going_on(directory, store, replies, reporter):
+        yield run, store
 
 
 @contextmanager

@@ -226,9 +226,9 @@ def find_source(name: str, options: LoadOptions) -> str:
     """Return the directory or hub id of a model that is there, before anything that computes is imported.
 
     Raises:
-        UsageError: there is no such directory, or the name is nearly that of a bundled model.
+        UsageError: there is no such model here, nor on the hub unless that is not to be asked.
         IncompatibleError: a directory without a configuration.
-        EnvironmentFault: no such model on the hub, or no answer from it.
+        EnvironmentFault: the hub does not answer.
     """
     if name in BUNDLED:
         return str(resource(f"data/{name}"))
@@ -241,19 +241,23 @@ def find_source(name: str, options: LoadOptions) -> str:
     if near or not _HUB_ID.fullmatch(name):
         raise UsageError(f"there is no model {name!r}{near or ': check the path of its directory'}")
     from huggingface_hub import constants, model_info, try_to_load_from_cache
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(try_to_load_from_cache(name, CONFIG, revision=options.revision), str):
         return name
     nowhere = f"there is no directory {name}, and no downloaded model of that name"
     if options.offline or constants.HF_HUB_OFFLINE:
-        raise EnvironmentFault(f"{nowhere}: check the spelling, or leave --offline out (and HF_HUB_OFFLINE)")
+        raise UsageError(f"{nowhere}: check the spelling, or leave --offline out (and HF_HUB_OFFLINE)")
     try:
         model_info(name, revision=options.revision)
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        revision = "" if options.revision is None else f" with revision {options.revision}"
+        raise UsageError(
+            f"{nowhere}, nor is there one on the hub{revision} that you may read: check the name"
+        ) from error
     except Exception as error:  # of the hub, of its HTTP library, of the network
         reason = describe_fault(error)
-        raise EnvironmentFault(
-            f"{nowhere}, nor does the hub give one: check spelling and network ({reason})"
-        ) from error
+        raise EnvironmentFault(f"{nowhere}, and the hub does not answer: check the network ({reason})") from error
     return name
 
 

@@ -57,6 +57,7 @@ KNOWN = (
     "selection, search, run or reproduction, a folder of these, the files in them, a compressed cache (.kv), and what "
     "evaluate, bench and others print with --json"
 )
+UNFINISHED = "this run is not finished: give its command again to go on"
 Reader = Callable[[dict[str, Any], Path], Any]
 
 
@@ -344,12 +345,12 @@ def _of_run(path: Path, config: RunConfig) -> Opened:
     """Open the directory of a run other than a calibration."""
     if config.job == "evolve":
         return _search(path)
-    results = {"evaluate": REPORT, "select": SELECTION, "validate": Path(VALIDATION).name}
+    results = {"headroom": REPORT, "evaluate": REPORT, "select": SELECTION, "validate": Path(VALIDATION).name}
     if config.job in results and (path / results[config.job]).exists():
         return _json(path / results[config.job])
     is_stage = not config.options  # whose directory has replies alone
-    if config.job == "evaluate" or is_stage:
-        note = None if is_stage else "this evaluation is not finished: give its command again to go on"
+    if config.job in ("headroom", "evaluate") or is_stage:
+        note = None if is_stage else UNFINISHED
         replies = read_replies(path / LEDGER) if (path / LEDGER).exists() else {}
         return Opened(path, "replies", list(replies.values()), note=note)
     plans = sorted(path.glob("plan*.json"), key=lambda plan: (len(plan.name), plan.name))
@@ -357,8 +358,7 @@ def _of_run(path: Path, config: RunConfig) -> Opened:
     places = _existing([*plans, *(stage for stage in stages if (stage / PROFILE).exists())])
     if (path / WHOLE_RUN).exists():
         return replace(_json(path / WHOLE_RUN), places=places)
-    note = "this run is not finished: give its command again to go on"
-    return Opened(path, "run", None, note=note, places=places)
+    return Opened(path, "run", None, note=UNFINISHED, places=places)
 
 
 def _search(path: Path) -> Opened:
@@ -368,8 +368,7 @@ def _search(path: Path) -> Opened:
             opened = _json(path / name)
             plans = _existing(sorted(path.glob("plan*.json")))
             return replace(opened, content=replace(opened.content, trace=trace), places=plans)
-    note = "this search is not finished: give its command again to go on"
-    return Opened(path, "search", StoredSearch(None, trace), note=note)
+    return Opened(path, "search", StoredSearch(None, trace), note=UNFINISHED)
 
 
 def _existing(places: list[Path]) -> tuple[Path, ...]:

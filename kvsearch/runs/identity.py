@@ -28,7 +28,7 @@ LOSSES: Final = "losses.json"  # output losses of an evaluation, where they were
 
 METRICS = "metrics"  # of what a run executes with: what scores each task, which makes no other run
 SCHEMA = "kvsearch.run/1"
-Job = Literal["calibrate", "evaluate", "validate", "select", "evolve", "run"]
+Job = Literal["calibrate", "headroom", "evaluate", "validate", "select", "evolve", "run"]
 _SHOWN = 40  # letters of a value in a message
 
 

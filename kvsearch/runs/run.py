@@ -125,8 +125,8 @@ def require_same(directory: Path, config: RunConfig, unknown: Sequence[str] = ()
 
 
 NOUNS: dict[Job, str] = {
-    "calibrate": "a calibration", "evaluate": "an evaluation", "validate": "a validation", "select": "a selection",
-    "evolve": "a search", "run": "a run",
+    "calibrate": "a calibration", "headroom": "a result of headroom", "evaluate": "an evaluation",
+    "validate": "a validation", "select": "a selection", "evolve": "a search", "run": "a run",
 }  # fmt: skip
 
 

@@ -110,3 +110,11 @@ class Coverage:
     split: str | None = None  # part of the examples, of tasks that have parts
     shortest: int | None = None  # tokens of the shortest context, as asked
     longest: int | None = None
+
+    @property
+    def shortfall(self) -> str | None:
+        """Say that the task has fewer contexts than were asked for; None if it has enough."""
+        if self.found >= self.wanted:
+            return None
+        others = f" others than the {self.used} that something here was fitted or chosen on" if self.used else ""
+        return f"{self.task}: {self.wanted} contexts were asked for, it has {self.found}{others}"

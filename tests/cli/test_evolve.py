@@ -186,12 +186,12 @@ def test_start_plans_bring_their_policies_and_what_they_have_seen(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--budgets", "8,x"), "--budgets.1: Input should be a valid integer, not 'x'"),
-        (("--budgets", "8,16"), "budgets: is in place of budget: give one of them"),
-        (("--optimiser", "cmaes"), "Input should be 'cma'"),
+        (("--budgets", "8,x"), "--budgets.1: must be a whole number, not 'x'"),
+        (("--budgets", "8,16"), "budgets: cannot be given with --budget: leave one of them out"),
+        (("--optimiser", "cmaes"), "must be 'cma'"),
         (("--population", 2), "cma needs 4 or more, got 2"),
         (("--parity", "--space", "layers"), "which searches groups, not layers"),
-        (("--hard-below", 101), "--hard-below: Input should be less than or equal to 100"),
+        (("--hard-below", 101), "--hard-below: must be at most 100"),
         (("--group-size", 7), "a group of 7 layers: the model has 6"),
         (("--phases", "decode", "--budget", 160), "keep all of the longest prompt and reply ("),
         (("--budget", 3), "a budget of 3 is below the 4 entries that snapkv always keeps"),

@@ -228,7 +228,7 @@ def test_the_config_of_a_run_is_its_recipe(finished: tuple[Path, str]) -> None:
     ("arguments", "words"),
     [
         ((), "how much may be kept? Give --budget"),
-        (("--budget", 40, "--ratio", 0.9), "--ratio: is in place of budget: give one of them"),
+        (("--budget", 40, "--ratio", 0.9), "--ratio: cannot be given with --budget: leave one of them out"),
         (("--budget", 40, "--within", 2), "--within: is for --smallest"),
         (("--budgets", "40,40"), "--budgets: has a budget twice"),
         (("--budget", 40, "--rankings", "prob"), "unknown ranking 'prob'; did you mean 'probe'?"),

@@ -174,8 +174,8 @@ def test_what_would_be_done(directory: Path, questions: Path) -> None:
         (("--allocators", "uniform,,ppl"), "--allocators: takes values with commas between them"),
         (("--explore", "fill"), "unknown level to explore 'fill'; did you mean 'full'"),
         (("--sure", "1"), "--sure 1 is outside [0.5, 1)"),
-        (("--ratio", "0.5"), "--ratio: is in place of budget: give one of them"),
-        (("--budgets", "16,24"), "--budgets: is in place of budget: give one of them"),
+        (("--ratio", "0.5"), "--ratio: cannot be given with --budget: leave one of them out"),
+        (("--budgets", "16,24"), "--budgets: cannot be given with --budget: leave one of them out"),
         (("-o", "/no/such/plan.json"), "its folder does not exist"),
     ],
 )

@@ -47,7 +47,7 @@ def test_an_evaluation_that_is_not_finished(run: Run, evaluated: tuple[Path, str
     code, out, talk = run("show", tmp_path)
     assert (code, talk) == (0, "")
     assert "uniform@32" in out
-    assert "this evaluation is not finished" in out
+    assert "this run is not finished" in out
     shown = json.loads(run("show", tmp_path, "--json")[1])
     assert shown["tables"][0]["rows"][0][:2] == ["full", 2]
 
@@ -81,7 +81,7 @@ def test_a_search(run: Run, tmp_path: Path) -> None:
         (tmp_path / "run" / name).unlink()
     code, out, _ = run("show", tmp_path / "run")
     assert code == 0
-    assert "this search is not finished" in out
+    assert "this run is not finished" in out
     assert "start uniform" in out
 
 

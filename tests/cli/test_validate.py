@@ -17,7 +17,7 @@ from kvsearch.results.validation import harmful
 from kvsearch.runs.run import read_sums
 from kvsearch.strategies.from_signals import Strategy
 from tests.cli.conftest import Run
-from tests.cli.test_bad_input import ENVIRONMENT, INCOMPATIBLE, USAGE, refused
+from tests.cli.test_bad_input import INCOMPATIBLE, USAGE, refused
 from tests.plan.builders import make_profile
 from tests.signals.profiles import make_signals, signal_metadata
 
@@ -123,7 +123,7 @@ def test_a_damaged_file_is_replaced_only_by_force(run: Run, directory: Path) -> 
     [
         (("--signals", "cosine,,ppl"), "--signals: takes values with commas between them"),
         (("--split", "selct"), "unknown split 'selct'"),
-        (("--budget", 64, "--ratio", 0.5), "--ratio: is in place of budget: give one of them"),
+        (("--budget", 64, "--ratio", 0.5), "--ratio: cannot be given with --budget: leave one of them out"),
         (("--depths", "10"), "none of the chosen tasks reads --depths"),
     ],
 )
@@ -153,6 +153,6 @@ def test_the_model_is_found_or_named(run: Run, directory: Path) -> None:
         refused(run, USAGE, "does not say which model was calibrated: give --model", *command)
     code, _, talk = run(*command, "--model", "bundled")
     assert code == 0, talk
-    refused(run, ENVIRONMENT, "no/such", *command, "--model", "no/such", "--offline")
+    refused(run, USAGE, "no/such", *command, "--model", "no/such", "--offline")
     save_profile(make_signals(signal_metadata(patterns=PATTERNS)), directory / "profile.safetensors", overwrite=True)
     refused(run, INCOMPATIBLE, "was made for another model", *command, "--model", "bundled")

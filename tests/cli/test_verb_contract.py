@@ -57,8 +57,11 @@ class Kept:
 TASKS = "--tasks jsonl:IN/mine.jsonl"
 KEPT = {
     "calibrate": Kept(
-        "calibrate bundled --data IN/texts.json --method query_statistics -o RUN",
-        "--questions 3", ("run/profile.safetensors", "run/contexts.json"), None, 2,
+        "calibrate bundled --data IN/texts.json --policy knorm --no-check --questions 3 -o RUN",
+        "--questions 2", ("run/profile.safetensors", "run/contexts.json"), None, 4,
+    ),
+    "headroom": Kept(
+        f"headroom bundled {TASKS} --samples 2 -o RUN", "--ratio 0.7", ("run/report.json",), "run/report.json", 4,
     ),
     "evaluate": Kept(
         f"evaluate bundled {TASKS} --budgets 24 --samples 2 --batch 1 --methods tova -o RUN",
@@ -140,9 +143,9 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvsearch.models.loading.load", lambda *_: pytest.fail("a model is loaded"))
 
 
-@pytest.mark.parametrize("verb", [*KEPT, "headroom", "generate", "bench"])
+@pytest.mark.parametrize("verb", [*KEPT, "generate", "bench"])
 def test_a_dry_run_is_a_table_and_writes_nothing(run: Run, inputs: Path, tmp_path: Path, verb: str) -> None:
-    others = {"headroom": f"headroom bundled {TASKS} --samples 2", "bench": "bench bundled --budget 40 --length 64"}
+    others = {"bench": "bench bundled --budget 40 --length 64"}
     asked = KEPT.get(verb) or Kept(others.get(verb, "generate bundled"), "", (), None, 0)
     if verb in KEPT:
         prepare(verb, inputs, tmp_path)

@@ -114,9 +114,7 @@ def test_all_mistakes_at_once() -> None:
     talk = refused("oolong", "--cups", "0", "--heat", "hot", "--sizes", "x")
     assert talk.startswith("kvsearch: error: what was given is not valid, 3 problems:\n")
     assert all(flag in talk for flag in ("--cups: ", "--heat: ", "--sizes.0: "))
-    assert refused("oolong", "--cups", "0") == (
-        "kvsearch: error: --cups: Input should be greater than or equal to 1, not 0\n"
-    )
+    assert refused("oolong", "--cups", "0") == ("kvsearch: error: --cups: must be at least 1, not 0\n")
     assert "No such option" in refused("oolong", "--device", "bananas")
     assert "LEAF: is missing" in refused("--cups", "3")
 
@@ -126,12 +124,12 @@ def test_all_mistakes_at_once() -> None:
     [
         (
             ("--cups", "99999999999999999999999"),
-            "--cups: Input should be at most 2147483647, not 999999999999999",
+            "--cups: must be at most 2147483647, not 999999999999999",
         ),
-        (("--cups", "many"), "--cups: Input should be a whole number, not 'many'"),
-        (("--seed", str(2**63)), "--seed: Input should be less than or equal to 9223372036854775807"),
-        (("--strength", "nan"), "--strength: Input should be a finite number, not nan"),
-        (("--colour", "\udcff"), "--colour: Input should be text, in UTF-8"),
+        (("--cups", "many"), "--cups: must be a whole number, not 'many'"),
+        (("--seed", str(2**63)), "--seed: must be at most 9223372036854775807"),
+        (("--strength", "nan"), "--strength: must be a finite number, not nan"),
+        (("--colour", "\udcff"), "--colour: must be text, in UTF-8"),
     ],
 )
 def test_numbers_above_all_meaning(arguments: tuple[str, str], expected: str) -> None:

@@ -62,7 +62,7 @@ def test_several_budgets_in_place_of_one(tmp_path: Path) -> None:
     assert options(one, budgets="64,16").budgets == (64, 16)
     assert options(one, budgets=(64, 16)).budget is None
     assert options(many, budget=48).budgets is None
-    with pytest.raises(UsageError, match="--budgets: is in place of budget: give one of them"):
+    with pytest.raises(UsageError, match="--budgets: cannot be given with --budget: leave one of them out"):
         options(budget=48, budgets=(16, 32))
 
 
@@ -85,7 +85,7 @@ def test_files_of_no_use(text: str, messages: list[str], tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ({"budget": 16, "optimiser": "cmaes"}, "--optimiser: Input should be .*, not 'cmaes'"),
+        ({"budget": 16, "optimiser": "cmaes"}, "--optimiser: must be .*, not 'cmaes'"),
         ({"budget": 16, "optimiser": "golden"}, "needs space groups and group_size 1"),
         ({"budget": 16, "parity": True, "space": "layers"}, "the paper's procedure"),
         ({"budget": 16, "sigma": 0.0}, "sigma"),

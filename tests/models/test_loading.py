@@ -9,9 +9,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, KvsearchWarning, UsageError
@@ -94,8 +96,8 @@ def test_options_that_do_not_exist() -> None:
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
-        ("someone/some-model", EnvironmentFault, "there is no directory someone/some-model, and no downloaded model"),
-        ("no-such-model", EnvironmentFault, "of that name: check the spelling, or leave --offline out"),
+        ("someone/some-model", UsageError, "there is no directory someone/some-model, and no downloaded model"),
+        ("no-such-model", UsageError, "of that name: check the spelling, or leave --offline out"),
         ("/no/such/directory", UsageError, "there is no model '/no/such/directory': check the path of its directory"),
         ("what is this?", UsageError, "there is no model 'what is this?': check the path of its directory"),
     ],
@@ -104,14 +106,19 @@ def test_a_model_that_is_not_here(name: str, error: type[KvsearchError], words: 
     assert words in refusal(name, error, OFFLINE)
 
 
-def test_a_model_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: Any, **__: Any) -> None:
-        raise ConnectionError("name or service not known")
-
+@pytest.mark.parametrize(
+    ("raised", "error", "words"),
+    [
+        (ConnectionError("no route"), EnvironmentFault, "and the hub does not answer: check the network (no route)"),
+        (RepositoryNotFoundError("404", Mock()), UsageError, "nor is there one on the hub that you may read: check"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give(
+    raised: Exception, error: type[KvsearchError], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.model_info", unreachable)
-    message = refusal("someone/some-model", EnvironmentFault, LoadOptions())
-    assert "nor does the hub give one: check spelling and network (name or service not known)" in message
+    monkeypatch.setattr("huggingface_hub.model_info", Mock(side_effect=raised))
+    assert words in refusal("someone/some-model", error, LoadOptions())
 
 
 def test_a_directory_without_a_model(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ WRITERS: dict[str, Writer] = {
     "calibrate probe": _calibrate("probe", *SEEDS, "--data long.json --form linear --answers given"),
     "calibrate query_bank": _calibrate("query_bank", *SEEDS, "--data long.json --answers given --bank 8"),
     "calibrate query_statistics": _calibrate("query_statistics", "--questions 1", "--questions 2"),
+    "headroom": Writer(f"headroom tiny {TASKS} --samples 2 {{}} -o out", "--ratio 0.5", "--ratio 0.6"),
     "validate": Writer(VALIDATE, "cosine", "entropy", ("poly",)),
     "select": Writer(SELECT, *ROUTES, ("poly",)),
     "evaluate": Writer(f"{EVALUATE} -o out", *METHODS),

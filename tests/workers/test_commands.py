@@ -94,8 +94,8 @@ def test_bad_input(verb: str, tmp_path: Path) -> None:
     first = {"select": tmp_path, "validate": tmp_path, "reproduce": "lukv-models"}.get(verb, "bundled")
     output = () if verb in ("headroom", "validate") else ("-o", tmp_path / "run")
     for more, words in (
-        ((*TWO[:1], 0), "--workers: Input should be greater than or equal to 1"),
-        ((*TWO[:1], -3), "--workers: Input should be greater than or equal to 1"),
+        ((*TWO[:1], 0), "--workers: must be at least 1"),
+        ((*TWO[:1], -3), "--workers: must be at least 1"),
         (("--ray-address", "auto"), "--ray-address is for Ray workers: say how many with --workers"),
     ):
         refused(invoke, USAGE, words, verb, first, *more, *output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
@@ -17,7 +17,7 @@ from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import COMPARED, RankingOptions
 from kvsearch.calibration.probe.context_pass import BUDGETS, ContextPass, QuestionBuilder
 from kvsearch.calibration.probe.rankings import Measure
-from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, parted_own_replies, prompts_of
+from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of, with_own_replies
 from kvsearch.calibration.steps import StepCache
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
@@ -126,7 +126,8 @@ class FitContexts:
         builder = calibration.builder(prompts)
         given = {prompt.context: prompt for prompt in prompts}
         if options.answers == "own" and "answers" in builder.targets:
-            prompts = reply_in_steps(calibration.loaded, prompts, options.answer_tokens, steps)
+            together = [prompts[first : first + TOGETHER] for first in range(0, len(prompts), TOGETHER)]
+            prompts = with_own_replies(calibration.loaded, together, options.answer_tokens, steps)
         parts = split(prompts, options.seed)
         left_out = kind_to_leave_out(parts) if "answers" in builder.targets else None
         others = None if left_out is None else without(parts, left_out)
@@ -243,26 +244,6 @@ class RankingCalibration(Calibration[AnyRanking]):
                 work += Work.over([prompt.length], passes)
                 work += Work.over((after.tokens.shape[1] for after in asked), times)
         return work * RANKED
-
-
-def reply_in_steps(
-    loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], most: int, steps: StepCache
-) -> list[CalibrationPrompt]:
-    """Return what `with_own_replies` does, a few contexts a step."""
-    parts = [prompts[first : first + TOGETHER] for first in range(0, len(prompts), TOGETHER)]
-
-    def make(some: Sequence[Sequence[CalibrationPrompt]]) -> Iterator[Arrays]:
-        for replied in parted_own_replies(loaded, some, most):
-            replies = [after.tokens.numpy() for prompt in replied for after in prompt.continuations]
-            yield {str(number): tokens for number, tokens in enumerate(replies)}
-
-    replied = list[CalibrationPrompt]()
-    for part, arrays in zip(parts, steps.stage(parts, make), strict=True):
-        tokens = (torch.from_numpy(arrays[str(number)]) for number in range(len(arrays)))
-        for prompt in part:
-            continuations = tuple(replace(after, tokens=next(tokens)) for after in prompt.continuations)
-            replied.append(replace(prompt, continuations=continuations))
-    return replied
 
 
 def without(parts: ContextSplit, kind: str) -> ContextSplit:
