@@ -58,10 +58,10 @@ def calibrate(options: CalibrateOptions, profile: Profile) -> Output:
     """Measure which cache entries a model can live without, and write a profile.
 
     lukv: from the true importance of entries for later answers. lava, cake, adakv: what these rules decide prompt by
-    prompt, averaged to static budgets. polykv: what every layer loses under each of several patterns; a run that was
-    interrupted goes on when it is repeated, and --dry-run says what it costs. probe: a ranking of entries, fitted to
-    what they are worth, which other methods and `evaluate` then take as the policy probe=DIR. query_bank: likewise, by
-    stored queries of questions, as query_bank=DIR.
+    prompt, averaged to static budgets. polykv: what every layer loses under each of several patterns. probe: a ranking
+    of entries, fitted to what they are worth, which other methods and `evaluate` then take as the policy probe=DIR.
+    query_bank: likewise, by stored queries of questions, as query_bank=DIR. The same command goes on where it stopped;
+    --dry-run says what it costs.
 
     Example: kvsearch calibrate bundled --method lukv --policy snapkv -o runs/snapkv
     """
@@ -90,9 +90,9 @@ def validate(options: ValidateOptions, validated: Validated) -> Output:
 def select(options: SelectOptions, selected: Selected) -> Output:
     """Choose the best strategy of a PolyKV calibration, unless a single-policy baseline is as good: then choose that.
 
-    All candidates and baselines answer the first half of split select, the best of them the other half. A strategy is
-    written only if it leads the best baseline there by more than chance. What is written is reported on split report,
-    beside the best candidates, and what it gains by its policies and what by its budgets.
+    Candidates and baselines answer questions of split select in rounds; those that are behind beyond chance leave. A
+    strategy is written if it beats the best baseline, or is likely better. It is scored on split report, beside the
+    best candidates, with what it gains by its policies and what by its budgets.
 
     Example: kvsearch select runs/polykv --budget 64 -o plan.json
     """
@@ -287,6 +287,9 @@ def report(options: ReportOptions, page: Report) -> Output:
 @job_verb("kvsearch.jobs.headroom:HeadroomOptions")
 def headroom(options: JobOptions, result: HeadroomResult) -> Output:
     """Evict by true importance, by simple policies and at random, and compare with the full cache.
+
+    The scores say how much there is to win at this size, and whether these tasks tell methods apart. With --output, the
+    same command goes on where it stopped.
 
     Example: kvsearch headroom bundled --length 1024
     """

@@ -200,8 +200,8 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
 
     lukv: from the true importance of entries for later answers. lava, cake, adakv: what these rules decide prompt by
     prompt, averaged to static budgets. polykv: what every layer loses under each of several patterns. probe,
-    query_bank: a ranking. A run of these three that was interrupted goes on when the call is repeated; of a finished
-    one, of any method, the profile is read. query_statistics: mean and covariance of queries, which `export_to` hands
+    query_bank: a ranking. A calibration that was interrupted goes on when the call is repeated; of a finished one the
+    profile is read. query_statistics: mean and covariance of queries, which `export_to` hands
     to other tools.
 
     Raises:

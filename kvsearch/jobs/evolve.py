@@ -26,7 +26,7 @@ from kvsearch.jobs.groups import (
 )
 from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store
+from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_few
 from kvsearch.plan import save_plan
 from kvsearch.plan.schema import PHASES
 from kvsearch.policies import create_policy
@@ -279,7 +279,10 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
     else:
         base = Base.of(loaded, policies[0] if policies else next(iter(plans.values())), PHASES[options.phases])
     splits = {use: options.split(name, tasks[name], options.protocol) for use, name in SPLITS.items()}
-    return prepare_searches(base, budgets, options.settings, splits, plans, options.rule)
+    searches = prepare_searches(base, budgets, options.settings, splits, plans, options.rule)
+    if options.samples is not None:
+        warn_of_few(reporter, [task for encoded in searches[0].encoded.values() for task in encoded])
+    return searches
 
 
 def _find_policies(space: str, names: str | None, params: Mapping[str, Any], plans: Mapping[str, Plan]) -> list[Policy]:

@@ -57,7 +57,8 @@ def warn_of_few(reporter: Reporter, encoded: Iterable[TaskPrompts]) -> None:
     """Warn of tasks that have fewer contexts than were asked for."""
     for task in encoded:
         if task.coverage.shortfall is not None:
-            reporter.warn(task.coverage.shortfall)
+            part = "" if task.coverage.split is None else f" in split {task.coverage.split}"
+            reporter.warn(f"{task.coverage.shortfall}{part}")
 
 
 @contextmanager

@@ -37,7 +37,16 @@ from kvsearch.jobs.groups import (
     following,
 )
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Overall, Reporter, StageReporter, on_interruption, overall, stage_store
+from kvsearch.jobs.reporter import (
+    FINISHED,
+    Overall,
+    Reporter,
+    StageReporter,
+    on_interruption,
+    overall,
+    stage_store,
+    warn_of_few,
+)
 from kvsearch.models.speed import StageCost
 from kvsearch.plan import Size, save_plan
 from kvsearch.plan.origin import ContextSet, joined
@@ -468,6 +477,8 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
         raise UsageError(f"none of --policies {','.join(options.policies)} can be used on this model: name others")
     encoded = {name: split.encode(loaded) for name, split in splits.items()}
     refuse_shared(encoded)
+    if options.samples is not None:
+        warn_of_few(reporter, [*encoded["select"], *encoded["report"]])
     if options.smallest:
         halve_contexts(encoded["select"], options.seed)  # one context leaves a half empty: told before any fit
     contexts = [len(prompt.context) for task in encoded["select"] for prompt in task.prompts]

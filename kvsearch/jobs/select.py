@@ -18,12 +18,12 @@ from kvsearch.core.naming import require_known
 from kvsearch.evaluation.reply_store import check_place
 from kvsearch.jobs.groups import BUDGET, Deciding, evaluation, following
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store
+from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_few
 from kvsearch.jobs.validate import OnSignals, load_signals
 from kvsearch.plan import PHASES, Size, canonical_json, save_plan
 from kvsearch.plan.origin import ContextRecord
 from kvsearch.report.costs import Forecast
-from kvsearch.report.selections import selection_result, tables
+from kvsearch.report.selections import ahead_words, selection_result, tables
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
@@ -234,6 +234,9 @@ def select(options: SelectOptions, reporter: Reporter) -> Selected:
         selections.append(found)
     if were_finished:
         reporter.say(FINISHED)
+    for found in selections:
+        if ahead := ahead_words(found.report.ahead, len(found.report.scores) - 2):
+            reporter.warn(ahead)
     places, plans, _ = zip(*prepared, strict=True)
     files = tuple(place / SELECTION for place in places)
     return Selected(tuple(selections), plans, files, options.budgets is not None)
@@ -275,4 +278,6 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
         prepare_selection(loaded, profile, size, choice, reported, phases, candidates, rule)
         for size, candidates in zip(sizes, explored, strict=True)
     ]
+    if options.samples is not None:
+        warn_of_few(reporter, [*selections[0].selection_prompts, *selections[0].report_prompts])
     return list(zip(places, outputs, selections, strict=True))

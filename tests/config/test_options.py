@@ -116,7 +116,7 @@ def test_all_mistakes_at_once() -> None:
     assert all(flag in talk for flag in ("--cups: ", "--heat: ", "--sizes.0: "))
     assert refused("oolong", "--cups", "0") == ("kvsearch: error: --cups: must be at least 1, not 0\n")
     assert "No such option" in refused("oolong", "--device", "bananas")
-    assert "LEAF: is missing" in refused("--cups", "3")
+    assert "LEAF is missing: which leaf" in refused("--cups", "3")
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_a_model_that_is_not_here(name: str, error: type[KvsearchError], words: 
     ("raised", "error", "words"),
     [
         (ConnectionError("no route"), EnvironmentFault, "and the hub does not answer: check the network (no route)"),
-        (RepositoryNotFoundError("404", Mock()), UsageError, "nor is there one on the hub that you may read: check"),
+        (RepositoryNotFoundError("404", response=Mock()), UsageError, "nor is there one on the hub that you may read: check"),
     ],
 )
 def test_a_model_that_the_hub_does_not_give(
@@ -239,7 +239,7 @@ def test_running_out_of_memory_is_not_the_models_fault(saved: Path, monkeypatch:
 def test_a_bundled_name_that_was_typed_wrong() -> None:
     message = refusal("bundled-redundent", UsageError)  # without a look at the hub
     assert "did you mean 'bundled-redundant'?" in message
-    assert "did you mean" not in refusal("meta-llama/Llama-3.1-8B", EnvironmentFault, OFFLINE)
+    assert "did you mean" not in refusal("meta-llama/Llama-3.1-8B", UsageError, OFFLINE)
 
 
 def test_the_revision_of_a_hub_model(monkeypatch: pytest.MonkeyPatch) -> None:
