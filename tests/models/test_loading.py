@@ -110,7 +110,11 @@ def test_a_model_that_is_not_here(name: str, error: type[KvsearchError], words: 
     ("raised", "error", "words"),
     [
         (ConnectionError("no route"), EnvironmentFault, "and the hub does not answer: check the network (no route)"),
-        (RepositoryNotFoundError("404", response=Mock()), UsageError, "nor is there one on the hub that you may read: check"),
+        (
+            RepositoryNotFoundError("404", response=Mock()),
+            UsageError,
+            "nor is there one on the hub that you may read: check",
+        ),
     ],
 )
 def test_a_model_that_the_hub_does_not_give(
