@@ -37,7 +37,7 @@ from kvsearch.runtime.decode.steps import FEWEST, stepping
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import held_entries, prefill_all
-from kvsearch.runtime.stock import layer_state, stock_nbytes
+from kvsearch.runtime.stock import CACHE, layer_state, stock_nbytes
 
 STOCK = "sdpa"
 SMALLEST = 0.2
@@ -215,7 +215,7 @@ def prefill_seconds(model: Any, cache: Any, ids: Tensor) -> float:
     if rereads:
         prefill_all(model, [cache], ids, torch.ones_like(ids))
     else:
-        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        model(input_ids=ids, logits_to_keep=1, **{CACHE: cache})
     synchronise(model.device)
     return time.perf_counter() - start
 
@@ -247,7 +247,7 @@ def step_seconds(model: Any, cache: Any, batch: int, steps: int) -> float:
 
 def _decoded(model: Any, cache: Any, token: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
-        token = model(input_ids=token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        token = model(input_ids=token, **{CACHE: cache}).logits[:, -1:].argmax(-1)
     return token
 
 

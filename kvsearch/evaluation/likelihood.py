@@ -12,6 +12,7 @@ from torch import Tensor
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.decode.replies import NonFiniteError, next_tokens
 from kvsearch.runtime.shared_prefill import held_entries, read_prompts
+from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.predictions import token_losses
 
 
@@ -111,5 +112,5 @@ def _forced(model: Any, cache: PlanCache, mask: Tensor, fed: Sequence[Sequence[i
     ids = torch.tensor([[*text, *[pad] * (width - len(text))] for text in fed], device=mask.device)
     positions = mask.sum(-1, keepdim=True) + torch.arange(width, device=mask.device)
     seen = torch.cat([mask, torch.ones_like(ids)], 1)
-    logits: Tensor = model(input_ids=ids, attention_mask=seen, position_ids=positions, past_key_values=cache).logits
+    logits: Tensor = model(input_ids=ids, attention_mask=seen, position_ids=positions, **{CACHE: cache}).logits
     return logits

@@ -27,6 +27,7 @@ from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule, rules_need
 from kvsearch.runtime.observe import DensePass, LayerContinuation
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_answers
+from kvsearch.runtime.stock import CACHE
 from kvsearch.runtime.store.storage import RaggedStore
 from kvsearch.signals.attention_rows import LossBounds, attention_change, loss_bounds, output_loss
 from kvsearch.tasks.base import Answers, Task
@@ -158,7 +159,7 @@ def layer_rules(model: Any, program: Program, context: Tensor) -> dict[int, Laye
     planned = {index: LayerRules(layer.prefill, layer.decode) for index, layer in cache.planned.items()}
     if program.allocation is None:
         return planned
-    model(input_ids=context, past_key_values=cache, logits_to_keep=1)
+    model(input_ids=context, logits_to_keep=1, **{CACHE: cache})
     return {index: _decided(rules, cache.planned[index].holder) for index, rules in planned.items()}
 
 

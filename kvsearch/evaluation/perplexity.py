@@ -24,6 +24,7 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import full_cache, require_room
 from kvsearch.runtime.shared_prefill import held_entries, prefill_all, with_unplanned
+from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.predictions import token_losses
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.splits import draw
@@ -134,5 +135,5 @@ def _forced(model: Any, cache: PlanCache, tokens: Tensor) -> Iterator[Tensor]:
         seen = cache.get_seq_length()
         mask = torch.ones(len(given), seen + given.shape[1], dtype=torch.long, device=given.device)
         positions = torch.arange(seen, mask.shape[1], device=given.device).expand_as(given)
-        logits = model(input_ids=given, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+        logits = model(input_ids=given, attention_mask=mask, position_ids=positions, **{CACHE: cache}).logits
         yield token_losses(logits, wanted)

@@ -19,6 +19,7 @@ from kvsearch.runtime.decode.steps import CACHES, cache_of, stepping
 from kvsearch.runtime.observe import reread
 from kvsearch.runtime.program import Program, require_room
 from kvsearch.runtime.shared_prefill import prefill_all
+from kvsearch.runtime.stock import CACHE
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan
@@ -117,7 +118,7 @@ class PlannedModel:
                     planned[index].rereads = found
         tokens = kwargs.get("max_new_tokens") or config.max_new_tokens
         with stepping(self.model, self.cache, tokens) if self.graphs else nullcontext(self.model) as model:
-            output = model.generate(input_ids, generation_config, *args, past_key_values=self.cache, **kwargs)
+            output = model.generate(input_ids, generation_config, *args, **{CACHE: self.cache}, **kwargs)
         self.cache.check_scores()
         warn_beyond(self.model, self.cache.get_seq_length())
         return output

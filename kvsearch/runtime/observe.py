@@ -26,7 +26,7 @@ from kvsearch.runtime.eviction import PhaseRule
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.program import full_cache, require_room
 from kvsearch.runtime.replay.replay import Followed, Replay, at_rows, replay
-from kvsearch.runtime.stock import cache_class, layer_state, stock_layers
+from kvsearch.runtime.stock import CACHE, cache_class, layer_state, stock_layers
 from kvsearch.signals.attention_rows import importance_rows, residual_weights
 
 Noted = TypeVar("Noted")
@@ -309,9 +309,7 @@ class DensePass(Generic[Noted]):
                 yield replace(layer.continuation)
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, **kwargs: Any) -> Any:
-        return self.model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, **kwargs
-        )
+        return self.model(input_ids=ids, attention_mask=mask, position_ids=positions, **{CACHE: self.cache}, **kwargs)
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from kvsearch.runtime.decode.replies import Finished, Replies, left_padded, next
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.observe import PromptLayer, Rereads, reread
 from kvsearch.runtime.program import Program, prompt_bytes, require_room
-from kvsearch.runtime.stock import cache_class, join_states, layer_state, stateful_layers, stock_layers
+from kvsearch.runtime.stock import CACHE, cache_class, join_states, layer_state, stateful_layers, stock_layers
 from kvsearch.runtime.store.storage import RaggedStore
 
 T = TypeVar("T")
@@ -220,8 +220,8 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
                 input_ids=ids[:, part],
                 attention_mask=mask[:, : part.stop],
                 position_ids=positions[:, part],
-                past_key_values=shared,
                 logits_to_keep=1,
+                **{CACHE: shared},
             )
     for index, layer in enumerate(shared.layers):
         if not isinstance(layer, PromptLayer):

@@ -21,6 +21,7 @@ from kvsearch.runtime import Program, attach
 from kvsearch.runtime.attach import PlannedModel
 from kvsearch.runtime.decode import steps
 from kvsearch.runtime.decode.steps import Captured, CudaGraphs, graphs_for
+from kvsearch.runtime.stock import CACHE
 from tests.families import DEVICES, build, prompts
 from tests.runtime.policies import SMALL, for_model
 from tests.runtime.recorder import Recorder, capturing
@@ -114,7 +115,7 @@ class TestCaptured:
             run, ids = planned(decode=decode), prompts(1, 17)[0]
             for captured in (first, second):
                 ids = torch.cat([ids, prompts(1, 3, seed=2)[0]], 1)
-                given = {} if run.cache is None else {"past_key_values": run.cache}
+                given = {} if run.cache is None else {CACHE: run.cache}
                 with capturing(Recorder() if captured else None), run:
                     ids = run.generate(ids, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, **given)
             if not decode:
@@ -177,7 +178,7 @@ class TestNotCaptured:
         """Its code would go on with the length of the step that was captured."""
 
         def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            (kwargs.get("cache") or kwargs["past_key_values"]).get_seq_length()
+            kwargs[CACHE].get_seq_length()
 
         handle = model().register_forward_pre_hook(look, with_kwargs=True)
         try:

@@ -18,6 +18,7 @@ from kvsearch.calibration.polykv.ablations import Ablation, AblationResults, Abl
 from kvsearch.models.architecture import attention_modules
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.program import PhaseProgram
+from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.attention_rows import Agreement, output_agreement
 
 
@@ -41,7 +42,7 @@ def measure_naively(
         """Return logits [M, K, V] of the tokens, and what attention blocks of `layers` put out, [M, K, d_model]."""
         cache = PlanCache(model, program)
         read = {"attention_mask": mask, "position_ids": positions[:, :length]}
-        model(input_ids=ids, past_key_values=cache, logits_to_keep=1, **read)
+        model(input_ids=ids, logits_to_keep=1, **{CACHE: cache}, **read)
         outputs: dict[int, Tensor] = {}
         with ExitStack() as hooks:
             for layer in layers:
@@ -50,7 +51,7 @@ def measure_naively(
                 input_ids=after.tokens,
                 attention_mask=whole_mask,
                 position_ids=positions[:, length:],
-                past_key_values=cache,
+                **{CACHE: cache},
             ).logits
         return logits, outputs
 

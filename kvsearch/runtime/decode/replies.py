@@ -16,6 +16,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime.cache import CacheMark, PlanCache
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.steps import stepping
+from kvsearch.runtime.stock import CACHE
 
 Finished = Callable[[list[int]], bool]
 
@@ -167,8 +168,8 @@ class Replies:
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=self.cache,
                 logits_to_keep=rows,
+                **{CACHE: self.cache},
             ).logits
         return logits
 

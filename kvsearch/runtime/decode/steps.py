@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvsearch.core.errors import warn_once
 from kvsearch.runtime.cache import PlanCache
+from kvsearch.runtime.stock import CACHE
 
 ROOM = 512  # tokens that room is made for at a time, at most
 MOST_GRAPHS = 32  # of one cache
@@ -222,9 +223,7 @@ class DecodeSteps:
 
     def _step(self, others: Mapping[str, Any]) -> Any:
         ids, positions, mask = self._inputs
-        return self.model(
-            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self.cache, **others
-        )
+        return self.model(input_ids=ids, position_ids=positions, attention_mask=mask, **{CACHE: self.cache}, **others)
 
 
 def not_captured(model: Any, cache: PlanCache) -> str | None:

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.runtime.decode.replies import GreedyReply, left_padded, likeliest
+from kvsearch.runtime.stock import CACHE
 from kvsearch.search.bank.layer import PrefixLayer, SuffixTokens, WindowLayer
 from kvsearch.search.bank.samples import BankSample
 from kvsearch.signals.predictions import answer_divergences, answer_losses
@@ -109,8 +110,8 @@ class Pass:
         output = self.model(
             input_ids=ids,
             position_ids=positions.repeat(self.count, 1),
-            past_key_values=self.cache,
             logits_to_keep=keep,
+            **{CACHE: self.cache},
         )
         logits: Tensor = output.logits
         return logits.view(self.count, len(valid), *logits.shape[1:])

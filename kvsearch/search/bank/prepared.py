@@ -24,7 +24,7 @@ from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.collector import watch
 from kvsearch.runtime.observe import PromptLayer
-from kvsearch.runtime.stock import stock_layers
+from kvsearch.runtime.stock import CACHE, stock_layers
 from kvsearch.search.bank.passes import Pass, Portion, side_by_side
 from kvsearch.search.bank.samples import BankSample
 from kvsearch.search.bank.store import SampleStore
@@ -68,7 +68,7 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int | None) -> Pre
     for index, some in policies.items():
         layers[index] = PromptLayer(index, [policy.needs() for policy in some], rotary(model, index), best)
     with torch.no_grad():
-        output = model(input_ids=ids[None].to(model.device), past_key_values=Cache(layers=layers), logits_to_keep=1)
+        output = model(input_ids=ids[None].to(model.device), logits_to_keep=1, **{CACHE: Cache(layers=layers)})
     require_finite(checks)
     states = [[(layer.keys, layer.values)] if layer.is_sliding else layer.noted for layer in layers]
     kept = [[(keys[0], values[0]) for keys, values in some] for some in states]
