@@ -11,9 +11,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Kernels run in Triton's interpreter, which must be known when it is first imported; nothing else here uses it.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # else Triton warns that its default will change
-# As commands have it, but transformers may be imported before one of them.
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
 

@@ -91,6 +91,7 @@ OF_ALL = (
     Flag("as_json", "Print the result as JSON.", ["--json"], "", GENERAL, LAST),
     Flag("quiet", "No messages and no progress bars.", ["--quiet", "-q"], "", GENERAL),
     Flag("verbose", "Say what is done, with times.", ["--verbose", "-v"], "", GENERAL),
+    Flag("log_file", "Write all that is said and done to the end of this file.", ["--log-file"], "PATH", GENERAL),
     Flag("debug", "Show the traceback of an error.", ["--debug"], "", GENERAL),
 )
 RECIPE = Flag(

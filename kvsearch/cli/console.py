@@ -10,14 +10,16 @@ import functools
 import json
 import logging
 import os
+import platform
 import signal
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console as RichConsole
@@ -27,16 +29,21 @@ from rich.text import Text
 
 from kvsearch.cli.progress import Count, bar, lines
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning
+from kvsearch.core.files import FileKind, check_target, require_kind
 from kvsearch.core.printed import brief, visible, visible_line, visible_reply
-from kvsearch.core.progress import Progress, Title
+from kvsearch.core.progress import Progress, SecondsLeft, Title
+from kvsearch.core.resources import package_version
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.report.screen import WIDEST
+from kvsearch.runs.lock import this_command
 
 if TYPE_CHECKING:
     from kvsearch.report.figures.data import Part
 
 BUG = 1
 LOGGER = logging.getLogger("kvsearch")
+LOG_BEGINS = "kvsearch began"
+LOG_FILE = FileKind("a log of kvsearch", LOG_BEGINS.encode())
 SHOWN = {"shown": True}  # of a record that is on the screen already
 
 
@@ -86,6 +93,7 @@ class Console:
     dry_run: bool = False
     quiet: bool = False
     verbose: bool = False
+    log_file: Path | str | None = None
     debug: bool = False
 
     @functools.cached_property
@@ -119,12 +127,27 @@ class Console:
         _write(shown)
 
     @contextmanager
-    def progress(self, what: Title) -> Iterator[Progress]:
+    def loading(self, name: str) -> Iterator[None]:
+        """Keep transformers from printing while a model is loaded, unless more is to be said."""
+        from transformers.utils import logging as transformers_logging
+
+        if not self.verbose:
+            transformers_logging.set_verbosity_error()
+            transformers_logging.disable_progress_bar()
+        count = Count(f"loading {name}")
+        with self._timed(count), lines(count, self.say) if not self._on_terminal else nullcontext():
+            yield
+
+    @contextmanager
+    def progress(self, what: Title, left: SecondsLeft | None = None) -> Iterator[Progress]:
         """Show how far something is: a bar on a terminal, a line every half minute elsewhere."""
-        count = Count(what)
-        on_terminal = self.reporter.is_terminal and not self.quiet
-        with self._timed(count), bar(count, self.reporter) if on_terminal else lines(count, self.say) as shown:
+        count = Count(what, left)
+        with self._timed(count), bar(count, self.reporter) if self._on_terminal else lines(count, self.say) as shown:
             yield shown
+
+    @property
+    def _on_terminal(self) -> bool:
+        return self.reporter.is_terminal and not self.quiet
 
     @contextmanager
     def _timed(self, count: Count) -> Iterator[None]:
@@ -137,7 +160,7 @@ class Console:
     def run(self, action: Callable[[], None]) -> int:
         """Run `action`; return the exit code and print one line about what went wrong, if anything."""
         try:
-            set_up_log(self.verbose)
+            set_up_log(self.verbose, None if self.log_file is None else Path(self.log_file))
             with self._showing_warnings(), stoppable():
                 action()
         except KeyboardInterrupt as stop:
@@ -215,7 +238,7 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# --- the log: what is done, with times, on the screen by -v -----------------------------------------------
+# --- the log: --log-file has all that is said and done, with times; -v shows it -------------------------
 
 
 class Lines(logging.Formatter):
@@ -228,16 +251,39 @@ class Lines(logging.Formatter):
         return visible(super().formatException(ei))
 
 
-def set_up_log(verbose: bool) -> None:
-    """Show what is logged from now on if it is wanted; else silence what libraries say of models that they load."""
+class LogFile(logging.FileHandler):
+    """A log that ends with one line on the screen where it cannot be written, as the disk is full."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, ARG002 - the name that logging calls
+        LOGGER.removeHandler(self)
+        error = sys.exc_info()[1]
+        sys.stderr.write(
+            f"kvsearch: warning: cannot write {brief(f'{self.baseFilename}: {error}')}; the log ends there\n"
+        )
+
+
+def set_up_log(verbose: bool, path: Path | None) -> None:
+    """Send what is logged from now on to the screen, if that is wanted, and to the end of a file.
+
+    Raises:
+        UsageError: the file cannot be written, or holds something else than logs of kvsearch.
+    """
     LOGGER.propagate = False
+    for handler in LOGGER.handlers:
+        with suppress(OSError):
+            handler.close()
     LOGGER.handlers = [logging.NullHandler()]
-    LOGGER.setLevel(logging.DEBUG if verbose else logging.INFO)
+    LOGGER.setLevel(logging.DEBUG if verbose or path is not None else logging.INFO)
     if verbose:
         screen = logging.StreamHandler()
         screen.addFilter(lambda record: not hasattr(record, "shown"))
         screen.setFormatter(Lines("%(asctime)s %(message)s", "%H:%M:%S"))
         LOGGER.addHandler(screen)
-    else:  # read when transformers is imported
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if path is not None:
+        check_target(path)
+        require_kind(path, LOG_FILE)
+        file = LogFile(path, encoding="utf-8")
+        file.setFormatter(Lines("%(asctime)s %(levelname)s %(message)s"))
+        LOGGER.addHandler(file)
+        command = " ".join(this_command())
+        LOGGER.info("%s: %s (%s on %s)", LOG_BEGINS, command, package_version(), platform.node(), extra=SHOWN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from functools import cache
 from importlib import metadata
@@ -27,6 +28,13 @@ def resource(relative: str) -> Path:
 def version(package: str) -> str:
     """Return the version of an installed package; PackageNotFoundError if it is not installed."""
     return metadata.version(package)
+
+
+def package_version() -> str:
+    """Return the version of kvsearch, with the commit that it was installed from where that is known."""
+    source = json.loads(metadata.distribution("kvsearch").read_text("direct_url.json") or "{}")
+    commit = source.get("vcs_info", {}).get("commit_id")
+    return f"kvsearch {version('kvsearch')}" + (f", commit {commit}" if commit else "")
 
 
 class Closing(ABC):

@@ -175,7 +175,7 @@ def _load(
     if options.shape is None:
         loaded = options.load(str(options.model), reporter)
     else:
-        with reporter.progress(f"loading {options.shape}"):
+        with reporter.loading(options.shape):
             dtype = options.loading().dtype
             loaded = random_model(options.shape, options.layers, options.device, dtype, weights=weights)
     from kvsearch.benchmark.capacity import require_memory

@@ -110,7 +110,7 @@ class Loading(JobOptions):
         """Load the model of that name as these options say, but for those given `instead`; errors: see `load`."""
         if self._loaded is not None:
             return cast("LoadedModel", self._loaded)
-        with (reporter or Silent()).progress(f"loading {name}"):
+        with (reporter or Silent()).loading(name):
             return loading.load(name, replace(self.loading(), **instead))
 
 

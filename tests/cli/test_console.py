@@ -1,18 +1,26 @@
-"""What every command says of itself: warnings, signals, and how far it is."""
+"""What every command says of itself: warnings, signals, how far it is, and its log."""
 
 from __future__ import annotations
 
+import errno
 import os
+import platform
 import signal
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvsearch.cli.console import Console
 from kvsearch.cli.progress import Count, lines
 from kvsearch.core.errors import KvsearchWarning
+from kvsearch.core.progress import TimeLeft
 from kvsearch.jobs.reporter import Overall, on_interruption
+from tests.cli.conftest import Run
+from tests.cli.test_bad_input import USAGE, refused
 
 # --- signals --------------------------------------------------------------------------------------------------------
 
@@ -47,13 +55,14 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
 # --- warnings -------------------------------------------------------------------------------------------------------
 
 
-def test_our_warnings_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_warnings_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     def warned(console: Console) -> str:
         assert console.run(lambda: warnings.warn("no good", KvsearchWarning, stacklevel=1)) == 0
         return capsys.readouterr().err
 
     assert warned(Console()) == "kvsearch: warning: no good\n"
-    assert warned(Console(quiet=True)) == ""
+    assert warned(Console(quiet=True, log_file=tmp_path / "log.txt")) == ""
+    assert "WARNING no good" in (tmp_path / "log.txt").read_text()
 
 
 def test_the_warnings_of_others_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,31 +84,45 @@ def test_time_left_is_of_what_this_process_does() -> None:
     count(20, 40)
     assert count.words() == "batches: 50% in 0:20, about 0:40 left"
     now[0] = 90.0
-    assert count.words() == "batches: 50% in 1:30, about 3:00 left"
+    assert count.words() == "batches: 50% in 1:30, longer than expected"
     count(0, 5)
     now[0] = 3690.0
     count(1, 5)
-    assert count.words() == "batches: 20% in 1:01:30, about 4:00:00 left"
+    assert count.words() == "batches: 20% in 1:01:30, part 2: about 4:00:00 left"
 
 
-def test_how_far_stages_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages that were finished before take no part of the whole."""
+@given(st.lists(st.none() | st.floats(0, 1e6), max_size=30))
+def test_a_time_left_never_rises(estimates: list[float | None]) -> None:
+    left = TimeLeft()
+    shown = [words for words in map(left.words, estimates) if words]
+    times = [words for words in shown if words != "longer than expected"]
+    seconds = [sum(int(part) * 60**place for place, part in enumerate(reversed(words.split()[1].split(":"))))
+               for words in times]  # fmt: skip
+    assert seconds == sorted(seconds, reverse=True)
+    known = [seconds for seconds in estimates if seconds is not None]
+    assert len(shown) == len(known)
+    assert not known or left.least == min(known)
+
+
+def test_the_time_left_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages that were finished before take no time, and others as long as was said, until more is known."""
     now = [0.0]
     monkeypatch.setattr("kvsearch.jobs.reporter.time.monotonic", lambda: now[0])
     display = Overall(Console(quiet=True), {"fit": 60.0, "search": 30.0, "report": 10.0})
+    assert display.left() == 100
     with display.stage("fit") as stage, stage.progress("contexts") as show:
         show(5, 10)
         show(1, 10)  # steps count anew
         assert display.done == 30
-    assert (display.done, display.whole) == (0, 40)  # it was there already
+    assert (display.done, display.left()) == (60, 40)  # it was there already
     with display.stage("search") as stage:
         stage.part = 0.5
         for _ in range(2):
             with stage.progress("round") as show:
                 show(4, 4)
-        assert display.done == 30 * 0.75
+        assert display.done == 60 + 30 * 0.75
         now[0] = 60.0
-    assert (display.done, display.whole) == (30, 40)
+    assert display.left() == pytest.approx((60 + 20) / (30 + 20) * 10)
 
 
 def test_lines_come_while_one_step_takes_long() -> None:
@@ -115,3 +138,28 @@ def test_lines_come_while_one_step_takes_long() -> None:
         progress(0, 3)
         assert twice.wait(60)
     assert said[-1].startswith("batches: 0% in ")
+
+
+# --- the log --------------------------------------------------------------------------------------------------------
+
+
+def test_a_log_goes_to_the_end_of_a_log_and_nowhere_else(run: Run, tmp_path: Path) -> None:
+    plan, log = tmp_path / "plan.json", tmp_path / "log.txt"
+    plan.write_text("{}")
+    refused(run, USAGE, "a log of kvsearch", "policies", "snapkv", "--log-file", plan)
+    assert plan.read_text() == "{}"
+    assert run("policies", "snapkv", "--log-file", log)[0] == 0
+    assert run("policies", "nonesuch", "--log-file", log)[0] == USAGE
+    assert log.read_text().count(f" on {platform.node()})\n") == 2
+    assert "ERROR unknown policy 'nonesuch'" in log.read_text()
+
+
+def test_a_log_that_cannot_be_written_ends(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvsearch.cli.console.LogFile.flush", full)
+    code, _, talk = run("policies", "knorm", "--log-file", tmp_path / "log.txt")
+    assert code == 0
+    assert talk.count("; the log ends there") == 1
+    assert "Traceback" not in talk

@@ -77,11 +77,15 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tasks.write_text("\n".join(map(json.dumps, rows)))
     arguments = ("--tasks", f"jsonl:{tasks}", "--methods", "streaming", "--budgets", "16", "--columns", "categories")
     output = folder / f"[bold]{file_name(PAYLOADS[4])}"
-    code, out, talk = invoke("evaluate", "bundled", *arguments, "-o", output, "--table", folder / "table.csv")
+    code, out, talk = invoke(
+        "evaluate", "bundled", *arguments, "-o", output, "--table", folder / "table.csv", "--log-file",
+        folder / "log.txt",
+    )  # fmt: skip
     assert code in (0, 4), talk
     assert passed(out) == passed(talk) == set()
     for shown in ("[red]", "[link=http://e.example]", ":warning:", "\\x1b[2J", "\\u202e"):
         assert shown in "".join(out.split())
+    assert passed((folder / "log.txt").read_text()) == set()
     return output
 
 
@@ -182,7 +186,7 @@ def test_a_reply_on_a_terminal_is_shown_and_in_a_pipe_is_as_it_is(monkeypatch: p
 
 
 @pytest.mark.parametrize("shown_on", ["terminal", "pipe"])
-def test_all_that_a_console_says(shown_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_a_console_says(shown_on: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = "".join(PAYLOADS)
     monkeypatch.setenv("TERM", "dumb")  # no colours, and no moves of the cursor
     stream = io.StringIO()
@@ -191,12 +195,14 @@ def test_all_that_a_console_says(shown_on: str, monkeypatch: pytest.MonkeyPatch)
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, stream)
     console = Console(verbose=1, debug=True)
-    set_up_log(True)
+    set_up_log(True, tmp_path / "log.txt")
     try:
         console.say(text)
         console.warn(text)
         console.say(following("show", text))
         LOGGER.debug("%s", text)
+        with console.loading(text):
+            pass
         with console.progress(text) as tell:
             tell(1, 2)
         listed = listing(text, ["a", text])
@@ -209,8 +215,9 @@ def test_all_that_a_console_says(shown_on: str, monkeypatch: pytest.MonkeyPatch)
 
         assert console.run(fail) == 2
     finally:
-        set_up_log(False)
+        set_up_log(False, None)
     shown = stream.getvalue()
     assert passed(shown) == set()
     assert "[red]" in shown and ":warning:" in shown
     assert visible_line(text).split("\n")[0] in shown.replace("\n", "") or visible(text)[:50] in shown
+    assert passed((tmp_path / "log.txt").read_text()) == set()
