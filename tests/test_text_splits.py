@@ -45,10 +45,8 @@ def apart(parts: Iterable[Iterable[object]]) -> bool:
 
 @given(texts_of_prompts, st.integers(0, 99))
 def test_calibrations(model: LoadedModel, texts: list[int], seed: int) -> None:
-    """Contexts of a ranking, of a run on a file, and of folds that tables are checked on."""
+    """Contexts of a ranking, and of folds that tables are checked on."""
     data = data_about(texts)
-    halves = [[context.hashes for context in part.contexts] for part in data.by_turns(2)]
-    assert apart(halves) and sum(map(len, halves)) == len(texts)
     assert apart([[text for text, fold in zip(texts, folds_of(data), strict=True) if fold == n] for n in range(FOLDS)])
     prompts = prompts_of(model, data)
     if len(set(texts)) < 3:

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -176,21 +175,6 @@ class CalibrationData:
                 kept.append(replace(context, questions=context.questions[:left], taken=context.taken[:left]))
                 left -= len(kept[-1].questions)
         return CalibrationData(self.name, self.prompt, tuple(kept), self.sha256)
-
-    def by_turns(self, count: int) -> list[CalibrationData]:
-        """Divide the contexts into `count` parts by turns, equal texts into one part; a part may be empty.
-
-        Contexts of a kind stand together in many files: so each part has some of every kind.
-        """
-        texts = self.by_text
-        numbers = [sorted(chain.from_iterable(texts[part::count])) for part in range(count)]
-        parts = [tuple(self.contexts[number] for number in part) for part in numbers]
-        return [
-            CalibrationData(
-                f"{self.name}, part {number} of {count}", self.prompt, part, content_hash(self.prompt, part)
-            )
-            for number, part in enumerate(parts, 1)
-        ]
 
 
 def default_data(model: str) -> Path:

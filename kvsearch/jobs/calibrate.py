@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
-from pydantic import Field, PrivateAttr, create_model
+from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
 
 from kvsearch.calibration.data import default_data, load_calibration_data
@@ -122,19 +122,6 @@ class CalibrateOptions(WithModel, WithWorkers, TaskDetails, CalibrationOptions):
         """Return what is recorded; without tasks there are no options of theirs."""
         unread = set() if self.tasks is not None else OF_TASKS
         return {key: value for key, value in super().recorded().items() if key not in unread}
-
-    _texts: Any = PrivateAttr(default=None)  # CalibrationData
-
-    def with_data(self, texts: CalibrationData) -> Self:
-        """Return the options with what is measured, in place of a file: for the stages of a longer job."""
-        options = self.model_copy()
-        options._texts = texts
-        return options
-
-    @property
-    def given_data(self) -> CalibrationData | None:
-        """What `with_data` was given."""
-        return cast("CalibrationData | None", self._texts)
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -347,8 +334,6 @@ def following_commands(options: CalibrateOptions, profile: Profile) -> Iterator[
 
 def _data(options: CalibrateOptions, reporter: Reporter) -> tuple[CalibrationData, LoadedModel | None]:
     """Return the texts of the file, or of the tasks with the model whose tokenizer they are made for."""
-    if options.given_data is not None:
-        return options.given_data.limited(options.questions), None
     if options.tasks is None:
         for name in sorted(OF_TASKS & options.model_fields_set):
             raise UsageError(f"--{name.replace('_', '-')} is for --tasks: leave it out, or name tasks")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.calibration.data import load_calibration_data
 from kvsearch.calibration.options import OBSERVING, RECENT, LukvOptions
 from kvsearch.config.options import RULE, SIZE, Listed, Names, Option, one_of
 from kvsearch.core.errors import IncompatibleError, UsageError
@@ -23,7 +21,6 @@ from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.groups import (
     BUDGET,
     RATIO,
-    TASKS,
     Deciding,
     Loading,
     TaskDetails,
@@ -62,7 +59,6 @@ from kvsearch.selection.rule import LEAST_CONTEXTS, SharedLevel
 from kvsearch.strategies.joint import policy_curves
 
 if TYPE_CHECKING:
-    from kvsearch.calibration.data import CalibrationData
     from kvsearch.evaluation.compare import Split
     from kvsearch.evaluation.plan_comparison import StageStore
     from kvsearch.jobs.searching import RefinedPlans, Refinement
@@ -75,7 +71,7 @@ if TYPE_CHECKING:
     from kvsearch.selection.rule import Rule
     from kvsearch.selection.selection import PhaseResult, Selection
     from kvsearch.selection.selection_job import SelectionJob, Smallest
-    from kvsearch.tasks.base import Task, TokenCount
+    from kvsearch.tasks.base import TokenCount
     from kvsearch.tasks.encode import TaskPrompts
 
 SIZES_PANEL = "How much is kept"
@@ -202,14 +198,6 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
         bool, Option("Leave out the search that begins at the best solved plan.", flag="--no-refine", negated=True)
     ] = True
     evaluations: Annotated[int, Field(ge=1), Option("Plans that the search tries at each size, cheaply.")] = 200
-    data: Annotated[
-        str | None,
-        Option(
-            "A calibration file in place of tasks: every other context to fit rankings on, the others to measure "
-            "budgets on; with --tasks longbench, infinitebench or gsm8k their file, folder or dataset id.",
-            panel=TASKS,
-        ),
-    ] = None
 
     @model_validator(mode="after")
     def _one_size(self) -> RunOptions:
@@ -244,34 +232,6 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
         """Return where the plan of a size is written."""
         return self.output / (PLAN if self.budgets is None else f"plan-{size}.json")
 
-    def questions(self, split: str) -> list[Task]:
-        """Return what is asked of a split; a file to fit on is not for the default tasks."""
-        details = self if self.tasks is not None else self.model_copy(update={"data": None})
-        return details.find_tasks(self.model, split)
-
-    @cached_property
-    def texts(self) -> dict[str, CalibrationData] | None:
-        """The contexts of --data, by the stages that they are for; None where tasks are calibrated on.
-
-        Raises:
-            UsageError: there is no such file, it is not valid, or it has too few contexts.
-        """
-        if self.tasks is not None or self.data is None:
-            return None
-        from kvsearch.calibration.probe.contexts import LEAST_CONTEXTS
-
-        data = load_calibration_data(self.data)
-        if not self.rankings:
-            return {CURVES: data}
-        least = 2 * LEAST_CONTEXTS - 1
-        count = len(data.by_text)
-        if count < least:
-            raise UsageError(
-                f"--data {self.data} has {count} different context{'' if count == 1 else 's'}: rankings are fitted on "
-                f"every other one and budgets measured on the others, so give at least {least}, better dozens"
-            )
-        return dict(zip((FIT, CURVES), data.by_turns(2), strict=True))
-
     def with_counts(self, length: float, count: TokenCount) -> RunOptions:
         """Return the options with how much is protected, fitted on and measured on, the latter in contexts per task.
 
@@ -285,9 +245,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
         if protect is None:
             smallest = min((size.mean(round(length)) for size in self.sizes), default=float(RECENT * PROTECTED_PART))
             protect = max(min(RECENT, int(smallest / PROTECTED_PART)), 1)
-        if self.texts is not None:
-            return self.model_copy(update={"protect": protect})
-        tasks = self.questions("train")
+        tasks = self.find_tasks(self.model, "train")
         fit = self.fit or round(max(FIT_TOKENS / length, LEAST_FITTED) / len(tasks)) or 1
         measure = self.measure or round(max(MEASURE_TOKENS / length, LEAST_MEASURED) / len(tasks)) or 1
         for task in tasks:
@@ -307,24 +265,17 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
     def calibration(
         self, kind: type[Calibration], stage: str, samples: int | None, seed: int, **more: Any
     ) -> Calibration:
-        """Return the options of a stage that calibrates, on contexts of the tasks' split train or on --data.
+        """Return the options of the stage in this directory, which calibrates on contexts of the tasks' split train.
 
-        `stage` is the name of its directory, or begins with FIT.
+        How many `samples` these are is not known before the model is.
         """
-        shared = {name: getattr(self, name) for name in (*Loading.model_fields, "max_length")}
-        shared["protect"] = RECENT if self.protect is None else self.protect
-        if self.texts is None:
-            details = {name: getattr(self, name) for name in TaskDetails.model_fields}
-            shared |= {name: value for name, value in details.items() if value is not None}
-            shared |= {
-                "tasks": self.tasks or default_tasks(self.model),
-                "samples": samples or 1,
-            }  # not known before the model is
-        else:
-            shared |= {"data": self.data}
-        method = kind.model_fields["method"].default
-        found = kind.of(model=self.model, output=self.output / stage, method=method, seed=seed, **shared, **more)
-        return found if self.texts is None else found.with_data(self.texts[stage.partition("/")[0]])
+        names = (*Loading.model_fields, *TaskDetails.model_fields, "max_length")
+        shared = {name: getattr(self, name) for name in names}
+        return kind.of(
+            model=self.model, output=self.output / stage, method=kind.model_fields["method"].default, seed=seed,
+            tasks=self.tasks or default_tasks(self.model), samples=samples or 1,
+            protect=RECENT if self.protect is None else self.protect, **shared, **more,
+        )  # fmt: skip
 
     def fits(self) -> dict[str, CalibrateOptions]:
         """Return the calibration of every ranking that is fitted, by its name."""
@@ -363,7 +314,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
             samples=max(self.measure or 1, 2), generations=self.evaluations,
             **{name: getattr(self, name) for name in names},
         )  # fmt: skip
-        searched = search.split("train", self.questions("train"), search.protocol)
+        searched = search.split("train", self.find_tasks(self.model, "train"), search.protocol)
         return Refinement(loaded, search.output, search.config, search.settings, searched, self.evaluations)
 
 
@@ -453,7 +404,7 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     sizes = options.sizes
     directory = options.output
     run_in(directory, "run")
-    tasks = {name: options.questions(name) for name in ("select", "report")}
+    tasks = {name: options.find_tasks(options.model, name) for name in ("select", "report")}
     options.check_names()
     rule = options.rule
     options.fits()  # tells of settings that are wrong before the model is loaded
@@ -536,13 +487,9 @@ def find_doubts(options: RunOptions, asked: Sequence[TaskPrompts], count: TokenC
         for prompt in task.prompts
         for question in prompt.questions
     }
-    if options.texts is not None:
-        tasks = ", ".join(task.task.name for task in asked)
-        yield f"rankings are fitted on {options.data}, and the choice asks {tasks}: other questions than are fitted on"
-        return
     fitted = {
         (task.name, query.category)
-        for task in options.questions("train")
+        for task in options.find_tasks(options.model, "train")
         for example in task.examples(options.fit or 1, options.seed, count)
         for query in example.queries
     }

@@ -80,26 +80,6 @@ def test_calibrate_export_and_show(
     assert "\x1b" not in page
 
 
-@methods
-def test_the_plan_runs(method: str, run: Run, calibrated_by: Calibrated, tmp_path: Path) -> None:
-    plan = tmp_path / "plan.json"
-    assert run("export", calibrated_by("--method", method), "--ratio", 0.6, "-o", plan)[0] == 0
-    code, out, talk = run("generate", "bundled", "--plan", plan, "--max-new-tokens", 3, "--json")
-    assert code == 0, talk
-    assert json.loads(out)["text"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["lukv", "cake"])
-def test_calibrating_twice_gives_the_same_bytes(
-    method: str, run: Run, calibrated_by: Calibrated, short: Path, tmp_path: Path
-) -> None:
-    again, options = tmp_path / "again", ("--method", method, "--questions", 2)
-    assert run("calibrate", "bundled", "-o", again, "--data", short, *options)[0] == 0
-    for name in ("profile.safetensors", "config.json"):
-        assert (again / name).read_bytes() == (calibrated_by(*options) / name).read_bytes()
-
-
 def test_options_and_parameters_reach_the_profile(calibrated_by: Calibrated) -> None:
     options = ("--floor-share", 0.4, "--layers", "planned", "--set", "window=16", "--set", "sinks=2")
     metadata = profile_in(calibrated_by("--method", "lava", *options)).metadata

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.calibration.probe.contexts import RANKED
 from kvsearch.plan import saved as weights
 from tests.cli.conftest import Run, invoke
 from tests.cli.test_bad_input import USAGE, refused
@@ -71,16 +70,6 @@ def test_layers_choose_between_it_and_other_policies(run: Run, ranking: Path, sh
     assert code == 0, talk
     only = json.loads((tmp_path / "one.json").read_text())
     assert {layer["policy"]["name"] for layer in only["prefill"]["layers"]} == {"keydiff"}
-
-
-def test_a_dry_run_says_what_it_costs(run: Run, short: Path, tmp_path: Path) -> None:
-    fit = ("calibrate", "bundled", "--method", "probe", "--data", short, "-o", tmp_path / "x", "--dry-run", "--json")
-    code, out, talk = run(*fit)
-    assert code == 0, talk
-    (stage,) = json.loads(out)["estimate"]["stages"]
-    assert stage["passes"] > 8
-    assert stage["replies"] == pytest.approx(RANKED * 6 * 128)
-    assert not (tmp_path / "x").exists()
 
 
 def test_it_is_compared_with_other_methods(run: Run, ranking: Path, tmp_path: Path) -> None:

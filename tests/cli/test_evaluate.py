@@ -65,29 +65,6 @@ def test_question_aware_with_two_plans(run: Run, calibrated: Path, tmp_path: Pat
     assert once_more == out
 
 
-def test_what_would_be_done(run: Run, calibrated: Path) -> None:
-    plan = ("--plan", calibrated / "plan.json")
-    code, out, _ = run("evaluate", "bundled", *plan, "--protocol", "question-aware", "--dry-run", "--json")
-    assert code == 0
-    told = json.loads(out)
-    assert (told["protocol"], told["subject"], told["plans"]) == ("question-aware", "plan", ["plan"])
-    methods = (
-        "--methods",
-        f"uniform,lukv={calibrated}",
-        "--budgets",
-        "64,128",
-        "--phases",
-        "both",
-        "--dry-run",
-        "--json",
-    )
-    code, out, talk = run("evaluate", "bundled", *methods, "--dry-run", "--json")
-    assert code == 0, talk
-    told = json.loads(out)
-    assert (told["subject"], told["methods"], told["phases"]) == ("uniform", ["uniform", "lukv"], "both")
-    assert told["sizes"] == [{"budget": 64}, {"budget": 128}]
-
-
 # --- sweeps ----------------------------------------------------------------------------------------------------------
 
 

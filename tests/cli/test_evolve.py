@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -67,30 +63,6 @@ def test_a_search_writes_a_plan_and_a_report(evolved: tuple[Path, str, str]) -> 
     assert lines[1] == f"reading {2 * SAMPLES} questions once for all candidates"
     assert "search ended: all stages are finished" in lines
     assert any(line.endswith(f"wrote {directory / 'plan.json'} and {directory / 'report.json'}") for line in lines)
-
-
-@pytest.mark.nightly
-def test_a_killed_run_goes_on_to_the_same_bytes(
-    evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path
-) -> None:
-    """Killed about when half of its lines are written; `make crash` stops commands everywhere."""
-    kept = count_lines(evolved[0] / "ledger.jsonl") // 2
-    directory = tmp_path / "run"
-    arguments = [sys.executable, "-m", "kvsearch", *map(str, command(questions, directory))]
-    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while count_lines(directory / "ledger.jsonl") < kept and process.poll() is None:
-            time.sleep(0.005)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    code, _, talk = run(*command(questions, directory))
-    assert code == 0, talk
-    assert results(directory) == results(evolved[0])
-
-
-def count_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def test_limits_end_a_search_with_a_result_and_may_be_raised(

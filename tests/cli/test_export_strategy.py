@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from hashlib import sha256
@@ -90,15 +89,6 @@ def test_options_reach_the_strategy(run: Run, polykv: Path, tmp_path: Path) -> N
         assert load_plan(path) == strategy_plan(profile, strategy, Size(budget=64, length=300))
 
 
-def test_the_plan_runs(run: Run, polykv: Path, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    options = ("--budget", 200, "--length", 400, "--phases", "both", "--budget-signal", "entropy")
-    assert run("export", polykv, "-o", path, *options, "--full-layers", 1)[0] == 0
-    code, out, talk = run("generate", "bundled", "--plan", path, "--json", "--max-new-tokens", 2)
-    assert code == 0, talk
-    assert 0 < json.loads(out)["entries"] < json.loads(out)["full_entries"]
-
-
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -180,15 +170,6 @@ def test_harmful_signals_are_not_used_unless_allowed(
     code, _, talk = run("export", polykv, "-o", path, "--allow-harmful", "--force")
     assert code == 0
     assert talk.startswith("kvsearch: warning: route cosine was judged harmful\nwrote ")
-
-
-def test_a_damaged_validation_is_told(run: Run, polykv: Path, tmp_path: Path) -> None:
-    (polykv / "validation").mkdir(exist_ok=True)
-    (polykv / "validation" / "validation.json").write_text("{}")
-    code, _, talk = run("export", polykv, "-o", tmp_path / "plan.json")
-    assert code == USAGE
-    assert "validation.json" in talk
-    assert not (tmp_path / "plan.json").exists()
 
 
 def test_exporting_loads_nothing_of_an_evaluation(polykv: Path, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_from_a_search_to_an_evaluation(run: Run, place: Path, kind: type[RunOpt
 
 
 def test_without_tasks_their_length_is_carried_along(run: Run, place: Path) -> None:
-    options = RunOptions.of(model="bundled", budget=40, output=place, length="512", data="texts.json")
+    options = RunOptions.of(model="bundled", budget=40, output=place, length="512")
     _, words = offered(Ran((), (place / "plan.json",), was_finished=False).remarks(options))
     assert words == ["evaluate", "bundled", "--plan", str(place / "plan.json"), "--length", "512"]
 

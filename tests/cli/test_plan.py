@@ -9,7 +9,6 @@ import pytest
 
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.plan import load_plan
-from kvsearch.policies.registry import BUILT_IN, FITTED
 from tests.cli.conftest import Run
 
 
@@ -32,24 +31,6 @@ def test_a_plan_is_made_and_answers(run: Run, phases: str, tmp_path: Path) -> No
     code, out, talk = run(*making)
     assert (code, out) == (2, "")
     assert "--force" in talk
-
-
-@pytest.mark.parametrize("policy", BUILT_IN)
-def test_every_pattern_runs_in_both_phases(run: Run, policy: str, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    code, _, talk = run(
-        "plan", "uniform", "bundled", "--policy", policy, "--budget", 320, "--phases", "both", "-o", path
-    )
-    refused = {"full": "full never evicts", "kvzip": "the prompt read again and has no decode rule: use it in prefill"}
-    refused |= {name: f"policy {name} is fitted: give {name}=DIR" for name in FITTED}
-    if policy in refused:
-        assert code == 2
-        assert refused[policy] in talk
-        return
-    assert code == 0, talk
-    code, out, talk = run("generate", "bundled", "--plan", path, "--json", "--max-new-tokens", 2)
-    assert code == 0, talk
-    assert json.loads(out)["entries"] == 320 * 24
 
 
 def test_evaluating_a_plan_with_a_decode_phase(run: Run, tmp_path: Path) -> None:

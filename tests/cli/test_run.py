@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from kvsearch.calibration.data import default_data, load_calibration_data
 from kvsearch.jobs.run import RunOptions, planned_size
 from kvsearch.plan import Size, load_plan
 from kvsearch.report.integrity import verify_paths
@@ -155,30 +150,6 @@ def test_a_finished_run_says_so_and_stays_as_it_is(run: Run, questions: Path, fi
     assert sums.read_bytes() == sealed
 
 
-@pytest.mark.nightly
-def test_a_killed_run_goes_on_to_the_same_bytes(
-    run: Run, questions: Path, finished: tuple[Path, str], tmp_path: Path
-) -> None:
-    """Killed in its search, when rankings are fitted and budgets measured; `make crash` stops commands everywhere."""
-    directory = tmp_path / "killed"
-    arguments = [sys.executable, "-m", "kvsearch", *map(str, command(questions, directory, "--budgets", "40,60"))]
-    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while not (directory / "refine" / "ledger.jsonl").exists() and process.poll() is None:
-            time.sleep(0.005)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-    assert not (directory / "run.json").exists()
-    finished_before = {path: path.stat().st_mtime_ns for path in directory.rglob("profile.safetensors")}
-    assert finished_before
-    code, _, talk = run(*command(questions, directory, "--budgets", "40,60"))
-    assert code == 0, talk
-    assert "was finished" not in talk
-    assert {path: path.stat().st_mtime_ns for path in finished_before} == finished_before
-    assert result(directory) == result(finished[0])
-
-
 def test_a_dry_run_says_what_every_stage_costs(run: Run, questions: Path, tmp_path: Path) -> None:
     code, out, talk = run(*command(questions, tmp_path / "run", "--budget", 40, "--dry-run", "--json"))
     assert code == 0, talk
@@ -241,42 +212,6 @@ def test_the_config_of_a_run_is_its_recipe(finished: tuple[Path, str]) -> None:
 )
 def test_bad_input(run: Run, questions: Path, tmp_path: Path, arguments: tuple[object, ...], words: str) -> None:
     refused(run, USAGE, words, "run", "bundled", "--tasks", f"jsonl:{questions}", "-o", tmp_path / "run", *arguments)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_file_of_contexts_is_divided_between_fit_and_curves(tmp_path: Path) -> None:
-    options = RunOptions.of(model="bundled", budget=40, output=tmp_path, data=str(default_data("bundled")))
-    fit, curves = options.fits()["probe"].given_data, options.curves().given_data
-    assert fit is not None
-    assert curves is not None
-    kinds = ["single", "multikey", "multiquery", "multivalue", "chain", "vote"]
-    assert [one.kind for one in fit.contexts] == [one.kind for one in curves.contexts] == kinds
-    assert not set(fit.hashes) & set(curves.hashes)
-    assert fit.sha256 != curves.sha256
-    assert load_calibration_data(default_data("bundled")).hashes == [
-        one for pair in zip(fit.hashes, curves.hashes, strict=True) for one in pair
-    ]
-
-
-@pytest.mark.parametrize(
-    ("contexts", "words"),
-    [
-        (4, "has 4 different contexts: rankings are fitted on every other one and budgets measured on the others, so"),
-        (None, "there is no file"),
-    ],
-)
-def test_a_bad_file_is_found_before_anything_is_loaded(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contexts: int | None, words: str
-) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("loaded")
-
-    monkeypatch.setattr("kvsearch.models.loading.load", refuse)
-    data = tmp_path / "mine.json"
-    if contexts is not None:
-        texts = [{"text": f"a context {n}", "questions": [{"question": "q", "answer": "a"}]} for n in range(contexts)]
-        data.write_text(json.dumps({"name": "mine", "prompt": " {question}", "contexts": [*texts, *texts]}))
-    refused(run, USAGE, words, "run", "bundled", "--data", data, "--budget", 40, "-o", tmp_path / "run", "--dry-run")
     assert not (tmp_path / "run").exists()
 
 

@@ -58,14 +58,6 @@ def test_an_invalid_copy_is_not_written(path: Path) -> None:
     assert not path.exists()
 
 
-def test_every_truncation_is_a_usage_error(path: Path) -> None:
-    data = canonical_json(make_plan([[4, 4], [5, 6]]))
-    for size in range(len(data) - 1):  # without its last newline the plan is still whole
-        path.write_bytes(data[:size])
-        with pytest.raises(UsageError, match=r"plan\.json is not"):
-            load_plan(path)
-
-
 FOREIGN: list[tuple[bytes, str]] = [
     (b"", "not valid JSON at line 1 column 1"),
     (b"\xff{}", "not UTF-8 text: byte 0 is 0xff"),

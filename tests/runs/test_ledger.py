@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -96,54 +92,3 @@ def test_a_line_that_does_not_reach_the_disk(
         ledger.add("three")
     with Notes(path) as ledger:
         assert ledger.lines == ["one", "three"]
-
-
-def test_a_disk_that_fills_up_in_the_middle_of_a_line(tmp_path: Path) -> None:
-    """A limit on the size of files stands for the end of the disk: the system takes the first part of a line only."""
-    path = tmp_path / "l"
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Notes(path) as ledger:
-        ledger.add("one")
-        before = path.read_bytes()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))
-        try:
-            with pytest.raises(EnvironmentFault, match=f"^cannot write {path}: file too large"):
-                ledger.add("two")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert path.read_bytes() == before
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from tests.runs.notes import Notes
-with Notes(Path(sys.argv[1])) as ledger:
-    number = len(ledger.lines)
-    print("ready", flush=True)
-    while True:
-        ledger.add(f"{number} " + "x" * (number * 37 % 5000))
-        print(number, flush=True)
-        number += 1
-"""
-
-
-@pytest.mark.slow
-def test_a_writer_that_is_killed_leaves_a_prefix(tmp_path: Path) -> None:
-    """kill -9 at any moment: whatever was reported as written is there, in order, and the next one goes on."""
-    path, written = tmp_path / "l", 0
-    for lines in (0, 1, 3, 10):  # that are reported before the kill
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
-        first = [writer.stdout.readline() for _ in range(lines)]
-        writer.send_signal(signal.SIGKILL)
-        reported = [int(line) for line in (*first, *writer.stdout.read().split())]
-        writer.wait()
-        assert reported == list(range(written, written + len(reported)))
-        with Notes(path) as ledger:
-            texts = list(ledger.lines)
-        assert [int(text.split()[0]) for text in texts] == list(range(len(texts)))
-        assert all(len(text) == len(f"{number} ") + number * 37 % 5000 for number, text in enumerate(texts))
-        assert written + len(reported) <= len(texts) <= written + len(reported) + 1
-        written = len(texts)

@@ -52,7 +52,7 @@ def _calibration(path: Path) -> None:
         except KvsearchError as error:
             problems.append(error)
             continue
-        _ = found.hashes, found.asked, found.by_turns(2)
+        _ = found.hashes, found.asked
         for context in found.contexts:
             _tokenizer()(context.text)
             for pair in context.questions:
