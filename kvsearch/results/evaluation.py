@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
@@ -21,7 +21,7 @@ from kvsearch.runs.estimates import Difference, Estimate, doubt_of
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Coverage
 from kvsearch.tasks.longbench import AVERAGES
-from kvsearch.tasks.niah import Grid, NiahTask, grid_of
+from kvsearch.tasks.niah import GridCell, NiahTask
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Comparison
@@ -115,11 +115,17 @@ class NeedleGrid(Stored):
     mean: float | None = None
 
     @classmethod
-    def of(cls, grid: Grid) -> NeedleGrid:
-        """Return a grid for a file."""
-        scores = tuple(tuple(None if math.isnan(score) else score for score in row) for row in grid.means.tolist())
-        mean = float(grid.means[~np.isnan(grid.means)].mean())
-        return cls(lengths=grid.lengths, depths=grid.depths, scores=scores, mean=mean)
+    def of(cls, samples: Iterable[Sample]) -> NeedleGrid:
+        """Return the mean score of every cell, from the samples of one method."""
+        scores: dict[GridCell, list[float]] = {}
+        for sample in samples:
+            scores.setdefault(GridCell.parse(sample.key), []).append(sample.score)
+        depths = tuple(sorted({cell.depth for cell in scores}))
+        lengths = tuple(sorted({cell.length for cell in scores}))
+        means = {cell: math.fsum(values) / len(values) for cell, values in scores.items()}
+        rows = tuple(tuple(means.get(GridCell(length, depth)) for length in lengths) for depth in depths)
+        mean = float(np.mean([score for row in rows for score in row if score is not None]))
+        return cls(lengths=lengths, depths=depths, scores=rows, mean=mean)
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
@@ -245,7 +251,7 @@ def needle_grids(samples: Sequence[Sample]) -> dict[str, NeedleGrid]:
     """Return the grid of every method, from its replies to the task `niah`; other samples are left out."""
     mine = [sample for sample in samples if sample.task == NiahTask.name]
     methods = dict.fromkeys(sample.method for sample in mine)
-    return {method: NeedleGrid.of(grid_of(sample for sample in mine if sample.method == method)) for method in methods}
+    return {method: NeedleGrid.of(sample for sample in mine if sample.method == method) for method in methods}
 
 
 def _size(block: SizeBlock, found: Comparison) -> SizeScores:

@@ -8,12 +8,12 @@ import re
 import warnings
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 from kvsearch.core.errors import KvsearchWarning, UsageError, given
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
@@ -21,9 +21,6 @@ from kvsearch.tasks.metrics import find_metric
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 from kvsearch.tasks.ruler.needles import STORY, read_haystack
 from kvsearch.tasks.splits import ALL, check_split, part
-
-if TYPE_CHECKING:
-    import numpy as np
 
 NEEDLE = "Every Thursday the keeper of Orrin Light eats rye bread with pickled plums on the north gallery at dusk."
 QUESTION = "What does the keeper of Orrin Light eat every Thursday, where, and when? Answer in the words of the text."
@@ -178,40 +175,6 @@ def _diagonals(cells: Sequence[GridCell], seed: int) -> list[GridCell]:
     steps = range(len(lengths) * len(depths))
     grid = (GridCell(lengths[n % len(lengths)], depths[(n + n // period) % len(depths)]) for n in steps)
     return [cell for cell in grid if cell in present]
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Mean scores [depths, lengths] for a heat map; NaN where there is no sample."""
-
-    depths: tuple[int, ...]
-    lengths: tuple[int, ...]
-    means: np.ndarray
-
-
-class Scored(Protocol):
-    """A reply that has been scored; `key` is that of its example."""
-
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def score(self) -> float: ...
-
-
-def grid_of(samples: Iterable[Scored]) -> Grid:
-    """Return the mean score of every cell; give the samples of one method. UsageError for samples of another task."""
-    import numpy as np
-
-    scores: dict[GridCell, list[float]] = {}
-    for sample in samples:
-        scores.setdefault(GridCell.parse(sample.key), []).append(sample.score)
-    depths = tuple(sorted({cell.depth for cell in scores}))
-    lengths = tuple(sorted({cell.length for cell in scores}))
-    means = np.full((len(depths), len(lengths)), np.nan)
-    for cell, values in scores.items():
-        means[depths.index(cell.depth), lengths.index(cell.length)] = math.fsum(values) / len(values)
-    return Grid(depths, lengths, means)
 
 
 def _split(text: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ sys.exit(failed or races.main("--only evaluate --races 2".split()))
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_writers() -> None:
     """In a process of their own, which holds a model for all commands and forks."""
     done = subprocess.run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.niah import ANSWER, DEPTHS, LENGTHS, NEEDLE, GridCell, NiahTask, grid_of, spread
+from kvsearch.tasks.niah import ANSWER, DEPTHS, LENGTHS, NEEDLE, GridCell, NiahTask, spread
 from kvsearch.tasks.splits import SPLITS
 from tests.examples import at_most
 
@@ -156,17 +155,9 @@ def test_scores() -> None:
     assert task.score("", query) == 0
 
 
-def scored(length: int, depth: int, score: float) -> SimpleNamespace:
-    return SimpleNamespace(key=GridCell(length, depth).key, score=score)
-
-
-def test_grids_of_scores() -> None:
-    grid = grid_of([scored(2000, 50, 1.0), scored(1000, 0, 0.5), scored(1000, 0, 0.0), scored(1000, 50, 1.0)])
-    assert (grid.depths, grid.lengths) == ((0, 50), (1000, 2000))
-    np.testing.assert_array_equal(grid.means, [[0.25, np.nan], [1.0, 1.0]])
-    assert grid_of([]).means.shape == (0, 0)
+def test_keys_of_another_task() -> None:
     with pytest.raises(UsageError, match="'3' is no key of a needle in a haystack, such as 'length=1000 depth=50'"):
-        grid_of([SimpleNamespace(key="3", score=1.0)])
+        GridCell.parse("3")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from scripts.bundled_calibration import calibration_file
 from scripts.train_bundled import CONTEXTS, TOKENS_PER_STEP, training_document
 from tests.examples import fixed
 
-DOCUMENTS = 200
+DOCUMENTS = 80
 TRAINING_SEED = 0  # the default of the training script
 PUBLISHED = {
     "single": "e9b72a656d655d93",
@@ -63,7 +63,7 @@ def test_no_split_shares_a_document_with_another_one_or_with_the_models_training
 
 
 @pytest.mark.slow
-@fixed(10)
+@fixed(6)
 @given(
     task=st.sampled_from(list(FORMS)),
     length=st.integers(512, 1024),

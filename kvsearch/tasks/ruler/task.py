@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -79,10 +79,11 @@ class RulerTask(Task):
             UsageError: `length` is too short, a qa file too small, or a file cannot be used.
         """
         drafts = self._drafts(samples, seed, count)
-        if self._needed(drafts, count) > self.length:
+        needed = max((count(draft.context(draft.least)) + self._rest(draft, count) for draft in drafts), default=0)
+        if needed > self.length:
             raise UsageError(
-                f"{self.name} needs a length of {self._least(samples, seed, count)} or more with this tokenizer: "
-                f"{self.length} tokens are too few"
+                f"{self.name}: {self.length} tokens are too few, with this tokenizer a prompt takes {needed} or more: "
+                "ask for a larger length"
             )
         tokens = RULER_KINDS[self.name].tokens
         examples = []
@@ -96,15 +97,6 @@ class RulerTask(Task):
         made = samples if source.size is None else min(samples, source.size)
         name = f"{self.split}/{self.name}/{self.length}/{seed}"
         return [source.draft(Stream(name, index)) for index in range(made)]
-
-    def _needed(self, drafts: Sequence[Draft], count: TokenCount) -> int:
-        """Return the tokens of the longest prompt with as little haystack as can be."""
-        return max((count(draft.context(draft.least)) + self._rest(draft, count) for draft in drafts), default=0)
-
-    def _least(self, samples: int, seed: int, count: TokenCount) -> int:
-        """Return the next length that is long enough; other lengths have other examples, so look more than once."""
-        needed = self._needed(self._drafts(samples, seed, count), count)
-        return self.length if needed <= self.length else replace(self, length=needed)._least(samples, seed, count)
 
     def _context(self, draft: Draft, count: TokenCount) -> str:
         """Return the context of a draft, filled up to the length."""
