@@ -23,7 +23,7 @@ from kvsearch.runtime.logits import Logits
 from kvsearch.signals.predictions import token_losses
 from tests import tiny
 from tests.calibrations import calibrate_lukv
-from tests.families import FAMILIES, build, prompts
+from tests.families import EACH_FAMILY, build, prompts
 from tests.runtime.helpers import assert_close, feed, reference, running
 
 CONTEXT, ANSWER = 40, 3
@@ -94,7 +94,7 @@ def test_integrated_gradients_are_near_shapley_values_where_layers_hardly_act_on
 
 
 # the others of SPECIAL choose experts, so their loss jumps along the way, or do not take several tokens at once
-@pytest.mark.parametrize("family", [*FAMILIES, "lfm2", "qwen3_5"])
+@pytest.mark.parametrize("family", [*EACH_FAMILY, "lfm2", "qwen3_5"])
 def test_integrated_gradients_add_up_to_the_joint_loss(family: str) -> None:
     model = smooth(family)
     with asked(model) as (passed, after, protected):

@@ -17,6 +17,7 @@ SIGNATURE = re.compile(r"`(\w+)\(([^`]*?)\) ->", re.DOTALL)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     session: dict[str, Any] = {}

@@ -29,7 +29,7 @@ from kvsearch.models.loading import load
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.logits import Logits
-from tests.families import FAMILIES, build
+from tests.families import EACH_FAMILY, build
 
 EVERYTHING = ("cosine", "ppl", "entropy")
 NAMES = (
@@ -104,7 +104,7 @@ def assert_same(swept: AblationResults, naive: AblationResults, tolerance: float
         np.testing.assert_allclose(found, array, rtol=0, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_all_families_agree_with_the_naive_procedure(family: str) -> None:
     """Sliding windows, soft caps, norms of queries, biases; padded prompts and continuations."""
     model = build(family)
