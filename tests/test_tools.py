@@ -10,7 +10,9 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
-TOOLS = [path for folder in ("benchmarks", "scripts") for path in sorted((ROOT / folder).glob("*.py"))]
+TOOLS = [
+    path for folder in ("benchmarks", "benchmarks/gpu", "scripts") for path in sorted((ROOT / folder).glob("*.py"))
+]
 
 
 @pytest.mark.parametrize("path", TOOLS, ids=lambda path: path.stem)

@@ -66,13 +66,13 @@ def require_memory(model: Any, programs: dict[str, Program], work: Workload, dev
 
 
 def largest_batches(
-    model: Any, programs: dict[str, Program], workloads: Sequence[Workload], memory: int | None, progress: Progress
+    model: Any, programs: dict[str, Program], workloads: Sequence[Workload], progress: Progress
 ) -> dict[tuple[int, str], tuple[int, float]]:
     """Return the largest batch and its tokens per second, by tokens of a context and name of a cache.
 
-    `memory` is in bytes; None: what is free. Errors as for `largest_batch`.
+    Caches take what a GPU has free, or the memory that work takes on a CPU. Errors as for `largest_batch`.
     """
-    available = default_memory(model.device, gpu_share=GPU_SHARE) if memory is None else memory
+    available = default_memory(model.device, gpu_share=GPU_SHARE)
     kinds = [
         (work, kind) for work in workloads for kind in cache_kinds(model, programs, work.length + work.steps + PROBED)
     ]
@@ -118,7 +118,7 @@ def largest_batch(model: Any, kind: CacheKind, work: Workload, memory: int) -> t
             return batch, batch * work.steps / seconds
     raise EnvironmentFault(
         f"{kind.name} takes {(held + beside) / 1e9:.2f} GB for one context of {work.length:,} tokens, and "
-        f"{memory / 1e9:.2f} GB may be used: give a shorter --length or more --max-memory"
+        f"{memory / 1e9:.2f} GB may be used: give a shorter --length"
     )
 
 

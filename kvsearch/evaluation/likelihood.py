@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.decode.replies import NonFiniteError, next_tokens
+from kvsearch.runtime.program import require_room
 from kvsearch.runtime.shared_prefill import held_entries, read_prompts
 from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.predictions import token_losses
@@ -53,8 +54,10 @@ def score(
 
     Raises:
         NonFiniteError: the model emits NaN; `row` is the context.
+        EnvironmentFault: the device has too little memory for the contexts.
     """
     leads = [torch.tensor(context[: compressible(context)]) for context in contexts]
+    require_room(model, {"the plan": program}, [len(lead) for lead in leads])
     cache = PlanCache(model, program)
     first, mask = read_prompts(model, [cache], leads, pad)
     next_tokens(first)  # refuses NaN

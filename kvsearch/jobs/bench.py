@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from kvsearch.config.options import QUESTIONS, SIZE, Listed, Option, Repeated, bytes_of
+from kvsearch.config.options import QUESTIONS, SIZE, Listed, Option, Repeated
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.jobs.groups import MODEL, Loading
 from kvsearch.jobs.plan import checked_plan
@@ -58,11 +58,6 @@ class BenchOptions(Loading):
     largest_batch: Annotated[
         bool, Option("Measure the largest batch that fits, too, for every cache and length, and its tokens per second.")
     ] = False
-    max_memory: Annotated[
-        float | None,
-        Field(gt=0),
-        Option("With --largest-batch: gigabytes for caches.", shown="8 on a CPU, what a GPU has free"),
-    ] = None
     batch: Annotated[
         Sizes, Option("Prompts at a time; several are measured in turn.", QUESTIONS, metavar="N[,N...]")
     ] = (1,)
@@ -95,10 +90,6 @@ class BenchOptions(Loading):
             (
                 size is None and (self.skewed or self.phases != "prefill"),
                 "--skewed and --phases are of --policy: give its --budget or --ratio",
-            ),
-            (
-                self.max_memory is not None and not self.largest_batch,
-                "--max-memory is for --largest-batch, which is not given",
             ),
         )
         for is_made, mistake in mistakes:
@@ -154,7 +145,7 @@ def bench(options: BenchOptions, reporter: Reporter) -> SpeedView:
     if options.largest_batch:
         prompts = [Workload(1, length, steps, rounds) for length in options.length]
         with reporter.progress("largest batches") as progress:
-            capacities = largest_batches(loaded.model, programs, prompts, bytes_of(options.max_memory), progress)
+            capacities = largest_batches(loaded.model, programs, prompts, progress)
         costs = [
             replace(cost, largest_batch=batch, largest_tokens_per_second=rate)
             for cost in costs

@@ -84,9 +84,12 @@ def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
         shapes.random_model("llama-3.1-8b")
 
 
-def test_the_largest_batch_and_what_show_and_report_read(run: Run, tmp_path: Path) -> None:
+def test_the_largest_batch_and_what_show_and_report_read(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsearch.benchmark.capacity.default_memory", lambda *_, **__: 5_000_000)
     arguments = ("bench", "bundled", "--ratio", 0.75, "--policy", "knorm", "--phases", "both", "--skewed", *SHORT)
-    code, out, talk = run(*arguments, "--length", "32,64", "--largest-batch", "--max-memory", 0.005, "--json")
+    code, out, talk = run(*arguments, "--length", "32,64", "--largest-batch", "--json")
     assert code == 0, talk
     costs = {(row["cache"], row["length"]): row for row in json.loads(out)["costs"]}
     ours = "knorm, 75% evicted, skewed, both"
@@ -110,9 +113,10 @@ def test_the_largest_batch_and_what_show_and_report_read(run: Run, tmp_path: Pat
     page = (tmp_path / "report.html").read_text()
     assert ours in page
     assert "Time per token, batch 1" in page
-    code, _, talk = run(*arguments, "--length", 64, "--largest-batch", "--max-memory", 0.0001)
+    monkeypatch.setattr("kvsearch.benchmark.capacity.default_memory", lambda *_, **__: 100_000)
+    code, _, talk = run(*arguments, "--length", 64, "--largest-batch")
     assert (code, talk.count("\n")) == (3, 1)
-    assert "may be used: give a shorter --length or more --max-memory" in talk
+    assert "may be used: give a shorter --length" in talk
 
 
 @pytest.mark.parametrize("name", shapes.SHAPES)
@@ -157,5 +161,4 @@ def test_what_is_refused(run: Run, tmp_path: Path) -> None:
     refused("takes 4096 tokens, not 4128", "bundled", "--budget", 40, "--length", 4096, expected=4)
     refused("either a ratio", "bundled", "--budget", 40, "--ratio", 0.5)
     refused("--skewed and --phases are of --policy", "bundled", "--plan", tmp_path / "plan.json", "--skewed")
-    refused("--max-memory is for --largest-batch", "bundled", "--budget", 40, "--max-memory", 1)
     refused("--batch", "bundled", "--budget", 40, "--batch", "0")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.benchmark.speed import decode_seconds, peak_bytes
+from kvsearch.benchmark.speed import peak_bytes
 from kvsearch.calibration.polykv.ablations import TextContinuation, needs_of
 from kvsearch.calibration.polykv.measure import replay_bytes
 from kvsearch.calibration.polykv.tree import Tree
@@ -18,12 +18,12 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.models.memory import default_memory, free_bytes
 from kvsearch.plan import Phase
-from kvsearch.policies import cam, create_policy, scoring
+from kvsearch.policies import create_policy, scoring
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME, using
 from kvsearch.runtime.program import full_cache, memory_needs, prompt_bytes
 from kvsearch.runtime.replay.replay import Replays
-from kvsearch.runtime.shared_prefill import prefill_all
+from kvsearch.runtime.shared_prefill import prefill_all, read
 from tests import tiny
 from tests.calibration.polykv.test_layer_sweep import NAMES, batch, small, tried
 from tests.device.accelerator import backend, device, room
@@ -73,30 +73,28 @@ CLOSE = {None: 1.25, 128: 1.6}
 
 
 @pytest.mark.parametrize(("policy", "decode"), [("full", False), ("snapkv", False), ("h2o", True), ("keydiff", True)])
-@pytest.mark.parametrize(("batch", "chunk"), [(1, None), (3, None), (1, 128)])
-def test_what_a_prompt_and_a_reply_take_by_arithmetic(
-    policy: str, decode: bool, batch: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("lengths", "chunk"), [((1024,), None), ((1024, 1024, 700), None), ((1024,), 128)])
+def test_what_prompts_and_replies_take_by_arithmetic(
+    policy: str, decode: bool, lengths: tuple[int, ...], chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never less than what is allocated, and not much more; in the proportions of Llama-3.1-8B."""
     monkeypatch.setattr(scoring, "SCRATCH_BYTES", CHUNK)
-    dtype = torch.bfloat16 if batch == 3 else torch.float32
+    dtype = torch.float32 if len(lengths) == 1 else torch.bfloat16
     shape = {"hidden_size": 256, "intermediate_size": 896, "head_dim": 32, "max_position_embeddings": 2048}
     model = build("llama", **shape).to(device(HERE), dtype)
-    table = np.full((4, 2), LENGTH // 8)
     program = full_cache(model)
     if policy != "full":
         phases: tuple[Phase, ...] = ("prefill", "decode") if decode else ("prefill",)
-        program = Program.of_policy(model, create_policy(policy), dict.fromkeys(phases, lambda _: table))
-    ids, mask = prompts(batch, LENGTH, device=f"{device(HERE)}")
+        tables = dict.fromkeys(phases, lambda _: np.full((4, 2), LENGTH // 8))
+        program = Program.of_policy(model, create_policy(policy), tables)
+    texts = [prompts(1, length)[0][0] for length in lengths]
 
     def answered() -> None:
-        cache = PlanCache(model, program)
-        prefill_all(model, [cache], ids, mask, chunk)
-        decode_seconds(model, cache, batch, 8)
+        read(model, PlanCache(model, program), texts, 0, set(), chunk).reply([8] * len(lengths))
 
     with using(model, NAME):
         peak = peak_bytes(model.device, answered)
-    needs = memory_needs(model, program, [LENGTH] * batch, chunk, tokens=8)
+    needs = memory_needs(model, program, lengths, chunk, tokens=8)
     assert needs.weights == sum(parameter.nbytes for parameter in model.parameters())
     assert peak <= needs.total - needs.weights <= CLOSE[chunk] * peak
 
@@ -126,8 +124,7 @@ def test_chunks_keep_what_the_whole_prompt_keeps(name: str, chunk: int) -> None:
 @pytest.mark.parametrize("together", [1, 2])
 def test_replays_take_what_a_calibration_counts_on(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of no pattern more, and of the one that takes most not much less, beside the scratch of chunks."""
-    for module in (scoring, cam):
-        monkeypatch.setattr(module, "SCRATCH_BYTES", CHUNK)
+    monkeypatch.setattr(scoring, "SCRATCH_BYTES", CHUNK)
     model = build("llama", max_position_embeddings=1024, num_hidden_layers=2).to(device(HERE))
     what, prompts = tried(model, small(NAMES[:9]), 64), batch((500, (12,)), (450, (9,)), (490, (12,)))
     needs = dict.fromkeys(what.layers, needs_of(what.policies, what.phases))

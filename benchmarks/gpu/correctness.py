@@ -1,0 +1,175 @@
+"""Part 1, about 6 minutes: kernels against fp64 on this device, step rules, compute-sanitizer, tests that need CUDA.
+
+    python benchmarks/gpu/correctness.py
+
+Errors are the largest, against the largest number expected. Rules: the replies and the entries of a small model in fp32
+against the same model in fp64, which no kernel serves.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from itertools import product
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from steps import KEPT, ROOT, Settings, Step, main, said_by
+
+from kvsearch.kernels.attention import Entries, attend
+from kvsearch.policies import create_policy
+from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime.attention import running
+from tests.families import build
+from tests.kernels.reference import Case, relative_error
+from tests.kernels.test_rows import Prompt
+
+# a policy for every step rule: position, mass, stored, row, persistence, pooled; and scoring anew
+RULES = ("streaming", "h2o", "keydiff", "tova", "scissorhands", "cake", "snapkv")
+TOKENS, REPLY = 96, 24
+BUDGETS = np.array([[40, 56], [56, 40]])  # by layer and kv head
+TOOLS = ("memcheck", "racecheck")  # of compute-sanitizer
+Tensors = TypeVar("Tensors", Case, Prompt)
+
+
+def moved(case: Tensors, device: str) -> Tensors:
+    """The same case with its tensors on a device."""
+    for name, value in vars(case).items():
+        if isinstance(value, torch.Tensor):
+            setattr(case, name, value.to(device))
+    return case
+
+
+def attention_cases(small: bool) -> list[Case]:
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    sizes = (64,) if small else (64, 96, 128, 256)
+    columns = 300 if small else 3000
+    more: dict[str, Any] = {"holes": True, "ragged": True, "sinks": True, "softcap": 30.0}
+    cases = []
+    for dtype, dim in product(dtypes, sizes):
+        cases += [
+            Case(8, 4, dim, dim, columns, dtype=dtype, ragged=True),
+            Case(8, 4, dim, dim, columns, dtype=dtype, **more),
+        ]
+        cases += [Case(4, 8, dim, dim, columns, rows=rows, dtype=dtype) for rows in ((2,) if small else (2, 8))]
+    return cases
+
+
+def attention(where: Settings) -> list[dict[str, Any]]:
+    """The largest errors of attention and of its row, of blocks and of segments behind one another."""
+    worst: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    for case in attention_cases(where.small):
+        errors = worst[str(case.dtype).removeprefix("torch."), case.dim]
+        for name, error in attention_errors(case, where).items():
+            errors[name] = max(error, errors.get(name, 0.0))
+    return [{"dtype": dtype, "size": dim, **errors} for (dtype, dim), errors in worst.items()]
+
+
+def attention_errors(case: Case, where: Settings) -> dict[str, float]:
+    expected, expected_row = case.expected()
+    case = moved(case, where.kernels)
+    block = Entries(case.keys, case.values, case.columns, case.positions, case.lengths)
+    starts = torch.arange(case.segments, device=where.kernels) * case.columns
+    positions = None if case.positions is None else case.positions.flatten().int()
+    lengths = torch.full_like(starts, case.columns) if case.lengths is None else case.lengths
+    flat = Entries(case.keys.flatten(0, 1), case.values.flatten(0, 1), case.columns, positions, lengths, starts)
+    given = case.scaling, case.softcap, case.sink, case.rows
+    with where.serving():
+        behind, _ = attend(case.query, flat, *given)
+        output, row = attend(case.query, block, *given, want_row=case.rows == 1)
+    errors = {"block": relative_error(output.cpu(), expected), "flat": relative_error(behind.cpu(), expected)}
+    return errors if row is None else {**errors, "row": relative_error(row.cpu(), expected_row)}
+
+
+def scoring(where: Settings) -> list[dict[str, Any]]:
+    """What entries receive from the last rows of a prompt, and from all."""
+    length = 128 if where.small else 2048
+    found = []
+    for dtype, rows in product((torch.bfloat16, torch.float32), (32, length)):
+        prompt = Prompt(2, 4, rows, length, 128, dtype=dtype, pads=5)
+        expected = prompt.expected().sum(-2).mean(2)
+        with where.serving():
+            received = moved(prompt, where.kernels).given(rows == length).received("mean")
+        found.append(
+            {
+                "dtype": str(dtype).removeprefix("torch."),
+                "rows": rows,
+                "error": relative_error(received.cpu(), expected),
+            }
+        )
+    return found
+
+
+def rules(where: Settings) -> list[dict[str, Any]]:
+    """Steps of every rule: the largest error of logits, and heads that hold other entries than in fp64."""
+    found = []
+    for name in RULES:
+        settings = {"cake": {"window": 8}, "snapkv": {"window": 8, "refresh": 8}}
+        policy = create_policy(name, settings.get(name, {}))
+        answers = [steps_of(policy, where, dtype) for dtype in (torch.float32, torch.float64)]
+        (logits, kept), (expected, expected_kept) = answers
+        other = sum(mine != theirs for mine, theirs in zip(kept, expected_kept, strict=True))
+        found.append(
+            {"rule": name, "error": relative_error(logits, expected), "other_heads": other, "heads": len(kept)}
+        )
+    return found
+
+
+@torch.no_grad()
+def steps_of(policy: Any, where: Settings, dtype: torch.dtype) -> tuple[torch.Tensor, list[list[int]]]:
+    """The logits of forced tokens after a prompt, and what every head holds at the end."""
+    model = build("llama", head_dim=64, num_hidden_layers=2).to(where.kernels, dtype)
+    ids = torch.randint(3, 97, (2, TOKENS + REPLY), generator=torch.Generator().manual_seed(0)).to(where.kernels)
+    program = Program.of_policy(model, policy, dict.fromkeys(("prefill", "decode"), lambda _: BUDGETS))
+    cache = PlanCache(model, program)
+    with where.serving(), running(model):
+        model(ids[:, :TOKENS], past_key_values=cache)
+        logits = [model(ids[:, [at]], past_key_values=cache).logits for at in range(TOKENS, TOKENS + REPLY)]
+    kept = [sorted(cache.kept_positions(layer, row, head)) for layer in (0, 1) for row in (0, 1) for head in (0, 1)]
+    return torch.cat(logits, 1).double().cpu(), kept
+
+
+def one_of_each(where: Settings) -> dict[str, Any]:
+    """A small case of every kernel, for compute-sanitizer."""
+    small = replace(where, small=True)
+    return {"attention": attention(small), "scoring": scoring(small), "rules": rules(small)}
+
+
+def sanitizer(where: Settings) -> dict[str, str]:
+    """What compute-sanitizer says of a small case of every kernel."""
+    command = [sys.executable, __file__, "--only", "one_of_each", "--small", "--device", where.device]
+    with TemporaryDirectory() as folder:
+        return {
+            tool: said_by(
+                "compute-sanitizer", "--tool", tool, "--print-limit", "5", *command, "--out", folder, seconds=80
+            )
+            for tool in TOOLS
+        }
+
+
+def tests(where: Settings) -> dict[str, Any]:
+    """The tests that need CUDA."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "cuda", "--tb=short"]
+    done = subprocess.run(
+        [*command, "tests/runtime/test_steps.py" if where.small else "tests"], cwd=ROOT, capture_output=True, text=True
+    )
+    return {"exit code": done.returncode, "said": done.stdout[-KEPT:]}
+
+
+if __name__ == "__main__":
+    main(
+        __doc__,
+        6,
+        {
+            "attention": Step(attention, 90),
+            "scoring": Step(scoring, 60),
+            "rules": Step(rules, 60),
+            "one_of_each": Step(one_of_each, 60),
+            "sanitizer": Step(sanitizer, 180),
+            "tests": Step(tests, 180),
+        },
+    )

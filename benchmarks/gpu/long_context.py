@@ -1,0 +1,140 @@
+"""Part 4, about 8 minutes: 128k at batch 1, the candidate bank, LU-KV on one context, PolyKV's one pass.
+
+    python benchmarks/gpu/long_context.py
+
+Random weights in the shape of Llama-3.1-8B, which read the tokens of the bundled model. If 128k do not fit, fewer are
+measured. What the papers do for the same numbers is extrapolated from a prefill: one for every candidate and
+sample (EvolKV), and for every layer, phase and pattern (PolyKV).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from steps import Settings, Step, benched, main
+
+from kvsearch.benchmark.speed import prefill_seconds, random_prompts
+from kvsearch.calibration.lukv import LukvCalibration
+from kvsearch.calibration.options import LukvOptions
+from kvsearch.calibration.polykv.measure import PolykvCalibration
+from kvsearch.calibration.polykv.options import PolykvOptions, candidates
+from kvsearch.calibration.task_data import data_of_tasks
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel, LoadOptions, load
+from kvsearch.models.shapes import random_model
+from kvsearch.policies import create_policy
+from kvsearch.runtime import PlanCache
+from kvsearch.runtime.attention import running
+from kvsearch.runtime.program import full_cache
+from kvsearch.search.bank.bank import CandidateBank
+from kvsearch.search.bank.samples import bank_samples
+from kvsearch.tasks.encode import encode_tasks
+from kvsearch.tasks.synthetic.suite import SyntheticTask
+
+SEARCH = 200  # candidates
+POPULATION = 8
+RATIO = 0.9  # evicted
+
+
+def bench(where: Settings) -> dict[str, Any]:
+    """What `kvsearch bench` prints with --json, at the longest length that fits."""
+    lengths = (768,) if where.small else (131_008, 98_304, 65_536)
+    sizes = [{"length": (length,), "batch": (1,)} for length in lengths]
+    return benched(where, sizes, policy="snapkv", ratio=RATIO, new_tokens=2 if where.small else 64)
+
+
+def reading(where: Settings) -> tuple[LoadedModel, SyntheticTask]:
+    """A model of random weights with a tokenizer, and a task with one kind of question."""
+    loaded = random_model(where.shape, device=where.device)
+    tokenizer = load("bundled", LoadOptions(device="cpu")).tokenizer
+    return replace(loaded, tokenizer=tokenizer), SyntheticTask("single", 512 if where.small else 8192)
+
+
+def seconds_of(action: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    made = action()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return made, time.perf_counter() - start
+
+
+def prefill(loaded: LoadedModel, length: int) -> float:
+    """The seconds of one prompt under the full cache, the second time."""
+    ids = random_prompts(loaded.model, 1, length)
+    with running(loaded.model):
+        for _ in range(2):
+            seconds = prefill_seconds(loaded.model, PlanCache(loaded.model, full_cache(loaded.model)), ids)
+    return seconds
+
+
+def bank(where: Settings) -> dict[str, Any]:
+    """The prefill of 8 samples, and a population on them."""
+    loaded, task = reading(where)
+    samples = bank_samples(encode_tasks(loaded, [task], 2 if where.small else 8), "question-agnostic")
+    shape = describe(loaded.model)
+    budget = task.length // 16
+    rng = np.random.default_rng(0)
+    population = [
+        np.repeat(rng.integers(budget // 2, 2 * budget, (len(shape.full_layers), 1)), shape.kv_heads, 1)
+        for _ in range(POPULATION)
+    ]
+    dense = prefill(loaded, len(samples[0].prompt))
+    made, read = seconds_of(lambda: CandidateBank(loaded, create_policy("snapkv"), samples, cap=2 * budget))
+    made.losses(population)  # compiled, and brought to the device
+    _, judged = seconds_of(lambda: made.losses(population))
+    each = judged / POPULATION
+    return {
+        "samples": len(samples), "tokens": task.length, "prefill_seconds": read, "dense_prefill_seconds": dense,
+        "candidate_seconds": each, "search_of_prefill": (read + SEARCH * each) / read,
+        "papers_seconds": SEARCH * len(samples) * dense,
+    }  # fmt: skip
+
+
+def lukv(where: Settings) -> dict[str, Any]:
+    """LU-KV on one context with one question: seconds, and the share of them in which the GPU works."""
+    loaded, task = reading(where)
+    data = data_of_tasks(loaded, [task], 1, 0).limited(1)
+    options = LukvOptions(answers="given", normalization="layer", check=False)
+    calibration = LukvCalibration(loaded, data, [create_policy("snapkv")], options)
+    prompts = calibration.prepare()
+    calibration.measure(prompts)  # the first pass of a process is slow
+    _, seconds = seconds_of(lambda: calibration.measure(prompts))
+    found = {"tokens": prompts[0].length, "seconds": seconds}
+    if where.device.startswith("cuda"):
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as record:
+            calibration.measure(prompts)
+            torch.cuda.synchronize()
+        events = record.profiler.kineto_results.events()
+        busy = sum(event.duration_ns() for event in events if event.device_type().name == "CUDA") / 1e9
+        found["busy_share"] = busy / seconds
+    return found
+
+
+def polykv(where: Settings) -> dict[str, Any]:
+    """All patterns in all layers and phases of one context in one pass, beside a run for each of them."""
+    loaded, task = reading(where)
+    data = data_of_tasks(loaded, [task], 1, 0).limited(1)
+    budget = 64 if where.small else 512
+    options = PolykvOptions(budgets=(budget,), batch=1)
+    policies, _ = candidates(("paper",), {}, options.measured_phases, options.budgets)
+    calibration = PolykvCalibration(loaded, data, policies, options)
+    prompts = calibration.prepare()
+    _, seconds = seconds_of(lambda: calibration.measure(prompts))
+    runs = len(policies) * len(options.measured_phases) * len(describe(loaded.model).full_layers)
+    papers = runs * prefill(loaded, prompts[0].length)
+    return {"tokens": prompts[0].length, "runs": runs, "seconds": seconds, "papers_seconds": papers}
+
+
+if __name__ == "__main__":
+    main(
+        __doc__,
+        8,
+        {"bench": Step(bench, 180), "bank": Step(bank, 120), "lukv": Step(lukv, 120), "polykv": Step(polykv, 120)},
+    )
