@@ -10,10 +10,15 @@ import torch
 
 from kvsearch.runtime import Program, attach
 from kvsearch.runtime.decode.steps import Captured
+from kvsearch.search.bank.bank import CandidateBank
+from kvsearch.search.bank.samples import bank_samples
+from tests import tiny
 from tests.device.accelerator import device, events, recording
 from tests.families import build, prompts
 from tests.runtime.policies import SMALL, for_model
 from tests.runtime.recorder import Recorder, capturing
+from tests.search.bank.cases import SNAPKV, encoded, random_candidates, tokens_of
+from tests.search.bank.test_exactness import longer
 
 pytestmark = pytest.mark.nightly
 
@@ -51,6 +56,19 @@ def test_replayed_steps_are_those_of_every_policy(name: str, decode: bool) -> No
         assert graphs is None or graphs.log.count("replayed") > 3
     torch.testing.assert_close(made[0][0], made[1][0], atol=2e-5, rtol=0)
     assert torch.equal(made[0][1], made[1][1])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_replayed_replies_of_the_bank_wait_for_nothing(family: str) -> None:
+    loaded = tiny.wrap(build(family, vocab_size=len(tiny.WORDS), tie_word_embeddings=False).to(device(1)))
+    samples = bank_samples([longer(encoded(loaded, (60, 3), (90, 1))[0], 20)], "question-agnostic")
+    strict = Strict()
+    with CandidateBank(loaded, SNAPKV, samples, 50) as bank:
+        candidates = random_candidates(loaded, 3, 50)
+        expected = tokens_of(bank, candidates)
+        with capturing(strict):
+            assert tokens_of(bank, candidates) == expected
+    assert strict.log.count("replayed") > 10
 
 
 def test_what_a_gpu_would_wait_for_is_not_captured() -> None:

@@ -22,6 +22,7 @@ from kvsearch.runtime.stock import CACHE
 
 ROOM = 512  # tokens that room is made for at a time, at most
 MOST_GRAPHS = 32  # of one cache
+SPREAD = "the model is spread over several devices"
 SYNCHRONIZES = "called a synchronizing CUDA operation"
 FEWEST = 16  # tokens for which capturing pays
 WITHOUT = "decode steps run without CUDA graphs (attach(..., graphs=False) is silent about it)"
@@ -99,6 +100,48 @@ def warned_of_waits() -> Iterator[list[warnings.WarningMessage]]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
+class RepeatedStep:
+    """A step that is always the same but for what its tensors hold: run first, then captured, then replayed.
+
+    It is `refused`, and run as ever, where it cannot be captured, or the host waited for the device twice: in a first
+    run it may wait for what is made once.
+    """
+
+    def __init__(self, graphs: CudaGraphs, step: Callable[[], Any]) -> None:
+        self.graphs = graphs
+        self.step = step
+        self.refused = False
+        self._captured: Captured | None = None
+        self._runs = 0
+        self._ready = False
+
+    def __call__(self) -> Any:
+        if self._ready and self._captured is None and not self.refused:
+            try:
+                self._captured = self.graphs.capture(self.step)
+            except RuntimeError as error:
+                self._refuse(f"they cannot be captured ({str(error).splitlines()[0]})")
+        if self._captured is not None:
+            self._captured.replay()
+            return self._captured.output
+        output = self.graphs.run(self.step)
+        self._ready = not self.graphs.waited
+        self._runs += 1
+        if self.graphs.waited and self._runs > 1:
+            self._refuse("the code of the model waits for the device in every step")
+        return output
+
+    def _refuse(self, reason: str) -> None:
+        warn_once(f"{WITHOUT}: {reason}")
+        self.refused = True
+
+
+def repeating(model: Any, step: Callable[[], Any], tokens: int) -> RepeatedStep | None:
+    """Return what captures a step of a model for so many tokens; None where nothing does or it does not pay."""
+    graphs = graphs_for(model.device) if tokens >= FEWEST and not is_spread(model) else None
+    return None if graphs is None else RepeatedStep(graphs, step)
+
+
 def cache_of(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a model; None if there is none."""
     return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
@@ -118,8 +161,7 @@ class DecodeSteps:
         self.graphs = graphs
         self.room = min(ROOM, ROOM if tokens is None else max(tokens, 1))
         self.stopped = False
-        self._known: dict[Hashable, Captured | None] = {}  # None: has been run once
-        self._waited: set[Hashable] = set()  # the host waited in such a step, which may have been its first alone
+        self._known: dict[Hashable, RepeatedStep] = {}
         self._holders: list[Any] = []  # what planned layers held at the first step
         self._packed: list[int] = []  # how often they had made their tensors anew, when steps were captured
         self._inputs: Any = None  # ids, positions and mask, tensors that stay where they are; None: no step was entered
@@ -198,28 +240,15 @@ class DecodeSteps:
             self._known.clear()
             self.graphs.drop()
             self._packed = packed
-        key = None if plan is None else (plan, tuple(sorted(others.items())))
-        if key in self._known and (graph := self._known[key] or self._captured(others)) is not None:
-            self._known[key] = graph
-            graph.replay()
-            return graph.output
-        output = self.graphs.run(lambda: self._step(others))
+        key = plan, tuple(sorted(others.items()))
+        step = self._known.get(key) or RepeatedStep(self.graphs, lambda: self._step(others))
+        if plan is not None and len(self._known) < MOST_GRAPHS:
+            self._known[key] = step
+        output = step()
         if self.cache.asked:
             self._stop("the code of the model asks how long the sequence is in every step")
-        elif key is not None and self.graphs.waited:
-            if key in self._waited:
-                self._stop("the code of the model waits for the device in every step")
-            self._waited.add(key)
-        elif key is not None and len(self._known) < MOST_GRAPHS:
-            self._known[key] = None
+        self.stopped |= step.refused
         return output
-
-    def _captured(self, others: Mapping[str, Any]) -> Captured | None:
-        try:
-            return self.graphs.capture(lambda: self._step(others))
-        except RuntimeError as error:
-            self._stop(f"they cannot be captured ({str(error).splitlines()[0]})")
-            return None
 
     def _step(self, others: Mapping[str, Any]) -> Any:
         ids, positions, mask = self._inputs
@@ -232,9 +261,12 @@ def not_captured(model: Any, cache: PlanCache) -> str | None:
         return "`exact` attention is that of transformers, which copies all keys for every token"
     if others := sorted({type(layer).__name__ for layer in cache.layers} - {"EvictingLayer"}):
         return f"layers of the model that the plan leaves alone have caches that move ({', '.join(others)})"
-    if len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1:
-        return "the model is spread over several devices"
-    return None
+    return SPREAD if is_spread(model) else None
+
+
+def is_spread(model: Any) -> bool:
+    """Return whether a model is on several devices."""
+    return len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1
 
 
 @lru_cache(maxsize=32)

@@ -32,7 +32,9 @@ class VisibleKV(NamedTuple):
 class SuffixTokens:
     """The tokens that follow the prompts of S samples so far: where they are, and which are padding.
 
-    A token sees itself and the earlier ones that are no padding. `lengths` are those of the prompts.
+    A token sees itself and the earlier ones that are no padding. `lengths` are those of the prompts. Once there is a
+    `place` [1], that of the last token among columns that are all there, tokens come one by one and change tensors in
+    place: such steps can be captured.
     """
 
     def __init__(self, lengths: Tensor) -> None:
@@ -40,27 +42,41 @@ class SuffixTokens:
         self.valid = lengths.new_zeros(len(lengths), 0, dtype=torch.bool)  # [S, n]
         self.positions = lengths.new_zeros(len(lengths), 0)  # [S, n]
         self.seen: Tensor | None = None  # [S or 1, 1, 1, q, n], by the last q tokens; None: all
-        self.last = 0
+        self.latest = self.positions  # of the last q tokens
+        self.place: Tensor | None = None
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens, none of which is padding."""
+        self.place = self.lengths.new_full((1,), self.valid.shape[1] - 1)
+        self.valid = nn.functional.pad(self.valid, (0, tokens))
+        self.positions = nn.functional.pad(self.positions, (0, tokens))
 
     def extend(self, valid: Tensor) -> Tensor:
         """Go on by q tokens, `valid` [S, q] bool; return their positions [S, q], where padding takes none."""
         before = self.lengths + self.valid.sum(-1)
         positions = before[:, None] + (valid.cumsum(-1) - 1).clamp(min=0)
+        self.latest = positions
+        if self.place is not None:
+            self.place.add_(1)
+            self.valid.index_copy_(1, self.place, valid)
+            self.positions.index_copy_(1, self.place, positions)
+            self.seen = self.valid[:, None, None, None]
+            return positions
         self.valid = torch.cat([self.valid, valid], 1)
         self.positions = torch.cat([self.positions, positions], 1)
-        self.last = valid.shape[1]
+        rows = valid.shape[1]
         count = self.valid.shape[1]
-        causal = causal_mask(self.last, count, self.valid.device)
+        causal = causal_mask(rows, count, self.valid.device)
         if bool(self.valid.all()):
-            self.seen = None if self.last == 1 else causal[None, None, None]
+            self.seen = None if rows == 1 else causal[None, None, None]
         else:
-            own = torch.eye(count, dtype=torch.bool, device=causal.device)[count - self.last :]
+            own = torch.eye(count, dtype=torch.bool, device=causal.device)[count - rows :]
             self.seen = (causal & (self.valid[:, None] | own))[:, None, None]
         return positions
 
     def near(self, positions: Tensor, window: int) -> Tensor:
         """Tell which of `positions` [S, N] are among the `window` last of each of the last tokens, [S, 1, 1, q, N]."""
-        ahead: Tensor = self.positions[:, -self.last :, None] - positions[:, None]
+        ahead: Tensor = self.latest[:, :, None] - positions[:, None]
         return (ahead < window)[:, None, None]
 
 
@@ -106,12 +122,22 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
         return torch.cat(outputs).transpose(1, 2).contiguous(), None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if self.own is not None:
-            key_states = torch.cat([self.own[0], key_states], 2)
-            value_states = torch.cat([self.own[1], value_states], 2)
-        self.own = (key_states, value_states)
-        tag(key_states, self)
+        place = self.suffix.place
+        if self.own is None:
+            self.own = (key_states, value_states)
+        elif place is None:
+            self.own = (torch.cat([self.own[0], key_states], 2), torch.cat([self.own[1], value_states], 2))
+        else:
+            self.own[0].index_copy_(2, place, key_states)
+            self.own[1].index_copy_(2, place, value_states)
+        tag(self.own[0], self)
         return self.own
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens, see `SuffixTokens`."""
+        if self.own is not None:
+            keys, values = (nn.functional.pad(states, (0, 0, 0, tokens)) for states in self.own)
+            self.own = (keys, values)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """There is nothing to prepare."""
@@ -131,14 +157,17 @@ class BankLayer(CacheLayerMixin):  # type: ignore[misc]
 class PrefixLayer(BankLayer):
     """A full-attention layer: `entries` [P, S, C, Hkv] are how many of the stored entries of a head a candidate sees.
 
+    They are `there` on the device of the model, too.
     They are stored once for each of C policies, `states`; a candidate has entries under one of them.
     """
 
-    def __init__(self, states: Sequence[tuple[Tensor, Tensor]], suffix: SuffixTokens, entries: Tensor) -> None:
+    def __init__(
+        self, states: Sequence[tuple[Tensor, Tensor]], suffix: SuffixTokens, entries: Tensor, there: Tensor
+    ) -> None:
         super().__init__(*states[0], suffix)
-        self.prefixes = [self._prefix(states, some) for some in entries]
+        self.prefixes = [self._prefix(states, *pair) for pair in zip(entries, there, strict=True)]
 
-    def _prefix(self, states: Sequence[tuple[Tensor, Tensor]], entries: Tensor) -> VisibleKV:
+    def _prefix(self, states: Sequence[tuple[Tensor, Tensor]], entries: Tensor, there: Tensor) -> VisibleKV:
         choice = int(entries.sum((0, 2)).argmax())
         (keys, values) = states[choice]
         entries = entries[:, choice]
@@ -146,7 +175,8 @@ class PrefixLayer(BankLayer):
         most = int(entries.max())
         seen = None
         if fewest < most:
-            seen = (torch.arange(most, device=keys.device) < entries[..., None].to(keys.device))[:, :, None, None]
+            limits = there[:, choice, :, None].to(keys.device)
+            seen = (torch.arange(most, device=keys.device) < limits)[:, :, None, None]
         return VisibleKV(keys[:, :, :most], values[:, :, :most], seen)
 
     def shared(self) -> Sequence[VisibleKV]:

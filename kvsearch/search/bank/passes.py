@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.runtime.decode.replies import GreedyReply, left_padded, likeliest
+from kvsearch.runtime.decode.steps import repeating
 from kvsearch.runtime.stock import CACHE
 from kvsearch.search.bank.layer import PrefixLayer, SuffixTokens, WindowLayer
 from kvsearch.search.bank.samples import BankSample
@@ -88,12 +89,13 @@ class Pass:
         seen = torch.from_numpy(np.minimum(candidates[:, None], portion.lengths[:, None, None]))
         full = len(portion.layers) - len(portion.windows)
         rows = seen.reshape(*seen.shape[:2], -1, full, seen.shape[-1])
-        planned = iter(rows.unbind(3))  # of each layer [P, S, choices, Hkv]
+        # of each layer [P, S, choices, Hkv], on the host and in one copy on the device
+        planned = zip(rows.unbind(3), rows.to(model.device).unbind(3), strict=True)
         self.cache = Cache(
             layers=[
                 WindowLayer(*states[0], self.suffix, portion.windows[index], self.count)
                 if index in portion.windows
-                else PrefixLayer(states, self.suffix, next(planned))
+                else PrefixLayer(states, self.suffix, *next(planned))
                 for index, states in enumerate(portion.layers)
             ]
         )
@@ -125,6 +127,31 @@ class Pass:
         ids, mask = left_padded([sample.following for sample in samples], PAD, self.model.device)
         return self.read(ids, mask.bool(), keep)
 
+    def _following(self, ids: Tensor, every: Tensor, tokens: int) -> Callable[[], Tensor]:
+        """Return what reads tokens `ids` [P * S, 1], whatever they are by then, to logits [P, S, V].
+
+        Where it pays that is captured, from the second token on: by then the first says what is made room for.
+        """
+
+        def step() -> Tensor:
+            return self.read(ids, every, 1)[:, :, 0]
+
+        repeated = repeating(self.model, step, tokens)
+        if repeated is None:
+            return step
+
+        def reserving() -> Tensor:
+            if self.suffix.place is not None:
+                logits: Tensor = repeated()
+                return logits
+            logits = step()
+            for held in (self.suffix, *self.cache.layers):
+                held.reserve(tokens)
+            return logits
+
+        return reserving
+
+    @torch.no_grad()
     def replies(self, first: Tensor | None, limits: Sequence[int], stop: set[int]) -> list[list[BankReply]]:
         """Reply greedily, by candidate and sample: to the questions, or as the prompts' last logits go on.
 
@@ -143,6 +170,8 @@ class Pass:
             for sample, limit in zip(samples, limits, strict=True)
         ]
         every = torch.ones(len(samples), 1, dtype=torch.bool, device=self.model.device)
+        ids = torch.empty(len(rows), 1, dtype=torch.int64, device=every.device)
+        step = self._following(ids, every, max(limits))
         while True:
             chosen, finite = (each.flatten() for each in likeliest(logits))
             for row, token, known in zip(rows, chosen.tolist(), finite.tolist(), strict=True):
@@ -150,6 +179,7 @@ class Pass:
                     row.take(token) if known else row.fail()
             if all(row.ended for row in rows):
                 break
-            logits = self.read(chosen[:, None].to(every.device), every, 1)[:, :, 0]
+            ids.copy_(chosen[:, None])
+            logits = step()
         size = len(samples)
         return [rows[start : start + size] for start in range(0, len(rows), size)]

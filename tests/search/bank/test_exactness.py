@@ -30,6 +30,7 @@ from tests import tiny
 from tests.combinations import every_value
 from tests.families import EACH_FAMILY, FAMILIES
 from tests.runtime.helpers import TOLERANCE, assert_close
+from tests.runtime.recorder import Recorder, capturing
 from tests.search.bank.cases import (
     PROTOCOLS,
     SNAPKV,
@@ -209,6 +210,22 @@ def test_replies_are_those_of_the_evaluator(family: str, protocol: Protocol) -> 
         found = tokens_of(bank, candidates)
     assert found == evaluator_replies(model, task, protocol, candidates)
     assert len({tuple(reply) for row in found for reply in row if reply}) > len(found[0]) // 2
+
+
+@protocols
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_captured_steps_reply_as_others_do(family: str, protocol: Protocol) -> None:
+    """Beyond Gemma's window of 16; of unequal prompts and limits, so that some replies end before others."""
+    model = loaded(family)
+    samples = bank_samples([longer(encoded(model, (60, 3), (90, 1), (75, 2))[0], 20)], protocol)
+    candidates = random_candidates(model, 3, 70)
+    recorder = Recorder()
+    with CandidateBank(model, SNAPKV, samples, cap=70) as bank:
+        expected = tokens_of(bank, candidates)
+        with capturing(recorder):
+            assert tokens_of(bank, candidates) == expected
+    assert recorder.log.count("replayed") > 15
+    assert recorder.log.count("captured") <= 2
 
 
 @protocols

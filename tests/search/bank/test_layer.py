@@ -53,7 +53,9 @@ def test_a_single_token_sees_all_that_is_no_padding() -> None:
 def test_a_prefix_is_a_view_with_a_mask_only_where_heads_differ() -> None:
     states = torch.arange(2 * 2 * 6.0).view(2, 2, 6, 1)
     entries = torch.tensor([[[3, 3], [3, 3]], [[2, 5], [1, 4]]])  # [P, S, Hkv]
-    same, ragged = PrefixLayer([(states, states)], SuffixTokens(torch.tensor([6, 6])), entries[:, :, None]).shared()
+    same, ragged = PrefixLayer(
+        [(states, states)], SuffixTokens(torch.tensor([6, 6])), *[entries[:, :, None]] * 2
+    ).shared()
     assert same.keys.data_ptr() == ragged.values.data_ptr() == states.data_ptr()
     assert same.keys.shape == (2, 2, 3, 1)
     assert same.seen is None
