@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import argparse
 import time
+from itertools import chain
 
 import numpy as np
 
 from kvsearch.calibration.data import default_data, load_calibration_data
+from kvsearch.calibration.polykv.ablations import batches_of
 from kvsearch.calibration.polykv.measure import PolykvCalibration
 from kvsearch.calibration.polykv.options import PolykvOptions, candidates
-from kvsearch.calibration.steps import StepCache
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadOptions, load
-from kvsearch.plan import Profile
+from kvsearch.runtime.attention import running
+from tests.calibration.polykv.naive import measure_naively
+
+SIGNALS = ("cosine", "relative_error", "nll")
 
 
 def main() -> None:
@@ -36,24 +40,34 @@ def main() -> None:
     options = PolykvOptions(budgets=(args.budget,), batch=args.batch)
     policies, _ = candidates(("paper",), {}, options.measured_phases, options.budgets)
 
-    def timed(naive: bool, questions: int = args.samples) -> tuple[Profile, float]:
-        started = time.process_time()
-        chosen = options.model_copy(update={"naive": naive})
-        some = data.limited(questions)
-        calibration = PolykvCalibration(loaded, some, policies, chosen, steps=StepCache())
-        profile = calibration.measure(calibration.prepare())
-        return profile, time.process_time() - started
-
-    timed(naive=False, questions=1)  # the first pass of a process is slow
-    swept, fast = timed(naive=False)
-    naive, slow = timed(naive=True)
+    calibration = PolykvCalibration(loaded, data, policies, options)
+    prompts = calibration.prepare()
+    calibration.measure(prompts[:1])  # the first pass of a process is slow
+    started = time.process_time()
+    swept = calibration.measure(prompts).arrays
+    fast = time.process_time() - started
+    started = time.process_time()
+    found = []
+    with running(loaded.model):
+        for batch in batches_of(prompts, args.batch):
+            samples = sorted(chain.from_iterable(batch.passes(args.batch)))
+            after = batch.continuations(samples, loaded.device)
+            padded = batch.repeated(samples).padded(loaded.device)
+            results = measure_naively(loaded.model, calibration.ablations, *padded, after).arrays(options.signals)
+            found += [
+                ((batch.places[row], number), {name: results[name][at] for name in SIGNALS})
+                for at, (row, number) in enumerate(samples)
+            ]
+    slow = time.process_time() - started
+    naive = [arrays for _, arrays in sorted(found, key=lambda item: item[0])]
     layers = len(describe(loaded.model).full_layers)
     print(
         f"{args.samples} samples, {len(policies)} patterns, {len(options.measured_phases)} phases, {layers} layers, "
         f"budget {args.budget}: {fast:.1f} s in one pass, {slow:.1f} s naive: {slow / fast:.1f}x"
     )
-    for name in ("cosine", "relative_error", "nll"):
-        print(f"largest difference of {name}: {np.abs(swept.arrays[name] - naive.arrays[name]).max():.1e}")
+    for name in SIGNALS:
+        apart = np.abs(swept[name] - np.stack([arrays[name] for arrays in naive])).max()
+        print(f"largest difference of {name}: {apart:.1e}")
 
 
 if __name__ == "__main__":

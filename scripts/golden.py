@@ -49,9 +49,6 @@ SHORT = {
 
 # Jobs by name. Those of a wave run side by side, so a job needs only files of earlier waves; long ones come first.
 MEASURE = """
-calibrate-polykv-naive
-    calibrate bundled --method polykv --naive --patterns snapkv,streaming $window --budgets 64 --questions 1
-    -o runs/naive
 calibrate-polykv-all
     calibrate bundled --method polykv --patterns all $window --budgets 64 --questions 2 -o runs/polykv-all
 calibrate-polykv
@@ -196,11 +193,9 @@ export-polykv-mean
     -o plans/polykv-mean.json
 export-polykv-full
     export runs/polykv-all --budget 400 --route error --budget-signal ppl-chosen --exclude cam,d2o --least 24
-    --full-layers 1 --length 1020 --phases both --json -o plans/polykv-full.json
+    --length 1020 --phases both --json -o plans/polykv-full.json
 export-polykv-aware
     export runs/polykv-aware --route cosine --budget-signal entropy -o plans/polykv-aware.json
-export-polykv-naive
-    export runs/naive --budget 64 --route nll --budget-signal error -o plans/polykv-naive.json
 scale-budget
     plan scale plans/falling.json --budget 40 -o plans/falling-40.json
 scale-ratio

@@ -87,11 +87,6 @@ class ExportOptions(PlanOptions, Sized, Loading):
         Field(ge=0),
         Option("Entries per kv head that every layer gets.", panel=PANEL, shown="a tenth of the mean"),
     ] = None
-    full_layers: Annotated[
-        int | None,
-        Field(ge=0),
-        Option("So many layers keep the whole cache, at its full cost.", panel=PANEL, shown="none"),
-    ] = None
     allow_harmful: Annotated[
         bool, Option("Use signals that `validate` judged harmful, or a table that loses to even budgets.")
     ] = False
@@ -282,7 +277,6 @@ class ExportOptions(PlanOptions, Sized, Loading):
             policy=self.policy,
             exclude=self.exclude or (),
             least=self.least,
-            full_layers=self.full_layers or 0,
         )
 
 

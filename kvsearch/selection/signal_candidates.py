@@ -280,7 +280,7 @@ class _SignalPlans(PlanFactory):
 
 def _list_patterns(table: SignalTable) -> tuple[str, ...]:
     """Return all patterns but the full cache, which evicts nothing."""
-    return tuple(name for name in table.patterns if name != FULL.name)
+    return tuple(name for name in table.patterns if name != FULL)
 
 
 def _find_barred(table: SignalTable, mean: float) -> dict[str, str]:
@@ -288,7 +288,7 @@ def _find_barred(table: SignalTable, mean: float) -> dict[str, str]:
     found = {
         pattern.name: f"it always keeps {floor_of(pattern)} entries per kv head, above the mean of {mean:g}"
         for pattern in table.axes.patterns
-        if pattern.name != FULL.name and floor_of(pattern) > mean
+        if pattern.name != FULL and floor_of(pattern) > mean
     }
     if len(found) == len(_list_patterns(table)):
         listed = "; ".join(f"{name}: {why}" for name, why in found.items())

@@ -10,14 +10,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from kvsearch.budgets.allocator import Uniform, check_at_least, share_above
 from kvsearch.budgets.polykv import Direction, Proportional
-from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.core.naming import require_known, suggest
 from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size
@@ -30,7 +29,7 @@ from kvsearch.strategies.build import Chosen, build_plan, check_pool
 
 UNIFORM = "uniform"
 SIGNAL_BUDGET = "signal_budget"  # in the provenance of plans by signals: the measured budget that was read
-FULL = PolicySpec(name="full")
+FULL = "full"
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,6 @@ class Strategy:
         exclude: patterns that no layer may take. The sensitivities over all patterns still count them.
         least: b_min of budgets by sensitivity, in entries per head; default: a tenth of the mean. The floor of a layer
             is in any case what its patterns, of all phases, always keep (sinks and window).
-        full_layers: so many layers keep the full cache, in all phases, at the cost of the whole length: those whose
-            best pattern is the worst by the route, or without a route the most sensitive ones, summed over the phases.
 
     Raises:
         UsageError: a name is unknown, a number is out of range, or two settings contradict each other.
@@ -59,7 +56,6 @@ class Strategy:
     policy: str | None = None
     exclude: tuple[str, ...] = ()
     least: int | None = None
-    full_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.route is not None:
@@ -68,11 +64,7 @@ class Strategy:
         require_known("phases", self.phases, PHASES)
         if self.route is not None and self.policy is not None:
             raise UsageError(f"policy {self.policy!r} is for route none: every layer takes it")
-        check_at_least(0, least=self.least, full_layers=self.full_layers)
-        if self.route is None and self.budgets == UNIFORM and self.full_layers > 0:
-            raise UsageError(
-                "neither route nor budget signal says which layers should keep the full cache: name one of them"
-            )
+        check_at_least(0, least=self.least)
 
     @property
     def name(self) -> str:
@@ -82,7 +74,6 @@ class Strategy:
             parts.append(self.budgets)
         details = [f"without {', '.join(self.exclude)}"] if self.exclude else []
         details += [] if self.least is None else [f"least {self.least}"]
-        details += [f"{self.full_layers} full"] if self.full_layers else []
         return " + ".join(parts) + (f" ({'; '.join(details)})" if details else "")
 
 
@@ -119,7 +110,14 @@ def choose(table: SignalTable, strategy: Strategy, size: Size, inverse: bool = F
         UsageError: a signal, phase or pattern is not in the profile, no candidate is left, or the size is below what
             patterns always keep or keeps everything.
     """
-    return Construction(table, strategy, size, _pool(table.profile, size), inverse).chosen()
+    pool = _pool(table.profile, size)
+    routed = {phase: _route(table, strategy, phase, pool.mean, inverse) for phase in PHASES[strategy.phases]}
+    patterns = {phase: [table.axes.patterns[index] for index in indices] for phase, indices in routed.items()}
+    floors = floors_of(patterns)
+    _check_floors(table, strategy, patterns, floors, pool.mean)
+    low = np.broadcast_to(np.array(floors)[:, None], pool.shape)
+    budgets = _share(table, strategy, routed, pool, low, inverse)
+    return {phase: Chosen(tuple(own), budgets) for phase, own in patterns.items()}
 
 
 def floors_of(chosen: Mapping[Phase, Sequence[PolicySpec]]) -> list[int]:
@@ -146,14 +144,14 @@ def plan_of(profile: Profile, chosen: Mapping[Phase, Chosen], size: Size, settin
     """Return the plan of what was chosen for the layers of a profile; `settings` join those of the calibration."""
     metadata = profile.metadata
     origin = metadata.provenance
-    floors = [floor_of(policy) for part in chosen.values() for policy in part.policies if policy.name != FULL.name]
+    floors = [floor_of(policy) for part in chosen.values() for policy in part.policies]
     joined = {**origin.settings, "ratio": size.ratio, "budget": size.budget, **settings}
     return build_plan(
         metadata.model,
         metadata.layers,
         chosen,
         provenance(origin.method, origin.seed, origin.data_sha256, joined, origin.contexts),
-        min(floors, default=1),
+        min(floors),
         size.scaling,
         size.length or metadata.length,
     )
@@ -191,152 +189,94 @@ def _pool(profile: Profile, size: Size) -> Pool:
     return pool
 
 
-@dataclass(frozen=True)
-class Construction:
-    """Algorithm 1, with one table of budgets for all phases."""
-
-    table: SignalTable
-    strategy: Strategy
-    size: Size
-    pool: Pool
-    inverse: bool
-
-    def chosen(self) -> dict[Phase, Chosen]:
-        """Return the patterns of every phase, and the budgets of all."""
-        routed = {phase: self._route(phase) for phase in PHASES[self.strategy.phases]}
-        full = self._full_layers(routed)
-        patterns = {phase: [self.table.axes.patterns[index] for index in indices] for phase, indices in routed.items()}
-        rest = [row for row in range(self.pool.shape[0]) if row not in full]
-        heads = self.pool.shape[1]
-        left = self.pool.total - len(full) * heads * self.pool.length
-        floors = [floors_of(patterns)[row] for row in rest]
-        self._check_floors(patterns, rest, floors, left / (len(rest) * heads))
-        budgets = np.full(self.pool.shape, self.pool.length, dtype=np.int64)
-        budgets[rest] = self._share(routed, rest, left, floors)
-        return {
-            phase: Chosen(tuple(FULL if row in full else pattern for row, pattern in enumerate(own)), budgets)
-            for phase, own in patterns.items()
-        }
-
-    def _route(self, phase: Phase) -> list[int]:
-        """Return the pattern of every layer, as an index into the patterns of the table."""
-        strategy = self.strategy
-        layers = self.pool.shape[0]
-        own = self.table.profile.metadata.policy.name
-        candidates = self._candidates
-        if strategy.route is None:
-            policy = strategy.policy or own
-            index = self._index(policy, "use policy")
-            if index not in candidates:
-                problem = "the full cache evicts nothing" if policy == FULL.name else "it is excluded"
-                raise UsageError(f"cannot use policy {policy!r} in every layer: {problem}")
-            return [index] * layers
-        wanted = self._wanted(phase)
-        if len(candidates) > 1 and all(is_constant(row) for row in wanted):
-            names = self.table.patterns
-            index = next((index for index in candidates if names[index] == own), candidates[0])
-            _warn(
-                f"{strategy.route} is the same for all patterns in every {phase} layer: nothing seems to have "
-                f"been evicted at {self.table.nearest(self.pool.mean)} entries per kv head, so "
-                f"{names[index]} is used everywhere"
-            )
-            return [index] * layers
-        best = wanted.argmin(axis=1) if self.inverse else wanted.argmax(axis=1)
-        return [candidates[index] for index in best]
-
-    def _wanted(self, phase: Phase) -> Floats:
-        """Return how much each layer prefers each candidate by the route, [L, candidates]."""
-        assert self.strategy.route is not None
-        return self.table.preference(self.strategy.route, phase, self.pool.mean)[:, self._candidates]
-
-    @cached_property
-    def _candidates(self) -> list[int]:
-        """The patterns that a layer may take, as indices into those of the table.
-
-        No signal can judge the full cache, which agrees with itself: it takes a layer's place by `full_layers` alone.
-        """
-        excluded = [self._index(name, "exclude") for name in self.strategy.exclude]
-        names = self.table.patterns
-        indices = [index for index, name in enumerate(names) if index not in excluded and name != FULL.name]
-        if not indices:
-            raise UsageError(f"no pattern is left to choose from, the profile has {', '.join(names)}: exclude fewer")
-        return indices
-
-    def _index(self, name: str, what: str) -> int:
-        known = self.table.patterns
-        if name not in known:
-            raise UsageError(f"cannot {what} {name!r}: the profile has no such pattern{suggest(name, known)}")
-        return known.index(name)
-
-    def _full_layers(self, routed: Mapping[Phase, Sequence[int]]) -> list[int]:
-        """Return the rows of layers that keep the full cache: those that suffer most from the best that can be done."""
-        count = self.strategy.full_layers
-        layers = self.pool.shape[0]
-        if not count:
-            return []
-        if self.size.length is None and self.size.ratio is None:  # the calibration's is known, not one's own
-            raise UsageError("a layer with the full cache costs a whole prompt: give the --length of your prompts")
-        if count >= layers:
-            raise UsageError(
-                f"{count} of {layers} layers in full would leave none to evict from: give fewer --full-layers"
-            )
-        harm = np.zeros(layers)  # in the unit of the signal
-        for phase, indices in routed.items():
-            if self.strategy.route is None:
-                harm += self._sensitivity(phase, indices)
-            else:
-                harm -= self._wanted(phase).max(axis=1)
-        return sorted(np.argsort(-harm, kind="stable")[:count].tolist())
-
-    def _sensitivity(self, phase: Phase, routed: Sequence[int]) -> Floats:
-        return self.table.sensitivity(self.strategy.budgets, phase, self.pool.mean, routed)
-
-    def _check_floors(
-        self, patterns: Mapping[Phase, Sequence[PolicySpec]], rest: Sequence[int], floors: Sequence[int], mean: float
-    ) -> None:
-        """Raise UsageError if the mean is below what a pattern of one of the `rest` layers always keeps."""
-        worst = max(range(len(floors)), key=floors.__getitem__)
-        if mean >= floors[worst]:
-            return
-        row = rest[worst]
-        full = self.strategy.full_layers
-        phase = max(patterns, key=lambda phase: floor_of(patterns[phase][row]))
-        pattern = patterns[phase][row]
-        layer = self.table.profile.metadata.layers[row]
-        mean_words = f"{mean:g} entries per kv head is below"
-        remedy = "keep more"
-        if full:
-            left = f"would leave {max(mean, 0):g} entries per kv head to the others"
-            mean_words = f"{full} of {full + len(rest)} layers in full {left}, below"
-            remedy = "give fewer --full-layers, keep more"
-        instead = f"exclude {pattern.name}" if self.strategy.route else "use another policy"
-        lower = recent_parameter(policy_of(pattern))
-        smaller = f", or calibrate it with a smaller {lower}" if lower else ""
-        raise UsageError(
-            f"{mean_words} the {floors[worst]} that {pattern.name} in {phase} layer {layer} always keeps: "
-            f"{remedy}{',' if smaller else ' or'} {instead}{smaller}"
+def _route(table: SignalTable, strategy: Strategy, phase: Phase, mean: float, inverse: bool) -> list[int]:
+    """Return the pattern of every layer in a phase, as an index into the patterns of the table."""
+    own = table.profile.metadata.policy.name
+    candidates = _candidates(table, strategy)
+    if strategy.route is None:
+        policy = strategy.policy or own
+        index = _index(table, policy, "use policy")
+        if index not in candidates:
+            problem = "the full cache evicts nothing" if policy == FULL else "it is excluded"
+            raise UsageError(f"cannot use policy {policy!r} in every layer: {problem}")
+        return [index] * len(table.profile.metadata.layers)
+    wanted = table.preference(strategy.route, phase, mean)[:, candidates]
+    if len(candidates) > 1 and all(is_constant(row) for row in wanted):
+        names = table.patterns
+        index = next((index for index in candidates if names[index] == own), candidates[0])
+        _warn(
+            f"{strategy.route} is the same for all patterns in every {phase} layer: nothing seems to have been evicted "
+            f"at {table.nearest(mean)} entries per kv head, so {names[index]} is used everywhere"
         )
+        return [index] * len(wanted)
+    best = wanted.argmin(axis=1) if inverse else wanted.argmax(axis=1)
+    return [candidates[index] for index in best]
 
-    def _share(
-        self, routed: Mapping[Phase, Sequence[int]], rest: Sequence[int], total: int, floors: Sequence[int]
-    ) -> Ints:
-        """Share `total` out between the `rest` layers with these floors, [layers, Hkv], by the first phase."""
-        signal = self.strategy.budgets
-        least = self.strategy.least
-        phase, indices = next(iter(routed.items()))
-        shape = len(floors), self.pool.shape[1]
-        low = np.broadcast_to(np.array(floors)[:, None], shape)
-        caps = np.full(shape, self.pool.length)
-        weights = None if signal == UNIFORM else self._sensitivity(phase, indices)[rest]
-        if weights is not None and len(weights) > 1 and is_constant(weights):
-            warn_constant(signal, phase)
-            weights = None
-        if weights is None:
-            return Uniform().allocate(np.zeros(shape), total, low, caps)
-        if least is not None and least * low.size > total:
-            raise UsageError(f"least {least} is above the mean of {total / low.size:g} entries per kv head: lower it")
-        direction: Direction = "inverse" if self.inverse else "forward"
-        return Proportional(direction, least).allocate(weights, total, low, caps)
+
+def _candidates(table: SignalTable, strategy: Strategy) -> list[int]:
+    """Return the patterns that a layer may take, as indices into those of the table.
+
+    No signal can judge the full cache, which agrees with itself: it takes no layer's place.
+    """
+    excluded = [_index(table, name, "exclude") for name in strategy.exclude]
+    names = table.patterns
+    indices = [index for index, name in enumerate(names) if index not in excluded and name != FULL]
+    if not indices:
+        raise UsageError(f"no pattern is left to choose from, the profile has {', '.join(names)}: exclude fewer")
+    return indices
+
+
+def _index(table: SignalTable, name: str, what: str) -> int:
+    known = table.patterns
+    if name not in known:
+        raise UsageError(f"cannot {what} {name!r}: the profile has no such pattern{suggest(name, known)}")
+    return known.index(name)
+
+
+def _check_floors(
+    table: SignalTable,
+    strategy: Strategy,
+    patterns: Mapping[Phase, Sequence[PolicySpec]],
+    floors: Sequence[int],
+    mean: float,
+) -> None:
+    """Raise UsageError if the mean is below what a pattern always keeps."""
+    row = max(range(len(floors)), key=floors.__getitem__)
+    if mean >= floors[row]:
+        return
+    phase = max(patterns, key=lambda phase: floor_of(patterns[phase][row]))
+    pattern = patterns[phase][row]
+    instead = f"exclude {pattern.name}" if strategy.route else "use another policy"
+    lower = recent_parameter(policy_of(pattern))
+    smaller = f", or calibrate it with a smaller {lower}" if lower else ""
+    raise UsageError(
+        f"{mean:g} entries per kv head is below the {floors[row]} that {pattern.name} in {phase} layer "
+        f"{table.profile.metadata.layers[row]} always keeps: keep more{',' if smaller else ' or'} {instead}{smaller}"
+    )
+
+
+def _share(
+    table: SignalTable,
+    strategy: Strategy,
+    routed: Mapping[Phase, Sequence[int]],
+    pool: Pool,
+    low: Ints,
+    inverse: bool,
+) -> Ints:
+    """Share the total out above the floors `low` by the signals of the first phase, [L, Hkv]."""
+    phase, indices = next(iter(routed.items()))
+    caps = np.full(pool.shape, pool.length)
+    if strategy.budgets == UNIFORM:
+        return Uniform().allocate(np.zeros(0), pool.total, low, caps)
+    weights = table.sensitivity(strategy.budgets, phase, pool.mean, indices)
+    if len(weights) > 1 and is_constant(weights):
+        warn_constant(strategy.budgets, phase)
+        return Uniform().allocate(np.zeros(0), pool.total, low, caps)
+    least = strategy.least
+    if least is not None and least > pool.mean:
+        raise UsageError(f"least {least} is above the mean of {pool.mean:g} entries per kv head: lower it")
+    direction: Direction = "inverse" if inverse else "forward"
+    return Proportional(direction, least).allocate(weights, pool.total, low, caps)
 
 
 def _warn(text: str) -> None:

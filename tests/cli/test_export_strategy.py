@@ -78,8 +78,8 @@ def test_options_reach_the_strategy(run: Run, polykv: Path, tmp_path: Path) -> N
              "tova, h2o", "--least", 9),
         ),
         (
-            Strategy(None, "ppl-mean", policy="h2o", full_layers=1),
-            ("--route", "none", "--budget-signal", "ppl-mean", "--policy", "h2o", "--full-layers", 1),
+            Strategy(None, "ppl-mean", policy="h2o"),
+            ("--route", "none", "--budget-signal", "ppl-mean", "--policy", "h2o"),
         ),
         (Strategy(phases="both"), ("--phases", "both")),
     ]  # fmt: skip
@@ -102,7 +102,6 @@ def test_options_reach_the_strategy(run: Run, polykv: Path, tmp_path: Path) -> N
         (("--exclude", "tova,,h2o"), "--exclude: takes values with commas between them"),
         (("--least", 9), "--least is for budgets by a signal: name a --budget-signal"),
         (("--least", 33, "--budget-signal", "ppl"), "least 33 is above the mean of 32 entries per kv head"),
-        (("--full-layers", 1), "give the --length of your prompts"),
         (("--budget", 7, "--route", "none"), "7 entries per kv head is below the 8 that snapkv in prefill layer 0"),
         (("--budget", 200), "200 entries per kv head is all of a 200-token prompt"),
     ],
@@ -127,7 +126,7 @@ def test_a_budget_must_be_named_where_several_were_measured(
     ("options", "named"),
     [
         (("--budget-signal", "uniform", "--phases", "both"), "--budget-signal, --phases:"),
-        (("--least", 0, "--full-layers", 0), "--least, --full-layers:"),
+        (("--least", 0, "--exclude", "tova"), "--exclude, --least:"),
     ],
 )
 def test_other_profiles_have_no_strategies(

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.plan import PHASES, Phase, Profile, Size
-from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import Chosen
-from kvsearch.strategies.from_signals import FULL, Strategy, choose, plan_of, strategy_plan
+from kvsearch.strategies.from_signals import Strategy, choose, plan_of, strategy_plan
 from tests.plan.builders import PROVENANCE, model
 from tests.signals.profiles import make_signals, signal_metadata
 
-FLOORS = {"snapkv": 4, "streaming": 3, "tova": 1, "full": 0}
+FLOORS = {"snapkv": 4, "streaming": 3, "tova": 1}
 ONE_HEAD = signal_metadata(model(layers=4, kv_heads=1))
 
 
@@ -172,24 +171,18 @@ STRATEGIES = st.builds(
 TARGETS = st.builds(Size, budget=st.integers(8, 199)) | st.builds(Size, ratio=st.floats(0.05, 0.95))
 
 
-@given(STRATEGIES, TARGETS, st.integers(0, 2), st.integers(0, 99))
-def test_totals_are_exact_and_bounds_and_candidates_are_respected(
-    strategy: Strategy, size: Size, full_layers: int, seed: int
-) -> None:
+@given(STRATEGIES, TARGETS, st.integers(0, 99))
+def test_totals_are_exact_and_bounds_and_candidates_are_respected(strategy: Strategy, size: Size, seed: int) -> None:
     profile = make_signals(seed=seed)
     known = size.ratio is not None
-    mean = size.budget or (1 - float(size.ratio or 0)) * 200
-    strategy = replace(strategy, full_layers=full_layers if known and mean * 4 - full_layers * 200 > 32 else 0)
     made = choose(SignalTable(profile), strategy, size, inverse=seed % 2 == 1)
     for chosen in made.values():
         assert np.array_equal(chosen.budgets, next(iter(made.values())).budgets)
         assert chosen.budgets.sum() == size.total(200, 8)
-        assert names(chosen).count("full") == strategy.full_layers
         assert not set(names(chosen)) & set(strategy.exclude)
         assert np.ptp(chosen.budgets, axis=1).max() <= 1
         for name, budgets in zip(names(chosen), chosen.budgets, strict=True):
-            least = strategy.least or 0
-            assert budgets.min() >= max(1, FLOORS[name], least if name != "full" else 200)
+            assert budgets.min() >= max(FLOORS[name], strategy.least or 0)
             assert not known or budgets.max() <= 200
     plan = strategy_plan(profile, strategy, size)
     check_plan(plan, "the plan")
@@ -206,52 +199,6 @@ def test_inverse_budgets_are_the_forward_ones_in_reverse_where_no_bound_binds(va
     rows = [part.budgets.ravel()[ordered] for part in chosen]
     assert np.array_equal(rows[1], rows[0][::-1])
     assert (np.diff(rows[0]) >= 0).all()
-
-
-# --- layers with the full cache -------------------------------------------------------------------------------------
-
-
-def test_full_layers_are_those_whose_best_pattern_is_the_worst() -> None:
-    profile = make_signals(ONE_HEAD, cosine=COSINES, mean_entropy=entropies(1, 9, 3, 4))
-    strategy = Strategy(full_layers=1)
-    chosen = prefill(profile, strategy, Size(budget=60, length=200))
-    assert names(chosen) == ["snapkv", "full", "snapkv", "streaming"]
-    assert chosen.budgets.ravel().tolist() == [14, 200, 13, 13]
-    assert names(prefill(profile, replace(strategy, full_layers=2), Size(ratio=0.4))) == [
-        "snapkv", "full", "full", "streaming",
-    ]  # fmt: skip
-    by_need = Strategy(None, policy="tova", budgets="entropy", full_layers=2)
-    assert names(prefill(profile, by_need, Size(ratio=0.4))) == ["tova", "full", "tova", "full"]
-
-
-def test_full_layers_are_the_same_in_both_phases_by_the_sum_of_harms() -> None:
-    # the best of layers 0 to 3 in prefill 0.9, 0.3, 0.8, 0.9, in decode 0.9, 0.9, 0.1, 0.9: layer 2 is worst together
-    cosine = COSINES.copy()
-    cosine[:, :, 1] = np.array([0.9, 0.9, 0.1, 0.9])[:, None] * [1, 0.5, 0.5]
-    profile = make_signals(
-        ONE_HEAD, cosine=cosine, mean_entropy=np.array([[1, 9, 3, 8], [9, 1, 3, 8]], dtype=np.float32)
-    )
-    table, size = SignalTable(profile), Size(budget=60, length=200)
-    chosen = choose(table, Strategy(full_layers=1, phases="both"), size)
-    for part in chosen.values():
-        assert [row for row, name in enumerate(names(part)) if name == "full"] == [2]
-        assert part.budgets.ravel().tolist() == [14, 13, 200, 13]
-    assert [
-        names(choose(table, Strategy(full_layers=1, phases=phase), size)[phase]).index("full")
-        for phase in PHASES["both"]
-    ] == [1, 2]
-    by_need = choose(table, Strategy(None, policy="tova", budgets="entropy", full_layers=1, phases="both"), size)
-    assert [names(part).index("full") for part in by_need.values()] == [3, 3]
-
-
-def test_a_plan_with_a_full_layer_keeps_all_of_it_at_every_length() -> None:
-    profile = make_signals(ONE_HEAD, cosine=COSINES)
-    plan = strategy_plan(profile, Strategy(full_layers=1), Size(ratio=0.6))
-    assert plan.prefill is not None
-    assert plan.prefill.layers[1].policy == FULL  # type: ignore[union-attr]
-    assert plan.total == 320
-    assert budgets_at(plan, "prefill", 50)[1] == 50
-    check_plan(plan, "the plan")
 
 
 # --- signals that say nothing ---------------------------------------------------------------------------------------
@@ -283,14 +230,13 @@ def test_budgets_of_a_signal_that_is_the_same_everywhere_are_equal(recwarn: pyte
 def test_a_plan_says_where_it_comes_from() -> None:
     asked = {"route": "ppl", "budget_signal": "entropy", "phases": "both", "budgets": [32], "texts": "some.json"}
     metadata = signal_metadata(provenance={**PROVENANCE, "method": "polykv", "settings": asked})
-    strategy = Strategy(budgets="ppl", exclude=("tova",), full_layers=1)
+    strategy = Strategy(budgets="ppl", exclude=("tova",))
     plan = strategy_plan(make_signals(metadata), strategy, Size(budget=70, length=210))
     assert (plan.scaling, plan.length, plan.total, plan.decode) == ("fixed", 210, 560, None)
     assert (plan.provenance.method, plan.provenance.seed) == ("polykv", 7)
     assert plan.provenance.settings == {
         "ratio": None, "budget": 70, "route": "cosine", "budget_signal": "ppl", "phases": "prefill", "policy": None,
-        "exclude": ("tova",), "least": None, "full_layers": 1,
-        "signal_budget": 32, "budgets": (32,), "texts": "some.json",
+        "exclude": ("tova",), "least": None, "signal_budget": 32, "budgets": (32,), "texts": "some.json",
     }  # fmt: skip
     alone = strategy_plan(make_signals(), Strategy(None), Size(budget=70)).provenance.settings
     assert (alone["route"], alone["policy"]) == (None, "snapkv")
@@ -341,8 +287,8 @@ def test_a_plan_of_any_choice_such_as_a_random_one() -> None:
         (Strategy(None, policy="snapkv", budgets="ppl"), "snapkv + ppl"),
         (Strategy(None), "policy"),
         (
-            Strategy("ppl", exclude=("tova", "h2o"), budgets="ppl", least=8, full_layers=2),
-            "ppl + ppl (without tova, h2o; least 8; 2 full)",
+            Strategy("ppl", exclude=("tova", "h2o"), budgets="ppl", least=8),
+            "ppl + ppl (without tova, h2o; least 8)",
         ),
     ],
 )
@@ -359,8 +305,6 @@ def test_a_strategy_has_a_short_name(strategy: Strategy, name: str) -> None:
         ({"route": "cosin"}, "unknown route 'cosin'; did you mean 'cosine'?"),
         ({"policy": "tova"}, "policy 'tova' is for route none"),
         ({"least": -1}, "least must be 0 or more, got -1"),
-        ({"full_layers": -1}, "full layers must be 0 or more, got -1"),
-        ({"route": None, "full_layers": 1}, "which layers should keep the full cache"),
     ],
 )
 def test_settings_that_mean_nothing(settings: dict[str, Any], problem: str) -> None:
@@ -388,12 +332,6 @@ LONG = Size(budget=20, length=200)
             "200 entries per kv head is all of a 200-token prompt: nothing would be evict",
         ),
         (Strategy(budgets="entropy", least=21), LONG, "least 21 is above the mean of 20 entries per kv head"),
-        (Strategy(full_layers=1), Size(budget=20), "costs a whole prompt: give the --length"),
-        (
-            Strategy(full_layers=1),
-            LONG,
-            "1 of 4 layers in full would leave 0 entries per kv head to the others, below the",
-        ),
     ],
 )
 def test_requests_that_are_refused_on_one_line(strategy: Strategy, size: Size, problem: str) -> None:

@@ -7,7 +7,6 @@ profile later, without running the model again.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -30,8 +29,7 @@ from kvsearch.calibration.polykv.ablations import (
     needs_of,
 )
 from kvsearch.calibration.polykv.layer_sweep import AtOnce, LayerSweep
-from kvsearch.calibration.polykv.naive import measure_naively
-from kvsearch.calibration.polykv.options import PolykvOptions
+from kvsearch.calibration.polykv.options import ENTROPY_ROWS, PolykvOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.core.progress import Progress, counted
@@ -79,8 +77,7 @@ class PolykvCalibration(Calibration[PolykvOptions]):
         """Return the prompts; a `KvsearchWarning` if a budget evicts nothing from some of them.
 
         Raises:
-            UsageError: no prompt is longer than a budget; no token whose loss counts; not even one ablation at a time
-                fits the memory.
+            UsageError: no prompt is longer than a budget, or no token whose loss counts.
             IncompatibleError: a prompt and what follows do not fit the positions of the model.
         """
         options = self.options
@@ -95,30 +92,24 @@ class PolykvCalibration(Calibration[PolykvOptions]):
                 "no answer has a second token, and eviction cannot change the first one, which the prompt predicts: "
                 "give longer answers, or --signals cosine,entropy"
             )
-        choose_at_once(self.loaded, prompts, self.policies, options)
         return prompts
 
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
-        """Return the passes of the model and their tokens: in one sweep, or of every ablation where `naive`.
+        """Return the passes of the model and their tokens, in one sweep.
 
-        In the sweep tokens that follow an ablation of layer l of D go on through D - l layers, where losses are
+        Tokens that follow an ablation of layer l of D go on through D - l layers, where losses are
         measured; they count as so many that go through all layers.
         """
         options = self.options
         shape = describe(self.loaded.model)
-        is_ablated = bool({"cosine", "ppl"} & set(options.signals))
-        tried = len(self.ablations.of_layer) if is_ablated else 0
+        tried = len(self.ablations.of_layer)
         work = Work()
         for batch in batches_of(prompts, options.batch, self.loaded.device):
             work += Work.over(prompt.length for prompt in batch.prompts)
             for samples in batch.passes(options.batch):
                 followed = sum(batch.tokens(sample) for sample in samples)
                 work += Work(0, followed)
-                if options.naive:
-                    again = sum(prompt.length for prompt in batch.repeated(samples).prompts)
-                    runs = 1 + tried * len(shape.full_layers)
-                    work += Work(runs * len(samples), runs * (again + followed))
-                elif "ppl" in options.signals:
+                if "ppl" in options.signals:
                     above = sum(shape.layers - layer for layer in shape.full_layers)
                     work += Work(tried * len(shape.full_layers), tried * followed * above // shape.layers)
         return work * RANKED
@@ -153,7 +144,6 @@ class PolykvCalibration(Calibration[PolykvOptions]):
         base = next(policy for policy in self.policies if policy.name == options.policy)
         settings: dict[str, Any] = {
             **options.texts(self.data), "protocol": options.protocol, "answer_tokens": options.answer_tokens,
-            "entropy_rows": options.entropy_rows, "naive": options.naive,
         }  # fmt: skip
         if options.phases != "both":
             settings["phases"] = options.phases
@@ -211,9 +201,8 @@ def _measure_batch(
         IncompatibleError: the model computes NaN.
     """
     batch, passes = item
-    swept = [signal for signal in options.signals if signal == "entropy" or not options.naive]
     with running(loaded.model):
-        sweep = LayerSweep(loaded.model, ablations, batch, swept, options.entropy_rows, at_once) if swept else None
+        sweep = LayerSweep(loaded.model, ablations, batch, options.signals, ENTROPY_ROWS, at_once)
         for samples in passes:
             continuations = batch.continuations(samples, loaded.device)
             read = batch.repeated(samples)
@@ -224,11 +213,7 @@ def _measure_batch(
                 LENGTH: np.array([prompt.length for prompt in read.prompts], dtype=np.int32),
                 TOKENS: continuations.predicting.sum(-1).cpu().numpy().astype(np.int32),
             }
-            if sweep is not None:
-                arrays |= sweep.measure(continuations).arrays(swept)
-            if options.naive and {"cosine", "ppl"} & set(options.signals):
-                padded = read.padded(loaded.device)
-                arrays |= measure_naively(loaded.model, ablations, *padded, continuations).arrays(options.signals)
+            arrays |= sweep.measure(continuations).arrays(options.signals)
             for array in arrays.values():
                 bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(1))
                 if bad.size:
@@ -243,9 +228,6 @@ def choose_at_once(
     """Return how many ablations are swept and how many layers replayed at a time, in the longest batch.
 
     Layers get half of what is left for more than one of each, at most, and ablations the rest.
-
-    Raises:
-        UsageError: not even one ablation and one layer fit the memory that is allowed.
     """
     shape = describe(loaded.model)
     config: Any = text_config(loaded.model)
@@ -256,7 +238,7 @@ def choose_at_once(
     ablations = len(patterns) * len(phases) * len(options.budgets)  # of a layer
     needs = needs_of(patterns, phases)
     if "entropy" in options.signals:
-        needs.append(entropy_needs(options.entropy_rows, phases))
+        needs.append(entropy_needs(ENTROPY_ROWS, phases))
 
     length = max(prompt.length for prompt in prompts)
     counts = [after.tokens.shape[1] for prompt in prompts for after in prompt.continuations]
@@ -278,17 +260,7 @@ def choose_at_once(
     layer = rows * replay_bytes(shape, item, length, count, ablations)
 
     fixed = cache + observed + baseline + head + group + layer
-    least = max(fixed, cache + observed + batch * length * token)
-    limit = options.memory_bytes
-    if limit is None:
-        limit = max(least, default_memory(loaded.device, CPU_BYTES, GPU_SHARE))
-    if least > limit:
-        advice = "lower --batch or raise" if batch > 1 else "shorten the texts or raise"
-        raise UsageError(
-            f"a batch of {batch} with prompts of up to {length} tokens takes {math.ceil(least / 1e6) / 1e3:g} GB "
-            f"besides the weights, --max-memory is {limit / 1e9:.3g} GB: {advice} it"
-        )
-    free = limit - fixed
+    free = default_memory(loaded.device, CPU_BYTES, GPU_SHARE) - fixed
     all_layers = len(shape.full_layers) if is_ablated else 1
     layers = max(1, min(all_layers, 1 + free // 2 // layer))
     all_groups = ablations * len(shape.full_layers) if "ppl" in options.signals else 1

@@ -12,12 +12,10 @@ from kvsearch.calibration.options import (
     ANSWER_TOKENS,
     AnswerTokens,
     CalibrationOptions,
-    Flag,
-    Number,
     ProtocolChoice,
     Whole,
 )
-from kvsearch.config.options import Listed, Option, above_zero, bytes_of
+from kvsearch.config.options import Listed, Option
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.fields import Entries, Scalar, refuse
 from kvsearch.core.naming import check_unique, require_known, suggest
@@ -30,6 +28,7 @@ SIGNALS: tuple[Signal, ...] = get_args(Signal)
 PAPER = ("h2o", "tova", "cam", "pyramidkv", "snapkv", "d2o", "cake", "scissorhands", "streaming")
 SETS = ("paper", "all")
 FULL = "full"
+ENTROPY_ROWS = 32  # of the prompt
 LONG = 2**20  # a budget that is the whole prompt
 
 
@@ -41,9 +40,7 @@ class PolykvOptions(CalibrationOptions):
     per kv head, in one layer and one of `phases` at a time. Of `signals`, "cosine" brings the relative error with it,
     "ppl" the loss of the continuation, which is cut to `answer_tokens` of the answer. "entropy" is that of the mean
     attention row of the prompt (phase "prefill") and of the continuation (phase "decode"), and brings the mean entropy
-    of the rows with it, of the last `entropy_rows` of the prompt and of all of the continuation.
-
-    `naive` runs the model once for everything that is tried. `max_memory` is in GB, besides the weights.
+    of the rows with it, of the last `ENTROPY_ROWS` of the prompt and of all of the continuation.
     """
 
     own_params: ClassVar[bool] = False
@@ -72,21 +69,9 @@ class PolykvOptions(CalibrationOptions):
             shown="cosine,ppl,entropy",
         ),
     ] = SIGNALS
-    entropy_rows: Annotated[
-        Whole, Field(ge=1), Option("Last query rows of the prompt that entropy-rows is the mean over.")
-    ] = 32
     answer_tokens: AnswerTokens = ANSWER_TOKENS
     protocol: ProtocolChoice = QUESTION_AGNOSTIC
-    naive: Annotated[
-        Flag,
-        Option("Run the model anew for everything that is tried, as the paper does: slow, to check the results by."),
-    ] = False
     batch: Annotated[Whole, Field(ge=1), Option("Prompts at a time.")] = 8
-    max_memory: Annotated[
-        Number | None,
-        AfterValidator(above_zero),
-        Option("Most memory besides the weights.", metavar="GB", shown="4.3, of a GPU most of what is free"),
-    ] = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -103,11 +88,6 @@ class PolykvOptions(CalibrationOptions):
     def measured_phases(self) -> tuple[Phase, ...]:
         """The phases in which patterns are tried."""
         return PHASES[self.phases]
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """`max_memory` in bytes."""
-        return bytes_of(self.max_memory)
 
     def remarks(self) -> list[str]:
         """Return what is left out; UsageError as `candidates`."""
@@ -137,8 +117,7 @@ class PolykvOptions(CalibrationOptions):
         """Return everything that decides what is measured, patterns with all their parameters; see `make_policy`."""
         self.make_policy()
         patterns = [{"name": policy.name, "params": policy.parameters()} for policy in self.policies()]
-        own = set(self.option_names()) - {"max_memory"}  # which changes results by rounding only
-        stated = self.model_dump(mode="json", include={"method", "policy", "max_length", *own})
+        stated = self.model_dump(mode="json", include={"method", "policy", "max_length", *self.option_names()})
         return {**stated, "patterns": patterns, "params": {}}
 
 

@@ -193,7 +193,7 @@ class Tree(DensePass[Observation]):
         if stateful := stateful_layers(stock_layers(model)):
             raise IncompatibleError(
                 f"layers {', '.join(map(str, stateful))} of {type(model).__name__} carry a running state from token to "
-                "token, so one sweep cannot ablate many layers: use --naive, or --signals cosine,entropy"
+                "token, so one sweep cannot ablate many layers: use --signals cosine,entropy"
             )
         every = {index: needs.get(index, ()) for index in range(len(modules))}
         super().__init__(model, every, lambda prompt: prompt, prompts, mask)
@@ -276,7 +276,7 @@ class Tree(DensePass[Observation]):
         if not bool(apart <= TOLERANCE) and bool(expected.isfinite().all()):
             raise IncompatibleError(
                 f"{type(self.model).__name__} makes its logits in a way that is not known here (they differ by "
-                f"{float(apart):.0%}): use --naive, or --signals cosine,entropy"
+                f"{float(apart):.0%}): use --signals cosine,entropy"
             )
 
 

@@ -20,7 +20,6 @@ from kvsearch.calibration.polykv.ablations import (
     batches_of,
 )
 from kvsearch.calibration.polykv.layer_sweep import AtOnce, LayerSweep
-from kvsearch.calibration.polykv.naive import measure_naively
 from kvsearch.calibration.polykv.tree import shared_attention
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.core.errors import IncompatibleError
@@ -29,6 +28,7 @@ from kvsearch.models.loading import load
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.logits import Logits
+from tests.calibration.polykv.naive import measure_naively
 from tests.families import EACH_FAMILY, build
 
 EVERYTHING = ("cosine", "ppl", "entropy")

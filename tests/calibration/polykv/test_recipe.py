@@ -57,22 +57,18 @@ def test_defaults_are_the_papers() -> None:
     assert (recipe.budgets, recipe.measured_phases, recipe.signals) == (
         (512,), ("prefill", "decode"), ("cosine", "ppl", "entropy"),
     )  # fmt: skip
-    assert (recipe.entropy_rows, recipe.answer_tokens, recipe.protocol) == (32, 128, "question-agnostic")
-    assert (recipe.batch, recipe.memory_bytes) == (8, None)
-    assert not recipe.naive
+    assert (recipe.answer_tokens, recipe.protocol, recipe.batch) == (128, "question-agnostic", 8)
 
 
 def test_everything_typed() -> None:
-    options = ("entropy_rows=4", "answer_tokens=5")
     recipe = typed(
-        "window=4", "snapkv.window=6", options=options, patterns="tova, snapkv,pyramidkv", policy="tova",
+        "window=4", "snapkv.window=6", options=("answer_tokens=5",), patterns="tova, snapkv,pyramidkv", policy="tova",
         budgets="128, 64", phases="decode", signals="entropy,ppl",
-        protocol="question-aware", naive=True, batch=3, max_memory=1.5,
+        protocol="question-aware", batch=3,
     )  # fmt: skip
     assert (recipe.policy, recipe.budgets, recipe.measured_phases) == ("tova", (64, 128), ("decode",))
-    assert (recipe.signals, recipe.entropy_rows) == (("ppl", "entropy"), 4)
-    assert (recipe.answer_tokens, recipe.protocol, recipe.naive) == (5, "question-aware", True)
-    assert (recipe.batch, recipe.memory_bytes) == (3, 1_500_000_000)
+    assert recipe.signals == ("ppl", "entropy")
+    assert (recipe.answer_tokens, recipe.protocol, recipe.batch) == (5, "question-aware", 3)
     windows = [(policy.name, policy.recent_count) for policy in recipe.policies()]
     assert windows == [("tova", 0), ("snapkv", 6), ("pyramidkv", 4)]
     assert recipe.make_policy() == create_policy("tova")
@@ -104,7 +100,6 @@ def test_patterns_of_a_file(tmp_path: Path) -> None:
         ({"budgets": "0"}, r"budgets\.0: .*, not 0"),
         ({"phases": "prefil"}, r"unknown phases 'prefil'; did you mean 'prefill'\?"),
         ({"signals": "cosine,pl"}, r"signals\.1: .*, not 'pl'"),
-        ({"max_memory": float("inf")}, "--max-memory: "),
     ],
 )
 def test_what_cannot_be_typed(values: dict[str, Any], problem: str) -> None:
@@ -117,7 +112,7 @@ def test_what_a_run_resolved_is_a_recipe(name: str, tmp_path: Path) -> None:
     recipe = typed("pyramidkv.kernel=5" if name != "bundled" else "snapkv.kernel=5", path=f"polykv-{name}")
     resolved = recipe.resolved()
     assert json.loads(json.dumps(resolved)) == resolved
-    assert resolved.keys() == PolykvOptions.model_fields.keys() - {"max_memory", "seed"}
+    assert resolved.keys() == PolykvOptions.model_fields.keys() - {"seed"}
     assert [item["params"] for item in resolved["patterns"]] == [policy.parameters() for policy in recipe.policies()]
     path = tmp_path / "resolved.yaml"
     path.write_text(yaml.safe_dump(resolved))
@@ -221,12 +216,7 @@ def test_a_dry_run_says_what_it_costs(run: Run, made: list[PolykvCalibration], t
     assert code == 0, talk
     found = json.loads(out)
     assert found["recipe"]["budgets"] == [64]
-    (swept,) = found["estimate"]["stages"]
-    assert swept["replies"] == 0
-    code, again, talk = run("--recipe", "polykv-bundled", "--budgets", 64, "--dry-run", "--naive", "--json")
-    assert code == 0
-    (naive,) = json.loads(again)["estimate"]["stages"]
-    assert naive["passes"] == (2 + 4 * (1 + 8 * 2 * 6)) * RANKED
-    assert naive["tokens"] > 10 * swept["tokens"]
+    (stage,) = found["estimate"]["stages"]
+    assert (stage["passes"], stage["replies"]) == ((2 + 8 * 2 * 6) * RANKED, 0)
     assert made == []
     assert not (tmp_path / "run").exists()

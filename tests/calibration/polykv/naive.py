@@ -1,7 +1,7 @@
 """The papers' procedure for PolyKV's signals: one run of the model for every layer, phase, pattern and budget.
 
 It goes through the runtime that deployment uses and shares nothing with the growing tree but the definition of what is
-measured, so it checks the tree, and says what the tree saves.
+measured, so it checks the tree, and benchmarks say what the tree saves.
 """
 
 from __future__ import annotations
