@@ -22,7 +22,7 @@ from kvsearch.budgets.allocator import (
 from kvsearch.budgets.dynamic import Allocation
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.signals.entropy import dispersion
+from kvsearch.signals.attention_rows import dispersion
 
 if TYPE_CHECKING:
     from torch import Tensor

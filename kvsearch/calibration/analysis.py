@@ -15,7 +15,7 @@ from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
 from kvsearch.core.parsing import shown
 from kvsearch.plan import Profile
-from kvsearch.plan.profile_arrays import BY_PATTERN, CONTEXT, ROWS_ENTROPY
+from kvsearch.plan.profile_arrays import BY_PATTERN, CONTEXT
 from kvsearch.tasks.splits import group_by_text
 
 STABLE = 0.8
@@ -72,11 +72,10 @@ def signal_stability(profile: Profile) -> dict[str, float]:
     """
     arrays = profile.arrays
     found: dict[str, float] = {}
-    for name in (*BY_PATTERN, ROWS_ENTROPY):
+    for name in BY_PATTERN:
         if name in arrays and len(np.unique(arrays[CONTEXT])) > 1:
             values = arrays[name].astype(np.float64)
-            inner = 1 if name == ROWS_ENTROPY else 2
-            conditions = values.reshape(len(values), -1, math.prod(values.shape[-inner:]))
+            conditions = values.reshape(len(values), -1, math.prod(values.shape[-2:]))
             found[name] = _mean(
                 [_left_out(_by_text(conditions[:, n], arrays[CONTEXT])) for n in range(conditions.shape[1])]
             )

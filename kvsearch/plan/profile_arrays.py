@@ -32,7 +32,6 @@ SIGNALLED = "polykv"  # the method whose profiles have signals by pattern
 BY_PATTERN = ("cosine", "relative_error", "nll")
 FULL_NLL = "full_nll"  # mean nats per token under the full cache
 MEAN_ENTROPY = "mean_entropy"  # nats, of the mean attention row over all samples (PolyKV, Eq. 4)
-ROWS_ENTROPY = "entropy"  # mean over rows, as a share of the largest possible; the name is of old files
 TOKENS = "sample_tokens"  # tokens whose loss counts
 LENGTH = "sample_length"  # tokens of the prompt
 CONTEXT = "sample_context"  # number of the context
@@ -108,7 +107,6 @@ SIGNALS = {
     **dict.fromkeys(("cosine", "relative_error"), Measured(("M", "N", "P", "L", "R"))),
     "nll": Measured(("M", "N", "P", "L", "R"), -MOST_NATS, MOST_NATS),
     FULL_NLL: Measured(("M",), -MOST_NATS, MOST_NATS),
-    ROWS_ENTROPY: Measured(("M", "P", "L")),
     MEAN_ENTROPY: Measured(("P", "L")),
 }
 TOGETHER = (("nll", FULL_NLL),)

@@ -13,7 +13,7 @@ from kvsearch.calibration.analysis import signal_stability
 from kvsearch.core.arrays import Floats
 from kvsearch.plan import Phase
 from kvsearch.report.table import Cell, Table
-from kvsearch.signals.table import ENTROPIES, Explosion, SignalTable, is_constant
+from kvsearch.signals.table import ENTROPY, Explosion, SignalTable, is_constant
 
 TITLES = {
     "cosine": "cosine of attention outputs with those of the full cache",
@@ -32,7 +32,8 @@ def signal_parts(table: SignalTable) -> Iterator[Mapping[str, Any] | str | Table
     """Yield the means of all signals over the samples; a star is at the best pattern of a layer."""
     axes = table.axes
     measures = shown_measures(table)
-    facts = {"signals": ", ".join([*table.routes, *entropies(table, axes.phases[0])])}
+    has_entropy = ENTROPY in table.sensitivities
+    facts = {"signals": ", ".join([*table.routes, ENTROPY] if has_entropy else table.routes)}
     if "ppl" in table.routes:
         facts["perplexity"] = f"{table.perplexity:.6g} under the full cache"
     if stability := signal_stability(table.profile):
@@ -47,9 +48,9 @@ def signal_parts(table: SignalTable) -> Iterator[Mapping[str, Any] | str | Table
                 rows = [[layer, *row] for layer, row in zip(layers, cells, strict=True)]
                 title = f"{phase} at {budget} entries per kv head: {TITLES[measure]}"
                 yield Table.plain(title, ["layer", *table.patterns], rows, tight=True)
-        if entropy := entropies(table, phase):
-            values = zip(layers, zip(*entropy.values(), strict=True), strict=True)
-            yield Table.numbers(f"{phase}: entropy of attention", ["layer", *entropy], values, ".4f")
+        if has_entropy:
+            values = zip(layers, entropy_of(table, phase)[:, None], strict=True)
+            yield Table.numbers(f"{phase}: entropy of attention", ["layer", ENTROPY], values, ".4f")
     if measures:
         yield f"{BEST} the best pattern of a layer"
     worst: dict[tuple[str, str], Explosion] = {}  # of a pattern in a phase, the budget at which it is worst
@@ -65,10 +66,9 @@ def shown_measures(table: SignalTable) -> list[str]:
     return [name for name in PREFERRED if name in table.routes] or list(table.routes)
 
 
-def entropies(table: SignalTable, phase: Phase) -> dict[str, Floats]:
-    """Return every reading of attention entropy that was measured, [L]; it does not depend on the budget."""
-    names = [name for name in table.sensitivities if name in ENTROPIES]
-    return {name: table.sensitivity(name, phase, table.axes.budgets[0], ()) for name in names}
+def entropy_of(table: SignalTable, phase: Phase) -> Floats:
+    """Return attention entropy, [L]; it does not depend on the budget."""
+    return table.sensitivity(ENTROPY, phase, table.axes.budgets[0], ())
 
 
 def _cells(table: SignalTable, measure: str, phase: Phase, budget: int) -> list[list[Cell]]:

@@ -1,8 +1,11 @@
-"""What attention rows say of cached entries: how important they are, and what hiding some of them changes.
+"""What attention rows say of cached entries: their importance, what hiding some changes, and how scattered rows are.
 
 Rows are computed in pieces that bound the scratch memory. For one query, y = concat_h(A_h V_h) W_O under the full
 cache, and yhat is the same with attention renormalised over the entries that are kept. The loss of a layer's attention
 output (LAVa) is |y - yhat|_1. A bias of the output projection cancels.
+
+How scattered the attention of a layer is are PolyKV's budget signal (arXiv 2606.15157, Eq. 4: the entropy of the mean
+row, which is high for two heads that look at one place each) and CAKE's preference.
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsearch.policies.scoring import chunk_bytes, softmax
+from kvsearch.policies.base import Observation
+from kvsearch.policies.cake import row_moments
+from kvsearch.policies.scoring import chunk_bytes, column_sums, softmax, window_rows, window_size
 
 LEAST_NORM = 1e-6
+TINY = 1e-10  # added inside CAKE's logarithm, as in the official code
 
 
 def score_rows(
@@ -177,3 +183,50 @@ def loss_bounds(evicted: Tensor, values: Tensor, weight: Tensor) -> LossBounds:
     moved = 2 * evicted * largest.repeat_interleave(evicted.shape[1] // largest.shape[1], 1)
     gains = weight.abs().sum(-1).amax(-1)
     return LossBounds(gains.amax() * moved.sum(1), (gains[:, None] * moved).sum(1))
+
+
+def mean_row(
+    query: Tensor,
+    keys: Tensor,
+    scaling: float,
+    softcap: float | None,
+    valid: Tensor,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the attention to every key, the mean over heads and rows, [B, N] fp32.
+
+    It adds up to 1, less what `sinks` take. Rows of padding are left out; 0 everywhere if no row is left.
+    """
+    rows = valid[:, keys.shape[2] - query.shape[2] :].sum(-1, keepdim=True)
+    return column_sums(query, keys, valid, scaling, softcap, sinks).mean(1) / rows.clamp(min=1)
+
+
+def mean_entropy(mean: Tensor) -> float:
+    """Return the entropy in nats of the attention to each key position, `mean` [N] (Eq. 4).
+
+    What sinks take is at no position: it is left out, and the rest is not made to add up to 1.
+    """
+    return float(torch.special.entr(mean.double()).sum())
+
+
+def dispersion(observation: Observation, window: int) -> tuple[Tensor, Tensor]:
+    """Return entropy and variance of the attention of the last `window` real rows to what came before them, [B] each.
+
+    Entropy is -sum a * log(a + 1e-10), the mean over the rows, variance the unbiased variance of a over the rows, both
+    summed over query heads and candidates, fp32 (CAKE, arXiv 2503.12491, Eq. 5 and 6 as in the official code: the
+    window's own columns are left out and the rest is not normalised again; the code adds the rows up, which is the same
+    where all layers have as many). Where there is no candidate both are 0.
+    """
+    inside = observation.candidates(0, window)
+    outside = ~inside[:, None, None, None]
+    entropy = observation.keys.new_zeros(len(inside), dtype=torch.float32)
+    for (some, _), probability in window_rows(observation, window):
+        terms = (
+            probability.add(TINY)
+            .log_()
+            .mul_(probability)
+            .masked_fill_(outside[some, ..., : probability.shape[-1]], 0.0)
+        )
+        entropy[some] -= terms.sum((1, 2, 3, 4))
+    variance = row_moments(observation, window)[1].masked_fill(~inside[:, None, None], 0.0).sum((1, 2, 3))
+    return entropy.clamp(min=0.0) / window_size(observation, window), variance

@@ -19,14 +19,14 @@ from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.plan import Phase, Profile
-from kvsearch.plan.profile_arrays import FULL_NLL, MEAN_ENTROPY, ROWS_ENTROPY, TOKENS, SignalAxes
+from kvsearch.plan.profile_arrays import FULL_NLL, MEAN_ENTROPY, TOKENS, SignalAxes
 
 # the array that each measure is computed from
 MEASURES = {"cosine": "cosine", "error": "relative_error", "ppl": "nll", "nll": "nll"}
 ROUTES = tuple(MEASURES)
-ENTROPIES = {"entropy": MEAN_ENTROPY, "entropy-rows": ROWS_ENTROPY}
+ENTROPY = "entropy"
 OVER = {"": "the worst pattern", "-chosen": "the pattern that is used", "-mean": "the mean over the patterns"}
-SENSITIVITIES = (*ENTROPIES, *(measure + over for measure in MEASURES for over in OVER))
+SENSITIVITIES = (ENTROPY, *(measure + over for measure in MEASURES for over in OVER))
 CONSTANT = 1e-9  # relative spread below which a signal says nothing
 TIMES, LEAST_SHARE = 10, 0.05  # a pattern explodes that is so often as bad, and moves so much of the budget
 
@@ -89,7 +89,7 @@ class SignalTable:
     @property
     def sensitivities(self) -> tuple[str, ...]:
         """The sensitivities that were measured."""
-        found = [name for name, array in ENTROPIES.items() if array in self.profile.arrays]
+        found = [ENTROPY] if MEAN_ENTROPY in self.profile.arrays else []
         return (*found, *(measure + over for measure in self.routes for over in OVER))
 
     @property
@@ -127,18 +127,16 @@ class SignalTable:
     def sensitivity(self, name: str, phase: Phase, budget: float, chosen: Sequence[int]) -> Floats:
         """Return how much of the budget each layer should get, [L], higher is more, in the unit of its measure.
 
-        "entropy": entropy of the mean attention row in nats (Eq. 4); "entropy-rows": mean entropy of the last rows, as
-        a share of the largest possible. Others are a measure (1 - cosine for "cosine") of the worst pattern ("ppl" is
-        Eq. 5), with "-chosen" of the patterns `chosen` [L] (indices), with "-mean" of all patterns.
+        "entropy": entropy of the mean attention row in nats (Eq. 4). Others are a measure (1 - cosine for "cosine") of
+        the worst pattern ("ppl" is Eq. 5), with "-chosen" of the patterns `chosen` [L] (indices), with "-mean" of all
+        patterns.
 
         Raises:
             UsageError: there is no such signal, or it or the phase was not measured.
         """
         require_known("budget signal", name, SENSITIVITIES)
-        if name in ENTROPIES:
-            values = self._array(ENTROPIES[name], name)
-            per_phase = values.mean(axis=0) if values.ndim == 3 else values
-            return _floats(per_phase[self.phase_index(phase)])
+        if name == ENTROPY:
+            return _floats(self._array(MEAN_ENTROPY, name)[self.phase_index(phase)])
         measure, _, over = name.partition("-")
         harm = self.measured(measure, phase, budget)
         harm = 1 - harm if measure == "cosine" else harm

@@ -102,7 +102,7 @@ def test_signals_of_a_text_that_is_left_out() -> None:
     rows = [value.reshape(-1, shape[-2] * shape[-1]) for value in (first, third)]
     expected = np.mean([(2 * spearman(a, (a + b) / 2) + spearman(b, a)) / 3 for a, b in zip(*rows, strict=True)])
     assert found["cosine"] == pytest.approx(expected, abs=1e-6)
-    assert {"nll", "entropy"} <= found.keys()
+    assert "nll" in found
     assert signal_stability(make_signals(samples=3, sample_context=0 * texts)) == {}
 
 

@@ -144,7 +144,7 @@ def test_all_means_as_json(run: Run, tmp_path: Path) -> None:
 def test_what_was_not_measured_is_left_out(run: Run, tmp_path: Path) -> None:
     (tmp_path / "errors").mkdir()
     (tmp_path / "entropies").mkdir()
-    errors = make_signals(cosine=None, nll=None, full_nll=None, entropy=None, mean_entropy=None)
+    errors = make_signals(cosine=None, nll=None, full_nll=None, mean_entropy=None)
     code, out, _ = run("show", saved(tmp_path / "errors", errors))
     assert code == 0
     assert "relative distance of attention outputs" in out
@@ -153,7 +153,7 @@ def test_what_was_not_measured_is_left_out(run: Run, tmp_path: Path) -> None:
     entropies = make_signals(cosine=None, relative_error=None, nll=None, full_nll=None)
     code, out, _ = run("show", saved(tmp_path / "entropies", entropies))
     assert code == 0
-    assert rows(out, "decode: entropy of attention")[0] == ["layer", "entropy", "entropy-rows"]
+    assert rows(out, "decode: entropy of attention")[0] == ["layer", "entropy"]
     assert "*" not in out
 
 

@@ -24,7 +24,7 @@ from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.sharing import Sharing
 from kvsearch.runtime.store.pool import EntryPool
-from kvsearch.signals.entropy import dispersion
+from kvsearch.signals.attention_rows import dispersion
 from tests.budgets.known import OfScores
 from tests.combinations import every_value
 from tests.examples import at_most

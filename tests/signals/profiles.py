@@ -47,7 +47,6 @@ def make_signals(metadata: ProfileMetadata | None = None, samples: int = 3, seed
         "relative_error": rng.uniform(0, 0.9, whole).astype(np.float32),
         "nll": full[:, None, None, None, None] + rng.uniform(-0.1, 1, whole),
         "full_nll": full,
-        "entropy": rng.uniform(0, 1, (samples, *by_phase)).astype(np.float32),  # of rows
         "mean_entropy": np.random.default_rng(seed + 1).uniform(3, 6, by_phase).astype(np.float32),
         "sample_tokens": rng.integers(1, 9, samples).astype(np.int32),
         "sample_length": np.full(samples, metadata.length, dtype=np.int32),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvsearch.policies import Observation
 from kvsearch.policies.cake import CAKE as Pattern
-from kvsearch.signals.entropy import dispersion
+from kvsearch.signals.attention_rows import dispersion
 
 
 def observe(

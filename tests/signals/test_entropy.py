@@ -1,4 +1,4 @@
-"""Entropy of attention rows: worked examples of both readings, padding, and brute force row by row."""
+"""Mean attention rows and their entropy: worked examples, padding, and brute force row by row."""
 
 from __future__ import annotations
 
@@ -11,26 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.policies import scoring
-from kvsearch.signals import entropy as entropies
-from kvsearch.signals.attention_rows import score_rows
-from kvsearch.signals.entropy import mean_entropy
+from kvsearch.signals import attention_rows
+from kvsearch.signals.attention_rows import mean_entropy, score_rows
 from tests.examples import at_most
 
 SURE = 200.0  # a logit that leaves nothing for the others
-
-
-def row_entropy(
-    query: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, valid: Tensor | None = None
-) -> Tensor:
-    everywhere = padded(len(keys), keys.shape[2], 0)
-    return entropies.row_entropy(query, keys, scaling, softcap, everywhere if valid is None else valid)
 
 
 def mean_row(
     query: Tensor, keys: Tensor, scaling: float, softcap: float | None = None, valid: Tensor | None = None
 ) -> Tensor:
     everywhere = padded(len(keys), keys.shape[2], 0)
-    return entropies.mean_row(query, keys, scaling, softcap, everywhere if valid is None else valid)
+    return attention_rows.mean_row(query, keys, scaling, softcap, everywhere if valid is None else valid)
 
 
 def one_hot_heads(*targets: int, keys: int = 4) -> tuple[Tensor, Tensor]:
@@ -54,10 +46,10 @@ def padded(batch: int, length: int, pads: int) -> Tensor:
     return valid
 
 
-def by_hand(query: Tensor, keys: Tensor, scaling: float, valid: Tensor) -> tuple[float, Tensor]:
-    """Mean entropy and mean row of one sequence, query head by query head and row by row."""
+def by_hand(query: Tensor, keys: Tensor, scaling: float, valid: Tensor) -> Tensor:
+    """Mean row of one sequence, query head by query head and row by row."""
     group, (length, rows) = len(query) // len(keys), (keys.shape[1], query.shape[1])
-    found, total, counted = [], torch.zeros(length), 0
+    total, counted = torch.zeros(length), 0
     for head in range(len(query)):
         for row in range(rows):
             end = length - rows + row + 1
@@ -67,58 +59,37 @@ def by_hand(query: Tensor, keys: Tensor, scaling: float, valid: Tensor) -> tuple
             attention = (query[head, row] @ keys[head // group, seen].T * scaling).softmax(-1)
             total[seen] += attention
             counted += 1
-            if len(seen) > 1:
-                found.append(float(-(attention * attention.log()).sum()) / math.log(len(seen)))
-    return sum(found) / max(len(found), 1), total / max(counted, 1)
+    return total / max(counted, 1)
 
 
 def test_a_row_that_sees_one_place_has_no_entropy() -> None:
     query, keys = one_hot_heads(1, 1)
-    assert row_entropy(query, keys, 1.0).tolist() == [0.0]
     assert mean_entropy(mean_row(query, keys, 1.0)[0]) == 0.0
 
 
-def test_two_heads_that_look_at_one_place_each_tell_the_readings_apart() -> None:
-    """Both rows have entropy 0, but their mean is half and half: ln 2."""
+def test_two_heads_that_look_at_one_place_each() -> None:
+    """Their mean is half and half: ln 2."""
     query, keys = one_hot_heads(0, 2)
-    assert row_entropy(query, keys, 1.0).tolist() == [0.0]
     mean = mean_row(query, keys, 1.0)
     assert mean.tolist() == [[0.5, 0.0, 0.5, 0.0]]
     assert mean_entropy(mean[0]) == pytest.approx(math.log(2))
 
 
 def test_a_worked_example() -> None:
-    """Attention [1/2, 1/4, 1/4] has 1.5 ln 2 nats of at most ln 3; the row before it, uniform over two keys, all."""
+    """Attention [1/2, 1/4, 1/4], and before it a row that is uniform over two keys."""
     keys = torch.tensor([2.0, 1.0, 1.0]).log().view(1, 1, 3, 1)
     both = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1)
-    expected = 1.5 * math.log(2) / math.log(3)
-    assert row_entropy(both[:, :, 1:], keys, 1.0).item() == pytest.approx(expected)
-    assert row_entropy(both, keys, 1.0).item() == pytest.approx((1 + expected) / 2)
     assert mean_row(both, keys, 1.0)[0].tolist() == pytest.approx([0.5, 0.375, 0.125])
 
 
-def test_rows_without_a_choice_are_left_out() -> None:
-    """The first row sees itself alone: counting it as 0 would say that attention is half as scattered."""
-    query, keys = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)
-    assert row_entropy(query, keys, 1.0).item() == pytest.approx(1)
-    assert row_entropy(query[:, :, :1], keys[:, :, :1], 1.0).tolist() == [0.0]
-    assert mean_row(query, keys, 1.0).tolist() == [[0.75, 0.25]]
-
-
 @pytest.mark.parametrize("pads", [0, 3, 6, 8])
-@pytest.mark.parametrize("softcap", [None, 0.7])
-def test_it_is_the_entropy_of_every_row(pads: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_mean_of_every_row(pads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "CACHE_BYTES", 1)  # one kv head at a time
     query, keys = observe()
     valid = padded(2, 9, pads)
-    entropy, mean = row_entropy(query, keys, 0.3, softcap, valid), mean_row(query, keys, 0.3, softcap, valid)
-    if softcap is not None:
-        assert entropy[0] > row_entropy(query, keys, 0.3, None, valid)[0]  # smaller logits, flatter rows
-        return
+    mean = mean_row(query, keys, 0.3, valid=valid)
     for sequence in range(2):
-        expected = by_hand(query[sequence], keys[sequence], 0.3, valid[sequence])
-        assert entropy[sequence].item() == pytest.approx(expected[0], rel=1e-5)
-        torch.testing.assert_close(mean[sequence], expected[1])
+        torch.testing.assert_close(mean[sequence], by_hand(query[sequence], keys[sequence], 0.3, valid[sequence]))
 
 
 def test_padding_changes_nothing() -> None:
@@ -126,7 +97,6 @@ def test_padding_changes_nothing() -> None:
     junk = torch.cat([torch.full((1, 2, 5, 8), 9.0), keys], 2)
     valid = torch.ones(1, 14, dtype=torch.bool)
     valid[:, :5] = False
-    torch.testing.assert_close(row_entropy(query, junk, 0.3, valid=valid), row_entropy(query, keys, 0.3))
     torch.testing.assert_close(mean_row(query, junk, 0.3, valid=valid)[:, 5:], mean_row(query, keys, 0.3))
     assert not mean_row(query, junk, 0.3, valid=valid)[:, :5].any()
 
@@ -145,9 +115,6 @@ def test_keys_that_are_not_valid_are_hidden_like_later_ones() -> None:
 def test_bounds(seed: int, rows: int, heads: int, pads: int) -> None:
     query, keys = observe(heads=heads, rows=rows, length=7, seed=seed)
     valid = padded(2, 7, pads)
-    entropy, mean = row_entropy(query, keys, 2.0, valid=valid), mean_row(query, keys, 2.0, valid=valid)
-    assert bool(((entropy >= 0) & (entropy <= 1)).all())
+    mean = mean_row(query, keys, 2.0, valid=valid)
     torch.testing.assert_close(mean.sum(-1), torch.ones(2))
     assert 0 <= mean_entropy(mean[0]) <= math.log(7) + 1e-6
-    flat = row_entropy(query, keys, 0.0, valid=valid)
-    assert bool((flat + 1e-6 >= entropy).all())  # nothing is more scattered than uniform attention

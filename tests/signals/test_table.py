@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
-from kvsearch.signals.table import ENTROPIES, ROUTES, SENSITIVITIES, SignalTable, is_constant
+from kvsearch.signals.table import ENTROPY, ROUTES, SENSITIVITIES, SignalTable, is_constant
 from tests.plan.builders import make_profile
 from tests.signals.profiles import make_signals, signal_metadata
 
@@ -72,23 +72,16 @@ def test_sensitivity_of_the_worst_the_chosen_and_the_mean_pattern() -> None:
     assert found.sensitivity("cosine-mean", "prefill", 32, [0, 0]) == pytest.approx([0.25, 0.5])
 
 
-def test_entropy_is_read_in_two_ways() -> None:
-    of_rows, of_the_mean = np.array([[[0.2, 0.4]], [[0.4, 0.8]]]), np.array([[5.0, 4.0]])
-    found = table(entropy=of_rows, mean_entropy=of_the_mean)
-    assert found.sensitivity("entropy", "prefill", 32, [0, 0]).tolist() == [5.0, 4.0]
-    assert found.sensitivity("entropy-rows", "prefill", 32, [0, 0]) == pytest.approx([0.3, 0.6])
-
-
 def test_phases_and_budgets_do_not_mix() -> None:
     metadata = signal_metadata(budgets=(16, 64))
     shape = (2, 2, 2, 4, 3)  # samples, budgets, phases, layers, patterns
     values = np.arange(math.prod(shape), dtype=np.float64).reshape(shape)
-    entropy = np.arange(16, dtype=np.float64).reshape(2, 2, 4)
-    found = SignalTable(make_signals(metadata, samples=2, cosine=values, entropy=entropy))
+    entropy = np.arange(8, dtype=np.float64).reshape(2, 4)
+    found = SignalTable(make_signals(metadata, samples=2, cosine=values, mean_entropy=entropy))
     for at, phase in enumerate(("prefill", "decode")):
         for number, budget in enumerate((16, 64)):
             assert np.array_equal(found.measured("cosine", phase, budget), values[:, number, at].mean(0))
-        assert np.array_equal(found.sensitivity("entropy-rows", phase, 16, [0] * 4), entropy[:, at].mean(0))
+        assert np.array_equal(found.sensitivity("entropy", phase, 16, [0] * 4), entropy[at])
 
 
 @pytest.mark.parametrize(
@@ -105,15 +98,13 @@ def test_what_was_measured() -> None:
     assert found.patterns == ("snapkv", "streaming", "tova")
     assert found.routes == ROUTES
     assert set(found.sensitivities) == set(SENSITIVITIES)
-    less = SignalTable(make_signals(cosine=None, entropy=None, mean_entropy=None))
+    less = SignalTable(make_signals(cosine=None, mean_entropy=None))
     assert less.routes == ("error", "ppl", "nll")
     assert less.sensitivities == tuple(
         f"{measure}{over}" for measure in ("error", "ppl", "nll") for over in ("", "-chosen", "-mean")
     )
-    literal = SignalTable(make_signals(literal_entropy=np.zeros((2, 4))))
-    assert set(literal.sensitivities) == set(SENSITIVITIES)
     none = SignalTable(make_signals(cosine=None, relative_error=None, nll=None, full_nll=None))
-    assert (none.routes, none.sensitivities) == ((), ("entropy", "entropy-rows"))
+    assert (none.routes, none.sensitivities) == ((), ("entropy",))
 
 
 def losing(*gains: list[float]) -> SignalTable:
@@ -172,7 +163,7 @@ def test_without_losses_or_other_patterns_nothing_explodes() -> None:
 
 @pytest.mark.parametrize("name", SENSITIVITIES)
 def test_every_sensitivity_has_a_value_for_every_layer(name: str) -> None:
-    found = SignalTable(make_signals(literal_entropy=np.random.default_rng(0).uniform(size=(2, 4))))
+    found = SignalTable(make_signals())
     for phase in ("prefill", "decode"):
         values = found.sensitivity(name, phase, 32, [0, 1, 2, 0])
         assert values.shape == (4,)
@@ -180,7 +171,7 @@ def test_every_sensitivity_has_a_value_for_every_layer(name: str) -> None:
         assert np.isfinite(values).all()
 
 
-@given(st.integers(0, 1000), st.sampled_from(sorted(set(SENSITIVITIES) - set(ENTROPIES))))
+@given(st.integers(0, 1000), st.sampled_from(sorted(set(SENSITIVITIES) - {ENTROPY})))
 def test_more_harm_is_more_sensitive(seed: int, name: str) -> None:
     plain = make_signals(seed=seed)
     worse = {
@@ -209,7 +200,7 @@ def test_profiles_of_other_methods_have_no_signals() -> None:
         (lambda t: t.sensitivity("entropy", "decode", 32, []), r"the decode phase were not measured \(only prefill\)"),
         (
             lambda t: t.measured("ppl", "prefill", 32),
-            r"no 'ppl' signal \(it has entropy, entropy-rows, cosine, .*: calibrate with",
+            r"no 'ppl' signal \(it has entropy, cosine, .*: calibrate with",
         ),
         (lambda t: t.sensitivity("nll", "prefill", 32, []), "this profile has no 'nll' signal"),
         (lambda t: t.perplexity, "this profile has no 'ppl' signal"),

@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.plan import Phase
-from kvsearch.plan.profile_arrays import ROWS_ENTROPY
 from kvsearch.policies import Policy
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.decode.rule import decode_needs
@@ -34,9 +33,9 @@ def needs_of(policies: Sequence[Policy], phases: Sequence[Phase]) -> list[Needs]
     return found + [decode_needs(policy) for policy in policies if "decode" in phases]
 
 
-def entropy_needs(rows: int, phases: Sequence[str]) -> Needs:
-    """Return what entropy needs of a prompt: its last `rows`, and for the mean row what every key received of all."""
-    return Needs(query_rows=rows, column_sums="prefill" in phases)
+def entropy_needs(phases: Sequence[str]) -> Needs:
+    """Return what entropy needs of a prompt: for the mean row what every key received."""
+    return Needs(column_sums="prefill" in phases)
 
 
 class Ablation(NamedTuple):
@@ -86,15 +85,14 @@ class Ablations:
 class AblationResults:
     """Arrays of M continuations of prompts, [M, N, P, L, R]; what is not measured stays NaN.
 
-    `entropy` [M, P, L] is that of the last attention rows of the prompt and of those of what follows it, `attention`
-    [M, P, L, N] fp32 the mean of all rows of either by position, zeros behind the last; None where it is not measured.
+    `attention` [M, P, L, N] fp32 is the mean attention row of the prompt and of what follows it by position, zeros
+    behind the last; None where it is not measured.
     """
 
     def __init__(self, tried: Ablations, samples: int) -> None:
         shape = (samples, *tried.shape)
         self.cosine, self.error, self.loss = (np.full(shape, np.nan) for _ in range(3))
         self.full_loss = np.zeros(samples)
-        self.entropy: NDArray[np.float64] | None = None
         self.attention: NDArray[np.float32] | None = None
 
     def note_outputs(self, row: int, items: Sequence[Ablation], agreement: tuple[Tensor, Tensor]) -> None:
@@ -115,8 +113,8 @@ class AblationResults:
             arrays |= {"cosine": self.cosine.astype(np.float32), "relative_error": self.error.astype(np.float32)}
         if "ppl" in signals:
             arrays |= {"nll": self.loss, "full_nll": self.full_loss}
-        if self.entropy is not None and self.attention is not None:
-            arrays |= {ROWS_ENTROPY: self.entropy.astype(np.float32), ROWS: self.attention}
+        if self.attention is not None:
+            arrays[ROWS] = self.attention
         return arrays
 
 

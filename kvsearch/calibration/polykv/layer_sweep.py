@@ -24,8 +24,7 @@ from kvsearch.models.architecture import output_projection
 from kvsearch.policies import Observation
 from kvsearch.runtime.observe import LayerContinuation
 from kvsearch.runtime.replay.replay import Replays, at_rows
-from kvsearch.signals.attention_rows import Agreement, output_agreement
-from kvsearch.signals.entropy import mean_row, row_entropy
+from kvsearch.signals.attention_rows import Agreement, mean_row, output_agreement
 
 HEAD_BYTES = 64 * 2**20  # of logits over the vocabulary at a time
 
@@ -48,7 +47,6 @@ class LayerSweep:
         tried: what is done to every layer.
         batch: the prompts, read once under the full cache.
         signals: which of cosine, ppl and entropy are wanted.
-        entropy_rows: query rows of the prompt whose entropy is taken.
         at_once: how much is computed at a time.
     """
 
@@ -56,12 +54,11 @@ class LayerSweep:
     tried: Ablations
     batch: PromptBatch
     signals: Sequence[str]
-    entropy_rows: int
     at_once: AtOnce
 
     def __post_init__(self) -> None:
         wanted = needs_of(self.tried.policies, self.tried.phases) if {"cosine", "ppl"} & set(self.signals) else []
-        wanted += [entropy_needs(self.entropy_rows, self.tried.phases)] if "entropy" in self.signals else []
+        wanted += [entropy_needs(self.tried.phases)] if "entropy" in self.signals else []
         ids, mask = self.batch.padded(self.model.device)
         self.tree = Tree(self.model, dict.fromkeys(self.tried.layers, wanted), ids, mask)
 
@@ -79,8 +76,7 @@ class LayerSweep:
                         replays(index, [item])
             if "entropy" in self.signals:
                 rows = [self._rows(baseline.layers[index], after) for index in self.tried.layers]
-                results.entropy = torch.stack([entropy for entropy, _ in rows], -1).double().numpy()
-                results.attention = torch.stack([mean for _, mean in rows], 2).numpy()
+                results.attention = torch.stack(rows, 2).numpy()
         return results
 
     def _sweep(
@@ -104,46 +100,36 @@ class LayerSweep:
     # --- entropy --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _prompts(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """By layer: the entropy of the last rows of the prompts [B], and the mean of all their rows [B, T] fp32."""
-        found = {}
-        for layer in self.tree.observed:
-            if layer.index in self.tried.layers:
-                prompt = layer.noted
-                queries = prompt.last_queries[:, :, -self.entropy_rows :]
-                entropy = row_entropy(
-                    queries, prompt.keys, prompt.scaling, prompt.softcap, prompt.valid, prompt.sinks
-                ).cpu()
-                found[layer.index] = entropy, prompt.received().mean(1) / prompt.lengths[:, None]
-        return found
+    def _prompts(self) -> dict[int, Tensor]:
+        """By layer the mean of all attention rows of the prompts, [B, T] fp32."""
+        return {
+            layer.index: layer.noted.received().mean(1) / layer.noted.lengths[:, None]
+            for layer in self.tree.observed
+            if layer.index in self.tried.layers
+        }
 
-    def _rows(self, layer: Layer, after: ContinuationBatch) -> tuple[Tensor, Tensor]:
-        """Return the entropy of attention rows, [M, P], and their mean by position, [M, P, T + K] fp32, on the CPU.
+    def _rows(self, layer: Layer, after: ContinuationBatch) -> Tensor:
+        """Return mean attention rows by position, [M, P, T + K] fp32 on the CPU.
 
-        Of the phase "prefill" rows of the prompt, of "decode" those of the tokens that follow: see `row_entropy`. The
-        mean is over all query heads and all rows.
+        Of the phase "prefill" the mean is over the rows of the prompt, of "decode" over those of the tokens that
+        follow; over all query heads.
         """
         prompt = layer.noted
         how = layer.logits
         width = layer.keys.shape[2]
-        entropies = []
         means = []
         for phase in self.tried.phases:
             if phase == "prefill":
-                entropy, mean = self._prompts[layer.index]
-                entropies.append(at_rows(entropy, after.rows))
+                mean = self._prompts[layer.index]
                 means.append(torch.nn.functional.pad(at_rows(mean, after.rows), (0, width - mean.shape[1])))
             else:
                 valid = torch.cat([at_rows(prompt.valid, after.rows), after.followed.to(prompt.valid.device)], 1)
-                given = (layer.query, layer.keys, how.scaling, how.softcap, valid, how.sinks)
-                entropies.append(row_entropy(*given).cpu())
-                means.append(mean_row(*given))
+                means.append(mean_row(layer.query, layer.keys, how.scaling, how.softcap, valid, how.sinks))
         pads = at_rows(prompt.valid.shape[1] - prompt.lengths, after.rows)[:, None]
         position = torch.arange(width, device=pads.device) + pads
         rows = torch.stack(means, 1)
         # padding in front goes behind, where it is 0
-        moved = rows.gather(2, (position % width)[:, None].expand_as(rows))
-        return torch.stack(entropies, 1), moved.cpu()
+        return rows.gather(2, (position % width)[:, None].expand_as(rows)).cpu()
 
 
 @dataclass(eq=False)

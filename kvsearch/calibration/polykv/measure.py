@@ -29,7 +29,7 @@ from kvsearch.calibration.polykv.ablations import (
     needs_of,
 )
 from kvsearch.calibration.polykv.layer_sweep import AtOnce, LayerSweep
-from kvsearch.calibration.polykv.options import ENTROPY_ROWS, PolykvOptions
+from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.core.progress import Progress, counted
@@ -42,7 +42,7 @@ from kvsearch.plan.profile_arrays import CONTEXT, LENGTH, MEAN_ENTROPY, TOKENS, 
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.cache import check_rotary
-from kvsearch.signals.entropy import mean_entropy
+from kvsearch.signals.attention_rows import mean_entropy
 
 PROMPT = "prompt"
 QUESTION = "question"  # numbers of a continuation's prompt and of it among those of the prompt, [M] int32
@@ -202,7 +202,7 @@ def _measure_batch(
     """
     batch, passes = item
     with running(loaded.model):
-        sweep = LayerSweep(loaded.model, ablations, batch, options.signals, ENTROPY_ROWS, at_once)
+        sweep = LayerSweep(loaded.model, ablations, batch, options.signals, at_once)
         for samples in passes:
             continuations = batch.continuations(samples, loaded.device)
             read = batch.repeated(samples)
@@ -238,7 +238,7 @@ def choose_at_once(
     ablations = len(patterns) * len(phases) * len(options.budgets)  # of a layer
     needs = needs_of(patterns, phases)
     if "entropy" in options.signals:
-        needs.append(entropy_needs(ENTROPY_ROWS, phases))
+        needs.append(entropy_needs(phases))
 
     length = max(prompt.length for prompt in prompts)
     counts = [after.tokens.shape[1] for prompt in prompts for after in prompt.continuations]

@@ -28,7 +28,6 @@ SIGNALS: tuple[Signal, ...] = get_args(Signal)
 PAPER = ("h2o", "tova", "cam", "pyramidkv", "snapkv", "d2o", "cake", "scissorhands", "streaming")
 SETS = ("paper", "all")
 FULL = "full"
-ENTROPY_ROWS = 32  # of the prompt
 LONG = 2**20  # a budget that is the whole prompt
 
 
@@ -39,8 +38,7 @@ class PolykvOptions(CalibrationOptions):
     `candidates`: window of all patterns that have one, or snapkv.window. Every pattern is tried at `budgets` entries
     per kv head, in one layer and one of `phases` at a time. Of `signals`, "cosine" brings the relative error with it,
     "ppl" the loss of the continuation, which is cut to `answer_tokens` of the answer. "entropy" is that of the mean
-    attention row of the prompt (phase "prefill") and of the continuation (phase "decode"), and brings the mean entropy
-    of the rows with it, of the last `ENTROPY_ROWS` of the prompt and of all of the continuation.
+    attention row of the prompt (phase "prefill") and of the continuation (phase "decode").
     """
 
     own_params: ClassVar[bool] = False
@@ -64,7 +62,7 @@ class PolykvOptions(CalibrationOptions):
         Listed,
         AfterValidator(lambda signals: tuple(sorted(signals, key=SIGNALS.index))),
         Option(
-            "What is measured: cosine (and relative error) of attention outputs, ppl of the answers, entropy (both).",
+            "What is measured: cosine (and relative error) of attention outputs, ppl of the answers, entropy.",
             metavar="NAME,...",
             shown="cosine,ppl,entropy",
         ),

@@ -92,7 +92,7 @@ def both(
     samples = samples_of(prompts)
     after = prompts.continuations(samples, CPU)
     with running(model):
-        swept = LayerSweep(model, what, prompts, EVERYTHING, 8, at_once).measure(after)
+        swept = LayerSweep(model, what, prompts, EVERYTHING, at_once).measure(after)
         naive = measure_naively(model, what, *prompts.repeated(samples).padded(CPU), after)
     return swept, naive, after
 
@@ -143,7 +143,7 @@ def sweep(
     model: Any, what: Ablations, prompts: PromptBatch, samples: Sequence[TextContinuation], at_once: AtOnce = ALL
 ) -> AblationResults:
     with running(model):
-        return LayerSweep(model, what, prompts, EVERYTHING, 8, at_once).measure(prompts.continuations(samples, CPU))
+        return LayerSweep(model, what, prompts, EVERYTHING, at_once).measure(prompts.continuations(samples, CPU))
 
 
 @pytest.mark.nightly
