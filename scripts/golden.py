@@ -98,8 +98,9 @@ evaluate-decode
     evaluate bundled --methods streaming,h2o,tova,scissorhands,vatp,knorm --phases decode --budgets 48 $pair
     --subject tova -o runs/decode
 evaluate-ablations
-    evaluate bundled --methods lava,lava-uniform,lava-pyramid,lava-equal-heads,pyramid:keydiff,criticalkv,random
-    --ratios 0.9 --set lava.window=8 --set lava-pyramid.beta=5 $pair --seed 1 --losses --table runs/ablations.tex
+    evaluate bundled
+    --methods lava:window=8,lava-uniform,lava-pyramid:beta=5,lava-equal-heads,pyramid:keydiff,criticalkv,random
+    --ratios 0.9 $pair --seed 1 --losses --table runs/ablations.tex
 evaluate-aware
     evaluate bundled --protocol question-aware --methods uniform,cake,adakv:expected_attention --budgets 64 $window
     $few --batch 4 -o runs/aware

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.calibration.steps import profile_file
-from kvsearch.config.options import RULE, JobOptions, Names, Option, Repeated
+from kvsearch.config.options import RULE, JobOptions, Names, Option
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.files import atomic_write
 from kvsearch.exporters import exporter_of
@@ -42,16 +42,6 @@ class ExportOptions(PlanOptions, Sized, Loading):
     """The profile, the size of the plan, how PolyKV's signals become one, and who it is for."""
 
     profile: Annotated[Path, Option("Directory or file that `calibrate` wrote; with --to also a plan.", argument=True)]
-    join: Annotated[
-        tuple[Path, ...],
-        Repeated,
-        Option(
-            "Another lukv profile, of another policy on the same texts: every layer takes the policy that keeps most; "
-            "repeatable.",
-            metavar="DIR",
-            repeated=True,
-        ),
-    ] = ()
     budget: Annotated[int | None, Field(ge=1), replace(BUDGET, shown="polykv: that of the calibration")] = None
     route: Annotated[
         str | None,
@@ -198,9 +188,9 @@ class ExportOptions(PlanOptions, Sized, Loading):
     def compute(self, reporter: Reporter) -> Plan:
         """Look the plan up in the profile, or follow its signals; warns of signals that were judged harmful."""
         profile = load_profile(profile_file(self.profile))
-        if profile.metadata.signals is not None and not self.join:
+        if profile.metadata.signals is not None:
             return self._of_signals(profile, reporter)
-        several = bool(self.join) or profile.metadata.policies is not None
+        several = profile.metadata.policies is not None
         of_polykv = {
             option.called(name): getattr(self, name)
             for name, (_, option) in self.offered().items()
@@ -230,7 +220,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
 
     def _joint(self, profile: Profile, reporter: Reporter) -> Plan:
         """Choose a policy for every layer, and budgets."""
-        curves = policy_curves([profile, *(load_profile(profile_file(path)) for path in self.join)])
+        curves = policy_curves(profile)
         if self.policy is not None:
             curves = curves.only([self.policy])
         elif seen := curves.fitted_here:
@@ -284,7 +274,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
 def export(options: ExportOptions, reporter: Reporter) -> Plan:
     """Write a plan that evicts a share of any prompt (`ratio`) or keeps so many entries (`budget`).
 
-    Of several policies that were measured alike (`rivals` of the calibration, or `join`): every layer takes the policy
+    Of several policies that were measured alike (`rivals` of the calibration): every layer takes the policy
     that keeps most of the measured importance, with budgets that are solved for together.
 
     Of a PolyKV profile: every layer takes the pattern that its signals prefer, and the share of the budget that its

@@ -569,7 +569,7 @@ class RunStages:
         with display.stage(MEASURING) as stage:
             fitted = [f"{name}={self.directory / FIT / name}" for name in rankings]
             curves = self.curves.with_policies((*self.policies, *fitted)).with_model(self.loaded)
-            return CalibratedPolicies(policy_curves([calibrate(curves, reporter=stage)]), rankings)
+            return CalibratedPolicies(policy_curves(calibrate(curves, reporter=stage)), rankings)
 
     def refine(self, calibrated: CalibratedPolicies, display: Overall) -> RefinedPlans | None:
         """Search on from what was solved at every size; None where that is not wanted, or not possible."""

@@ -137,7 +137,7 @@ class CalibratedPolicies(NamedTuple):
     @property
     def length(self) -> int:
         """Tokens of the contexts that were measured."""
-        return self.curves.profiles[0].metadata.length
+        return self.curves.profile.metadata.length
 
     def select_plans(self, plans: Mapping[str, Plan]) -> dict[str, Plan]:
         """Return the static ones of some plans that have no other policies than those that were measured."""
@@ -152,7 +152,7 @@ class CalibratedPolicies(NamedTuple):
     def contexts(self) -> ContextRecord | None:
         """What all of them were fitted or measured on; None where that is not known of one."""
         return joined(
-            profile.metadata.provenance.contexts for profile in (*self.curves.profiles, *self.rankings.values())
+            profile.metadata.provenance.contexts for profile in (self.curves.profile, *self.rankings.values())
         )
 
 

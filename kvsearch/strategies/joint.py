@@ -14,7 +14,7 @@ from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import suggest
 from kvsearch.plan import Plan, PolicySpec, Profile, Size
-from kvsearch.plan.origin import joined, provenance
+from kvsearch.plan.origin import provenance
 from kvsearch.plan.profile_arrays import KEPT
 from kvsearch.plan.rounding import water_fill
 from kvsearch.policies.fitted import Fitted, profile_of
@@ -31,13 +31,12 @@ LEAST_GAIN = 0.02  # of the importance that one policy loses: for less no layer 
 class PolicyCurves:
     """What every head keeps of the importance under each of P policies, in units that compare.
 
-    `kept` is [P, L, Hkv, K + 1] at budgets of 0, 1/K, ... 1 of a prompt. `profiles` are where it comes from, the first
-    one's layers count as it says.
+    `kept` is [P, L, Hkv, K + 1] at budgets of 0, 1/K, ... 1 of a prompt, from a `profile`.
     """
 
     policies: tuple[PolicySpec, ...]
     kept: Floats
-    profiles: tuple[Profile, ...]
+    profile: Profile
 
     @property
     def names(self) -> list[str]:
@@ -57,8 +56,8 @@ class PolicyCurves:
     @property
     def fitted_here(self) -> list[str]:
         """The policies that were fitted on contexts that the curves are of: they look better than they are."""
-        records = [profile.metadata.provenance.contexts for profile in self.profiles]
-        measured = [one for record in records if record is not None for one in record.fitted.ids or ()]
+        record = self.profile.metadata.provenance.contexts
+        measured = () if record is None else record.fitted.ids or ()
         names = []
         for name, spec in zip(self.names, self.policies, strict=True):
             policy = policy_of(spec)
@@ -94,38 +93,21 @@ class JointPlan:
         return f"layers: {layers}; {self.kept:.4f} of the measured importance is kept{told}"
 
 
-def policy_curves(profiles: Sequence[Profile]) -> PolicyCurves:
-    """Return the curves of all policies of some profiles, which must have been measured alike.
-
-    Layers count as in the first profile: what the others measured of a layer is scaled to the same mass.
+def policy_curves(profile: Profile) -> PolicyCurves:
+    """Return the curves of all policies of a profile, whose layers count as under the first of them.
 
     Raises:
-        UsageError: no profile of LU-KV with curves, profiles that were measured on other contexts, another model or
-            with other options, policies that protect different entries, or one that is in two of them.
+        UsageError: it is no profile of LU-KV with curves.
     """
-    for number, profile in enumerate(profiles):
-        if KEPT not in profile.arrays and SINGLE not in profile.arrays:
-            raise UsageError(
-                f"profile {number + 1} is of method {profile.metadata.method}, which does not say what policies keep: "
-                "calibrate lukv"
-            )
-        _require_alike(profiles[0], profile, number)
-    policies = tuple(policy for profile in profiles for policy in profile.metadata.measured_policies)
-    for at, policy in enumerate(policies):
-        if policy in policies[:at]:
-            raise UsageError(f"policy {policy.name} is there twice with the same parameters: join other profiles")
-        _require_protection(policies[0], policy)
-    measured = [
-        profile.arrays[KEPT] if KEPT in profile.arrays else profile.arrays[SINGLE][None] for profile in profiles
-    ]  # [P, L, Hkv, K + 1] each
-    steps = max(kept.shape[-1] for kept in measured) - 1
-    mass = measured[0][0, ..., -1].astype(np.float64).sum(axis=-1)  # [L]
-    scaled = []
-    for kept in measured:
-        curves = sampled(kept.astype(np.float64), steps + 1)
-        own = curves[..., -1].sum(axis=-1)  # [P, L]; a layer without importance stays without
-        scaled.append(curves * np.divide(mass, own, out=np.zeros_like(own), where=own > 0)[..., None, None])
-    return PolicyCurves(policies, np.concatenate(scaled), tuple(profiles))
+    arrays = profile.arrays
+    if KEPT not in arrays and SINGLE not in arrays:
+        raise UsageError(
+            f"a profile of method {profile.metadata.method} does not say what policies keep: calibrate lukv"
+        )
+    kept = (arrays[KEPT] if KEPT in arrays else arrays[SINGLE][None]).astype(np.float64)
+    own = kept[..., -1].sum(axis=-1)  # [P, L]; a layer without importance stays without
+    scale = np.divide(own[0], own, out=np.zeros_like(own), where=own > 0)
+    return PolicyCurves(profile.metadata.measured_policies, kept * scale[..., None, None], profile)
 
 
 def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN, even: float = 0.0) -> JointPlan:
@@ -138,7 +120,7 @@ def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN,
     Raises:
         UsageError: the size is below what is always kept, or is all of a prompt.
     """
-    metadata = curves.profiles[0].metadata
+    metadata = curves.profile.metadata
     _, total, length = pool = size.pool(metadata)
     minimum = metadata.provenance.settings.get("minimum", 0.0)
     if not isinstance(minimum, int | float) or not 0 <= minimum <= 1:
@@ -162,12 +144,11 @@ def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN,
         **origin.settings,
         "ratio": size.ratio, "budget": size.budget, "policies": tuple(curves.names),
     }  # fmt: skip
-    contexts = joined(profile.metadata.provenance.contexts for profile in curves.profiles)
     plan = build_plan(
         metadata.model,
         metadata.layers,
         {"prefill": Chosen(tuple(curves.policies[at] for at in found.policies), budgets)},
-        provenance(METHOD, origin.seed, origin.data_sha256, settings, contexts),
+        provenance(METHOD, origin.seed, origin.data_sha256, settings, origin.contexts),
         floor,
         size.scaling,
         length,
@@ -178,37 +159,3 @@ def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN,
         name: single.kept(single.solve(total)) / mass for name, single in zip(curves.names, solver.singles, strict=True)
     }
     return JointPlan(plan, curves.names, found.policies, found.kept / mass, found.bound / mass, alone)
-
-
-def _require_alike(first: Profile, other: Profile, number: int) -> None:
-    """Raise UsageError, naming the first difference, if two profiles were not measured alike."""
-    here = first.metadata
-    there = other.metadata
-    facts: dict[str, tuple[object, object]] = {
-        "the model": (here.model, there.model),
-        "the texts": (here.provenance.data_sha256, there.provenance.data_sha256),
-        "the questions": (here.questions, there.questions),
-        "the length of prompts": (here.length, there.length),
-        "the layers": (here.layers, there.layers),
-    }
-    names = sorted(here.provenance.settings.keys() | there.provenance.settings.keys())
-    facts |= {name: (here.provenance.settings.get(name), there.provenance.settings.get(name)) for name in names}
-    for what, (one, another) in facts.items():
-        if one != another:
-            told = f" ({one} and {another})" if isinstance(one, str | int | float) and what != "the texts" else ""
-            raise UsageError(
-                f"profile {number + 1} was not measured as the first one is: {what} differ{told}; calibrate them on "
-                "the same texts with the same options, or all at once with --rivals"
-            )
-
-
-def _require_protection(first: PolicySpec, other: PolicySpec) -> None:
-    """Raise UsageError if two policies protect different entries: what those are worth is not measured."""
-    one = policy_of(first)
-    another = policy_of(other)
-    if (one.sink_count, one.recent_count) != (another.sink_count, another.recent_count):
-        raise UsageError(
-            f"policy {other.name} always keeps the {another.sink_count} first and {another.recent_count} last entries, "
-            f"{first.name} {one.sink_count} and {one.recent_count}, so their curves do not compare: calibrate them "
-            "with the same protection (--set), or all at once with --rivals"
-        )

@@ -33,12 +33,10 @@ Settings = Mapping[str, Any]
 class MethodSpec(NamedTuple):
     """A method of a list, as it was typed: what its name stands for, or the place of a profile.
 
-    `label` is what settings of this method alone begin with, `settings` are those in its name, `fitted` those of its
-    fit.
+    `settings` are those in its name, `fitted` those of its fit.
     """
 
     name: str
-    label: str
     recipe: Recipe | Path
     settings: Settings
     fitted: Settings
@@ -51,7 +49,7 @@ def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
     options, so that a method can be there twice (`pyramid:beta=5,pyramid:beta=20`). A fitted policy is given with the
     directory of its weights: `probe=DIR`, `adakv:probe=DIR`. Any other NAME=DIR looks budgets up in a calibrated
     profile, whose policy keeps its own settings; methods of the same policy take these where all profiles agree.
-    `settings` are KEY=VALUE for all methods that have such a parameter or option, or METHOD.KEY=VALUE for one.
+    `settings` are KEY=VALUE for all methods that have such a parameter or option.
 
     Raises:
         UsageError: an unknown method, policy, parameter or option, the same twice, or a profile that cannot be used.
@@ -60,11 +58,10 @@ def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
     if not all(items):
         raise UsageError(f"methods {text!r} has an empty name: separate names by single commas")
     specs = [parse_method(item) for item in items]
-    common, own = _sort_settings(settings, [spec.label for spec in specs])
+    common = dict(parse_setting(text) for text in settings)
+    check_unique("--set", [parse_setting(text)[0] for text in settings])
     profiles = {
-        spec.name: _read_calibrated(spec.name, spec.recipe, common, own.get(spec.label, {}))
-        for spec in specs
-        if isinstance(spec.recipe, Path)
+        spec.name: _read_calibrated(spec.name, spec.recipe, common) for spec in specs if isinstance(spec.recipe, Path)
     }
     agreed = _find_agreed_settings(profiles.values())
     methods = []
@@ -74,7 +71,7 @@ def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
             methods.append(profiles[spec.name])
         else:
             shared = {**agreed.get(spec.recipe.policy, {}), **common}
-            methods.append(_resolve(spec, spec.recipe, shared, own.get(spec.label, {})))
+            methods.append(_resolve(spec, spec.recipe, shared))
             unread -= {*_parameters(spec.recipe), *_options(spec.recipe)}
     for key in sorted(unread, key=list(common).index):
         raise UsageError(f"--set {key}: none of these methods has such a parameter or option")
@@ -119,7 +116,7 @@ def parse_method(item: str) -> MethodSpec:
     """
     name, is_given, source = item.partition("=")
     if is_given and ":" not in name and name not in FITTED:
-        return MethodSpec(name.strip(), name.strip(), Path(source.strip()), {}, {})
+        return MethodSpec(name.strip(), Path(source.strip()), {}, {})
     (method, *others), settings = split_settings(item, "method", "METHOD, METHOD:POLICY or either", most=2)
     method, fitted = parse_policy(method)
     policy = None
@@ -134,25 +131,8 @@ def parse_method(item: str) -> MethodSpec:
         require_known("method", method, method_names())
     recipe = METHODS.get(method, Recipe(method))
     weights = {key: fitted.pop(key) for key in (WEIGHTS,) if key in fitted}
-    label = item if ":" in name else name.strip()
-    return MethodSpec(
-        item, label, recipe if policy is None else recipe._replace(policy=policy), {**weights, **settings}, fitted
-    )
-
-
-def _sort_settings(settings: Sequence[str], labels: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return settings of all methods, and those of single ones by label."""
-    pairs = [parse_setting(text) for text in settings]
-    check_unique("--set", [key for key, _ in pairs])
-    common: dict[str, Any] = {}
-    own: dict[str, dict[str, Any]] = {}
-    for key, value in pairs:
-        label, dot, name = key.rpartition(".")
-        if dot and label not in labels:
-            raise UsageError(f"--set {key}: no method is called {label!r}{suggest(label, labels)}")
-        place = own.setdefault(label, {}) if dot else common
-        place[name] = value
-    return common, own
+    recipe = recipe if policy is None else recipe._replace(policy=policy)
+    return MethodSpec(item, recipe, {**weights, **settings}, fitted)
 
 
 # --- from MethodSpec to Method --------------------------------------------------------------------------------------
@@ -180,9 +160,9 @@ def _find_agreed_settings(profiles: Iterable[Method]) -> dict[str, Settings]:
     return {policy: several[0] for policy, several in stated.items() if all(other == several[0] for other in several)}
 
 
-def _resolve(spec: MethodSpec, recipe: Recipe, shared: Settings, own: Settings) -> Method:
-    """Return the method of a recipe; settings of `own` and in its name win over the `shared` ones."""
-    stated = {**own, **spec.settings}
+def _resolve(spec: MethodSpec, recipe: Recipe, shared: Settings) -> Method:
+    """Return the method of a recipe; settings in its name win over the `shared` ones."""
+    stated = spec.settings
     known = [*_parameters(recipe), *_options(recipe)]
     for key in stated:
         if key not in known:
@@ -202,12 +182,10 @@ def _resolve(spec: MethodSpec, recipe: Recipe, shared: Settings, own: Settings) 
     return Method(spec.name, policy, Formula(allocator, policy.floor), allocation)
 
 
-def _read_calibrated(name: str, source: Path, common: Settings, own: Settings) -> Method:
+def _read_calibrated(name: str, source: Path, common: Settings) -> Method:
     """Return the method of a profile at `source`."""
     if name in (*method_names(), FULL) or not name or set(":@.") & set(name):
         raise UsageError(f"a profile cannot be called {name!r}: choose a name that is no method's, without : @ and .")
-    if own:
-        raise UsageError(f"method {name} keeps the settings that it was calibrated with: calibrate anew to change them")
     profile = load_profile(source / PROFILE if source.is_dir() else source)
     if EVICTED_RATIO not in profile.arrays:
         raise UsageError(f"method {name}: {source} is a {profile.metadata.method} profile, without a table of budgets")

@@ -20,7 +20,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     from tests.cli.conftest import invoke
 
     directory = tmp_path_factory.mktemp("evaluated") / "run"
-    how = ("--methods", "uniform,streaming", "--budgets", "32,64", "--set", "uniform.window=8", *ASKED)
+    how = ("--methods", "uniform,streaming", "--budgets", "32,64", "--set", "window=8", *ASKED)
     code, out, talk = invoke("evaluate", "bundled", *how, "-o", directory)
     assert code == 0, talk
     return directory, out

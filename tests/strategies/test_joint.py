@@ -14,7 +14,6 @@ from kvsearch.core.errors import UsageError
 from kvsearch.plan import Plan, Profile, ProfileMetadata, Size
 from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, KEPT
-from kvsearch.strategies import joint
 from kvsearch.strategies.joint import joint_plan, policy_curves
 from tests.plan.builders import metadata_dict, model_dict
 
@@ -59,7 +58,7 @@ def names(plan: Plan) -> list[str]:
 
 
 def test_every_layer_takes_the_policy_that_keeps_most() -> None:
-    found = joint_plan(policy_curves([profile(TWO, SNAPKV, KEYDIFF)]), Size(ratio=0.9))
+    found = joint_plan(policy_curves(profile(TWO, SNAPKV, KEYDIFF)), Size(ratio=0.9))
     assert names(found.plan)[:2] == ["snapkv", "keydiff"]
     assert found.plan.total == 60 == sum(map(sum, filter(None, found.plan.budgets("prefill"))))
     assert found.plan.floor == 2
@@ -71,7 +70,7 @@ def test_every_layer_takes_the_policy_that_keeps_most() -> None:
 
 def test_the_sum_of_the_measured_curves_is_what_a_plan_keeps() -> None:
     kept = TWO[[0, 1]]
-    found = joint_plan(policy_curves([profile(kept, SNAPKV, KEYDIFF)]), Size(ratio=0.9))
+    found = joint_plan(policy_curves(profile(kept, SNAPKV, KEYDIFF)), Size(ratio=0.9))
     rows = np.array([layer for layer in found.plan.budgets("prefill") if layer is not None])
     read = sum(
         kept[policy, layer, head, rows[layer, head]] for layer, policy in enumerate(found.policies) for head in range(2)
@@ -79,25 +78,8 @@ def test_the_sum_of_the_measured_curves_is_what_a_plan_keeps() -> None:
     assert found.kept == pytest.approx(read / 6, rel=1e-6)
 
 
-def test_profiles_of_single_policies_are_joined() -> None:
-    apart = [profile(TWO[:1], SNAPKV), profile(TWO[1:] * 7, KEYDIFF)]  # in another unit
-    together = joint_plan(policy_curves([profile(TWO, SNAPKV, KEYDIFF)]), Size(budget=12))
-    found = joint_plan(policy_curves(apart), Size(budget=12))
-    assert names(found.plan)[:2] == names(together.plan)[:2]  # the third layer is the same under both
-    assert found.kept == pytest.approx(together.kept, rel=1e-5)
-    assert found.plan.provenance.method == joint.METHOD
-    assert found.plan.provenance.settings["policies"] == ("snapkv", "keydiff")
-
-
-def test_a_plan_knows_the_contexts_of_all_its_profiles() -> None:
-    both = policy_curves([profile(TWO[:1], SNAPKV), profile(TWO[1:], KEYDIFF, text="another")])
-    contexts = joint_plan(both, Size(budget=12)).plan.provenance.contexts
-    assert contexts is not None
-    assert all(contexts.fitted.has(context_hash(text)) for text in ("a context", "another"))
-
-
 def test_a_mixture_with_even_budgets() -> None:
-    measured = policy_curves([profile(curves((0.9, 0.2, 0.3), mass=(3, 1, 2)), SNAPKV)])
+    measured = policy_curves(profile(curves((0.9, 0.2, 0.3), mass=(3, 1, 2)), SNAPKV))
     whole, half, even = (joint_plan(measured, Size(ratio=0.95), even=share) for share in (0.0, 0.5, 1.0))
     first, second, third = (np.array(one.plan.budgets("prefill")) for one in (whole, half, even))
     assert first.sum() == second.sum() == third.sum() == 30
@@ -107,7 +89,7 @@ def test_a_mixture_with_even_budgets() -> None:
 
 
 def test_only_one_of_the_policies() -> None:
-    both = policy_curves([profile(TWO, SNAPKV, KEYDIFF)])
+    both = policy_curves(profile(TWO, SNAPKV, KEYDIFF))
     found = joint_plan(both.only(["keydiff"]), Size(ratio=0.9))
     assert set(names(found.plan)) == {"keydiff"}
     assert found.kept == pytest.approx(joint_plan(both, Size(ratio=0.9)).alone["keydiff"])
@@ -116,7 +98,7 @@ def test_only_one_of_the_policies() -> None:
 
 
 def test_layers_keep_the_best_policy_where_another_is_hardly_better() -> None:
-    nearly = policy_curves([profile(curves((0.9, 0.5, 0.9), (0.2, 0.501, 0.3)), SNAPKV, KEYDIFF)])
+    nearly = policy_curves(profile(curves((0.9, 0.5, 0.9), (0.2, 0.501, 0.3)), SNAPKV, KEYDIFF))
     assert names(joint_plan(nearly, Size(ratio=0.9)).plan) == ["snapkv"] * 3
     assert names(joint_plan(nearly, Size(ratio=0.9), least_gain=0.0).plan) == ["snapkv", "keydiff", "snapkv"]
 
@@ -132,7 +114,7 @@ def test_totals_are_exact_within_the_bounds_and_keep_no_less_than_a_single_polic
     kept[..., 0], kept[..., -1] = 0, 1
     policies = [{"name": "snapkv", "params": {"window": 2, "kernel": 2 * at + 1}} for at in range(count)]
     size = Size(ratio=1 - share, length=length)
-    made = policy_curves([profile(kept, *policies)])
+    made = policy_curves(profile(kept, *policies))
     if size.total(length, 2 * layers) < max(2, length // 100) * 2 * layers:
         with pytest.raises(UsageError, match="always kept"):
             joint_plan(made, size)
@@ -145,33 +127,11 @@ def test_totals_are_exact_within_the_bounds_and_keep_no_less_than_a_single_polic
     assert max(found.alone.values()) - 1e-9 <= found.kept <= found.bound + 1e-9
 
 
-@pytest.mark.parametrize(
-    ("other", "problem"),
-    [
-        (profile(TWO[1:], KEYDIFF, data_sha256="0" * 64), "profile 2 .*: the texts differ"),
-        (
-            profile(TWO[1:], KEYDIFF, settings={"minimum": 0.01, "normalization": "none"}),
-            r"normalization differ \(layer and none\)",
-        ),
-        (profile(TWO[1:, :2], KEYDIFF), "the model differ"),
-        (profile(TWO[:1], SNAPKV), "policy snapkv is there twice"),
-        (
-            profile(TWO[1:], {"name": "keydiff", "params": {"sinks": 4, "window": 1}}),
-            "keydiff always keeps the 4 first and 1 last entries, snapkv 0 and 2, so their curves do not compare",
-        ),
-    ],
-)
-def test_profiles_that_were_not_measured_alike_are_refused(other: Profile, problem: str) -> None:
-    with pytest.raises(UsageError, match=problem) as error:
-        policy_curves([profile(TWO[:1], SNAPKV), other])
-    assert "\n" not in str(error.value)
-
-
 def test_a_profile_without_curves_is_refused() -> None:
     whole = profile(TWO[:1], SNAPKV)
     table = Profile(whole.metadata.model_copy(update={"method": "cake"}), {EVICTED_RATIO: whole.arrays[EVICTED_RATIO]})
-    with pytest.raises(UsageError, match="profile 2 is of method cake, which does not say what policies keep"):
-        policy_curves([whole, table])
+    with pytest.raises(UsageError, match="a profile of method cake does not say what policies keep"):
+        policy_curves(table)
 
 
 @pytest.mark.parametrize(
