@@ -57,7 +57,7 @@ def test_a_minimum_that_is_no_share_gives_no_plan() -> None:
         told = origin.model_copy(update={"settings": {**origin.settings, "minimum": minimum}})
         other = Profile(found.metadata.model_copy(update={"provenance": told}), found.arrays)
         with pytest.raises(UsageError, match=r"has a minimum of .*, which is a share of 0 to 1"):
-            joint_plan(policy_curves([other]), Size(16))
+            joint_plan(policy_curves(other), Size(16))
 
 
 # --- signals of PolyKV
@@ -96,7 +96,7 @@ def test_axes_that_cannot_be(changes: dict[str, Any], problem: str) -> None:
 
 
 def test_signals_are_optional_but_their_facts_are_not() -> None:
-    profile = make_signals(cosine=None, relative_error=None, nll=None, full_nll=None, entropy=None, mean_entropy=None)
+    profile = make_signals(cosine=None, relative_error=None, nll=None, full_nll=None, mean_entropy=None)
     assert set(profile.arrays) == {"sample_tokens", "sample_length", "sample_context"}
     assert problems_of(sample_length=None, sample_context=None) == [
         "arrays.sample_length: is missing, a polykv profile needs it",
@@ -116,7 +116,6 @@ def test_losses_need_those_of_the_full_cache(missing: str) -> None:
         ("relative_error", (3, 1, 2, 3, 4), [3, 1, 2, 4, 3]),
         ("nll", (2, 1, 2, 4, 3), [3, 1, 2, 4, 3]),
         ("full_nll", (3, 1), [3]),
-        ("entropy", (3, 4, 2), [3, 2, 4]),
         ("sample_context", (2,), [3]),
     ],
 )
@@ -129,7 +128,7 @@ def test_shapes(name: str, shape: tuple[int, ...], expected: list[int]) -> None:
 
 def test_the_samples_are_counted_by_their_tokens() -> None:
     tokens = np.ones(2, dtype=np.int32)
-    assert len(problems_of(sample_tokens=tokens)) == 7  # all others have three samples
+    assert len(problems_of(sample_tokens=tokens)) == 6  # all others have three samples
 
 
 def test_axes_are_of_polykv_profiles() -> None:
