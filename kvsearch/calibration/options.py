@@ -87,7 +87,7 @@ class CalibrationOptions(Seeded):
     """
 
     job: ClassVar[str] = "calibrate"
-    recipes: ClassVar[str | None] = "recipes/calibrate"
+    recipes: ClassVar[bool] = True
     example: ClassVar[str] = "policy: snapkv"
     unit: ClassVar[str] = "questions"
     own_params: ClassVar[bool] = True

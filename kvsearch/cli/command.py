@@ -136,7 +136,7 @@ def describe(options: type[JobOptions]) -> list[Flag]:
             or list(methods if name == "method" else get_args(kind) if get_origin(kind) is Literal else ()),
         )
         flags.append(flag)
-    if options.recipes is not None:
+    if options.recipes:
         flags.append(RECIPE)
     return sorted(flags, key=lambda flag: (bool(flag.flags), LAST if flag.essential is None else flag.essential))
 

@@ -136,7 +136,7 @@ def yaml(options: YamlOptions, console: Console) -> None:
             console.say(options.next_command())
 
 
-@job_verb(f"{JOBS}:DiffOptions", group=PLAN_VERBS, dry_run=False)
+@job_verb(f"{JOBS}:DiffOptions", group=PLAN_VERBS, dry_run="")
 def diff(options: JobOptions, difference: DifferenceView) -> Output:  # noqa: ARG001 - as others have it
     """Show what differs between two plans: settings, policies and their parameters, and budgets layer by layer.
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvsearch.cli.command import VerbCommand
     from kvsearch.cli.console import Console
     from kvsearch.core.errors import KvsearchError
+    from kvsearch.jobs.reporter import Reporter
     from kvsearch.report.figures.data import Part
     from kvsearch.report.screen import View
 
@@ -55,6 +56,13 @@ class Output:
 def view_output(view: View) -> Output:
     """Return the output of a result that has its own JSON and its own parts."""
     return Output(view.as_json, shown_parts(view.parts))
+
+
+def print_dry_run(function: Callable[[Any, Reporter], View], checked: Any, console: Console) -> None:
+    """Print what a job would do."""
+    from kvsearch.jobs.public import run_job
+
+    view_output(run_job(function, checked, console, dry=True)).print(console)
 
 
 def shown_parts(parts: Callable[[], Iterable[Part | RenderableType]]) -> Show:
@@ -117,25 +125,25 @@ def verb(options: str, *, group: dict[str, Any] = VERBS, **how: Any) -> Callable
     return register
 
 
-def job_verb(options: str, *, job: str = "", dry_run: bool = True, **how: Any) -> Callable[[Present], Present]:
+def job_verb(options: str, *, job: str = "", dry_run: str = "dry_run", **how: Any) -> Callable[[Present], Present]:
     """Register a verb that runs a job, by the function that makes its output of options and result.
 
     The job is the function of the verb's name, or `job`, in the module of its options; what a dry run prints is what
-    `dry_run` there returns.
+    the function `dry_run` there returns.
     """
 
     def register(present: Present) -> Present:
         def action(checked: Any, console: Console) -> None:
             module = import_module(options.partition(":")[0])
             if console.dry_run:
-                view_output(module.dry_run(checked, reporter=console)).print(console)
+                print_dry_run(getattr(module, dry_run), checked, console)
                 return
             result = getattr(module, job or present.__name__)(checked, reporter=console)
             present(checked, result).print(console)
 
         action.__name__ = present.__name__
         action.__doc__ = present.__doc__
-        verb(options, dry_run=dry_run, **how)(action)
+        verb(options, dry_run=bool(dry_run), **how)(action)
         return present
 
     return register

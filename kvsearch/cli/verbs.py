@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.cli.registry import VERBS, Output, job_verb, said, shown_parts, verb, view_output
+from kvsearch.cli.registry import VERBS, Output, job_verb, print_dry_run, said, shown_parts, verb, view_output
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.report.numbers import counted
 
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from kvsearch.config.options import JobOptions
     from kvsearch.evaluation.answer import Reply
     from kvsearch.jobs.calibrate import CalibrateOptions
-    from kvsearch.jobs.compress import CompressOptions, SavedContext
     from kvsearch.jobs.evaluate import Evaluated, EvaluateOptions
     from kvsearch.jobs.evolve import Evolution, EvolveOptions
     from kvsearch.jobs.export import ExportOptions
-    from kvsearch.jobs.generate import GenerateOptions
+    from kvsearch.jobs.generate import CompressOptions, GenerateOptions, SavedContext
     from kvsearch.jobs.listings import Listing
     from kvsearch.jobs.report import Report, ReportOptions, VerifyOptions
     from kvsearch.jobs.reproduce import ReproduceOptions
@@ -174,7 +173,7 @@ def reproduce(options: ReproduceOptions, console: Console) -> None:
         rows = [dict(zip(table.header, (cell.text for cell in row), strict=True)) for row in table.rows]
         Output(lambda: {"tables": rows, "notes": table.notes}, shown_parts(lambda: [table])).print(console)
     elif console.dry_run:
-        view_output(jobs.dry_run(options, reporter=console)).print(console)
+        print_dry_run(jobs.dry_run, options, console)
     else:
         reproduced = jobs.reproduce(options, reporter=console)
         remarks = [f"wrote {', '.join(map(str, reproduced.files))}", following("show", reproduced.files[0])]
@@ -210,7 +209,7 @@ def generate(options: GenerateOptions, replies: Sequence[Reply]) -> Output:
     return Output(as_json, show)
 
 
-@job_verb("kvsearch.jobs.compress:CompressOptions")
+@job_verb("kvsearch.jobs.generate:CompressOptions", dry_run="estimate_compression")
 def compress(options: CompressOptions, saved: SavedContext) -> Output:
     """Compress a context once under a plan, and save it to a file that can be queried any time.
 
@@ -231,7 +230,7 @@ def bench(options: JobOptions, costs: SpeedView) -> Output:
     return view_output(costs)
 
 
-@job_verb("kvsearch.jobs.report:ShowOptions", dry_run=False)
+@job_verb("kvsearch.jobs.report:ShowOptions", dry_run="")
 def show(options: JobOptions, view: View) -> Output:
     """Show a plan or a profile: tables and a heat map of layers and heads.
 
@@ -242,7 +241,7 @@ def show(options: JobOptions, view: View) -> Output:
     return view_output(view)
 
 
-@job_verb("kvsearch.jobs.report:VerifyOptions", dry_run=False)
+@job_verb("kvsearch.jobs.report:VerifyOptions", dry_run="")
 def verify(options: VerifyOptions, verification: Verification) -> Output:
     """Check that what runs have written is complete: checksums, ledgers, schemas, totals of plans, weights.
 
@@ -264,7 +263,7 @@ def verify(options: VerifyOptions, verification: Verification) -> Output:
     return Output(verification.as_json, show, problem=problem)
 
 
-@job_verb("kvsearch.jobs.report:ReportOptions", job="write_report", dry_run=False)
+@job_verb("kvsearch.jobs.report:ReportOptions", job="write_report", dry_run="")
 def report(options: ReportOptions, page: Report) -> Output:
     """Write one self-contained HTML page about runs: figures, tables, and how they were made.
 
@@ -309,7 +308,7 @@ def lm_eval(options: JobOptions, results: dict[str, Any]) -> Output:
     return Output(lambda: results, shown_parts(lambda: harness_lines(results)))
 
 
-@job_verb("kvsearch.jobs.listings:PoliciesOptions", dry_run=False, needs_arguments=False)
+@job_verb("kvsearch.jobs.listings:PoliciesOptions", dry_run="", needs_arguments=False)
 def policies(options: JobOptions, listing: Listing) -> Output:
     """List the eviction policies, those of other installed packages included, or show one in full.
 
@@ -332,7 +331,7 @@ def policies(options: JobOptions, listing: Listing) -> Output:
     return Output(listing.as_json, shown_parts(listing.parts))
 
 
-@job_verb("kvsearch.jobs.listings:TasksOptions", dry_run=False, needs_arguments=False)
+@job_verb("kvsearch.jobs.listings:TasksOptions", dry_run="", needs_arguments=False)
 def tasks(options: JobOptions, listing: Listing) -> Output:
     """List the tasks that evaluate can ask, or show one in full.
 
@@ -352,7 +351,7 @@ def tasks(options: JobOptions, listing: Listing) -> Output:
     return Output(listing.as_json, shown_parts(listing.parts))
 
 
-@job_verb("kvsearch.jobs.listings:RecipesOptions", dry_run=False, needs_arguments=False)
+@job_verb("kvsearch.jobs.listings:RecipesOptions", dry_run="", needs_arguments=False)
 def recipes(options: JobOptions, listing: Listing) -> Output:
     """List the recipes that are shipped, which --recipe takes by name, or print one.
 
@@ -363,7 +362,7 @@ def recipes(options: JobOptions, listing: Listing) -> Output:
     return Output(listing.as_json, shown_parts(listing.parts))
 
 
-@job_verb("kvsearch.jobs.listings:DoctorOptions", dry_run=False, needs_arguments=False)
+@job_verb("kvsearch.jobs.listings:DoctorOptions", dry_run="", needs_arguments=False)
 def doctor(options: JobOptions, facts: dict[str, Any]) -> Output:
     """Check versions, devices and the bundled models, and run one tiny generation on the runtime's cache."""
     from kvsearch.jobs.listings import MISSING

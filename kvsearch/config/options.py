@@ -53,6 +53,7 @@ class Option:
         negated: the flag turns the field off, as --no-gap does.
         repeated: every value has a flag of its own; else several are separated by commas.
         recorded: whether it is part of the configuration of a run, and may be in a recipe.
+        locked: whether it is a directory that the job writes into.
         completes: the names that may be typed for it, as "module:attribute"; a function there returns them.
     """
 
@@ -67,6 +68,7 @@ class Option:
     negated: bool = False
     repeated: bool = False
     recorded: bool = True
+    locked: bool = False
     completes: str = ""
 
     def called(self, name: str) -> str:
@@ -77,27 +79,23 @@ class Option:
 class JobOptions(Record):
     """All options of a job, checked as a whole.
 
-    `job` is what its runs are called, `recipes` the folder of the recipes that are shipped for it, `example` a line of
-    such a recipe. A field without an `Option` is not offered on the command line. A class may have a `panel` for the
-    fields that it brings. Of `alternatives` one is given: it takes the place of another that a recipe states.
+    `job` is what its runs are called, `recipes` whether it takes a recipe, `example` a line of such a one. A field
+    without an `Option` is not offered on the command line. A class may have a `panel` for the fields that it brings. Of
+    `alternatives` one is given: it takes the place of another that a recipe states.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     job: ClassVar[str] = "this command"
-    recipes: ClassVar[str | None] = None
+    recipes: ClassVar[bool] = False
     example: ClassVar[str] = "samples: 20"
     alternatives: ClassVar[tuple[str, ...]] = ()
 
     @property
     def directories(self) -> tuple[Path, ...]:
         """The directories that the job writes into: it has their locks from its beginning to its end."""
-        return ()
-
-    def __getstate__(self) -> dict[Any, Any]:
-        """Leave here what belongs to this process, such as a model, when the options are sent to another."""
-        own = {name: attribute.get_default() for name, attribute in self.__private_attributes__.items()}
-        return {**super().__getstate__(), "__pydantic_private__": own or None}
+        places = [getattr(self, name) for name, (_, option) in self.offered().items() if option.locked]
+        return tuple(place for place in places if place is not None)
 
     def check_model(self) -> None:
         """Raise the error of a model that cannot be loaded, where the job has one that is named."""
@@ -170,7 +168,7 @@ class JobOptions(Record):
             UsageError: an unreadable recipe, or options that are unknown, out of range or do not go together; all of
                 the recipe's problems, or all of what is given, in one message.
         """
-        path = None if recipe is None else find_recipe(str(recipe), cls.recipes)
+        path = None if recipe is None else find_recipe(str(recipe), cls.job)
         stated = {} if path is None else read_recipe(path, cls.job, cls.example)
         typed = {name: value for name, value in given.items() if value is not None}
         model = cls.chosen(stated, typed, path)

@@ -7,58 +7,38 @@ from pathlib import Path
 from typing import Any
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import did_you_mean, unknown
+from kvsearch.core.naming import unknown
 from kvsearch.core.parsing import read_json
 from kvsearch.core.resources import resource
 from kvsearch.runs.identity import SCHEMA
 
-FOLDERS = {job: f"recipes/{job}" for job in ("calibrate", "evaluate", "evolve", "run")}  # of the shipped ones
+JOBS = ("calibrate", "evaluate", "evolve", "run")  # that recipes are shipped for
 
 
-def find_recipe(name: str, folder: str | None) -> Path:
-    """Return the recipe that is shipped in `folder` by that name, or else the file.
-
-    A name with a suffix that is not shipped is taken as a file without a look.
-
-    Raises:
-        UsageError: there is no such recipe.
-    """
+def find_recipe(name: str, job: str) -> Path:
+    """Return the file of that name, or the recipe that is shipped for a job; errors as `shipped_recipe`."""
     path = Path(name)
-    if path.exists():
-        return path
-    shipped = {one.stem: one for one in shipped_in(folder)} if folder else {}
-    bare = name.removeprefix(f"{Path(folder or '').name}/")
-    if bare in shipped:
-        return shipped[bare]
-    if path.suffix in (".yaml", ".yml", ".json"):
-        return path
-    raise UsageError(unknown("recipe", name, list(shipped)))
+    return path if path.exists() or path.suffix in (".yaml", ".yml", ".json") else shipped_recipe(name, job)[1]
 
 
-def shipped_in(folder: str) -> list[Path]:
-    """Return the recipes that are shipped in a folder, by name."""
-    return sorted(resource(folder).glob("*.yaml"))
+def shipped_recipes(job: str = "") -> dict[str, Path]:
+    """Return the recipes that are shipped, of one job or of all, by job and name, as in run/bundled."""
+    jobs = [known for known in JOBS if job in ("", known)]
+    return {f"{job}/{path.stem}": path for job in jobs for path in sorted(resource(f"recipes/{job}").glob("*.yaml"))}
 
 
-def shipped_recipes() -> dict[str, Path]:
-    """Return all recipes that are shipped, by job and name, as in run/bundled."""
-    return {f"{job}/{path.stem}": path for job, folder in FOLDERS.items() for path in shipped_in(folder)}
-
-
-def shipped_recipe(name: str) -> tuple[str, Path]:
+def shipped_recipe(name: str, job: str = "") -> tuple[str, Path]:
     """Return job/name and file of a shipped recipe; its name alone will do where one job has it.
 
     Raises:
         UsageError: there is no such recipe, or several jobs have one of that name.
     """
-    known = shipped_recipes()
+    known = shipped_recipes(job)
     found = [full for full in known if name in (full, full.partition("/")[2])]
     if len(found) > 1:
         raise UsageError(f"several recipes are called {name!r}: give {' or '.join(found)}")
     if not found:
-        names = [*known, *(full.partition("/")[2] for full in known)]
-        near = did_you_mean(name, names) or ":"
-        raise UsageError(f"unknown recipe {name!r}{near} `kvsearch recipes` lists them")
+        raise UsageError(unknown("recipe", name, [full.partition("/")[2] if job else full for full in known]))
     return found[0], known[found[0]]
 
 

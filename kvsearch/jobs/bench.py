@@ -97,7 +97,6 @@ class BenchOptions(Loading):
                 raise UsageError(mistake)
 
 
-@job(BenchOptions, dry=True)
 def dry_run(options: BenchOptions, reporter: Reporter) -> Forecast:
     """Return what would be measured, the bytes that it takes at most, and what it costs; errors as `bench`.
 

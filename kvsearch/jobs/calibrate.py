@@ -17,12 +17,22 @@ from kvsearch.calibration.options import CalibrationOptions, RankingOptions
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.steps import SAMPLES, StepCache, count_steps, step_identity
 from kvsearch.calibration.tables import HELD_OUT, LEAST_CONTEXTS
-from kvsearch.config.options import QUESTIONS, RESULT, JobOptions, Option, Specs
+from kvsearch.config.options import QUESTIONS, JobOptions, Option, Specs
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.naming import suggest, unknown
 from kvsearch.core.parsing import list_problems
-from kvsearch.jobs.groups import TASKS, TaskDetails, WithModel, WithWorkers, asked_flags, flags_of, following
+from kvsearch.jobs.groups import (
+    TASK_DETAILS,
+    TASKS,
+    WithModel,
+    WithRun,
+    WithTasks,
+    WithWorkers,
+    asked_flags,
+    flags_of,
+    following,
+)
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption
 from kvsearch.models.speed import StageCost
@@ -35,7 +45,7 @@ from kvsearch.report.profile import remarks as profile_remarks
 from kvsearch.report.ranking import RankingView
 from kvsearch.runs.identity import CONFIG, CONTEXTS, RunConfig
 from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, run_in, write_contexts
-from kvsearch.tasks.catalog import describe_tasks, find_tasks
+from kvsearch.tasks.catalog import describe_tasks
 
 if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
@@ -49,13 +59,12 @@ if TYPE_CHECKING:
 DEFAULT_METHOD = "lukv"
 FILES = (CONTEXTS, SAMPLES, "*.safetensors")  # the last: the profile, and weights of policies
 RATIOS = 0.8, 0.5, 0.2  # shares of the prompt to evict that a first plan may have
-OF_TASKS = {"split", "samples", *TaskDetails.model_fields} - {"data"}  # what only --tasks reads
+OF_TASKS = {"split", "samples", *TASK_DETAILS} - {"data"}  # what only --tasks reads
 
 
-class CalibrateOptions(WithModel, WithWorkers, TaskDetails, CalibrationOptions):
+class CalibrateOptions(WithModel, WithWorkers, WithRun, WithTasks, CalibrationOptions):
     """Where a profile goes and what it is measured on; what is measured is the method's to say."""
 
-    output: Annotated[Path, Option("Directory for the profile.", RESULT, short="-o", recorded=False)]
     data: Annotated[
         str | None,
         Option(
@@ -83,7 +92,6 @@ class CalibrateOptions(WithModel, WithWorkers, TaskDetails, CalibrationOptions):
     questions: Annotated[
         int | None, Field(ge=1), Option("Use only so many questions, and their contexts.", QUESTIONS)
     ] = None
-    force: Annotated[bool, Option("Replace results already in the directory.", recorded=False)] = False
 
     @classmethod
     def offered(cls) -> dict[str, tuple[FieldInfo, Option]]:
@@ -123,10 +131,6 @@ class CalibrateOptions(WithModel, WithWorkers, TaskDetails, CalibrationOptions):
         unread = set() if self.tasks is not None else OF_TASKS
         return {key: value for key, value in super().recorded().items() if key not in unread}
 
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        return (self.output,)
-
     def used(self) -> ContextSet | None:
         """Return contexts in whose place others are drawn from tasks."""
         return None
@@ -156,7 +160,6 @@ def options_of(method: str) -> type[CalibrateOptions]:
 OPTIONS: dict[str, type[CalibrateOptions]] = {name: options_of(name) for name in METHODS}
 
 
-@job(CalibrateOptions, dry=True)
 def dry_run(options: CalibrateOptions, reporter: Reporter) -> Forecast:
     """Return the configuration of the run and what it costs on this machine.
 
@@ -339,7 +342,7 @@ def _data(options: CalibrateOptions, reporter: Reporter) -> tuple[CalibrationDat
             raise UsageError(f"--{name.replace('_', '-')} is for --tasks: leave it out, or name tasks")
         data = load_calibration_data(options.data or default_data(options.model), options.bare)
         return data.limited(options.questions), None
-    tasks = find_tasks(options.tasks, options.task_options(options.split))
+    tasks = options.find_tasks(options.model, options.split)
     from kvsearch.calibration.task_data import data_of_tasks
     from kvsearch.selection.splits import refuse_reported
 

@@ -58,7 +58,7 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
     """What is compared, what is asked, and what is kept."""
 
     job: ClassVar[str] = "evaluate"
-    recipes: ClassVar[str | None] = "recipes/evaluate"
+    recipes: ClassVar[bool] = True
     panel: ClassVar[str] = "What is compared"
 
     plan: Annotated[tuple[Path, ...], Repeated, Option("A plan file; repeatable.", SIZE, repeated=True)] = ()
@@ -165,10 +165,6 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
     ] = False
 
     @property
-    def directories(self) -> tuple[Path, ...]:
-        return () if self.output is None else (self.output,)
-
-    @property
     def is_of_text(self) -> bool:
         """Whether the perplexity of a text is asked for, and no replies."""
         return self.tasks is not None and self.tasks.startswith(PERPLEXITY)
@@ -211,7 +207,6 @@ class Evaluated:
         return self.result.as_json()
 
 
-@job(EvaluateOptions, dry=True)
 def dry_run(options: EvaluateOptions, reporter: Reporter) -> Forecast:
     """Return what would be compared and asked, and what that costs; errors as `evaluate` before it asks.
 

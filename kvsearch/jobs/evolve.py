@@ -58,7 +58,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
     """What is searched and at which size, on which questions, when to stop, and who does the work."""
 
     job: ClassVar[str] = "evolve"
-    recipes: ClassVar[str | None] = "recipes/evolve"
+    recipes: ClassVar[bool] = True
     example: ClassVar[str] = "budget: 128"
     alternatives: ClassVar[tuple[str, ...]] = ("budget", "budgets")
     panel: ClassVar[str] = WHAT
@@ -187,7 +187,6 @@ class Evolution:
         yield following(*evaluation(options, options.model, first))
 
 
-@job(EvolveOptions, dry=True)
 def dry_run(options: EvolveOptions, reporter: Reporter) -> Forecast:
     """Return what would be searched, and what that costs; errors as `evolve`, before anything is searched."""
     searches = _prepare(options, reporter)

@@ -1,15 +1,18 @@
-"""kvsearch generate: replies of a model from the cache that a plan leaves, made now or taken from a file."""
+"""kvsearch generate and compress: a context is read under a plan, and answered from or saved to be asked any time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import Field
 
-from kvsearch.config.options import QUESTIONS, RULE, SIZE, Option, Repeated, Seeded
+from kvsearch.config.options import QUESTIONS, RESULT, RULE, SIZE, Option, Repeated, Seeded
 from kvsearch.core.errors import UsageError
-from kvsearch.jobs.groups import WithModel
+from kvsearch.core.files import CACHE_FILE, check_output
+from kvsearch.jobs.groups import Loading, WithModel, flags_of, following
 from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
@@ -18,9 +21,13 @@ from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan
 from kvsearch.report.costs import Forecast
 from kvsearch.tasks.given import example_for, given_text
+from kvsearch.tasks.prompts import PromptFormat
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.answer import Reply
+
+
+CHUNK = Option("Read the context so many tokens at a time, in less memory for what the model computes with.")
 
 
 class Texts(NamedTuple):
@@ -48,11 +55,7 @@ class GenerateOptions(WithModel, Seeded):
         Option("The question or prompt, or @FILE; repeatable, and none sees another.", QUESTIONS, repeated=True),
     ] = ()
     max_new_tokens: Annotated[int, Field(ge=1), Option("Longest reply, in tokens.", RULE)] = 64
-    chunk: Annotated[
-        int | None,
-        Field(ge=1),
-        Option("Read the context so many tokens at a time, in less memory for what the model computes with."),
-    ] = None
+    chunk: Annotated[int | None, Field(ge=1), CHUNK] = None
     exact: Annotated[bool, Option("Layers that lose nothing decode bit-identically.")] = False
 
     def read(self) -> Texts:
@@ -77,7 +80,6 @@ class GenerateOptions(WithModel, Seeded):
         return Texts(plan, context, [first, *prompts[1:]], plain)
 
 
-@job(GenerateOptions, dry=True)
 def dry_run(options: GenerateOptions, reporter: Reporter) -> Forecast:
     """Return what would be read and asked, and what that costs; errors as `generate`."""
     plan, context, prompts, _ = options.read()
@@ -117,3 +119,83 @@ def generate(options: GenerateOptions, reporter: Reporter) -> list[Reply]:
             f"nothing was evicted: the plan {options.plan} keeps all {replies[0].context_tokens} tokens of this context"
         )
     return replies
+
+
+# --- a context in a file ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedContext:
+    """A context in a file: tokens read, entries of all full-attention layers, and bytes in memory and on disk."""
+
+    path: str
+    context_tokens: int
+    entries: int
+    full_entries: int
+    bytes: int
+    full_bytes: int
+    file_bytes: int
+
+    def remarks(self, options: CompressOptions) -> Iterator[str]:
+        """Say what was written, and how to ask it."""
+        share = 100 * self.file_bytes / self.full_bytes
+        yield (
+            f"wrote {self.path}: {self.context_tokens} tokens, {self.entries} of {self.full_entries} entries; "
+            f"{self.file_bytes / 2**20:.2f} MiB on disk, {share:.1f}% of the full cache's "
+            f"{self.full_bytes / 2**20:.2f} MiB"
+        )
+        how = flags_of(options, Loading.model_fields)
+        yield following("generate", options.model, "--cache", self.path, "--prompt", "...", *how)
+
+
+class CompressOptions(WithModel, Seeded):
+    """What to read, under which plan, and where to."""
+
+    plan: Annotated[Path, Option("A plan file.", SIZE)]
+    context: Annotated[
+        str | None, Option("The context, or @FILE.", QUESTIONS, shown="of bundled models a text of their own")
+    ] = None
+    output: Annotated[Path, Option("The file for the compressed cache.", RESULT, short="-o", recorded=False)]
+    chunk: Annotated[int | None, Field(ge=1), CHUNK] = None
+    force: Annotated[bool, Option("Replace the file.", recorded=False)] = False
+
+    def read(self) -> tuple[Plan, str]:
+        """Return plan and context; UsageError if a file is missing, or there is nothing to read."""
+        check_output(self.output, self.force, CACHE_FILE)
+        plan = checked_plan(self.plan)
+        if self.context is not None:
+            return plan, given_text(self.context)
+        if self.model not in BUNDLED:
+            raise UsageError("there is nothing to compress: give --context TEXT or @FILE")
+        return plan, example_for(self.model, None, None, self.seed)[0]
+
+
+def estimate_compression(options: CompressOptions, reporter: Reporter) -> Forecast:
+    """Return what would be read and written, and what that costs; UsageError if something is missing."""
+    _, context = options.read()
+    loaded = options.load(options.model, reporter)
+    work = Work.over([PromptFormat(loaded.tokenizer).context(context).shape[-1]])
+    content = {"context": context, "output": str(options.output)}
+    return Forecast(content, [StageCost("read and compress", 1, 0, work)], loaded.speed)
+
+
+@job(CompressOptions)
+def compress(options: CompressOptions, reporter: Reporter) -> SavedContext:
+    """Read a context into the cache that a plan allows, and write that to a file: see `PlanCache.save`.
+
+    `kvsearch generate --cache` and `PlanCache.load` answer from it with the tokens that follow without the detour.
+
+    Raises:
+        UsageError: nothing to read, a plan that cannot be used, or a file that is there already.
+        IncompatibleError: the model and the plan or the context do not fit.
+        EnvironmentFault: the file cannot be written; one that was there stays as it was.
+    """
+    plan, context = options.read()  # what is wrong with them is told before anything large is imported
+    from kvsearch.evaluation.answer import CompressedContext
+
+    loaded = options.load(options.model, reporter)
+    ids = PromptFormat(loaded.tokenizer).context(context)
+    held = CompressedContext.read(loaded, plan, ids, chunk=options.chunk)
+    size = held.save(options.output, overwrite=options.force)
+    sizes = (held.entries, held.full_entries, held.bytes, held.full_bytes, size)
+    return SavedContext(str(options.output), held.ids.shape[1], *sizes)

@@ -60,6 +60,7 @@ OUTPUT_OPTION = Option(
     short="-o",
     metavar="DIR",
     recorded=False,
+    locked=True,
 )
 TASKS_OPTION = Option(
     "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, synthetic:sparse, ruler, "
@@ -175,12 +176,8 @@ class WithModel(Loading):
 class WithRun(JobOptions):
     """A directory in which a run is kept."""
 
-    output: Annotated[Path, Option("Directory of the run.", RESULT, short="-o", recorded=False)]
+    output: Annotated[Path, Option("Directory of the run.", RESULT, short="-o", recorded=False, locked=True)]
     force: Annotated[bool, Option("Start anew, whatever run is in the directory.", recorded=False)] = False
-
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        return (self.output,)
 
 
 def default_tasks(model: str | None) -> str:
@@ -191,11 +188,12 @@ def default_tasks(model: str | None) -> str:
     return SYNTHETIC if model in BUNDLED else NO_QA
 
 
-class TaskDetails(JobOptions):
-    """What tasks are made of; most options are read by some of them only."""
+class WithTasks(JobOptions):
+    """Which tasks are asked, and what they are made of: most of that is read by some of them only."""
 
     panel: ClassVar[str] = TASKS
 
+    tasks: Annotated[Specs | None, TASKS_OPTION] = None
     length: Annotated[
         WholeNumbers | None,
         Option(
@@ -238,18 +236,15 @@ class TaskDetails(JobOptions):
 
     def task_options(self, split: str | None = None) -> TaskOptions:
         """Return what tasks are made with, of one split (None: the default of each)."""
-        details = {name: getattr(self, name) for name in TaskDetails.model_fields if name != "length"}
+        details = {name: getattr(self, name) for name in TASK_DETAILS if name != "length"}
         return TaskOptions(lengths=self.length, split=split, **details)
-
-
-class WithTasks(TaskDetails):
-    """Which tasks are asked."""
-
-    tasks: Annotated[Specs | None, TASKS_OPTION] = None
 
     def find_tasks(self, model: str | None, split: str | None = None) -> list[Task]:
         """Return the tasks for a model, of one split; see `kvsearch.tasks.catalog.find_tasks` for the errors."""
         return find_tasks(self.tasks or default_tasks(model), self.task_options(split))
+
+
+TASK_DETAILS = [name for name in WithTasks.model_fields if name != "tasks"]
 
 
 class Batches(Seeded):
@@ -336,7 +331,7 @@ class WithProtocol(Batches):
 
 # --- commands that naturally follow another one, quoted: whoever pastes the line goes on ------------------------------
 
-TYPED_ON = ("tasks", *TaskDetails.model_fields, "samples", *WithProtocol.model_fields, *Loading.model_fields)
+TYPED_ON = (*WithTasks.model_fields, "samples", *WithProtocol.model_fields, *Loading.model_fields)
 
 
 def following(*words: object) -> str:

@@ -32,12 +32,7 @@ class HeadroomOptions(WithModel, WithWorkers, WithTasks, Seeded):
     output: Annotated[Path | None, OUTPUT_OPTION] = None
     force: Annotated[bool, Option("Start the run in --output anew.", recorded=False)] = False
 
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        return () if self.output is None else (self.output,)
 
-
-@job(HeadroomOptions, dry=True)
 def dry_run(options: HeadroomOptions, reporter: Reporter) -> Forecast:
     """Return what would be asked, and what that costs; errors as `headroom`."""
     from kvsearch.evaluation.headroom import importance_cost

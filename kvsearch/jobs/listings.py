@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvsearch.config.options import JobOptions, Option, Seeded
-from kvsearch.config.recipes import FOLDERS, about, shipped_recipe, shipped_recipes
+from kvsearch.config.recipes import JOBS, about, shipped_recipe, shipped_recipes
 from kvsearch.jobs.groups import Loading
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
@@ -152,16 +152,11 @@ class RecipesOptions(JobOptions):
 @job(RecipesOptions)
 def recipes(options: RecipesOptions, reporter: Reporter) -> Listing:  # noqa: ARG001 - as others have it
     """Return the shipped recipes with what they say of themselves, or the text of one."""
-    if options.name is not None and options.name not in FOLDERS:
+    if options.name is not None and options.name not in JOBS:
         name, path = shipped_recipe(options.name)
         text = path.read_text(encoding="utf-8")
         return Listing({"name": name, "recipe": text}, text.splitlines())
-    known = (
-        shipped_recipes()
-        if options.name is None
-        else {name: path for name, path in shipped_recipes().items() if name.startswith(f"{options.name}/")}
-    )
-    rows = [(name, about(path)) for name, path in known.items()]
+    rows = [(name, about(path)) for name, path in shipped_recipes(options.name or "").items()]
     table = _table("recipes: kvsearch COMMAND --recipe NAME", ["command/name", "what it is"], rows)
     return Listing({"recipes": [{"name": name, "about": text} for name, text in rows]}, [table])
 

@@ -51,7 +51,6 @@ class LmEvalOptions(WithModel, Seeded):
     force: Annotated[bool, Option("Replace the file of --log-samples.", recorded=False)] = False
 
 
-@job(LmEvalOptions, dry=True)
 def dry_run(options: LmEvalOptions, reporter: Reporter) -> Forecast:  # noqa: ARG001 - as others have it
     """Return what would be run; errors as `run_lm_eval` before a model is loaded."""
     _, names = _check(options)

@@ -23,16 +23,11 @@ from kvsearch.runs.run import writing
 Result = TypeVar("Result")
 
 
-def job(
-    options: type[Any], *, dry: bool = False
-) -> Callable[[Callable[[Any, Reporter], Result]], Callable[..., Result]]:
-    """Make a function of the public API of one that takes checked options and a `Reporter`.
+def job(options: type[Any]) -> Callable[[Callable[[Any, Reporter], Result]], Callable[..., Result]]:
+    """Make a function of the public API of one that takes checked options and a `Reporter`; see `run_job`.
 
     It takes either the options as one object or each as a keyword (what the command line takes by its place may come
     first), a `recipe`, and `reporter`. The model may be a loaded one, with its `tokenizer`. Errors name keywords.
-
-    Before anything is read it takes the locks of the directories that the options name; one that is `dry`, as it writes
-    nothing, finds out whether another process has them.
     """
 
     def decorated(function: Callable[[Any, Reporter], Result]) -> Callable[..., Result]:
@@ -45,35 +40,44 @@ def job(
             if isinstance(checked, options):
                 if len(arguments) > 1 or keywords:
                     raise TypeError(f"{function.__name__}() takes options as one object or as keywords, not both")
-                return run(checked, reporter)
+                return run_job(function, checked, reporter)
             if len(arguments) > len(places):
                 raise TypeError(f"{function.__name__}() takes at most {len(places)} positional arguments")
             try:
-                return run(read_keywords(options, {**dict(zip(places, arguments, strict=False)), **keywords}), reporter)
+                checked = read_keywords(options, {**dict(zip(places, arguments, strict=False)), **keywords})
+                return run_job(function, checked, reporter)
             except KvsearchError as error:
                 error.args = (in_python(str(error), offered),)
                 raise
-
-        def run(checked: Any, reporter: Reporter | None) -> Result:
-            with stay_offline(bool(getattr(checked, "offline", False))), ExitStack() as locks:
-                checked.check_model()
-                for place in sorted(set(checked.directories)):
-                    if dry:
-                        refuse_locked(place)
-                    else:
-                        locks.enter_context(writing(place))
-                checked = checked.without_work() if dry else checked
-                locks.callback(checked.close)
-                began = perf_counter()
-                result = function(checked, reporter or Silent())
-                if isinstance(result, Forecast):
-                    result.start = perf_counter() - began
-                return result
 
         public.__signature__ = inspect.Signature(list(_parameters(options, places)))  # type: ignore[attr-defined]
         return public
 
     return decorated
+
+
+def run_job(
+    function: Callable[[Any, Reporter], Result], checked: Any, reporter: Reporter | None = None, dry: bool = False
+) -> Result:
+    """Call a function of checked options.
+
+    Before anything is read it takes the locks of the directories that the options name; one that is `dry`, as it writes
+    nothing, finds out whether another process has them.
+    """
+    with stay_offline(bool(getattr(checked, "offline", False))), ExitStack() as locks:
+        checked.check_model()
+        for place in sorted(set(checked.directories)):
+            if dry:
+                refuse_locked(place)
+            else:
+                locks.enter_context(writing(place))
+        checked = checked.without_work() if dry else checked
+        locks.callback(checked.close)
+        began = perf_counter()
+        result = function(checked, reporter or Silent())
+        if isinstance(result, Forecast):
+            result.start = perf_counter() - began
+        return result
 
 
 def read_keywords(options: type[Any], given: dict[str, Any]) -> Any:
@@ -118,7 +122,7 @@ def _parameters(options: type[JobOptions], places: list[str]) -> Iterator[inspec
     offered = {name: field for name, (field, _) in options.offered().items()}
     for name in sorted(offered, key=lambda name: name not in places):
         default = None if offered[name].is_required() else offered[name].get_default(call_default_factory=True)
-        if offered[name].is_required() and options.recipes is None:
+        if offered[name].is_required() and not options.recipes:
             default = inspect.Parameter.empty
         yield inspect.Parameter(name, kinds[name not in places], default=default)
     if "model" in offered:

@@ -98,13 +98,9 @@ class ReportOptions(JobOptions):
     output: Annotated[Path, Option("The HTML file.", short="-o", recorded=False)] = Path("report.html")
     figures: Annotated[
         Path | None,
-        Option("A directory to write every figure to as PDF, PNG and CSV, too.", recorded=False),
+        Option("A directory to write every figure to as PDF, PNG and CSV, too.", recorded=False, locked=True),
     ] = None
     force: Annotated[bool, Option("Replace a file that is no report of kvsearch.", recorded=False)] = False
-
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        return () if self.figures is None else (self.figures,)
 
     def check_output(self) -> None:
         """Raise UsageError if the page cannot be written, or would replace what is no page of ours."""

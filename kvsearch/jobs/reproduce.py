@@ -15,7 +15,7 @@ from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Entries, Samples
 from kvsearch.core.files import atomic_write
-from kvsearch.jobs.groups import ASKED, BUDGET, MODEL, TASKS, Batches, Loading, TaskDetails, WithTasks, WithWorkers
+from kvsearch.jobs.groups import ASKED, BUDGET, MODEL, TASK_DETAILS, TASKS, Batches, Loading, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption, overall
 from kvsearch.models.loading import BUNDLED, LoadedModel
@@ -160,7 +160,7 @@ class Stages:
         read = {option for stage in self.asking for option in options_read(stage.options["tasks"])}
         for stage in self.asking:
             self.tasks_of(stage)
-        for name in TaskDetails.model_fields:
+        for name in TASK_DETAILS:
             if getattr(options, name) is not None and name not in read:
                 raise UsageError(f"--{name.replace('_', '-')}: no task of {options.table} reads it, leave it out")
 
@@ -178,7 +178,7 @@ class Stages:
     def _details(self, stage: Stage) -> dict[str, Any]:
         """Return the options but lengths that say what tasks are made of, those that these tasks read."""
         read = options_read(stage.options["tasks"]) - {"length"}
-        given = {name: getattr(self.options, name) for name in TaskDetails.model_fields if name in read}
+        given = {name: getattr(self.options, name) for name in TASK_DETAILS if name in read}
         return {name: value for name, value in given.items() if value is not None}
 
     def require_data(self, loaded: LoadedModel) -> None:
@@ -355,7 +355,6 @@ def _filled(value: Any, outputs: Mapping[str, str]) -> Any:
 # --- the job ----------------------------------------------------------------------------------------------------------
 
 
-@job(ReproduceOptions, dry=True)
 def dry_run(options: ReproduceOptions, reporter: Reporter) -> Forecast:
     """Return the stages with what they read.
 

@@ -21,9 +21,9 @@ from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.groups import (
     BUDGET,
     RATIO,
+    TASK_DETAILS,
     Deciding,
     Loading,
-    TaskDetails,
     WithModel,
     WithProtocol,
     WithRun,
@@ -141,7 +141,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
     """The size, what plans are made of, and the questions that decide between them."""
 
     job: ClassVar[str] = "run"
-    recipes: ClassVar[str | None] = "recipes/run"
+    recipes: ClassVar[bool] = True
     example: ClassVar[str] = "budget: 128"
     alternatives: ClassVar[tuple[str, ...]] = SIZES
     panel: ClassVar[str] = "What is fitted"
@@ -269,7 +269,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
 
         How many `samples` these are is not known before the model is.
         """
-        names = (*Loading.model_fields, *TaskDetails.model_fields, "max_length")
+        names = (*Loading.model_fields, *TASK_DETAILS, "max_length")
         shared = {name: getattr(self, name) for name in names}
         return kind.of(
             model=self.model, output=self.output / stage, method=kind.model_fields["method"].default, seed=seed,
@@ -348,7 +348,6 @@ class Ran:
         yield following(*evaluation(options, options.model, self.files[0]))
 
 
-@job(RunOptions, dry=True)
 def dry_run(options: RunOptions, reporter: Reporter) -> Forecast:
     """Return the stages with their costs; errors as `run` before anything is measured."""
     stages = prepare_run(options, reporter)
@@ -447,7 +446,7 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     quiet = StageReporter(reporter, lambda _: None)
     for name, calibration in calibrations.items():
         anew = calibration.model_copy(update={"force": True}).with_model(loaded)
-        costs += [replace(cost, name=name) for cost in calibration_dry_run(anew, reporter=quiet).stages]
+        costs += [replace(cost, name=name) for cost in calibration_dry_run(anew, quiet).stages]
     if refinement is not None:
         costs.append(refinement.cost(SEARCHING, len(sizes)))
     for stage, split in (("choose", "select"), ("report", "report")):

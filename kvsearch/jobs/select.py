@@ -190,7 +190,6 @@ class Selected:
             yield following(*evaluation(asked, model, self.plans[0]))
 
 
-@job(SelectOptions, dry=True)
 def dry_run(options: SelectOptions, reporter: Reporter) -> Forecast:
     """Return what would be compared and asked, and what that costs; errors as `select` before anything is asked."""
     selections = [selection for *_, selection in _prepare(options, reporter)]

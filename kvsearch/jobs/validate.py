@@ -54,7 +54,7 @@ HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
 class OnSignals(WithTasks, WithWorkers, Batches):
     """A PolyKV calibration, and how questions are asked of its model."""
 
-    recipes: ClassVar[str | None] = ""
+    recipes: ClassVar[bool] = True
 
     directory: Annotated[
         Path, Option("Directory that `calibrate --method polykv` wrote.", metavar="DIR", argument=True)
@@ -193,7 +193,6 @@ class Validated:
             yield following("select", options.directory, *size, "-o", options.directory / "selected.json", *asked)
 
 
-@job(ValidateOptions, dry=True)
 def dry_run(options: ValidateOptions, reporter: Reporter) -> Forecast:
     """Return what would be judged and asked, and what that costs; errors as `validate` before anything is asked."""
     prepared = _prepare(options, reporter)

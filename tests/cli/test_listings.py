@@ -16,7 +16,7 @@ from kvsearch.cli.console import Console
 from kvsearch.cli.registry import Verb
 from kvsearch.config.options import Option
 from kvsearch.config.recipes import shipped_recipes
-from kvsearch.jobs.groups import TaskDetails, WithTasks
+from kvsearch.jobs.groups import TASK_DETAILS, WithTasks
 from kvsearch.policies import registry
 from kvsearch.tasks.catalog import ENTRIES, SETS, TaskOptions, flag
 from tests.cli.conftest import Run
@@ -125,7 +125,7 @@ def probed(*arguments: str) -> tuple[int, str, str]:
 
 def test_every_option_of_tasks_has_its_flag_and_arrives() -> None:
     known = [field.name for field in fields(TaskOptions)]
-    taken = ["lengths" if name == "length" else name for name in TaskDetails.model_fields]
+    taken = ["lengths" if name == "length" else name for name in TASK_DETAILS]
     assert sorted([*taken, "split"]) == sorted(known)
     flags = [typed for offered in describe(Probe) for typed in offered.flags]
     assert [option for option in known if flag(option) not in flags] == []

@@ -10,7 +10,7 @@ import pytest
 
 from kvsearch.plan import save_plan
 from tests.cli.conftest import Run
-from tests.plan.builders import PROVENANCE, make_plan, model_dict, phase_dict
+from tests.plan.builders import PROVENANCE, make_plan, phase_dict
 
 
 def written(path: Path, budgets: list[list[int] | None] | None = None, **changes: Any) -> Path:
@@ -89,13 +89,3 @@ def test_json_holds_everything(run: Run, a: Path, tmp_path: Path) -> None:
         "budgets": [{"phase": "prefill", "layer": 0, "head": 1, "before": 6, "after": 7}],
         "totals": {"prefill": [32, 33]},
     }
-
-
-def test_plans_of_other_models(run: Run, a: Path, tmp_path: Path) -> None:
-    other = written(tmp_path / "other.json", model=model_dict(weights_sha256="0" * 64))
-    code, out, _ = run("plan", "diff", a, other)
-    assert code == 0
-    assert "model.weights_sha256" in out
-    code, out, talk = run("plan", "diff", a, written(tmp_path / "small.json", [[4, 4]]))
-    assert (code, out) == (4, "")
-    assert "other layers or heads" in talk

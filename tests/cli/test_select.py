@@ -153,18 +153,6 @@ def test_the_evidence_is_there_before_the_plan(
     assert (run_of(directory) / "selection.json").read_bytes() == evidence
 
 
-def test_what_would_be_done(directory: Path, questions: Path) -> None:
-    code, out, talk = choose(*command(directory, questions, "--dry-run", "--json"))
-    assert code == 0, talk
-    told = json.loads(out)
-    methods = 1 + len(told["candidates"]["24"]["prefill"])  # the full cache, too
-    choice, report = told["estimate"]["stages"]
-    assert (choice["questions"], report["questions"]) == (64, 2 * 23)  # a quarter of the contexts
-    assert choice["replies"] / 64 == methods * report["replies"] / (12 * 2 * 23)
-    assert not (directory.parent / "plan.json").exists()
-    assert not (directory / "selection").exists()
-
-
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 

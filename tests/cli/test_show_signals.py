@@ -120,13 +120,6 @@ def test_no_digit_is_lost_on_a_narrow_page(width: int) -> None:
     assert sorted(cell for cell in out.split() if "." in cell) == sorted(cell for cell in wide.split() if "." in cell)
 
 
-def test_the_full_cache_is_never_the_best(run: Run, tmp_path: Path) -> None:
-    metadata = signal_metadata(model(layers=1), {"full": {}, "tova": {}, "h2o": {}}, phases=("decode",))
-    directory = saved(tmp_path, make_signals(metadata, cosine=by_layer([1.0, 0.5, 0.25])))
-    _, out, _ = run("show", directory)
-    assert rows(out, "cosine of")[1][:4] == ["0", "1.0000", "*0.5000", "0.2500"]
-
-
 def test_all_means_as_json(run: Run, tmp_path: Path) -> None:
     profile = make_signals(signal_metadata(budgets=(16, 64)))
     code, out, talk = run("show", saved(tmp_path, profile), "--json")
@@ -155,21 +148,6 @@ def test_what_was_not_measured_is_left_out(run: Run, tmp_path: Path) -> None:
     assert code == 0
     assert rows(out, "decode: entropy of attention")[0] == ["layer", "entropy"]
     assert "*" not in out
-
-
-def test_values_that_are_small_or_large(run: Run, tmp_path: Path) -> None:
-    metadata = signal_metadata(model(layers=2), phases=("prefill",))
-    losses = by_layer([1.00002, 1.00001, 1.0], [1.0, 1.00001, 1.0]).astype(np.float64)
-    (tmp_path / "small").mkdir()
-    close = make_signals(metadata, cosine=by_layer([0.99999, 1, 1], [1, 1, 1]), nll=losses, full_nll=np.ones(3))
-    _, out, _ = run("show", saved(tmp_path / "small", close))
-    assert rows(out, "cosine of")[1][1:4] == ["0.99999", "*1.00000", "1.00000"]
-    assert rows(out, "what perplexity gains")[1][1:] == ["+5.44e-05", "+2.72e-05", "*+0"]
-    large = make_signals(metadata, nll=losses + by_layer([9, 5, 1], [0, 1e-12, 0]), full_nll=np.ones(3))
-    _, out, _ = run("show", saved(tmp_path, large))
-    assert rows(out, "what perplexity gains")[1:] == [
-        ["0", "+2.2e+04", "+401", "*+4.67"], ["1", "*+0", "+2.72e-05", "+0"],
-    ]  # fmt: skip
 
 
 def test_a_plan_cannot_be_judged_by_signals(run: Run, small: Path, calibrated: Path) -> None:

@@ -34,7 +34,7 @@ class Shared(JobOptions):
 class Brewing(Shared, Seeded):
     """What is brewed."""
 
-    recipes: ClassVar[str | None] = ""
+    recipes: ClassVar[bool] = True
 
     leaf: Annotated[str, Option("Which leaf.", argument=True)]
     cups: Annotated[int, Field(ge=1), Option("How many.", SIZE, short="-c")] = 2

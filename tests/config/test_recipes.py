@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.config.recipes import FOLDERS, about, find_recipe, shipped_recipe, shipped_recipes
+from kvsearch.config.recipes import JOBS, about, find_recipe, shipped_recipe, shipped_recipes
 from kvsearch.core.errors import UsageError
 from kvsearch.core.resources import resource
 from kvsearch.jobs.calibrate import CalibrateOptions
@@ -19,7 +19,7 @@ MODELS = ("llama-3.1-8b", "qwen3-8b", "mistral-7b", "qwen2.5-32b")
 
 
 def test_all_that_is_shipped_is_listed() -> None:
-    assert OPTIONS.keys() == FOLDERS.keys()
+    assert [*OPTIONS] == [*JOBS]
     assert {path.resolve() for path in shipped_recipes().values()} == {
         path.resolve() for path in resource("recipes").rglob("*.yaml")
     }
@@ -31,7 +31,7 @@ def test_a_recipe_is_valid_and_says_what_it_is(name: str, tmp_path: Path) -> Non
     found = OPTIONS[job].of(stem, output=tmp_path / "x", **({} if stem.endswith(MODELS) else {"model": "bundled"}))
     assert found.model_dump()["output"] == tmp_path / "x"
     assert len(about(shipped_recipes()[name])) > 20
-    assert find_recipe(name, FOLDERS[job]) == find_recipe(stem, FOLDERS[job]) == shipped_recipes()[name]
+    assert find_recipe(name, job) == find_recipe(stem, job) == shipped_recipes()[name]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -43,12 +43,12 @@ def test_every_model_has_recipes_of_every_paper(model: str) -> None:
 def test_names_of_several_commands_and_of_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="give evolve/bundled or run/bundled"):
         shipped_recipe("bundled")
-    with pytest.raises(UsageError, match="did you mean 'lukv-paper'"):
+    with pytest.raises(UsageError, match="did you mean 'calibrate/lukv-paper'"):
         shipped_recipe("lukv-papr")
     assert shipped_recipe("paper-8b")[0] == "evolve/paper-8b"
-    assert find_recipe("mine.yaml", FOLDERS["run"]) == Path("mine.yaml")
+    assert find_recipe("mine.yaml", "run") == Path("mine.yaml")
     with pytest.raises(UsageError, match=r"did you mean 'llama-3.1-8b'"):
-        find_recipe("llama-3.1-8", FOLDERS["run"])
+        find_recipe("llama-3.1-8", "run")
 
 
 def test_the_configuration_of_a_run_names_files_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

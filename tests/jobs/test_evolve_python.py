@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from kvsearch.jobs.evolve import EvolveOptions, dry_run, evolve
+from kvsearch.jobs.public import run_job
 from kvsearch.plan import load_plan
 from tests import tiny
 
@@ -26,7 +27,7 @@ def test_a_search_from_python_writes_what_it_returns(tmp_path: Path) -> None:
     again = EvolveOptions.of(directory / "config.json", output=tmp_path / "again")
     assert again.recorded() == options.recorded()
     content = json.loads((directory / "config.json").read_text())["content"]
-    foretold = dry_run(again).as_json()
+    foretold = run_job(dry_run, again, dry=True).as_json()
     assert foretold.pop("measured_by") == "stored prompts"
     assert foretold.pop("most_candidates") >= 3
     assert foretold.pop("estimate")["measured"]["tokens"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -180,8 +181,8 @@ def test_what_is_given_takes_the_place_of_what_is_asked() -> None:
         ({"tasks": "longbank"}, "unknown task 'longbank'"),
     ],
 )
-def test_bad_requests_are_told_before_a_model_is_loaded(given: dict[str, str], told: str) -> None:
-    from kvsearch.jobs.reproduce import dry_run
+def test_bad_requests_are_told_before_a_model_is_loaded(given: dict[str, str], told: str, tmp_path: Path) -> None:
+    from kvsearch.jobs.reproduce import reproduce
 
     with pytest.raises(UsageError, match=told):
-        dry_run(**{"table": "lava-table2", "model": "bundled", **given})
+        reproduce(**{"table": "lava-table2", "model": "bundled", "output": tmp_path / "runs", **given})
