@@ -15,7 +15,7 @@ from kvsearch.jobs.groups import Loading
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import BUNDLED
-from kvsearch.policies.catalog import PolicyFacts, catalog, describe_policy
+from kvsearch.policies.registry import PolicyFacts, catalog, describe_policy
 from kvsearch.report.screen import facts, listing
 from kvsearch.tasks.catalog import SETS, Entry, describe_tasks
 from kvsearch.tasks.given import example_for

@@ -84,6 +84,7 @@ def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
         shapes.random_model("llama-3.1-8b")
 
 
+@pytest.mark.nightly
 def test_the_largest_batch_and_what_show_and_report_read(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

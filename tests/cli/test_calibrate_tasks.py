@@ -27,8 +27,8 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("lukv",),
         ("lava",),
-        ("cake",),
-        ("adakv",),
+        pytest.param(("cake",), marks=pytest.mark.nightly),
+        pytest.param(("adakv",), marks=pytest.mark.nightly),
         ("polykv", "--budgets", 48, "--patterns", "snapkv,h2o"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvsearch.policies.catalog import HOME, catalog
+from kvsearch.policies.registry import HOME, catalog
 
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
 MARK, END = "<!-- the list is made by tests/docs/test_policies.py -->", "<!-- end of the list -->"

@@ -34,7 +34,7 @@ from kvsearch.signals.attention_rows import attention_change
 from kvsearch.tasks.base import Query
 from tests import tiny
 from tests.combinations import every_value
-from tests.families import FAMILIES, build, prompts
+from tests.families import EACH_FAMILY, build, prompts
 from tests.policies.contract import properties, rope
 from tests.runtime.helpers import feed, one_by_one, random_eviction, running
 from tests.runtime.layers import Layer, Scene, scenes
@@ -144,7 +144,7 @@ def compressed(model: Any, plan: Program, context: Tensor) -> PlanCache:
     return cache
 
 
-@every_value(method=["random", "snapkv", "lava", "adakv"], family=FAMILIES)
+@every_value(method=["random", "snapkv", "lava", "adakv"], family=EACH_FAMILY)
 def test_losses_are_those_of_masked_eager_attention(method: str, family: str) -> None:
     model = build(family)
     context, following = tokens()
@@ -224,7 +224,7 @@ def test_what_a_replay_shows_its_tokens_gives_its_outputs(name: str, phases: str
 # --- the bound --------------------------------------------------------------------------------------------------------
 
 
-@every_value(method=METHODS, family=FAMILIES)
+@every_value(method=METHODS, family=EACH_FAMILY)
 def test_the_bound_holds_for_every_layer_and_query(method: str, family: str) -> None:
     model = build(family)
     for seed, budget in [(0, 3), (1, 11), (2, 30)]:

@@ -28,6 +28,7 @@ from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.prompts import PromptFormat
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 from tests import tiny
+from tests.combinations import every_value
 from tests.tiny import run
 
 
@@ -268,8 +269,7 @@ def many(model: LoadedModel) -> dict[str, Program]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("memory", [None, 1, 40_000])
+@every_value(protocol=PROTOCOLS, memory=[None, 1, 40_000])
 def test_all_methods_together_equal_each_alone(model: LoadedModel, protocol: Protocol, memory: int | None) -> None:
     programs = many(model)
     encoded = encode_tasks(model, [TASK], 4)

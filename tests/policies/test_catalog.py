@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.policies import Observation, Policy, create_policy, policy_class, registry
-from kvsearch.policies.catalog import catalog, describe_policy
+from kvsearch.policies.registry import catalog, describe_policy
 
 Install = Callable[..., None]
 

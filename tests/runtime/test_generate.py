@@ -12,7 +12,7 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
 from tests.combinations import every_value
-from tests.families import DEVICES, FAMILIES, build, prompts
+from tests.families import DEVICES, EACH_FAMILY, build, prompts
 from tests.runtime.helpers import assert_close, feed, random_eviction, reference, running
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -33,7 +33,7 @@ def snapkv(model: Any) -> Program:
     return Program.uniform(model, create_policy("snapkv", {"window": 4, "kernel": 3}), lambda length: 12)
 
 
-@every_value(family=FAMILIES, way=DECODING)
+@every_value(family=EACH_FAMILY, way=DECODING)
 def test_evicted_prompts_generate_what_masking_does(family: str, way: str, device: str) -> None:
     model = build(family, device)
     ids, mask = prompts(2, 30, pads=6, device=device)

@@ -28,7 +28,7 @@ from kvsearch.signals.attention_rows import dispersion
 from tests.budgets.known import OfScores
 from tests.combinations import every_value
 from tests.examples import at_most
-from tests.families import DEVICES, FAMILIES, build, prompts
+from tests.families import DEVICES, EACH_FAMILY, build, prompts
 from tests.runtime.helpers import assert_close, feed, one_by_one, reference, running
 from tests.runtime.policies import SMALL
 from tests.runtime.test_decode_phase import columns
@@ -183,7 +183,7 @@ def test_any_budget_and_length(seed: int, how: str, name: str, budget: int, leng
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@every_value(how=["adakv", "lava", "cake"], family=FAMILIES)
+@every_value(how=["adakv", "lava", "cake"], family=EACH_FAMILY)
 def test_decoding_equals_masking(how: str, family: str, device: str) -> None:
     model = uneven(family, device)
     ids, mask = prompts(2, 30, pads=5, device=device)

@@ -83,7 +83,7 @@ def test_the_front_as_json_and_as_a_table(found: tuple[list[Evolved], Path, Sile
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("share", [0.5, *(pytest.param(share, marks=pytest.mark.nightly) for share in (0.2, 0.8))])
 def test_a_front_that_is_cut_ends_the_same(
     share: float, found: tuple[list[Evolved], Path, Silent], loaded: LoadedModel, tmp_path: Path
 ) -> None:

@@ -89,7 +89,9 @@ def test_the_total_is_exact_and_the_result_no_worse_than_any_start(mode: dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES, ids=IDS)
+@pytest.mark.parametrize(
+    "mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.nightly) for mode in MODES[1:])], ids=IDS
+)
 def test_a_run_that_is_cut_anywhere_ends_the_same(mode: dict[str, Any], tmp_path: Path) -> None:
     """After any line of its ledger, and in the middle of it."""
     whole = tmp_path / "whole"

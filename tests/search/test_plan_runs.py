@@ -26,6 +26,7 @@ from kvsearch.search.candidates import TrialJob
 from kvsearch.search.plan_runs import PlanRuns
 from kvsearch.search.start_plans import Base
 from tests import tiny
+from tests.combinations import every_value
 from tests.runtime.helpers import TOLERANCE
 from tests.search.bank.cases import PROTOCOLS, SNAPKV, encoded, losses_of, random_candidates, samples_of
 
@@ -60,9 +61,7 @@ def one_by_one(loaded: LoadedModel, program: Program, sample: BankSample) -> Ten
     return torch.cat(rows)[-len(sample.answer) :]
 
 
-@phases
-@protocols
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@every_value(family=["llama", "gemma2"], protocol=PROTOCOLS, name=PHASES)
 def test_losses_are_those_of_token_by_token_decoding(family: str, protocol: Protocol, name: str) -> None:
     loaded = model_of(family)
     base, samples = Base.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, protocol)
@@ -77,8 +76,7 @@ def test_losses_are_those_of_token_by_token_decoding(family: str, protocol: Prot
     assert np.ptp(found, axis=0).max() > 100 * TOLERANCE  # candidates do differ
 
 
-@phases
-@protocols
+@every_value(protocol=PROTOCOLS, name=PHASES)
 def test_scores_are_those_of_an_evaluation(protocol: Protocol, name: str) -> None:
     loaded = model_of()
     base, tasks = Base.of(loaded, SNAPKV, PHASES[name]), encoded(loaded, (60, 3), (90, 1), (75, 2))

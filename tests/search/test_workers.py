@@ -58,6 +58,7 @@ def test_another_model_is_refused(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("kept_workers")
 def test_two_workers_find_what_this_process_finds(loaded: LoadedModel, tmp_path: Path) -> None:
     alone = evolve(prepare(loaded, generations=1), tmp_path / "alone")

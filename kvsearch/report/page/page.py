@@ -22,8 +22,7 @@ from pydantic import ValidationError
 
 from kvsearch.core.printed import command_line, visible
 from kvsearch.plan import ModelFingerprint, Plan, Profile, ProfileMetadata
-from kvsearch.policies.catalog import describe_policy
-from kvsearch.policies.registry import BUILT_IN
+from kvsearch.policies.registry import BUILT_IN, describe_policy
 from kvsearch.report.artifacts import Opened
 from kvsearch.report.figures.data import Figure
 from kvsearch.report.figures.draw import COLOURS, GRID, INK, MUTED, PLATE, SETTINGS, WIDTH, draw

@@ -124,6 +124,7 @@ def test_all_patterns_agree_with_the_naive_procedure(family: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_bundled_model_agrees_with_the_naive_procedure() -> None:
     model = load("bundled").model
     prompts = batch((300, (10,)), (280, (7,)), vocabulary=300)

@@ -28,7 +28,7 @@ from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from tests import tiny
 from tests.combinations import every_value
-from tests.families import EACH_FAMILY, FAMILIES
+from tests.families import EACH_FAMILY
 from tests.runtime.helpers import TOLERANCE, assert_close
 from tests.runtime.recorder import Recorder, capturing
 from tests.search.bank.cases import (
@@ -53,7 +53,7 @@ def loaded(family: str) -> LoadedModel:
     return tiny.loaded(family, tie_word_embeddings=False)
 
 
-@every_value(family=FAMILIES, protocol=PROTOCOLS)
+@every_value(family=EACH_FAMILY, protocol=PROTOCOLS)
 def test_logits_are_those_of_the_runtime(family: str, protocol: Protocol) -> None:
     """Prompts, questions and answers of different lengths in one pass, other budgets in every head."""
     model = loaded(family)
@@ -91,7 +91,7 @@ def test_each_layer_has_the_policy_that_it_has_entries_under(family: str) -> Non
         np.testing.assert_allclose(divergence[2], alone.losses([budgets[2]], objective="kl")[0], atol=TOLERANCE)
 
 
-@every_value(family=FAMILIES, protocol=PROTOCOLS)
+@every_value(family=EACH_FAMILY, protocol=PROTOCOLS)
 def test_losses_and_their_order_are_those_of_the_runtime(family: str, protocol: Protocol) -> None:
     model = loaded(family)
     samples, candidates = samples_of(model, protocol), random_candidates(model, 8, 60, seed=1)
@@ -141,7 +141,7 @@ def test_policies_of_every_kind(policy: str, params: dict[str, Any]) -> None:
     np.testing.assert_allclose(found, np.transpose(expected), atol=TOLERANCE)
 
 
-@every_value(family=FAMILIES, protocol=PROTOCOLS)
+@every_value(family=EACH_FAMILY, protocol=PROTOCOLS)
 def test_budgets_of_the_whole_prompt_are_the_full_cache(family: str, protocol: Protocol) -> None:
     model = loaded(family)
     samples = samples_of(model, protocol)
@@ -201,7 +201,7 @@ def longer(task: TaskPrompts, tokens: int, **changes: Any) -> TaskPrompts:
     return dataclasses.replace(task, task=dataclasses.replace(task.task, **changes), prompts=tuple(prompts))
 
 
-@every_value(family=FAMILIES, protocol=PROTOCOLS)
+@every_value(family=EACH_FAMILY, protocol=PROTOCOLS)
 def test_replies_are_those_of_the_evaluator(family: str, protocol: Protocol) -> None:
     model = loaded(family)
     task = longer(encoded(model, (60, 3), (90, 1), (75, 2))[0], 20)  # beyond Gemma's window of 16
