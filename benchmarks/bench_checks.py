@@ -54,7 +54,7 @@ def watched(action: Callable[..., Any], what: str, seconds: Counter[str], calls:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of search")
+    parser.add_argument("--candidates", type=int, default=1000, help="of the search")
     parser.add_argument("--samples", type=int, default=10)
     args = parser.parse_args()
     seconds: Counter[str] = Counter()
@@ -66,7 +66,7 @@ def main() -> None:
         start = time.perf_counter()
         kvsearch.evolve(
             "bundled", output=Path(folder) / "run", budget=64, params={"window": 8}, space="layers",
-            optimiser="random", samples=args.samples, generations=1_000_000, max_time=args.seconds,
+            samples=args.samples, generations=1_000_000, max_evals=args.candidates,
         )  # fmt: skip
         whole = time.perf_counter() - start
     print(f"a search of {whole:.0f} s on the bundled model, {args.samples} contexts per split")

@@ -33,7 +33,6 @@ from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import bank_samples
-from kvsearch.search.candidates import TrialJob
 from kvsearch.tasks.base import Example, TokenCount
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from kvsearch.tasks.synthetic.suite import SyntheticTask
@@ -119,8 +118,8 @@ def compare(loaded: LoadedModel, policy: Policy, task: TaskPrompts, protocol: Pr
     print(f"\n{protocol}: papers' procedure {slow:.3f} s per candidate (mean of {args.naive}, "
           f"{SEARCH} extrapolated: {SEARCH * slow:,.0f} s); bank: prefill {prefill:.2f} s once")  # fmt: skip
     for objective in ("nll", "metric"):
-        job = TrialJob(tuple(candidates[: args.population]), None, objective)
-        fast = seconds_each(partial(bank.evaluate, job), args.population)
+        judge = bank.scores if objective == "metric" else bank.losses
+        fast = seconds_each(partial(judge, candidates[: args.population]), args.population)
         whole = prefill + SEARCH * fast
         print(f"  {objective:6s} {1000 * fast:8.2f} ms per candidate: {slow / fast:6.1f}x; with the prefill, "
               f"{SEARCH} candidates in {whole:.1f} s: {SEARCH * slow / whole:.1f}x (extrapolated)")  # fmt: skip

@@ -123,10 +123,10 @@ evolve-parity
     evolve bundled --budget 64 --parity --objective metric $window --group-size 3 $search --population 4
     -o runs/evolve-parity
 evolve-layers
-    evolve bundled --budget 48 --space layers --objective kl --minibatch 4 $window $search --population 4
+    evolve bundled --budget 48 --space layers --objective kl $window $search --population 4
     --json -o runs/evolve-layers
 evolve-golden
-    evolve bundled --budget 48 --policy keydiff --group-size 1 --optimiser golden $search --max-evals 14
+    evolve bundled --budget 48 --policy keydiff --group-size 1 $search --max-evals 14
     -o runs/evolve-golden
 headroom
     headroom bundled --length 512 --samples 1
@@ -240,9 +240,6 @@ evaluate-plans-both
 evaluate-ppl-plan
     evaluate bundled --plan plans/h2o-both.json --baselines streaming --tasks ppl:inputs/text.txt --length 256
     --continuation 32 --stride 100 --samples 2 --json
-evolve-basis
-    evolve bundled --budget 64 --space basis --start plans/lukv-budget.json --start plans/cake-static.json $search
-    -o runs/evolve-basis
 evolve-heads
     evolve bundled --budget 48 --space heads --start plans/lukv-budget.json --group-size 3 $search -o runs/evolve-heads
 yaml
@@ -354,7 +351,6 @@ select runs/polykv --budget 64 --routes nonesuch
 evolve bundled --budget 48
 evolve bundled -o runs/x
 evolve bundled --budget 48 --space nonesuch -o runs/x
-evolve bundled --budget 48 --optimiser nonesuch -o runs/x
 evolve bundled --budget 48 --generations 0 -o runs/x
 evolve bundled --budget 48 --start plans/nonesuch.json -o runs/x
 evolve bundled --budget 48 --population 1 -o runs/x

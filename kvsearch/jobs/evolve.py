@@ -37,7 +37,7 @@ from kvsearch.report.search import decision, search_result, tables
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, FRONT, LEDGER, PLAN, REPORT, RunConfig
 from kvsearch.runs.ledger import read_lines
 from kvsearch.runs.run import run_in, write_contexts
-from kvsearch.search.settings import WHAT, EvolveSettings, SearchLimits
+from kvsearch.search.settings import WHAT, EvolveSettings
 from kvsearch.search.trials import TrialLog
 
 if TYPE_CHECKING:
@@ -95,12 +95,6 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
         Params, Option("A policy parameter, as in --set window=16; repeatable.", flag="--set", repeated=True)
     ] = Field(default_factory=dict)
     max_evals: Annotated[int | None, Field(ge=1), Option("Different candidates.", RULE, panel=LIMITS)] = None
-    max_time: Annotated[
-        float | None, Field(gt=0, allow_inf_nan=False), Option("Seconds of search, all sessions.", panel=LIMITS)
-    ] = None
-    max_tokens: Annotated[
-        int | None, Field(ge=1, le=MOST_NUMBER), Option("Tokens read under candidates.", panel=LIMITS)
-    ] = None
     method: Literal["evolkv"] = "evolkv"
 
     @classmethod
@@ -116,11 +110,6 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
         stated = "group_size" in self.model_fields_set
         return {key: value for key, value in super().recorded().items() if stated or key != "group_size"}
 
-    @property
-    def limits(self) -> SearchLimits:
-        """Where the search stops."""
-        return SearchLimits(self.max_evals, self.max_time, self.max_tokens)
-
     def most(self, searches: Sequence[PreparedSearch]) -> int:
         """Return how many candidates are evaluated at most."""
         return min(sum(search.most_candidates for search in searches), self.max_evals or MOST_NUMBER)
@@ -135,7 +124,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
     def config(self) -> RunConfig:
         """The configuration of the run, still without the content of its searches, see `describe_searches`."""
         workers = self.ray_workers()
-        execution = {"limits": asdict(self.limits), "workers": None if workers is None else asdict(workers)}
+        execution = {"max_evals": self.max_evals, "workers": None if workers is None else asdict(workers)}
         return RunConfig(job="evolve", options=self.recorded(), content={}, execution=execution)
 
 
@@ -221,22 +210,24 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
     """
     directory = options.output
     config = options.config
-    limits = options.limits
     force = options.force
     searches = _prepare(options, reporter)
-    from kvsearch.jobs.searching import keep_hard_questions, open_search, watching
-    from kvsearch.search.evolve import run_searches
+    from kvsearch.jobs.searching import open_search, watching
+    from kvsearch.search.evolve import keep_hard_questions, run_searches
 
     if force or not (directory / CONFIG).exists():
         with reporter.progress("batches of the full cache") as progress:
             searches[0].require_answers(progress)
-    searches = keep_hard_questions(searches, reporter)
+    if options.hard_below is not None:
+        with reporter.progress("how hard questions are") as progress:
+            searches, words = keep_hard_questions(searches, progress)
+        reporter.say(words)
     store = stage_store(directory, lambda evaluation: evaluation.config(), lambda _: reporter, force=True)
     opening = open_search(directory, config, searches, FILES, reporter, force=force, workers=options.workers)
     with opening as (searches, executor, run, log), watching(reporter, log, options.most(searches)) as watcher:
         lines_before = log.count
         write_contexts(directory, searches[0].hashes)
-        found = run_searches(searches, executor, log, limits, watcher, store)
+        found = run_searches(searches, executor, log, options.max_evals, watcher, store)
         result = Evolution(found, log.spent)
         for budget, plan in result.plans.items():
             save_plan(plan, directory / result.files[budget], overwrite=True)

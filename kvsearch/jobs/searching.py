@@ -28,12 +28,11 @@ from kvsearch.policies.registry import policy_of
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, RunConfig
 from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, write_contexts, write_json
 from kvsearch.search.bank.prepared import ranking_policies
-from kvsearch.search.candidates import STARTS, Candidate, Executor, SearchOutcome
-from kvsearch.search.difficulty import with_hard_questions
 from kvsearch.search.evolve import PreparedSearch, prepare_search, resize_search
-from kvsearch.search.settings import EvolveSettings, SearchLimits
+from kvsearch.search.loop import SearchOutcome
+from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.start_plans import RESERVED, Base
-from kvsearch.search.trials import TrialLog
+from kvsearch.search.trials import STARTS, Candidate, Executor, TrialLog
 from kvsearch.search.workers import make_executor
 from kvsearch.selection.candidates import CalibratedPolicies
 
@@ -78,22 +77,6 @@ def open_search(
         run.open_ledger(TrialLog) as log,
     ):
         yield searches, executor, run, log
-
-
-def keep_hard_questions(searches: tuple[PreparedSearch, ...], reporter: Reporter) -> tuple[PreparedSearch, ...]:
-    """Leave the questions that are hard, if these alone are to be searched on."""
-    settings = searches[0].settings
-    if settings.hard_below is None:
-        return searches
-    with reporter.progress("how hard questions are") as progress:
-        searches, found = with_hard_questions(searches, progress)
-    if found is not None:
-        reporter.say(
-            f"searching on {len(found.kept)} of {found.asked} questions: the full cache answers {found.right} right, "
-            f"{found.hard} of these score below {settings.hard_below:g} under even budgets of "
-            f"{searches[0].budget} entries"
-        )
-    return searches
 
 
 def _decide_answers(searches: Sequence[PreparedSearch], reporter: Reporter) -> tuple[PreparedSearch, ...]:
@@ -295,8 +278,8 @@ class Refinement:
         ):
             write_contexts(self.directory, {"fitted": ready[0].hashes["fitted"]})
             for number, search in enumerate(ready, 1):
-                limits = SearchLimits(evaluations=number * self.evaluations)  # one log has all searches
-                outcome = search.search(executor, log, limits, watcher, f"budget {search.budget}: ")
+                allowed = number * self.evaluations  # one log has all searches
+                outcome = search.search(executor, log, allowed, watcher, f"budget {search.budget}: ")
                 for rank, candidate in enumerate(_find_better(search, outcome), 1):
                     origin = {**search.as_json(), "found": candidate.where, "value": candidate.value}
                     plan = search.plan(candidate.table, origin, search.record(searched=True))

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,20 +26,21 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.progress import Progress
 from kvsearch.evaluation.compare import Settings, Split, replies_cost
 from kvsearch.evaluation.plan_comparison import PlanComparison, StageStore, prepare_plans
+from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Phase, Plan, Size
 from kvsearch.plan.origin import ContextRecord, Use, joined
 from kvsearch.policies import create_policy
+from kvsearch.runtime import Program
+from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_answers
 from kvsearch.search.bank.samples import BankSample, bank_samples, kept_of
-from kvsearch.search.candidates import STARTS, Candidate, Executor, Minibatch, SearchOutcome
-from kvsearch.search.loop import Search, Watcher
-from kvsearch.search.objectives import OBJECTIVES
+from kvsearch.search.loop import Search, SearchOutcome, Watcher
 from kvsearch.search.optimisers import default_population
-from kvsearch.search.settings import JOINT_OPTIMISER, EvolveSettings, SearchLimits
+from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.stages import Frame, stages_of
 from kvsearch.search.start_plans import Base, start_tables
-from kvsearch.search.trials import TrialLog, TrialRunner
+from kvsearch.search.trials import STARTS, Candidate, Executor, TrialLog, TrialRunner
 from kvsearch.selection.candidates import CandidateSet
 from kvsearch.selection.comparison import PlanRace
 from kvsearch.selection.rule import Rule, SharedLevel
@@ -47,8 +49,8 @@ from kvsearch.selection.splits import refuse_shared
 from kvsearch.strategies.methods import direct_plan
 from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL, STREAMING, UNIFORM
 from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set
+from kvsearch.tasks.metrics import is_right
 
-JOB_SIZE = 4  # candidates that a worker takes at a time, at most
 SPLIT_USES: dict[str, Use] = {"search": "fitted", "choice": "chosen", "report": "reported"}
 
 
@@ -104,7 +106,7 @@ class PreparedSearch:
     @property
     def needs_replies(self) -> bool:
         """Whether the model's own replies decide what is teacher-forced; `answered` makes them."""
-        return self.settings.answers == "own" and not OBJECTIVES[self.settings.objective].free_running
+        return self.settings.answers == "own" and self.settings.objective != "metric"
 
     def answered(self, progress: Progress | None = None) -> PreparedSearch:
         """Return the search with what is teacher-forced decided, if replies decide it; errors as `forced_answers`."""
@@ -154,20 +156,6 @@ class PreparedSearch:
         ]
         return len(self.starts) + len(populations) + settings.generations * sum(populations)
 
-    def _costs(self) -> list[tuple[int, int]]:
-        """Return the tokens that are read for a candidate of every sample, and those that are replied at most.
-
-        Where plans evict in prompts alone, these are read once for all candidates and not counted.
-        """
-        costs = []
-        for sample in self.samples:
-            prompt = 0 if self.base.in_prefill else len(sample.prompt)
-            if self.settings.objective == "metric":
-                costs.append((prompt + len(sample.asked), sample.limit))
-            else:
-                costs.append((prompt + len(sample.following), 0))
-        return costs
-
     def search_costs(self, candidates: int) -> list[StageCost]:
         """Return what it costs to ask the full cache, and to evaluate candidates.
 
@@ -175,7 +163,11 @@ class PreparedSearch:
         """
         asked = 1 + self.needs_replies + 2 * (self.settings.hard_below is not None)
         once = {sample.prompt_sha256: len(sample.prompt) for sample in self.samples}
-        read, replied = map(sum, zip(*self._costs(), strict=True))
+        is_metric = self.settings.objective == "metric"
+        read = sum(len(sample.asked if is_metric else sample.following) for sample in self.samples)
+        replied = sum(sample.limit for sample in self.samples) if is_metric else 0
+        if not self.base.in_prefill:
+            read += sum(len(sample.prompt) for sample in self.samples)
         work = Work(0, candidates * read, candidates * replied) + Work.over(once.values())
         return [
             replies_cost("ask the full cache", self.encoded["search"], self.asked.protocol, asked),
@@ -196,16 +188,11 @@ class PreparedSearch:
         prepare_plans(self.base.loaded, {}, self.splits["search"]).evaluation.require_answers(progress)
 
     def search(
-        self, executor: Executor, log: TrialLog, limits: SearchLimits, watcher: Watcher, name: str = ""
+        self, executor: Executor, log: TrialLog, allowed: int | None, watcher: Watcher, name: str = ""
     ) -> SearchOutcome:
-        """Do the first part; `name` and errors as for `Search`."""
-        counts = [read + replied for read, replied in self._costs()]
-
-        def tokens(chosen: Minibatch) -> int:
-            return sum(counts) if chosen is None else sum(counts[number] for number in chosen)
-
-        trials = TrialRunner(executor, log, self.settings.objective, JOB_SIZE, limits, tokens)
-        return Search(self.settings, self.frame, self.starts, trials, len(counts), watcher, name).run()
+        """Do the first part; `allowed` as for `TrialRunner`, `name` and errors as for `Search`."""
+        trials = TrialRunner(executor, log, self.settings.objective, allowed)
+        return Search(self.settings, self.frame, self.starts, trials, watcher, name).run()
 
     def plan(self, table: Ints, settings: Mapping[str, Any], contexts: ContextRecord | None = None) -> Plan:
         """Return the plan of budgets [phases * L, Hkv]; `settings` and `contexts` go to its provenance."""
@@ -334,8 +321,6 @@ def prepare_search(
     if "group_size" not in settings.model_fields_set:  # the paper's, as far as the model has so many layers
         size = 1 if settings.space == "joint" else min(settings.group_size, layers)
         settings = settings.model_copy(update={"group_size": size})
-    if settings.space == "joint":  # the only one that knows choices
-        settings = settings.model_copy(update={"optimiser": JOINT_OPTIMISER})
     if settings.space == "groups" and settings.group_size > layers:
         raise UsageError(f"a group of {settings.group_size} layers: the model has {layers}, give at most that many")
     starts = start_tables(base, budget, plans)
@@ -383,11 +368,11 @@ def run_searches(
     searches: Sequence[PreparedSearch],
     executor: Executor,
     log: TrialLog,
-    limits: SearchLimits,
+    allowed: int | None,
     watcher: Watcher,
     store: StageStore | None = None,
 ) -> list[Evolved]:
-    """Search and choose at every budget, then report on all; limits are for all budgets together.
+    """Search and choose at every budget, then report on all; `allowed` candidates are for all budgets together.
 
     Budgets share one bank and one log, and none knows of the others' results. The report split is asked once, at the
     end, of the result of each budget, and beside it of the plan of the smallest budget scaled to that size: these are
@@ -397,7 +382,7 @@ def run_searches(
     finished: list[tuple[PreparedSearch, SearchOutcome, Choice]] = []
     shared = SharedLevel(searches[0].rule.level, len(searches))
     for number, search in enumerate(searches, 1):
-        outcome = search.search(executor, log, limits, watcher, f"budget {search.budget}: " if is_front else "")
+        outcome = search.search(executor, log, allowed, watcher, f"budget {search.budget}: " if is_front else "")
         if number == len(searches):
             executor.close()  # its memory is for the replies now
         choice = search.choose(outcome, store, f"choice-{search.budget}" if is_front else "choice", shared)
@@ -450,3 +435,51 @@ def check_budget(prepared: PreparedSearch) -> None:
             )
     uniform = next(iter(prepared.starts.values()))
     next(stages_of(prepared.settings, prepared.frame, prepared.starts, lambda: uniform))
+
+
+def keep_hard_questions(
+    searches: Sequence[PreparedSearch], progress: Progress | None = None
+) -> tuple[tuple[PreparedSearch, ...], str]:
+    """Return searches on the questions alone that eviction gets wrong and the full cache right, and how many they are.
+
+    EvolKV optimises needles on at most 35 instances whose scores are below 60 (arXiv 2509.08315, section 4.2.3). What
+    the full cache itself gets wrong tells nothing about budgets, and what even budgets get right leaves nothing to
+    gain. Several searches have the same questions: those that are hard at the first budget, the smallest.
+
+    Raises:
+        UsageError: fewer than two questions are left.
+    """
+    first = searches[0]
+    settings = first.settings
+    assert settings.hard_below is not None
+    scores = _measure_difficulty(first, progress)
+    right = [name for name, score in scores.items() if is_right(score[FULL])]
+    hard = [name for name in right if 100 * scores[name][UNIFORM] < settings.hard_below]
+    kept = hard
+    if settings.hard_most is not None and settings.hard_most < len(hard):
+        kept = random.Random(f"{settings.seed}/hard").sample(hard, settings.hard_most)
+    if len(kept) < 2:
+        raise UsageError(
+            f"of {len(scores)} questions the full cache answers {len(right)} right, and {len(hard)} of these score "
+            f"below {settings.hard_below:g} under even budgets of {first.budget} entries: too few to search on, raise "
+            "--samples or --hard-below, or lower the budget"
+        )
+    words = (
+        f"searching on {len(kept)} of {len(scores)} questions: the full cache answers {len(right)} right, {len(hard)} "
+        f"of these score below {settings.hard_below:g} under even budgets of {first.budget} entries"
+    )
+    return tuple(replace(search, kept=frozenset(kept)) for search in searches), words
+
+
+def _measure_difficulty(search: PreparedSearch, progress: Progress | None) -> dict[str, dict[str, float]]:
+    """Return the scores of all questions, by SHA-256, with the full cache and under even budgets."""
+    model = search.base.loaded.model
+    even = Program.from_plan(model, search.plan(search.starts[UNIFORM], {}))
+    programs = {FULL: full_cache(model), UNIFORM: even}
+    asked = search.asked
+    tasks = search.encoded["search"]
+    replies = run_encoded(search.base.loaded, programs, tasks, asked.protocol, asked.batch, progress, asked.max_memory)
+    scores: dict[str, dict[str, float]] = {}
+    for reply in replies:
+        scores.setdefault(reply.prompt_sha256, {})[reply.method] = reply.score
+    return scores

@@ -2,13 +2,19 @@
 
 Everything that is measured goes through the log of trials. A search that is resumed runs from its beginning again and
 finds what it knows there, so an optimiser comes to the state it was in, in the middle of a generation if need be.
+
+With parity a search is judged by EvolKV's fitness f * (1 + lam * CacheScore) (arXiv 2509.08315, Eq. 1 and 2), to be
+maximised. It is a product, so f must be positive and larger must be better; its unit does not matter: a score in
+percent and one in [0, 1] rank candidates alike. The cache term is soft: a candidate may be over budget if it is good
+enough. With lam = 0.3 and gamma = 0.2 a budget that is exceeded by 25 % costs 1 - 1.225 / 1.3 = 5.8 % of the fitness,
+one that is undercut by 25 % costs 1.2 %. A loss has no natural zero, so it cannot be f itself; f = exp(-loss) can. A
+constant added to all losses is a factor of f and changes no ranking.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,15 +24,74 @@ from typing import Protocol
 import numpy as np
 
 from kvsearch.core.arrays import Ints
-from kvsearch.search.candidates import STARTS, Candidate, Flatness, Minibatch, SearchOutcome
-from kvsearch.search.objectives import cache_score, fitness, loss_score
-from kvsearch.search.optimisers import OPTIMISERS, Optimiser, Problem
-from kvsearch.search.settings import WITH_POPULATION, EvolveSettings
+from kvsearch.search.optimisers import Optimiser, Problem, optimiser_of
+from kvsearch.search.settings import MAX_POOL, EvolveSettings
 from kvsearch.search.stages import Frame, SearchStage, stages_of
-from kvsearch.search.trials import LimitReachedError, TrialRunner
+from kvsearch.search.trials import STARTS, Candidate, LimitReachedError, TrialRunner
 
+FLAT = 1e-6  # relative; values that differ by less are the same
 COMPLETED = "completed"
 ALL_LAYERS = slice(None)
+
+
+@dataclass
+class SearchOutcome:
+    """What a search found: candidates worth a second look, the best first, and why it ended.
+
+    These are the start plans and the best others, so many that no search has more finalists.
+
+    `result` is what the paper's procedure comes to (with parity): the best group state, completed to the total; None if
+    no candidate was measured, or `flat`. `mean` is what the optimiser of the last stage thinks best, which averages
+    over noise. `flat`: nothing that was tried made a difference.
+    """
+
+    pool: list[Candidate] = field(default_factory=list)
+    result: Candidate | None = None
+    mean: Candidate | None = None
+    ended: str = "all stages are finished"
+    flat: bool = False
+
+    def add(self, candidates: Iterable[Candidate]) -> None:
+        """Add candidates with finite values to the pool; of equal ones the better stays, else the first."""
+        pool = {candidate.table.tobytes(): candidate for candidate in self.pool}
+        for candidate in candidates:
+            key = candidate.table.tobytes()
+            if math.isfinite(candidate.value) and (key not in pool or candidate.value < pool[key].value):
+                pool[key] = candidate
+        ranked = sorted(pool.values(), key=lambda candidate: candidate.value)
+        starts = [candidate for candidate in ranked[MAX_POOL:] if candidate.where.startswith(STARTS)]
+        self.pool = [*ranked[:MAX_POOL], *starts]
+
+
+class Flatness:
+    """The smallest and the largest value, and how many different candidates there were, until two values differ."""
+
+    def __init__(self, objective: str) -> None:
+        self._objective = objective
+        self._low = math.inf
+        self._high = -math.inf
+        self._plans: set[bytes] = set()
+
+    def add(self, tables: Iterable[Ints], values: Iterable[float]) -> None:
+        """Take note of values, as measured; those that are not finite do not count."""
+        for table, value in zip(tables, values, strict=True):
+            if math.isfinite(value) and not self._differ:
+                self._low = min(self._low, value)
+                self._high = max(self._high, value)
+                self._plans.add(table.tobytes())
+
+    @property
+    def verdict(self) -> str | None:
+        """Why there is nothing to search, in words; None if different plans differ, or only one was tried."""
+        if self._differ or len(self._plans) < 2:
+            return None
+        if self._objective == "metric" and self._high == 0:
+            return f"the metric is zero for all {len(self._plans)} plans, so it tells none apart: search by nll"
+        return f"{len(self._plans)} plans and all the same: this budget does not matter here"
+
+    @property
+    def _differ(self) -> bool:
+        return self._high - self._low > FLAT * max(1.0, abs(self._high))
 
 
 class Watcher(Protocol):
@@ -51,7 +116,6 @@ class Search:
         frame: floors and caps of the budgets, and the budget that is shared.
         starts: candidates that are measured first, by name; the first is uniform.
         trials: what candidates are worth; its log has everything that the search does.
-        samples: how many there are.
         watcher: told how it goes.
         name: in front of the names of stages, where one log has several searches.
     """
@@ -60,7 +124,6 @@ class Search:
     frame: Frame
     starts: Mapping[str, Ints]
     trials: TrialRunner
-    samples: int
     watcher: Watcher
     name: str = ""
     outcome: SearchOutcome = field(default_factory=SearchOutcome)
@@ -120,12 +183,7 @@ class Search:
         points = optimiser.ask()
         line = self.log.begin(self.name + where)
         tables = [stage.space.budgets(point) for point in points]
-        samples: Minibatch = None
-        size = self.settings.minibatch
-        if size is not None and size < self.samples:
-            rng = random.Random(f"{self.settings.seed}/{self.name}{stage.name}/{generation}")
-            samples = tuple(sorted(rng.sample(range(self.samples), size)))
-        values = self._measure(tables, line, [where] * len(tables), stage.rows, samples)
+        values = self._measure(tables, line, [where] * len(tables), stage.rows)
         worst = worst_of(values)  # for candidates that failed
         told = [value if math.isfinite(value) else worst for value in values]
         projected = [stage.space.project(point) for point in points]
@@ -133,10 +191,6 @@ class Search:
         self.log.tell(self.name + stage.name, generation, projected, told)
         first = int(np.argmin(told))
         best = Candidate(tables[first], values[first], where)
-        if samples is not None:
-            line = self.log.begin(f"{self.name}{where}, on all samples")
-            (value,) = self._measure([best.table], line, [where], stage.rows)
-            best = replace(best, value=value)
         if (verdict := self._flatness.verdict) is not None:
             self.outcome.flat = True
             self.outcome.ended = verdict
@@ -146,54 +200,45 @@ class Search:
     def _optimiser(self, stage: SearchStage, start: Ints) -> Optimiser:
         space = stage.space
         settings = self.settings
-        name = "golden" if space.dimension == 1 else settings.optimiser
         seed = f"{settings.seed}/{self.name}{stage.name}"
         problem = Problem(
             space.point_of(start),
             space.lower,
             space.upper,
             int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big"),  # the same on every machine
-            settings.population if name in WITH_POPULATION else None,
+            settings.population,
             settings.sigma,
             tolerance=0.5 / self.frame.budget,  # half an entry: smaller steps change no budget
             categories=space.categories,
         )
-        optimiser = OPTIMISERS[name](problem)
+        optimiser = optimiser_of(problem)
         optimiser.inject([space.point_of(table) for table in stage.inject])
         return optimiser
 
     # --- what candidates are worth --------------------------------------------------------------------------------
 
-    def _measure(
-        self,
-        tables: Sequence[Ints],
-        since: int,
-        where: Sequence[str],
-        rows: slice,
-        samples: Minibatch = None,
-    ) -> list[float]:
-        """Return values to minimise; those on all samples go to the pool, also where a limit cuts in."""
+    def _measure(self, tables: Sequence[Ints], since: int, where: Sequence[str], rows: slice) -> list[float]:
+        """Return values to minimise; they go to the pool, also where a limit cuts in."""
         limit: LimitReachedError | None = None
         try:
-            self.trials.measure(tables, since, samples)
+            self.trials.measure(tables, since)
         except LimitReachedError as reached:
             limit = reached
-        values = self.trials.values(tables, samples)
-        self._flatness.add(tables, values, samples)
+        values = self.trials.values(tables)
+        self._flatness.add(tables, values)
         fitting = list(values)
         if self.settings.parity:  # the paper's have the cache term of the layers that a stage varies in them
             for place, (table, value) in enumerate(zip(tables, values, strict=True)):
                 score = -value if self.settings.objective == "metric" else loss_score(value)
                 cache = cache_score(float(table[rows].mean()), self.frame.budget, self.settings.gamma)
                 fitting[place] = -fitness(score, cache, self.settings.lam)
-        if samples is None:
-            candidates = list(map(Candidate, tables, fitting, where))
-            self.outcome.add(candidates)
-            for candidate in candidates if rows != ALL_LAYERS else ():
-                if math.isfinite(candidate.value) and (self._state is None or candidate.value < self._state.value):
-                    self._state = candidate
-            if self.outcome.pool:
-                self.log.record_best(self.outcome.pool[0], self.name)
+        candidates = list(map(Candidate, tables, fitting, where))
+        self.outcome.add(candidates)
+        for candidate in candidates if rows != ALL_LAYERS else ():
+            if math.isfinite(candidate.value) and (self._state is None or candidate.value < self._state.value):
+                self._state = candidate
+        if self.outcome.pool:
+            self.log.record_best(self.outcome.pool[0], self.name)
         if limit is not None:
             raise limit
         return fitting
@@ -239,3 +284,35 @@ def worst_of(values: Iterable[float]) -> float:
 
 def _choose_better(first: Candidate, second: Candidate) -> Candidate:
     return second if second.value < first.value else first
+
+
+def cache_score(mean: float, budget: float, gamma: float = 0.2) -> float:
+    """Return how well a mean budget keeps to the target c, in [0, 1] (Eq. 2).
+
+    max(0, 1 - (mean - c) / c) above c, and 1 - gamma * (1 - mean / c) up to it.
+
+    Args:
+        mean: average entries per kv head of the layers that are being searched, as in Algorithm 1; Eq. 2 defines the
+            mean over the whole model, the paper is of two minds.
+        budget: c, entries per kv head.
+        gamma: discount for what is left unused, (0, 1].
+    """
+    if mean > budget:
+        return max(0.0, 1 - (mean - budget) / budget)
+    return 1 - gamma * (1 - mean / budget)
+
+
+def fitness(score: float, cache: float, lam: float = 0.3) -> float:
+    """Return the fitness of a candidate, larger is better: score * (1 + lam * cache) (Eq. 1; Algorithm 1, line 13).
+
+    Args:
+        score: f, 0 or more, larger is better; see `loss_score` for losses. NaN, of a candidate that failed, stays NaN.
+        cache: `cache_score`, in [0, 1].
+        lam: weight of the cache term, 0 or more; 0 ranks by the score alone.
+    """
+    return score * (1 + lam * cache)
+
+
+def loss_score(loss: float) -> float:
+    """Return exp(-loss), the score of a loss in nats per token: larger is better, positive. NaN stays NaN."""
+    return math.exp(-loss)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsearch.core.arrays import Floats
+from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.progress import Progress, counted
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
@@ -26,8 +26,6 @@ from kvsearch.runtime.shared_prefill import JointReplies, compressed
 from kvsearch.search.bank.memory import SampleBlock, Splitting
 from kvsearch.search.bank.passes import PAD, forced_loss
 from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
-from kvsearch.search.candidates import TrialJob
-from kvsearch.search.objectives import OBJECTIVES, Objective
 from kvsearch.search.start_plans import Base
 from kvsearch.signals.predictions import answer_losses
 
@@ -43,7 +41,7 @@ class PlanRuns:
     Args:
         base: policies and phases.
         samples: of one protocol; see `bank_samples`.
-        full: also note what the full cache says of every answer, which "kl" compares with.
+        objective: what candidates are judged by; "kl" compares with what the full cache says of every answer.
         batch: contexts that are read together.
         max_memory: bytes for compressed caches; see `compressed`.
         progress: told (contexts read, contexts), while the full cache is noted.
@@ -58,12 +56,13 @@ class PlanRuns:
         base: Base,
         samples: Sequence[BankSample],
         *,
-        full: bool = False,
+        objective: str = "nll",
         batch: int = 8,
         max_memory: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.base = base
+        self.objective = objective
         self.samples = tuple(samples)
         self.model = base.loaded.model
         check_samples(self.model, self.samples)
@@ -73,23 +72,21 @@ class PlanRuns:
         self._splitting = Splitting()
         self.tokens_spent = 0  # that the model has read: prompts, and what followed them under every candidate
         self._full: dict[int, Tensor] = {}  # log-probabilities [1, rows, V] under the full cache, by sample
-        if full:
+        if objective == "kl":
             self._note_full(progress)
 
-    def evaluate(self, job: TrialJob) -> Floats:
-        """Judge every candidate of a job on its samples by its objective, float64 [P, S]; NaN where the model gives it.
+    def evaluate(self, job: Sequence[Ints]) -> Floats:
+        """Judge every candidate of a job on all samples by the objective, float64 [P, S]; NaN where the model gives it.
 
         Raises:
             UsageError: a sample without an answer.
             IncompatibleError: the model emits NaN for a prompt.
         """
-        objective = OBJECTIVES[job.objective]
-        chosen = list(range(len(self.samples)) if job.samples is None else job.samples)
-        if not objective.free_running:
-            require_answers(objective, [self.samples[index] for index in chosen])
-        programs = [Program.from_plan(self.model, self.base.plan(np.asarray(table), {}, 0)) for table in job.candidates]
+        if self.objective != "metric":
+            require_answers(self.objective, self.samples)
+        programs = [Program.from_plan(self.model, self.base.plan(np.asarray(table), {}, 0)) for table in job]
         values = np.full((len(programs), len(self.samples)), np.nan)
-        batches = list(self._batches(chosen))
+        batches = list(self._batches(range(len(self.samples))))
         contexts = [context for batch in batches for context in batch]
 
         def load(numbers: list[int]) -> list[Context]:
@@ -98,7 +95,7 @@ class PlanRuns:
         def measure(batch: list[Context], _: list[int], candidates: slice) -> None:
             numbers = range(candidates.start, candidates.stop)
             for joint in self._read({str(number): programs[number] for number in numbers}, batch):
-                for method, index, value in self._measured(joint, batch, objective):
+                for method, index, value in self._measured(joint, batch):
                     values[int(method), index] = value
 
         first = 0
@@ -107,7 +104,7 @@ class PlanRuns:
                 block = SampleBlock(list(range(first, first + len(batch))), len(programs))
                 self._splitting.run(block, len(programs), load, measure)
                 first += len(batch)
-        return values[:, chosen]
+        return values
 
     def close(self) -> None:
         """Forget what the full cache said."""
@@ -140,21 +137,19 @@ class PlanRuns:
         except NonFiniteError as error:
             raise IncompatibleError(f"{firsts[error.row].place}: {error}") from error
 
-    def _measured(
-        self, joint: JointReplies, contexts: Sequence[Context], objective: Objective
-    ) -> Iterator[tuple[str, int, float]]:
+    def _measured(self, joint: JointReplies, contexts: Sequence[Context]) -> Iterator[tuple[str, int, float]]:
         """Yield values by method and sample: the first question of every context, then the second, and so on."""
         for number in range(max(map(len, contexts))):
             # a context without a question of that number repeats its first one, unheard
             asked = [context[number if number < len(context) else 0] for context in contexts]
-            measure = self._scores if objective.free_running else self._losses
-            values = measure(joint, asked * len(joint.methods), objective)
+            measure = self._scores if self.objective == "metric" else self._losses
+            values = measure(joint, asked * len(joint.methods))
             for row, value in enumerate(values):
                 method, column = divmod(row, len(contexts))
                 if number < len(contexts[column]):
                     yield joint.methods[method], asked[column], value
 
-    def _scores(self, joint: JointReplies, asked: Context, objective: Objective) -> list[float]:  # noqa: ARG002
+    def _scores(self, joint: JointReplies, asked: Context) -> list[float]:
         """Return the metric of the replies to samples, NaN for all where the model gives NaN for one."""
         samples = [self.samples[index] for index in asked]
         replies = joint.replies
@@ -169,18 +164,18 @@ class PlanRuns:
         self.tokens_spent += sum(len(sample.asked) + len(reply) for sample, reply in zip(samples, made, strict=True))
         return [sample.score(reply) for sample, reply in zip(samples, made, strict=True)]
 
-    def _losses(self, joint: JointReplies, asked: Context, objective: Objective) -> list[float]:
+    def _losses(self, joint: JointReplies, asked: Context) -> list[float]:
         """Return the mean losses of the teacher-forced answers of samples, as `CandidateBank.losses` defines them."""
         samples = [self.samples[index] for index in asked]
         sums = np.zeros(len(samples))
         rows = max(sample.predicting for sample in samples)
         if rows:
-            full = [self._full[index] for index in asked] if objective.needs_full else None
+            full = [self._full[index] for index in asked] if self.objective == "kl" else None
             logits = joint.replies.force([sample.following for sample in samples], rows)
             sums += forced_loss(samples, full, self.model.device)(logits)
             self.tokens_spent += sum(len(sample.following) for sample in samples)
         for row, sample in enumerate(samples):
-            if not objective.needs_full and len(sample.answer) > sample.predicting:  # the prompt predicts the first
+            if self.objective != "kl" and len(sample.answer) > sample.predicting:  # the prompt predicts the first
                 last = joint.logits[row % len(joint.logits)]
                 sums[row] += answer_losses(last[None], sample.answer[None, :1])[0]
         return [float(total) / max(1, len(sample.answer)) for total, sample in zip(sums, samples, strict=True)]

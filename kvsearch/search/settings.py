@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from kvsearch.calibration.options import ANSWERS
 from kvsearch.config.options import Option
-from kvsearch.core.fields import Entries, Record, refuse
+from kvsearch.core.fields import Record, refuse
 from kvsearch.plan import PhaseNames
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
-from kvsearch.search.candidates import MAX_POOL
 from kvsearch.tasks.base import Answers
 
-SpaceName = Literal["groups", "layers", "heads", "basis", "joint"]
-OptimiserName = Literal["cma", "coordinate", "golden", "mixed", "random"]
-JOINT_OPTIMISER: OptimiserName = "mixed"
+SpaceName = Literal["groups", "layers", "heads", "joint"]
 ObjectiveName = Literal["nll", "kl", "metric"]
-WITH_POPULATION = ("cma", "mixed", "random")  # optimisers whose generations may have any size
-FEWEST_OF_CMA = 4  # points of a generation that the update of the covariance works with
+FEWEST = 4  # points of a generation that the update of the covariance of CMA-ES works with
+MAX_POOL = 1024  # candidates of a search that are worth a second look, beside the start plans
 WHAT = "What is searched"  # headings of the help
-
-
-@dataclass(frozen=True)
-class SearchLimits:
-    """Where a search stops, whichever comes first; None: it does not. `evaluations` are of different candidates."""
-
-    evaluations: int | None = None
-    seconds: float | None = None
-    tokens: int | None = None
 
 
 class EvolveSettings(Record):
@@ -38,8 +26,7 @@ class EvolveSettings(Record):
 
     Candidates hold c entries per kv head exactly. With `parity` they may hold what they like, as in the paper: fitness
     has the term 1 + lam * CacheScore of the group's budgets (Eq. 1 and 2), the best fitness is carried from group to
-    group, and the result is completed to the total at the end. With `minibatch` every candidate of a generation sees
-    the same samples.
+    group, and the result is completed to the total at the end.
     """
 
     panel: ClassVar[str] = WHAT
@@ -48,8 +35,8 @@ class EvolveSettings(Record):
         SpaceName,
         Option(
             "groups: one group of layers after the other; layers: all at once; heads: multipliers around the first "
-            "--start; basis: the directions in which the --start plans differ; joint: the policy of every layer, of "
-            "those of the --start plans and --policy, and multipliers around the best start."
+            "--start; joint: the policy of every layer, of those of the --start plans and --policy, and multipliers "
+            "around the best start."
         ),
     ] = "groups"
     phases: Annotated[
@@ -60,10 +47,6 @@ class EvolveSettings(Record):
         ),
     ] = "prefill"
     group_size: Annotated[int, Field(ge=1), Option("Layers of a group.", shown="8, or all")] = 8
-    optimiser: Annotated[
-        OptimiserName,
-        Option("cma, random, coordinate, mixed, or golden for groups of one layer; space joint needs mixed."),
-    ] = "cma"
     objective: Annotated[
         ObjectiveName,
         Option(
@@ -73,7 +56,9 @@ class EvolveSettings(Record):
     ] = "nll"
     answers: Annotated[Answers, replace(ANSWERS)] = "own"
     generations: Annotated[int, Field(ge=1), Option("Of each group.")] = 10
-    population: Annotated[int | None, Field(ge=2), Option("Of each generation.", shown="4 + 3 ln dimension")] = None
+    population: Annotated[int | None, Field(ge=FEWEST), Option("Of each generation.", shown="4 + 3 ln dimension")] = (
+        None
+    )
     sigma: Annotated[float, Field(gt=0, allow_inf_nan=False), Option("First step, in units of the budget.")] = 0.3
     parity: Annotated[bool, Option("The paper's literal choices (soft total, cache term).")] = False
     lam: Annotated[
@@ -102,9 +87,6 @@ class EvolveSettings(Record):
         Field(ge=2),
         Option("With --hard-below: at most so many of them (the paper's needles: 35).", shown="all"),
     ] = None
-    minibatch: Annotated[
-        Entries | None, Option("Questions that a generation sees; its best is measured on all.", shown="all")
-    ] = None
     finalists: Annotated[
         int, Field(ge=1, le=MAX_POOL), Option("Candidates that are judged by the metric at the end.")
     ] = 8
@@ -120,14 +102,6 @@ class EvolveSettings(Record):
         problems += [((name,), "is of the paper's cache term: give --parity, too") for name in stated]
         if self.hard_most is not None and self.hard_below is None:
             problems.append((("hard_most",), "is how many of the hard questions: say which are with --hard-below"))
-        if self.space == "joint" and "optimiser" in self.model_fields_set and self.optimiser != JOINT_OPTIMISER:
-            problems.append((("optimiser",), f"{self.optimiser} searches numbers: space joint needs {JOINT_OPTIMISER}"))
-        elif self.optimiser == "golden" and (self.space != "groups" or self.group_size > 1):
-            problems.append((("optimiser",), "golden searches one dimension: it needs space groups and group_size 1"))
-        if self.population is not None and self.optimiser not in WITH_POPULATION:
-            problems.append((("population",), f"{self.optimiser} has no population: leave it out"))
-        elif self.population is not None and self.optimiser == "cma" and self.population < FEWEST_OF_CMA:
-            problems.append((("population",), f"cma needs {FEWEST_OF_CMA} or more, got {self.population}"))
         if self.space == "joint" and self.phases != "prefill":
             problems.append((("phases",), "space joint is of the prefill phase, whose prompts all policies share"))
         refuse(problems)

@@ -14,8 +14,7 @@ from kvsearch.plan.rounding import water_fill
 from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.space.base import Phases, Space
 from kvsearch.search.space.group import Group, Layers, Parity
-from kvsearch.search.space.heads import Basis, Heads, basis_from_tables
-from kvsearch.search.space.policy_choice import Joint
+from kvsearch.search.space.multipliers import Heads, Joint
 from kvsearch.strategies.names import PYRAMID, UNIFORM
 
 EVEN = (UNIFORM, PYRAMID)  # start plans that need no measurement
@@ -72,7 +71,7 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class SearchStage:
-    """One optimisation, `number` of `count`, of at most so many generations.
+    """One optimisation, `number` of `count`.
 
     `rows` are what is varied of a table, `inject` what the optimiser is told first.
     """
@@ -80,7 +79,6 @@ class SearchStage:
     name: str
     number: int
     count: int
-    generations: int
     space: Space
     rows: slice
     inject: list[Ints] = field(default_factory=list)
@@ -92,7 +90,7 @@ def stages_of(
     """Yield the stages of a search, each made when it begins; `current` is the best table then, where joint begins.
 
     Raises:
-        UsageError: the spaces "heads", "basis" and "joint" without start plans, and what spaces refuse.
+        UsageError: the spaces "heads" and "joint" without start plans, and what spaces refuse.
     """
     if settings.space == "groups":
         groups = groups_of(frame.layers, settings.group_size)
@@ -104,7 +102,7 @@ def stages_of(
                 where = slice(part.start + rows.start, part.start + rows.stop)
                 of_phase = f"{phase}, " if len(frame.parts) > 1 else ""
                 space = _of_group(settings, frame, current(), part, rows)
-                yield SearchStage(of_phase + name, number, count, settings.generations, space, where)
+                yield SearchStage(of_phase + name, number, count, space, where)
         return
     tables = list(starts.values())
     given = [table for name, table in starts.items() if name not in EVEN]
@@ -113,9 +111,9 @@ def stages_of(
     if settings.space == "joint":  # the best of them first: what heads get is multiplied from there
         best = current()
         given = [best, *(table for table in given if not np.array_equal(table, best))]
-    spaces = [_of_layers(settings, frame, tables, given, part) for part in frame.parts]
+    spaces = [_of_layers(settings, frame, given, part) for part in frame.parts]
     whole = spaces[0] if len(spaces) == 1 else Phases(spaces)
-    yield SearchStage(settings.space, 1, 1, settings.generations, whole, slice(0, len(frame.floors)), tables)
+    yield SearchStage(settings.space, 1, 1, whole, slice(0, len(frame.floors)), tables)
 
 
 def _of_group(settings: EvolveSettings, frame: Frame, table: Ints, part: slice, rows: slice) -> Space:
@@ -134,17 +132,12 @@ def _of_group(settings: EvolveSettings, frame: Frame, table: Ints, part: slice, 
     return Phases([space if other == part else table[other] for other in frame.parts])
 
 
-def _of_layers(
-    settings: EvolveSettings, frame: Frame, tables: Sequence[Ints], given: Sequence[Ints], part: slice
-) -> Space:
+def _of_layers(settings: EvolveSettings, frame: Frame, given: Sequence[Ints], part: slice) -> Space:
     """Return the space of all layers of one phase; start plans that were `given` come after the even ones."""
     floors = frame.floors[part]
     caps = frame.caps[part]
     if settings.space == "layers":
         return Layers(frame.total, floors, caps)
-    if settings.space == "basis":
-        directions = basis_from_tables([table[part] for table in tables[1:]], floors)
-        return Basis(tables[0][part], directions, floors, caps)
     if settings.space == "joint":
         others = [table[part] for table in given[1:]]
         return Joint([given[0][part], *others], floors, caps, frame.choices, settings.group_size)

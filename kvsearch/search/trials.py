@@ -13,9 +13,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -23,15 +22,16 @@ import numpy as np
 from pydantic import Field, PlainSerializer, ValidationError
 
 from kvsearch.core.arrays import Floats, Ints, Vector
+from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError
 from kvsearch.core.fields import Floor, Index, Record, Sha256, Text
 from kvsearch.core.parsing import problems_of
 from kvsearch.runs.ledger import Ledger, LedgerFormatError
-from kvsearch.search.candidates import Candidate, Executor, JobOutcome, Minibatch, TrialJob, candidate_key
-from kvsearch.search.objectives import OBJECTIVES
-from kvsearch.search.settings import SearchLimits
+from kvsearch.workers import base
 from kvsearch.workers.base import OutcomeKind
 
+STARTS = "start"  # where start plans were found
+JOB_SIZE = 4  # candidates that a worker takes at a time, at most
 DIGITS = 9  # of a value that are told: what differs by less is rounding
 MAX_MESSAGES = 3  # of failures that an error names
 
@@ -39,6 +39,29 @@ Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 # JSON has no NaN and no infinity: they are written as texts
 Number = Annotated[float, PlainSerializer(lambda value: value if math.isfinite(value) else str(value))]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+
+
+Tables = tuple[Ints, ...]  # budgets [L, Hkv] of candidates that are evaluated together: values [P, S] on S samples
+JobOutcome = base.Outcome[Floats]
+Evaluator = base.Evaluator[Tables, Floats]
+Executor = base.Executor[Tables, Floats]
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A candidate [L, Hkv], its value on all samples (less is better), and where it was found.
+
+    With parity, while the search runs, the value is minus the fitness.
+    """
+
+    table: Ints
+    value: float
+    where: str
+
+
+def candidate_key(candidate: Ints, objective: str) -> str:
+    """Return the SHA-256 of all that decides a candidate's values in a run: budgets and objective."""
+    return sha256_of({"budgets": candidate.tolist(), "objective": objective})
 
 
 class Line(Record):
@@ -150,8 +173,8 @@ class TrialLog(Ledger[Line]):
         """Return the number of the line where a stage, or a generation, began, or begins now."""
         return self._begun.get(stage) or self.append("stage", name=stage)
 
-    def record(self, job: TrialJob, outcome: JobOutcome) -> None:
-        """Write what became of a job; "non-finite" if values of some candidate hold NaN or infinity."""
+    def record(self, keys: Sequence[str], outcome: JobOutcome) -> None:
+        """Write what became of a job, by keys; "non-finite" if values of some candidate hold NaN or infinity."""
         kind: OutcomeKind = outcome.kind
         message = outcome.message
         bad = [] if outcome.values is None else np.argwhere(~np.isfinite(outcome.values)).tolist()
@@ -160,12 +183,12 @@ class TrialLog(Ledger[Line]):
             candidates = len({candidate for candidate, _ in bad})
             first, sample = bad[0]
             message = (
-                f"values of {candidates} of {len(job.candidates)} candidates are not finite: candidate {first} of its "
+                f"values of {candidates} of {len(keys)} candidates are not finite: candidate {first} of its "
                 f"job on sample {sample}"
             )
         values = None if outcome.values is None else outcome.values.tolist()
         self.append(
-            "result", keys=job.keys, outcome=kind, values=values, message=message, seconds=outcome.seconds,
+            "result", keys=list(keys), outcome=kind, values=values, message=message, seconds=outcome.seconds,
             tokens=outcome.tokens,
         )  # fmt: skip
 
@@ -187,9 +210,9 @@ class TrialLog(Ledger[Line]):
         seconds = self._before + (time.monotonic() - self._opened)
         return Spent(len(self.trials.keys() | self._failed.keys()), self._tokens, seconds)
 
-    def failures_of(self, job: TrialJob) -> list[Trial]:
+    def failures_of(self, keys: Sequence[str]) -> list[Trial]:
         """Return those of a job that failed and were not told yet."""
-        return [self._failed[key] for key in job.keys if key in self._failed]
+        return [self._failed[key] for key in keys if key in self._failed]
 
     def _note(self, line: Line) -> None:
         self._at = line.at
@@ -228,18 +251,16 @@ class TrialRunner:
     """Says what candidates are worth: from the log where they are known, else measured and written down before that.
 
     Values are means over samples, to be minimised (a metric's with its sign turned), NaN where a candidate failed.
-    A job has at most `job_size` candidates; `tokens` is how many tokens one candidate takes at most on some samples,
-    so that no limit is exceeded.
+    At most so many different candidates are `allowed` in all (None: any number).
     """
 
     executor: Executor
     log: TrialLog
     objective: str
-    job_size: int
-    limits: SearchLimits
-    tokens: Callable[[Minibatch], int]
+    allowed: int | None = None
+    job_size: int = JOB_SIZE
 
-    def measure(self, candidates: Sequence[Ints], since: int, samples: Minibatch = None) -> list[float]:
+    def measure(self, candidates: Sequence[Ints], since: int) -> list[float]:
         """Return the value of each candidate [L, Hkv]; `since` is the number of the line that begins the generation.
 
         Raises:
@@ -249,77 +270,56 @@ class TrialRunner:
             KvsearchError: an evaluator raised it.
         """
         trials = self.log.trials
-        keys = [candidate_key(candidate, self.objective, samples) for candidate in candidates]
         # What was measured since then stays among the jobs: those that are left are then the same as before. Which
         # candidates are measured together decides the last bits of their values.
         new = {
             key: table
-            for key, table in zip(keys, candidates, strict=True)
+            for key, table in zip(self._keys(candidates), candidates, strict=True)
             if key not in trials or trials[key].line >= since
         }
         missing = [key for key in new if key not in trials]
-        left, _ = self._left(samples)
-        allowed = missing[:left]
-        if allowed:
-            tables = [table for key, table in new.items() if key in trials or key in allowed]
-            self._run(tables, samples, len(candidates))
-        if len(allowed) < len(missing):
-            raise LimitReachedError(self._left(samples)[1])
-        return self.values(candidates, samples)
+        left = len(missing) if self.allowed is None else max(self.allowed - self.log.spent.evaluations, 0)
+        if missing[:left]:
+            cut = missing[left:]
+            self._run({key: table for key, table in new.items() if key not in cut}, len(candidates))
+        if len(missing) > left:
+            evaluated = self.log.spent.evaluations
+            raise LimitReachedError(f"{evaluated} candidates were evaluated, as many as allowed")
+        return self.values(candidates)
 
-    def values(self, candidates: Sequence[Ints], samples: Minibatch = None) -> list[float]:
+    def values(self, candidates: Sequence[Ints]) -> list[float]:
         """Return the values of candidates that are in the log, NaN for others."""
-        sign = -1 if OBJECTIVES[self.objective].free_running else 1
+        sign = -1 if self.objective == "metric" else 1
         values = []
-        for candidate in candidates:
-            trial = self.log.trials.get(candidate_key(candidate, self.objective, samples))
+        for key in self._keys(candidates):
+            trial = self.log.trials.get(key)
             if trial is None or trial.state != "ok" or trial.values is None:
                 values.append(math.nan)
             else:
                 values.append(sign * round(float(np.mean(trial.values)), DIGITS))
         return values
 
-    def _run(self, tables: Sequence[Ints], samples: Minibatch, generation: int) -> None:
-        """Have jobs done, and write each down as soon as it is finished, in any order.
+    def _keys(self, candidates: Sequence[Ints]) -> list[str]:
+        return [candidate_key(candidate, self.objective) for candidate in candidates]
+
+    def _run(self, tables: Mapping[str, Ints], generation: int) -> None:
+        """Have candidates measured by key, and write each job down as soon as it is finished, in any order.
 
         `generation` is the number of candidates that failures are counted against.
         """
-        failures: list[Trial] = []
-        jobs: list[TrialJob] = []
+        trials = self.log.trials
+        failures = [trials[key] for key in tables if key in trials and trials[key].state != "ok"]
+        _refuse_failures(failures, generation)
         # jobs of about equal size, so that several workers have about as much to do
         count = math.ceil(len(tables) / self.job_size)
-        for first, last in pairwise(len(tables) * number // count for number in range(count + 1)):
-            job = TrialJob(tuple(tables[first:last]), samples, self.objective)
-            trials = [self.log.trials.get(key) for key in job.keys]
-            failures += [trial for trial in trials if trial is not None and trial.state != "ok"]
-            unknown = tuple(table for table, trial in zip(job.candidates, trials, strict=True) if trial is None)
-            if unknown:
-                jobs.append(job._replace(candidates=unknown))
-        _refuse_failures(failures, generation)
-        for number, outcome in self.executor.run(jobs):
+        keys = list(tables)
+        parts = [keys[len(keys) * number // count : len(keys) * (number + 1) // count] for number in range(count)]
+        unknown = [[key for key in part if key not in trials] for part in parts]
+        jobs = [part for part in unknown if part]
+        for number, outcome in self.executor.run([tuple(tables[key] for key in part) for part in jobs]):
             self.log.record(jobs[number], outcome)
-            if self._is_over_time():
-                raise LimitReachedError(self._left(samples)[1])
             failures += self.log.failures_of(jobs[number])
             _refuse_failures(failures, generation)
-
-    def _left(self, samples: Minibatch) -> tuple[int, str]:
-        """Return how many more candidates may be measured, and the limit that says so."""
-        spent = self.log.spent
-        limits = self.limits
-        left = [(2**31, "")]
-        if limits.evaluations is not None:
-            words = f"{spent.evaluations} candidates were evaluated, as many as allowed"
-            left.append((max(limits.evaluations - spent.evaluations, 0), words))
-        if limits.tokens is not None:
-            words = f"{spent.tokens} tokens were read, and one more candidate could exceed {limits.tokens}"
-            left.append((max((limits.tokens - spent.tokens) // max(1, self.tokens(samples)), 0), words))
-        if self._is_over_time():
-            left.append((0, f"the {limits.seconds:g} seconds that were allowed are over"))
-        return min(left, key=lambda limit: limit[0])
-
-    def _is_over_time(self) -> bool:
-        return self.limits.seconds is not None and self.log.spent.seconds >= self.limits.seconds
 
 
 def _refuse_failures(failures: Sequence[Trial], generation: int) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 from kvsearch.core.progress import Progress
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import BankSample
-from kvsearch.search.candidates import Evaluator, Executor
 from kvsearch.search.evolve import PreparedSearch
 from kvsearch.search.plan_runs import PlanRuns
 from kvsearch.search.start_plans import Base
+from kvsearch.search.trials import Evaluator, Executor
 from kvsearch.workers.base import SerialExecutor
 from kvsearch.workers.models import ModelSource, ModelWorkers
 from kvsearch.workers.ray import RayExecutor
@@ -29,8 +29,13 @@ def make_executor(
     Raises:
         KvsearchError: see `CandidateBank`.
     """
-    full = search.settings.objective == "kl"
-    settings: dict[str, Any] = {"batch": search.asked.batch, "cap": cap, "full": full, "max_memory": max_memory}
+    objective = search.settings.objective
+    settings: dict[str, Any] = {
+        "batch": search.asked.batch,
+        "cap": cap,
+        "objective": objective,
+        "max_memory": max_memory,
+    }
     if isinstance(workers := search.base.loaded.workers, ModelWorkers):
         return RayExecutor(worker_factory(search, workers.source, settings), workers.pool)
     return SerialExecutor(make_evaluator(search.base, search.samples, **settings, progress=progress))
@@ -50,7 +55,7 @@ def make_evaluator(
     *,
     batch: int,
     cap: int,
-    full: bool,
+    objective: str,
     max_memory: int | None,
     source: ModelSource | None = None,
     progress: Progress | None = None,
@@ -63,6 +68,6 @@ def make_evaluator(
         base = replace(base, loaded=source.load())
     if base.in_prefill:
         return CandidateBank(
-            base.loaded, base.by_layer, samples, cap, full=full, max_memory=max_memory, progress=progress
+            base.loaded, base.by_layer, samples, cap, objective=objective, max_memory=max_memory, progress=progress
         )
-    return PlanRuns(base, samples, full=full, batch=batch, max_memory=max_memory, progress=progress)
+    return PlanRuns(base, samples, objective=objective, batch=batch, max_memory=max_memory, progress=progress)

@@ -14,8 +14,7 @@ from rich.console import Console as RichConsole
 from kvsearch.cli.console import Console
 from kvsearch.jobs.searching import watching
 from kvsearch.runs.lock import locked
-from kvsearch.search.candidates import Candidate
-from kvsearch.search.trials import TrialLog
+from kvsearch.search.trials import Candidate, TrialLog
 
 START = Candidate(np.full((2, 1), 8), 2.5, "start uniform")
 BETTER = Candidate(np.full((2, 1), 8), 1.25, "layers 0-1, generation 0")

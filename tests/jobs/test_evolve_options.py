@@ -85,8 +85,7 @@ def test_files_of_no_use(text: str, messages: list[str], tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ({"budget": 16, "optimiser": "cmaes"}, "--optimiser: must be .*, not 'cmaes'"),
-        ({"budget": 16, "optimiser": "golden"}, "needs space groups and group_size 1"),
+        ({"budget": 16, "space": "basis"}, "--space: must be .*, not 'basis'"),
         ({"budget": 16, "parity": True, "space": "layers"}, "the paper's procedure"),
         ({"budget": 16, "sigma": 0.0}, "sigma"),
     ],

@@ -15,9 +15,9 @@ from kvsearch.plan.schema import phases_of
 from kvsearch.policies import create_policy
 from kvsearch.report.search import search_result
 from kvsearch.results.search import SearchResult
-from kvsearch.search.candidates import SearchOutcome
 from kvsearch.search.evolve import SPLIT_USES, Evolved, PreparedSearch, prepare_search
-from kvsearch.search.settings import EvolveSettings, SearchLimits
+from kvsearch.search.loop import SearchOutcome
+from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.start_plans import Base
 from kvsearch.search.trials import Spent, TrialLog
 from kvsearch.search.workers import make_executor
@@ -65,7 +65,7 @@ def prepare(
 def evolve(prepared: PreparedSearch, path: Path) -> Evolved:
     """All three parts."""
     with make_executor(prepared, prepared.cap) as executor, TrialLog(path) as log:
-        outcome = prepared.search(executor, log, SearchLimits(), Silent())
+        outcome = prepared.search(executor, log, None, Silent())
     return decide(prepared, outcome)
 
 

@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 
 from kvsearch.core.arrays import Floats, Ints
-from kvsearch.search.candidates import Candidate, SearchOutcome, TrialJob
-from kvsearch.search.evolve import JOB_SIZE
-from kvsearch.search.loop import Search
-from kvsearch.search.settings import EvolveSettings, SearchLimits
+from kvsearch.search.loop import Search, SearchOutcome
+from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.stages import Frame, SearchStage
-from kvsearch.search.trials import ToldLine, TrialLog, TrialRunner
+from kvsearch.search.trials import JOB_SIZE, Candidate, Tables, ToldLine, TrialLog, TrialRunner
 from kvsearch.workers.base import SerialExecutor
 from tests.runs.sealing import lines_of
 
@@ -37,17 +35,16 @@ class Measure:
 
     def __init__(self, loss: Loss = smooth, interrupt: int | None = None) -> None:
         self.loss, self.interrupt = loss, interrupt
-        self.tokens_spent, self.jobs = 0, list[TrialJob]()
+        self.tokens_spent, self.jobs = 0, list[Tables]()
 
-    def evaluate(self, job: TrialJob) -> Floats:
+    def evaluate(self, job: Tables) -> Floats:
         """See `Evaluator`."""
         if len(self.jobs) == self.interrupt:
             self.interrupt = None
             raise KeyboardInterrupt
         self.jobs.append(job)
-        samples = range(SAMPLES) if job.samples is None else job.samples
-        self.tokens_spent += TOKENS * len(job.candidates) * len(samples)
-        return np.array([[self.loss(table, sample) for sample in samples] for table in job.candidates])
+        self.tokens_spent += TOKENS * len(job) * SAMPLES
+        return np.array([[self.loss(table, sample) for sample in range(SAMPLES)] for table in job])
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -55,7 +52,7 @@ class Measure:
     @property
     def candidates(self) -> list[Ints]:
         """All that were measured, in order."""
-        return [table for job in self.jobs for table in job.candidates]
+        return [table for job in self.jobs for table in job]
 
 
 class Silent:
@@ -98,7 +95,7 @@ def settings_of(**changes: Any) -> EvolveSettings:
 def search_of(
     log: TrialLog,
     measure: Measure,
-    limits: SearchLimits | None = None,
+    allowed: int | None = None,
     starts: Mapping[str, Ints] | None = None,
     frame: Frame | None = None,
     watcher: Silent | None = None,
@@ -108,22 +105,15 @@ def search_of(
 ) -> Search:
     """A search that is ready to run."""
     settings, frame = settings_of(**changes), frame or frame_of()
-
-    def tokens(chosen: tuple[int, ...] | None) -> int:
-        return TOKENS * (SAMPLES if chosen is None else len(chosen))
-
-    executor = SerialExecutor(measure)
-    trials = TrialRunner(executor, log, settings.objective, job_size, limits or SearchLimits(), tokens)
+    trials = TrialRunner(SerialExecutor(measure), log, settings.objective, allowed, job_size)
     given = starts_of(frame) if starts is None else starts
-    return Search(settings, frame, given, trials, SAMPLES, watcher or Silent(), name)
+    return Search(settings, frame, given, trials, watcher or Silent(), name)
 
 
-def run(
-    path: Path, measure: Measure | None = None, limits: SearchLimits | None = None, **changes: Any
-) -> SearchOutcome:
+def run(path: Path, measure: Measure | None = None, allowed: int | None = None, **changes: Any) -> SearchOutcome:
     """Run a search, or go on with it, in the log `path`."""
     with TrialLog(path) as log:
-        return search_of(log, measure or Measure(), limits, **changes).run()
+        return search_of(log, measure or Measure(), allowed, **changes).run()
 
 
 def generations_of(log: TrialLog, stage: str) -> list[ToldLine]:

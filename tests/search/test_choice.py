@@ -19,10 +19,10 @@ from kvsearch.plan import Plan
 from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
 from kvsearch.report.search import decision, search_result
 from kvsearch.runtime import Program
-from kvsearch.search.candidates import Candidate, SearchOutcome
 from kvsearch.search.evolve import SPLIT_USES, PreparedSearch, prepare_search
+from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.start_plans import Base
-from kvsearch.search.trials import Spent
+from kvsearch.search.trials import Candidate, Spent
 from kvsearch.selection.comparison import PlanRace
 from kvsearch.selection.rule import Rule
 from kvsearch.strategies.compared import ReadyMethod

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.search.objectives import cache_score, fitness, loss_score
+from kvsearch.search.loop import cache_score, fitness, loss_score
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel, load
 from kvsearch.report.search import search_result, tables
 from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_searches, run_searches
-from kvsearch.search.settings import SearchLimits
 from kvsearch.search.start_plans import Base
 from kvsearch.search.trials import Spent, TrialLog
 from kvsearch.search.workers import make_executor
@@ -32,13 +31,13 @@ def prepare(loaded: LoadedModel, *budgets: int) -> tuple[PreparedSearch, ...]:
 
 
 def run(
-    searches: tuple[PreparedSearch, ...], path: Path, watcher: Silent | None = None, limits: SearchLimits | None = None
+    searches: tuple[PreparedSearch, ...], path: Path, watcher: Silent | None = None, allowed: int | None = None
 ) -> list[Evolved]:
     with (
         make_executor(searches[0], cap=max(one.cap for one in searches)) as executor,
         TrialLog(path) as ledger,
     ):
-        return run_searches(searches, executor, ledger, limits or SearchLimits(), watcher or Silent())
+        return run_searches(searches, executor, ledger, allowed, watcher or Silent())
 
 
 @pytest.fixture(scope="module")

@@ -16,17 +16,13 @@ from hypothesis import strategies as st
 from kvsearch.core.arrays import Ints, Vector
 from kvsearch.core.errors import EnvironmentFault
 from kvsearch.search import loop
-from kvsearch.search.loop import worst_of
-from kvsearch.search.settings import SearchLimits
+from kvsearch.search.loop import Flatness, SearchOutcome, worst_of
 from kvsearch.search.stages import Frame
-from kvsearch.search.trials import ToldLine, TrialLog
-from tests.examples import at_most
+from kvsearch.search.trials import Candidate, ToldLine, TrialLog
 from tests.search.searching import (
     BUDGET,
     HEADS,
     LAYERS,
-    SAMPLES,
-    TOKENS,
     Measure,
     Silent,
     frame_of,
@@ -43,11 +39,9 @@ from tests.search.searching import (
 MODES: list[dict[str, Any]] = [
     {},
     {"parity": True},
-    {"minibatch": 2},
     {"space": "layers"},
     {"group_size": 1, "generations": 2},
-    {"optimiser": "coordinate"},
-    {"optimiser": "random", "population": 3, "objective": "metric"},
+    {"population": 4, "objective": "metric"},
 ]
 IDS = [",".join(f"{key}={value}" for key, value in mode.items()) or "default" for mode in MODES]
 
@@ -66,7 +60,7 @@ def test_start_plans_come_first_and_the_best_of_them_is_where_it_begins(tmp_path
     with TrialLog(tmp_path / "l") as ledger:
         search_of(ledger, measure, watcher=watcher).run()
     starts = starts_of(frame_of())
-    first = [table.tolist() for table in measure.jobs[0].candidates]
+    first = [table.tolist() for table in measure.jobs[0]]
     assert first == [table.tolist() for table in starts.values()]
     assert watcher.stages == ["start plans", "layers 0-1 (1 of 2)", "layers 2-3 (2 of 2)"]
     assert watcher.generations[0] == ("start", 0, [pytest.approx(mean_loss(one)) for one in starts.values()])
@@ -161,9 +155,8 @@ class TestFlat:
         assert outcome.flat
         assert outcome.ended == "the metric is zero for all 7 plans, so it tells none apart: search by nll"
 
-    @pytest.mark.parametrize("mode", [{"parity": True}, {"minibatch": 2}])
-    def test_neither_the_cache_term_nor_minibatches_hide_it(self, mode: dict[str, Any], tmp_path: Path) -> None:
-        outcome = run(tmp_path / "l", Measure(lambda table, sample: 0.25 + sample), **mode)
+    def test_the_cache_term_does_not_hide_it(self, tmp_path: Path) -> None:
+        outcome = run(tmp_path / "l", Measure(lambda table, sample: 0.25 + sample), parity=True)
         assert outcome.flat
         assert "does not matter here" in outcome.ended
 
@@ -233,7 +226,7 @@ class TestLimits:
         most = len(whole.candidates)
         for limit in range(1, most + 2):
             measure = Measure()
-            outcome = run(tmp_path / str(limit), measure, SearchLimits(evaluations=limit))
+            outcome = run(tmp_path / str(limit), measure, limit)
             assert len({table.tobytes() for table in measure.candidates}) == min(limit, most)
             # What is measured before the limit is what would be measured without one.
             assert [table.tolist() for table in measure.candidates] == [
@@ -248,42 +241,15 @@ class TestLimits:
     def test_a_larger_limit_goes_on(self, tmp_path: Path) -> None:
         expected = run(tmp_path / "whole")
         for limit in (1, 7, 8, 13):
-            run(tmp_path / "l", limits=SearchLimits(evaluations=limit))
+            run(tmp_path / "l", allowed=limit)
         assert told(run(tmp_path / "l")) == told(expected)
-
-    @pytest.mark.parametrize("mode", [{}, {"minibatch": 2}], ids=["all", "minibatch"])
-    @given(limit=st.integers(1, 3000))
-    @at_most(20)
-    def test_tokens_are_never_exceeded_and_one_more_candidate_would(
-        self, mode: dict[str, Any], limit: int, tmp_path_factory: pytest.TempPathFactory
-    ) -> None:
-        measure = Measure()
-        outcome = run(tmp_path_factory.mktemp("run") / "l", measure, SearchLimits(tokens=limit), **mode)
-        assert measure.tokens_spent <= limit
-        if outcome.ended != "all stages are finished":
-            assert measure.tokens_spent + TOKENS * SAMPLES > limit
-            assert "tokens were read" in outcome.ended
 
     def test_parity_completes_without_measuring_more(self, tmp_path: Path) -> None:
         measure = Measure()
-        outcome = run(tmp_path / "l", measure, SearchLimits(evaluations=6), parity=True)
+        outcome = run(tmp_path / "l", measure, 6, parity=True)
         assert len(measure.candidates) == 6
         assert outcome.pool[0].where.endswith(", completed")
         assert outcome.pool[0].table.sum() == BUDGET * LAYERS * HEADS
-
-
-class TestMinibatch:
-    def test_a_generation_sees_the_same_samples_and_its_best_all(self, tmp_path: Path) -> None:
-        measure = Measure()
-        outcome = run(tmp_path / "l", measure, minibatch=2, generations=4, job_size=100)
-        drawn = [job.samples for job in measure.jobs if job.samples is not None]
-        assert {len(samples) for samples in drawn} == {2}
-        assert len(set(drawn)) > 2  # another draw for each generation
-        with TrialLog(tmp_path / "l") as ledger:
-            for stage in ("layers 0-1", "layers 2-3"):
-                assert len(generations_of(ledger, stage)) == 4
-        for one in outcome.pool:
-            assert one.value == pytest.approx(mean_loss(one.table), abs=1e-8)
 
 
 class Scripted:
@@ -317,7 +283,7 @@ def test_parity_is_algorithm_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     completed = {(11, 11, 3, 7): 0.705}
     script = [[[1.5, 1.5], [0.5, 1.0]], [[0.5, 0.5], [0.5, 1.0]]]
     log: list[tuple[Sequence[Vector], list[float]]] = []
-    monkeypatch.setitem(loop.OPTIMISERS, "cma", lambda _: Scripted(script, log))
+    monkeypatch.setattr(loop, "optimiser_of", lambda _: Scripted(script, log))
     asked: list[tuple[int, ...]] = []
 
     def loss(table: Ints, sample: int) -> float:
@@ -352,3 +318,34 @@ def test_parity_begins_with_even_budgets_whatever_the_starts(tmp_path: Path) -> 
     plain = Measure()
     run(tmp_path / "c", plain, starts=better, generations=1)
     assert not all((table[2:] == BUDGET).all() for table in plain.candidates[2:8])
+
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+def found(budget: int, value: float, where: str = "group 1") -> Candidate:
+    return Candidate(np.array([[budget]]), value, where)
+
+
+def test_a_pool_has_its_best_and_the_start_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "MAX_POOL", 3)
+    outcome = SearchOutcome()
+    outcome.add([found(1, 9.0, "start uniform"), found(2, 2.5, "start mine")])
+    for number in range(10):
+        outcome.add([found(10 + number, 5.0 - number / 4)])
+    assert [(one.where, one.value) for one in outcome.pool] == [
+        ("start mine", 2.5), ("group 1", 2.75), ("group 1", 3.0), ("start uniform", 9.0)
+    ]  # fmt: skip
+    outcome.add([found(10, 1.0), found(2, float("nan"))])
+    assert [one.value for one in outcome.pool] == [1.0, 2.5, 2.75, 9.0]
+
+
+def test_nothing_is_flat_once_two_plans_differ() -> None:
+    flat = Flatness("nll")
+    flat.add([np.array([[1]])], [2.0])
+    assert flat.verdict is None
+    flat.add([np.array([[2]])], [2.0 + 1e-9])
+    assert flat.verdict == "2 plans and all the same: this budget does not matter here"
+    flat.add([np.array([[4]])], [2.1])
+    flat.add([np.array([[5]]), np.array([[6]])], [2.0, 2.0])
+    assert flat.verdict is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from kvsearch.runtime.shared_prefill import JointReplies
 from kvsearch.search import plan_runs
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import BankSample, bank_samples
-from kvsearch.search.candidates import TrialJob
 from kvsearch.search.plan_runs import PlanRuns
 from kvsearch.search.start_plans import Base
 from tests import tiny
@@ -44,10 +43,6 @@ def candidates_of(loaded: LoadedModel, base: Base, count: int, most: int = 40) -
     return [np.concatenate(tables[n::count]) for n in range(count)]
 
 
-def measured(runs: PlanRuns, candidates: Sequence[Ints], objective: str, chosen: tuple[int, ...] | None = None) -> Ints:
-    return runs.evaluate(TrialJob(tuple(candidates), chosen, objective))
-
-
 @torch.no_grad()
 def one_by_one(loaded: LoadedModel, program: Program, sample: BankSample) -> Tensor:
     """Logits [A, V] for the answer: the prompt, then every token by itself."""
@@ -66,7 +61,7 @@ def test_losses_are_those_of_token_by_token_decoding(family: str, protocol: Prot
     loaded = model_of(family)
     base, samples = Base.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, protocol)
     candidates = candidates_of(loaded, base, 2)
-    found = measured(PlanRuns(base, samples, batch=2), candidates, "nll")
+    found = PlanRuns(base, samples, batch=2).evaluate(candidates)
     expected = [
         [losses_of(sample, [one_by_one(loaded, Program.from_plan(loaded.model, base.plan(table, {}, 0)), sample)])[0]
          for sample in samples]
@@ -81,7 +76,7 @@ def test_scores_are_those_of_an_evaluation(protocol: Protocol, name: str) -> Non
     loaded = model_of()
     base, tasks = Base.of(loaded, SNAPKV, PHASES[name]), encoded(loaded, (60, 3), (90, 1), (75, 2))
     samples, candidates = bank_samples(tasks, protocol), candidates_of(loaded, base, 3, 12)
-    found = measured(PlanRuns(base, samples, batch=2), candidates, "metric")
+    found = PlanRuns(base, samples, batch=2, objective="metric").evaluate(candidates)
     programs = {
         str(number): Program.from_plan(loaded.model, base.plan(table, {}, 0)) for number, table in enumerate(candidates)
     }
@@ -101,30 +96,28 @@ def test_in_prefill_they_are_those_of_the_bank(objective: str, protocol: Protoco
     loaded = model_of()
     base, samples = Base.of(loaded, SNAPKV), samples_of(loaded, protocol)
     candidates = candidates_of(loaded, base, 3)
-    with CandidateBank(loaded, SNAPKV, samples, cap=40, full=True) as bank:
-        expected = bank.evaluate(TrialJob(tuple(candidates), None, objective))
-    found = measured(PlanRuns(base, samples, full=True), candidates, objective)
+    with CandidateBank(loaded, SNAPKV, samples, cap=40, objective=objective) as bank:
+        expected = bank.evaluate(candidates)
+    found = PlanRuns(base, samples, objective=objective).evaluate(candidates)
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 
 
 def test_budgets_that_evict_nothing_lose_nothing() -> None:
     loaded = model_of()
     base, samples = Base.of(loaded, SNAPKV, PHASES["both"]), samples_of(loaded, "question-agnostic")
-    runs = PlanRuns(base, samples, full=True)
+    runs = PlanRuns(base, samples, objective="kl")
     whole = np.full_like(base.floors, 500)
-    assert abs(measured(runs, [whole], "kl")).max() < 1e-6
-    assert measured(runs, [base.floors], "kl").max() > 1e-3
+    assert abs(runs.evaluate([whole])).max() < 1e-6
+    assert runs.evaluate([base.floors]).max() > 1e-3
 
 
-def test_some_samples_in_any_order_and_what_it_takes() -> None:
+def test_what_it_takes() -> None:
     loaded = model_of()
-    base, samples = Base.of(loaded, SNAPKV, PHASES["decode"]), samples_of(loaded, "question-agnostic")
+    base, samples = Base.of(loaded, SNAPKV, PHASES["decode"]), samples_of(loaded, "question-agnostic", (60, 1), (90, 1))
     runs, candidates = PlanRuns(base, samples), candidates_of(loaded, base, 2)
-    every = measured(runs, candidates, "nll")
-    before = runs.tokens_spent
-    np.testing.assert_allclose(measured(runs, candidates, "nll", (4, 0)), every[:, [4, 0]], atol=TOLERANCE)
-    prompts = len(samples[4].prompt) + len(samples[0].prompt)  # once for both candidates
-    assert runs.tokens_spent - before == prompts + 2 * (len(samples[4].following) + len(samples[0].following))
+    runs.evaluate(candidates)
+    prompts = sum({sample.prompt_sha256: len(sample.prompt) for sample in samples}.values())  # once for both candidates
+    assert runs.tokens_spent == prompts + 2 * sum(len(sample.following) for sample in samples)
 
 
 @pytest.mark.parametrize("policy", [create_policy("d2o"), create_policy("h2o", {"recent": 4})], ids=["d2o", "h2o"])
@@ -132,7 +125,7 @@ def test_policies_without_one_order_of_entries_can_be_searched(policy: Policy) -
     """The bank refuses those that merge."""
     loaded = model_of()
     base, samples = Base.of(loaded, policy, PHASES["decode"]), samples_of(loaded, "question-agnostic")
-    found = measured(PlanRuns(base, samples), [np.full_like(base.floors, int(base.floors.max()) + 4)], "nll")
+    found = PlanRuns(base, samples).evaluate([np.full_like(base.floors, int(base.floors.max()) + 4)])
     assert np.isfinite(found).all()
 
 
@@ -141,7 +134,7 @@ def test_memory_for_one_candidate_is_enough(name: str, monkeypatch: pytest.Monke
     loaded = model_of()
     base, samples = Base.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, "question-agnostic")
     candidates = candidates_of(loaded, base, 3)
-    expected = measured(PlanRuns(base, samples), candidates, "nll")
+    expected = PlanRuns(base, samples).evaluate(candidates)
     read = plan_runs.compressed
 
     def cramped(model: Any, programs: Mapping[str, Program], *rest: Any) -> Iterator[JointReplies]:
@@ -150,4 +143,4 @@ def test_memory_for_one_candidate_is_enough(name: str, monkeypatch: pytest.Monke
         return read(model, programs, *rest)
 
     monkeypatch.setattr(plan_runs, "compressed", cramped)
-    np.testing.assert_allclose(measured(PlanRuns(base, samples), candidates, "nll"), expected, atol=TOLERANCE)
+    np.testing.assert_allclose(PlanRuns(base, samples).evaluate(candidates), expected, atol=TOLERANCE)

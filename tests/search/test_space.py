@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.plan.rounding import water_fill
 from kvsearch.search.space.base import Phases, Space, layer_groups
 from kvsearch.search.space.group import Group, Layers, Parity
-from kvsearch.search.space.heads import Basis, Heads, basis_from_tables
-from kvsearch.search.space.policy_choice import Joint, chosen_of, placed
+from kvsearch.search.space.multipliers import Heads, Joint, chosen_of, placed
 from tests.examples import at_most
 
 
@@ -83,13 +81,6 @@ def heads_of(draw: st.DrawFn) -> tuple[Space, int]:
     return Heads(table, floors, caps, size=draw(st.integers(1, len(table) - 1))), int(table.sum())
 
 
-def basis_of(draw: st.DrawFn) -> tuple[Space, int]:
-    floors, table, caps = draw(frames())
-    seed, count = draw(st.integers(0, 99)), draw(st.integers(1, 3))
-    directions = np.random.default_rng(seed).normal(size=(count, *table.shape))
-    return Basis(table, directions, floors, caps), int(table.sum())
-
-
 def group_of(draw: st.DrawFn) -> tuple[Space, int]:
     layers, heads = draw(st.integers(2, 7)), draw(st.integers(1, 3))
     floor, cap = draw(st.integers(0, 8)), draw(st.integers(40, 90))
@@ -122,7 +113,6 @@ EXACT = {
     "joint": joint_of,
     "layers": layers_of,
     "heads": heads_of,
-    "basis": basis_of,
     "group": group_of,
 }
 SPACES: dict[str, Callable[[st.DrawFn], tuple[Space, Any]]] = {**EXACT, "parity": parity_of}
@@ -162,7 +152,7 @@ def test_projection_is_idempotent_within_bounds_and_changes_no_budget(name: str,
     assert point.tolist() == before.tolist()
 
 
-@pytest.mark.parametrize("name", [name for name in SPACES if name not in ("basis", "joint")])
+@pytest.mark.parametrize("name", [name for name in SPACES if name != "joint"])
 @given(st.data())
 def test_the_point_of_a_table_stands_for_that_table(name: str, data: st.DataObject) -> None:
     space, _, point = data.draw(cases(name))
@@ -191,15 +181,13 @@ def test_raising_a_coordinate_never_lowers_its_group(name: str, data: st.DataObj
     assert space.budgets(raised)[members].sum() >= space.budgets(inside)[members].sum()
 
 
-@pytest.mark.parametrize("name", ["heads", "basis", "group"])
+@pytest.mark.parametrize("name", ["heads", "group"])
 @given(st.data())
 @at_most(60)
 def test_floors_and_caps_hold(name: str, data: st.DataObject) -> None:
     floors, table, caps = data.draw(frames())
     if name == "heads":
         space: Space = Heads(table, floors, caps)
-    elif name == "basis":
-        space = Basis(table, np.random.default_rng(1).normal(size=(2, *table.shape)), floors, caps)
     else:
         assume(floors[0].max() <= min(caps[0].min(), table[0].max()))
         space = Group(table, rows(0), floors, caps)
@@ -384,48 +372,3 @@ def test_a_group_at_its_floor_can_gain_entries() -> None:
     assert space.budgets(space.point_of(table)).tolist() == table.tolist()
     assert space.budgets(np.array([10.0, 0.5, 0.5])).tolist() == [[20, 20], [20, 15], [15, 10]]
     assert space.project(np.array([0.0, 0.5, 0.5])) == pytest.approx([0.0, 1.0, 1.0], abs=1e-8)
-
-
-# --- in few dimensions --------------------------------------------------------------------------------------------
-
-FLOOR = 4
-
-
-def tables() -> list[Ints]:
-    rng = np.random.default_rng(3)
-    return [FLOOR + rng.integers(5, 80, (6, 4)) for _ in range(3)]
-
-
-def test_directions_span_the_tables_and_uniform() -> None:
-    given = tables()
-    directions = basis_from_tables(given, FLOOR)
-    assert directions.shape == (3, 6, 4)
-    np.testing.assert_allclose(np.sqrt((directions**2).mean(axis=(1, 2))), 1.0)
-    np.testing.assert_allclose(directions.mean(axis=(1, 2)), 0.0, atol=1e-12)
-    assert (directions.reshape(3, -1) @ directions.reshape(3, -1).T / 24).round(9).tolist() == np.eye(3).tolist()
-    flat = directions.reshape(3, -1)
-    assert (flat[np.arange(3), np.abs(flat).argmax(axis=1)] > 0).all()
-    space = Basis(given[0], directions, full(6, 4, FLOOR), full(6, 4, 9999))
-    assert space.point_of(given[0]) == pytest.approx([0.0] * 3)
-    assert space.budgets(space.point_of(given[0])).tolist() == given[0].tolist()
-
-    for table in given:
-        found = space.budgets(space.point_of(table))
-        wanted = water_fill(table - FLOOR, int((given[0] - FLOOR).sum())) + FLOOR
-        assert np.abs(found - wanted).max() <= 1
-    even = space.budgets(space.point_of(full(6, 4, 40)))
-    assert even.max() - even.min() <= 1
-
-
-def test_heads_at_their_floor_stay_there_and_long_ways_do_not_overflow() -> None:
-    table = np.array([[FLOOR, FLOOR + 30], [FLOOR + 10, FLOOR + 20]])
-    directions = np.array([[[900.0, 300.0], [0.0, -300.0]]])
-    space = Basis(table, directions, full(2, 2, FLOOR), full(2, 2, 9999))
-    assert space.budgets(np.array([3.0])).tolist() == [[FLOOR, FLOOR + 60], [FLOOR, FLOOR]]
-    assert space.budgets(np.array([-3.0])).tolist() == [[FLOOR, FLOOR], [FLOOR, FLOOR + 60]]
-    assert np.isfinite(space.point_of(table)).all()
-
-
-def test_tables_that_name_no_direction() -> None:
-    with pytest.raises(UsageError, match="all tables are uniform above the floors"):
-        basis_from_tables([full(2, 2, 9)], FLOOR)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.search.space.group import Group, Layers, Parity
-from kvsearch.search.space.heads import Basis, Heads
-from kvsearch.search.space.policy_choice import Joint, placed
+from kvsearch.search.space.multipliers import Heads, Joint, placed
 from kvsearch.search.stages import Frame, SearchStage, groups_of, stages_of
 from tests.search.searching import BUDGET, frame_of, settings_of, starts_of
 
@@ -76,10 +75,7 @@ def test_start_plans_make_the_spaces_of_heads() -> None:
     (heads,) = stages(starts, space="heads")
     assert isinstance(heads.space, Heads)
     np.testing.assert_equal(heads.space.budgets(heads.space.point_of(PROFILE)), PROFILE)
-    (basis,) = stages(starts, space="basis")
-    assert isinstance(basis.space, Basis)
-    np.testing.assert_equal(basis.space.budgets(basis.space.point_of(PROFILE)), PROFILE)
-    assert [table.tolist() for table in basis.inject] == [table.tolist() for table in starts.values()]
+    assert [table.tolist() for table in heads.inject] == [table.tolist() for table in starts.values()]
 
 
 def test_policies_and_multipliers_make_one_stage() -> None:
@@ -95,7 +91,7 @@ def test_policies_and_multipliers_make_one_stage() -> None:
     np.testing.assert_equal(choosing.complete(2 * starts["mine"]), starts["mine"])
 
 
-@pytest.mark.parametrize("space", ["heads", "basis", "joint"])
+@pytest.mark.parametrize("space", ["heads", "joint"])
 def test_spaces_of_heads_need_a_start_plan(space: str) -> None:
     with pytest.raises(UsageError, match=rf"space {space} is made of start plans: give some with --start"):
         stages({"uniform": UNIFORM, "pyramid": starts_of(FRAME)["lower"]}, space=space)

@@ -15,17 +15,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.search.candidates import Candidate, JobOutcome, TrialJob, candidate_key
-from kvsearch.search.settings import SearchLimits
-from kvsearch.search.trials import LimitReachedError, ResultLine, TrialLog, TrialRunner
+from kvsearch.search.trials import (
+    Candidate,
+    JobOutcome,
+    LimitReachedError,
+    ResultLine,
+    TrialLog,
+    TrialRunner,
+    candidate_key,
+)
 from kvsearch.workers.base import SerialExecutor
 from tests.runs.sealing import lines_of, sealed
-from tests.search.searching import SAMPLES, TOKENS, Measure, generations_of
-from tests.workers import fakes
+from tests.search.searching import Measure, generations_of
 from tests.workers.fakes import BROKEN, NAN, NO_MEMORY, Fake, table
 
 KEYS = ["a" * 64, "b" * 64, "c" * 64]
-JOB = TrialJob((np.array([[8, 4]]), np.array([[6, 6]])), (3, 5), "nll")
+JOB = np.array([[8, 4]]), np.array([[6, 6]])
+JOB_KEYS = [candidate_key(candidate, "nll") for candidate in JOB]
 OK = JobOutcome("ok", np.array([[0.1 + 0.2, 2.0], [1 / 3, -5e-324]]), "", 1.5, 40)
 
 
@@ -45,11 +51,11 @@ def test_the_lines_of_a_search(tmp_path: Path) -> None:
     points = [np.array([1.0, 0.1 + 0.2]), np.array([2**-1074, -1e308])]
     with TrialLog(tmp_path / "l") as ledger:
         assert ledger.begin("group 1") == 1
-        ledger.record(JOB, OK)
+        ledger.record(JOB_KEYS, OK)
         ledger.tell("group 1", 0, points, [0.5, 1 / 3])
         ledger.tell("group 1", 0, points, [0.5, 1 / 3])  # it is there
-        ledger.record_best(Candidate(JOB.candidates[1], 1 / 3, "group 1, generation 0"))
-        ledger.record_best(Candidate(JOB.candidates[0], 0.5, "group 1, generation 1"))  # no better
+        ledger.record_best(Candidate(JOB[1], 1 / 3, "group 1, generation 0"))
+        ledger.record_best(Candidate(JOB[0], 0.5, "group 1, generation 1"))  # no better
         assert ledger.count == 4
     with TrialLog(tmp_path / "l") as ledger:
         assert ledger.begin("group 1") == 1
@@ -60,7 +66,7 @@ def test_the_lines_of_a_search(tmp_path: Path) -> None:
         assert ledger.best is not None
         assert ledger.best.candidate == [[6, 6]]
         assert (ledger.best.value, ledger.best.where) == (1 / 3, "group 1, generation 0")
-        for number, key in enumerate(JOB.keys):
+        for number, key in enumerate(JOB_KEYS):
             trial = ledger.trials[key]
             assert trial.values is not None
             assert OK.values is not None
@@ -70,11 +76,11 @@ def test_the_lines_of_a_search(tmp_path: Path) -> None:
 
 def test_values_that_are_not_finite_are_no_ok(tmp_path: Path) -> None:
     with TrialLog(tmp_path / "l") as ledger:
-        ledger.record(JOB, OK._replace(values=np.array([[1.0, 2.0], [0.5, math.nan]])))
-        [failure] = ledger.failures_of(JOB)
+        ledger.record(JOB_KEYS, OK._replace(values=np.array([[1.0, 2.0], [0.5, math.nan]])))
+        [failure] = ledger.failures_of(JOB_KEYS)
     words = "values of 1 of 2 candidates are not finite: candidate 1 of its job on sample 1"
     assert (failure.state, failure.message) == ("non-finite", words)
-    assert list(ledger.trials) == JOB.keys[:1]
+    assert list(ledger.trials) == JOB_KEYS[:1]
 
 
 @given(st.lists(st.floats(allow_nan=True), min_size=1))
@@ -182,11 +188,8 @@ def test_a_whole_line_with_other_content_is_refused(tmp_path: Path, line: str, w
 TABLES = [np.full((2, 1), entries, dtype=np.int64) for entries in range(5, 12)]
 
 
-def runner_of(log: TrialLog, measure: Measure, objective: str = "nll", job: int = 3, **limits: float) -> TrialRunner:
-    return TrialRunner(
-        SerialExecutor(measure), log, objective, job, SearchLimits(**limits),
-        lambda chosen: TOKENS * (SAMPLES if chosen is None else len(chosen)),
-    )  # fmt: skip
+def runner_of(log: TrialLog, measure: Measure, objective: str = "nll", allowed: int | None = None) -> TrialRunner:
+    return TrialRunner(SerialExecutor(measure), log, objective, allowed, job_size=3)
 
 
 def test_means_that_are_to_be_minimised(tmp_path: Path) -> None:
@@ -194,7 +197,6 @@ def test_means_that_are_to_be_minimised(tmp_path: Path) -> None:
     with TrialLog(tmp_path / "l") as ledger:
         line = ledger.begin("a")
         assert runner_of(ledger, measure).measure(TABLES[:2], line) == [7.5, 8.5]
-        assert runner_of(ledger, measure).measure(TABLES[:1], line, (0, 4)) == [7.0]
         assert runner_of(ledger, measure, "metric").measure(TABLES[:1], line) == [-7.5]
 
 
@@ -202,7 +204,7 @@ def test_jobs_are_of_about_equal_size(tmp_path: Path) -> None:
     measure = Measure()
     with TrialLog(tmp_path / "l") as ledger:
         runner_of(ledger, measure).measure(TABLES, ledger.begin("a"))
-    assert [len(job.candidates) for job in measure.jobs] == [2, 2, 3]
+    assert [len(job) for job in measure.jobs] == [2, 2, 3]
 
 
 def test_equal_candidates_are_measured_once_and_all_told(tmp_path: Path) -> None:
@@ -225,36 +227,20 @@ def test_a_job_is_the_same_whatever_of_it_was_known_before_it_was_cut(tmp_path: 
         with pytest.raises(KeyboardInterrupt):
             runner.measure(TABLES, line)
         runner_of(ledger, measure).measure(TABLES, line)
-    assert [[t.tolist() for t in job.candidates] for job in measure.jobs] == [
-        [t.tolist() for t in job.candidates] for job in whole.jobs
-    ]
+    assert [[t.tolist() for t in job] for job in measure.jobs] == [[t.tolist() for t in job] for job in whole.jobs]
 
 
-@pytest.mark.parametrize(
-    ("limits", "measured", "message"),
-    [
-        ({"evaluations": 4}, 4, "4 candidates were evaluated, as many as allowed"),
-        ({"tokens": 4 * SAMPLES * TOKENS + 1}, 4, "240 tokens were read, and one more candidate could exceed 241"),
-        ({"seconds": 1e-9}, 0, "the 1e-09 seconds that were allowed are over"),
-    ],
-)
-def test_limits(limits: dict[str, float], measured: int, message: str, tmp_path: Path) -> None:
+def test_no_more_than_is_allowed_and_what_is_known_may_be_asked_beyond_it(tmp_path: Path) -> None:
     measure = Measure()
     with TrialLog(tmp_path / "l") as ledger:
-        runner = runner_of(ledger, measure, **limits)
+        runner = runner_of(ledger, measure, allowed=4)
         line = ledger.begin("a")
         for _ in range(2):  # and again
-            with pytest.raises(LimitReachedError, match=message):
+            with pytest.raises(LimitReachedError, match="4 candidates were evaluated, as many as allowed"):
                 runner.measure(TABLES, line)
-        assert len(measure.candidates) == measured
-        assert np.isfinite(runner.values(TABLES)).sum() == measured
-
-
-def test_what_is_known_may_be_asked_beyond_the_limit(tmp_path: Path) -> None:
-    with TrialLog(tmp_path / "l") as ledger:
-        line = ledger.begin("a")
-        values = runner_of(ledger, Measure()).measure(TABLES, line)
-        assert runner_of(ledger, Measure(), seconds=1e-9).measure(TABLES, line) == values
+        assert len(measure.candidates) == 4
+        assert np.isfinite(runner.values(TABLES)).sum() == 4
+        assert runner.measure(TABLES[:4], line) == runner.values(TABLES[:4])
 
 
 # --- failures --------------------------------------------------------------------------------------------------------
@@ -263,7 +249,7 @@ def test_what_is_known_may_be_asked_beyond_the_limit(tmp_path: Path) -> None:
 def measure_firsts(folder: Path, firsts: Sequence[int], job: int = 1) -> TrialLog:
     """Measure candidates of `fakes`, and return the log."""
     log = TrialLog(folder / "log")
-    runner = TrialRunner(SerialExecutor(Fake(folder)), log, "nll", job, SearchLimits(), lambda _: fakes.TOKENS)
+    runner = TrialRunner(SerialExecutor(Fake(folder)), log, "nll", job_size=job)
     with log:
         runner.measure([table(first) for first in firsts], log.begin("a"))
     return log
@@ -283,7 +269,7 @@ def test_exactly_half_may_fail_and_failures_count_against_the_generation(tmp_pat
 
 def test_of_a_job_without_a_value_all_candidates_failed(tmp_path: Path) -> None:
     log = measure_firsts(tmp_path, (8, 10, NO_MEMORY, 9, 11, 12), job=2)
-    good = {candidate_key(table(first), "nll", None) for first in (8, 10, 11, 12)}
+    good = {candidate_key(table(first), "nll") for first in (8, 10, 11, 12)}
     assert {key for key, trial in log.trials.items() if trial.state == "ok"} == good
     assert log.spent.evaluations == 6
 
@@ -292,9 +278,9 @@ def test_known_failures_count_too(tmp_path: Path) -> None:
     """Those that were told since the generation began."""
     with TrialLog(tmp_path / "log") as log:
         line = log.begin("a")
-        log.record(TrialJob((table(NO_MEMORY),), None, "nll"), JobOutcome("error", None, "it broke", 1.0, 1))
+        log.record([candidate_key(table(NO_MEMORY), "nll")], JobOutcome("error", None, "it broke", 1.0, 1))
         log.append("told", **told())
-        runner = TrialRunner(SerialExecutor(Fake(tmp_path)), log, "nll", 1, SearchLimits(), lambda _: 1)
+        runner = TrialRunner(SerialExecutor(Fake(tmp_path)), log, "nll", job_size=1)
         with pytest.raises(EnvironmentFault, match="2 of 3 candidates failed"):
             runner.measure([table(first) for first in (BROKEN, NO_MEMORY, 8)], line)
 
@@ -304,18 +290,15 @@ def test_a_failure_that_was_not_told_is_measured_again_and_nothing_beside_it(tmp
     before = (tmp_path / "log").read_bytes()
     measure_firsts(tmp_path, (8, NAN, 9), job=3)
     (again,) = (tmp_path / "log").read_bytes()[len(before) :].splitlines()
-    assert json.loads(again)["keys"] == [candidate_key(table(NAN), "nll", None)]
+    assert json.loads(again)["keys"] == [candidate_key(table(NAN), "nll")]
 
 
 def test_a_key_depends_on_all_that_decides_the_values() -> None:
-    base = candidate_key(table(8, 9), "nll", (0, 1))
-    assert base == candidate_key(np.array([[8], [9]]), "nll", (0, 1))
+    base = candidate_key(table(8, 9), "nll")
+    assert base == candidate_key(np.array([[8], [9]]), "nll")
     others = [
-        candidate_key(table(9, 8), "nll", (0, 1)),
-        candidate_key(np.array([[8, 9]]), "nll", (0, 1)),
-        candidate_key(table(8, 9), "kl", (0, 1)),
-        candidate_key(table(8, 9), "nll", (0,)),
-        candidate_key(table(8, 9), "nll", (1, 0)),
-        candidate_key(table(8, 9), "nll", None),
+        candidate_key(table(9, 8), "nll"),
+        candidate_key(np.array([[8, 9]]), "nll"),
+        candidate_key(table(8, 9), "kl"),
     ]
-    assert len({base, *others}) == 7
+    assert len({base, *others}) == 4

@@ -12,8 +12,8 @@ import pytest
 
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
-from kvsearch.search.candidates import Evaluator, TrialJob
 from kvsearch.search.evolve import PreparedSearch
+from kvsearch.search.trials import Evaluator
 from kvsearch.search.workers import make_executor, worker_factory
 from kvsearch.workers.cluster import RayWorkers, import_ray
 from kvsearch.workers.models import ModelSource, ModelWorkers
@@ -29,7 +29,7 @@ def loaded() -> LoadedModel:
 
 def worker_bank(prepared: PreparedSearch, source: ModelSource) -> Evaluator:
     """Built as in a worker, of what is sent to it."""
-    settings = {"batch": 8, "cap": prepared.cap, "full": True, "max_memory": None}
+    settings = {"batch": 8, "cap": prepared.cap, "objective": prepared.settings.objective, "max_memory": None}
     factory = pickle.loads(import_ray().cloudpickle.dumps(worker_factory(prepared, source, settings)))
     return factory()
 
@@ -39,7 +39,7 @@ def worker_bank(prepared: PreparedSearch, source: ModelSource) -> Evaluator:
 )
 def test_the_bank_of_a_worker_measures_the_same(objective: str, phases: str, loaded: LoadedModel) -> None:
     prepared = prepare(loaded, objective=objective, phases=phases)
-    job = TrialJob(tuple(prepared.starts.values()), None, objective)
+    job = tuple(prepared.starts.values())
     evaluator = worker_bank(prepared, ModelSource.of(loaded, LoadOptions()))
     with make_executor(prepared, prepared.cap) as here:
         [(_, outcome)] = here.run([job])

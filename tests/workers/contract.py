@@ -8,25 +8,22 @@ import numpy as np
 import pytest
 
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
-from kvsearch.search.candidates import Executor, TrialJob
-from kvsearch.search.settings import SearchLimits
-from kvsearch.search.trials import TrialLog, TrialRunner
-from tests.workers.fakes import BROKEN, INFINITE, NAN, NO_MEMORY, TOKENS, WRONG, table, value_of
+from kvsearch.search.trials import Executor, Tables, TrialLog, TrialRunner
+from tests.workers.fakes import BROKEN, INFINITE, NAN, NO_MEMORY, SAMPLES, TOKENS, WRONG, table, value_of
 
 
-def job(number: int, *firsts: int, samples: tuple[int, ...] | None = (0, 2)) -> TrialJob:
-    return TrialJob(tuple(table(first, number) for first in firsts), samples, "nll")
+def job(number: int, *firsts: int) -> Tables:
+    return tuple(table(first, number) for first in firsts)
 
 
-def expected(one: TrialJob) -> list[list[float]]:
-    samples = range(3) if one.samples is None else one.samples
-    return [[value_of(candidate, sample) for sample in samples] for candidate in one.candidates]
+def expected(tables: Tables) -> list[list[float]]:
+    return [[value_of(candidate, sample) for sample in range(SAMPLES)] for candidate in tables]
 
 
 def measure(executor: Executor, folder: Path, firsts: tuple[int, ...]) -> list[float]:
     """Measure candidates, each in a job of its own."""
     with TrialLog(folder / "log") as log:
-        runner = TrialRunner(executor, log, "nll", 1, SearchLimits(), lambda _: TOKENS)
+        runner = TrialRunner(executor, log, "nll", job_size=1)
         tables = [table(first, number) for number, first in enumerate(firsts)]
         return runner.measure(tables, log.begin(str(firsts)))
 
@@ -42,13 +39,12 @@ class ExecutorContract:
         raise NotImplementedError
 
     def test_every_job_gets_its_values_bit_for_bit(self, executor: Executor) -> None:
-        jobs = [job(number, 8 + number, 16, samples=(0, 5)[: 1 + number % 2]) for number in range(7)]
-        jobs.append(job(99, 8, samples=None))
+        jobs = [job(number, 8 + number, *[16] * (number % 2)) for number in range(8)]
         outcomes = dict(executor.run(jobs))
         assert sorted(outcomes) == list(range(8))
         for number, one in enumerate(jobs):
             outcome = outcomes[number]
-            assert (outcome.kind, outcome.message, outcome.tokens) == ("ok", "", TOKENS * len(one.candidates))
+            assert (outcome.kind, outcome.message, outcome.tokens) == ("ok", "", TOKENS * len(one))
             assert outcome.values is not None
             assert outcome.values.dtype == np.float64
             assert outcome.values.tolist() == expected(one)

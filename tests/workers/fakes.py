@@ -11,11 +11,12 @@ import numpy as np
 
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.search.candidates import TrialJob
+from kvsearch.search.trials import Tables
 
 AGES = 36_000  # seconds, more than any test takes on any machine
 ROOM = 4  # candidates that fit into memory together
 TOKENS = 10  # per candidate
+SAMPLES = 3
 NO_MEMORY, BROKEN, NAN, INFINITE, WRONG, SLOW, DEADLY, DEADLY_ONCE = range(901, 909)
 
 
@@ -37,15 +38,13 @@ class Fake:
         self._folder, self._delay = folder, delay
         (folder / f"pid-{os.getpid()}").touch()
 
-    def evaluate(self, job: TrialJob) -> Floats:
-        """Values of the candidates on the job's samples, three of them by default."""
+    def evaluate(self, job: Tables) -> Floats:
+        """Values of the candidates on all samples."""
         time.sleep(self._delay)
-        firsts = {int(candidate[0, 0]) for candidate in job.candidates}
-        self.tokens_spent += TOKENS * len(job.candidates)
-        self._fail(firsts, len(job.candidates))
-        samples = range(3) if job.samples is None else job.samples
-        values = np.array([[value_of(candidate, sample) for sample in samples] for candidate in job.candidates])
-        for row, candidate in zip(values, job.candidates, strict=True):
+        self.tokens_spent += TOKENS * len(job)
+        self._fail({int(candidate[0, 0]) for candidate in job}, len(job))
+        values = np.array([[value_of(candidate, sample) for sample in range(SAMPLES)] for candidate in job])
+        for row, candidate in zip(values, job, strict=True):
             if candidate[0, 0] in (NAN, INFINITE):
                 row[-1] = np.nan if candidate[0, 0] == NAN else np.inf
         return values

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.search.candidates import Executor, JobOutcome
+from kvsearch.search.trials import Executor, JobOutcome
 from kvsearch.workers.base import attempt
 from kvsearch.workers.cluster import RayWorkers, connect, room_for
 from kvsearch.workers.ray import RayExecutor, RayPool

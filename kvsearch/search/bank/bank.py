@@ -30,8 +30,6 @@ from kvsearch.search.bank.passes import BankReply, Pass, Portion, forced_loss
 from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of
 from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
 from kvsearch.search.bank.store import SampleStore
-from kvsearch.search.candidates import TrialJob
-from kvsearch.search.objectives import OBJECTIVES
 
 
 class CandidateBank(Closing):
@@ -50,8 +48,9 @@ class CandidateBank(Closing):
             of their policies, then under the next; memory is taken for each.
         samples: of one protocol; see `bank_samples`.
         cap: the largest budget of any candidate, in entries per kv head.
-        full: also note what the full cache says of every answer ("kl" compares with it, exactly: the log-probabilities
-            of the whole vocabulary). Takes the full cache of one prompt at a time while prompts are read.
+        objective: what `evaluate` judges by. "kl" compares with what the full cache says of every answer, exactly (the
+            log-probabilities of the whole vocabulary): takes the full cache of one prompt at a time while prompts are
+            read.
         max_memory: bytes for stored prompts and passes; the model itself, and the dense attention of the prompt that
             is being read, come on top. Default: 8 GiB, or half of what a GPU has free. At most half of it holds
             prompts; the others are spilled, see `SampleStore`.
@@ -71,14 +70,14 @@ class CandidateBank(Closing):
         samples: Sequence[BankSample],
         cap: int,
         *,
-        full: bool = False,
+        objective: str = "nll",
         max_memory: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.loaded = loaded
         self.samples = tuple(samples)
         self.cap = cap
-        self.full = full
+        self.objective = objective
         policies = ranking_policies(loaded.model, base)
         windows = windows_of(loaded.model)
         choices = len(next(iter(policies.values())))
@@ -89,7 +88,7 @@ class CandidateBank(Closing):
         # prompts may take so much for good that enough is left for a pass
         works = [SampleWork.forcing(sample, cap) for sample in self.samples]
         works += [SampleWork.replying(sample, cap, sample.limit) for sample in self.samples]
-        if full:
+        if objective == "kl":
             works += [SampleWork.forcing(sample, len(sample.prompt)) for sample in self.samples]
         most = check_fits(self._sizes, works, self._memory)
         (policy, *_), *_ = policies.values()
@@ -98,7 +97,8 @@ class CandidateBank(Closing):
         self._store = SampleStore(max(0, min(self._memory // 2, self._memory - most)))
         self._splitting = Splitting()
         self._spent = 0
-        self._prepared = PreparedSamples(loaded.model, policies, windows, self.samples, cap, self._store, full)
+        is_compared = objective == "kl"
+        self._prepared = PreparedSamples(loaded.model, policies, windows, self.samples, cap, self._store, is_compared)
         try:
             with running(loaded.model):
                 self._prepared.read(progress)
@@ -108,60 +108,54 @@ class CandidateBank(Closing):
 
     # --- what candidates are worth --------------------------------------------------------------------------------
 
-    def evaluate(self, job: TrialJob) -> Floats:
-        """Judge every candidate of a job on its samples by its objective, float64 [P, S]; see `losses` and `scores`."""
-        if OBJECTIVES[job.objective].free_running:
-            return self.scores(job.candidates, job.samples)
-        return self.losses(job.candidates, job.samples, job.objective)
+    def evaluate(self, job: Sequence[Ints]) -> Floats:
+        """Judge every candidate of a job on all samples by the objective, float64 [P, S]; see `losses` and `scores`."""
+        return self.scores(job) if self.objective == "metric" else self.losses(job, self.objective)
 
-    def losses(
-        self, candidates: Sequence[Ints], samples: Sequence[int] | None = None, objective: str = "nll"
-    ) -> Floats:
+    def losses(self, candidates: Sequence[Ints], objective: str = "nll") -> Floats:
         """Return the losses of teacher-forced answers, means over the tokens of each in nats, float64 [P, S].
 
-        `candidates` are P tables [L, Hkv], `samples` indices into those of the bank (None: all). The first token of an
-        answer that follows the prompt at once is predicted by the prompt itself: it has the same -log p under every
-        candidate, and no divergence.
+        `candidates` are P tables [L, Hkv]. The first token of an answer that follows the prompt at once is predicted by
+        the prompt itself: it has the same -log p under every candidate, and no divergence.
 
         Raises:
             UsageError: a sample without an answer, or too little memory.
             RuntimeError, MemoryError: torch or Python ran out of memory for a single candidate and sample.
         """
         table = self._table(candidates)
-        chosen = self._chosen(samples)
-        require_answers(OBJECTIVES[objective], [self.samples[index] for index in chosen])
-        found = np.zeros((len(table), len(chosen)))
+        require_answers(objective, self.samples)
+        losses = np.zeros((len(table), len(self.samples)))
 
-        def act(portion: Portion, places: list[int], some: slice) -> None:
+        def act(portion: Portion, indices: list[int], some: slice) -> None:
             logits = Pass(self.loaded.model, portion, table[some]).forced()
             if logits is not None:
-                indices = [chosen[place] for place in places]
                 full = None if objective == "nll" else [self._prepared.full_log_probs(index) for index in indices]
-                loss = forced_loss([self.samples[index] for index in indices], full, self.loaded.device)
-                found[some, places] = np.stack([loss(one) for one in logits])
+                loss = forced_loss(portion.samples, full, self.loaded.device)
+                losses[some, indices] = np.stack([loss(of_candidate) for of_candidate in logits])
 
-        works = [SampleWork.forcing(self.samples[index], self.cap) for index in chosen]
-        self._run(table, chosen, works, act)
-        self._spent += len(table) * self.tokens(chosen)
+        self._run(table, [SampleWork.forcing(sample, self.cap) for sample in self.samples], act)
+        self._spent += len(table) * self.tokens
         if objective == "nll":
-            found += self._prepared.given[chosen]
-        counts = [max(1, len(self.samples[index].answer)) for index in chosen]
-        return np.asarray(found / np.array(counts), dtype=np.float64)
+            losses += self._prepared.given
+        return losses / np.array([max(1, len(sample.answer)) for sample in self.samples], dtype=np.float64)
 
-    def scores(self, candidates: Sequence[Ints], samples: Sequence[int] | None = None) -> Floats:
+    def scores(self, candidates: Sequence[Ints]) -> Floats:
         """Return the metric of every reply, 0 to 1, float64 [P, S]; UsageError if a reply cannot be judged."""
-        chosen = [self.samples[index] for index in self._chosen(samples)]
-        made = [
-            [np.nan if reply.failed else sample.score(reply.tokens) for sample, reply in zip(chosen, row, strict=True)]
-            for row in self.replies(candidates, samples)
+        scores = [
+            [
+                np.nan if reply.failed else sample.score(reply.tokens)
+                for sample, reply in zip(self.samples, row, strict=True)
+            ]
+            for row in self.replies(candidates)
         ]
-        return np.array(made, dtype=np.float64).reshape(len(made), len(chosen))
+        return np.array(scores, dtype=np.float64).reshape(len(scores), len(self.samples))
 
     # --- what it costs --------------------------------------------------------------------------------------------
 
-    def tokens(self, samples: Sequence[int] | None = None) -> int:
-        """Return how many tokens the model reads for the losses of one candidate."""
-        return sum(len(self.samples[index].following) for index in self._chosen(samples))
+    @property
+    def tokens(self) -> int:
+        """How many tokens the model reads for the losses of one candidate."""
+        return sum(len(sample.following) for sample in self.samples)
 
     @property
     def tokens_spent(self) -> int:
@@ -177,33 +171,23 @@ class CandidateBank(Closing):
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
-    def replies(self, candidates: Sequence[Ints], samples: Sequence[int] | None = None) -> list[list[BankReply]]:
+    def replies(self, candidates: Sequence[Ints]) -> list[list[BankReply]]:
         """Reply greedily, by candidate and sample, as long as each question allows; errors as for `losses`."""
         table = self._table(candidates)
-        chosen = self._chosen(samples)
-        limits = [self.samples[index].limit for index in chosen]
-        found: dict[tuple[int, int], BankReply] = {}
+        replies: dict[tuple[int, int], BankReply] = {}
         stop = stop_tokens(self.loaded)
 
-        def act(portion: Portion, places: list[int], some: slice) -> None:
-            first = self._prepared.last_logits([chosen[place] for place in places])
+        def act(portion: Portion, indices: list[int], some: slice) -> None:
+            first = self._prepared.last_logits(indices)
             reader = Pass(self.loaded.model, portion, table[some])
-            replies = reader.replies(first, [limits[place] for place in places], stop)
-            for candidate, row in enumerate(replies, some.start):
-                found.update({(candidate, place): reply for place, reply in zip(places, row, strict=True)})
+            limits = [sample.limit for sample in portion.samples]
+            for candidate, row in enumerate(reader.replies(first, limits, stop), some.start):
+                replies.update({(candidate, index): reply for index, reply in zip(indices, row, strict=True)})
 
-        works = [
-            SampleWork.replying(self.samples[index], self.cap, limit)
-            for index, limit in zip(chosen, limits, strict=True)
-        ]
-        self._run(table, chosen, works, act)
-        for (_, place), reply in found.items():  # the question, and all of the reply but its last token
-            self._spent += len(self.samples[chosen[place]].asked) + max(0, len(reply.generated) - 1)
-        return [[found[candidate, place] for place in range(len(chosen))] for candidate in range(len(table))]
-
-    def _chosen(self, samples: Sequence[int] | None) -> list[int]:
-        """List the indices of samples, all for None."""
-        return list(range(len(self.samples)) if samples is None else samples)
+        self._run(table, [SampleWork.replying(sample, self.cap, sample.limit) for sample in self.samples], act)
+        for (_, index), reply in replies.items():  # the question, and all of the reply but its last token
+            self._spent += len(self.samples[index].asked) + max(0, len(reply.generated) - 1)
+        return [[replies[candidate, index] for index in range(len(self.samples))] for candidate in range(len(table))]
 
     def _table(self, candidates: Sequence[Ints]) -> Ints:
         """Stack candidates as int64 [P, L, Hkv]."""
@@ -212,14 +196,14 @@ class CandidateBank(Closing):
             raise InternalError(f"a candidate wants {table.max()} entries of a head, the bank keeps {self.cap}")
         return table
 
-    def _run(self, table: Ints, chosen: Sequence[int], works: Sequence[SampleWork], act: Act[Portion]) -> None:
+    def _run(self, table: Ints, works: Sequence[SampleWork], act: Act[Portion]) -> None:
         """Run `act` on all candidates and samples, as many together as memory permits."""
         if not len(table):
             return
         widths = np.minimum(table.max((0, 2)), self.cap).tolist()
 
-        def load(places: list[int]) -> Portion:
-            return self._prepared.portion([chosen[place] for place in places], widths)
+        def load(indices: list[int]) -> Portion:
+            return self._prepared.portion(indices, widths)
 
         with running(self.loaded.model):
             for block in blocks(works, self._sizes, len(table), self._memory - self._store.nbytes):

@@ -15,7 +15,6 @@ from kvsearch.models.architecture import check_length
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime.decode.replies import Finished
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer
-from kvsearch.search.objectives import Objective
 from kvsearch.tasks.encode import Question, Reading, TaskPrompts, readings, token_hash
 from kvsearch.tasks.metrics import score
 from kvsearch.tasks.prompts import cut
@@ -100,12 +99,12 @@ def check_samples(model: Any, samples: Sequence[BankSample]) -> None:
         check_length(model, len(sample.prompt) + len(sample.following))
 
 
-def require_answers(objective: Objective, samples: Sequence[BankSample]) -> None:
+def require_answers(objective: str, samples: Sequence[BankSample]) -> None:
     """Raise UsageError if a sample names no right answer, which this objective needs."""
     for sample in samples:
         if not len(sample.answer):
             raise UsageError(
-                f"{sample.place}: {objective.name} needs a right answer, and there is none: search by the metric"
+                f"{sample.place}: {objective} needs a right answer, and there is none: search by the metric"
             )
 
 

@@ -15,8 +15,7 @@ from kvsearch.core.resources import resource
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.samples import Sample
 from kvsearch.runs.identity import RunConfig
-from kvsearch.search.candidates import Candidate, JobOutcome, TrialJob
-from kvsearch.search.trials import TrialLog
+from kvsearch.search.trials import Candidate, JobOutcome, TrialLog, candidate_key
 
 IDENTITY = "ab"  # of samples
 
@@ -41,14 +40,14 @@ def run_config(job: str) -> RunConfig:
 def search_ledgers() -> list[bytes]:
     """The ledger of a search, with a line of every kind."""
     tables = np.array([[8, 4], [6, 6]]), np.array([[6, 6], [7, 5]])
-    job = TrialJob(tables, (3, 5), "nll")
+    keys = [candidate_key(table, "nll") for table in tables]
     points = [np.array([1.0, 0.1 + 0.2]), np.array([2**-1074, -1e308])]
     with _place() as folder:
         with TrialLog(folder / "ledger.jsonl", run_config("evolve").identity) as ledger:
             ledger.begin("group 1")
-            ledger.record(job, JobOutcome("ok", np.array([[0.3, 2.0], [1 / 3, -5e-324]]), "", 1.5, 40))
+            ledger.record(keys, JobOutcome("ok", np.array([[0.3, 2.0], [1 / 3, -5e-324]]), "", 1.5, 40))
             ledger.tell("group 1", 0, points, [0.5, 1 / 3])
-            ledger.record(TrialJob(tables[:1], (3,), "nll"), JobOutcome("error", None, "it broke", 0.5, 3))
+            ledger.record(keys[:1], JobOutcome("error", None, "it broke", 0.5, 3))
             ledger.record_best(Candidate(tables[1], 1 / 3, "group 1, generation 0"))
         return [(folder / "ledger.jsonl").read_bytes()]
 

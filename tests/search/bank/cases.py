@@ -37,11 +37,9 @@ def samples_of(loaded: LoadedModel, protocol: Protocol, *shapes: tuple[int, int]
     return bank_samples(encoded(loaded, *shapes or ((60, 3), (90, 1), (75, 2))), protocol)
 
 
-def tokens_of(
-    bank: CandidateBank, candidates: Sequence[Ints], samples: Sequence[int] | None = None
-) -> list[list[list[int] | None]]:
+def tokens_of(bank: CandidateBank, candidates: Sequence[Ints]) -> list[list[list[int] | None]]:
     """Replies by candidate and sample, None where the model emits NaN."""
-    return [[None if reply.failed else reply.tokens for reply in row] for row in bank.replies(candidates, samples)]
+    return [[None if reply.failed else reply.tokens for reply in row] for row in bank.replies(candidates)]
 
 
 class Talk(tiny.Listed):

@@ -14,7 +14,6 @@ from kvsearch.search.bank import memory as bank_memory
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.passes import Pass
 from kvsearch.search.bank.samples import BankSample
-from kvsearch.search.candidates import TrialJob
 from tests import tiny
 from tests.search.bank.cases import PROTOCOLS, SNAPKV, random_candidates, samples_of, tokens_of, without_answers
 
@@ -53,14 +52,14 @@ def test_every_context_is_read_once(model: LoadedModel, samples: list[BankSample
 def test_tokens_are_counted_per_candidate(model: LoadedModel, samples: list[BankSample]) -> None:
     bank = CandidateBank(model, SNAPKV, samples, 50)
     read, candidates = bank.tokens_spent, random_candidates(model, 3, 50)
-    bank.losses(candidates, samples=[0, 4])
-    asked = sum(len(samples[index].question.ids) + len(samples[index].answer) - 1 for index in (0, 4))
-    assert bank.tokens([0, 4]) == asked
+    bank.losses(candidates)
+    asked = sum(len(sample.question.ids) + len(sample.answer) - 1 for sample in samples)
+    assert bank.tokens == asked
     assert bank.tokens_spent - read == 3 * asked
     read = bank.tokens_spent
-    replies = tokens_of(bank, candidates, samples=[0, 4])  # no stop token among them: all are as long as they may be
-    assert [[len(reply or []) for reply in row] for row in replies] == [[samples[0].limit, samples[4].limit]] * 3
-    expected = sum(len(samples[index].question.ids) + samples[index].limit - 1 for index in (0, 4))
+    replies = tokens_of(bank, candidates)  # no stop token among them: all are as long as they may be
+    assert [[len(reply or []) for reply in row] for row in replies] == [[sample.limit for sample in samples]] * 3
+    expected = sum(len(sample.question.ids) + sample.limit - 1 for sample in samples)
     assert bank.tokens_spent - read == 3 * expected
 
 
@@ -77,11 +76,11 @@ def test_only_the_cap_is_stored(model: LoadedModel, samples: list[BankSample]) -
 @protocols
 def test_little_memory_changes_no_result(model: LoadedModel, protocol: Any) -> None:
     samples, candidates = samples_of(model, protocol, *SHAPES), random_candidates(model, 5, 50)
-    with CandidateBank(model, SNAPKV, samples, 50, full=True) as bank:
+    with CandidateBank(model, SNAPKV, samples, 50, objective="kl") as bank:
         roomy = bank.losses(candidates), bank.losses(candidates, objective="kl"), tokens_of(bank, candidates)
         need, stored = max(least(samples, bank._sizes, width) for width in (50, 90)), bank._store.nbytes
     memory = need + stored // 2
-    with CandidateBank(model, SNAPKV, samples, 50, full=True, max_memory=memory) as bank:
+    with CandidateBank(model, SNAPKV, samples, 50, objective="kl", max_memory=memory) as bank:
         assert 0 < bank._store.nbytes <= min(stored // 2, memory // 2)
         tight = bank.losses(candidates), bank.losses(candidates, objective="kl"), tokens_of(bank, candidates)
     np.testing.assert_allclose(tight[0], roomy[0], atol=2e-5)
@@ -118,7 +117,7 @@ def test_running_out_of_memory_goes_on_with_less(
     monkeypatch.setattr(Pass, "forced", limited)
     np.testing.assert_allclose(bank.losses(candidates), expected, atol=2e-5)
     assert tried[:4] == [(7, 6), (3, 6), (1, 6), (1, 3)]  # candidates first, then samples
-    assert bank.tokens_spent - spent == 7 * bank.tokens()  # what failed does not count
+    assert bank.tokens_spent - spent == 7 * bank.tokens  # what failed does not count
 
 
 # --- numbers that are none --------------------------------------------------------------------------------------------
@@ -161,16 +160,14 @@ def test_bad_samples(model: LoadedModel, samples: list[BankSample]) -> None:
 
 def test_questions_without_answers_have_scores_but_no_losses(model: LoadedModel) -> None:
     samples, candidates = without_answers(model), random_candidates(model, 2, 30)
-    bank = CandidateBank(model, SNAPKV, samples, 30, full=True)
+    bank = CandidateBank(model, SNAPKV, samples, 30, objective="kl")
     assert ((bank.scores(candidates) > 0) & (bank.scores(candidates) <= 1)).all()
     with pytest.raises(UsageError, match="task talk, example 0, question 0: nll needs a right answer, and there is no"):
         bank.losses(candidates)
 
 
-def test_values_are_by_objective(model: LoadedModel, samples: list[BankSample]) -> None:
-    bank, candidates = CandidateBank(model, SNAPKV, samples, 50, full=True), random_candidates(model, 2, 50)
-    for objective in ("nll", "kl"):
-        expected = bank.losses(candidates, objective=objective)
-        np.testing.assert_array_equal(bank.evaluate(TrialJob(tuple(candidates), None, objective)), expected)
-    some = bank.evaluate(TrialJob(tuple(candidates), (1, 3), "metric"))
-    np.testing.assert_array_equal(some, bank.scores(candidates, [1, 3]))
+@pytest.mark.parametrize("objective", ["nll", "kl", "metric"])
+def test_values_are_by_objective(objective: str, model: LoadedModel, samples: list[BankSample]) -> None:
+    bank, candidates = CandidateBank(model, SNAPKV, samples, 50, objective=objective), random_candidates(model, 2, 50)
+    expected = bank.scores(candidates) if objective == "metric" else bank.losses(candidates, objective)
+    np.testing.assert_array_equal(bank.evaluate(candidates), expected)

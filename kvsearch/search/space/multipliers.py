@@ -1,4 +1,4 @@
-"""A policy for every layer and multipliers of what its heads get, searched together."""
+"""Multipliers of what the heads of each group of layers get, around a table; with a policy for every layer, or not."""
 
 from __future__ import annotations
 
@@ -9,10 +9,85 @@ import numpy as np
 
 from kvsearch.core.arrays import Floats, Ints, Vector
 from kvsearch.core.errors import UsageError
-from kvsearch.plan.rounding import largest_remainder, water_level
-from kvsearch.search.space.base import Space, layer_groups
+from kvsearch.plan.rounding import largest_remainder, water_fill, water_level
+from kvsearch.search.space.base import EXACT, Space, layer_groups
 
+FAINT = 1e-9  # stands for a multiplier of zero, so that heads of such groups keep their proportions
 LEAST = 0.5  # entries that all layers at their floors have together: too few to change a table that is rounded
+
+
+class Heads(Space):
+    """Multipliers of what a calibrated table gives each group of layers above the floors; 1 for all is that table.
+
+    k_lh = floor_lh + min(lam * x_j * (base_lh - floor_lh), cap_lh - floor_lh) for the heads of group j, with lam such
+    that the total is right. The sums of the groups are rounded to it by largest remainders, then the heads of each
+    group to its sum. A head that the table has at its floor stays there unless all others of its group do or are full:
+    a group with nothing above its floors has x_j = 0 in the table, and x_j entries for every head else.
+
+    Args:
+        base: the calibrated budgets, int64 [L, Hkv]; their sum is the total.
+        floors: least entries per head, int64 [L, Hkv].
+        caps: most entries per head, int64 [L, Hkv].
+        size: layers per group; the last group may have fewer.
+
+    Raises:
+        UsageError: one group has all layers.
+    """
+
+    def __init__(self, base: Ints, floors: Ints, caps: Ints, size: int = 1) -> None:
+        self.total = int(base.sum())
+        self._floors = floors
+        self._room = caps - floors
+        self._free = base - floors
+        self._above = int(self._free.sum())
+        self._group = layer_groups(len(base), size)
+        self._members = [np.flatnonzero(self._group == group) for group in np.unique(self._group)]
+        for rows in self._members:
+            self._free[rows] += not self._free[rows].any()
+        largest = []  # multipliers at which groups are full, or have everything
+        for rows in self._members:
+            free = self._free[rows]
+            room = self._room[rows]
+            some = free > 0
+            most = water_level(free[some], min(self._above, int(room[some].sum())), 0, room[some])
+            largest.append(float((most / free[some]).max()) or 1.0)  # one without room has no effect
+        super().__init__(base.shape, np.zeros(len(largest)), np.array(largest))
+
+    def _filled(self, x: Vector) -> Floats:
+        """Return the entries above the floors with the right sum, [L, Hkv]."""
+        weights = np.maximum(x, FAINT)[self._group][:, None] * self._free
+        return water_level(weights, self._above, 0, self._room)
+
+    def _project(self, x: Vector) -> Vector:
+        literal = np.minimum(x[self._group][:, None] * self._free, self._room)  # whatever they sum to
+        if abs(float(literal.sum()) - self._above) <= EXACT * self.total:
+            return x
+        return self._clip(self._levels(self._filled(x), x))
+
+    def _levels(self, above: Floats, otherwise: Vector) -> Vector:
+        """The multiplier of each group, [d], that gives its heads `above` entries; heads that are full do not tell."""
+        ratio = np.divide(above, self._free, out=np.full(above.shape, -1.0), where=self._free > 0)
+        levels = np.array([ratio[rows].max() for rows in self._members])
+        found: Vector = np.where(levels < 0, otherwise, levels)
+        return found
+
+    def _table(self, x: Vector) -> Ints:
+        filled = self._filled(x)
+        sums = np.array([filled[rows].sum() for rows in self._members])
+        room = np.array([self._room[rows].sum() for rows in self._members])
+        table = self._floors.copy()
+        for rows, kept in zip(self._members, largest_remainder(sums, self._above, 0, room), strict=True):
+            table[rows] += water_fill(self._free[rows], int(kept), 0, self._room[rows])
+        return table
+
+    def _point_of(self, table: Ints) -> Vector:
+        """Return the multipliers that give the groups their sums in `table`."""
+        above = np.zeros(self.shape)
+        for rows in self._members:
+            room = self._room[rows]
+            wanted = int(np.clip((table - self._floors)[rows].sum(), 0, room.sum()))
+            above[rows] = water_level(self._free[rows], wanted, 0, room)
+        return self._levels(above, np.ones(self.dimension))
 
 
 def chosen_of(table: Ints, choices: int) -> Ints:
@@ -122,8 +197,8 @@ class Joint(Space):
         above = (stacked - self._low)[chosen, self._rows].sum(axis=1)
         free = self._free[chosen, self._rows].sum(axis=1)
         groups = int(self._group.max()) + 1
-        sums = (np.bincount(self._group, weights=one, minlength=groups) for one in (above, free))
-        wanted, known = (np.maximum(one, self._least) for one in sums)
+        wanted = np.maximum(np.bincount(self._group, weights=above, minlength=groups), self._least)
+        known = np.maximum(np.bincount(self._group, weights=free, minlength=groups), self._least)
         begun = float((free * np.exp(self._begin[self._group])).sum())
         logs = np.log(wanted / known) - math.log(float(wanted.sum()) / max(begun, LEAST))
         return np.concatenate([chosen, logs])
