@@ -52,7 +52,7 @@ from kvsearch.policies.fitted import Fitted, profile_of
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
 from kvsearch.report.ranking import RankingView
-from kvsearch.report.selections import choice_tables, run_result, selection_result, sentences, smallest_words
+from kvsearch.report.selections import run_result, selection_result, sentences, smallest_words, tables
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
 from kvsearch.selection.rule import LEAST_CONTEXTS, SharedLevel
@@ -333,7 +333,7 @@ class Ran:
 
     def tables(self) -> list[Table]:
         """Return what was found as tables."""
-        return [table for found in self.selections for table in choice_tables(selection_result(found))]
+        return tables(*map(selection_result, self.selections))
 
     def remarks(self, options: RunOptions) -> Iterator[str]:
         """Say what was chosen, how good that is, where it is, and what to do with it."""

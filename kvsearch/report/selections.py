@@ -13,11 +13,8 @@ from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.selection.rule import LEAST_CONTEXTS, Rule
 from kvsearch.selection.scores import GapClosed
 from kvsearch.selection.selection import (
-    BUDGETS_ALONE,
-    POLICIES_ALONE,
     MethodResult,
     PhaseResult,
-    Reported,
     Selection,
 )
 from kvsearch.strategies.names import FULL
@@ -115,60 +112,12 @@ def lead_cells(lead: Difference | None, chance: float | None) -> list[Cell]:
 
 
 def tables(*selections: SelectionResult) -> list[Table]:
-    """Return the races and the report of every selection, then what all report on the candidates, by size.
-
-    The selections are of one profile at several sizes, whose reports ask the same questions.
-    """
-    found = [table for one in selections for table in choice_tables(one)]
-    leading = [one for one in selections if one.chosen.leader is not None]
-    return [*found, *([_budget_table(leading), _part_table(leading)] if leading else [])]
-
-
-def choice_tables(selection: SelectionResult) -> list[Table]:
-    """Return the race of every phase setting, and the report."""
-    races = [_race_table(selection, outcome) for outcome in selection.outcomes]
-    return [*races, report_table(selection)]
-
-
-def _budget_table(selections: Sequence[SelectionResult]) -> Table:
-    """Return the best candidates with equal budgets and with budgets of their own at every size (PolyKV, Table 2)."""
-    rows: list[list[str | Cell]] = []
-    for one in selections:
-        report = one.report
-        found = report.by_budgets
-        if found is not None:
-            rows.append([
-                one.size.words, _named(report, one.chosen.best), _named(report, found.equal), _named(report, found.own),
-                "" if found.gain is None else Cell.mean(found.gain, "+.2f"),
-            ])  # fmt: skip
-    header = ["", "best baseline", "equal budgets", "own budgets", "own minus equal"]
-    note = "the best candidate of either kind: one that was asked longest, of these the one with the highest score"
-    return Table.plain(f"report split: what budgets bring ({_where(selections[0])})", header, rows, notes=(note,))
-
-
-def _part_table(selections: Sequence[SelectionResult]) -> Table:
-    """Return what the leader gains by its policies and what by its budgets at every size."""
-    groups = []
-    for one in selections:
-        if (parts := one.report.parts) is not None:
-            rows = [
-                [Cell(name), Cell.mean(gained.alone, "+.2f"), Cell.mean(gained.beside, "+.2f")]
-                for name, gained in (("policies", parts.policies), ("budgets", parts.budgets))
-            ]
-            rows.append([Cell("both"), Cell.mean(parts.both, "+.2f"), Cell("")])
-            heading = f"{one.size.words}: {parts.strategy} minus {parts.control}"
-            groups.append(RowGroup(heading, rows))
-    title = f"report split: gains in points over the best single pattern with equal budgets ({_where(selections[0])})"
-    return Table(title, ["by its", "alone", "beside the other"], groups)
-
-
-def _named(report: Reported, name: str | None) -> str:
-    """Return a score with the name of what scored it; a dash for None."""
-    return "-" if name is None else f"{percent(report.scores[name].mean)} ({name})"
-
-
-def _where(selection: SelectionResult) -> str:
-    return f"{selection.protocol}, {asked(selection.report.asked)}"
+    """Return the race of every phase setting and the report of every selection."""
+    tables = []
+    for selection in selections:
+        tables += [_race_table(selection, outcome) for outcome in selection.outcomes]
+        tables.append(report_table(selection))
+    return tables
 
 
 def _race_table(selection: SelectionResult, result: PhaseOutcome) -> Table:
@@ -197,8 +146,7 @@ def report_table(selection: SelectionResult) -> Table:
     chosen = selection.chosen
     told = [
         (FULL, "no eviction"), (chosen.winner, "winner"), (chosen.best, "best baseline"),
-        (None if report.parts is None else report.parts.control, "best pattern"), (report.uniform, "uniform"),
-        (POLICIES_ALONE, "part of top 1"), (BUDGETS_ALONE, "part of top 1"),
+        (report.uniform, "uniform"),
     ]  # fmt: skip
     kinds = {one.name: one.kind for one in chosen.methods}
     roles = {name: ", ".join(role for whose, role in told if whose == name) or kinds[name] for name in report.scores}
@@ -242,7 +190,7 @@ def run_parts(content: RunResult) -> Iterator[str | Table]:
     for one in content.choices:
         yield from one.words
     for one in content.choices:
-        yield from choice_tables(one)
+        yield from tables(one)
     if content.tried:
         rows = [
             [step.budget, step.name, percent(step.loss), "other contexts" if step.confirmed else "one half"]

@@ -30,7 +30,6 @@ from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.runtime.cache import check_rotary
-from kvsearch.strategies.from_signals import UNIFORM
 from kvsearch.strategies.joint import PolicyCurves, joint_plan
 from kvsearch.strategies.methods import direct_plan
 from kvsearch.strategies.names import METHODS, Recipe
@@ -59,10 +58,6 @@ class CandidateSet:
     even: str
     origins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-    def has_equal_budgets(self, name: str) -> bool:
-        """Return whether a candidate or a pattern is one with equal budgets; methods bring budgets of their own."""
-        return self.origins[name].get("budget_signal") == UNIFORM
 
     @property
     def plans(self) -> dict[str, Plan]:

@@ -15,11 +15,8 @@ from kvsearch.selection.scores import GapClosed
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Comparison
-    from kvsearch.evaluation.plan_comparison import PlanComparison
 
 Kind = Literal["candidate", "baseline"]
-POLICIES_ALONE: Final = "its policies, equal budgets"
-BUDGETS_ALONE: Final = "its budgets, one policy"
 FOREMOST: Final = 5  # candidates, and as many baselines, that a report asks
 
 
@@ -126,54 +123,13 @@ class PhaseResult:
 
 
 @dataclass(frozen=True)
-class Gained:
-    """What a part of a strategy gains: without the other part, and with it."""
-
-    alone: Difference
-    beside: Difference
-
-
-@dataclass(frozen=True)
-class Decomposition:
-    """The gains of a strategy over a control of one policy with equal budgets, paired by question."""
-
-    strategy: str
-    control: str
-    policies: Gained
-    budgets: Gained
-    both: Difference
-
-    @classmethod
-    def of(cls, result: PlanComparison, strategy: str, control: str) -> Decomposition:
-        """Read it from a comparison that has `make_part_plans` of the two beside them."""
-        policies, budgets = (
-            Gained(result.gain(part, [control]), result.gain(strategy, [other]))
-            for part, other in ((POLICIES_ALONE, BUDGETS_ALONE), (BUDGETS_ALONE, POLICIES_ALONE))
-        )
-        return cls(strategy, control, policies, budgets, result.gain(strategy, [control]))
-
-
-@dataclass(frozen=True)
-class ByBudgets:
-    """The best candidates with equal budgets and with budgets of their own, and what the latter gains on the former.
-
-    One is None if there is no such candidate.
-    """
-
-    equal: str | None
-    own: str | None
-    gain: Difference | None
-
-
-@dataclass(frozen=True)
 class Reported:
     """The report split, which nothing was chosen by: scores by name, the full cache among them.
 
     `ahead` are those that score higher than what was written, the full cache aside, with what they score above it.
     `gain` is of the winner over the best baseline, `share` what it recovers of the gap to the full cache; None without
-    a winner, `share` also where the full cache is not above the best baseline. Of candidates, None where there are
-    none: `lead` is of the leader over the best baseline, `by_budgets` are the best ones with equal budgets and with
-    budgets of their own, and `parts` are what the leader's policies and budgets gain over the best single pattern.
+    a winner, `share` also where the full cache is not above the best baseline. `lead` is of the foremost candidate over
+    the best baseline; None without one.
     """
 
     asked: QuestionCount
@@ -183,8 +139,6 @@ class Reported:
     share: GapClosed | None
     ahead: dict[str, Difference]
     lead: Difference | None = None
-    by_budgets: ByBudgets | None = None
-    parts: Decomposition | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -29,11 +29,7 @@ from kvsearch.selection.comparison import PlanRace, prepare_race
 from kvsearch.selection.rule import Rule, SharedLevel
 from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection import (
-    BUDGETS_ALONE,
     FOREMOST,
-    POLICIES_ALONE,
-    ByBudgets,
-    Decomposition,
     PhaseResult,
     QuestionCount,
     Reported,
@@ -42,7 +38,6 @@ from kvsearch.selection.selection import (
 )
 from kvsearch.selection.signal_candidates import Explored, find_signal_candidates
 from kvsearch.selection.splits import halve_contexts, refuse_shared
-from kvsearch.strategies.from_signals import cross_plans
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set
 
@@ -112,7 +107,7 @@ class SelectionJob:
         """The most plans of a report, the full cache and even budgets among them."""
         if self.profile is None:
             return 2 * FOREMOST + 3  # of either kind, best baseline and even budgets, the full cache
-        return FOREMOST + 7  # best baseline, single, the other kind of budgets, two parts
+        return FOREMOST + 3
 
     @property
     def content(self) -> dict[str, Any]:
@@ -154,43 +149,19 @@ class SelectionJob:
         candidate_set = self.races[best].candidate_set
         plans = candidate_set.plans
         leader = chosen.leader
-        names = [candidate_set.even, chosen.best]
-        parts: dict[str, Plan] = {}
-        equal = own = single = None
-        notes: list[str] = []
+        foremost = chosen.foremost("candidate")
         if self.profile is None:
-            foremost = [*chosen.foremost("candidate"), *chosen.foremost("baseline")]
-            names = [chosen.written, chosen.best, candidate_set.even, *(method.name for method in foremost)]
-        elif leader is not None:
-            single = max(
-                filter(candidate_set.has_equal_budgets, candidate_set.baselines),
-                key=lambda name: chosen.method(name).score.mean,
-            )
-            strategy = plans[leader.name]
-            parts[POLICIES_ALONE] = cross_plans(self.profile, self.size, strategy, plans[single])
-            parts[BUDGETS_ALONE] = cross_plans(self.profile, self.size, plans[single], strategy)
-            phase = next(iter(strategy.phases))
-            if parts[BUDGETS_ALONE].budgets(phase) != strategy.budgets(phase):
-                notes.append(
-                    f"{single} always keeps more than {leader.name} gives some layers: its parts differ by that"
-                )
-            equal = _find_candidate(chosen, candidate_set, equal_budgets=True)
-            own = _find_candidate(chosen, candidate_set, equal_budgets=False)
-            names += [single, *(method.name for method in chosen.foremost("candidate")), *filter(None, (equal, own))]
-        asked = {name: plans[name] for name in dict.fromkeys(names)} | parts
+            foremost += chosen.foremost("baseline")
+        names = [chosen.written, chosen.best, candidate_set.even, *(method.name for method in foremost)]
+        asked = {name: plans[name] for name in dict.fromkeys(names)}
         evaluation = prepare_plans(self.loaded, asked, self.reported)
         stage = "report" if self.profile is None else f"{chosen.phases}/report"
         report = evaluation.run_stage(stage, store)
-        gain = share = lead = by_budgets = decomposition = None
+        gain = share = None
         if chosen.winner is not None:
             gain = report.gain(chosen.winner, [chosen.best])
             scores = Scores.of(report.comparison.samples, report.comparison.contexts)
             share = measure_gap_closed(scores, chosen.winner, chosen.best, seed=self.seed)
-        if leader is not None:
-            lead = report.gain(leader.name, [chosen.best])
-        if leader is not None and single is not None:
-            by_budgets = ByBudgets(equal, own, report.gain(own, [equal]) if equal and own else None)
-            decomposition = Decomposition.of(report, leader.name, single)
         reported = Reported(
             asked=QuestionCount.of(report.comparison),
             scores={name: report.score(name) for name in report.labels},
@@ -198,10 +169,8 @@ class SelectionJob:
             gain=gain,
             share=share,
             ahead=report.ahead(chosen.written),
-            lead=lead,
-            by_budgets=by_budgets,
-            parts=decomposition,
-            notes=(*notes, *report.comparison.notes),
+            lead=None if leader is None else report.gain(leader.name, [chosen.best]),
+            notes=tuple(report.comparison.notes),
         )
         return Selection(
             model=self.loaded.name,
@@ -249,14 +218,6 @@ class SelectionJob:
         asked = ContextRecord(chosen=asked_set(self.selection_prompts), reported=asked_set(self.report_prompts))
         origin = provenance(method, fitted.seed, fitted.data_sha256, settings, joined([contexts, asked]))
         return plan.model_copy(update={"provenance": origin})
-
-
-def _find_candidate(chosen: PhaseResult, candidate_set: CandidateSet, *, equal_budgets: bool) -> str | None:
-    """Return the first candidate with equal budgets, or with budgets of its own; None if there is none."""
-    for method in chosen.methods:
-        if method.kind == "candidate" and candidate_set.has_equal_budgets(method.name) == equal_budgets:
-            return method.name
-    return None
 
 
 def prepare_selection(

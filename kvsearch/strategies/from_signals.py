@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Uniform, check_at_least, share_above
+from kvsearch.budgets.allocator import Uniform, check_at_least
 from kvsearch.budgets.polykv import Direction, Proportional
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import KvsearchWarning, UsageError
@@ -155,32 +155,6 @@ def plan_of(profile: Profile, chosen: Mapping[Phase, Chosen], size: Size, settin
         size.scaling,
         size.length or metadata.length,
     )
-
-
-def cross_plans(profile: Profile, size: Size, policies: Plan, budgets: Plan) -> Plan:
-    """Return a plan with the policies of one plan of a profile and the budgets of another, of the same phases and size.
-
-    A layer whose policy always keeps more than its budget gets that much; what the others have above what theirs keep
-    shrinks by one factor for all, so the total stays what it is.
-    """
-    chosen = _read_chosen(policies)
-    table = next(iter(_read_chosen(budgets).values())).budgets  # strategies have the same in both phases
-    floors = np.array(floors_of({phase: part.policies for phase, part in chosen.items()}))
-    low = np.broadcast_to(floors[:, None], table.shape)
-    if (table < low).any():
-        caps = np.full_like(table, size.pool(profile.metadata).length)
-        table = share_above(np.maximum(table - low, 0), int(table.sum()), low, caps)
-    return plan_of(profile, {phase: part._replace(budgets=table) for phase, part in chosen.items()}, size, {})
-
-
-def _read_chosen(plan: Plan) -> dict[Phase, Chosen]:
-    """Return what a plan has for the layers that it governs, by phase."""
-    chosen = {}
-    for name, phase in plan.phases.items():
-        layers = [layer for layer in phase.layers if layer is not None]
-        budgets = np.array([layer.budget for layer in layers], dtype=np.int64)
-        chosen[name] = Chosen(tuple(layer.policy for layer in layers), budgets)
-    return chosen
 
 
 def _pool(profile: Profile, size: Size) -> Pool:

@@ -26,7 +26,7 @@ from kvsearch.plan import Plan, Profile, Size
 from kvsearch.report.selections import selection_result, tables
 from kvsearch.results.selection import DECODE_ONLY
 from kvsearch.selection.scores import Scores, measure_gap_closed
-from kvsearch.selection.selection import BUDGETS_ALONE, POLICIES_ALONE, Selection
+from kvsearch.selection.selection import Selection
 from kvsearch.selection.selection_job import SelectionJob, prepare_selection
 from kvsearch.selection.signal_candidates import Explored, explore, find_signal_candidates
 from kvsearch.selection.splits import divide_contexts, halve_contexts
@@ -241,44 +241,14 @@ def test_a_candidate_that_is_better_is_written(won: Selection) -> None:
 
 def test_only_what_was_chosen_before_is_reported(won: Selection) -> None:
     finalists = {method.name for method in won.chosen.foremost("candidate")}
-    by_budgets, parts = won.report.by_budgets, won.report.parts
-    assert by_budgets is not None
-    assert parts is not None
     assert "error + entropy" in finalists
-    assert set(won.report.scores) == {
-        "full", "snapkv", won.chosen.best, *finalists, parts.control, by_budgets.equal, by_budgets.own, POLICIES_ALONE,
-        BUDGETS_ALONE,
-    }  # fmt: skip
+    assert set(won.report.scores) == {"full", "snapkv", won.chosen.best, *finalists}
     assert set(won.report.held) == set(won.report.scores)
     assert (won.report.asked.contexts, won.report.asked.questions) == (10, 20)
     assert won.report.scores["error + entropy"].mean == 1.0
     assert won.report.gain is not None
     lead = won.report.scores["error + entropy"].mean - won.report.scores[won.chosen.best].mean
     assert won.report.gain.mean == pytest.approx(lead)
-
-
-def test_the_winner_is_taken_apart_on_the_report_split(won: Selection) -> None:
-    """Its policies alone and its budgets alone, over the best single pattern; both ways add up to the same."""
-    parts, scores = won.report.parts, {name: one.mean for name, one in won.report.scores.items()}
-    assert parts is not None
-    singles = {name: won.chosen.method(name).score.mean for name in PATTERNS}
-    assert (parts.strategy, singles[parts.control]) == ("error + entropy", max(singles.values()))
-    assert parts.both.mean == pytest.approx(scores["error + entropy"] - scores[parts.control])
-    for part, alone in ((parts.policies, POLICIES_ALONE), (parts.budgets, BUDGETS_ALONE)):
-        other = BUDGETS_ALONE if alone == POLICIES_ALONE else POLICIES_ALONE
-        assert part.alone.mean == pytest.approx(scores[alone] - scores[parts.control])
-        assert part.beside.mean == pytest.approx(scores["error + entropy"] - scores[other])
-    assert parts.policies.alone.mean + parts.budgets.beside.mean == pytest.approx(parts.both.mean)
-    assert parts.policies.alone.low <= parts.policies.alone.mean <= parts.policies.alone.high
-
-
-def test_the_best_candidates_of_either_kind_of_budgets(won: Selection) -> None:
-    found, scores = won.report.by_budgets, won.report.scores
-    assert found is not None
-    assert (found.equal in ("cosine", "error"), found.own) == (True, "error + entropy")
-    assert found.gain is not None
-    assert found.equal is not None
-    assert found.gain.mean == pytest.approx(scores["error + entropy"].mean - scores[found.equal].mean)
 
 
 def test_methods_are_asked_until_they_leave(won: Selection) -> None:

@@ -88,16 +88,16 @@ class CandidateBank(Closing):
         # prompts may take so much for good that enough is left for a pass
         works = [SampleWork.forcing(sample, cap) for sample in self.samples]
         works += [SampleWork.replying(sample, cap, sample.limit) for sample in self.samples]
-        if objective == "kl":
+        is_compared = objective == "kl"
+        if is_compared:
             works += [SampleWork.forcing(sample, len(sample.prompt)) for sample in self.samples]
         most = check_fits(self._sizes, works, self._memory)
         (policy, *_), *_ = policies.values()
-        program = Program.uniform(loaded.model, policy, int if full else partial(min, cap))
+        program = Program.uniform(loaded.model, policy, int if is_compared else partial(min, cap))
         require_room(loaded.model, {"the search": program}, [max(len(sample.prompt) for sample in self.samples)])
         self._store = SampleStore(max(0, min(self._memory // 2, self._memory - most)))
         self._splitting = Splitting()
         self._spent = 0
-        is_compared = objective == "kl"
         self._prepared = PreparedSamples(loaded.model, policies, windows, self.samples, cap, self._store, is_compared)
         try:
             with running(loaded.model):
