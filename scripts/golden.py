@@ -123,7 +123,7 @@ evolve-parity
     evolve bundled --budget 64 --parity --objective metric $window --group-size 3 $search --population 4
     -o runs/evolve-parity
 evolve-layers
-    evolve bundled --budget 48 --space layers --objective kl $window $search --population 4
+    evolve bundled --budget 48 --space layers $window $search --population 4
     --json -o runs/evolve-layers
 evolve-golden
     evolve bundled --budget 48 --policy keydiff --group-size 1 $search --max-evals 14

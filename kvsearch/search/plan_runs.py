@@ -11,25 +11,20 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.core.progress import Progress, counted
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import NonFiniteError, has_windows, stop_tokens
-from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import JointReplies, compressed
 from kvsearch.search.bank.memory import SampleBlock, Splitting
-from kvsearch.search.bank.passes import PAD, forced_loss
+from kvsearch.search.bank.passes import PAD, predicted_answers
 from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
 from kvsearch.search.start_plans import Base
 from kvsearch.signals.predictions import answer_losses
 
-FULL = "full"
 Context = list[int]  # the samples that share a prompt
 
 
@@ -41,10 +36,9 @@ class PlanRuns:
     Args:
         base: policies and phases.
         samples: of one protocol; see `bank_samples`.
-        objective: what candidates are judged by; "kl" compares with what the full cache says of every answer.
+        objective: what candidates are judged by, "nll" or "metric".
         batch: contexts that are read together.
         max_memory: bytes for compressed caches; see `compressed`.
-        progress: told (contexts read, contexts), while the full cache is noted.
 
     Raises:
         UsageError: there are no samples.
@@ -59,7 +53,6 @@ class PlanRuns:
         objective: str = "nll",
         batch: int = 8,
         max_memory: int | None = None,
-        progress: Progress | None = None,
     ) -> None:
         self.base = base
         self.objective = objective
@@ -71,9 +64,6 @@ class PlanRuns:
         self.memory = max_memory
         self._splitting = Splitting()
         self.tokens_spent = 0  # that the model has read: prompts, and what followed them under every candidate
-        self._full: dict[int, Tensor] = {}  # log-probabilities [1, rows, V] under the full cache, by sample
-        if objective == "kl":
-            self._note_full(progress)
 
     def evaluate(self, job: Sequence[Ints]) -> Floats:
         """Judge every candidate of a job on all samples by the objective, float64 [P, S]; NaN where the model gives it.
@@ -83,7 +73,7 @@ class PlanRuns:
             IncompatibleError: the model emits NaN for a prompt.
         """
         if self.objective != "metric":
-            require_answers(self.objective, self.samples)
+            require_answers(self.samples)
         programs = [Program.from_plan(self.model, self.base.plan(np.asarray(table), {}, 0)) for table in job]
         values = np.full((len(programs), len(self.samples)), np.nan)
         batches = list(self._batches(range(len(self.samples))))
@@ -107,8 +97,7 @@ class PlanRuns:
         return values
 
     def close(self) -> None:
-        """Forget what the full cache said."""
-        self._full.clear()
+        """There is nothing to give back."""
 
     # --- contexts -------------------------------------------------------------------------------------------------
 
@@ -170,31 +159,11 @@ class PlanRuns:
         sums = np.zeros(len(samples))
         rows = max(sample.predicting for sample in samples)
         if rows:
-            full = [self._full[index] for index in asked] if self.objective == "kl" else None
             logits = joint.replies.force([sample.following for sample in samples], rows)
-            sums += forced_loss(samples, full, self.model.device)(logits)
+            sums += answer_losses(logits, predicted_answers(samples, self.model.device))
             self.tokens_spent += sum(len(sample.following) for sample in samples)
         for row, sample in enumerate(samples):
-            if self.objective != "kl" and len(sample.answer) > sample.predicting:  # the prompt predicts the first
+            if len(sample.answer) > sample.predicting:  # the prompt predicts the first
                 last = joint.logits[row % len(joint.logits)]
                 sums[row] += answer_losses(last[None], sample.answer[None, :1])[0]
         return [float(total) / max(1, len(sample.answer)) for total, sample in zip(sums, samples, strict=True)]
-
-    def _note_full(self, progress: Progress | None) -> None:
-        """Note what the full cache says of every answer."""
-        answered = [index for index, sample in enumerate(self.samples) if len(sample.answer)]
-        work = list(self._batches(answered))
-        with running(self.model):
-            for contexts in counted(work, len(work), progress):
-                for joint in self._read({FULL: full_cache(self.model)}, contexts):
-                    for number in range(max(map(len, contexts))):
-                        asked = [context[min(number, len(context) - 1)] for context in contexts]
-                        samples = [self.samples[index] for index in asked]
-                        rows = max(sample.predicting for sample in samples)
-                        logits = torch.zeros(len(asked), 0, 1)
-                        if rows:
-                            logits = joint.replies.force([sample.following for sample in samples], rows)
-                        for index, sample, said in zip(asked, samples, logits, strict=True):
-                            answer = said[None, rows - sample.predicting :]
-                            self._full[index] = answer.float().log_softmax(-1).cpu()
-                            self.tokens_spent += len(sample.following)

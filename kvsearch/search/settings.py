@@ -15,7 +15,7 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.tasks.base import Answers
 
 SpaceName = Literal["groups", "layers", "heads", "joint"]
-ObjectiveName = Literal["nll", "kl", "metric"]
+ObjectiveName = Literal["nll", "metric"]
 FEWEST = 4  # points of a generation that the update of the covariance of CMA-ES works with
 MAX_POOL = 1024  # candidates of a search that are worth a second look, beside the start plans
 WHAT = "What is searched"  # headings of the help
@@ -50,8 +50,8 @@ class EvolveSettings(Record):
     objective: Annotated[
         ObjectiveName,
         Option(
-            "What the search lowers or raises: nll or kl of teacher-forced answers (cheap), or metric, the task's own "
-            "of free replies. The best are judged by the metric in any case."
+            "What the search lowers or raises: nll of teacher-forced answers (cheap), or metric, the task's own of "
+            "free replies. The best are judged by the metric in any case."
         ),
     ] = "nll"
     answers: Annotated[Answers, replace(ANSWERS)] = "own"

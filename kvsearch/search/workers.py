@@ -70,4 +70,4 @@ def make_evaluator(
         return CandidateBank(
             base.loaded, base.by_layer, samples, cap, objective=objective, max_memory=max_memory, progress=progress
         )
-    return PlanRuns(base, samples, objective=objective, batch=batch, max_memory=max_memory, progress=progress)
+    return PlanRuns(base, samples, objective=objective, batch=batch, max_memory=max_memory)

@@ -65,14 +65,6 @@ def total_variation(full: Tensor, changed: Tensor) -> float:
     return float(moved.mean())
 
 
-def answer_divergences(full: Tensor, changed: Tensor, answers: Tensor) -> Floats:
-    """Sum the divergences KL(full || changed) over the rows that predict answers [S, R], -1 where there is none, [S].
-
-    `full` are log-probabilities, `changed` logits, [S, R, vocabulary].
-    """
-    return sum_answers(_terms(full.to(changed.device), changed).sum(-1), answers)
-
-
 def _terms(full: Tensor, changed: Tensor) -> Tensor:
     """Return what each token of the vocabulary adds, by log-probabilities and logits."""
     return full.exp() * (full - changed.float().log_softmax(-1))

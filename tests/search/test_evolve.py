@@ -42,7 +42,7 @@ from tests.search.searching import Silent
 MODES: list[dict[str, Any]] = [
     {},
     {"parity": True},
-    {"objective": "kl", "space": "layers"},
+    {"space": "layers"},
     {"objective": "metric", "generations": 1, "protocol": "question-aware"},
     {"phases": "both", "generations": 1, "group_size": 6, "population": 4},
 ]

@@ -20,7 +20,7 @@ from kvsearch.search.settings import EvolveSettings
         ({"group_size": 0}, "greater than or equal to 1"),
         ({"sigma": 0}, "greater than 0"),
         ({"gamma": 1.5}, "less than or equal to 1"),
-        ({"objective": "f1"}, "'nll', 'kl' or 'metric'"),
+        ({"objective": "f1"}, "'nll' or 'metric'"),
         ({"generation": 3}, "Extra inputs are not permitted"),
     ],
 )

@@ -299,6 +299,6 @@ def test_a_key_depends_on_all_that_decides_the_values() -> None:
     others = [
         candidate_key(table(9, 8), "nll"),
         candidate_key(np.array([[8, 9]]), "nll"),
-        candidate_key(table(8, 9), "kl"),
+        candidate_key(table(8, 9), "metric"),
     ]
     assert len({base, *others}) == 4

@@ -34,9 +34,7 @@ def worker_bank(prepared: PreparedSearch, source: ModelSource) -> Evaluator:
     return factory()
 
 
-@pytest.mark.parametrize(
-    ("objective", "phases"), [("nll", "prefill"), ("kl", "prefill"), ("metric", "prefill"), ("kl", "decode")]
-)
+@pytest.mark.parametrize(("objective", "phases"), [("nll", "prefill"), ("metric", "prefill"), ("nll", "decode")])
 def test_the_bank_of_a_worker_measures_the_same(objective: str, phases: str, loaded: LoadedModel) -> None:
     prepared = prepare(loaded, objective=objective, phases=phases)
     job = tuple(prepared.starts.values())

@@ -26,10 +26,11 @@ from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.program import require_room
 from kvsearch.search.bank.memory import Act, SampleWork, Sizes, Splitting, blocks, check_fits
-from kvsearch.search.bank.passes import BankReply, Pass, Portion, forced_loss
+from kvsearch.search.bank.passes import BankReply, Pass, Portion, predicted_answers
 from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of
 from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
 from kvsearch.search.bank.store import SampleStore
+from kvsearch.signals.predictions import answer_losses
 
 
 class CandidateBank(Closing):
@@ -48,9 +49,7 @@ class CandidateBank(Closing):
             of their policies, then under the next; memory is taken for each.
         samples: of one protocol; see `bank_samples`.
         cap: the largest budget of any candidate, in entries per kv head.
-        objective: what `evaluate` judges by. "kl" compares with what the full cache says of every answer, exactly (the
-            log-probabilities of the whole vocabulary): takes the full cache of one prompt at a time while prompts are
-            read.
+        objective: what `evaluate` judges by: "nll", see `losses`, or "metric", see `scores`.
         max_memory: bytes for stored prompts and passes; the model itself, and the dense attention of the prompt that
             is being read, come on top. Default: 8 GiB, or half of what a GPU has free. At most half of it holds
             prompts; the others are spilled, see `SampleStore`.
@@ -88,17 +87,14 @@ class CandidateBank(Closing):
         # prompts may take so much for good that enough is left for a pass
         works = [SampleWork.forcing(sample, cap) for sample in self.samples]
         works += [SampleWork.replying(sample, cap, sample.limit) for sample in self.samples]
-        is_compared = objective == "kl"
-        if is_compared:
-            works += [SampleWork.forcing(sample, len(sample.prompt)) for sample in self.samples]
         most = check_fits(self._sizes, works, self._memory)
         (policy, *_), *_ = policies.values()
-        program = Program.uniform(loaded.model, policy, int if is_compared else partial(min, cap))
+        program = Program.uniform(loaded.model, policy, partial(min, cap))
         require_room(loaded.model, {"the search": program}, [max(len(sample.prompt) for sample in self.samples)])
         self._store = SampleStore(max(0, min(self._memory // 2, self._memory - most)))
         self._splitting = Splitting()
         self._spent = 0
-        self._prepared = PreparedSamples(loaded.model, policies, windows, self.samples, cap, self._store, is_compared)
+        self._prepared = PreparedSamples(loaded.model, policies, windows, self.samples, cap, self._store)
         try:
             with running(loaded.model):
                 self._prepared.read(progress)
@@ -110,33 +106,31 @@ class CandidateBank(Closing):
 
     def evaluate(self, job: Sequence[Ints]) -> Floats:
         """Judge every candidate of a job on all samples by the objective, float64 [P, S]; see `losses` and `scores`."""
-        return self.scores(job) if self.objective == "metric" else self.losses(job, self.objective)
+        return self.scores(job) if self.objective == "metric" else self.losses(job)
 
-    def losses(self, candidates: Sequence[Ints], objective: str = "nll") -> Floats:
-        """Return the losses of teacher-forced answers, means over the tokens of each in nats, float64 [P, S].
+    def losses(self, candidates: Sequence[Ints]) -> Floats:
+        """Return the mean -log p of teacher-forced answers, over the tokens of each in nats, float64 [P, S].
 
         `candidates` are P tables [L, Hkv]. The first token of an answer that follows the prompt at once is predicted by
-        the prompt itself: it has the same -log p under every candidate, and no divergence.
+        the prompt itself: it has the same -log p under every candidate.
 
         Raises:
             UsageError: a sample without an answer, or too little memory.
             RuntimeError, MemoryError: torch or Python ran out of memory for a single candidate and sample.
         """
         table = self._table(candidates)
-        require_answers(objective, self.samples)
+        require_answers(self.samples)
         losses = np.zeros((len(table), len(self.samples)))
 
         def act(portion: Portion, indices: list[int], some: slice) -> None:
             logits = Pass(self.loaded.model, portion, table[some]).forced()
             if logits is not None:
-                full = None if objective == "nll" else [self._prepared.full_log_probs(index) for index in indices]
-                loss = forced_loss(portion.samples, full, self.loaded.device)
-                losses[some, indices] = np.stack([loss(of_candidate) for of_candidate in logits])
+                answers = predicted_answers(portion.samples, self.loaded.device)
+                losses[some, indices] = np.stack([answer_losses(of_candidate, answers) for of_candidate in logits])
 
         self._run(table, [SampleWork.forcing(sample, self.cap) for sample in self.samples], act)
         self._spent += len(table) * self.tokens
-        if objective == "nll":
-            losses += self._prepared.given
+        losses += self._prepared.given
         return losses / np.array([max(1, len(sample.answer)) for sample in self.samples], dtype=np.float64)
 
     def scores(self, candidates: Sequence[Ints]) -> Floats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvsearch.core.arrays import Floats, Ints
+from kvsearch.core.arrays import Ints
 from kvsearch.runtime.decode.replies import GreedyReply, left_padded, likeliest
 from kvsearch.runtime.decode.steps import repeating
 from kvsearch.runtime.stock import CACHE
 from kvsearch.search.bank.layer import PrefixLayer, SuffixTokens, WindowLayer
 from kvsearch.search.bank.samples import BankSample
-from kvsearch.signals.predictions import answer_divergences, answer_losses
 
 PAD = 0  # any token will do: nothing sees it
 
@@ -49,20 +48,10 @@ def side_by_side(states: Sequence[Tensor], right: bool) -> Tensor:
     return made
 
 
-def forced_loss(
-    samples: Sequence[BankSample], full: Sequence[Tensor] | None, device: Any
-) -> Callable[[Tensor], Floats]:
-    """Return what makes sums of losses [S] of the logits [S, R, V] that predict the samples' answers, right-aligned.
-
-    Negative log-likelihoods, or with what the `full` cache says of every answer, log-probabilities [1, rows, V],
-    divergences from that.
-    """
+def predicted_answers(samples: Sequence[BankSample], device: Any) -> Tensor:
+    """Return the tokens [S, R] of the samples' answers that logits predict, right-aligned, -1 where there is none."""
     predicted = [sample.answer[len(sample.answer) - sample.predicting :] for sample in samples]
-    answers, _ = left_padded(predicted, -1, device)
-    if full is None:
-        return lambda logits: answer_losses(logits, answers)
-    together = side_by_side(full, right=True)[:, 0]
-    return lambda logits: answer_divergences(together, logits, answers)
+    return left_padded(predicted, -1, device)[0]
 
 
 class BankReply(GreedyReply):

@@ -25,7 +25,7 @@ from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.collector import watch
 from kvsearch.runtime.observe import PromptLayer
 from kvsearch.runtime.stock import CACHE, stock_layers
-from kvsearch.search.bank.passes import Pass, Portion, side_by_side
+from kvsearch.search.bank.passes import Portion, side_by_side
 from kvsearch.search.bank.samples import BankSample
 from kvsearch.search.bank.store import SampleStore
 from kvsearch.signals.predictions import answer_losses
@@ -47,8 +47,8 @@ class Prefilled:
     logits: Tensor
 
 
-def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int | None) -> Prefilled:
-    """Read token ids [T] and keep the best `cap` entries of every head (None: all), and every sliding window.
+def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> Prefilled:
+    """Read token ids [T] and keep the best `cap` entries of every head, and every sliding window.
 
     The model must run the attention "kvsearch".
     """
@@ -118,8 +118,8 @@ def ranking_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[P
 class PreparedSamples:
     """Samples whose prompts were read, each different one once.
 
-    Keeps the best `cap` entries of every head in `store`, and with `full` what the full cache says of every answer.
-    The model must run the attention "kvsearch" while prompts are read.
+    Keeps the best `cap` entries of every head in `store`. The model must run the attention "kvsearch" while prompts are
+    read.
     """
 
     model: Any
@@ -128,9 +128,7 @@ class PreparedSamples:
     samples: Sequence[BankSample]
     cap: int
     store: SampleStore
-    full: bool
     tokens: int = 0  # that the model has read so far
-    _vocabulary: int = 0
     _last: dict[str, Tensor] = field(default_factory=dict)  # logits [V] after prompts that replies follow at once
 
     def __post_init__(self) -> None:
@@ -149,17 +147,18 @@ class PreparedSamples:
             users.setdefault(sample.prompt_sha256, []).append(index)
         for name, indices in counted(users.items(), len(users), progress):
             sample = self.samples[indices[0]]
-            found = prefill(self.model, self.policies, sample.prompt, None if self.full else self.cap)
+            found = prefill(self.model, self.policies, sample.prompt, self.cap)
             self.tokens += found.length
             if not bool(found.logits.isfinite().all()):
                 raise IncompatibleError(
                     f"{sample.place}: the model emits NaN or infinite logits: check its dtype and weights"
                 )
-            self._vocabulary = len(found.logits)
             if not len(sample.asked):
                 self._last[name] = found.logits.cpu()
             for index in indices:
-                self._note_answer(index, found)
+                answer = self.samples[index].answer
+                if len(answer) > self.samples[index].predicting:
+                    self.given[index] = answer_losses(found.logits[None, None], answer[None, :1])[0]
             kept = {}
             for layer, some in enumerate(found.layers):
                 for choice, (keys, values) in enumerate(some):
@@ -189,7 +188,8 @@ class PreparedSamples:
             ]
             for layer in sorted({layer for layer, _ in wanted})
         ]
-        return self._portion(samples, layers)
+        lengths: Ints = np.array([len(sample.prompt) for sample in samples], dtype=np.int64)
+        return Portion(samples, lengths, layers, self.windows)
 
     @property
     def choices(self) -> int:
@@ -203,35 +203,6 @@ class PreparedSamples:
             return None
         return torch.stack([self._last[name] for name in names]).to(self.model.device)
 
-    def full_log_probs(self, index: int) -> Tensor:
-        """Return what the full cache says of the answer of a sample: log-probabilities [1, rows, V] fp32."""
-        rows = self.samples[index].predicting
-        if not rows:
-            return torch.zeros(1, 0, self._vocabulary)
-        return self.store.get(_answer_name(index), {"log_probs": rows})["log_probs"]
-
-    # --- reading a prompt -----------------------------------------------------------------------------------------
-
-    def _note_answer(self, index: int, found: Prefilled) -> None:
-        """Note what the prompt itself says of an answer, and with `full` what the full cache says."""
-        sample = self.samples[index]
-        if len(sample.answer) > sample.predicting:
-            self.given[index] = answer_losses(found.logits[None, None], sample.answer[None, :1])[0]
-        if not self.full or not len(sample.answer):
-            return
-        layers = [[(keys[None], values[None]) for keys, values in some] for some in found.layers]
-        heads = layers[next(iter(self.policies))][0][0].shape[1]
-        everything = np.full((1, self.choices * len(self.policies), heads), found.length)
-        logits = Pass(self.model, self._portion([sample], layers), everything).forced()
-        if logits is None:
-            return
-        self.tokens += len(sample.following)
-        self.store.put(_answer_name(index), {"log_probs": logits[0].float().log_softmax(-1)})
-
-    def _portion(self, samples: Sequence[BankSample], layers: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Portion:
-        lengths: Ints = np.array([len(sample.prompt) for sample in samples], dtype=np.int64)
-        return Portion(samples, lengths, layers, self.windows)
-
 
 def _alone(states: Tensor) -> Tensor:
     """Return the same without the memory of what was cut off."""
@@ -242,7 +213,3 @@ def _alone(states: Tensor) -> Tensor:
 
 def _name(part: str, layer: int, choice: int) -> str:
     return f"{part}.{layer}.{choice}"
-
-
-def _answer_name(index: int) -> str:
-    return f"answer {index}"

@@ -99,13 +99,11 @@ def check_samples(model: Any, samples: Sequence[BankSample]) -> None:
         check_length(model, len(sample.prompt) + len(sample.following))
 
 
-def require_answers(objective: str, samples: Sequence[BankSample]) -> None:
-    """Raise UsageError if a sample names no right answer, which this objective needs."""
+def require_answers(samples: Sequence[BankSample]) -> None:
+    """Raise UsageError if a sample names no right answer, which a loss needs."""
     for sample in samples:
         if not len(sample.answer):
-            raise UsageError(
-                f"{sample.place}: {objective} needs a right answer, and there is none: search by the metric"
-            )
+            raise UsageError(f"{sample.place}: nll needs a right answer, and there is none: search by the metric")
 
 
 def bank_samples(
