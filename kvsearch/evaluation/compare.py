@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from kvsearch.core.errors import IncompatibleError
+from kvsearch.core.arrays import TIE
+from kvsearch.core.canonical import sha256_of
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.progress import Progress
-from kvsearch.evaluation.identity import content_of, environment, metric_of
 from kvsearch.evaluation.reply_store import ReplyStore
-from kvsearch.evaluation.runner import KeptReplies, run_encoded
-from kvsearch.evaluation.samples import Contexts, Sample, context_of
-from kvsearch.evaluation.statistics import SizeBlock, blocks_of, named_averages, summarize
+from kvsearch.evaluation.runner import KeptReplies, content_of, environment, metric_of, run_encoded
+from kvsearch.evaluation.samples import Contexts, Footprint, Sample, context_of
+from kvsearch.evaluation.statistics import SizeBlock, blocks_of, contrast, named_averages, summarize
 from kvsearch.evaluation.totals import check_totals, decode_entries
-from kvsearch.evaluation.values import Footprint
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost, Work
+from kvsearch.plan import Plan
 from kvsearch.plan.origin import USES, ContextRecord, ContextSet, Use
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
-from kvsearch.runs.estimates import doubt_of
+from kvsearch.runs.estimates import Difference, Estimate, doubt_of
 from kvsearch.runs.identity import METRICS, Job, RunConfig
-from kvsearch.strategies.compared import ReadyMethod, different_settings
+from kvsearch.runtime import Program
+from kvsearch.runtime.program import warn_unfit
+from kvsearch.strategies.compared import ReadyMethod, different_settings, full_method
 from kvsearch.strategies.names import FULL as FULL
 from kvsearch.tasks.base import Coverage, Task
 from kvsearch.tasks.encode import TaskPrompts, contexts_of, encode_tasks, listed, most_tokens, readings
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
+
+OpenStage = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
+StageStore = Callable[[str, "Evaluation"], OpenStage]  # opens what keeps the replies of a stage, by its name
 
 ROUNDING = ("batch", "max_memory")  # settings that replies depend on by rounding alone
 UNKNOWN = "which contexts it was fitted and chosen on is not known"
@@ -134,7 +141,8 @@ class Comparison:
     `environment` is what `identity.environment` says. `metrics` are by task. `decode_entries` is what a decode phase
     allows, the mean over the prompts, by the label of every method that has one. `told` are notes from before the run.
     `contexts` says which samples share a context, see `encoding.contexts_of` (None: those of one key). `seen` is what
-    methods, by name, knew of the contexts.
+    methods, by name, knew of the contexts. `names` are those of plans that were compared, with the label of the method
+    that replied for it: equal plans share their replies, and the full cache is always there.
     """
 
     model: str
@@ -152,6 +160,26 @@ class Comparison:
     told: tuple[str, ...] = ()
     contexts: Contexts | None = None
     seen: Mapping[str, Seen] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def score(self, name: str) -> Estimate:
+        """Return the mean of a plan over all tasks with its 95% interval."""
+        return self.blocks[0].overall.scores[self.names[name]]
+
+    def gain(self, name: str, others: Sequence[str]) -> Difference:
+        """Return what a plan scores above the mean of others, paired by question, with its 95% interval."""
+        weights: dict[str, float] = {self.names[name]: 1.0}
+        for other in others:
+            label = self.names[other]
+            weights[label] = weights.get(label, 0.0) - 1 / len(others)
+        return contrast(self.samples, weights, self.contexts)
+
+    def ahead(self, name: str) -> dict[str, Difference]:
+        """Return what other plans score above one, the most first; the full cache aside."""
+        mean = self.score(name).mean
+        higher = [other for other in self.names if other not in (FULL, name) and self.score(other).mean > mean + TIE]
+        leads = {other: self.gain(other, [name]) for other in higher}
+        return dict(sorted(leads.items(), key=lambda item: -item[1].mean))
 
     @property
     def protocol(self) -> Protocol:
@@ -266,7 +294,7 @@ def replies_cost(name: str, encoded: Sequence[TaskPrompts], protocol: Protocol, 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What is to be compared on which questions, checked and in token ids."""
+    """What is to be compared on which questions, checked and in token ids; `names` as of a `Comparison`."""
 
     loaded: LoadedModel
     methods: tuple[ReadyMethod, ...]
@@ -274,6 +302,13 @@ class Evaluation:
     encoded: list[TaskPrompts]
     settings: Settings
     notes: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, names: Sequence[str], questions: list[TaskPrompts]) -> Evaluation:
+        """Return the evaluation of some plans and the full cache, on a part of the questions."""
+        labels = {name: self.names[name] for name in (FULL, *names)}
+        methods = tuple(method for method in self.methods if method.label in labels.values())
+        return replace(self, methods=methods, encoded=questions, names=labels)
 
     @property
     def replies(self) -> int:
@@ -319,8 +354,19 @@ class Evaluation:
         coverage, most = [task.coverage for task in self.encoded], most_tokens(self.loaded.model, asked.max_length)
         return Comparison(
             self.loaded.name, self.subject, asked, self.methods, coverage, results, averages, blocks, most,
-            environment(self.loaded), self.metrics, self._decode_entries(), self.notes, contexts, self.seen,
+            environment(self.loaded), self.metrics, self._decode_entries(), self.notes, contexts, self.seen, self.names,
         )  # fmt: skip
+
+    def run_stage(self, name: str, store: StageStore | None, *, answered: bool = False) -> Comparison:
+        """Run as the stage `name`, whose replies are kept in `store` (None: nowhere); see `run`.
+
+        `answered`: only if the full cache can answer, see `require_answers`.
+        """
+        stage: OpenStage = nullcontext((None, None)) if store is None else store(name, self)
+        with stage as (replies, progress):
+            if answered:
+                self.require_answers(progress, replies)
+            return self.run(progress, replies)
 
     def require_answers(self, progress: Progress | None = None, store: ReplyStore | None = None) -> None:
         """Ask the full cache alone, before what takes long; see `run`.
@@ -366,6 +412,27 @@ def prepare(loaded: LoadedModel, methods: Sequence[ReadyMethod], subject: str, a
     encoded = asked.encode(loaded)
     notes = check_totals(loaded, methods, _lengths(encoded, asked.settings.protocol))
     return Evaluation(loaded, tuple(methods), subject, encoded, asked.settings, tuple(notes))
+
+
+def prepare_plans(loaded: LoadedModel, plans: Mapping[str, Plan], split: Split) -> Evaluation:
+    """Check that plans and tasks fit together; plans that differ in nothing but their origin run once.
+
+    Raises:
+        UsageError: a plan has the name of the full cache.
+        UsageError, IncompatibleError: see `prepare` and `Program.from_plan`.
+    """
+    if FULL in plans:
+        raise UsageError(f"two of what is tried are called {FULL!r}: name them differently")
+    methods = {FULL: full_method(loaded)}
+    labels = {FULL: FULL}
+    known: dict[str, str] = {}
+    for name, plan in plans.items():
+        content = sha256_of(plan.model_dump(mode="json", exclude={"provenance"}))
+        labels[name] = known.setdefault(content, name)
+        if labels[name] == name:
+            methods[name] = ReadyMethod(name, Program.from_plan(loaded.model, plan), {"plan_content": content})
+    warn_unfit(loaded.model, {policy for one in methods.values() for policy in one.program.policies})
+    return replace(prepare(loaded, list(methods.values()), FULL, split), names=labels)
 
 
 def _lengths(encoded: Sequence[TaskPrompts], protocol: Protocol) -> list[int]:

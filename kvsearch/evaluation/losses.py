@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, InternalError, UsageError
 from kvsearch.core.progress import Progress, counted
-from kvsearch.evaluation.values import LayerLoss
+from kvsearch.evaluation.samples import LayerLoss
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Observation

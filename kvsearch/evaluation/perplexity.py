@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.progress import Progress, counted
-from kvsearch.evaluation.values import Perplexity, WindowLoss
+from kvsearch.evaluation.samples import Perplexity, WindowLoss
 from kvsearch.models.architecture import describe, text_config
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import PlanCache, Program

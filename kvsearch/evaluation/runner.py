@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning
 from kvsearch.core.progress import Progress, counted
-from kvsearch.evaluation.identity import environment
+from kvsearch.core.resources import version
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.samples import Place, Sample
 from kvsearch.models.loading import LoadedModel
@@ -25,10 +27,12 @@ from kvsearch.runtime.decode.replies import NonFiniteError, has_windows, stop_to
 from kvsearch.runtime.program import require_room
 from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
 from kvsearch.strategies.compared import ReadyMethod
+from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Question, Reading, TaskPrompts, questions_of, readings, token_hash
 from kvsearch.tasks.metrics import score
 from kvsearch.tasks.prompts import cut
 
+PACKAGES = ("kvsearch", "torch", "transformers")
 UNSCORED = 0.0  # finite, as all that is kept; scores of recalled replies are computed anew
 
 
@@ -67,18 +71,15 @@ def run_encoded(
         for number, task in enumerate(tasks)
         for part in batches(readings(task.prompts, protocol), batch, follows)
     ]
-    known = [Known() if kept is None else kept.recall(tasks[one.task], one.readings, programs) for one in work]
-    left = [
-        one._replace(finished=frozenset(there.finished), lent=frozenset(there.lent))
-        for one, there in zip(work, known, strict=True)
-        if set(programs) - there.finished
-    ]
+    if kept is not None:
+        work = [kept.recall(tasks[batch.task], batch, programs) for batch in work]
+    left = [batch._replace(samples=()) for batch in work if set(programs) - batch.finished]
     answers = loaded.map(_Answering([replace(task, prompts=()) for task in tasks], programs, memory), left)
     results: list[Sample] = []
-    for one, there in counted(zip(work, known, strict=True), len(work), progress):
-        task, part = tasks[one.task], one.readings
-        found = {sample.place: sample for sample in _scored(task, part, there.samples)}
-        if set(programs) - there.finished:
+    for batch_work in counted(work, len(work), progress):
+        task, part = tasks[batch_work.task], batch_work.readings
+        found = {sample.place: sample for sample in _scored(task, part, batch_work.samples)}
+        if set(programs) - batch_work.finished:
             for replies in next(answers):
                 found |= {sample.place: sample for sample in _scored_and_kept(kept, task, part, replies)}
         results += [
@@ -90,10 +91,15 @@ def run_encoded(
 
 
 class _Batch(NamedTuple):
-    """What is read together, of the task of that number, and methods that are known: see `Known`."""
+    """What is read together, of the task of that number, and what is known of it.
+
+    `samples` are those of the `finished` methods, with scores that were computed earlier. Of these, `lent` were done by
+    another run, so what is left does not share its arithmetic with them.
+    """
 
     task: int
     readings: Sequence[Reading]
+    samples: Sequence[Sample] = ()
     finished: frozenset[str] = frozenset()
     lent: frozenset[str] = frozenset()
 
@@ -142,18 +148,6 @@ class _Answering:
             yield from self._that_fit(loaded, task, half, left)
 
 
-@dataclass(frozen=True)
-class Known:
-    """What is known of a batch: the samples of the `finished` methods, with scores that were computed earlier.
-
-    Of these, `lent` were done by another run, so what is left does not share its arithmetic with them.
-    """
-
-    samples: list[Sample] = field(default_factory=list)
-    finished: set[str] = field(default_factory=set)
-    lent: set[str] = field(default_factory=set)
-
-
 class KeptReplies:
     """The replies of an evaluation in a store: those that are there, or in another run where keys say so, are known.
 
@@ -169,11 +163,13 @@ class KeptReplies:
             shared["model"].pop(label)
         self._methods = {method.label: sha256_of({**shared, "method": method.definition}) for method in methods}
 
-    def recall(self, task: TaskPrompts, batch: Sequence[Reading], methods: Iterable[str]) -> Known:
-        """Return what is known of a batch: methods all of whose replies are known. Lent ones are written down."""
-        known = Known()
+    def recall(self, task: TaskPrompts, batch: _Batch, methods: Iterable[str]) -> _Batch:
+        """Return a batch with the methods all of whose replies are known. Lent ones are written down."""
+        samples: list[Sample] = []
+        finished = set()
+        lent = set()
         for method in methods:
-            keyed = self.keys(task, batch, method)
+            keyed = self.keys(task, batch.readings, method)
             is_lent = all(key in self.store.lent for key in keyed.values())
             if any(pair not in self.store.samples for pair in keyed.items()):
                 if not is_lent:
@@ -184,11 +180,11 @@ class KeptReplies:
                         for place, key in keyed.items()
                     ]
                 )
-            known.samples.extend(self.store.samples[pair] for pair in keyed.items())
-            known.finished.add(method)
+            samples += [self.store.samples[pair] for pair in keyed.items()]
+            finished.add(method)
             if is_lent:
-                known.lent.add(method)
-        return known
+                lent.add(method)
+        return batch._replace(samples=samples, finished=frozenset(finished), lent=frozenset(lent))
 
     def keep(self, task: TaskPrompts, batch: Sequence[Reading], samples: Sequence[Sample]) -> None:
         """Write samples that were finished together; errors as for `ReplyStore.add`."""
@@ -311,3 +307,70 @@ def _naming(where: str, batch: Sequence[Reading], questions: Sequence[Question])
     except NonFiniteError as error:
         sample = f"example {batch[error.row].prompt.key}, question {questions[error.row].number}"
         raise IncompatibleError(f"{where}, {sample}: {error}") from error
+
+
+# --- what an evaluation is made of, by content: two runs with equal configurations give equal reports -----------------
+
+
+def content_of(
+    loaded: LoadedModel,
+    methods: Sequence[ReadyMethod],
+    tasks: Sequence[TaskPrompts],
+    protocol: Protocol,
+    **settings: int | str | None,
+) -> dict[str, Any]:
+    """Return everything that the samples of a run depend on, as JSON; `settings` are further numbers as the seed."""
+    return {
+        **environment(loaded),
+        "protocol": protocol,
+        "methods": {one.label: {**one.definition, "sha256": sha256_of(one.definition)} for one in methods},
+        "tasks": {
+            task.task.name: {
+                "category": task.coverage.category, "contexts": task.coverage.contexts,
+                "questions": task.coverage.questions, "wanted": task.coverage.wanted, "rows_sha256": rows_hash(task),
+            }
+            for task in tasks
+        },
+        **settings,
+    }  # fmt: skip
+
+
+def environment(loaded: LoadedModel) -> dict[str, Any]:
+    """Model, tokenizer, arithmetic and code."""
+    return {
+        "model": loaded.fingerprint.model_dump(mode="json", exclude={"dtype"}),
+        "tokenizer_sha256": tokenizer_hash(loaded.tokenizer),
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": str(loaded.model.device.type),
+        "versions": {package: version(package) for package in PACKAGES},
+    }
+
+
+def metric_of(task: Task) -> str:
+    """Return the name of what scores a task's replies; of a task of one's own that names none, its class."""
+    return str(getattr(task, "metric", type(task).__name__))
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """SHA-256 of what a tokenizer does: its vocabulary and rules, special tokens and chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = sorted(tokenizer.get_vocab().items()) if backend is None else json.loads(backend.to_str())
+    known = {
+        "class": type(tokenizer).__name__, "rules": rules, "special": str(sorted(tokenizer.special_tokens_map.items())),
+        "chat_template": getattr(tokenizer, "chat_template", None),
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def rows_hash(task: TaskPrompts) -> str:
+    """SHA-256 of the questions of a task: prompts in token ids, and what counts as an answer."""
+    rows = [
+        [
+            prompt.key, question.number, token_hash(prompt.with_question(question)), len(prompt.context),
+            question.query.max_new_tokens, question.query.answers, question.query.options,
+            *([question.query.written] if question.query.written else []),
+        ]
+        for prompt in task.prompts
+        for question in prompt.questions
+    ]  # fmt: skip
+    return sha256_of([rows, task.task.stops])

@@ -207,7 +207,7 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
         require_unchanged(directory, PROFILE, "restore it, or start anew with --force")
         reporter.say(FINISHED)
         return load_profile(directory / PROFILE)
-    from kvsearch.evaluation.identity import environment
+    from kvsearch.evaluation.runner import environment
 
     loaded = loaded or options.load(options.model, reporter)
     settings = options.method_settings

@@ -15,8 +15,7 @@ from kvsearch.core.files import check_output
 from kvsearch.core.parsing import read_json, validated
 from kvsearch.core.progress import Progress
 from kvsearch.evaluation.reply_store import check_run
-from kvsearch.evaluation.samples import check_samples_file, write_samples
-from kvsearch.evaluation.values import LayerLoss
+from kvsearch.evaluation.samples import LayerLoss, check_samples_file, write_samples
 from kvsearch.jobs.groups import (
     ASKED,
     KEPT,
@@ -341,8 +340,8 @@ def _read_text(options: EvaluateOptions) -> tuple[Request, PerplexityText, int, 
 def _measure_text(options: EvaluateOptions, reporter: Reporter) -> PerplexityResult:
     """Return the loss of `options.samples` windows of a text under every method."""
     request, text, context, continuation = _read_text(options)
-    from kvsearch.evaluation.identity import environment
     from kvsearch.evaluation.perplexity import measure_perplexity
+    from kvsearch.evaluation.runner import environment
     from kvsearch.evaluation.totals import check_totals
     from kvsearch.strategies.compared import different_settings
 

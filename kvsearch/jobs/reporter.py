@@ -14,8 +14,7 @@ from kvsearch.core.progress import Progress, SecondsLeft, Title
 from kvsearch.evaluation.reply_store import open_run, open_stage
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import Evaluation
-    from kvsearch.evaluation.plan_comparison import OpenStage, StageStore
+    from kvsearch.evaluation.compare import Evaluation, OpenStage, StageStore
     from kvsearch.evaluation.reply_store import ReplyStore
     from kvsearch.runs.identity import RunConfig
     from kvsearch.runs.run import Run

@@ -59,8 +59,7 @@ from kvsearch.selection.rule import LEAST_CONTEXTS, SharedLevel
 from kvsearch.strategies.joint import policy_curves
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import Split
-    from kvsearch.evaluation.plan_comparison import StageStore
+    from kvsearch.evaluation.compare import Split, StageStore
     from kvsearch.jobs.searching import RefinedPlans, Refinement
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Plan
@@ -543,7 +542,7 @@ class RunStages:
 
     def content(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Return all that decides the result, as JSON; what is fitted on is in the configurations of the stages."""
-        from kvsearch.evaluation.identity import environment, metric_of, rows_hash
+        from kvsearch.evaluation.runner import environment, metric_of, rows_hash
 
         left_out = {"batch", "max_memory", *Loading.model_fields}
         stated = {name: value for name, value in recorded.items() if name not in left_out}

@@ -17,7 +17,7 @@ from typing import Any
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.progress import Progress
 from kvsearch.evaluation.compare import Split, replies_cost
-from kvsearch.evaluation.identity import environment, metric_of, rows_hash
+from kvsearch.evaluation.runner import environment, metric_of, rows_hash
 from kvsearch.jobs.reporter import Reporter, on_interruption
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost, Work

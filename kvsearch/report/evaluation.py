@@ -15,8 +15,8 @@ from typing import Literal
 
 from kvsearch.core.files import atomic_write
 from kvsearch.core.printed import csv_text
+from kvsearch.evaluation.samples import Footprint, LayerLoss
 from kvsearch.evaluation.statistics import LEAST_CONTEXTS, Kind
-from kvsearch.evaluation.values import Footprint, LayerLoss
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report import table
 from kvsearch.report.figures.data import Figure, HeatMap, Panel

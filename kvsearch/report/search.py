@@ -97,7 +97,7 @@ def _front_table(result: AnySearch) -> Table:
 
 def decision(evolved: Evolved) -> str:
     """Say what was chosen, how sure that is, and what scores higher in the report, in one sentence."""
-    ahead = ahead_words(evolved.report.ahead(EVOLVED), len(evolved.report.labels) - 2)
+    ahead = ahead_words(evolved.report.ahead(EVOLVED), len(evolved.report.names) - 2)
     return f"{_choice_words(evolved)}{f'; {ahead}' if ahead else ''}"
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, Ty
 import numpy as np
 from pydantic import FailFast, Field, PlainSerializer, model_validator
 
+from kvsearch.evaluation.samples import Footprint, LayerLoss
 from kvsearch.evaluation.statistics import MACRO, Kind, Row
-from kvsearch.evaluation.values import Footprint, LayerLoss
 from kvsearch.plan import Size
 from kvsearch.plan.schema import Protocol
 from kvsearch.results.base import Result, Stored

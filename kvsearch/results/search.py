@@ -64,9 +64,9 @@ class FoundAtBudget(Stored):
         """Return what was found; `decision` says what was chosen and why."""
         choice = evolved.choice
         report = evolved.report
-        labels = report.labels
+        labels = report.names
         others = [name for name in labels if name not in (EVOLVED, FULL)]
-        scores = Scores.of(report.comparison.samples, report.comparison.contexts)
+        scores = Scores.of(report.samples, report.contexts)
         return FoundAtBudget(
             ended=evolved.outcome.ended,
             decision=decision,
@@ -81,7 +81,7 @@ class FoundAtBudget(Stored):
             report={name: report.score(name) for name in labels},
             gains={name: report.gain(EVOLVED, [name]) for name in others},
             recovered={
-                name: measure_gap_closed(scores, labels[EVOLVED], labels[name], seed=report.comparison.settings.seed)
+                name: measure_gap_closed(scores, labels[EVOLVED], labels[name], seed=report.settings.seed)
                 for name in others
             },
             ahead=report.ahead(EVOLVED),

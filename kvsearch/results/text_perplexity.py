@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field
 
+from kvsearch.evaluation.samples import Footprint, MeasuredText, Perplexity, WindowLoss
 from kvsearch.evaluation.statistics import student_estimate
-from kvsearch.evaluation.values import Footprint, MeasuredText, Perplexity, WindowLoss
 from kvsearch.results.base import Result, Stored
 from kvsearch.results.evaluation import HeldField
 from kvsearch.runs.estimates import Estimate

@@ -24,8 +24,7 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import UsageError
 from kvsearch.core.progress import Progress
-from kvsearch.evaluation.compare import Settings, Split, replies_cost
-from kvsearch.evaluation.plan_comparison import PlanComparison, StageStore, prepare_plans
+from kvsearch.evaluation.compare import Comparison, Settings, Split, StageStore, prepare_plans, replies_cost
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Phase, Plan, Size
@@ -185,7 +184,7 @@ class PreparedSearch:
 
     def require_answers(self, progress: Progress | None = None) -> None:
         """Ask the full cache what is searched on; IncompatibleError if it scores next to nothing."""
-        prepare_plans(self.base.loaded, {}, self.splits["search"]).evaluation.require_answers(progress)
+        prepare_plans(self.base.loaded, {}, self.splits["search"]).require_answers(progress)
 
     def search(
         self, executor: Executor, log: TrialLog, allowed: int | None, watcher: Watcher, name: str = ""
@@ -288,7 +287,7 @@ class Evolved:
     search: PreparedSearch
     outcome: SearchOutcome
     choice: Choice
-    report: PlanComparison
+    report: Comparison
 
     @property
     def budget(self) -> int:
@@ -404,8 +403,8 @@ def run_searches(
     report = prepare_plans(first.base.loaded, plans, first.splits["report"]).run_stage("report", store)
     evolved = []
     for (search, outcome, choice), names in zip(finished, asked, strict=True):
-        labels = {FULL: report.labels[FULL], **{name: report.labels[name_asked] for name, name_asked in names.items()}}
-        evolved.append(Evolved(search, outcome, choice, PlanComparison(report.comparison, labels)))
+        labels = {FULL: report.names[FULL], **{name: report.names[name_asked] for name, name_asked in names.items()}}
+        evolved.append(Evolved(search, outcome, choice, replace(report, names=labels)))
     return evolved
 
 

@@ -19,7 +19,7 @@ from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import NonFiniteError, has_windows, stop_tokens
 from kvsearch.runtime.shared_prefill import JointReplies, compressed
-from kvsearch.search.bank.memory import SampleBlock, Splitting
+from kvsearch.search.bank.memory import Splitting
 from kvsearch.search.bank.passes import PAD, predicted_answers
 from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
 from kvsearch.search.start_plans import Base
@@ -91,8 +91,8 @@ class PlanRuns:
         first = 0
         with running(self.model):
             for batch in batches:
-                block = SampleBlock(list(range(first, first + len(batch))), len(programs))
-                self._splitting.run(block, len(programs), load, measure)
+                numbers = list(range(first, first + len(batch)))
+                self._splitting.run(numbers, len(programs), len(programs), load, measure)
                 first += len(batch)
         return values
 

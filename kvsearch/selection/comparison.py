@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvsearch.core.arrays import TIE
-from kvsearch.evaluation.compare import Split
-from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, StageStore, prepare_plans
+from kvsearch.evaluation.compare import Comparison, Evaluation, Split, StageStore, prepare_plans
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import contrast, estimate
 from kvsearch.evaluation.totals import check_eviction
@@ -44,14 +43,14 @@ class PlanRace:
     only: Sequence[TaskPrompts] | None = None  # a part of the questions of the tasks; None: all
 
     @cached_property
-    def prepared(self) -> PlanEvaluation:
+    def prepared(self) -> Evaluation:
         """All candidates and baselines on all questions."""
         return prepare_plans(self.loaded, self.candidate_set.plans, self.split)
 
     @property
     def encoded(self) -> list[TaskPrompts]:
         """The questions of all rounds."""
-        return self.prepared.evaluation.encoded if self.only is None else list(self.only)
+        return self.prepared.encoded if self.only is None else list(self.only)
 
     @cached_property
     def rounds(self) -> list[list[TaskPrompts]]:
@@ -62,7 +61,7 @@ class PlanRace:
     @property
     def methods(self) -> int:
         """The most methods that a round asks, the full cache among them."""
-        return len(self.prepared.evaluation.methods)
+        return len(self.prepared.methods)
 
     def ask(
         self,
@@ -72,7 +71,7 @@ class PlanRace:
         store: StageStore | None = None,
         *,
         answered: bool = False,
-    ) -> PlanComparison:
+    ) -> Comparison:
         """Ask some candidates and baselines; their replies are kept as those of `stage`, `answered` as for `decide`."""
         part = self.prepared.of(names, questions)
         return part.run_stage("/".join(filter(None, (self.name, stage))), store, answered=answered)
@@ -92,7 +91,7 @@ class PlanRace:
         level = shared.part
         rule = replace(self.rule, level=level)
         race = Race(list(self.candidate_set.candidates), list(self.candidate_set.baselines), rule)
-        rounds: list[PlanComparison] = []
+        rounds: list[Comparison] = []
         behind: dict[str, str] = {}
         for number, questions in enumerate(self.rounds, 1):
             names = [*race.candidates, *race.baselines]
@@ -100,16 +99,14 @@ class PlanRace:
             rounds.append(comparison)
             behind |= behind_on_kinds(rounds, race.candidates, race.baselines)
             race.candidates = [name for name in race.candidates if name not in behind]
-            asked = Scores.of(comparison.comparison.samples, comparison.comparison.contexts)
+            asked = Scores.of(comparison.samples, comparison.contexts)
             race.judge_round(asked, is_last=number == len(self.rounds))
             if race.winner is not None:
                 break
         shared.beaten += race.verdict == "beats"
         return self._result(race, rounds, tuple(behind.values()), level)
 
-    def _result(
-        self, race: Race, rounds: Sequence[PlanComparison], behind: tuple[str, ...], level: float
-    ) -> PhaseResult:
+    def _result(self, race: Race, rounds: Sequence[Comparison], behind: tuple[str, ...], level: float) -> PhaseResult:
         """Return how a race ended; methods that were asked longest come first, then those with the higher score."""
         assert race.winner is not None
         assert race.verdict is not None
@@ -117,11 +114,11 @@ class PlanRace:
         contexts = join_contexts(rounds)
         methods = [_method_result(name, race, rounds, contexts) for name in plans.plans]
         methods.sort(key=lambda method: (-method.contexts, -method.score.mean))
-        samples = [sample for asked in rounds for sample in asked.comparison.samples]
-        notes = [*plans.notes, *behind, *rounds[-1].comparison.notes]
+        samples = [sample for asked in rounds for sample in asked.samples]
+        notes = [*plans.notes, *behind, *rounds[-1].notes]
         if kinds := lower_kinds(samples, contexts, race.winner, race.best):
             notes.append(f"{race.winner} scores less than {race.best} on some kinds: {', '.join(kinds)}")
-        counts = [QuestionCount.of(asked.comparison) for asked in rounds]
+        counts = [QuestionCount.of(asked) for asked in rounds]
         return PhaseResult(
             phases=plans.phases,
             methods=tuple(methods),
@@ -138,12 +135,12 @@ class PlanRace:
         )
 
 
-def _method_result(name: str, race: Race, rounds: Sequence[PlanComparison], contexts: Contexts | None) -> MethodResult:
+def _method_result(name: str, race: Race, rounds: Sequence[Comparison], contexts: Contexts | None) -> MethodResult:
     """Return what a candidate or baseline scored in the rounds that asked it, and what a candidate leads by there."""
-    asked_in = [asked for asked in rounds if name in asked.labels]
-    samples = [sample for asked in asked_in for sample in asked.comparison.samples]
+    asked_in = [asked for asked in rounds if name in asked.names]
+    samples = [sample for asked in asked_in for sample in asked.samples]
     score = estimate([sample for sample in samples if sample.method == name], contexts)
-    count = sum(sum(asked.comparison.distinct.values()) for asked in asked_in)
+    count = sum(sum(asked.distinct.values()) for asked in asked_in)
     if name not in race.wealths:
         return MethodResult(name, "baseline", score, count)
     lead = contrast(samples, {name: 1.0, race.best: -1.0}, contexts)
@@ -159,14 +156,14 @@ def lower_kinds(samples: Sequence[Sample], contexts: Contexts | None, written: s
 
 
 def behind_on_kinds(
-    rounds: Sequence[PlanComparison], candidates: Sequence[str], baselines: Sequence[str]
+    rounds: Sequence[Comparison], candidates: Sequence[str], baselines: Sequence[str]
 ) -> dict[str, str]:
     """Return the candidates that the best baseline leads on a kind of question beyond chance, with a reason each.
 
     Kinds are tasks, or the categories of a task that has several. A mean over all may hide that one is lost. With one
     kind there is none to hide.
     """
-    samples = [sample for comparison in rounds for sample in comparison.comparison.samples]
+    samples = [sample for comparison in rounds for sample in comparison.samples]
     contexts = join_contexts(rounds)
     asked = [sample for sample in samples if sample.method in {*candidates, *baselines}]
     best = Scores.of(asked, contexts).ranked(baselines)[0]
@@ -181,13 +178,13 @@ def behind_on_kinds(
     return behind
 
 
-def join_contexts(rounds: Sequence[PlanComparison]) -> Contexts | None:
+def join_contexts(rounds: Sequence[Comparison]) -> Contexts | None:
     """Return what names the contexts of all rounds; None where every key is a context."""
     contexts: dict[tuple[str, str], str] = {}
     for asked in rounds:
-        if asked.comparison.contexts is None:
+        if asked.contexts is None:
             return None
-        contexts.update(asked.comparison.contexts)
+        contexts.update(asked.contexts)
     return contexts
 
 
@@ -220,7 +217,7 @@ def prepare_race(
         IncompatibleError: see `prepare_plans`.
     """
     race = PlanRace(loaded, plans, split, rule, plans.phases if name is None else name)
-    note = check_eviction(race.prepared.evaluation, size)
+    note = check_eviction(race.prepared, size)
     if note is None:
         return race
     return replace(race, candidate_set=replace(plans, notes=(*plans.notes, note)))

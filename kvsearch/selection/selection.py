@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
-from kvsearch.evaluation.values import Footprint
+from kvsearch.evaluation.samples import Footprint
 from kvsearch.plan import Plan, Size
 from kvsearch.plan.schema import Protocol
 from kvsearch.runs.estimates import Difference, Estimate

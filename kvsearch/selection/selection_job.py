@@ -14,9 +14,8 @@ from typing import Any, Final
 
 from kvsearch.core.arrays import TIE
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Evaluation, Split, replies_cost
-from kvsearch.evaluation.identity import rows_hash
-from kvsearch.evaluation.plan_comparison import StageStore, prepare_plans
+from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans, replies_cost
+from kvsearch.evaluation.runner import rows_hash
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost
 from kvsearch.plan import PHASES, Plan, Profile, Size
@@ -112,7 +111,7 @@ class SelectionJob:
     @property
     def content(self) -> dict[str, Any]:
         """All that decides replies, as JSON; selections of other candidates or phases are the same run."""
-        content = self.config(self.races[0].prepared.evaluation).content
+        content = self.config(self.races[0].prepared).content
         return {**content, "reported": {task.task.name: rows_hash(task) for task in self.report_prompts}}
 
     def config(self, evaluation: Evaluation) -> RunConfig:
@@ -160,17 +159,17 @@ class SelectionJob:
         gain = share = None
         if chosen.winner is not None:
             gain = report.gain(chosen.winner, [chosen.best])
-            scores = Scores.of(report.comparison.samples, report.comparison.contexts)
+            scores = Scores.of(report.samples, report.contexts)
             share = measure_gap_closed(scores, chosen.winner, chosen.best, seed=self.seed)
         reported = Reported(
-            asked=QuestionCount.of(report.comparison),
-            scores={name: report.score(name) for name in report.labels},
-            held={name: report.comparison.held[label] for name, label in report.labels.items()},
+            asked=QuestionCount.of(report),
+            scores={name: report.score(name) for name in report.names},
+            held={name: report.held[label] for name, label in report.names.items()},
             gain=gain,
             share=share,
             ahead=report.ahead(chosen.written),
             lead=None if leader is None else report.gain(leader.name, [chosen.best]),
-            notes=tuple(report.comparison.notes),
+            notes=tuple(report.notes),
         )
         return Selection(
             model=self.loaded.name,

@@ -19,8 +19,7 @@ import numpy as np
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.core.naming import require_known, suggest, unknown
 from kvsearch.core.progress import Progress
-from kvsearch.evaluation.compare import Evaluation, Split
-from kvsearch.evaluation.plan_comparison import PlanEvaluation, prepare_plans
+from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
@@ -112,10 +111,10 @@ def prepare_validation(
         compared[use], made = _make_strategies(table, use, size, permutations, split.settings.seed)
         plans |= {name: plan_of(profile, chosen, size, {}) for name, chosen in made.items() if name not in plans}
     prepared = prepare_plans(loaded, plans, split)
-    for task in prepared.evaluation.encoded:
+    for task in prepared.encoded:
         if task.distinct < 2:
             raise UsageError(f"task {task.task.name} has one context, which makes no interval: ask at least 2")
-    note = check_eviction(prepared.evaluation, size)
+    note = check_eviction(prepared, size)
     mean = size.pool(profile.metadata).mean
     exploding = [one.words for phase in table.axes.phases for one in table.explosions(phase, mean)]
     return PreparedValidation(prepared, profile, size, compared, tuple(filter(None, (note, *exploding))))
@@ -128,16 +127,11 @@ class PreparedValidation:
     `notes` are what to know before the verdicts are trusted.
     """
 
-    prepared: PlanEvaluation
+    evaluation: Evaluation
     profile: Profile
     size: Size
     compared: Mapping[SignalUse, StrategyNames]
     notes: tuple[str, ...] = ()
-
-    @property
-    def evaluation(self) -> Evaluation:
-        """What is asked."""
-        return self.prepared.evaluation
 
     @property
     def budget(self) -> float:
@@ -183,7 +177,7 @@ class PreparedValidation:
 
     def run(self, progress: Progress | None = None, store: ReplyStore | None = None) -> AtBudget:
         """Ask everything that is not in the store, and judge; see `Evaluation.run` for the errors."""
-        result = self.prepared.run(progress, store)
+        result = self.evaluation.run(progress, store)
         signals = tuple(judge_signal(result, use, names) for use, names in self.compared.items())
         return AtBudget(budget=self.budget, ratio=self.size.ratio, full=result.score(FULL), signals=signals)
 

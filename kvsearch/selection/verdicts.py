@@ -16,7 +16,7 @@ from kvsearch.plan.schema import Protocol
 from kvsearch.runs.estimates import Difference, Estimate
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.plan_comparison import PlanComparison
+    from kvsearch.evaluation.compare import Comparison
 
 Kind = Literal["route", "budgets"]
 Verdict = Literal["useful", "unproven", "useless", "harmful"]
@@ -216,7 +216,7 @@ def prediction_reach(controls: Sequence[float]) -> float:
     return float(student_quantile(len(controls) - 1) * stdev(controls) * (1 + 1 / len(controls)) ** 0.5)
 
 
-def judge_signal(result: PlanComparison, use: SignalUse, names: StrategyNames) -> JudgedSignal:
+def judge_signal(result: Comparison, use: SignalUse, names: StrategyNames) -> JudgedSignal:
     """Judge a signal by the scores of a comparison."""
     forward, random = result.score(names.forward), tuple(map(result.score, names.random))
     gains = Gains(
@@ -225,8 +225,8 @@ def judge_signal(result: PlanComparison, use: SignalUse, names: StrategyNames) -
         random=result.gain(names.forward, names.random),
         reach=0.0 if names.exact else prediction_reach([one.mean for one in random]),
     )
-    constant = result.labels[names.forward] == result.labels[names.inverse]
-    contexts, draws = sum(result.comparison.distinct.values()), RandomControls.of(forward, random, names.exact)
+    constant = result.names[names.forward] == result.names[names.inverse]
+    contexts, draws = sum(result.distinct.values()), RandomControls.of(forward, random, names.exact)
     verdict, reason = judge(use.kind, gains, contexts, draws, constant)
     return JudgedSignal(
         **use._asdict(),

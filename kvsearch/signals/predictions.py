@@ -38,12 +38,8 @@ def answer_losses(logits: Tensor, answers: Tensor) -> Floats:
     answers = answers.to(logits.device)
     picked = scores.gather(-1, answers.clamp(min=0)[..., None])[..., 0]
     # not `token_losses`, whose last bits differ: the ledgers and plans of searches hold on to these
-    return sum_answers(scores.logsumexp(-1) - picked, answers)
-
-
-def sum_answers(losses: Tensor, answers: Tensor) -> Floats:
-    """Sum losses [S, R] over the rows that predict answers [S, R], all but those of -1, in float64, [S]."""
-    sums: Floats = losses.double().masked_fill(answers.to(losses.device) < 0, 0.0).sum(-1).cpu().numpy()
+    losses = (scores.logsumexp(-1) - picked).double().masked_fill(answers.to(scores.device) < 0, 0.0)
+    sums: Floats = losses.sum(-1).cpu().numpy()
     return sums
 
 
@@ -52,7 +48,9 @@ def divergence(full: Tensor, changed: Tensor) -> float:
 
     Both are logits [rows, vocabulary].
     """
-    return float(_terms(full.float().log_softmax(-1), changed).sum().clamp(min=0))
+    known = full.float().log_softmax(-1)
+    terms = known.exp() * (known - changed.float().log_softmax(-1))
+    return float(terms.sum().clamp(min=0))
 
 
 def total_variation(full: Tensor, changed: Tensor) -> float:
@@ -63,8 +61,3 @@ def total_variation(full: Tensor, changed: Tensor) -> float:
     """
     moved = (full.float().softmax(-1) - changed.float().softmax(-1)).abs().sum(-1) / 2
     return float(moved.mean())
-
-
-def _terms(full: Tensor, changed: Tensor) -> Tensor:
-    """Return what each token of the vocabulary adds, by log-probabilities and logits."""
-    return full.exp() * (full - changed.float().log_softmax(-1))

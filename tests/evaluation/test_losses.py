@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from kvsearch.budgets.dynamic import create_allocation
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.evaluation.losses import QueryLosses, layer_rules, measure_losses, query_losses
-from kvsearch.evaluation.values import LayerLoss
+from kvsearch.evaluation.samples import LayerLoss
 from kvsearch.models.architecture import attention_modules, describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE

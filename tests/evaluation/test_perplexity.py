@@ -19,7 +19,7 @@ from torch import Tensor
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.evaluation import perplexity
 from kvsearch.evaluation.perplexity import measure_perplexity, token_losses
-from kvsearch.evaluation.values import Perplexity, WindowLoss
+from kvsearch.evaluation.samples import Perplexity, WindowLoss
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy

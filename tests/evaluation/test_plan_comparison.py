@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from kvsearch.core.errors import InternalError, UsageError
-from kvsearch.evaluation.compare import Settings, Split
-from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, prepare_plans
+from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, Split, prepare_plans
 from kvsearch.evaluation.statistics import contrast
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
@@ -43,36 +42,36 @@ def model() -> LoadedModel:
     return tiny.loaded()
 
 
-def prepared(model: LoadedModel, plans: Mapping[str, Plan]) -> PlanEvaluation:
+def prepared(model: LoadedModel, plans: Mapping[str, Plan]) -> Evaluation:
     return prepare_plans(model, plans, Split(TASKS, Settings(3, seed=4, batch=2)))
 
 
 @pytest.fixture(scope="module")
-def result(model: LoadedModel) -> PlanComparison:
+def result(model: LoadedModel) -> Comparison:
     flat, steep = tiny.plan_for(model, FLAT), tiny.plan_for(model, STEEP)
     again = flat.model_copy(update={"provenance": flat.provenance.model_copy(update={"method": "other", "seed": 99})})
     return prepared(model, {"flat": flat, "again": again, "steep": steep}).run()
 
 
-def scores(result: PlanComparison, label: str, task: str) -> list[float]:
-    return [sample.score for sample in result.comparison.samples if (sample.method, sample.task) == (label, task)]
+def scores(result: Comparison, label: str, task: str) -> list[float]:
+    return [sample.score for sample in result.samples if (sample.method, sample.task) == (label, task)]
 
 
-def test_equal_plans_run_once(result: PlanComparison) -> None:
-    assert result.comparison.labels == ["full", "flat", "steep"]
-    assert result.labels == {"full": "full", "flat": "flat", "again": "flat", "steep": "steep"}
+def test_equal_plans_run_once(result: Comparison) -> None:
+    assert result.labels == ["full", "flat", "steep"]
+    assert result.names == {"full": "full", "flat": "flat", "again": "flat", "steep": "steep"}
     assert result.score("again") == result.score("flat")
-    assert len(result.comparison.samples) == 3 * sum(task.questions for task in result.comparison.coverage)
+    assert len(result.samples) == 3 * sum(task.questions for task in result.coverage)
 
 
-def test_scores_are_means_over_tasks(result: PlanComparison) -> None:
-    for name, label in result.labels.items():
+def test_scores_are_means_over_tasks(result: Comparison) -> None:
+    for name, label in result.names.items():
         by_task = {task: fmean(scores(result, label, task)) for task in ("one", "two")}
         assert result.score(name).mean == pytest.approx(fmean(by_task.values()))
     assert result.score("flat").mean != result.score("steep").mean  # else these tests would say nothing
 
 
-def test_a_gain_is_the_paired_mean(result: PlanComparison) -> None:
+def test_a_gain_is_the_paired_mean(result: Comparison) -> None:
     mine, theirs = ([np.array(scores(result, label, task)) for task in ("one", "two")] for label in ("flat", "steep"))
     differences = [one - other for one, other in zip(mine, theirs, strict=True)]
     found = result.gain("again", ["steep"])
@@ -81,8 +80,8 @@ def test_a_gain_is_the_paired_mean(result: PlanComparison) -> None:
     assert (found.wins, found.ties, found.losses) == tuple(int((signs == sign).sum()) for sign in (1, 0, -1))
 
 
-def test_nothing_is_gained_on_oneself(result: PlanComparison) -> None:
-    questions = sum(task.questions for task in result.comparison.coverage)
+def test_nothing_is_gained_on_oneself(result: Comparison) -> None:
+    questions = sum(task.questions for task in result.coverage)
     gain = result.gain("flat", ["again"])
     assert (gain.mean, gain.wins, gain.ties, gain.losses) == (0.0, 0, questions, 0)
     same = contrast([*samples([[0.5]] * 6, "a"), *samples([[0.7]] * 6, "b")], {"a": 0.0})

@@ -14,9 +14,8 @@ import pytest
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, Split, prepare
-from kvsearch.evaluation.identity import environment, rows_hash, tokenizer_hash
 from kvsearch.evaluation.reply_store import ReplyStore, check_run, open_run, read_replies
-from kvsearch.evaluation.runner import KeptReplies
+from kvsearch.evaluation.runner import KeptReplies, environment, rows_hash, tokenizer_hash
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size

@@ -136,7 +136,7 @@ def test_what_a_search_shares(model: Any, wrong: str) -> None:
     ids, _ = prompts(1, LENGTH)
     layers = range(model.config.num_hidden_layers)
     with using(model, NAME), pytest.raises(EnvironmentFault, match="policy foreign of "):
-        prefill(model, {layer: (Foreign(wrong),) for layer in layers}, ids[0], None)
+        prefill(model, {layer: (Foreign(wrong),) for layer in layers}, ids[0], 40)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), IncompatibleError("not for this model"), MemoryError()])

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvsearch.evaluation.compare import Settings, Split
-from kvsearch.evaluation.plan_comparison import prepare_plans
+from kvsearch.evaluation.compare import Settings, Split, prepare_plans
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.schema import phases_of

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Comparison, Settings, Split
-from kvsearch.evaluation.plan_comparison import PlanComparison, PlanEvaluation, prepare_plans
+from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, Split, prepare_plans
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, blocks_of
 from kvsearch.models.loading import LoadedModel, load
@@ -50,7 +49,7 @@ def loaded() -> LoadedModel:
     return load("bundled")
 
 
-def compared(scores: Mapping[str, Sequence[float]], part: int) -> PlanComparison:
+def compared(scores: Mapping[str, Sequence[float]], part: int) -> Comparison:
     """A comparison in which every method has a score per context."""
     numbers = (9, 9, 1, 9, 9.0, 9, 0.1, 0.1)  # tokens, entries, bytes and seconds
     samples = [
@@ -61,8 +60,10 @@ def compared(scores: Mapping[str, Sequence[float]], part: int) -> PlanComparison
     ready = tuple(ReadyMethod(name, Program(None), {}) for name in scores)
     averages = {MACRO: ("t",)}
     blocks = blocks_of(samples, ready, "full", averages)
-    whole = Comparison("m", "full", Settings(), ready, [], samples, averages, blocks, None, {}, {"t": "exact"}, {})
-    return PlanComparison(whole, {name: name for name in scores})
+    names = {name: name for name in scores}
+    return Comparison(
+        "m", "full", Settings(), ready, [], samples, averages, blocks, None, {}, {"t": "exact"}, {}, names=names
+    )
 
 
 def outcome_of(prepared: PreparedSearch, count: int) -> SearchOutcome:
@@ -79,20 +80,20 @@ def outcome_of(prepared: PreparedSearch, count: int) -> SearchOutcome:
 def simulate(monkeypatch: pytest.MonkeyPatch, quality: Mapping[str, float], seed: int) -> None:
     """Let every plan answer a question rightly with the chance `quality` (of the others: that of "")."""
 
-    def draw(names: Sequence[str], contexts: int, part: int) -> PlanComparison:
+    def draw(names: Sequence[str], contexts: int, part: int) -> Comparison:
         rng = np.random.default_rng([seed, part])
         draws = {name: rng.random(contexts) < quality.get(name, quality[""]) for name in sorted(names, reverse=True)}
         return compared(
             {"full": np.ones(contexts), **{name: right.astype(float) for name, right in draws.items()}}, part
         )
 
-    def run(self: PlanEvaluation, *_: Any) -> PlanComparison:
-        return draw([name for name in self.labels if name != "full"], REPORT, 0)
+    def run(self: Evaluation, *_: Any) -> Comparison:
+        return draw([name for name in self.names if name != "full"], REPORT, 0)
 
-    def ask(self: PlanRace, questions: int, names: Sequence[str], *_: Any, **__: Any) -> PlanComparison:
+    def ask(self: PlanRace, questions: int, names: Sequence[str], *_: Any, **__: Any) -> Comparison:
         return draw(names, CHOICE // ROUNDS, questions)
 
-    monkeypatch.setattr(PlanEvaluation, "run", run)
+    monkeypatch.setattr(Evaluation, "run", run)
     monkeypatch.setattr(PlanRace, "ask", ask)
     monkeypatch.setattr(PlanRace, "rounds", list(range(1, ROUNDS + 1)))
 
@@ -110,7 +111,7 @@ def test_the_luckiest_of_many_candidates_is_not_written(
     assert evolved.report.gain(choice.best, ["uniform"]).high < 0
     assert (choice.name, choice.race.best) == ("uniform", "uniform")
     np.testing.assert_equal(choice.table, prepared.starts["uniform"])
-    assert choice.best in evolved.report.labels
+    assert choice.best in evolved.report.names
     assert choice.race.verdict == "baseline"
     told = decision(evolved)
     assert told.startswith("the start plan uniform is written (")
@@ -183,9 +184,7 @@ def test_no_context_is_asked_that_a_start_was_made_on(use: str, loaded: LoadedMo
         fresh = [context_hash(row.context) for row in rows_of(split.tasks)[2:]]
         assert asked_hashes(prepared.encoded[name]) == fresh
     again = prepare_plans(loaded, {"start": plan}, prepared.splits["choice"]).run()
-    assert {sample.key for sample in again.comparison.samples} == {
-        row.key for row in rows_of(whole["choice"].tasks)[2:]
-    }
+    assert {sample.key for sample in again.samples} == {row.key for row in rows_of(whole["choice"].tasks)[2:]}
 
 
 def test_a_split_without_a_fresh_context_is_refused(loaded: LoadedModel) -> None:

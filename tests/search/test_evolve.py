@@ -98,7 +98,7 @@ def test_the_report_has_all_baselines(found: tuple[PreparedSearch, Evolved]) -> 
     choice = evolved.choice
     beside = [choice.best] if choice.best not in (choice.name, *evolved.search.starts) else []
     names = ["full", "evolved", "uniform", "pyramid", *beside, "streaming"]
-    assert list(evolved.report.labels) == names
+    assert list(evolved.report.names) == names
     data = search_result([evolved], Spent(3, 5, 7.0)).as_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert list(data["report"]) == names
@@ -134,7 +134,7 @@ def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: Loaded
     assert (choice.name, choice.table.tolist()) == ("#1", table.tolist())
     np.testing.assert_equal(budgets_at(choice.plan, "prefill", 1000), table)
     assert choice.best != "#1"
-    assert choice.best in evolved.report.labels
+    assert choice.best in evolved.report.names
     assert search_result([evolved], Spent(3, 5, 7.0)).as_json()["best"] == choice.best
     assert re.match(
         rf"the paper's result: #1 \(layers 0-1, generation 0, completed\), .* split; {choice.best} scores .* there",

@@ -18,10 +18,9 @@ from tests.evaluation.test_statistics import samples
 def comparison_of(*scores: Sample) -> Any:
     """Return what stands for a round: its replies."""
     contexts = {(sample.task, sample.key): sample.key for sample in scores}
-    labels = {sample.method: sample.method for sample in scores}
+    names = {sample.method: sample.method for sample in scores}
     distinct = {task: len({key for name, key in contexts if name == task}) for task in {s.task for s in scores}}
-    lengths = SimpleNamespace(samples=list(scores), contexts=contexts, distinct=distinct, coverage=())
-    return SimpleNamespace(comparison=lengths, labels=labels)
+    return SimpleNamespace(samples=list(scores), contexts=contexts, distinct=distinct, coverage=(), names=names)
 
 
 def of_two_kinds(candidate: float) -> Any:

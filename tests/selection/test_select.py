@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.progress import Progress
-from kvsearch.evaluation.compare import Evaluation, Settings, Split, replies_cost
-from kvsearch.evaluation.plan_comparison import prepare_plans
+from kvsearch.evaluation.compare import Evaluation, Settings, Split, prepare_plans, replies_cost
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.statistics import contrast, summarize
 from kvsearch.models.loading import LoadedModel
@@ -186,7 +185,7 @@ def profile(model: LoadedModel) -> Profile:
 def answered_by(model: LoadedModel, plan: Plan, task: tiny.Listed) -> tiny.Listed:
     """The task with the replies under a plan as the right answers: nothing can beat that plan."""
     result = prepare_plans(model, {"plan": plan}, Split([task], HOW)).run()
-    replies = {(one.key, one.question): one.reply for one in result.comparison.samples if one.method == "plan"}
+    replies = {(one.key, one.question): one.reply for one in result.samples if one.method == "plan"}
     rows = tuple(
         replace(
             row,
@@ -346,7 +345,7 @@ def test_another_batch_goes_on_with_the_same_replies(model: LoadedModel, profile
         prepare_selection(model, profile, SIZE, *(replace(split, settings=how) for split in questions))
         for how in (HOW, replace(HOW, batch=1, max_memory=10**9), replace(HOW, seed=4))
     )
-    first, again, elsewhere = (each.config(each.races[0].prepared.evaluation) for each in (one, other, third))
+    first, again, elsewhere = (each.config(each.races[0].prepared) for each in (one, other, third))
     assert first.difference(again) is None
     assert first.difference(elsewhere) == "seed is 4 there, 3 here"
 

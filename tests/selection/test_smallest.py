@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Settings, Split
-from kvsearch.evaluation.plan_comparison import StageStore
+from kvsearch.evaluation.compare import Settings, Split, StageStore
 from kvsearch.selection.rule import Rule
 from kvsearch.selection.selection_job import SelectionJob, find_smallest, ladder
 from kvsearch.strategies.names import FULL

@@ -276,7 +276,7 @@ def test_what_cannot_be_judged(signals: list[str] | None, phases: list[str] | No
 
 
 def phase_of(made: PreparedValidation, name: str, phase: str = "prefill") -> PhaseProgram:
-    label = made.prepared.labels[name]
+    label = made.evaluation.names[name]
     program = next(one.program for one in made.evaluation.methods if one.label == label)
     found = getattr(program, phase)
     assert isinstance(found, PhaseProgram)

@@ -200,5 +200,5 @@ class CandidateBank(Closing):
             return self._prepared.portion(indices, widths)
 
         with running(self.loaded.model):
-            for block in blocks(works, self._sizes, len(table), self._memory - self._store.nbytes):
-                self._splitting.run(block, len(table), load, act)
+            for samples, size in blocks(works, self._sizes, len(table), self._memory - self._store.nbytes):
+                self._splitting.run(samples, size, len(table), load, act)

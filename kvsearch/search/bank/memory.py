@@ -94,17 +94,10 @@ class Sizes:
         return Need(1, self.stored(work) + attention, max(each, 1), max(work.read, 1))
 
 
-@dataclass(frozen=True)
-class SampleBlock:
-    """Samples that are read together, under up to `candidates` at a time."""
+def blocks(works: Sequence[SampleWork], sizes: Sizes, candidates: int, memory: int) -> Iterator[tuple[list[int], int]]:
+    """Yield samples that are read together, and under how many candidates at a time they take at most `memory` bytes.
 
-    samples: list[int]
-    candidates: int
-
-
-def blocks(works: Sequence[SampleWork], sizes: Sizes, candidates: int, memory: int) -> Iterator[SampleBlock]:
-    """Put all samples in blocks that take at most `memory` bytes, those of similar size together.
-
+    Those of similar size are together.
     Which samples are together does not depend on the candidates.
 
     Raises:
@@ -138,9 +131,9 @@ def check_fits(sizes: Sizes, works: Sequence[SampleWork], memory: int) -> int:
     return most
 
 
-def _block(some: list[int], need: Need, candidates: int, memory: int) -> SampleBlock:
+def _block(some: list[int], need: Need, candidates: int, memory: int) -> tuple[list[int], int]:
     times = -(-candidates // need.candidates(memory))
-    return SampleBlock(some, -(-candidates // times))  # evenly
+    return some, -(-candidates // times)  # evenly
 
 
 class Splitting:
@@ -149,33 +142,33 @@ class Splitting:
     def __init__(self) -> None:
         self.most: int | None = None  # candidates at a time, once memory has run out
 
-    def run(self, block: SampleBlock, candidates: int, load: Callable[[list[int]], T], act: Act[T]) -> None:
-        """Run `act` on what was loaded of the samples, for all candidates, some at a time; pieces may be done twice.
+    def run(self, samples: list[int], size: int, candidates: int, load: Callable[[list[int]], T], act: Act[T]) -> None:
+        """Run `act` on what was loaded of the samples, for all candidates, `size` at a time; pieces may be done twice.
 
         Where memory runs out, half as many candidates are tried, down to one, then half of the samples. The error for
         a single sample and candidate is raised as it came.
         """
-        error = self._tried(block, candidates, load, act)
+        error = self._tried(samples, size, candidates, load, act)
         if error is None:
             return
         free_memory()
-        middle = len(block.samples) // 2
+        middle = len(samples) // 2
         if not middle:
             raise error
-        for half in (block.samples[:middle], block.samples[middle:]):
-            self.run(SampleBlock(half, block.candidates), candidates, load, act)
+        for half in (samples[:middle], samples[middle:]):
+            self.run(half, size, candidates, load, act)
 
     def _tried(
-        self, block: SampleBlock, candidates: int, load: Callable[[list[int]], T], act: Act[T]
+        self, samples: list[int], size: int, candidates: int, load: Callable[[list[int]], T], act: Act[T]
     ) -> Exception | None:
         """Return the error if memory ran out for one candidate."""
         loaded: list[T] = []
-        error = _shortage(lambda: loaded.append(load(block.samples)))
+        error = _shortage(lambda: loaded.append(load(samples)))
         first = 0
-        size = min(block.candidates, self.most or block.candidates)
+        size = min(size, self.most or size)
         while error is None and first < candidates:
             some = slice(first, min(first + size, candidates))
-            error = _shortage(lambda some=some: act(loaded[0], block.samples, some))  # type: ignore[misc]
+            error = _shortage(lambda some=some: act(loaded[0], samples, some))  # type: ignore[misc]
             if error is None:
                 first += size
             elif size > 1:

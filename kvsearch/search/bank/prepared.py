@@ -32,25 +32,14 @@ from kvsearch.signals.predictions import answer_losses
 
 Choices = tuple[Policy, ...]  # that a layer may have
 Rankings = Mapping[int, Choices]
+States = list[tuple[Tensor, Tensor]]  # keys and values [Hkv, N, D] of a layer, for each of its policies
 
 
-@dataclass(frozen=True, eq=False)
-class Prefilled:
-    """One prompt of `length` tokens: keys and values [Hkv, N, D] of every model layer, and its last logits [V] fp32.
+def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list[States], Tensor]:
+    """Read token ids [T], and return what is kept of every model layer, and the last logits [V] fp32.
 
-    Full-attention layers are sorted by rank, once for each of their policies, sliding-window layers hold their window
-    in the order of the tokens.
-    """
-
-    length: int
-    layers: list[list[tuple[Tensor, Tensor]]]
-    logits: Tensor
-
-
-def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> Prefilled:
-    """Read token ids [T] and keep the best `cap` entries of every head, and every sliding window.
-
-    The model must run the attention "kvsearch".
+    The best `cap` entries of a full-attention layer are sorted by rank, once for each of its policies; sliding-window
+    layers keep their window in the order of the tokens. The model must run the attention "kvsearch".
     """
     require_attention("reading prompts for a search", model.config._attn_implementation)
 
@@ -72,7 +61,7 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> Prefilled:
     require_finite(checks)
     states = [[(layer.keys, layer.values)] if layer.is_sliding else layer.noted for layer in layers]
     kept = [[(keys[0], values[0]) for keys, values in some] for some in states]
-    return Prefilled(len(ids), kept, output.logits[0, -1].float())
+    return kept, output.logits[0, -1].float()
 
 
 def windows_of(model: Any) -> dict[int, int]:
@@ -147,20 +136,20 @@ class PreparedSamples:
             users.setdefault(sample.prompt_sha256, []).append(index)
         for name, indices in counted(users.items(), len(users), progress):
             sample = self.samples[indices[0]]
-            found = prefill(self.model, self.policies, sample.prompt, self.cap)
-            self.tokens += found.length
-            if not bool(found.logits.isfinite().all()):
+            layers, logits = prefill(self.model, self.policies, sample.prompt, self.cap)
+            self.tokens += len(sample.prompt)
+            if not bool(logits.isfinite().all()):
                 raise IncompatibleError(
                     f"{sample.place}: the model emits NaN or infinite logits: check its dtype and weights"
                 )
             if not len(sample.asked):
-                self._last[name] = found.logits.cpu()
+                self._last[name] = logits.cpu()
             for index in indices:
                 answer = self.samples[index].answer
                 if len(answer) > self.samples[index].predicting:
-                    self.given[index] = answer_losses(found.logits[None, None], answer[None, :1])[0]
+                    self.given[index] = answer_losses(logits[None, None], answer[None, :1])[0]
             kept = {}
-            for layer, some in enumerate(found.layers):
+            for layer, some in enumerate(layers):
                 for choice, (keys, values) in enumerate(some):
                     last = keys.shape[1] if layer in self.windows else self.cap
                     kept[_name("keys", layer, choice)] = _alone(keys[:, :last])

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kvsearch.core.errors import UsageError
 from kvsearch.search.bank import memory as bank_memory
 from kvsearch.search.bank.memory import (
-    SampleBlock,
     SampleWork,
     Sizes,
     Splitting,
@@ -56,16 +55,16 @@ def test_blocks_hold_every_sample_once_and_fit(
         memory = int(room * check_fits(LLAMA, works, 10**12))
         found = list(blocks(works, LLAMA, candidates, memory))
         again = list(blocks(works, LLAMA, candidates + 3, memory))
-    assert sorted(itertools.chain(*(block.samples for block in found))) == list(range(len(works)))
-    assert [block.samples for block in again] == [block.samples for block in found]
-    for block in found:
-        needs = [LLAMA.need(works[index]) for index in block.samples]
+    assert sorted(itertools.chain(*(together for together, _ in found))) == list(range(len(works)))
+    assert [together for together, _ in again] == [together for together, _ in found]
+    for together, at_a_time in found:
+        needs = [LLAMA.need(works[index]) for index in together]
         count = len(needs)
-        taken = count * (max(need.shared for need in needs) + block.candidates * max(need.each for need in needs))
+        taken = count * (max(need.shared for need in needs) + at_a_time * max(need.each for need in needs))
         assert taken <= memory
-        assert 1 <= block.candidates <= candidates
-        read = count * block.candidates * max(need.read for need in needs)
-        assert read <= tokens or count * block.candidates == 1
+        assert 1 <= at_a_time <= candidates
+        read = count * at_a_time * max(need.read for need in needs)
+        assert read <= tokens or count * at_a_time == 1
 
 
 def test_too_little_memory_says_how_much_it_takes() -> None:
@@ -109,15 +108,15 @@ def test_everything_is_done_whatever_fits(samples: int, candidates: int, most: i
     worker = Worker(most, loads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", lambda: 0)  # takes most of the time
-        Splitting().run(SampleBlock(list(range(samples)), candidates), candidates, worker.load, worker.act)
+        Splitting().run(list(range(samples)), candidates, candidates, worker.load, worker.act)
     assert set(worker.done) == set(itertools.product(range(samples), range(candidates)))
 
 
 def test_candidates_are_halved_first_and_stay_so() -> None:
     worker, splitting = Worker(9), Splitting()
-    splitting.run(SampleBlock([0, 1, 2], 8), 8, worker.load, worker.act)
+    splitting.run([0, 1, 2], 8, 8, worker.load, worker.act)
     assert worker.tried == [(3, 8), (3, 4), (3, 2), (3, 2), (3, 2), (3, 2)]
     assert len(worker.done) == 24
     worker.tried = []
-    splitting.run(SampleBlock([3, 4], 8), 8, worker.load, worker.act)
+    splitting.run([3, 4], 8, 8, worker.load, worker.act)
     assert worker.tried == [(2, 2)] * 4

@@ -29,21 +29,20 @@ def test_a_prefix_holds_what_the_runtime_keeps(family: str) -> None:
     ids = prompts(1, 40)[0]
     candidate = random_candidates(model, 1, 40)[0]
     with running(model.model), torch.no_grad():
-        found = prefill(model.model, ranking_policies(model.model, SNAPKV), ids[0], None)
+        kept_layers, logits = prefill(model.model, ranking_policies(model.model, SNAPKV), ids[0], 40)
         planned, full = PlanCache(model.model, program_of(model, candidate)), DynamicCache(config=model.model.config)
         model.model(ids, past_key_values=planned)
         expected = model.model(ids, past_key_values=full).logits[0, -1]
-    torch.testing.assert_close(found.logits, expected)
-    assert found.length == 40
+    torch.testing.assert_close(logits, expected)
     for row, layer in enumerate(describe(model.model).full_layers):
         for head, budget in enumerate(candidate[row]):
             kept = planned.kept_positions(layer, 0, head)
-            keys, values = (states[head, :budget] for states in found.layers[layer][0])
+            keys, values = (states[head, :budget] for states in kept_layers[layer][0])
             assert same_rows(keys, full.layers[layer].keys[0, head, kept])
             assert same_rows(values, full.layers[layer].values[0, head, kept])
     for layer in windows_of(model.model):
-        torch.testing.assert_close(found.layers[layer][0][0], full.layers[layer].keys[0])
-        torch.testing.assert_close(found.layers[layer][0][1], full.layers[layer].values[0])
+        torch.testing.assert_close(kept_layers[layer][0][0], full.layers[layer].keys[0])
+        torch.testing.assert_close(kept_layers[layer][0][1], full.layers[layer].values[0])
 
 
 def same_rows(one: Tensor, two: Tensor) -> bool:
@@ -56,8 +55,8 @@ def test_no_more_than_the_cap_is_kept() -> None:
     policies = ranking_policies(model.model, SNAPKV)
     ids = prompts(1, 40)[0][0]
     with running(model.model):
-        whole, capped = prefill(model.model, policies, ids, None), prefill(model.model, policies, ids, 12)
-    for layer, (states, all_states) in enumerate(zip(capped.layers, whole.layers, strict=True)):
+        whole, capped = (prefill(model.model, policies, ids, cap)[0] for cap in (40, 12))
+    for layer, (states, all_states) in enumerate(zip(capped, whole, strict=True)):
         count = 12 if layer in policies else 15
         assert torch.equal(states[0][0], all_states[0][0][:, :count])
         assert states[0][1].shape[1] == count
