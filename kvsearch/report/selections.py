@@ -149,7 +149,9 @@ def report_table(selection: SelectionResult) -> Table:
         (report.uniform, "uniform"),
     ]  # fmt: skip
     kinds = {one.name: one.kind for one in chosen.methods}
-    roles = {name: ", ".join(role for whose, role in told if whose == name) or kinds.get(name, "") for name in report.scores}
+    roles = {
+        name: ", ".join(role for whose, role in told if whose == name) or kinds.get(name, "") for name in report.scores
+    }
     rows = [
         [
             Cell(name, name == chosen.written), Cell(roles[name]), Cell.mean(score),

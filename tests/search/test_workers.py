@@ -44,7 +44,7 @@ def test_the_bank_of_a_worker_measures_the_same(objective: str, phases: str, loa
     values = evaluator.evaluate(job)
     assert values.shape == (len(prepared.starts), CONTEXTS * QUESTIONS)
     np.testing.assert_equal(values, outcome.values)
-    assert evaluator.tokens_spent > outcome.tokens  # those that were read before, too
+    assert evaluator.tokens_spent >= outcome.tokens  # those that were read before, too
     evaluator.close()
 
 
