@@ -24,14 +24,15 @@ from kvsearch.kernels.attention import Entries, attend
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
+from kvsearch.runtime.stock import CACHE
 from tests.families import build
 from tests.kernels.reference import Case, relative_error
 from tests.kernels.test_rows import Prompt
 
 # a policy for every step rule: position, mass, stored, row, persistence, pooled; and scoring anew
 RULES = ("streaming", "h2o", "keydiff", "tova", "scissorhands", "cake", "snapkv")
-TOKENS, REPLY = 96, 24
 BUDGETS = np.array([[40, 56], [56, 40]])  # by layer and kv head
+TOKENS = 64  # of a prompt
 TOOLS = ("memcheck", "racecheck")  # of compute-sanitizer
 Tensors = TypeVar("Tensors", Case, Prompt)
 
@@ -123,12 +124,13 @@ def rules(where: Settings) -> list[dict[str, Any]]:
 def steps_of(policy: Any, where: Settings, dtype: torch.dtype) -> tuple[torch.Tensor, list[list[int]]]:
     """The logits of forced tokens after a prompt, and what every head holds at the end."""
     model = build("llama", head_dim=64, num_hidden_layers=2).to(where.kernels, dtype)
-    ids = torch.randint(3, 97, (2, TOKENS + REPLY), generator=torch.Generator().manual_seed(0)).to(where.kernels)
+    reply = 4 if where.small else 24
+    ids = torch.randint(3, 97, (2, TOKENS + reply), generator=torch.Generator().manual_seed(0)).to(where.kernels)
     program = Program.of_policy(model, policy, dict.fromkeys(("prefill", "decode"), lambda _: BUDGETS))
     cache = PlanCache(model, program)
     with where.serving(), running(model):
-        model(ids[:, :TOKENS], past_key_values=cache)
-        logits = [model(ids[:, [at]], past_key_values=cache).logits for at in range(TOKENS, TOKENS + REPLY)]
+        model(ids[:, :TOKENS], **{CACHE: cache})
+        logits = [model(ids[:, [at]], **{CACHE: cache}).logits for at in range(TOKENS, TOKENS + reply)]
     kept = [sorted(cache.kept_positions(layer, row, head)) for layer in (0, 1) for row in (0, 1) for head in (0, 1)]
     return torch.cat(logits, 1).double().cpu(), kept
 
