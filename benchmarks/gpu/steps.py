@@ -97,7 +97,7 @@ def main(doc: str | None, minutes: float, steps: Mapping[str, Step]) -> None:
 def run(arguments: Sequence[str], limit: float) -> str | None:
     """Run this Python with arguments, `limit` seconds at most; return why it failed, None if it did not."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "TRITON_INTERPRET": "0" if cuda() else "1", "PYTHONPATH": paths}
+    environment = {**os.environ, "PYTHONPATH": paths}
     process = subprocess.Popen(
         [sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -130,6 +130,9 @@ def cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+os.environ["TRITON_INTERPRET"] = "0" if cuda() else "1"  # Triton reads it when it is imported
 
 
 def write(path: Path, found: Any) -> None:
