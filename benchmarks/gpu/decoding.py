@@ -46,15 +46,9 @@ def long_reply(where: Settings, policy: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(
-        __doc__,
-        8,
-        {
-            **{
-                f"{name}-{batch}": Step(partial(bench, policy=name, batch=batch), 120)
-                for name in PHASES
-                for batch in (1, 4)
-            },
-            **{f"{name}-long": Step(partial(long_reply, policy=name), 90) for name in PHASES},
-        },
-    )
+    every = {}
+    for name in PHASES:
+        every[f"{name}-1"] = Step(partial(bench, policy=name, batch=1), 90)
+        every[f"{name}-long"] = Step(partial(long_reply, policy=name), 90)
+        every[f"{name}-4"] = Step(partial(bench, policy=name, batch=4), 170)
+    main(__doc__, 8, every)

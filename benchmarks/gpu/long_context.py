@@ -16,9 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from steps import Settings, Step, benched, main
+from steps import Settings, Step, main
 
-from kvsearch.benchmark.speed import prefill_seconds, random_prompts
+from kvsearch.benchmark.speed import (
+    Workload,
+    cache_kinds,
+    measure,
+    measure_roofline,
+    prefill_seconds,
+    program_at,
+    random_prompts,
+)
 from kvsearch.calibration.lukv import LukvCalibration
 from kvsearch.calibration.options import LukvOptions
 from kvsearch.calibration.polykv.measure import PolykvCalibration
@@ -26,11 +34,14 @@ from kvsearch.calibration.polykv.options import PolykvOptions, candidates
 from kvsearch.calibration.task_data import data_of_tasks
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
+from kvsearch.models.memory import free_bytes
 from kvsearch.models.shapes import random_model
+from kvsearch.plan.size import Size
 from kvsearch.policies import create_policy
+from kvsearch.report.costs import SpeedView
 from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.program import full_cache, memory_needs
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import bank_samples
 from kvsearch.tasks.encode import encode_tasks
@@ -42,10 +53,21 @@ RATIO = 0.9  # evicted
 
 
 def bench(where: Settings) -> dict[str, Any]:
-    """What `kvsearch bench` prints with --json, at the longest length that fits."""
-    lengths = (768,) if where.small else (131_008, 98_304, 65_536)
-    sizes = [{"length": (length,), "batch": (1,)} for length in lengths]
-    return benched(where, sizes, policy="snapkv", ratio=RATIO, new_tokens=2 if where.small else 64)
+    """What `kvsearch bench` prints with --json, of DynamicCache and SnapKV alone, at the longest length that fits."""
+    loaded = random_model(where.shape, device=where.device)
+    model = loaded.model
+    full = full_cache(model)
+    tokens = 2 if where.small else 64
+    program = program_at(model, create_policy("snapkv"), Size(None, RATIO), ("prefill",), skewed=True)
+    for length in (768,) if where.small else (131_008, 98_304, 65_536):
+        needs = memory_needs(model, full, [length], tokens=tokens)
+        beside = needs.total - needs.weights + memory_needs(model, program, [length]).cache
+        if beside <= free_bytes(model.device):
+            break
+    kinds = cache_kinds(model, {"snapkv, 90% evicted, skewed": program}, 0)
+    machine = measure_roofline(model.device, model.dtype)
+    costs = measure(model, [kinds[0], kinds[-1]], Workload(1, length, tokens, 1), machine)
+    return SpeedView.of(loaded, costs, tokens, 1, machine).as_json()
 
 
 def reading(where: Settings) -> tuple[LoadedModel, SyntheticTask]:

@@ -87,28 +87,32 @@ def main(doc: str | None, minutes: float, steps: Mapping[str, Step]) -> None:
         path = args.out / f"{script}-{name}.json"
         path.unlink(missing_ok=True)
         started = time.monotonic()
-        problem = "no time was left" if limit <= 0 else run([*sys.argv, "--only", name], limit)
-        if problem is not None:
-            write(path, {"failed": problem})
+        if limit <= 0:
+            write(path, {"failed": "no time was left"})
+        else:
+            code, said = run([sys.executable, *sys.argv, "--only", name], limit)
+            if code is None:
+                write(path, {"failed": f"it took more than {limit:.0f} s: {said}"})
+            elif code:
+                write(path, {"failed": f"exit code {code}: {said}"})
         seconds = time.monotonic() - started
         print(f"== {script} {name}, {seconds:.0f} s: {json.dumps(json.loads(path.read_text()))[:SHOWN]}", flush=True)
 
 
-def run(arguments: Sequence[str], limit: float) -> str | None:
-    """Run this Python with arguments, `limit` seconds at most; return why it failed, None if it did not."""
+def run(command: Sequence[str], limit: float) -> tuple[int | None, str]:
+    """Run a command, `limit` seconds at most; return its exit code (None: it took longer) and what it said."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": paths}
     process = subprocess.Popen(
-        [sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
         said, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # and what it has started
         said, _ = process.communicate()
-        return f"it took more than {limit:.0f} s: {said[-KEPT:]}"
-    return f"exit code {process.returncode}: {said[-KEPT:]}" if process.returncode else None
+        return None, said[-KEPT:]
+    return process.returncode, said[-KEPT:]
 
 
 def settings(device: str, small: bool) -> Settings:
@@ -139,12 +143,12 @@ def write(path: Path, found: Any) -> None:
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def said_by(*command: str, seconds: int = 30) -> str:
-    """Return what a command prints, or why there is nothing."""
+def said_by(*command: str, seconds: float = 30) -> str:
+    """Return what a command says, or why there is nothing."""
     if shutil.which(command[0]) is None:
         return "not installed"
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    return (done.stdout or done.stderr).strip()[-KEPT:]
+    code, said = run(command, seconds)
+    return f"it took more than {seconds:.0f} s: {said}" if code is None else said.strip()
 
 
 def versions(where: Settings) -> dict[str, Any]:
@@ -168,7 +172,7 @@ def versions(where: Settings) -> dict[str, Any]:
 
 
 def benched(where: Settings, sizes: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
-    """Return what `bench` finds of the first of some sizes for which there is memory; one round, skewed budgets."""
+    """Return what `bench` finds at the first of some sizes for which there is memory; one round, skewed budgets."""
     from kvsearch.core.errors import EnvironmentFault
     from kvsearch.jobs.bench import bench, dry_run
 

@@ -57,34 +57,27 @@ def verbs() -> list[str]:
     length = LENGTHS["32k"]
     full = full_cache(model)
     some = tenth(model)
+
+    def taken(program: Program, batch: int = 1, chunk: int | None = None) -> int:
+        return memory_needs(model, program, [length] * batch, chunk).total
+
     with patch.object(capacity, "free_bytes", lambda _: 10**15):
-        work = Workload(1, length, 32, 5)
-        bench = capacity.require_memory(model, {"plan": some}, work, torch.device("cpu"))["memory"]
-    sizes = {
-        ("generate, compress", "one prompt; `--chunk 4096` reads it in chunks", "one prompt"): [
-            memory_needs(model, some, [length], chunk).total for chunk in (None, CHUNK)
-        ],
-        ("generate without a plan", "one prompt, all of it kept", "one prompt"): [
-            memory_needs(model, full, [length], chunk).total for chunk in (None, CHUNK)
-        ],
-        (
-            "evaluate, select, validate, run",
-            "a batch of 8 prompts, halved where it does not fit, and its caches under several methods, up to half of "
-            "what a GPU has free",
-            "a prompt, then 8 of one length",
-        ): [memory_needs(model, some, [length] * batch).total for batch in (1, 8)],
-        ("headroom, calibrate", "one context under the full cache; PolyKV: `--batch` of them", "one, then 8"): [
-            memory_needs(model, full, [length] * batch).total for batch in (1, 8)
-        ],
-        ("evolve", "one prompt at a time; of each the best entries, in up to half of what is free", "one prompt"): [
-            memory_needs(model, some, [length]).total
-        ],
-        ("bench", "DynamicCache, StaticCache, ours and the plans, all at once", "batch 1"): [sum(bench.values())],
-    }
-    lines = ["| verb | what is there at once | of | GB |", "|---|---|---|---|"]
-    return lines + [
-        f"| {verb} | {what} | {of} | {', '.join(map(gigabytes, found))} |" for (verb, what, of), found in sizes.items()
+        bench = capacity.require_memory(model, {"plan": some}, Workload(1, length, 32, 5), torch.device("cpu"))[
+            "memory"
+        ]
+    batches = (
+        "8 prompts, halved where they do not fit, under several methods, whose caches take up to half of a free GPU"
+    )
+    rows = [
+        ("generate, compress", "one prompt; in chunks of 4,096", taken(some), taken(some, chunk=CHUNK)),
+        ("generate without a plan", "one prompt; in chunks of 4,096", taken(full), taken(full, chunk=CHUNK)),
+        ("evaluate, select, validate, run", f"one prompt; {batches}", taken(some), taken(some, 8)),
+        ("headroom, calibrate", "one context, in full; 8 of PolyKV's `--batch`", taken(full), taken(full, 8)),
+        ("evolve", "one prompt; the best entries of others in up to half of what is free", taken(some)),
+        ("bench", "DynamicCache, StaticCache, ours and a plan, all at once", sum(bench.values())),
     ]
+    lines = ["| verb | what is there at once | GB |", "|---|---|---|"]
+    return lines + [f"| {verb} | {what} | {'; '.join(map(gigabytes, sizes))} |" for verb, what, *sizes in rows]
 
 
 def with_tables(text: str) -> str:
