@@ -174,17 +174,19 @@ def versions(where: Settings) -> dict[str, Any]:
 def benched(where: Settings, sizes: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
     """Return what `bench` finds at the first of some sizes for which there is memory; one round, skewed budgets."""
     from kvsearch.core.errors import EnvironmentFault
-    from kvsearch.jobs.bench import bench, dry_run
+    from kvsearch.jobs.bench import BenchOptions, bench, dry_run
+    from kvsearch.jobs.reporter import Silent
 
-    options |= {"shape": where.shape, "device": where.device, "skewed": True, "rounds": 1}
+    given = {**options, "shape": where.shape, "device": where.device, "skewed": True, "rounds": 1}
     for number, size in enumerate(sizes, 1):
+        checked = BenchOptions.of(**given, **size)
         try:
-            dry_run(**options, **size)
+            dry_run(checked, Silent())
         except EnvironmentFault:
             if number == len(sizes):
                 raise
         else:
-            return bench(**options, **size).as_json()
+            return bench(checked).as_json()
     raise ValueError("no sizes were given")
 
 
