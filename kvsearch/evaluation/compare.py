@@ -29,16 +29,23 @@ from kvsearch.runs.estimates import Difference, Estimate, doubt_of
 from kvsearch.runs.identity import METRICS, Job, RunConfig
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import warn_unfit
+from kvsearch.runtime.shared_prefill import batches
 from kvsearch.strategies.compared import ReadyMethod, different_settings, full_method
 from kvsearch.strategies.names import FULL as FULL
 from kvsearch.tasks.base import Coverage, Task
-from kvsearch.tasks.encode import TaskPrompts, contexts_of, encode_tasks, listed, most_tokens, readings
+from kvsearch.tasks.encode import TaskPrompts, contexts_of, encode_tasks, listed, most_tokens, questions_of, readings
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 
 OpenStage = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
 StageStore = Callable[[str, "Evaluation"], OpenStage]  # opens what keeps the replies of a stage, by its name
 
 ROUNDING = ("batch", "max_memory")  # settings that replies depend on by rounding alone
+# times that reading a prompt takes, by benchmarks/said_and_taken.py on a CPU
+RANKED = 0.1  # to rank its entries for a program
+DIVIDED = 0.5  # to share out a program's budgets
+SUMMED = 0.7  # for attention column sums
+REREAD = 4.5  # to read it again
+DECIDED = 5.0  # passes that a step takes for a program that evicts while it replies
 UNKNOWN = "which contexts it was fitted and chosen on is not known"
 
 
@@ -279,17 +286,38 @@ def _listed(entries: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {'all' if held is None else f'{held:.0f}'}" for name, held in entries.items())
 
 
-def replies_cost(name: str, encoded: Sequence[TaskPrompts], protocol: Protocol, methods: int) -> StageCost:
-    """Return what the stage `name` costs that asks so many methods.
+def replies_cost(name: str, encoded: Sequence[TaskPrompts], asked: Settings, programs: Sequence[Program]) -> StageCost:
+    """Return what the stage `name` costs that asks under some programs.
 
-    A prompt is read once for all of them, what is asked of it once for each.
+    A prompt is read once for all of them, and compressed for each. They reply side by side, but for those that evict
+    while they reply.
     """
-    asked = [reading for task in encoded for reading in readings(task.prompts, protocol)]
-    questions = [question for reading in asked for question in reading.questions]
-    after = sum(len(question.ids) for question in questions) if protocol == QUESTION_AGNOSTIC else 0
-    replies = sum(question.query.max_new_tokens for question in questions)
-    work = Work.over(len(reading.ids) for reading in asked) + Work(0, methods * after, methods * replies)
-    return StageCost(name, sum(task.coverage.contexts for task in encoded), len(questions), work)
+    work = Work()
+    contexts = questions = 0
+    together = 1 + DECIDED * sum(program.decode is not None for program in programs)
+    for task in encoded:
+        contexts += task.coverage.contexts
+        for batch in batches(readings(task.prompts, asked.protocol), asked.batch, lambda _: ()):
+            pairs = questions_of(batch)
+            questions += len(pairs)
+            work += Work.over((len(reading.ids) for reading in batch), 1 + _compressing(programs))
+            for number in range(max(len(reading.questions) for reading in batch)):
+                replied = [reading.questions[number] for reading in batch if number < len(reading.questions)]
+                work += Work(together * (1 + max(question.query.max_new_tokens for question in replied)))
+            after = sum(len(question.ids) for _, question in pairs) if asked.protocol == QUESTION_AGNOSTIC else 0
+            replies = sum(question.query.max_new_tokens for _, question in pairs)
+            work += Work(tokens=len(programs) * (after + replies))
+    return StageCost(name, contexts, questions, work)
+
+
+def _compressing(programs: Sequence[Program]) -> float:
+    """Return how many times as long as reading a prompt it takes to compress it; policies share what they need."""
+    phases = [program.prefill for program in programs if program.prefill is not None]
+    needs = {policy: policy.needs() for phase in phases for policy in phase.policies.values()}.values()
+    divided = sum(phase.allocation is not None for phase in phases)
+    summed = any(need.column_sums for need in needs)
+    reread = any(need.reread is not None for need in needs)
+    return RANKED * len(phases) + DIVIDED * divided + SUMMED * summed + REREAD * reread
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,7 +345,7 @@ class Evaluation:
 
     def cost(self, name: str) -> StageCost:
         """Return what the stage `name` costs that asks this."""
-        return replies_cost(name, self.encoded, self.settings.protocol, len(self.methods))
+        return replies_cost(name, self.encoded, self.settings, [method.program for method in self.methods])
 
     @cached_property
     def seen(self) -> dict[str, Seen]:

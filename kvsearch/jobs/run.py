@@ -408,7 +408,9 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     options.fits()  # tells of settings that are wrong before the model is loaded
     measured = options.curves().policies()
     from kvsearch.evaluation.compare import replies_cost
+    from kvsearch.runtime import Program
     from kvsearch.runtime.cache import check_rotary
+    from kvsearch.runtime.program import full_cache
     from kvsearch.selection.candidates import find_policy_candidates
     from kvsearch.selection.splits import halve_contexts, refuse_shared
     from kvsearch.tasks.encode import counter
@@ -438,6 +440,16 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     curves = options.curves()
     refinement = options.refinement(loaded) if options.refine and sizes else None
     within = options.within if options.smallest else None
+    least = min(policy.floor for policy in curves.policies())
+    asked = {}
+    for size in sizes:
+        if size.mean(max(contexts)) < least:
+            raise UsageError(
+                f"{size.words}: every policy of --policies always keeps more (sinks and recent entries), {least} "
+                "at least: keep more"
+            )
+        baselines = find_policy_candidates(loaded, None, replace(size, length=max(contexts))).baselines
+        asked[size] = [Program.from_plan(loaded.model, plan) for plan in baselines.values()][:METHODS_ASKED]
     # a context may be too short, or too long: told before any stage
     calibrations = {f"fit ranking {name}": fit for name, fit in fits.items()}
     calibrations[MEASURING] = curves.with_policies(usable)  # the rankings add a look at what is read anyway
@@ -449,24 +461,18 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     if refinement is not None:
         costs.append(refinement.cost(SEARCHING, len(sizes)))
     for stage, split in (("choose", "select"), ("report", "report")):
+        settings = splits[split].settings
         costs += [
-            replies_cost(f"{stage} at {size.words}", encoded[split], options.protocol, METHODS_ASKED) for size in sizes
+            replies_cost(f"{stage} at {size.words}", encoded[split], settings, programs)
+            for size, programs in asked.items()
         ]
     if options.smallest:  # some six budgets on half of the questions, under a few methods
-        tried = replies_cost(SMALLEST, encoded["select"], options.protocol, METHODS_ASKED)
+        programs = [full_cache(loaded.model)] * METHODS_ASKED
+        tried = replies_cost(SMALLEST, encoded["select"], splits["select"].settings, programs)
         costs.append(replace(tried, work=tried.work * 4))
-    stages = RunStages(
+    return RunStages(
         loaded, directory, sizes, within, splits, encoded, rule, fits, curves, usable, refinement, costs
     )  # fmt: skip
-    least = min(policy.floor for policy in curves.policies())
-    for size in sizes:
-        if size.mean(stages.longest) < least:
-            raise UsageError(
-                f"{size.words}: every policy of --policies always keeps more (sinks and recent entries), {least} "
-                "at least: keep more"
-            )
-        find_policy_candidates(loaded, None, replace(size, length=stages.longest))
-    return stages
 
 
 def find_doubts(options: RunOptions, asked: Sequence[TaskPrompts], count: TokenCount) -> Iterator[str]:

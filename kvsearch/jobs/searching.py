@@ -27,6 +27,7 @@ from kvsearch.plan.origin import ContextRecord
 from kvsearch.policies.registry import policy_of
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, RunConfig
 from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, write_contexts, write_json
+from kvsearch.runtime.program import full_cache
 from kvsearch.search.bank.prepared import ranking_policies
 from kvsearch.search.evolve import PreparedSearch, prepare_search, resize_search
 from kvsearch.search.loop import SearchOutcome
@@ -224,7 +225,7 @@ class Refinement:
     def cost(self, name: str, sizes: int) -> StageCost:
         """Return what it costs at so many sizes, as a stage: own replies, prompts once, then candidates."""
         encoded = self.searched.encode(self.loaded)
-        replies = replies_cost(name, encoded, self.searched.settings.protocol, 1)
+        replies = replies_cost(name, encoded, self.searched.settings, [full_cache(self.loaded.model)])
         prompts = [prompt for task in encoded for prompt in task.prompts]
         following = sum(len(question.ids) + len(question.right) for prompt in prompts for question in prompt.questions)
         read = Work.over(len(prompt.context) for prompt in prompts)

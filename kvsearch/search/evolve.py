@@ -160,6 +160,7 @@ class PreparedSearch:
 
         Prompts are read once for all candidates where plans evict in them.
         """
+        full = full_cache(self.base.loaded.model)
         asked = 1 + self.needs_replies + 2 * (self.settings.hard_below is not None)
         once = {sample.prompt_sha256: len(sample.prompt) for sample in self.samples}
         is_metric = self.settings.objective == "metric"
@@ -169,17 +170,19 @@ class PreparedSearch:
             read += sum(len(sample.prompt) for sample in self.samples)
         work = Work(0, candidates * read, candidates * replied) + Work.over(once.values())
         return [
-            replies_cost("ask the full cache", self.encoded["search"], self.asked.protocol, asked),
+            replies_cost("ask the full cache", self.encoded["search"], self.asked, [full] * asked),
             StageCost(f"search, at most {candidates:,} candidates", len(once), len(self.samples), work),
         ]
 
     def decision_costs(self) -> list[StageCost]:
         """Return what it costs to choose among the finalists, and to report, at most."""
-        protocol = self.asked.protocol
-        finalists = len(self.starts) + self.settings.finalists + 1
+        model = self.base.loaded.model
+        starts = [Program.from_plan(model, self.base.plan(table, {}, 0)) for table in self.starts.values()]
+        chosen = [full_cache(model), *starts, *starts[:1] * (self.settings.finalists + 1)]
+        reported = [full_cache(model), *starts, *starts[:1] * 3]
         return [
-            replies_cost(f"choose at {self.budget} entries", self.encoded["choice"], protocol, finalists + 1),
-            replies_cost(f"report at {self.budget} entries", self.encoded["report"], protocol, len(self.starts) + 4),
+            replies_cost(f"choose at {self.budget} entries", self.encoded["choice"], self.asked, chosen),
+            replies_cost(f"report at {self.budget} entries", self.encoded["report"], self.asked, reported),
         ]
 
     def require_answers(self, progress: Progress | None = None) -> None:

@@ -58,11 +58,6 @@ class PlanRace:
         counts = [len(texts_of(task)) for task in self.encoded]
         return divide_contexts(self.encoded, plan_rounds(counts), self.split.settings.seed)
 
-    @property
-    def methods(self) -> int:
-        """The most methods that a round asks, the full cache among them."""
-        return len(self.prepared.methods)
-
     def ask(
         self,
         questions: list[TaskPrompts],

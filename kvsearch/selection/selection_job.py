@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
+from itertools import cycle, islice
 from typing import Any, Final
 
 from kvsearch.core.arrays import TIE
@@ -95,11 +96,14 @@ class SelectionJob:
     @property
     def costs(self) -> list[StageCost]:
         """What the races of all phase settings and the report cost, at most."""
-        methods = sum(race.methods for race in self.races)
-        return [
-            replies_cost(f"choose at {self.size.words}", self.selection_prompts, self.protocol, methods),
-            replies_cost(f"report at {self.size.words}", self.report_prompts, self.protocol, self._max_reported),
-        ]
+        evaluations = [race.prepared for race in self.races]
+        choice = evaluations[0].cost(f"choose at {self.size.words}")
+        for evaluation in evaluations[1:]:
+            choice = replace(choice, work=choice.work + evaluation.cost(choice.name).work)
+        programs = cycle(method.program for method in evaluations[0].methods)
+        reported = list(islice(programs, self._max_reported))
+        report = replies_cost(f"report at {self.size.words}", self.report_prompts, self.reported.settings, reported)
+        return [choice, report]
 
     @property
     def _max_reported(self) -> int:

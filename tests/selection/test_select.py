@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.progress import Progress
-from kvsearch.evaluation.compare import Evaluation, Settings, Split, prepare_plans, replies_cost
+from kvsearch.evaluation.compare import Evaluation, Settings, Split, prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.statistics import contrast, summarize
 from kvsearch.models.loading import LoadedModel
@@ -287,15 +287,14 @@ def test_what_is_asked_costs_at_most_what_is_said(model: LoadedModel, profile: P
     seen: dict[str, float] = {}
 
     def keep(name: str, evaluation: Evaluation) -> AbstractContextManager[tuple[ReplyStore | None, Progress | None]]:
-        asked = replies_cost(name, evaluation.encoded, HOW.protocol, len(evaluation.methods))
-        seen[name] = asked.work.replies
+        seen[name] = evaluation.cost(name).work.tokens
         return nullcontext((None, None))
 
     prepared = prepared_of(model, profile, None)
     prepared.run(keep)
     choose, report = prepared.costs
-    assert sum(replies for name, replies in seen.items() if "round" in name) <= choose.work.replies
-    assert seen["prefill/report"] <= report.work.replies
+    assert sum(tokens for name, tokens in seen.items() if "round" in name) <= choose.work.tokens
+    assert seen["prefill/report"] <= report.work.tokens
 
 
 @pytest.mark.nightly
