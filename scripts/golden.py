@@ -339,7 +339,7 @@ calibrate bundled --method lukv --data inputs/text.txt -o runs/x
 calibrate bundled --method lukv --questions 0 -o runs/x
 calibrate bundled --method lukv --patterns snapkv -o runs/x
 calibrate bundled --method polykv --patterns nonesuch --budgets 64 -o runs/x
-calibrate bundled --method polykv --patterns snapkv -o runs/x
+calibrate bundled --method polykv --patterns snapkv --signals nonesuch -o runs/x
 calibrate bundled --method lukv --set snapkv.nonesuch=1 -o runs/x
 calibrate bundled --method lukv --set window=many -o runs/x
 calibrate bundled --method lukv --questions 4 -o plans
@@ -369,7 +369,7 @@ evaluate bundled --methods uniform --budgets 64 --tasks jsonl:inputs/nonesuch.js
 evaluate bundled --methods uniform --budgets 64 --tasks jsonl:inputs/text.txt
 evaluate bundled --plan plans/nonesuch.json
 evaluate bundled --plan inputs/calibration.json
-evaluate bundled --methods lukv=runs/lava --budgets 64
+evaluate bundled --methods lukv=runs/nonesuch --budgets 64
 evaluate bundled --methods uniform --budgets 64 --length 100000
 evaluate bundled --methods uniform --budgets 64 --protocol nonesuch
 evaluate bundled --methods uniform --budgets 64 --seed -1
@@ -378,13 +378,13 @@ reproduce nonesuch --model bundled
 generate bundled --plan inputs/calibration.json --context abc --prompt b
 generate bundled --context @inputs/nonesuch.txt --prompt a
 generate bundled --plan runs/both/report.json --prompt a
-compress bundled --plan plans/even.json -o runs/x.kv
+compress bundled --plan plans/nonesuch.json -o runs/x.kv
 bench bundled --ratio 2
 show runs/nonesuch
 show inputs/text.txt
 verify runs/nonesuch
 report runs/nonesuch -o runs/x.html
-report runs/both
+report runs/both -o inputs/text.txt
 headroom bundled --ratio 2
 lm-eval bundled --tasks nonesuch
 policies nonesuch

@@ -100,7 +100,7 @@ def parse_json(data: bytes, name: str) -> Any:
         require_plain(content)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno} column {error.colno}"
-        raise UsageError(f"{name} is not valid JSON at {place}: {error.msg}") from error
+        raise UsageError(f"{name} is not valid JSON at {place}: {error.msg[0].lower()}{error.msg[1:]}") from error
     except FAULTS as error:
         raise UsageError(f"{name} is not valid JSON: {describe_fault(error)}") from error
     return content
@@ -132,8 +132,7 @@ def require_header(data: object, kind: str, version: int, name: str) -> dict[str
         UsageError: another kind of file, or one written by a newer kvsearch.
     """
     if not isinstance(data, dict) or data.get("format") != kind:
-        found = f"its format is {shown(data.get('format'))}" if isinstance(data, dict) else "it holds no object"
-        raise UsageError(f'{name} is not a {kind} file: {found} where "format": "{kind}" is expected')
+        raise UsageError(f'{name} is not a {kind} file: it does not say "format": "{kind}"')
     given = data.get("version")
     if type(given) is not int or given < 1:
         raise UsageError(f'{name} has no valid version: found {shown(given)} where "version": {version} is expected')

@@ -93,7 +93,7 @@ class Budgets:
     @property
     def known_length(self) -> int:
         """The prompt length; UsageError where there is none."""
-        return given(self.length, "the target is told shares of a prompt and the plan is for no length: give --length")
+        return given(self.length, "the target needs the length of a prompt, and the plan has none: give --length")
 
     @property
     def per_layer(self) -> list[int]:

@@ -94,7 +94,7 @@ class KvpressKvzap(ProfileExporter):
         more = [name for name in features if name not in (*LINEAR, SPREAD)]
         if more:
             raise UsageError(
-                f"target {self.name} is told of what is linear in hidden states, and this probe looks at "
+                f"target {self.name} needs a probe that looks at keys and values alone, and this one looks at "
                 f"{', '.join(more)}, too: calibrate --method probe --features key,value"
             )
         return features

@@ -180,8 +180,8 @@ class ExportOptions(PlanOptions, Sized, Loading):
             found = exporter.export(plan, replace(inputs, scores=self.scores_of(plan, path)))
         if found.losses and not self.lossy:
             raise IncompatibleError(
-                f"target {self.to} cannot express all of the plan: {'; '.join(found.describe())}; --lossy to write it "
-                "all the same"
+                f"target {self.to} cannot express all of the plan: {'; '.join(found.describe())}; give --lossy to "
+                "write it anyway"
             )
         return found
 
@@ -214,7 +214,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
     def _refuse_harmful(self, warning: str | None, reporter: Reporter) -> None:
         """Raise the UsageError of what was judged harmful, if it is not allowed."""
         if warning is not None and not self.allow_harmful:
-            raise UsageError(f"{warning}; --allow-harmful to write it all the same")
+            raise UsageError(f"{warning}; give --allow-harmful to write it anyway")
         if warning is not None:
             reporter.warn(warning)
 

@@ -37,6 +37,7 @@ _COMPARED = {
 }  # fmt: skip
 _ROUNDING = "float16"  # in which small weights, and so their hash, are others than in float32 and bfloat16
 _DIGITS = 12  # of a hash
+_TYPES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 class ModelFingerprint(Record):
@@ -318,7 +319,7 @@ def typed_values(given: Mapping[str, object], defaults: Mapping[str, object], ow
         if wanted is float and type(value) is int:
             values[key] = float(value)
         elif type(value) is not wanted and defaults[key] is not dataclasses.MISSING:
-            raise UsageError(f"{owner}: {key} must be {wanted.__name__}, got {shown(value)}")
+            raise UsageError(f"{owner}: {key} must be {_TYPES.get(wanted, wanted.__name__)}, got {shown(value)}")
     return values
 
 

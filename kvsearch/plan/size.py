@@ -59,7 +59,7 @@ class Size:
         if (self.ratio is None) == (self.budget is None):
             raise UsageError(ONE_SIZE)
         if self.ratio is not None and not 0 < self.ratio < 1:
-            hint = f"; did you mean {self.ratio / 100:g}?" if 1 < self.ratio < 100 else ""
+            hint = f"; did you mean {self.ratio / 100:g}?" if 5 <= self.ratio < 100 else ""
             raise UsageError(f"ratio {self.ratio} is outside (0, 1): it is the share to evict, 0.8 keeps a fifth{hint}")
         if self.length is not None and self.length < 1:
             raise UsageError(f"length {self.length} must be 1 token or more")

@@ -160,8 +160,8 @@ def run_in(directory: Path, job: Job) -> RunConfig | None:
         return None
     if found is None or found.job != job:
         raise UsageError(
-            f"{directory} holds something else than {NOUNS[job]}: choose another directory, --force replaces only "
-            "those of this kind"
+            f"{directory} holds something else than {NOUNS[job]}: choose another directory (--force replaces only "
+            f"{NOUNS[job]})"
         )
     return found
 

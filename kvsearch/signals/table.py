@@ -66,7 +66,8 @@ class SignalTable:
     def __post_init__(self) -> None:
         if self.profile.metadata.signals is None:
             raise UsageError(
-                f"this {self.profile.metadata.method!r} profile has no signals to route by: calibrate --method polykv"
+                f"a profile of {self.profile.metadata.method} has no signals: give the directory of one by "
+                "`kvsearch calibrate MODEL --method polykv`"
             )
 
     @property

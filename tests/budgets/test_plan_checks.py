@@ -73,7 +73,7 @@ def test_what_is_wrong_with_a_policy_is_said_once_with_its_layers() -> None:
     )
     assert lines[1].startswith("prefill.layers.1.policy: policy snapkv has no parameter 'windw'; did you mean 'window'")
     assert lines[2] == "prefill.layers.4.policy: policy snapkv: kernel must be odd, got 4"
-    assert lines[3] == "prefill.layers.6.policy: policy snapkv: window must be int, got 'wide'"
+    assert lines[3] == "prefill.layers.6.policy: policy snapkv: window must be a whole number, got 'wide'"
     assert lines[4].startswith("prefill.layers.3.budget: is 9 at head 0, 9 at head 1, below the 32")
     assert len(lines) == 5
 

@@ -156,7 +156,7 @@ def test_harmful_signals_are_not_used_unless_allowed(
     (polykv / "validation" / "validation.json").write_text("{}")
     refused(
         run,
-        "route cosine was judged harmful; --allow-harmful to write it all the same",
+        "route cosine was judged harmful; give --allow-harmful to write it anyway",
         polykv,
         "-o",
         path,

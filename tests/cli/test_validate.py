@@ -141,7 +141,7 @@ def test_directories_without_signals(run: Run, directory: Path, tmp_path: Path) 
     (tmp_path / "empty").mkdir()
     refused(run, USAGE, "has no profile.safetensors", "validate", tmp_path / "empty", *ASKED)
     save_profile(make_profile(), directory / "profile.safetensors", overwrite=True)
-    refused(run, USAGE, "no signals to route by: calibrate --method polykv", "validate", directory, *ASKED)
+    refused(run, USAGE, "has no signals: give the directory of one by", "validate", directory, *ASKED)
 
 
 def test_the_model_is_found_or_named(run: Run, directory: Path) -> None:

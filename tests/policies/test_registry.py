@@ -62,13 +62,13 @@ def test_an_unknown_parameter_gets_a_suggestion() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "expected"),
     [
-        ("snapkv", {"window": "32"}, "window must be int, got '32'"),
-        ("snapkv", {"window": 32.0}, "window must be int, got 32.0"),
-        ("snapkv", {"window": True}, "window must be int, got True"),
-        ("snapkv", {"pooling": 3}, "pooling must be str, got 3"),
-        ("expected_attention", {"covariance": 1}, "covariance must be bool, got 1"),
-        ("expected_attention", {"epsilon": "0.1"}, "epsilon must be float, got '0.1'"),
-        ("expected_attention", {"epsilon": True}, "epsilon must be float, got True"),
+        ("snapkv", {"window": "32"}, "window must be a whole number, got '32'"),
+        ("snapkv", {"window": 32.0}, "window must be a whole number, got 32.0"),
+        ("snapkv", {"window": True}, "window must be a whole number, got True"),
+        ("snapkv", {"pooling": 3}, "pooling must be text, got 3"),
+        ("expected_attention", {"covariance": 1}, "covariance must be true or false, got 1"),
+        ("expected_attention", {"epsilon": "0.1"}, "epsilon must be a number, got '0.1'"),
+        ("expected_attention", {"epsilon": True}, "epsilon must be a number, got True"),
     ],
 )
 def test_wrong_types(name: str, params: dict[str, object], expected: str) -> None:

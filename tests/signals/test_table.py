@@ -185,7 +185,7 @@ def test_more_harm_is_more_sensitive(seed: int, name: str) -> None:
 
 
 def test_profiles_of_other_methods_have_no_signals() -> None:
-    with pytest.raises(UsageError, match="this 'lukv' profile has no signals to route by: calibrate --method polykv"):
+    with pytest.raises(UsageError, match="a profile of lukv has no signals: give the directory of one by"):
         SignalTable(make_profile())
 
 

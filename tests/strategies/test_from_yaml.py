@@ -246,7 +246,7 @@ MISTAKES: list[tuple[list[tuple[str, str]], str]] = [
     ([("policy: tova", "policy: 3")], "line 11: prefill.layers.3.policy: must be text, not 3"),
     ([("tova", "tovva")], "line 11: prefill.layers.3.policy: unknown policy 'tovva'; did you mean 'tova'?"),
     ([("window: 8", "windw: 8")], "line 10: prefill.layers.0-2.params: policy snapkv has no parameter 'windw'; did yo"),
-    ([("window: 8", "window: wide")], "line 10: prefill.layers.0-2.params: policy snapkv: window must be int, got 'wi"),
+    ([("window: 8", "window: wide")], "line 10: prefill.layers.0-2.params: policy snapkv: window must be a whole"),
     ([("window: 8", "window: [8]")], "line 10: prefill.layers.0-2.params.window: must be a finite number, true, false"),
     ([("{window: 8}", "8")], "line 10: prefill.layers.0-2.params: must be a mapping such as {window: 8}"),
     ([("640", "many")], "line 10: prefill.layers.0-2.budget: must be a whole number, not 'many'"),

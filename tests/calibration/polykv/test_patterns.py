@@ -80,7 +80,7 @@ def test_settings_of_all_that_have_them_and_of_one() -> None:
         ({"snapkv.windo": 8}, r"policy snapkv has no parameter 'windo'; did you mean 'window'\?"),
         ({"tova.window": 8}, "policy tova has no parameter 'window'"),
         ({"window": 0}, "policy pyramidkv: window must be 1 or more, got 0"),
-        ({"snapkv.window": 8.0}, r"policy snapkv: window must be int, got 8\.0"),
+        ({"snapkv.window": 8.0}, r"policy snapkv: window must be a whole number, got 8\.0"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], problem: str) -> None:
