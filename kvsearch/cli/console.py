@@ -202,6 +202,8 @@ class Console:
 
             warnings.showwarning = show
             warnings.simplefilter("always", KvsearchWarning)
+            # the older transformers that are supported know no other name
+            warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
             yield
 
 

@@ -234,6 +234,8 @@ def _find_kind(spec: str) -> list[Entry]:
         near = [known for known in (*ENTRIES, *SETS) if known.endswith(f":{kind}")]
         if near:
             raise UsageError(f"unknown task {spec!r}; did you mean {' or '.join(map(repr, near))}?")
+        if spec.endswith(f".{JSONL}"):
+            raise UsageError(f"a file is given as {JSONL}:FILE: write {JSONL}:{spec}")
         raise UsageError(f"unknown task {spec!r}{suggest(kind, KINDS)}; a file is given as jsonl:FILE")
     names = [f"{kind}:{name.strip()}" for name in rest.split(",")] if rest else [kind]
     return [entry for name in names for entry in _find_named(name)]

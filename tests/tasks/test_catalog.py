@@ -86,7 +86,7 @@ def test_any_specs_joined(specs: list[str]) -> None:
         ("synthetik", "unknown task 'synthetik'; did you mean 'synthetic'"),
         ("", r"unknown task '' \(known: synthetic, ruler, longbench, .*\); a file is given as jsonl:FILE"),
         ("jsonl", "names no file: a file is given as jsonl:FILE"),
-        ("mine.jsonl", "a file is given as jsonl:FILE"),
+        ("mine.jsonl", "a file is given as jsonl:FILE: write jsonl:mine.jsonl"),
         ("jsonl:/no/such/file+longbnch", r"there is no file /no/such/file\+longbnch"),
         ("synthetic:votes", "unknown synthetic task 'votes'; did you mean 'vote'"),
         ("synthetic:vote,", "unknown synthetic task ''"),
