@@ -132,7 +132,9 @@ def require_header(data: object, kind: str, version: int, name: str) -> dict[str
         UsageError: another kind of file, or one written by a newer kvsearch.
     """
     if not isinstance(data, dict) or data.get("format") != kind:
-        raise UsageError(f'{name} is not a {kind} file: it does not say "format": "{kind}"')
+        stated = data.get("format") if isinstance(data, dict) else None
+        found = f'it has no "format": "{kind}"' if stated is None else f"its format is {shown(stated)}"
+        raise UsageError(f"{name} is not a {kind} file: {found}")
     given = data.get("version")
     if type(given) is not int or given < 1:
         raise UsageError(f'{name} has no valid version: found {shown(given)} where "version": {version} is expected')

@@ -61,8 +61,8 @@ def test_an_invalid_copy_is_not_written(path: Path) -> None:
 FOREIGN: list[tuple[bytes, str]] = [
     (b"", "not valid JSON at line 1 column 1"),
     (b"\xff{}", "not UTF-8 text: byte 0 is 0xff"),
-    (b"[]", "not a kvsearch.plan file: it holds no object"),
-    (b"{}", "not a kvsearch.plan file: its format is null"),
+    (b"[]", "not a kvsearch.plan file: it has no"),
+    (b"{}", "not a kvsearch.plan file: it has no"),
     (b'{"format": "kvsearch.profile", "version": 1}', "its format is 'kvsearch.profile'"),
     (b'{"format": "kvsearch.plan"}', "has no valid version: found null"),
     (b'{"format": "kvsearch.plan", "version": 1.0}', "has no valid version: found 1.0"),

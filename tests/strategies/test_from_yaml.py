@@ -306,8 +306,8 @@ def test_without_any_phase_there_is_nothing_to_do() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "it holds no object"),
-        ("model: toy", "is not a kvsearch.strategy file: its format is null"),
+        ("", "is not a kvsearch.strategy file: it has no"),
+        ("model: toy", "is not a kvsearch.strategy file: it has no"),
         (canonical_json(EXAMPLE).decode(), "is not a kvsearch.strategy file: its format is 'kvsearch.plan'"),
         (edited(("version: 1", "version: 2")), "was written by a newer kvsearch (version 2, this one reads 1)"),
         (edited(("floor: 1", "floor: [1")), "is not valid YAML at line 8: "),
