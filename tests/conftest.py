@@ -8,11 +8,14 @@ from typing import Any
 
 # Tiny models are fastest on one thread, and several threads make every operation wait where cores are shared.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Kernels run in Triton's interpreter, which must be known when it is first imported; nothing else here uses it.
-os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # else Triton warns that its default will change
 
 import pytest
+import torch
+
+# Without a GPU kernels run in Triton's interpreter, which must be known when it is first imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests import examples  # noqa: F401 - the profiles of all property tests
 

@@ -67,7 +67,7 @@ def attend(
     strides = (0, 0, 0) if flat else (keys.stride(0), values.stride(0), positions.stride(0))
     holes = entries.positions is not None
     made.launch(
-        keys, values, (starts, lengths, positions), strides, (keys,) * 5, rows, FLAT=flat, RAGGED=ragged, HOLES=holes
+        keys, values, (starts, lengths, positions), strides, (keys,) * 6, rows, FLAT=flat, RAGGED=ragged, HOLES=holes
     )
     if made.whole and not want_row:
         return made.output, None

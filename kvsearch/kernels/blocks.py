@@ -145,7 +145,8 @@ class Chunked:
     ) -> None:
         """Run `attend_chunks`: `pointers` are starts, lengths and positions, `strides` those of segments.
 
-        Strides are of keys, values and positions; `arriving` are the token's key and value, slots, clock and pauses.
+        Strides are of keys, values and positions; `arriving` are the token's key and value, slots, clock, pauses, and
+        what counts programs that are done.
         """
         from kvsearch.kernels.jit.attention import attend_chunks
 

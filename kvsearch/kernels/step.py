@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from kvsearch.kernels.blocks import Chunked, whole_blocks
+from kvsearch.kernels.blocks import Chunked, chunks, power_of_two, whole_blocks
 from kvsearch.kernels.dispatch import launch
 
 RANKED = 512  # slots that a program looks at together
@@ -87,9 +88,13 @@ def step(
     made = Chunked(query.contiguous(), values.shape[-1], width, scaling, softcap, sinks, weighs)
     output = made.output
     paused = slots.slot if active is None else active
+    segments = len(query)
+    parts, chunk = chunks(width, segments, RANKED, keys.device)
+    done = torch.empty(segments, dtype=torch.int32, device=keys.device)
+    found = torch.empty(segments, parts, 4, dtype=torch.int64, device=keys.device)
     made.launch(
         keys, values, (keys, keys, positions), (keys.stride(0), values.stride(0), positions.stride(0)),
-        (key.contiguous(), value.contiguous(), slots.slot, slots.clock, paused),
+        (key.contiguous(), value.contiguous(), slots.slot, slots.clock, paused, done),
         FLAT=False, RAGGED=False, HOLES=True, APPEND=True, PAUSES=active is not None,
     )  # fmt: skip
     if layer is not None:
@@ -102,15 +107,15 @@ def step(
         more = layer.sums
     elif rule == "pooled":
         given = positions[:, :width].argsort(-1)
-        more = made.scratch(len(query), width)
     state, more, ring = (*slots.state, *(output, more, output)[len(slots.state) :])
     merges = not made.whole and layer is None
-    launch(finish_step, (len(query), query.shape[1] + 1 if merges else 1),
-        made.partial, made.statistics, made.logits, made.beside, output, positions, state, more,
-        ring, given, slots.slot, slots.clock, slots.budgets, slots.sinks, slots.recent, paused,
-        width, positions.shape[1], query.shape[1], made.splits, width, positions.stride(0), state.stride(0),
-        more.shape[-1], **made.merging, BN=RANKED, SINKS=sinks is not None, OUTPUT=merges, PAUSES=active is not None,
-        RULE=rule, SCORED=scores is not None, BYTES=ring.shape[-1], **(constants or {}), num_warps=4,
+    launch(finish_step, (segments, parts + (query.shape[1] if merges else 0)),
+        made.partial, made.statistics, made.logits, made.beside, output, positions, state, more, ring, given,
+        slots.slot, slots.clock, slots.budgets, slots.sinks, slots.recent, paused, found, done,
+        width, chunk, parts, positions.shape[1], query.shape[1], made.splits, width, positions.stride(0),
+        state.stride(0), more.shape[-1], **made.merging, BN=RANKED, PARTS=power_of_two(parts), SINKS=sinks is not None,
+        OUTPUT=merges, PAUSES=active is not None, RULE=rule, SCORED=scores is not None, BYTES=ring.shape[-1],
+        **(constants or {}), num_warps=4,
     )  # fmt: skip
     return output
 

@@ -68,6 +68,19 @@ class Head:
         return min((priority[slot], -position, slot) for slot, position in where if first <= position < last)[2]
 
 
+def test_many_slots_are_looked_at_by_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one alone would take longer than attention; the number of launches stays two."""
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr("kvsearch.kernels.blocks.launch", lambda _, grid, *__, **___: grids.append(grid))
+    monkeypatch.setattr("kvsearch.kernels.step.launch", lambda _, grid, *__, **___: grids.append(grid))
+    monkeypatch.setattr("kvsearch.kernels.blocks.processors", lambda _: 132)
+    head = Head(12_800, [12_799] * 3, sinks=2, recent=1)
+    step(head.normal(S, G, D), head.normal(S, D), head.normal(S, DV), head.slots("mass"), 12_800, "mass", 1.0)
+    (_, splits, _), (segments, programs) = grids
+    assert segments == S
+    assert programs - G >= splits // 2
+
+
 @pytest.mark.parametrize(("capacity", "pauses"), [(9, True), pytest.param(600, False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("rule", ["position", "mass", "stored"])
 def test_steps_hold_and_answer_what_operations_of_pytorch_do(rule: Rule, capacity: int, pauses: bool) -> None:

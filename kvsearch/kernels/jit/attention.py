@@ -12,7 +12,7 @@ from kvsearch.kernels.jit.common import LOG2E, finite, logits_of, product, scale
 
 @triton.jit
 def attend_chunks(
-    Q, K, V, Starts, Lengths, Positions, Sinks, Out, Acc, Stat, Logit, NewKeys, NewValues, Slot, Seen, Active,
+    Q, K, V, Starts, Lengths, Positions, Sinks, Out, Acc, Stat, Logit, NewKeys, NewValues, Slot, Seen, Active, Done,
     scale, softcap, columns, chunk, M, splits,
     q_seg, q_row, k_seg, k_col, v_seg, v_col, p_seg, l_col,
     ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -27,7 +27,7 @@ def attend_chunks(
     [S, splits, 2, M] (maximum, sum) are. LOGITS: `Logit` [S, M, l_col] gets the logits, -inf where hidden.
     APPEND, of a block with HOLES, for one token: `NewKeys` [S, D] and `NewValues` [S, DV] are attended to as if they
     were in slot `Slot` [S], and written there by the program whose chunk it is in, with position `Seen` [S]; where
-    PAUSES, only for segments that are `Active` [S].
+    PAUSES, only for segments that are `Active` [S]. `Done` [S] becomes 0, for `finish_step`.
     """
     seg = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -48,6 +48,8 @@ def attend_chunks(
     q = tl.load(Q + seg * q_seg + m[:, None] * q_row + d[None, :], mask=(m < M)[:, None] & (d < D)[None, :], other=0.0)
     if APPEND:
         slot = tl.load(Slot + seg).to(tl.int32)
+        if (split == 0) & (tl.program_id(2) == 0):
+            tl.store(Done + seg, 0)
         if PAUSES:
             slot = tl.where(tl.load(Active + seg) != 0, slot, -1)
     limit = stop - (ROWS - 1) + m % ROWS  # what is at or behind it is later than the query

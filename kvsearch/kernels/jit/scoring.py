@@ -91,10 +91,11 @@ def add_columns(
     for g in range(G):
         query = Q + batch * q_batch + (head * G + g) * q_head
         place_at, lse_at = Places + batch * p_batch, Lse + (segment * G + g) * rows
-        one = tl.zeros((BN,), tl.float32)
+        tile = tl.zeros((BM, BN), tl.float32)  # added up over rows once: that takes all warps
         for r in range(first, rows, BM):
             p, _ = probabilities(query, place_at, lse_at, k, column, r, rows, scale, softcap, q_row, D, BM, BD, SOFTCAP)
-            one += tl.sum(p, 0)
+            tile += p
+        one = tl.sum(tile, 0)
         if HOW == "mean":
             found += one / G
         elif HOW == "max":
@@ -103,14 +104,14 @@ def add_columns(
             tl.store(Out + (segment * G + g) * length + c, one, mask=c < length)
         else:
             one = one / tl.load(Counts + segment)
-            scatter = tl.zeros((BN,), tl.float32)
+            squares = tl.zeros((BM, BN), tl.float32)
             for r in range(0, rows, BM):  # rows that do not see an entry are apart from its mean, too
                 p, real = probabilities(
                     query, place_at, lse_at, k, column, r, rows, scale, softcap, q_row, D, BM, BD, SOFTCAP
                 )
                 apart = tl.where(real[:, None], p - one[None, :], 0.0)
-                scatter += tl.sum(apart * apart, 0)
+                squares += apart * apart
             tl.store(Out + (segment * G + g) * length + c, one, mask=c < length)
-            tl.store(Scatter + (segment * G + g) * length + c, scatter, mask=c < length)
+            tl.store(Scatter + (segment * G + g) * length + c, tl.sum(squares, 0), mask=c < length)
     if HOW == "mean" or HOW == "max":
         tl.store(Out + segment * length + c, found, mask=c < length)
