@@ -128,8 +128,7 @@ def test_budgets_of_the_prompt_are_kept(allocation: str, phases: str, tmp_path: 
     same_after(tiny(), plan, tmp_path / "a.kv")
 
 
-@pytest.mark.parametrize("phases", ["prefill", "both"])
-@pytest.mark.parametrize("family", ["gemma3", *SPECIAL])
+@every_value(family=["gemma3", *SPECIAL], phases=["prefill", "both"])
 def test_layers_outside_the_plan_keep_their_own(family: str, phases: str, tmp_path: Path) -> None:
     model = tiny(family)
     question = 1 if family in FORGETFUL else 3

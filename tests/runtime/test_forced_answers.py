@@ -16,6 +16,7 @@ from kvsearch.runtime.replay.forced_answers import TOGETHER, Asked, ForcedAnswer
 from kvsearch.tasks.base import Answers, Query, Task
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
+from tests.combinations import every_value
 
 MANY = tiny.listed((60, 3), (90, 1), *[(50, 2)] * TOGETHER)  # two batches
 FEW = tiny.listed((60, 3), (90, 1))  # several questions of a context side by side
@@ -56,9 +57,7 @@ def model() -> LoadedModel:
     return tiny.loaded(tie_word_embeddings=False)
 
 
-@protocols
-@pytest.mark.parametrize("task", [MANY, FEW], ids=["many", "few"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@every_value(family=["llama", "gemma2"], task=[MANY, FEW], protocol=PROTOCOLS)
 def test_own_replies_are_those_of_an_evaluation(family: str, task: tiny.Listed, protocol: Protocol) -> None:
     model = tiny.loaded(family, tie_word_embeddings=False)
     expected = said(model, task, protocol)

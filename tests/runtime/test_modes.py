@@ -104,14 +104,12 @@ def evict(family: str, name: str, policy: str, phases: str) -> None:
     assert all(bool(part.isfinite().all()) for part in found if part.is_floating_point())
 
 
-@pytest.mark.parametrize("phases", ["prefill", "decode"])
-@pytest.mark.parametrize("mode", MODES)
+@every_value(mode=MODES, phases=["prefill", "decode"])
 def test_modes_are_as_over_a_stock_cache(mode: str, phases: str) -> None:
     compare("llama", mode, "tova", phases)
 
 
-@pytest.mark.parametrize("phases", ["prefill", "both"])
-@pytest.mark.parametrize("mode", MODES)
+@every_value(mode=MODES, phases=["both", "prefill"])
 def test_modes_that_evict_end_well(mode: str, phases: str) -> None:
     evict("llama", mode, "h2o", phases)
 

@@ -14,6 +14,7 @@ from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.decode.replies import Replies
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.shared_prefill import read
+from tests.combinations import every_value
 from tests.families import build, prompts
 from tests.runtime.helpers import running
 
@@ -73,8 +74,7 @@ def test_what_shrinks_while_others_grow_is_not_counted_twice(
 POLICIES = [DEFAULT, ("tova", {}), ("h2o", {}), ("scissorhands", {"window": 4, "history": 8, "drop": 3})]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("prefill", [LARGE, [12] * 4, None])
+@every_value(policy=POLICIES, prefill=[LARGE, [12] * 4, None])
 def test_every_rule_as_it_is_watched(policy: tuple[str, dict[str, Any]], prefill: list[int] | None) -> None:
     first = None if prefill is None else phase(prefill, policy)
     model, program = build("llama"), Program(first, phase([6, 17, 9, 16], policy))
