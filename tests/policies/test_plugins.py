@@ -30,13 +30,9 @@ INF, NAN = float("inf"), float("nan")
 WRONG: dict[str, Callable[[Tensor], Any]] = {
     "nan": lambda scores: scores.masked_fill(scores == scores.amax(-1, keepdim=True), NAN),
     "inf": lambda scores: scores.masked_fill(scores == scores.amax(-1, keepdim=True), INF),
-    "minus inf": lambda scores: scores.masked_fill(scores == scores.amin(-1, keepdim=True), -INF),
     "broadcast heads": lambda scores: scores[:, :1],
     "broadcast entries": lambda scores: scores[..., :1],
-    "no batch": lambda scores: scores[0],
     "half": lambda scores: scores.half(),
-    "whole": lambda scores: scores.long(),
-    "list": lambda scores: scores.tolist(),
     "meta": lambda scores: scores.to("meta"),
     "none": lambda _: None,
     "index": lambda scores: scores[99],
@@ -44,9 +40,9 @@ WRONG: dict[str, Callable[[Tensor], Any]] = {
     "of its own": lambda _: {}["a\nb"],
 }
 SAID = {
-    "nan": "NaN or infinite in layer", "inf": "NaN or infinite in layer", "minus inf": "NaN or infinite in layer",
-    "broadcast heads": "shape", "broadcast entries": "shape", "no batch": "shape", "half": "float16", "whole": "int64",
-    "list": "returned list from score(), not a tensor", "meta": "device meta", "none": "returned NoneType",
+    "nan": "NaN or infinite in layer", "inf": "NaN or infinite in layer", "broadcast heads": "shape",
+    "broadcast entries": "shape", "half": "float16", "meta": "device meta",
+    "none": "returned NoneType from score(), not a tensor",
     "index": "failed in score() (IndexError: ", "exit": "failed in score() (SystemExit: 3)",
     "of its own": "failed in score() (KeyError: ",
 }  # fmt: skip
