@@ -88,7 +88,6 @@ class CalibrationOptions(Seeded):
 
     job: ClassVar[str] = "calibrate"
     recipes: ClassVar[bool] = True
-    example: ClassVar[str] = "policy: snapkv"
     unit: ClassVar[str] = "questions"
     own_params: ClassVar[bool] = True
     bare: ClassVar[bool] = False

@@ -7,9 +7,8 @@ the Python API are all made of these fields. Defaults come first, then the recip
 from __future__ import annotations
 
 import inspect
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,16 +78,15 @@ class Option:
 class JobOptions(Record):
     """All options of a job, checked as a whole.
 
-    `job` is what its runs are called, `recipes` whether it takes a recipe, `example` a line of such a one. A field
-    without an `Option` is not offered on the command line. A class may have a `panel` for the fields that it brings. Of
-    `alternatives` one is given: it takes the place of another that a recipe states.
+    `job` is what its runs are called and `recipes` whether it takes a recipe. A field without an `Option` is not
+    offered on the command line. A class may have a `panel` for the fields that it brings. Of `alternatives` one is
+    given: it takes the place of another that a recipe states.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     job: ClassVar[str] = "this command"
     recipes: ClassVar[bool] = False
-    example: ClassVar[str] = "samples: 20"
     alternatives: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -169,7 +167,7 @@ class JobOptions(Record):
                 the recipe's problems, or all of what is given, in one message.
         """
         path = None if recipe is None else find_recipe(str(recipe), cls.job)
-        stated = {} if path is None else read_recipe(path, cls.job, cls.example)
+        stated = {} if path is None else read_recipe(path, cls.job)
         typed = {name: value for name, value in given.items() if value is not None}
         model = cls.chosen(stated, typed, path)
         unfit = [name for name, (_, option) in model.offered().items() if name in stated and not option.recorded]
@@ -315,28 +313,9 @@ def one_of(stated: dict[str, Any], given: Mapping[str, Any], names: Sequence[str
     return {name: value for name, value in stated.items() if name not in names}
 
 
-def above_zero(gigabytes: float | None) -> float | None:
-    """Return gigabytes as they are; ValueError unless there are some."""
-    if gigabytes is not None and not 0 < gigabytes < math.inf:
-        raise ValueError("must be above 0 GB")
-    return gigabytes
-
-
 def bytes_of(gigabytes: float | None) -> int | None:
     """Return gigabytes in bytes; None stays None."""
     return None if gigabytes is None else int(gigabytes * 10**9)
-
-
-def asked_by_name(find: Callable[[Any], object]) -> BeforeValidator:
-    """Return a validator that looks a value up; what `find` refuses with a UsageError is a problem of the field."""
-
-    def check(value: object) -> object:
-        try:
-            return find(value)
-        except UsageError as error:
-            raise ValueError(str(error)) from error
-
-    return BeforeValidator(check)
 
 
 Listed = BeforeValidator(_listed)

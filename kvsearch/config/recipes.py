@@ -49,10 +49,8 @@ def about(path: Path) -> str:
     return " ".join(line.removeprefix("#").strip() for line in comment)
 
 
-def read_recipe(path: Path, job: str, example: str) -> dict[str, Any]:
+def read_recipe(path: Path, job: str) -> dict[str, Any]:
     """Return the options of a recipe as they stand in the file, or those of a run of the same `job`.
-
-    `example` is an option, for whoever wrote no mapping.
 
     Raises:
         UsageError: there is no such file, or it is no YAML, no mapping, or the configuration of another job.
@@ -68,7 +66,7 @@ def read_recipe(path: Path, job: str, example: str) -> dict[str, Any]:
 
         content = read_yaml(path)
     if not isinstance(content, dict):
-        raise UsageError(f"{path} is not a recipe: it should be a mapping such as `{example}`")
+        raise UsageError(f"{path} is not a recipe: it should be a mapping of options such as `seed: 1`")
     return content
 
 

@@ -59,7 +59,6 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
 
     job: ClassVar[str] = "evolve"
     recipes: ClassVar[bool] = True
-    example: ClassVar[str] = "budget: 128"
     alternatives: ClassVar[tuple[str, ...]] = ("budget", "budgets")
     panel: ClassVar[str] = WHAT
 

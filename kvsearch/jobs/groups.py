@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from kvsearch.config.options import (
     FIRST,
@@ -21,8 +21,6 @@ from kvsearch.config.options import (
     Seeded,
     Specs,
     WholeNumbers,
-    above_zero,
-    asked_by_name,
     bytes_of,
 )
 from kvsearch.core.errors import UsageError
@@ -31,7 +29,7 @@ from kvsearch.core.printed import command_line
 from kvsearch.jobs.reporter import Reporter, Silent
 from kvsearch.models import loading
 from kvsearch.models.loading import BUNDLED, LoadedModel, LoadOptions
-from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol, find_protocol
+from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.selection.rule import Rule
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.catalog import NO_QA, SYNTHETIC, TaskOptions, find_tasks
@@ -263,7 +261,7 @@ class Batches(Seeded):
     batch: Annotated[int, Field(ge=1), Option("Prompts per forward pass.")] = 8
     max_memory: Annotated[
         float | None,
-        AfterValidator(above_zero),
+        Field(gt=0),
         Option(
             "Most memory for compressed caches at a time; prompts are read again for methods that do not fit.",
             metavar="GB",
@@ -320,7 +318,6 @@ class WithProtocol(Batches):
 
     protocol: Annotated[
         Protocol,
-        asked_by_name(find_protocol),
         Option(
             "question-agnostic: the context is compressed first, then the questions are asked; question-aware: "
             "context and question are compressed as one.",

@@ -53,7 +53,7 @@ class PlanOptions(JobOptions):
 
     def make(self, reporter: Reporter) -> Plan:
         """Make the plan, which is what a dry run does; UsageError if its parts do not fit together."""
-        self.check_output()
+        check_output(self.output, self.force, PLAN_FILE)  # found out before there is a plan
         plan = self.compute(reporter)
         check_plan(plan, f"the plan for {self.output}")
         return plan
@@ -64,10 +64,6 @@ class PlanOptions(JobOptions):
         save_plan(plan, self.output, overwrite=self.force)
         return plan
 
-    def check_output(self) -> None:
-        """Raise UsageError if no plan can be written, found out before there is one."""
-        check_output(self.output, self.force, PLAN_FILE)
-
 
 def checked_plan(path: Path) -> Plan:
     """Read a plan file and check its policies; what is wrong with the file is told before torch is loaded.
@@ -76,7 +72,6 @@ def checked_plan(path: Path) -> Plan:
         UsageError: the file, a policy or a budget of it cannot be used.
     """
     plan = load_plan(path)
-
     check_plan(plan, str(path))
     return plan
 

@@ -141,7 +141,6 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
 
     job: ClassVar[str] = "run"
     recipes: ClassVar[bool] = True
-    example: ClassVar[str] = "budget: 128"
     alternatives: ClassVar[tuple[str, ...]] = SIZES
     panel: ClassVar[str] = "What is fitted"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from kvsearch.calibration.steps import calibration_content
-from kvsearch.config.options import RULE, Names, Option, asked_by_name
+from kvsearch.config.options import RULE, Names, Option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.jobs.groups import (
@@ -63,7 +63,6 @@ class OnSignals(WithTasks, WithWorkers, Batches):
     ratio: Annotated[float | None, RATIO] = None
     protocol: Annotated[
         Protocol | None,
-        asked_by_name(find_protocol),
         Option("question-agnostic or question-aware; see `evaluate`.", panel=ASKED, shown="that of the calibration"),
     ] = None
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvsearch.models.loading import LoadOptions, load
-from kvsearch.plan import ModelFingerprint, Profile, Size, canonical_json, load_plan, load_profile, save_profile
+from kvsearch.plan import ModelFingerprint, Profile, Size, load_plan, load_profile, save_profile
 from kvsearch.results import validation
-from kvsearch.runs.estimates import Estimate
-from kvsearch.selection.verdicts import AtBudget
 from kvsearch.strategies.from_signals import Strategy, strategy_plan
 from tests.cli.conftest import Run
 from tests.plan.builders import PROVENANCE
@@ -169,25 +164,3 @@ def test_harmful_signals_are_not_used_unless_allowed(
     code, _, talk = run("export", polykv, "-o", path, "--allow-harmful", "--force")
     assert code == 0
     assert talk.startswith("kvsearch: warning: route cosine was judged harmful\nwrote ")
-
-
-def test_exporting_loads_nothing_of_an_evaluation(polykv: Path, tmp_path: Path) -> None:
-    profile = (polykv / "profile.safetensors").read_bytes()
-    asked = {"one": {"contexts": 3, "questions": 4, "metric": "exact", "rows_sha256": "a" * 64}}
-    at = AtBudget(budget=32, full=Estimate(1.0, 1.0, 1.0), signals=())
-    found = validation.ValidationResult(
-        model=load_profile(polykv / "profile.safetensors").metadata.model, profile_sha256=sha256(profile).hexdigest(),
-        tasks=asked, split="select", protocol="question-agnostic", seed=0, budgets=(at,),
-    )  # fmt: skip
-    (polykv / validation.FILE).parent.mkdir()
-    (polykv / validation.FILE).write_bytes(canonical_json(found.as_json()))
-    code = (
-        "import sys, kvsearch.cli as cli\n"
-        f"cli.app({['export', str(polykv), '-o', str(tmp_path / 'plan.json')]}, standalone_mode=False)\n"
-        "heavy = ('torch', 'transformers', 'matplotlib', 'scipy', 'kvsearch.selection.validate')\n"
-        "print(*sorted(name for name in sys.modules if name.startswith(heavy)))\n"
-        "assert 'kvsearch.results.validation' in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == ""
-    assert (tmp_path / "plan.json").exists()

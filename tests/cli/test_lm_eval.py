@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -125,22 +123,3 @@ def test_bad_requests(request_of: partial[Any], tmp_path: Path) -> None:
     assert "the tokenizer has no chat template" in refused(USAGE, *request_of("small_choose", "--apply-chat-template"))
     plan = ("bundled", "--plan", tmp_path / "plan.json", "--tasks", "small_choose")
     assert "there is no file" in refused(USAGE, *plan)
-
-
-@installed
-@pytest.mark.slow
-def test_offline_with_all_tasks_of_the_harness(folder: Path, calibrated: Path, tmp_path: Path) -> None:
-    """In a process of its own, as libraries read what --offline sets when they are imported."""
-    code = "from kvsearch.cli import main; main()"
-    environment = {**os.environ, "HF_HOME": str(tmp_path)}
-    for tasks, exit_code, words in (
-        ("arc_easy", ENVIRONMENT, "the dataset of task 'arc_easy' cannot be read: check the network, HF_HUB_OFFLINE"),
-        ("hellaswagg", USAGE, "unknown task 'hellaswagg'; did you mean 'hellaswag'? (known: hellaswag, "),
-    ):
-        request = [str(part) for part in arguments(folder, calibrated / "plan.json", tasks, "--offline")]
-        found = subprocess.run(
-            [sys.executable, "-c", code, "lm-eval", *request], capture_output=True, text=True, env=environment
-        )
-        assert found.returncode == exit_code
-        assert found.stderr.startswith(f"kvsearch: error: {words}")
-        assert found.stderr.count("\n") == 1

@@ -97,15 +97,6 @@ def test_what_is_not_ours(run: Run, tmp_path: Path, name: str, content: str) -> 
         assert len(talk.splitlines()) == 1
 
 
-def test_a_damaged_report(run: Run, evaluated: tuple[Path, str], tmp_path: Path) -> None:
-    data = json.loads((evaluated[0] / "report.json").read_text())
-    del data["blocks"][0]["methods"][0]["held"]
-    (tmp_path / "report.json").write_text(json.dumps(data))
-    code, _, talk = run("show", tmp_path / "report.json")
-    assert code == 2
-    assert "is damaged (blocks.0.methods.0.held: is missing: add it)" in talk
-
-
 def test_a_ratio_is_for_profiles(run: Run, evaluated: tuple[Path, str]) -> None:
     code, _, talk = run("show", evaluated[0], "--ratio", 0.5)
     assert code == 2

@@ -50,13 +50,6 @@ def test_a_calibration_is_gone_on_with_as_it_was_made(tmp_path: Path) -> None:
     assert asked_for(tmp_path, "c/d") == ("c/d", "bfloat16", None)
 
 
-def test_older_calibrations_say_less(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**RECIPE, "model": "a/b"}))
-    assert asked_for(tmp_path) == ("a/b", "auto", None)
-    (tmp_path / "config.json").write_text(json.dumps({"model": "a/b", "dtype": "bfloat16", "revision": "v1"}))
-    assert asked_for(tmp_path) == ("a/b", "bfloat16", "v1")
-
-
 def test_a_calibration_without_a_profile_is_unfinished_and_nothing_else_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model": "a/b"}))
     assert profile_file(tmp_path) == tmp_path / PROFILE

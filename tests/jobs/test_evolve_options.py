@@ -72,7 +72,7 @@ def test_several_budgets_in_place_of_one(tmp_path: Path) -> None:
         ("budjet: 32", ["budjet"]),
         ("budget: -1\nspace: group", ["budget", "'groups', 'layers', 'heads' or 'joint'"]),
         ("method: lukv\nbudget: 3", ["'evolkv'"]),
-        ("[1, 2]", ["should be a mapping such as `budget: 128`"]),
+        ("[1, 2]", ["should be a mapping of options such as `seed: 1`"]),
         ("a: [", ["is not valid YAML"]),
     ],
 )

@@ -78,17 +78,6 @@ def test_no_change_of_bytes_is_taken_for_what_was_written(at: int, size: int, ne
     assert len(found) >= LEDGER[:at].count(b"\n") - 1  # a line that is torn by the change, or joined to the one before
 
 
-@given(st.permutations(range(len(LINES))), st.integers(1, len(LINES)))
-def test_lines_stand_in_one_order_only(order: list[int], kept: int) -> None:
-    some = order[:kept]
-    data = b"".join(LINES[number] for number in some)
-    if some == list(range(kept)):
-        assert read(data) == TEXTS[:kept]
-    else:
-        with pytest.raises(UsageError, match="is damaged"):
-            read(data)
-
-
 def test_lines_by_hand(tmp_path: Path) -> None:
     """A file that somebody has changed and sealed again is as good as one that a run has written."""
     config = RunConfig(job="evolve", content={"seed": 1})
