@@ -103,11 +103,9 @@ class Verb:
         flags = read_catalog(self.options) if is_told else describe(load(self.options))
         if self.dry_run:
             flags.append(DRY_RUN)
-        return make_command(self.name, self.help, [*flags, *OF_ALL], self.run)
-
-    def run(self, typed: dict[str, Any]) -> None:
-        """Do what was typed, by the names of fields."""
-        run_typed(load(self.options), self.action, typed)
+        return make_command(
+            self.name, self.help, [*flags, *OF_ALL], lambda typed: run_typed(load(self.options), self.action, typed)
+        )
 
 
 VERBS: dict[str, Verb] = {}

@@ -221,7 +221,7 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
         with reporter.progress("how hard questions are") as progress:
             searches, words = keep_hard_questions(searches, progress)
         reporter.say(words)
-    store = stage_store(directory, lambda evaluation: evaluation.config(), lambda _: reporter, force=True)
+    store = stage_store(directory, lambda evaluation: evaluation.config(), reporter, force=True)
     opening = open_search(directory, config, searches, FILES, reporter, force=force, workers=options.workers)
     with opening as (searches, executor, run, log), watching(reporter, log, options.most(searches)) as watcher:
         lines_before = log.count

@@ -16,10 +16,10 @@ from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.files import atomic_write
 from kvsearch.exporters import exporter_of
 from kvsearch.jobs.groups import BUDGET, Loading
-from kvsearch.jobs.plan import PlanOptions, Sized
+from kvsearch.jobs.plan import PlanOptions, Sized, size_or_measured
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
-from kvsearch.plan import ModelFingerprint, Plan, Profile, Size, load_plan, load_profile
+from kvsearch.plan import ModelFingerprint, Plan, Profile, load_plan, load_profile
 from kvsearch.plan.saved import plan_of_folder
 from kvsearch.results import validation
 from kvsearch.runs.identity import CONFIG
@@ -231,8 +231,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
         return found.plan
 
     def _of_signals(self, profile: Profile, reporter: Reporter) -> Plan:
-
-        size = self.size_in(profile)
+        size = size_or_measured(self.budget, self.ratio, self.length, SignalTable(profile).axes.budgets)
         strategy = self.strategy(profile)
         plan = strategy_plan(profile, strategy, size)
         check_plan(plan, "the plan of this strategy")
@@ -242,17 +241,6 @@ class ExportOptions(PlanOptions, Sized, Loading):
             warning = validation.harmful(directory, strategy, size.pool(profile.metadata).mean)
         self._refuse_harmful(warning, reporter)
         return plan
-
-    def size_in(self, profile: Profile) -> Size:
-        """Return the size that was asked for, or the budget that was measured, where it is one."""
-        measured = profile.metadata.signals.budgets if profile.metadata.signals else ()
-        if self.budget is not None or self.ratio is not None:
-            return self.size
-        if len(measured) == 1:
-            return self.model_copy(update={"budget": measured[0]}).size
-        raise UsageError(
-            f"give --budget or --ratio: the profile was measured at {', '.join(map(str, measured))} entries per kv head"
-        )
 
     def strategy(self, profile: Profile) -> Strategy:
         """Return what was asked for, or else the defaults of a strategy in what was measured."""

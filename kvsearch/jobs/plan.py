@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.config.options import RESULT, RULE, SIZE, JobOptions, Option, Params
+from kvsearch.core.errors import UsageError
 from kvsearch.core.files import PLAN_FILE, STRATEGY_FILE, atomic_write, check_output, read_bytes
 from kvsearch.core.limits import MOST_YAML
 from kvsearch.jobs.groups import BUDGET, RATIO, WithModel, following
@@ -63,6 +65,16 @@ class PlanOptions(JobOptions):
         plan = self.make(reporter)
         save_plan(plan, self.output, overwrite=self.force)
         return plan
+
+
+def size_or_measured(budget: int | None, ratio: float | None, length: int | None, measured: Sequence[int]) -> Size:
+    """Return the size that was asked for, or the one that was measured; UsageError if several were."""
+    if budget is not None or ratio is not None:
+        return Size(budget, ratio, length)
+    if len(measured) == 1:
+        return Size(measured[0], length=length)
+    known = ", ".join(map(str, measured))
+    raise UsageError(f"signals were measured at {known} entries per kv head: say how many to keep with --budget")
 
 
 def checked_plan(path: Path) -> Plan:

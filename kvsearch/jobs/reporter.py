@@ -207,7 +207,7 @@ def kept_replies(
 def stage_store(
     directory: Path,
     config_of: Callable[[Evaluation], RunConfig],
-    reporter_of: Callable[[str], Reporter],
+    reporter: Reporter,
     *,
     title: str = "",
     force: bool = False,
@@ -217,7 +217,7 @@ def stage_store(
     Args:
         directory: of the command that has the stages.
         config_of: the configuration of a stage that asks this evaluation.
-        reporter_of: who hears of the stage with this name.
+        reporter: who hears of the stages.
         title: what the progress of all stages begins with.
         force: whether replies that cannot be gone on with are thrown away, see `open_stage`.
     """
@@ -225,6 +225,6 @@ def stage_store(
     def open_replies(stage: str, evaluation: Evaluation) -> OpenStage:
         what = f"{title}{stage.replace('/', ', ')}: batches"
         config = config_of(evaluation)
-        return kept_replies(directory / stage, config, evaluation.replies, reporter_of(stage), what, force)
+        return kept_replies(directory / stage, config, evaluation.replies, reporter, what, force)
 
     return open_replies

@@ -641,7 +641,7 @@ class RunStages:
         planned = planned_size(size, calibrated.length, self.longest)
         if refined is not None:
             known = joined([known, refined.contexts])
-            more = refined.candidates(planned)
+            more = refined.plans[planned]
         used = None if known is None else known.used
         plans = find_policy_candidates(self.loaded, calibrated, planned, more)
         race = prepare_race(self.loaded, plans, self.splits["select"].without(used), self.rule, size, name="")
@@ -651,4 +651,4 @@ class RunStages:
 
     def _reply_store(self, selection: SelectionJob, reporter: StageReporter) -> StageStore:
         """Return what keeps the replies of all rounds and of the report at a size."""
-        return stage_store(self.directory / CHOICE / str(selection.size), selection.config, lambda _: reporter)
+        return stage_store(self.directory / CHOICE / str(selection.size), selection.config, reporter)

@@ -189,17 +189,10 @@ def watching(reporter: Reporter, log: TrialLog, most: int) -> Iterator[SearchPro
 
 @dataclass(frozen=True)
 class RefinedPlans:
-    """Plans that were found, by budget and name, and what they were searched on."""
+    """Plans that were found, by size and name, and what they were searched on."""
 
-    plans: Mapping[int, Mapping[str, Plan]]
+    plans: Mapping[Size, Mapping[str, Plan]]
     contexts: ContextRecord
-
-    def candidates(self, size: Size) -> dict[str, Plan]:
-        """Return the plans of a size that has a length; those of a ratio follow the prompt at hand."""
-        plans = self.plans[_budget(size)]
-        if size.ratio is None:
-            return dict(plans)
-        return {name: scale(plan, ratio=size.ratio, length=size.length) for name, plan in plans.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +245,7 @@ class Refinement:
             require_same(self.directory, config, unknown=(SEARCHED,))
         else:
             self._search(searches, reporter)
-        plans = {search.budget: _read_plans(self.directory, search.budget) for search in searches}
+        plans = {size: _read_plans(self.directory, size) for size in starts}
         return RefinedPlans(plans, searches[0].record(searched=True))
 
     def _prepare(
@@ -297,12 +290,15 @@ def _find_better(search: PreparedSearch, outcome: SearchOutcome) -> list[Candida
     return [candidate for candidate in outcome.pool if candidate.value < least][:MAX_CANDIDATES]
 
 
-def _read_plans(directory: Path, budget: int) -> dict[str, Plan]:
-    """Return the plans that were found at a budget, by their names as candidates."""
+def _read_plans(directory: Path, size: Size) -> dict[str, Plan]:
+    """Return the plans that were found at a size, by their names as candidates; those of a ratio follow the prompt."""
     plans = {}
-    for number, path in enumerate(sorted(directory.glob(f"plan-{budget}-*.json")), 1):
+    for number, path in enumerate(sorted(directory.glob(f"plan-{_budget(size)}-*.json")), 1):
         require_unchanged(directory, path.name, "restore it, or delete the directory and repeat the command")
-        plans[NAME if number == 1 else f"{NAME}#{number}"] = load_plan(path)
+        plan = load_plan(path)
+        if size.ratio is not None:
+            plan = scale(plan, ratio=size.ratio, length=size.length)
+        plans[NAME if number == 1 else f"{NAME}#{number}"] = plan
     return plans
 
 

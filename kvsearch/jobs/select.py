@@ -17,6 +17,7 @@ from kvsearch.core.files import PLAN_FILE, check_output, read_bytes
 from kvsearch.core.naming import require_known
 from kvsearch.evaluation.reply_store import check_place
 from kvsearch.jobs.groups import BUDGET, Deciding, evaluation, following
+from kvsearch.jobs.plan import size_or_measured
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_few
 from kvsearch.jobs.validate import OnSignals, load_signals
@@ -129,18 +130,9 @@ class SelectOptions(OnSignals, Deciding):
 
     def sizes(self, profile: Profile) -> list[Size]:
         """Return the sizes that were given, or the one that was measured; UsageError if there are several of these."""
-        measured = SignalTable(profile).axes.budgets
         if self.budgets is not None:
             return [Size(budget) for budget in self.budgets]
-        if self.budget is not None or self.ratio is not None:
-            return [Size(self.budget, self.ratio)]
-        if len(measured) > 1:
-            known = ", ".join(map(str, measured))
-            raise UsageError(
-                f"signals were measured at {known} entries per kv head: say how many to keep with --budget, or several "
-                "with --budgets"
-            )
-        return [Size(budget=measured[0])]
+        return [size_or_measured(self.budget, self.ratio, None, SignalTable(profile).axes.budgets)]
 
     def phase_settings(self) -> tuple[str, ...]:
         """Return the phase settings to try; UsageError if there is none of that name."""
@@ -226,7 +218,7 @@ def select(options: SelectOptions, reporter: Reporter) -> Selected:
         were_finished &= output.exists()
         config = RunConfig(job="select", options=recorded, content=selection.content)
         with Run.open(place, config, force=options.force, files=(SELECTION, CONTEXTS, *SETTINGS)) as run:
-            store = stage_store(place, selection.config, lambda _: reporter, title=f"{selection.size}, ")
+            store = stage_store(place, selection.config, reporter, title=f"{selection.size}, ")
             found = selection.run(store, shared, answered=True)
             _write(run, selection, found, output, options.force)
             were_finished &= run.state == "finished"

@@ -33,7 +33,7 @@ from kvsearch.plan import Size
 from kvsearch.plan.origin import ContextRecord
 from kvsearch.plan.profile import Profile, load_profile
 from kvsearch.plan.saved import PROFILE
-from kvsearch.plan.schema import Protocol, find_protocol
+from kvsearch.plan.schema import Protocol
 from kvsearch.report.costs import Forecast
 from kvsearch.report.scores import validation_parts
 from kvsearch.results.validation import FILE, ValidationResult, load_validation
@@ -73,7 +73,7 @@ class OnSignals(WithTasks, WithWorkers, Batches):
 
     def protocol_of(self, profile: Profile) -> Protocol:
         """Return the protocol in which questions are asked, by default that of the calibration."""
-        return self.protocol or find_protocol(SignalTable(profile).axes.protocol)
+        return self.protocol or SignalTable(profile).axes.protocol
 
     def stated_loading(self) -> dict[str, Any]:
         """Return the dtype and revision that were measured, as far as no others are given."""

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
-from kvsearch.core.fields import Entries, Record, Text, refuse
+from kvsearch.core.fields import Entries, Record, refuse
 from kvsearch.core.limits import MOST_MEASURED
 from kvsearch.core.parsing import shown
-from kvsearch.plan.schema import Phase, PolicySpec
+from kvsearch.plan.schema import Phase, PolicySpec, Protocol
 
 if TYPE_CHECKING:
     from kvsearch.plan.profile import ProfileMetadata
@@ -51,7 +51,7 @@ class SignalAxes(Record):
     patterns: tuple[PolicySpec, ...] = Field(min_length=1)
     phases: tuple[Phase, ...] = Field(min_length=1)
     budgets: tuple[Entries, ...] = Field(min_length=1)
-    protocol: Text
+    protocol: Protocol
 
     @field_validator("budgets")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import FailFast, Field, ValidationInfo, field_validator
 
@@ -327,9 +327,3 @@ Protocol = Literal["question-agnostic", "question-aware"]
 QUESTION_AGNOSTIC: Protocol = "question-agnostic"
 QUESTION_AWARE: Protocol = "question-aware"
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
-
-
-def find_protocol(name: str) -> Protocol:
-    """Return the protocol of that name; UsageError if there is none."""
-    require_known("protocol", name, PROTOCOLS)
-    return cast(Protocol, name)

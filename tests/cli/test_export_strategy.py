@@ -112,7 +112,7 @@ def test_a_budget_must_be_named_where_several_were_measured(
 ) -> None:
     calibrated_as(tmp_path / "run", bundled, budgets=(16, 32))
     refused(
-        run, "give --budget or --ratio: the profile was measured at 16, 32 entries", tmp_path / "run", "-o",
+        run, "signals were measured at 16, 32 entries per kv head: say how many to keep", tmp_path / "run", "-o",
         tmp_path / "plan.json",
     )  # fmt: skip
 

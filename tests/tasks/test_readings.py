@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.arithmetic import budgets_at
-from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol, find_protocol
+from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import full_cache
@@ -40,12 +39,6 @@ def build(family: str, chat: bool = False) -> LoadedModel:
     """Embeddings are not tied to the head (as Gemma's are), or a random model says its last token over and over."""
     made = tiny.loaded(family, tie_word_embeddings=False)
     return replace(made, tokenizer=tiny.chat_tokenizer()) if chat else made
-
-
-def test_protocols_by_name() -> None:
-    assert [find_protocol(name) for name in PROTOCOLS] == ["question-agnostic", "question-aware"]
-    with pytest.raises(UsageError, match="unknown protocol 'question-awre'; did you mean 'question-aware'"):
-        find_protocol("question-awre")
 
 
 def test_readings() -> None:
