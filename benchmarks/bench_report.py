@@ -162,16 +162,19 @@ def made_up_report(
         name: {"budgets": table, "value": value, "where": "group 1", "score": estimate(0.6)}
         for name, table in tables.items()
     }
-    return {
-        "schema": "kvsearch.evolution/2", "model": model.name, "questions": {"search": 24, "choice": 24, "report": 24},
-        "evaluations": candidates, "tokens": 500 * candidates, "settings": {
-            "budget": BUDGET, "phases": "prefill", "protocol": "question-agnostic", "objective": "nll",
-        },
+    found = {
         "ended": "all stages are finished", "decision": "chosen: #1", "starts": {"uniform": uniform.tolist()},
         "finalists": {**finalists, "#1": {**finalists["#1"], "lead": lead, "chance": 0.02}},
         "start": "uniform", "chosen": "#1", "verdict": "likely", "best": "#1", "budgets": best.tolist(),
         "report": {"evolved": estimate(0.62), "uniform": estimate(0.52), "full": estimate(0.7)},
         "gains": {"uniform": lead}, "recovered": {"uniform": estimate(0.55)}, "ahead": {},
+    }  # fmt: skip
+    return {
+        "schema": "kvsearch.evolution/3", "model": model.name, "questions": {"search": 24, "choice": 24, "report": 24},
+        "evaluations": candidates, "tokens": 500 * candidates, "settings": {
+            "phases": "prefill", "protocol": "question-agnostic", "objective": "nll",
+        },
+        "found": {BUDGET: found},
     }  # fmt: skip
 
 

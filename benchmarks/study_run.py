@@ -53,7 +53,7 @@ def judge(directory: Path, size: str, choice: dict[str, Any]) -> JudgedPlan:
     (outcome,) = choice["outcomes"]
     kinds = {method["name"]: method["kind"] for method in outcome["methods"]}
     scores = {name: score["mean"] for name, score in choice["report"]["scores"].items() if name in kinds}
-    written = choice["written"]["name"]
+    written = outcome["winner"] or outcome["best"]
     best = max((name for name in scores if kinds[name] == "baseline"), key=lambda name: scores[name])
     regret = 100 * (max(scores.values()) - scores[written])
     lead = None

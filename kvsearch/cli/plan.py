@@ -59,7 +59,7 @@ def _say_target(found: Exported, options: ExportOptions, console: Console) -> No
     """Say where the files of a target are, what they lost, and how they are loaded."""
     usage = [line.format(path=str(options.output)) for line in found.usage]
     if console.as_json:
-        losses = [{"what": loss.what, "entries": loss.entries} for loss in found.losses]
+        losses = [{"what": what, "entries": entries} for what, entries in found.losses.items()]
         files = [str(options.output / name) for name in found.files]
         summary = {"target": options.to, "files": files, "losses": losses, "total": found.total, "usage": usage}
         console.print_json(summary)

@@ -237,7 +237,7 @@ class Comparison:
         for sample in self.samples:
             mine[sample.method].append(sample)
         return {
-            label: Footprint(*(fmean(getattr(sample, name) for sample in samples) for name in Footprint._fields))
+            label: Footprint(*(fmean(getattr(sample, field.name) for sample in samples) for field in fields(Footprint)))
             for label, samples in mine.items()
         }
 

@@ -84,7 +84,8 @@ def write_samples(samples: Sequence[Sample], path: Path, overwrite: bool = True)
     atomic_write(path, csv_text([names, *rows]).encode(), overwrite)
 
 
-class Footprint(NamedTuple):
+@dataclass(frozen=True)
+class Footprint:
     """Entries and bytes once context or prompt were compressed, the most entries until the reply was complete."""
 
     entries: float
@@ -137,8 +138,8 @@ class WindowLoss:
 
 
 @dataclass(frozen=True)
-class MeasuredText:
-    """Windows of a text on which several methods were measured.
+class Perplexity:
+    """Losses of several methods, the full cache first, on the same windows of a text, in its order.
 
     Lengths and `stride` are in tokens, special ones not counted; `wanted` is how many windows were asked for (None:
     all), `windows` how many there are.
@@ -152,10 +153,4 @@ class MeasuredText:
     wanted: int | None
     windows: int
     seed: int
-
-
-@dataclass(frozen=True)
-class Perplexity(MeasuredText):
-    """Losses of several methods, the full cache first, on the same windows of a text, in its order."""
-
     samples: list[WindowLoss]

@@ -1,7 +1,7 @@
 """The Exporter seam: a plan in the words of another tool, and what these words cannot say.
 
 An exporter makes files out of a plan and lists what is lost on the way, in entries where that can be counted. Nothing
-is lost in silence: what a target has no word for is a `Loss`. `read` tells what the target makes of the files, and so
+is lost in silence: what a target has no word for is listed. `read` tells what the target makes of the files, and so
 proves what was said to be lost and what was not.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,11 +24,7 @@ from kvsearch.plan.schema import STATIC
 SINGLE = ""  # the name of the one file of a target that is no folder
 
 
-class Loss(NamedTuple):
-    """Something of a plan that a target cannot express; `entries` of the plan are concerned, None: not countable."""
-
-    what: str
-    entries: int | None = None
+Losses = Mapping[str, int | None]  # what a target cannot express: how many entries it concerns, None: not countable
 
 
 @dataclass(frozen=True)
@@ -42,17 +38,17 @@ class Exported:
 
     files: Mapping[str, bytes]
     usage: tuple[str, ...]
-    losses: Sequence[Loss] = ()
+    losses: Losses = field(default_factory=dict)
     total: int = 0
     at: int | None = None
 
     def describe(self) -> list[str]:
         """Return a line for every loss, with entries and percent where they were counted."""
         return [
-            loss.what
-            if loss.entries is None
-            else f"{loss.what}: {loss.entries:,} of {self.total:,} entries ({100 * loss.entries / self.total:.1f}%)"
-            for loss in self.losses
+            what
+            if entries is None
+            else f"{what}: {entries:,} of {self.total:,} entries ({100 * entries / self.total:.1f}%)"
+            for what, entries in self.losses.items()
         ]
 
 
@@ -107,11 +103,11 @@ class Budgets:
         specs = list({layer.policy.model_dump_json(): layer.policy for layer in layers}.values())
         return max(specs, key=lambda spec: sum(sum(layer.budget) for layer in layers if layer.policy == spec))
 
-    def policy_loss(self, what: str, differs: Callable[[PolicySpec], bool]) -> list[Loss]:
+    def policy_loss(self, what: str, differs: Callable[[PolicySpec], bool]) -> Losses:
         """Return the loss of the entries of layers whose policy differs, nothing if there are none."""
         rows = zip(self.plan.phase("prefill").policies, self.entries, strict=True)
         entries = int(sum(row.sum() for spec, row in rows if spec is not None and differs(spec)))
-        return [Loss(what, entries)] if entries else []
+        return {what: entries} if entries else {}
 
 
 @dataclass(frozen=True)
@@ -176,15 +172,15 @@ class BudgetExporter(PlanExporter):
         """Write the budgets, and say what is lost of them, of policies, and of the plan."""
         budgets = Budgets.of(plan, inputs.length)
         written = self.write(budgets, inputs)
-        losses: list[Loss] = []
+        losses: dict[str, int | None] = {}
         if self.coarser:
             at = budgets.known_length if written.at is None else written.at
-            losses += budget_loss(budgets.entries, self.read(written.files, plan.model, at), self.coarser.format(at=at))
+            losses |= budget_loss(budgets.entries, self.read(written.files, plan.model, at), self.coarser.format(at=at))
         if self.ranks:
             what = f"the target picks entries as {self.ranks[0]} does, other policies do not"
-            losses += budgets.policy_loss(what, lambda spec: spec.name not in self.ranks)
-        losses += [*written.losses, *common_losses(budgets, proportional=self.proportional)]
-        return replace(written, losses=tuple(losses), total=budgets.total)
+            losses |= budgets.policy_loss(what, lambda spec: spec.name not in self.ranks)
+        losses |= {**written.losses, **common_losses(budgets, proportional=self.proportional)}
+        return replace(written, losses=losses, total=budgets.total)
 
     @abstractmethod
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:
@@ -204,12 +200,12 @@ class ProfileExporter(Exporter):
         """
 
 
-def budget_loss(planned: Ints, written: Ints, what: str) -> list[Loss]:
+def budget_loss(planned: Ints, written: Ints, what: str) -> Losses:
     """Return what is lost between two sets of budgets [L, Hkv], nothing if they are the same."""
-    return [] if np.array_equal(planned, written) else [Loss(what, int(np.maximum(planned - written, 0).sum()))]
+    return {} if np.array_equal(planned, written) else {what: int(np.maximum(planned - written, 0).sum())}
 
 
-def common_losses(budgets: Budgets, *, proportional: bool | None) -> list[Loss]:
+def common_losses(budgets: Budgets, *, proportional: bool | None) -> Losses:
     """Return what no target has that is told static budgets of prompts.
 
     `proportional`: whether the target's budgets follow the prompt (True), are numbers (False), or are shares of a
@@ -218,14 +214,14 @@ def common_losses(budgets: Budgets, *, proportional: bool | None) -> list[Loss]:
     plan = budgets.plan
     losses = []
     if plan.decode is not None:
-        losses.append(Loss("eviction while decoding is left out"))
+        losses.append("eviction while decoding is left out")
     if plan.allocation.name != STATIC:
-        losses.append(Loss(f"budgets that {plan.allocation.name} divides for each prompt become fixed ones"))
+        losses.append(f"budgets that {plan.allocation.name} divides for each prompt become fixed ones")
     if proportional is True and plan.scaling == "fixed":
-        losses.append(Loss(f"budgets become shares of the prompt: right at {budgets.known_length:,} tokens only"))
+        losses.append(f"budgets become shares of the prompt: right at {budgets.known_length:,} tokens only")
     if proportional is False and plan.scaling == "proportional":
-        losses.append(Loss(f"budgets no longer follow the prompt: they are those of {budgets.known_length:,} tokens"))
-    return losses
+        losses.append(f"budgets no longer follow the prompt: they are those of {budgets.known_length:,} tokens")
+    return dict.fromkeys(losses)
 
 
 def same_for_heads(entries: Sequence[int], heads: int) -> Ints:
@@ -233,7 +229,7 @@ def same_for_heads(entries: Sequence[int], heads: int) -> Ints:
     return np.repeat(np.array(entries, dtype=np.int64)[:, None], heads, axis=1)
 
 
-def heads_lost(budgets: Budgets) -> list[Loss]:
+def heads_lost(budgets: Budgets) -> Losses:
     """Return the loss where all heads of a layer keep as many entries."""
     even = same_for_heads(budgets.per_layer, budgets.plan.model.kv_heads)
     return budget_loss(budgets.entries, even, "budgets of single heads: all heads of a layer keep the same number")

@@ -19,7 +19,7 @@ from kvsearch.exporters.base import (
     Budgets,
     Exported,
     Inputs,
-    Loss,
+    Losses,
     heads_lost,
     same_for_heads,
 )
@@ -42,7 +42,7 @@ class AttentionMatching(BudgetExporter):
         shares = {
             f"L{layer}H{head}": entries / budgets.total for (layer, head), entries in np.ndenumerate(budgets.entries)
         }
-        losses = [Loss("no policy: the tool fits entries of its own", budgets.total)]
+        losses = {"no policy: the tool fits entries of its own": budgets.total}
         usage = (f"head_budgets {{path}}, and a total of {budgets.total} entries",)
         return Exported({SINGLE: canonical_json(shares)}, usage, losses)
 
@@ -204,7 +204,7 @@ class SpectralKV(BudgetExporter):
             "weights": [int(row.sum()) / budgets.total for row in budgets.entries],
             "calibration": {"tool": "kvsearch", "method": origin.method, "seed": origin.seed},
         }
-        losses = [*heads_lost(budgets), Loss("no policy: the tool ranks by a rule of its own", budgets.total)]
+        losses = {**heads_lost(budgets), "no policy: the tool ranks by a rule of its own": budgets.total}
         usage = (f"profile {{path}}, and a total of {budgets.total} entries",)
         return Exported({SINGLE: canonical_json(profile)}, usage, losses)
 
@@ -224,9 +224,9 @@ class Windows(BudgetExporter):
 
     coarser: ClassVar[str] = "budgets are windows of whole layers"
     ranks: ClassVar[tuple[str, ...]] = ("streaming",)
-    through: ClassVar[tuple[Loss, ...]] = (
-        Loss("the prompt itself is read through the windows: a plan reads it whole and evicts afterwards"),
-    )
+    through: ClassVar[Losses] = {
+        "the prompt itself is read through the windows: a plan reads it whole and evicts afterwards": None
+    }
 
 
 class TensorRTLLM(Windows):

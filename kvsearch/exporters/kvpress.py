@@ -18,7 +18,6 @@ from kvsearch.exporters.base import (
     Budgets,
     Exported,
     Inputs,
-    Loss,
     ProfileExporter,
     heads_lost,
     same_for_heads,
@@ -61,7 +60,7 @@ class KvpressLukv(ProfileExporter):
             "press._budget_curves = np.load({path!r})",
         )
         total = metadata.length * metadata.shape[0] * metadata.shape[1]
-        return Exported({SINGLE: file.getvalue()}, usage, tuple(map(Loss, press.differs)), total)
+        return Exported({SINGLE: file.getvalue()}, usage, dict.fromkeys(press.differs), total)
 
 
 class KvpressLayers(BudgetExporter):
@@ -77,15 +76,15 @@ class KvpressLayers(BudgetExporter):
         spec = budgets.policy
         policy = policy_of(spec)
         press = press_of(policy)
-        losses = [
-            *heads_lost(budgets),
-            *budgets.policy_loss(f"layers that do not rank by {spec.name} do so there", lambda other: other != spec),
-            *map(Loss, press.differs),
-        ]
+        losses = {
+            **heads_lost(budgets),
+            **budgets.policy_loss(f"layers that do not rank by {spec.name} do so there", lambda other: other != spec),
+            **dict.fromkeys(press.differs),
+        }
         if policy.sink_count > press.sinks:
-            losses.append(Loss(f"the press does not protect the first {policy.sink_count} entries"))
+            losses[f"the press does not protect the first {policy.sink_count} entries"] = None
         if policy.recent_count > press.recent:
-            losses.append(Loss(f"the press does not protect the last {policy.recent_count} entries"))
+            losses[f"the press does not protect the last {policy.recent_count} entries"] = None
         usage = (f"press = PerLayerCompressionPress({press.code}, compression_ratios=json.load(open({{path!r}})))",)
         return Exported({SINGLE: canonical_json(evicted)}, usage, losses)
 

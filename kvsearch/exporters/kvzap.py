@@ -7,32 +7,23 @@ that looks at these two alone up to its GELUs, and one network of a layer has th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from kvsearch.core.errors import IncompatibleError, UsageError, given
-from kvsearch.exporters.base import NOTHING, Exported, Inputs, Loss, ProfileExporter
+from kvsearch.exporters.base import NOTHING, Exported, Inputs, ProfileExporter
 from kvsearch.models.architecture import attention_modules
 from kvsearch.plan import Profile, canonical_json
 from kvsearch.policies.probe import ARRAYS, METHOD, SPREAD
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
+HeadMaps = tuple[Tensor, Tensor]  # z = weight h + bias of each head: [Hkv, F, d_model], [Hkv, F]
 LINEAR = ("key", "value")  # features that are linear in hidden states
 CHANGED = ("k_norm", "k_layernorm", "key_layernorm", "qk_norm", "v_norm")  # of an attention that makes them non-linear
-
-
-class HeadMaps(NamedTuple):
-    """What a probe reads in one layer, standardised, as a linear map of hidden states: z = weight h + bias.
-
-    Columns that are not linear in hidden states are zero.
-    """
-
-    weight: Tensor  # [Hkv, F, d_model]
-    bias: Tensor  # [Hkv, F]
 
 
 class KvpressKvzap(ProfileExporter):
@@ -71,7 +62,7 @@ class KvpressKvzap(ProfileExporter):
             for name, part in parts.items()
         }
         config = {
-            "model_type": "kvzap", "input_dim": heads[0].weight.shape[2], "output_dim": metadata.model.kv_heads,
+            "model_type": "kvzap", "input_dim": heads[0][0].shape[2], "output_dim": metadata.model.kv_heads,
             "hidden_dim": None if linear else len(made[0]["0.weight"]), "n_modules": len(made),
         }  # fmt: skip
         kind = "linear" if linear else "mlp"
@@ -82,7 +73,7 @@ class KvpressKvzap(ProfileExporter):
             f"press.kvzap_model_name = 'nvidia/KVzap-{kind}-' + model.config.name_or_path.split('/')[-1]",
         )
         files = {WEIGHTS: save(tensors, {"format": "pt"}), CONFIG: canonical_json(config)}
-        return Exported(files, usage, tuple(_losses(profile, features, fits)))
+        return Exported(files, usage, dict.fromkeys(_losses(profile, features, fits)))
 
     def _features(self, profile: Profile) -> list[str]:
         """Return what a probe looks at; UsageError if it is none, or looks at what is not linear in hidden states."""
@@ -101,7 +92,11 @@ class KvpressKvzap(ProfileExporter):
 
 
 def _heads(module: Any, features: list[str], fit: Mapping[str, Tensor]) -> HeadMaps:
-    """Return what is read of a layer; IncompatibleError if it is not linear in hidden states."""
+    """Return what is read of a layer, standardised, as a linear map of hidden states; zero where it is no such map.
+
+    Raises:
+        IncompatibleError: keys or values are not linear in hidden states.
+    """
     projections: list[Any] = [getattr(module, name, None) for name in ("k_proj", "v_proj")]
     changed = [name for name in CHANGED if getattr(module, name, None) is not None]
     if changed or not all(isinstance(one, nn.Linear) for one in projections):
@@ -123,22 +118,23 @@ def _heads(module: Any, features: list[str], fit: Mapping[str, Tensor]) -> HeadM
         weight.append(projection.weight.detach().cpu().double().view(count, -1, width))
         offset = weight[-1].new_zeros(count, weight[-1].shape[1])
         bias.append(offset if projection.bias is None else projection.bias.detach().cpu().double().view_as(offset))
-    return HeadMaps(torch.cat(weight, 1) / fit["scale"][..., None], (torch.cat(bias, 1) - fit["center"]) / fit["scale"])
+    return torch.cat(weight, 1) / fit["scale"][..., None], (torch.cat(bias, 1) - fit["center"]) / fit["scale"]
 
 
 def _linear(read: HeadMaps, fit: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the linear surrogate of a layer, weight [Hkv, d_model] and bias [Hkv]."""
+    weight, bias = read
     return {
-        "weight": torch.einsum("hf,hfd->hd", fit["linear"], read.weight),
-        "bias": torch.einsum("hf,hf->h", fit["linear"], read.bias) + fit["bias"],
+        "weight": torch.einsum("hf,hfd->hd", fit["linear"], weight),
+        "bias": torch.einsum("hf,hf->h", fit["linear"], bias) + fit["bias"],
     }
 
 
 def _network(read: HeadMaps, fit: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the network of a layer: the hidden units of all heads side by side, [Hkv * (K + 2)] of them."""
     straight = _linear(read, {**fit, "bias": torch.zeros_like(fit["bias"])})
-    inner = torch.einsum("hfk,hfd->hkd", fit["hidden"], read.weight)
-    inner_bias = torch.einsum("hfk,hf->hk", fit["hidden"], read.bias) + fit["hidden_bias"]
+    inner = torch.einsum("hfk,hfd->hkd", fit["hidden"], read[0])
+    inner_bias = torch.einsum("hfk,hf->hk", fit["hidden"], read[1]) + fit["hidden_bias"]
     weight = torch.cat([inner, straight["weight"][:, None], -straight["weight"][:, None]], 1)
     bias = torch.cat([inner_bias, straight["bias"][:, None], -straight["bias"][:, None]], 1)
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64).expand(len(inner), 2)
@@ -152,7 +148,7 @@ def _network(read: HeadMaps, fit: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _losses(profile: Profile, features: list[str], fits: list[dict[str, Tensor]]) -> Iterator[Loss]:
+def _losses(profile: Profile, features: list[str], fits: list[dict[str, Tensor]]) -> Iterator[str]:
     """Say what the surrogate cannot see, and what the press does not do."""
     if SPREAD in features:
         # the other features, which are as wide as a head, share the rest
@@ -161,7 +157,7 @@ def _losses(profile: Profile, features: list[str], fits: list[dict[str, Tensor]]
         even = sum(int((fit["linear"][:, column] != 0).sum()) for fit in fits)
         if even:
             heads = len(fits) * len(fits[0]["bias"])
-            yield Loss(f"{even} of {heads} heads keep an even spread of entries, and the surrogate cannot see places")
+            yield f"{even} of {heads} heads keep an even spread of entries, and the surrogate cannot see places"
     sinks, recent = (profile.metadata.policy.params.get(name, 0) for name in ("sinks", "protect"))
     if sinks or recent:
-        yield Loss(f"the press protects neither the first {sinks} nor the last {recent} entries")
+        yield f"the press protects neither the first {sinks} nor the last {recent} entries"

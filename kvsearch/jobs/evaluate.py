@@ -33,7 +33,7 @@ from kvsearch.report.costs import Forecast
 from kvsearch.report.evaluation import Columns, write_tables
 from kvsearch.report.table import check_table_file
 from kvsearch.results.evaluation import EvaluationResult
-from kvsearch.results.text_perplexity import PerplexityResult, TextPerplexity
+from kvsearch.results.text_perplexity import PerplexityResult
 from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES
 from kvsearch.runs.run import write_json
 from kvsearch.strategies.names import FULL
@@ -356,7 +356,7 @@ def _measure_text(options: EvaluateOptions, reporter: Reporter) -> PerplexityRes
             loaded, {method.label: method.program for method in evicting}, text, context, continuation,
             stride=options.stride, windows=options.samples, batch=options.batch, seed=options.seed, progress=progress,
         )  # fmt: skip
-    return PerplexityResult(
-        phases=", ".join(sorted({method.phases for method in evicting})), batch=options.batch,
-        environment=environment(loaded), perplexity=TextPerplexity.of(perplexity),
+    return PerplexityResult.of(
+        perplexity, phases=", ".join(sorted({method.phases for method in evicting})), batch=options.batch,
+        environment=environment(loaded),
     )  # fmt: skip

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvsearch.plan import Plan
     from kvsearch.policies import Policy
     from kvsearch.report.table import Table
-    from kvsearch.results.search import AnySearch
+    from kvsearch.results.search import SearchResult
     from kvsearch.search.evolve import Evolved, PreparedSearch
     from kvsearch.search.trials import Spent
 
@@ -150,7 +150,7 @@ class Evolution:
         return self.result.as_json()
 
     @property
-    def result(self) -> AnySearch:
+    def result(self) -> SearchResult:
         """What is written of what was found."""
         return search_result(self.found, self.spent)
 

@@ -18,7 +18,7 @@ from kvsearch.jobs.reporter import Reporter
 
 if TYPE_CHECKING:
     from kvsearch.report.integrity import Verification
-    from kvsearch.report.page.page import ModelGroup
+    from kvsearch.report.page.page import Group
     from kvsearch.report.screen import View
 
 
@@ -116,13 +116,13 @@ class Report:
     """What was written: a page of so many `bytes`, and the files of its figures."""
 
     output: Path
-    groups: list[ModelGroup]
+    groups: list[Group]
     bytes: int
     files: list[Path]
 
     def count(self, what: str) -> int:
         """Return how many "figures" or "tables" there are."""
-        return sum(len(getattr(sheet, what)) for group in self.groups for sheet in group.sheets)
+        return sum(len(sheet[what]) for *_, sheets in self.groups for sheet in sheets)
 
 
 @job(ReportOptions)
@@ -146,15 +146,15 @@ def write_report(options: ReportOptions, reporter: Reporter) -> Report:  # noqa:
     return Report(options.output, groups, len(page), files)
 
 
-def _write_figures(groups: list[ModelGroup], directory: Path) -> list[Path]:
+def _write_figures(groups: list[Group], directory: Path) -> list[Path]:
     """Write all figures; of several runs those of each in a folder of its own."""
     from kvsearch.report.figures.draw import write_figures
 
-    sheets = [sheet for group in groups for sheet in group.sheets if sheet.figures]
+    sheets = [sheet for *_, sheets in groups for sheet in sheets if sheet["figures"]]
     if len(sheets) == 1:
-        return write_figures(sheets[0].figures, directory)
+        return write_figures(sheets[0]["figures"], directory)
     return [
         file
         for number, sheet in enumerate(sheets, 1)
-        for file in write_figures(sheet.figures, directory / f"{number}-{Path(sheet.path).stem}")
+        for file in write_figures(sheet["figures"], directory / f"{number}-{Path(sheet['path']).stem}")
     ]

@@ -164,8 +164,7 @@ class Selected:
         """Return everything that was found, of several budgets by budget."""
         if not self.several:
             return self.results[0].as_json()
-        by_size = {str(result.size): result.as_json() for result in self.results}
-        return {"schema": SelectionsResult.SCHEMA, "budgets": by_size}
+        return SelectionsResult(sizes={str(result.size): result for result in self.results}).as_json()
 
     def tables(self) -> list[Table]:
         """Return what was found as tables."""

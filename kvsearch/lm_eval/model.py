@@ -8,11 +8,11 @@ holds of its context.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from jinja2.exceptions import TemplateError
@@ -30,7 +30,6 @@ from kvsearch.runtime.decode.replies import NonFiniteError, stop_tokens
 from kvsearch.runtime.shared_prefill import compressed
 from kvsearch.tasks.encode import most_tokens
 
-Read = TypeVar("Read", "HarnessPrompt", "HarnessContext")
 METHOD = "plan"
 ROLLING = (
     "it asks for the likelihood of whole texts (loglikelihood_rolling), with no context before them that a plan could "
@@ -66,92 +65,15 @@ class Generation(NamedTuple):
         return cls(tuple(stop for stop in stops if stop), limit)
 
 
-class HarnessPrompt(NamedTuple):
-    """A request for a reply: its number, and the token ids that fit. `truncated`: its beginning is cut off."""
+class HarnessText(NamedTuple):
+    """A prompt, or a context that one or more requests continue: the token ids that fit.
 
-    number: int
-    ids: tuple[int, ...]
-    truncated: bool
-    generation: Generation
-
-
-class HarnessContext(NamedTuple):
-    """A context of a task that one or more requests continue; see `HarnessPrompt`."""
+    `truncated`: its beginning is cut off.
+    """
 
     task: str
     ids: tuple[int, ...]
     truncated: bool
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """Requests in token ids that leave room for reply or continuation within `max_length` tokens (None: no limit).
-
-    Raises:
-        IncompatibleError: a request is empty, or leaves no room; the message names task and document.
-        UsageError: see `Generation.of`.
-    """
-
-    tokenizer: Any
-    max_length: int | None
-
-    @property
-    def end(self) -> int | None:
-        """The token that ends a text."""
-        found: int | None = self.tokenizer.eos_token_id
-        return found
-
-    @property
-    def start(self) -> int | None:
-        """The token that stands before a text without a context."""
-        found: int | None = self.tokenizer.bos_token_id
-        return self.end if found is None else found
-
-    def prompt(self, number: int, request: Instance) -> HarnessPrompt:
-        """Encode a request for a reply."""
-        text, options = request.args[:2]
-        generation = Generation.of(options, place(request))
-        ids = self._encode(text)
-        if not ids:
-            raise IncompatibleError(f"{place(request)}: the prompt is empty once it is tokenised")
-        room = None if self.max_length is None else self.max_length - generation.max_new_tokens
-        if room is not None and room < 1:
-            raise IncompatibleError(
-                f"{place(request)}: a reply of up to {generation.max_new_tokens} tokens leaves no room for its prompt "
-                f"within {self.max_length}"
-            )
-        return HarnessPrompt(number, *_last(ids, room), generation)
-
-    def pair(self, request: Instance) -> tuple[HarnessContext, tuple[int, ...]]:
-        """Encode a context and what is to follow it."""
-        context, continuation = self._split(*request.args[:2])
-        if not context:
-            raise IncompatibleError(f"{place(request)}: the context is empty, and the tokenizer has no start of a text")
-        if not continuation:
-            raise IncompatibleError(f"{place(request)}: the continuation is empty once it is tokenised")
-        # the last token is only predicted: it takes no room
-        room = None if self.max_length is None else self.max_length + 1 - len(continuation)
-        if room is not None and room < 1:
-            raise IncompatibleError(
-                f"{place(request)}: a continuation of {len(continuation)} tokens is longer than the {self.max_length} "
-                "that there is room for"
-            )
-        return HarnessContext(str(request.task_name), *_last(context, room)), tuple(continuation)
-
-    def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return token ids of both, cut out of those of the whole; white space between them begins the continuation."""
-        lead = self._encode(context.rstrip()) if context else []
-        rest = self._encode(context + continuation, special=bool(context))[len(lead) :]
-        if lead or self.start is None:
-            return lead, rest
-        return [self.start], rest[1:] if rest[:1] == [self.start] else rest
-
-    def _encode(self, text: str, special: bool = True) -> list[int]:
-        """Return token ids, with special ones unless the text brings the first of them along (chat templates do)."""
-        first = "" if self.start is None else self.tokenizer.decode([self.start])
-        wanted = special and not (first and text.startswith(first))
-        ids: list[int] = self.tokenizer(text, add_special_tokens=wanted, verbose=False)["input_ids"]
-        return ids
 
 
 def place(request: Instance) -> str:
@@ -159,11 +81,10 @@ def place(request: Instance) -> str:
     return f"task {request.task_name}, document {request.doc_id}"
 
 
-def _last(ids: Sequence[int], room: int | None) -> tuple[tuple[int, ...], bool]:
-    """Return the last token ids that there is room for, and whether some are cut off."""
-    if room is None or len(ids) <= room:
-        return tuple(ids), False
-    return tuple(ids[-room:]), True
+def _last(request: Instance, ids: Sequence[int], room: int | None) -> HarnessText:
+    """Return the last token ids of a request that there is room for."""
+    truncated = room is not None and len(ids) > room
+    return HarnessText(str(request.task_name), tuple(ids[-room:] if truncated and room else ids), truncated)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -214,7 +135,6 @@ class PlannedLM(LM):  # type: ignore[misc]
         self.holdings: list[Holding] = []  # in the order of reading
         self.serving = False  # requests are being answered, or broke off
         self._device = loaded.device
-        self._encoder = Encoder(loaded.tokenizer, self.max_length)
         self._pad = int(self.tokenizer.pad_token_id or 0)
         self._system_refused = False
 
@@ -222,25 +142,28 @@ class PlannedLM(LM):  # type: ignore[misc]
         """Return one greedy reply per request; each prompt is compressed as a whole."""
         replies: dict[int, str] = {}
         with self._serving():
-            prompts = [self._encoder.prompt(number, request) for number, request in enumerate(requests)]
-            for batch in self._batches(prompts, lambda prompt: prompt.generation.stops):
-                with _naming([requests[prompt.number] for prompt in batch]):
-                    texts = self._replies(batch, [str(requests[prompt.number].task_name) for prompt in batch])
-                replies.update(zip((prompt.number for prompt in batch), texts, strict=True))
+            prompts = [self._prompt(request) for request in requests]
+            stops = [generation.stops for _, generation in prompts]
+            for batch in self._batches([text for text, _ in prompts], stops):
+                with _naming([requests[number] for number in batch]):
+                    texts = self._replies([prompts[number] for number in batch])
+                replies.update(zip(batch, texts, strict=True))
         return [replies[index] for index in range(len(requests))]
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Return log-probabilities in nats, and whether greedy decoding agrees; a shared context is read once."""
         answers: dict[int, tuple[float, bool]] = {}
         with self._serving():
-            pairs = [self._encoder.pair(request) for request in requests]
-            sharing: dict[HarnessContext, list[int]] = {}
+            pairs = [self.encode_pair(request) for request in requests]
+            sharing: dict[HarnessText, list[int]] = {}
             for index, (context, _) in enumerate(pairs):
                 sharing.setdefault(context, []).append(index)
-            for batch in self._batches(list(sharing), lambda _: None):
-                asked = [sharing[context] for context in batch]
+            contexts = list(sharing)
+            for batch in self._batches(contexts, [None] * len(contexts)):
+                asked = [sharing[contexts[number]] for number in batch]
                 with _naming([requests[indices[0]] for indices in asked]):
-                    found = self._scores(batch, [[pairs[index][1] for index in indices] for indices in asked])
+                    continuations = [[pairs[index][1] for index in indices] for indices in asked]
+                    found = self._scores([contexts[number] for number in batch], continuations)
                 for indices, likelihoods in zip(asked, found, strict=True):
                     answers.update(zip(indices, likelihoods, strict=True))
         return [answers[index] for index in range(len(requests))]
@@ -281,7 +204,65 @@ class PlannedLM(LM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int | None:
-        return self._encoder.end
+        """The token that ends a text."""
+        end: int | None = self.tokenizer.eos_token_id
+        return end
+
+    @property
+    def _start(self) -> int | None:
+        """The token that stands before a text without a context."""
+        start: int | None = self.tokenizer.bos_token_id
+        return self.eot_token_id if start is None else start
+
+    # --- requests in token ids, tokenised and cut as the harness' own model does it -----------------------------------
+
+    def _prompt(self, request: Instance) -> tuple[HarnessText, Generation]:
+        """Encode a request for a reply, so that there is room for it."""
+        text, options = request.args[:2]
+        generation = Generation.of(options, place(request))
+        ids = self._encode(text)
+        if not ids:
+            raise IncompatibleError(f"{place(request)}: the prompt is empty once it is tokenised")
+        room = None if self.max_length is None else self.max_length - generation.max_new_tokens
+        if room is not None and room < 1:
+            raise IncompatibleError(
+                f"{place(request)}: a reply of up to {generation.max_new_tokens} tokens leaves no room for its prompt "
+                f"within {self.max_length}"
+            )
+        return _last(request, ids, room), generation
+
+    def encode_pair(self, request: Instance) -> tuple[HarnessText, tuple[int, ...]]:
+        """Return a context, and the token ids of what is to follow it; IncompatibleError where one is empty."""
+        context, continuation = self._split(*request.args[:2])
+        if not context:
+            raise IncompatibleError(f"{place(request)}: the context is empty, and the tokenizer has no start of a text")
+        if not continuation:
+            raise IncompatibleError(f"{place(request)}: the continuation is empty once it is tokenised")
+        # the last token is only predicted: it takes no room
+        room = None if self.max_length is None else self.max_length + 1 - len(continuation)
+        if room is not None and room < 1:
+            raise IncompatibleError(
+                f"{place(request)}: a continuation of {len(continuation)} tokens is longer than the {self.max_length} "
+                "that there is room for"
+            )
+        return _last(request, context, room), tuple(continuation)
+
+    def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return token ids of both, cut out of those of the whole; white space between them begins the continuation."""
+        lead = self._encode(context.rstrip()) if context else []
+        rest = self._encode(context + continuation, special=bool(context))[len(lead) :]
+        if lead or self._start is None:
+            return lead, rest
+        return [self._start], rest[1:] if rest[:1] == [self._start] else rest
+
+    def _encode(self, text: str, special: bool = True) -> list[int]:
+        """Return token ids, with special ones unless the text brings the first of them along (chat templates do)."""
+        first = "" if self._start is None else self.tokenizer.decode([self._start])
+        wanted = special and not (first and text.startswith(first))
+        ids: list[int] = self.tokenizer(text, add_special_tokens=wanted, verbose=False)["input_ids"]
+        return ids
+
+    # --- answers ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _serving(self) -> Iterator[None]:
@@ -290,33 +271,33 @@ class PlannedLM(LM):  # type: ignore[misc]
             yield
         self.serving = False
 
-    def _batches(self, items: Sequence[Read], kind: Callable[[Read], Hashable]) -> Iterator[list[Read]]:
-        """Put items of one kind and of similar length together, the longest first."""
-        groups: dict[Hashable, list[Read]] = {}
-        for item in sorted(items, key=lambda item: -len(item.ids)):
-            groups.setdefault(kind(item), []).append(item)
+    def _batches(self, texts: Sequence[HarnessText], kinds: Sequence[Hashable]) -> Iterator[list[int]]:
+        """Put texts of one kind and of similar length together, by their numbers, the longest first."""
+        groups: dict[Hashable, list[int]] = {}
+        for number in sorted(range(len(texts)), key=lambda number: -len(texts[number].ids)):
+            groups.setdefault(kinds[number], []).append(number)
         batches = [group[at : at + self.batch] for group in groups.values() for at in range(0, len(group), self.batch)]
         return counted(batches, len(batches), self.progress)
 
-    def _replies(self, batch: Sequence[HarnessPrompt], tasks: Sequence[str]) -> list[str]:
-        end = "" if self._encoder.end is None else self.tokenizer.decode([self._encoder.end])
-        stops = [*batch[0].generation.stops, *([end] if end else [])]
+    def _replies(self, batch: Sequence[tuple[HarnessText, Generation]]) -> list[str]:
+        end = "" if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
+        stops = [*batch[0][1].stops, *([end] if end else [])]
 
         def finished(reply: list[int]) -> bool:
             text = self.tokenizer.decode(reply)  # special tokens included: they may be stops
             return any(stop in text for stop in stops)
 
-        ids = [torch.tensor(prompt.ids) for prompt in batch]
+        ids = [torch.tensor(prompt.ids) for prompt, _ in batch]
         ends = (self._pad, stop_tokens(self.loaded), finished)
         joint = next(compressed(self.loaded.model, {METHOD: self.program}, ids, *ends))
-        for prompt, task, entries in zip(batch, tasks, joint.entries[METHOD], strict=True):
-            self.holdings.append(Holding(task, len(prompt.ids), entries, prompt.truncated))
-        replies = joint.replies.reply([prompt.generation.max_new_tokens for prompt in batch])
+        for (prompt, _), entries in zip(batch, joint.entries[METHOD], strict=True):
+            self.holdings.append(Holding(prompt.task, len(prompt.ids), entries, prompt.truncated))
+        replies = joint.replies.reply([generation.max_new_tokens for _, generation in batch])
         texts = [self.tokenizer.decode(reply, skip_special_tokens=True) for reply in replies]
         return [postprocess_generated_text(text, stops, None) for text in texts]
 
     def _scores(
-        self, batch: Sequence[HarnessContext], texts: Sequence[Sequence[tuple[int, ...]]]
+        self, batch: Sequence[HarnessText], texts: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[list[tuple[float, bool]]]:
         scored = score(self.loaded.model, self.program, [context.ids for context in batch], texts, self._pad)
         for context, found in zip(batch, scored, strict=True):

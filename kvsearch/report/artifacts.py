@@ -39,7 +39,7 @@ from kvsearch.report.profile import caption, profile_parts
 from kvsearch.report.table import Table, markdown
 from kvsearch.results.base import read_content, telling_damage
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
-from kvsearch.results.search import StoredSearch, read_search, read_trace
+from kvsearch.results.search import SearchResult, StoredSearch, read_trace
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.results.text_perplexity import PerplexityResult
 from kvsearch.results.validation import FILE as VALIDATION
@@ -80,6 +80,10 @@ class ArtifactKind:
     headline: Callable[[Any], str] = lambda _: ""
 
 
+def _read_search(data: dict[str, Any], path: Path) -> StoredSearch:
+    return StoredSearch(read_content(SearchResult, data, path), None)
+
+
 KINDS: Mapping[str, ArtifactKind] = {
     "plan": ArtifactKind(plan_parts, model=lambda plan: plan.model.name, headline=plan_headline),
     "profile": ArtifactKind(
@@ -97,13 +101,11 @@ KINDS: Mapping[str, ArtifactKind] = {
     "perplexity": ArtifactKind(
         lambda result: [scores.perplexity_table(result)],
         {"kvsearch.perplexity": partial(read_content, PerplexityResult)},
-        model=lambda result: result.perplexity.model,
         headline=scores.perplexity_headline,
     ),
     "headroom": ArtifactKind(
         scores.headroom_parts,
         {"kvsearch.headroom": partial(read_content, HeadroomResult)},
-        figures=drawn.headroom_figures,
     ),
     "speed": ArtifactKind(
         SpeedView.parts,
@@ -127,9 +129,7 @@ KINDS: Mapping[str, ArtifactKind] = {
     ),
     "search": ArtifactKind(
         search.parts,
-        dict.fromkeys(
-            ("kvsearch.evolution", "kvsearch.front"), lambda data, path: StoredSearch(read_search(data, path), None)
-        ),
+        dict.fromkeys(("kvsearch.evolution", "kvsearch.front"), _read_search),
         model=lambda content: content.result and content.result.model,
         figures=drawn.search_figures,
     ),
@@ -287,7 +287,7 @@ def plan_scores(place: Path, plan: Plan) -> str:
             raise UsageError(f"{place} evaluates other plans than this one: evaluate --plan PLAN -o DIR")
         if isinstance(content, RunResult):
             for choice in content.choices:
-                if load_plan(place / choice.plan) == plan:
+                if load_plan(place / str(choice.plan)) == plan:
                     table = markdown(selections.report_table(choice))
                     return "\n".join([*(f"{line}\n" for line in choice.words), table])
             raise UsageError(f"{place} wrote other plans than this one: give one of its plans, or the run of this one")

@@ -19,7 +19,7 @@ from kvsearch.evaluation.samples import Footprint, LayerLoss
 from kvsearch.evaluation.statistics import LEAST_CONTEXTS, Kind
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report import table
-from kvsearch.report.figures.data import Figure, HeatMap, Panel
+from kvsearch.report.figures.data import Figure, HeatMap
 from kvsearch.report.numbers import asked_words, bounds, interval, outcomes, percent
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.evaluation import EvaluationResult, ScoreRow, count_tasks_won
@@ -65,7 +65,7 @@ def parts(result: EvaluationResult, columns: Columns | None = None) -> Iterator[
     for method, grid in (result.needle or {}).items():
         body = HeatMap(
             tuple(f"{depth}%" for depth in grid.depths), tuple(map(str, grid.lengths)), "depth", "tokens", "score",
-            (Panel("", grid.scores),), "{:.2f}", scale=(0.0, 1.0),
+            {"": grid.scores}, "{:.2f}", scale=(0.0, 1.0),
         )  # fmt: skip
         yield Figure(f"needle-{method}", f"{method} ({_how(result)}): needle by depth and length", result.model, body)
     if result.losses is not None:

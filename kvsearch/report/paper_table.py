@@ -221,8 +221,8 @@ def _notes_of_stages(table: PaperTable, stages: Sequence[FinishedStage]) -> Iter
     for finished in stages:
         yield from finished.remarks
         yield from (f"{table.rows.get(name, name)} is left out: {why}" for name, why in finished.left_out.items())
-        if finished.stage.job == "select" and finished.result.written.fallback:
-            name = finished.result.written.name
+        if finished.stage.job == "select" and finished.result.chosen.winner is None:
+            name = finished.result.chosen.written
             yield f"{finished.stage.block}: no strategy beats the best single policy beyond doubt, the plan is {name}"
         if finished.stage.job == "evaluate":
             yield from finished.result.notes
@@ -340,7 +340,7 @@ def selections(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[M
     """Yield PolyKV's Table 1, a row per benchmark: all scores are of split report."""
     for row, result in _results(stages, "select"):
         outcome = result.chosen
-        best = result.report.baseline
+        best = outcome.best
         mean = {name: 100 * score.mean for name, score in result.report.scores.items()}
         yield MeasuredCell(row, "FullKV", mean[FULL], key=row)
         yield MeasuredCell(row, "Best baseline", mean[best], key=row, text=f"{mean[best]:.2f} ({best})")

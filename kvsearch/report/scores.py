@@ -51,34 +51,35 @@ def plain_scores(title: str, methods: Sequence[str], rows: Sequence[Row]) -> Tab
 
 def perplexity_table(result: PerplexityResult) -> Table:
     """Return a row per method, with 95% intervals over windows."""
-    text = result.perplexity
-    what = f"{text.windows} windows of {text.context} + {text.continuation} tokens"
+    what = f"{result.windows} windows of {result.context} + {result.continuation} tokens"
     if result.phases:
         what += f", phases: {result.phases}"
+    full = result.methods[0].held
     rows: list[Sequence[str | Cell]] = []
-    for name, method in text.rows:
-        _, full = text.rows[0]
+    for method in result.methods:
         lost: list[str | Cell] = ["-", "-"]
         if (found := method.difference) is not None:
-            windows = f"{found.better} / {found.equal} / {found.worse}"
+            windows = f"{method.better} / {method.equal} / {method.worse}"
             lost = [Cell(interval(found, "+.4f", unit=1), value=found.mean), windows]
         held = method.held
         rows.append([
-            name, Cell(interval(method.perplexity, ".3f", unit=1), value=method.perplexity.mean),
+            method.name, Cell(interval(method.perplexity, ".3f", unit=1), value=method.perplexity.mean),
             Cell(interval(method.nll, ".4f", unit=1), value=method.nll.mean), *lost, Cell.number(held.entries, ".0f"),
-            Cell.number(held.entries / full.held.entries, ".3f"), Cell.number(held.bytes / 1024, ".1f"),
+            Cell.number(held.entries / full.entries, ".3f"), Cell.number(held.bytes / 1024, ".1f"),
             Cell.number(held.most, ".0f"),
         ])  # fmt: skip
     notes = (
         "entries and KiB: held once a context is compressed; most entries: at a time until its continuation ends",
-        *text.notes,
+        *result.notes,
     )
-    return Table.plain(f"{text.model}: perplexity of {text.text}, {what}, 95% interval", PERPLEXITY, rows, notes=notes)
+    return Table.plain(
+        f"{result.model}: perplexity of {result.text}, {what}, 95% interval", PERPLEXITY, rows, notes=notes
+    )
 
 
 def perplexity_headline(result: PerplexityResult) -> str:
     """Say which method loses least per token."""
-    losses = {name: method.nll.mean for name, method in result.perplexity.rows if name != FULL}
+    losses = {method.name: method.nll.mean for method in result.methods if method.name != FULL}
     if not losses:
         return ""
     best = min(losses, key=lambda name: losses[name])

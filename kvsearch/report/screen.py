@@ -135,11 +135,11 @@ class ScreenMap:
         body = self.body
         count = len(body.rows) * len(body.columns)
         columns = body.columns if count <= MOST_CELLS else ()
-        for panel in body.panels:
-            title = f"{self.title}, {panel.name}" if panel.name else self.title
+        for panel, rows in body.panels.items():
+            title = f"{self.title}, {panel}" if panel else self.title
             headings = [f"{body.row_label} ", *(f" {column} " for column in columns), f"  {body.total}"]
             table = FittingTable(title, headings, padding=(0, 0))
-            for name, values in zip(body.rows, panel.values, strict=True):
+            for name, values in zip(body.rows, rows, strict=True):
                 known = [value for value in values if value is not None]
                 total = sum(known) / (len(known) if body.total == "mean" else 1) if known else None
                 cells = [self._cell(value) for value in values[: len(columns)]]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvsearch.report.numbers import asked_words, chance_of, counted, interval, percent
 from kvsearch.report.selections import ahead_words, best_first, gap_bounds, lead_cells
 from kvsearch.report.table import Cell, Table
-from kvsearch.results.search import AnySearch, FrontResult, SearchResult, StoredSearch, Trace
+from kvsearch.results.search import SearchResult, StoredSearch, Trace
 from kvsearch.runs.estimates import Estimate
 from kvsearch.search.trials import Spent
 from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL, UNIFORM
@@ -19,12 +19,9 @@ if TYPE_CHECKING:
 STEPS = 12  # of a search, the last ones
 
 
-def search_result(found: Sequence[Evolved], spent: Spent) -> AnySearch:
+def search_result(found: Sequence[Evolved], spent: Spent) -> SearchResult:
     """Return everything that a search found at one or at several budgets; `spent` is what its first part took."""
-    decisions = [decision(evolved) for evolved in found]
-    return (
-        SearchResult.of(found[0], spent, decisions[0]) if len(found) == 1 else FrontResult.of(found, spent, decisions)
-    )
+    return SearchResult.of(found, spent, list(map(decision, found)))
 
 
 def parts(content: StoredSearch) -> Iterator[str | Table]:
@@ -47,7 +44,7 @@ def convergence(trace: Trace) -> Table:
     return Table.plain(title, ["candidates", "seconds", "best value", "found"], rows, words=("found",))
 
 
-def tables(result: AnySearch) -> list[Table]:
+def tables(result: SearchResult) -> list[Table]:
     """Return the finalists on the split they were chosen by and the result on the report split, or those of a front."""
     if len(result.found) > 1:
         return [_front_table(result)]
@@ -83,7 +80,7 @@ def tables(result: AnySearch) -> list[Table]:
     ]
 
 
-def _front_table(result: AnySearch) -> Table:
+def _front_table(result: SearchResult) -> Table:
     """Return score against size on the report split: the result of each budget, and the smallest plan scaled to it."""
     first = next(iter(result.found.values()))
     rows: list[list[Any]] = [["full", Cell.mean(first.report[FULL]), "", "", ""]]
@@ -135,13 +132,13 @@ def _led(choice: Choice, name: str) -> tuple[str, str]:
     return interval(finalist.lead, "+.2f"), chance_of(finalist.chance)
 
 
-def _phases(result: AnySearch) -> str:
+def _phases(result: SearchResult) -> str:
     """Return the protocol, with the phases where it is not the prompt alone that is evicted."""
     protocol, phases = (str(result.settings.get(name)) for name in ("protocol", "phases"))
     return protocol if phases == "prefill" else f"{protocol}, {'both phases' if phases == 'both' else phases}"
 
 
-def _asked(result: AnySearch, split: str) -> str:
+def _asked(result: SearchResult, split: str) -> str:
     return f", {asked_words(result.asked[split])}" if split in result.asked else ""
 
 

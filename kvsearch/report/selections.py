@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvsearch.report.numbers import asked, bounds, chance_of, counted, interval, outcomes, percent
 from kvsearch.report.table import Cell, RowGroup, Table
-from kvsearch.results.selection import PhaseOutcome, RunChoice, RunResult, SelectionResult, SelectionsResult
+from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.selection.rule import LEAST_CONTEXTS, Rule
 from kvsearch.selection.scores import GapClosed
@@ -73,7 +73,7 @@ def ahead_words(ahead: Mapping[str, Difference], others: int) -> str:
     return f"{len(ahead)} of {counted(others, 'other')} in the report score higher, {chance}: {name} by {most}"
 
 
-def headline(result: SelectionResult | SelectionsResult | RunResult) -> str:
+def headline(result: SelectionResult | SelectionsResult) -> str:
     """Say which plan to deploy at every size, and what it scores."""
     plans = []
     for choice in result.choices:
@@ -115,12 +115,13 @@ def tables(*selections: SelectionResult) -> list[Table]:
     """Return the race of every phase setting and the report of every selection."""
     tables = []
     for selection in selections:
-        tables += [_race_table(selection, outcome) for outcome in selection.outcomes]
+        decided = zip(selection.outcomes, selection.decisions, strict=True)
+        tables += [_race_table(selection, outcome, decision) for outcome, decision in decided]
         tables.append(report_table(selection))
     return tables
 
 
-def _race_table(selection: SelectionResult, result: PhaseOutcome) -> Table:
+def _race_table(selection: SelectionResult, result: PhaseResult, decided: str) -> Table:
     """Return what every candidate and baseline scored until it left, those that were asked longest first."""
     rows = []
     for method in result.methods[:SHOWN]:
@@ -132,7 +133,7 @@ def _race_table(selection: SelectionResult, result: PhaseOutcome) -> Table:
         name = Cell(method.name, method.name == result.written)
         rows.append([name, Cell(method.kind), contexts, Cell.mean(method.score), lead, chance])
     left = len(result.methods) - SHOWN
-    notes = [result.decision]
+    notes = [decided]
     if left > 0:
         notes.append(f"{left} more")
     header = ["choice", "kind", "contexts", "score", f"minus {result.best} (won / tied / lost)", "chance"]
@@ -146,7 +147,7 @@ def report_table(selection: SelectionResult) -> Table:
     chosen = selection.chosen
     told = [
         (FULL, "no eviction"), (chosen.winner, "winner"), (chosen.best, "best baseline"),
-        (report.uniform, "uniform"),
+        (selection.uniform, "uniform"),
     ]  # fmt: skip
     kinds = {one.name: one.kind for one in chosen.methods}
     roles = {
@@ -161,7 +162,7 @@ def report_table(selection: SelectionResult) -> Table:
     ]  # fmt: skip
     header = ["report", "what it is", "score", "entries", "most entries"]
     title = f"report split: {asked(report.asked)}, phases: {chosen.phases}"
-    return Table(title, header, [RowGroup("", rows)], (report.words, *selection.notes))
+    return Table(title, header, [RowGroup("", rows)], (selection.reported, *selection.notes))
 
 
 def best_first(scores: Mapping[str, Estimate]) -> list[tuple[str, Estimate]]:
@@ -181,7 +182,7 @@ def _lead_words(method: MethodResult, result: PhaseResult) -> str:
 def run_result(found: Sequence[Selection], files: Sequence[str], smallest: Smallest | None = None) -> RunResult:
     """Return everything by size; `files` are the names of the plans, `smallest` is how a size was found."""
     sizes = {
-        str(one.size): RunChoice.of(one, *told(one), loss=one.loss, plan=file, words=tuple(sentences(one)))
+        str(one.size): SelectionResult.of(one, *told(one), loss=one.loss, plan=file, words=tuple(sentences(one)))
         for one, file in zip(found, files, strict=True)
     }
     return RunResult(sizes=sizes, tried=() if smallest is None else smallest.tried)

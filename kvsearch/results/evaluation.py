@@ -33,20 +33,16 @@ Scores = dict[str, dict[str, Estimate]]  # by section and row
 Differences = dict[str, dict[str, Difference]]
 Found = TypeVar("Found")
 LossField = Annotated[LayerLoss, PlainSerializer(lambda loss: {**asdict(loss), "ratio": loss.ratio})]
-# a named tuple is an object in a file
-HeldField = Annotated[Footprint, PlainSerializer(lambda held: held._asdict())]
 SizeField = Annotated[Size, PlainSerializer(lambda size: size.as_json())]
 
 
-class Outcomes(NamedTuple):
+@dataclass(frozen=True)
+class Outcomes:
     """On how many tasks a method won, tied and lost."""
 
     wins: int
     ties: int
     losses: int
-
-
-OutcomesField = Annotated[Outcomes, PlainSerializer(lambda outcomes: outcomes._asdict())]
 
 
 class ScoreRow(NamedTuple):
@@ -75,17 +71,17 @@ class MethodScores(Stored):
     label: str
     definition: dict[str, Any] = Field(default_factory=dict)
     phases: str | None = None
-    held: HeldField
+    held: Footprint
     scores: Scores
     differences: Differences | None = None
     contexts: dict[str, Any] | None = None  # what the method knew of the contexts that were asked
-    tasks_won: OutcomesField | None = None
+    tasks_won: Outcomes | None = None
 
 
 class FullScores(Stored):
     """What the full cache scored."""
 
-    held: HeldField
+    held: Footprint
     scores: Scores
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import FailFast, Field
+from pydantic import AfterValidator, FailFast, Field
 
 from kvsearch.core.fields import is_none
 from kvsearch.core.limits import MOST_ENTRIES
-from kvsearch.results.base import Result, Stored, read_content
+from kvsearch.results.base import Result, Stored
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runs.ledger import read_lines
 from kvsearch.search.trials import BestLine, ResultLine, Spent, ToldLine, TrialLog
@@ -21,7 +21,7 @@ from kvsearch.strategies.names import EVOLVED, FULL
 from kvsearch.tasks.base import Coverage
 
 if TYPE_CHECKING:
-    from kvsearch.search.evolve import Choice, Evolved, PreparedSearch
+    from kvsearch.search.evolve import Choice, Evolved
 
 Row = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST_ENTRIES)], ...], FailFast()]
 Budgets = Annotated[tuple[Row, ...], FailFast()]  # [phases * L, Hkv]; of a damaged one the first problem will do
@@ -88,8 +88,13 @@ class FoundAtBudget(Stored):
         )
 
 
-class SearchOrigin(Result):
-    """What a search was asked: `asked` says it of each split, `questions` count them."""
+class SearchResult(Result):
+    """A finished search at one or several budgets: `found` says at each what was found.
+
+    `asked` says what was asked of each split, `questions` count them.
+    """
+
+    SCHEMA: ClassVar[str] = "kvsearch.evolution/3"
 
     model: str
     questions: dict[str, int]
@@ -97,52 +102,25 @@ class SearchOrigin(Result):
     evaluations: int
     tokens: int
     settings: dict[str, Any]
-
-
-class SearchResult(FoundAtBudget, SearchOrigin):
-    """A finished search at one budget."""
-
-    SCHEMA: ClassVar[str] = "kvsearch.evolution/2"
+    found: Annotated[dict[int, FoundAtBudget], AfterValidator(lambda found: dict(sorted(found.items())))] = Field(
+        min_length=1
+    )
 
     @classmethod
-    def of(cls, evolved: Evolved, spent: Spent, decision: str) -> SearchResult:
-        """Return everything that a search found; `spent` is what its first part took."""
-        found = dict(FoundAtBudget.at(evolved, decision))
-        return SearchResult(**_origin(evolved.search, spent), settings=evolved.search.as_json(), **found)
-
-    @property
-    def found(self) -> Mapping[int, FoundAtBudget]:
-        """What was found, by budget."""
-        return {self.settings.get("budget", 0): self}
-
-
-class FrontResult(SearchOrigin):
-    """A finished search at several budgets."""
-
-    SCHEMA: ClassVar[str] = "kvsearch.front/2"
-
-    budgets: dict[int, FoundAtBudget] = Field(min_length=1)
-
-    @classmethod
-    def of(cls, found: Sequence[Evolved], spent: Spent, decisions: Sequence[str]) -> FrontResult:
+    def of(cls, found: Sequence[Evolved], spent: Spent, decisions: Sequence[str]) -> SearchResult:
         """Return everything that a search found at every budget; `spent` is what its first part took."""
         first = found[0].search
-        budgets = {one.budget: FoundAtBudget.at(one, decision) for one, decision in zip(found, decisions, strict=True)}
-        return cls(**_origin(first, spent), settings=first.settings.as_json(), budgets=budgets)
-
-    @property
-    def found(self) -> Mapping[int, FoundAtBudget]:
-        """What was found, by budget, ascending."""
-        return dict(sorted(self.budgets.items()))
-
-
-AnySearch = SearchResult | FrontResult
-
-
-def read_search(data: Any, path: Path) -> AnySearch:
-    """Return what a search found, at one budget or at several; UsageError if the file at `path` is damaged."""
-    several = isinstance(data, dict) and isinstance(data.get("budgets"), dict)
-    return read_content(FrontResult, data, path) if several else read_content(SearchResult, data, path)
+        coverage = {name: tuple(task.coverage for task in encoded) for name, encoded in first.encoded.items()}
+        questions = {name: sum(task.questions for task in asked) for name, asked in coverage.items()}
+        return cls(
+            model=first.base.loaded.name,
+            questions={**questions, "search": len(first.samples)},
+            asked=coverage,
+            evaluations=spent.evaluations,
+            tokens=spent.tokens,
+            settings=first.settings.as_json(),
+            found={one.budget: FoundAtBudget.at(one, decision) for one, decision in zip(found, decisions, strict=True)},
+        )
 
 
 @dataclass(frozen=True)
@@ -187,18 +165,8 @@ def read_trace(path: Path) -> Trace:
 class StoredSearch:
     """What a search found, None before it is finished, and how it went, None where its ledger is not at hand."""
 
-    result: AnySearch | None
+    result: SearchResult | None
     trace: Trace | None
-
-
-def _origin(search: PreparedSearch, spent: Spent) -> dict[str, Any]:
-    questions = {name: sum(task.coverage.questions for task in encoded) for name, encoded in search.encoded.items()}
-    questions["search"] = len(search.samples)
-    asked = {name: tuple(task.coverage for task in encoded) for name, encoded in search.encoded.items()}
-    return {
-        "model": search.base.loaded.name, "questions": questions, "asked": asked, "evaluations": spent.evaluations,
-        "tokens": spent.tokens,
-    }  # fmt: skip
 
 
 def _finalist(choice: Choice, name: str) -> Finalist:

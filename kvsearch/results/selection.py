@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Final, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Self
 
-from pydantic import Field, PlainSerializer, computed_field, model_validator
+from pydantic import Field, PlainSerializer, model_validator
 
 from kvsearch.core.fields import is_none
 from kvsearch.plan import Size
 from kvsearch.plan.schema import Protocol
-from kvsearch.results.base import Result, Stored
-from kvsearch.results.evaluation import HeldField
+from kvsearch.results.base import Result
 from kvsearch.runs.estimates import Difference
 from kvsearch.selection.rule import Rule
 from kvsearch.selection.selection import PhaseResult, Reported, Selection, TriedBudget
@@ -24,48 +22,16 @@ DECODE_ONLY: Final = (
 )
 
 
-@dataclass(frozen=True)
-class PhaseOutcome(PhaseResult):
-    """What was found in one phase setting; `decision` says what was decided there and why."""
-
-    decision: str = field(kw_only=True)
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def written(self) -> str:
-        """The winner of the phase setting, or else its best baseline."""
-        return super().written
-
-
-@dataclass(frozen=True)
-class ReportSplit(Reported):
-    """What the report split says; `words` say it in a sentence.
-
-    `baseline` is the best one, `uniform` the strategy with equal budgets that is in every report.
-    """
-
-    held: dict[str, HeldField]
-    baseline: str = field(kw_only=True)
-    uniform: str = field(kw_only=True)
-    words: str = field(kw_only=True)
-
-
-class WrittenPlan(Stored):
-    """The plan that was written: a strategy, or else the best baseline (`fallback`); `total` counts its entries."""
-
-    phases: str
-    name: str
-    fallback: bool
-    total: int
-
-
 class SelectionResult(Result):
     """What was chosen at one size, what it was compared with, and its score on held-out questions.
 
-    `plan` is the file of what was chosen, where the record is not beside it.
+    `phases` is the setting of `outcomes` that was chosen, `decisions` say of each what was decided there and why, and
+    `reported` what the report split says of the choice. `uniform` is the strategy with equal budgets that is in every
+    report, `total` counts the entries of the written plan; `plan` is its file, where the record is not beside it. Of a
+    run, `loss` is what it loses to the full cache on the report split, `words` say all that in sentences.
     """
 
-    SCHEMA: ClassVar[str] = "kvsearch.selection/2"
+    SCHEMA: ClassVar[str] = "kvsearch.selection/3"
 
     model: str
     budget: int | None = Field(default=None, exclude_if=is_none)
@@ -73,28 +39,22 @@ class SelectionResult(Result):
     protocol: Protocol
     seed: int
     rule: Rule
-    outcomes: tuple[PhaseOutcome, ...]
-    written: WrittenPlan
-    report: ReportSplit
+    outcomes: tuple[PhaseResult, ...]
+    decisions: tuple[str, ...]
+    phases: str
+    total: int
+    uniform: str
+    report: Reported
+    reported: str
     notes: tuple[str, ...] = ()
     plan: str | None = Field(default=None, exclude_if=is_none)
+    loss: Difference | None = Field(default=None, exclude_if=is_none)
+    words: tuple[str, ...] = Field(default=(), exclude_if=lambda words: not words)
 
     @classmethod
     def of(cls, selection: Selection, decisions: Sequence[str], reported: str, **more: Any) -> Self:
-        """Return everything that a selection found, and `more` fields of a result that has some.
-
-        `decisions` say what was decided in each phase setting, `reported` what the report split says of the choice.
-        """
-        chosen = selection.chosen
-        report = selection.report
-        outcomes = tuple(
-            PhaseOutcome(**vars(result), decision=decision)
-            for result, decision in zip(selection.results, decisions, strict=True)
-        )
-        written = WrittenPlan(
-            phases=chosen.phases, name=chosen.written, fallback=chosen.winner is None, total=selection.plan.total
-        )
-        notes = [note for result in selection.results for note in result.notes] + list(report.notes)
+        """Return everything that a selection found; `more` are the fields that not all have."""
+        notes = [note for result in selection.results for note in result.notes] + list(selection.report.notes)
         if any(result.phases == "decode" for result in selection.results):
             notes.append(DECODE_ONLY)
         return cls(
@@ -104,16 +64,22 @@ class SelectionResult(Result):
             protocol=selection.protocol,
             seed=selection.seed,
             rule=selection.rule,
-            outcomes=outcomes,
-            written=written,
-            report=ReportSplit(**vars(report), baseline=chosen.best, uniform=selection.even, words=reported),
+            outcomes=selection.results,
+            decisions=tuple(decisions),
+            phases=selection.chosen.phases,
+            total=selection.plan.total,
+            uniform=selection.even,
+            report=selection.report,
+            reported=reported,
             notes=tuple(dict.fromkeys(notes)),
             **more,
         )
 
     @model_validator(mode="after")
-    def _has_a_size(self) -> Self:
+    def _fits_together(self) -> Self:
         Size(self.budget, self.ratio)
+        if len(self.decisions) != len(self.outcomes) or all(one.phases != self.phases for one in self.outcomes):
+            raise ValueError("outcomes are not those of its phases and decisions")
         return self
 
     @cached_property
@@ -122,9 +88,14 @@ class SelectionResult(Result):
         return Size(self.budget, self.ratio)
 
     @property
-    def chosen(self) -> PhaseOutcome:
+    def chosen(self) -> PhaseResult:
         """What was found in the phase setting that was chosen."""
-        return {outcome.phases: outcome for outcome in self.outcomes}[self.written.phases]
+        return {outcome.phases: outcome for outcome in self.outcomes}[self.phases]
+
+    @property
+    def decision(self) -> str:
+        """What was decided in that setting, and why."""
+        return self.decisions[self.outcomes.index(self.chosen)]
 
     @property
     def kept_share(self) -> float:
@@ -138,11 +109,11 @@ class SelectionResult(Result):
 
 
 class SelectionsResult(Result):
-    """What was chosen at several budgets of one profile, by budget."""
+    """What was chosen at several budgets of one profile, by size."""
 
-    SCHEMA: ClassVar[str] = "kvsearch.selections/2"
+    SCHEMA: ClassVar[str] = "kvsearch.selections/3"
 
-    budgets: dict[str, Annotated[SelectionResult, PlainSerializer(SelectionResult.as_json)]] = Field(min_length=1)
+    sizes: dict[str, Annotated[SelectionResult, PlainSerializer(SelectionResult.as_json)]] = Field(min_length=1)
 
     @property
     def model(self) -> str:
@@ -151,40 +122,13 @@ class SelectionsResult(Result):
 
     @property
     def choices(self) -> Sequence[SelectionResult]:
-        """What was chosen at each size, smaller ones first."""
-        return smallest_first(self.budgets.values())
+        """What was chosen at each size, by what is kept: by budget, or by the share that is not evicted."""
+        return sorted(self.sizes.values(), key=lambda one: one.size.budget or 1 - (one.size.ratio or 0))
 
 
-Chosen = TypeVar("Chosen", bound=SelectionResult)
-
-
-def smallest_first(selections: Iterable[Chosen]) -> list[Chosen]:
-    """Return selections by what is kept: by budget, or by the share that is not evicted."""
-    return sorted(selections, key=lambda selection: selection.size.budget or 1 - (selection.size.ratio or 0))
-
-
-class RunChoice(SelectionResult):
-    """The selection at one size, what its plan loses to the full cache on the report split, and all in words."""
-
-    loss: Difference
-    plan: str
-    words: tuple[str, ...] = ()
-
-
-class RunResult(Result):
+class RunResult(SelectionsResult):
     """A finished run, and the budgets that it tried where it had to find one."""
 
-    SCHEMA: ClassVar[str] = "kvsearch.run-report/2"
+    SCHEMA: ClassVar[str] = "kvsearch.run-report/3"
 
-    sizes: dict[str, Annotated[RunChoice, PlainSerializer(RunChoice.as_json)]] = Field(min_length=1)
     tried: tuple[TriedBudget, ...] = Field(default=(), exclude_if=lambda tried: not tried)
-
-    @property
-    def model(self) -> str:
-        """The name of the model."""
-        return self.choices[0].model
-
-    @property
-    def choices(self) -> list[RunChoice]:
-        """What was chosen at each size, smaller ones first."""
-        return smallest_first(self.sizes.values())

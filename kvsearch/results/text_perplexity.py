@@ -3,116 +3,89 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from pydantic import Field
 
-from kvsearch.evaluation.samples import Footprint, MeasuredText, Perplexity, WindowLoss
+from kvsearch.evaluation.samples import Footprint, Perplexity
 from kvsearch.evaluation.statistics import student_estimate
 from kvsearch.results.base import Result, Stored
-from kvsearch.results.evaluation import HeldField
 from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.names import FULL
 
 
-@dataclass(frozen=True)
-class NllDifference(Estimate):
-    """How much more a method loses per token than the full cache, in nats: the mean paired difference, 95% interval.
-
-    It is better (loses less), equal or worse on so many windows.
-    """
-
-    better: int
-    equal: int
-    worse: int
-
-
 class MethodPerplexity(Stored):
-    """One method: its loss per token in nats, how that differs from the full cache's (None for that itself).
+    """One method: its loss per token in nats, in the mean and of every window, and what it held, means over windows.
 
-    What it held are means over the windows; see `WindowLoss`.
+    `difference` is what it loses more than the full cache, `better`, `equal` and `worse` count the windows on which it
+    loses less, as much and more; None for the full cache itself.
     """
 
+    name: str
     nll: Estimate
     perplexity: Estimate
-    difference: NllDifference | None
-    held: HeldField
+    difference: Estimate | None = None
+    better: int | None = None
+    equal: int | None = None
+    worse: int | None = None
+    held: Footprint
+    by_window: tuple[float, ...]
 
 
-class WindowNll(Stored):
-    """What a method loses per token of one window, which starts at so many tokens of the text."""
+class PerplexityResult(Result):
+    """Losses of several methods, the full cache first, on the same windows of a text; see `Perplexity`.
 
-    method: str
-    start: int
-    nll: float
+    `phases` are those in which the methods evict; `starts` are the places of windows in the text, in tokens.
+    """
 
+    SCHEMA: ClassVar[str] = "kvsearch.perplexity/2"
 
-@dataclass(frozen=True)
-class TextPerplexity(MeasuredText):
-    """Losses of several methods, the full cache first, on the same windows of a text."""
-
-    methods: dict[str, MethodPerplexity]
-    by_window: tuple[WindowNll, ...]
+    model: str
+    text: str
+    context: int
+    continuation: int
+    stride: int
+    wanted: int | None
+    windows: int
+    seed: int
+    phases: str
+    batch: int | None = None
+    environment: dict[str, Any] = Field(default_factory=dict)
+    starts: tuple[int, ...]
+    methods: tuple[MethodPerplexity, ...] = Field(min_length=1)
 
     @classmethod
-    def of(cls, found: Perplexity) -> TextPerplexity:
-        """Return everything but the losses of single tokens."""
-        settings = {one.name: getattr(found, one.name) for one in fields(MeasuredText)}
-        windows = [WindowNll(method=one.method, start=one.start, nll=one.nll) for one in found.samples]
-        return cls(**settings, methods=_methods(found), by_window=tuple(windows))
-
-    @property
-    def rows(self) -> list[tuple[str, MethodPerplexity]]:
-        """Methods by name, in the order in which they were measured."""
-        names = dict.fromkeys(window.method for window in self.by_window)
-        return [(name, self.methods[name]) for name in names if name in self.methods]
+    def of(cls, found: Perplexity, **more: Any) -> Self:
+        """Return everything but the losses of single tokens; `more` are the other fields."""
+        names = list(dict.fromkeys(sample.method for sample in found.samples))
+        measured = {name: [sample for sample in found.samples if sample.method == name] for name in names}
+        full = np.array([sample.nll for sample in measured[FULL]])
+        methods = []
+        for name, samples in measured.items():
+            nll = np.array([sample.nll for sample in samples])
+            mean = student_estimate(nll)
+            ends = (math.exp(end) for end in (mean.mean, mean.low, mean.high))
+            lost: dict[str, Any] = {}
+            if name != FULL:
+                minus_full = nll - full
+                counts = {"better": minus_full < 0, "equal": minus_full == 0, "worse": minus_full > 0}
+                lost = {word: int(windows.sum()) for word, windows in counts.items()}
+                lost["difference"] = student_estimate(minus_full)
+            held = (fmean(getattr(sample, field) for sample in samples) for field in ("entries", "bytes", "most"))
+            method = MethodPerplexity(
+                name=name, nll=mean, perplexity=Estimate(*ends, contexts=mean.contexts), held=Footprint(*held),
+                by_window=tuple(nll.tolist()), **lost,
+            )  # fmt: skip
+            methods.append(method)
+        settings = {name: value for name, value in vars(found).items() if name != "samples"}
+        starts = tuple(sample.start for sample in measured[FULL])
+        return cls(**settings, starts=starts, methods=tuple(methods), **more)
 
     @property
     def notes(self) -> list[str]:
         """What to know before the numbers are trusted."""
-        notes = []
-        if self.wanted is not None and self.windows < self.wanted:
-            notes.append(f"{self.wanted} windows were asked for, {self.text} has {self.windows}")
-        return notes
-
-
-class PerplexityResult(Result):
-    """What was measured, and the phases in which the methods evict."""
-
-    SCHEMA: ClassVar[str] = "kvsearch.perplexity/1"
-
-    phases: str
-    batch: int | None = None
-    environment: dict[str, Any] = Field(default_factory=dict)
-    perplexity: TextPerplexity
-
-
-def _methods(found: Perplexity) -> dict[str, MethodPerplexity]:
-    """Return what every method loses."""
-    by_method: dict[str, list[WindowLoss]] = {}
-    for sample in found.samples:
-        by_method.setdefault(sample.method, []).append(sample)
-    nll = {method: np.array([sample.nll for sample in mine]) for method, mine in by_method.items()}
-    minus_full = {method: values - nll[FULL] for method, values in nll.items()}
-    losses = {method: student_estimate(values) for method, values in nll.items()}
-    differences: dict[str, NllDifference | None] = {}
-    for method, values in minus_full.items():
-        signs = np.sign(values)
-        better, equal, worse = (int((signs == sign).sum()) for sign in (-1, 0, 1))
-        differences[method] = NllDifference(**asdict(student_estimate(values)), better=better, equal=equal, worse=worse)
-    differences[FULL] = None
-    return {
-        method: MethodPerplexity(
-            nll=losses[method],
-            perplexity=Estimate(
-                *(math.exp(getattr(losses[method], name)) for name in ("mean", "low", "high")),
-                contexts=losses[method].contexts,
-            ),
-            difference=differences[method],
-            held=Footprint(*(fmean(getattr(one, name) for one in by_method[method]) for name in Footprint._fields)),
-        )
-        for method in by_method
-    }
+        if self.wanted is None or self.windows >= self.wanted:
+            return []
+        return [f"{self.wanted} windows were asked for, {self.text} has {self.windows}"]

@@ -19,13 +19,13 @@ from torch import Tensor
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.evaluation import perplexity
 from kvsearch.evaluation.perplexity import measure_perplexity, token_losses
-from kvsearch.evaluation.samples import Perplexity, WindowLoss
+from kvsearch.evaluation.samples import Footprint, Perplexity, WindowLoss
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy
 from kvsearch.report.scores import perplexity_table
 from kvsearch.report.screen import on_screen
-from kvsearch.results.text_perplexity import PerplexityResult, TextPerplexity
+from kvsearch.results.text_perplexity import PerplexityResult
 from kvsearch.runs.estimates import Estimate
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
@@ -49,6 +49,10 @@ def model() -> LoadedModel:
 
 def measure(model: LoadedModel, programs: Mapping[str, Program], text: PerplexityText = TEXT, **options: Any) -> Any:
     return measure_perplexity(model, programs, text, CONTEXT, CONTINUATION, **options)
+
+
+def summary(result: Perplexity) -> PerplexityResult:
+    return PerplexityResult.of(result, phases="prefill")
 
 
 def losses(result: Perplexity, method: str) -> Tensor:
@@ -106,7 +110,7 @@ def test_the_full_cache_predicts_what_the_plain_model_does(family: str) -> None:
     with torch.no_grad():
         plain = expected(model.model(torch.cat([contexts, following], 1)).logits, following)
     torch.testing.assert_close(losses(result, "full"), plain, atol=1e-4, rtol=1e-4)
-    ((_, row),) = TextPerplexity.of(result).rows
+    (row,) = summary(result).methods
     assert row.perplexity.mean == pytest.approx(math.exp(float(plain.double().mean())), rel=1e-4)
 
 
@@ -182,7 +186,7 @@ def test_what_is_held(model: LoadedModel) -> None:
     uniform = equal_uniform(model.model, create_policy("streaming"), {"prefill": lambda _: 77})
     result = measure(model, {"part": part, "uniform": uniform})
     length, fed, heads = LEAD + CONTEXT, CONTINUATION - 1, 8
-    held = {name: method.held for name, method in TextPerplexity.of(result).rows}
+    held = {method.name: method.held for method in summary(result).methods}
     assert held["full"].entries == heads * length
     assert held["part"].entries == 4 * 8 + 4 * length  # layers outside the plan hold everything
     assert held["uniform"].entries == 77
@@ -200,7 +204,7 @@ def starts(result: Perplexity, method: str = "full") -> list[int]:
 def test_windows_are_those_of_the_text(model: LoadedModel) -> None:
     result = measure(model, {"third": third(model.model)})
     assert starts(result) == starts(result, "third") == [0, 52, 104, 156]
-    assert (result.stride, result.wanted, result.windows, TextPerplexity.of(result).notes) == (52, None, 4, [])
+    assert (result.stride, result.wanted, result.windows, summary(result).notes) == (52, None, 4, [])
     few = measure(model, {}, stride=20, windows=3, seed=5)
     more = measure(model, {}, stride=20, windows=5, seed=5)
     assert len(starts(few)) == 3
@@ -212,11 +216,11 @@ def test_windows_are_those_of_the_text(model: LoadedModel) -> None:
 
 
 def test_what_there_is_to_say_about_too_few_windows(model: LoadedModel) -> None:
-    assert TextPerplexity.of(measure(model, {}, windows=9)).notes == ["9 windows were asked for, story has 4"]
-    found = TextPerplexity.of(measure(model, {}, windows=1))
+    assert summary(measure(model, {}, windows=9)).notes == ["9 windows were asked for, story has 4"]
+    found = summary(measure(model, {}, windows=1))
     assert found.notes == []
-    assert found.methods["full"].nll.contexts == 1
-    assert math.isnan(found.methods["full"].nll.low)
+    assert found.methods[0].nll.contexts == 1
+    assert math.isnan(found.methods[0].nll.low)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +264,7 @@ def result_of(by_method: dict[str, list[tuple[float, ...]]]) -> Perplexity:
 def test_rows_by_hand() -> None:
     """Means of windows 1.5 three times and 3.5 three times: s is sqrt(1.2), and t of five degrees 2.5706."""
     full_losses, plan_losses = [(1.0, 2.0), (3.0, 4.0)] * 3, [(1.0, 4.0), (2.0, 4.5)] * 3
-    (_, full), (_, plan) = TextPerplexity.of(result_of({"full": full_losses, "plan": plan_losses})).rows
+    full, plan = summary(result_of({"full": full_losses, "plan": plan_losses})).methods
     assert full.difference is None
     reach = 2.570582 * math.sqrt(1.2 / 6)
     assert full.nll == Estimate(
@@ -272,8 +276,8 @@ def test_rows_by_hand() -> None:
     assert plan.difference is not None
     reach = 2.570582 * math.sqrt(6 * 0.625**2 / 5 / 6)
     assert (plan.difference.mean, plan.difference.low) == (0.375, pytest.approx(0.375 - reach, abs=1e-5))
-    assert (plan.difference.better, plan.difference.equal, plan.difference.worse) == (3, 0, 3)
-    assert plan.held == (25, 1024, 110)
+    assert (plan.better, plan.equal, plan.worse) == (3, 0, 3)
+    assert plan.held == Footprint(25, 1024, 110)
 
 
 LOSSES = st.lists(st.tuples(*[st.floats(0, 20)] * 3), min_size=5, max_size=12)
@@ -283,28 +287,26 @@ LOSSES = st.lists(st.tuples(*[st.floats(0, 20)] * 3), min_size=5, max_size=12)
 @at_most(25)
 def test_differences_are_paired(windows: list[tuple[float, ...]], shift: float) -> None:
     moved = [tuple(loss + shift for loss in window) for window in windows]
-    found = TextPerplexity.of(result_of({"full": windows, "same": windows, "other": moved}))
-    full, same, other = (method for _, method in found.rows)
+    full, same, other = summary(result_of({"full": windows, "same": windows, "other": moved})).methods
     assert same.nll == full.nll
     assert same.difference is not None and other.difference is not None
-    assert (same.difference.low, same.difference.high, same.difference.equal) == (0, 0, len(windows))
+    assert (same.difference.low, same.difference.high, same.equal) == (0, 0, len(windows))
     shifted = (other.difference.mean, other.difference.low, other.difference.high)
     assert shifted == pytest.approx((shift, shift, shift), abs=1e-9)  # however far apart the windows are
     assert full.nll.low <= full.nll.mean <= full.nll.high
 
 
 def test_table_and_json() -> None:
-    text = TextPerplexity.of(result_of({"full": [(1.0, 2.0), (3.0, 4.0)], "plan": [(1.0, 4.0), (2.0, 4.5)]}))
-    result = PerplexityResult(phases="prefill", perplexity=text)
+    result = summary(result_of({"full": [(1.0, 2.0), (3.0, 4.0)], "plan": [(1.0, 4.0), (2.0, 4.5)]}))
     console = Console(width=200, file=io.StringIO())
     console.print(on_screen(perplexity_table(result)))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "m: perplexity of t, 2 windows of 7 + 2 tokens" in shown
     (plan,) = [line.split() for line in shown.splitlines() if line.split()[:1] == ["plan"]]
     assert " ".join(plan).endswith("+0.3750 [2 contexts: no interval] 1 / 0 / 1 25 0.250 1.0 110")
-    data = result.as_json()["perplexity"]
+    data = result.as_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
-    assert data["methods"]["full"]["difference"] is None
-    assert data["methods"]["plan"]["difference"]["worse"] == 1
-    assert data["by_window"][-1] == {"method": "plan", "start": 9, "nll": 3.25}
+    assert data["methods"][0]["difference"] is None
+    assert data["methods"][1]["worse"] == 1
+    assert (data["starts"][-1], data["methods"][1]["by_window"][-1]) == (9, 3.25)
     assert (data["context"], data["continuation"], data["stride"], data["windows"]) == (7, 2, 9, 2)

@@ -63,7 +63,7 @@ def test_scores_are_the_same(width: int, tmp_path: Path) -> None:
     torch.testing.assert_close(there.log(), here.log(), atol=2e-4, rtol=2e-4)
     kind = "mlp" if width else "linear"
     assert f"model_type='{kind}'" in exported.usage[1]
-    assert exported.losses == ()
+    assert not exported.losses
 
 
 def test_heads_that_look_at_places_are_a_loss() -> None:

@@ -86,7 +86,7 @@ def test_the_folder_of_kvpress(llama: tuple[Any, Profile]) -> None:
     _, profile = llama
     exported = KvpressEA().export(profile)
     read = KvpressEA().read(exported.files)
-    assert exported.losses == ()
+    assert not exported.losses
     for name in ("query_mean", "query_cov"):
         np.testing.assert_array_equal(read[name], profile.arrays[name])
     told = json.loads(exported.files[CONFIG])

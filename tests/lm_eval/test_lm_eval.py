@@ -33,7 +33,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from kvsearch.lm_eval.model import Encoder, PlannedLM
+from kvsearch.lm_eval.model import PlannedLM
 from kvsearch.lm_eval.tasks import HarnessTasks, as_plain, evaluate_tasks
 
 CLOSE = 1e-4
@@ -271,13 +271,15 @@ def spaced_tokenizer() -> Any:
         (" ", "amber", (0,), (2,)),
     ],
 )
-def test_where_a_context_ends(context: str, continuation: str, ids: tuple[int, ...], text: tuple[int, ...]) -> None:
-    encoder, asked = Encoder(spaced_tokenizer(), None), request(context, continuation)
+def test_where_a_context_ends(
+    model: LoadedModel, context: str, continuation: str, ids: tuple[int, ...], text: tuple[int, ...]
+) -> None:
+    lm, asked = planned(replace(model, tokenizer=spaced_tokenizer())), request(context, continuation)
     if text:
-        assert encoder.pair(asked) == (("toy", ids, False), text)
+        assert lm.encode_pair(asked) == (("toy", ids, False), text)
     else:
         with pytest.raises(IncompatibleError, match="the continuation is empty"):
-            encoder.pair(asked)
+            lm.encode_pair(asked)
 
 
 # --- what has no meaning under a plan --------------------------------------------------------------------------------

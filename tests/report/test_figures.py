@@ -11,29 +11,25 @@ import pytest
 
 from kvsearch.report.figures import draw
 from kvsearch.report.figures.data import (
-    Axis,
     Figure,
     HeatMap,
-    Intervals,
     LineChart,
-    Panel,
     Series,
 )
 from kvsearch.report.figures.results import score_figures
-from kvsearch.runs.estimates import Estimate
 from tests.report.test_tables import comparison
 
 LINES = LineChart(
-    Axis("entries", log=True),
-    Axis("score, %"),
+    "entries",
+    "score, %",
     (
         Series("full", (), (90.0,), style="level", role="muted"),
         Series("snapkv", (8.0, 16.0), (1 / 3, 0.5), (0.1, 0.4), (0.6, 0.7)),
     ),
+    log_x=True,
 )
-MAPS = HeatMap(("0", "5"), ("0", "1"), "layer", "kv head", "entries", (Panel("a", ((1.0, None), (2.0, 3.0))),))
-MEANS = Intervals(Axis("points"), (("cosine", (("minus random", Estimate(1.0, -2.0, 4.0)),)),), unit=1)
-FIGURES = [Figure(name, name, "how", body) for name, body in (("lines", LINES), ("maps", MAPS), ("means", MEANS))]
+MAPS = HeatMap(("0", "5"), ("0", "1"), "layer", "kv head", "entries", {"a": ((1.0, None), (2.0, 3.0))})
+FIGURES = [Figure(name, name, "how", body) for name, body in (("lines", LINES), ("maps", MAPS))]
 
 
 def table(figure: Figure) -> list[list[str]]:
@@ -41,7 +37,7 @@ def table(figure: Figure) -> list[list[str]]:
 
 
 def test_the_numbers_of_every_kind_of_figure() -> None:
-    lines, maps, means = map(table, FIGURES)
+    lines, maps = map(table, FIGURES)
     assert lines == [
         ["series", "entries", "score, %", "low", "high"],
         ["full", "", "90.0", "", ""],
@@ -50,7 +46,6 @@ def test_the_numbers_of_every_kind_of_figure() -> None:
     ]
     assert maps[0] == ["panel", "layer", "kv head", "entries"]
     assert maps[1:3] == [["a", "0", "0", "1.0"], ["a", "0", "1", ""]]
-    assert means == [["group", "name", "points", "low", "high"], ["cosine", "minus random", "1.0", "-2.0", "4.0"]]
 
 
 def test_scores_against_entries() -> None:
@@ -70,7 +65,7 @@ def test_scores_against_entries() -> None:
 
 @pytest.mark.parametrize(("lowest", "label"), [(63.0, "score, % (axis cut at 60)"), (3.0, "score, %")])
 def test_an_axis_that_begins_above_zero_says_so(lowest: float, label: str) -> None:
-    lines = LineChart(Axis("x"), Axis("score, %"), (Series("a", (1.0, 2.0), (lowest, 95.0)),))
+    lines = LineChart("x", "score, %", (Series("a", (1.0, 2.0), (lowest, 95.0)),))
     (axes,) = draw.draw(Figure("f", "f", "", lines)).axes
     assert axes.get_ylabel() == label
 
@@ -80,7 +75,7 @@ def test_names_of_plans_are_apart_and_what_was_written_is_bold() -> None:
 
     candidates = [Series(f"c{at}", (64.0, 128.0), (90.0 + at / 10, 95.0), role="candidate") for at in range(5)]
     written = Series("c3", (64.0,), (90.3,), (80.0,), (96.0,), role="written")
-    body = LineChart(Axis("entries", log=True), Axis("score, %"), (*LINES.series[:1], *candidates, written), 1000.0)
+    body = LineChart("entries", "score, %", (*LINES.series[:1], *candidates, written), log_x=True, full=1000.0)
     picture = draw.draw(Figure("f", "f", "", body))
     picture.draw_without_rendering()
     (axes,) = picture.axes
@@ -104,13 +99,10 @@ def test_pictures_are_written_the_same_each_time(tmp_path: Path) -> None:
 
 def test_names_are_data_for_matplotlib_too() -> None:
     name = "$x^{$ \\frac{ \x1b[2J {0}"
-    lines = LineChart(
-        Axis(name), Axis("y"), (Series(name, (1.0, 2.0), (1.0, 2.0)), Series("b", (1.0, 2.0), (2.0, 1.0)))
-    )
+    lines = LineChart(name, "y", (Series(name, (1.0, 2.0), (1.0, 2.0)), Series("b", (1.0, 2.0), (2.0, 1.0))))
     picture = draw.draw(Figure("f", name, "", lines))
     picture.draw_without_rendering()
     (axes,) = picture.axes
     shown = [axes.get_xlabel(), picture.get_suptitle(), *(text.get_text() for text in axes.get_legend().get_texts())]
     assert shown[:3] == [r"\$x^{\$ \frac{ \x1b[2J {0}"] * 3  # \$ is a dollar sign
-    for body in (MAPS, MEANS):
-        draw.draw(Figure("f", name, "", body)).draw_without_rendering()
+    draw.draw(Figure("f", name, "", MAPS)).draw_without_rendering()

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from markupsafe import Markup
 
 from kvsearch.report.artifacts import open_path
-from kvsearch.report.figures.data import Axis, Figure, HeatMap, Intervals, LineChart, Panel, Series
-from kvsearch.report.page.page import ModelGroup, Sheet, data_link, draw_svg, groups_of, render
+from kvsearch.report.figures.data import Figure, HeatMap, LineChart, Series
+from kvsearch.report.page.page import data_link, draw_svg, groups_of, render
 from kvsearch.report.table import Cell, RowGroup, Table
-from kvsearch.runs.estimates import Estimate
 from tests.examples import at_most
 from tests.report.reader import Reader
 from tests.report.test_figures import FIGURES
@@ -27,17 +26,19 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e{
 def hostile() -> str:
     """A page in which whatever may come from outside is hostile."""
     bad = Series(HOSTILE, (1.0, 2.0), (1.0, 2.0), (0.5, 1.0), (1.5, 3.0))
-    cells = HeatMap(("0", HOSTILE), (HOSTILE,), HOSTILE, HOSTILE, HOSTILE, (Panel(HOSTILE, ((1.0,), (2.0,))),))
+    cells = HeatMap(("0", HOSTILE), (HOSTILE,), HOSTILE, HOSTILE, HOSTILE, {HOSTILE: ((1.0,), (2.0,))})
     figures = [
-        Figure(HOSTILE, HOSTILE, HOSTILE, LineChart(Axis(HOSTILE), Axis(HOSTILE), (bad,))),
+        Figure(HOSTILE, HOSTILE, HOSTILE, LineChart(HOSTILE, HOSTILE, (bad,))),
         Figure("cells", HOSTILE, "", cells),
-        Figure("intervals", HOSTILE, "", Intervals(Axis(HOSTILE), ((HOSTILE, ((HOSTILE, Estimate(1, 0, 2)),)),))),
     ]
     row = [Cell(HOSTILE), Cell(HOSTILE)]
     rows = Table(HOSTILE, [HOSTILE, HOSTILE], [RowGroup(HOSTILE, [row])], (HOSTILE,), (HOSTILE,))
-    facts = {HOSTILE: [(HOSTILE, HOSTILE)]}
-    sheet = Sheet(HOSTILE, HOSTILE, HOSTILE, HOSTILE, [HOSTILE], figures, [rows], [HOSTILE], facts, names=[HOSTILE])
-    return render([ModelGroup(HOSTILE, HOSTILE, [sheet, sheet])]).decode()
+    sheet = {
+        **dict.fromkeys(("path", "kind", "answer", "note"), HOSTILE), "figures": figures, "tables": [rows],
+        **{key: [HOSTILE] for key in ("lines", "commands", "names")}, "choices": (),
+        "sources": {HOSTILE: [(HOSTILE, HOSTILE)]},
+    }  # fmt: skip
+    return render([(HOSTILE, HOSTILE, [sheet, sheet])]).decode()
 
 
 def test_nothing_hostile_becomes_markup(hostile: str) -> None:

@@ -71,12 +71,10 @@ def test_a_selection_is_beside_the_papers() -> None:
     stage = table.stages(table.bundled)[1]
     finalists = [SimpleNamespace(name="cosine"), SimpleNamespace(name="ppl")]
     scores = {"full": 0.9, "cake": 0.5, "cosine": 0.6, "ppl": 0.4}
+    chosen = {"best": "cake", "winner": None, "written": "cake", "verdict": "baseline", "leader": finalists[0]}
     selection = SimpleNamespace(
-        written=SimpleNamespace(name="cake", fallback=True),
-        chosen=SimpleNamespace(verdict="baseline", foremost=lambda kind: finalists, leader=finalists[0]),
-        report=SimpleNamespace(
-            baseline="cake", scores={name: Estimate(mean, mean, mean) for name, mean in scores.items()}
-        ),
+        chosen=SimpleNamespace(**chosen, foremost=lambda kind: finalists),
+        report=SimpleNamespace(scores={name: Estimate(mean, mean, mean) for name, mean in scores.items()}),
     )
     finished = FinishedStage(stage, selection, remarks=("d2o is left out: why",))
     content = {"model": "Qwen/Qwen3-8B", "options": {}, "stages": ()}

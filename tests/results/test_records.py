@@ -11,7 +11,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.parsing import read_json
 from kvsearch.results.base import Result, read_content
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
-from kvsearch.results.search import FrontResult, SearchResult
+from kvsearch.results.search import SearchResult
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.results.text_perplexity import PerplexityResult
 from kvsearch.results.validation import read_validation
@@ -22,7 +22,7 @@ RECORDS: dict[str, type[Result]] = {
     "evaluation-losses": EvaluationResult,
     "evaluation-needle": EvaluationResult,
     "headroom": HeadroomResult,
-    "front": FrontResult,
+    "front": SearchResult,
     "perplexity": PerplexityResult,
     "run": RunResult,
     "search": SearchResult,
@@ -42,8 +42,8 @@ def test_selections_at_several_budgets_are_written_again() -> None:
     path = FILES / "selection.json"
     data = read_json(path)
     several = {
-        "schema": "kvsearch.selections/2",
-        "budgets": {"64": {**data, "budget": 64}, "24": {**data, "budget": 24}},
+        "schema": "kvsearch.selections/3",
+        "sizes": {"64": {**data, "budget": 64}, "24": {**data, "budget": 24}},
     }
     result = read_content(SelectionsResult, several, path)
     assert canonical_json(result.as_json()) == canonical_json(several)
@@ -59,5 +59,5 @@ def test_a_validation_is_written_again() -> None:
 def test_results_of_another_version_are_refused_by_their_name() -> None:
     path = FILES / "run.json"
     data = read_json(path)
-    with pytest.raises(UsageError, match=r"run.json is of another version of kvsearch .*run-report/1.*run-report/2"):
+    with pytest.raises(UsageError, match=r"run.json is of another version of kvsearch .*run-report/1.*run-report/3"):
         read_content(RunResult, {**data, "schema": "kvsearch.run-report/1"}, path)

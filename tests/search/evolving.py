@@ -70,9 +70,7 @@ def evolve(prepared: PreparedSearch, path: Path) -> Evolved:
 
 def result_of(evolved: Evolved) -> SearchResult:
     """What is read again of its report."""
-    result = search_result([evolved], Spent(1, 1, 1.0))
-    assert isinstance(result, SearchResult)
-    return result
+    return search_result([evolved], Spent(1, 1, 1.0))
 
 
 def decide(prepared: PreparedSearch, outcome: SearchOutcome) -> Evolved:

@@ -101,10 +101,11 @@ def test_the_report_has_all_baselines(found: tuple[PreparedSearch, Evolved]) -> 
     assert list(evolved.report.names) == names
     data = search_result([evolved], Spent(3, 5, 7.0)).as_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
-    assert list(data["report"]) == names
-    assert list(data["gains"]) == list(data["recovered"]) == names[2:]
+    (at_budget,) = data["found"].values()
+    assert list(at_budget["report"]) == names
+    assert list(at_budget["gains"]) == list(at_budget["recovered"]) == names[2:]
     assert data["questions"] == dict.fromkeys(("search", "choice", "report"), CONTEXTS * QUESTIONS)
-    assert data["budgets"] == evolved.choice.table.tolist()
+    assert at_budget["budgets"] == evolved.choice.table.tolist()
     assert [len(table.groups[0].rows) for table in tables(result_of(evolved))] == [
         len(evolved.choice.finalists), len(names),
     ]  # fmt: skip

@@ -71,9 +71,9 @@ def test_the_front_as_json_and_as_a_table(found: tuple[list[Evolved], Path, Sile
     result = search_result(points, Spent(1, 2, 3.0))
     data = result.as_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
-    assert list(data["budgets"]) == ["8", "16", "24"]
-    assert data["budgets"]["16"]["budgets"] == points[1].choice.table.tolist()
-    assert "expanded" in data["budgets"]["24"]["gains"]
+    assert list(data["found"]) == ["8", "16", "24"]
+    assert data["found"]["16"]["budgets"] == points[1].choice.table.tolist()
+    assert "expanded" in data["found"]["24"]["gains"]
     (table,) = tables(result)
     rows = [[cell.text for cell in row] for row in table.groups[0].rows]
     assert [row[0] for row in rows] == ["full", "8", "16", "24"]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from kvsearch.core.printed import csv_text
 from kvsearch.report.table import Table
-from kvsearch.runs.estimates import Estimate
 
 Style = Literal["line", "steps", "level"]
 Role = Literal["", "muted", "candidate", "baseline", "written"]
 Cells = Sequence[str | float | None]
+Values = tuple[tuple[float | None, ...], ...]
 # dark blue (little) to yellow (much), lightness rising evenly, so that it reads in grey
 RAMP = (
     (13, 8, 135),
@@ -24,13 +24,6 @@ RAMP = (
     (254, 188, 43),
     (240, 249, 33),
 )
-
-
-class Axis(NamedTuple):
-    """What an axis shows, with its unit, and whether its scale is logarithmic."""
-
-    label: str
-    log: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,20 +47,22 @@ class Series:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Series over two axes.
+    """Series over two axes, of which `x` and `y` are the labels with their units; one with `log` is logarithmic.
 
     With `full`, the entries of the full cache, it shows plans by their roles: x are entries up to these, every
     candidate and baseline is named, and what was written is marked.
     """
 
-    x: Axis
-    y: Axis
+    x: str
+    y: str
     series: tuple[Series, ...]
+    log_x: bool = False
+    log_y: bool = False
     full: float | None = None
 
     def table(self) -> Iterator[Cells]:
         """Yield the header, then a row per point; a level has no x."""
-        yield ["series", self.x.label, self.y.label, "low", "high"]
+        yield ["series", self.x, self.y, "low", "high"]
         for one in self.series:
             for at, value in enumerate(one.y):
                 ends: Cells = [ends[at] if ends else None for ends in (one.low, one.high)]
@@ -75,16 +70,10 @@ class LineChart:
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One map: values [rows][columns], None where nothing is known."""
-
-    name: str
-    values: tuple[tuple[float | None, ...], ...]
-
-
-@dataclass(frozen=True)
 class HeatMap:
     """Maps of the same rows and columns side by side, on one scale of colours; `form` says how a value is written.
+
+    `panels` are values [rows][columns] by the name of a map, None where nothing is known.
 
     On the screen, the `total` of a row stands beside it. `scale` are the ends of the colours, else those of the values.
     """
@@ -94,7 +83,7 @@ class HeatMap:
     row_label: str
     column_label: str
     value_label: str
-    panels: tuple[Panel, ...]
+    panels: Mapping[str, Values]
     form: str = "{:.0f}"
     total: Literal["sum", "mean"] = "mean"
     scale: tuple[float, float] | None = None
@@ -102,36 +91,19 @@ class HeatMap:
     @property
     def ends(self) -> tuple[float, float]:
         """The values of the first and the last colour."""
-        known = [value for panel in self.panels for row in panel.values for value in row if value is not None]
+        known = [value for panel in self.panels.values() for row in panel for value in row if value is not None]
         low, high = self.scale or (min(known, default=0.0), max(known, default=1.0))
         return (low, high) if low < high else (min(0.0, 2 * low), max(0.0, 2 * high) or 1.0)
 
     def table(self) -> Iterator[Cells]:
         """Yield the header, then a row per cell."""
         yield ["panel", self.row_label, self.column_label, self.value_label]
-        for panel in self.panels:
-            for name, row in zip(self.rows, panel.values, strict=True):
-                yield from ((panel.name, name, column, value) for column, value in zip(self.columns, row, strict=True))
+        for panel, values in self.panels.items():
+            for name, row in zip(self.rows, values, strict=True):
+                yield from ((panel, name, column, value) for column, value in zip(self.columns, row, strict=True))
 
 
-@dataclass(frozen=True)
-class Intervals:
-    """Means with intervals, one under the other, by groups and names, times `unit`; at 0 nothing is won or lost."""
-
-    x: Axis
-    groups: tuple[tuple[str, tuple[tuple[str, Estimate], ...]], ...]
-    has_zero: bool = True
-    unit: float = 100
-
-    def table(self) -> Iterator[Cells]:
-        """Yield the header, then a row per mean."""
-        yield ["group", "name", self.x.label, "low", "high"]
-        for group, estimates in self.groups:
-            for name, ends in estimates:
-                yield [group, name, *(self.unit * end for end in (ends.mean, ends.low, ends.high))]
-
-
-Body = LineChart | HeatMap | Intervals
+Body = LineChart | HeatMap
 
 
 @dataclass(frozen=True)
@@ -165,11 +137,11 @@ def layer_map(
     """Return maps of layers and kv heads, of `panels` [L, Hkv] by their names."""
     (first, *_) = panels.values()
     heads = tuple(f"h{head}" for head in range(first.shape[1]))
-    maps = tuple(Panel(name, cells(values)) for name, values in panels.items())
+    maps = {name: cells(values) for name, values in panels.items()}
     return HeatMap(tuple(map(str, layers)), heads, "layer", "kv head", value, maps, form, **details)
 
 
-def cells(values: Any) -> tuple[tuple[float | None, ...], ...]:
+def cells(values: Any) -> Values:
     """Return an array [R, C] as the cells of a panel, None for what is not a number."""
     return tuple(tuple(float(value) if value == value else None for value in row) for row in values.tolist())
 

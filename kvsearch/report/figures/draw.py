@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,12 @@ import numpy as np
 
 from kvsearch.core.files import atomic_write, require_directory, write_fault
 from kvsearch.core.printed import visible
-from kvsearch.report.figures.data import RAMP, Axis, Figure, HeatMap, Intervals, LineChart, Series, is_light
+from kvsearch.report.figures.data import RAMP, Figure, HeatMap, LineChart, Series, is_light
 from kvsearch.strategies.names import FULL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis as AnyAxis
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure as Picture
 
 # Okabe and Ito, in an order in which neighbours differ in lightness, too; yellow is too light for lines
@@ -104,8 +104,6 @@ def draw(figure: Figure, *, titled: bool = True, width: float = WIDTH) -> Pictur
             _plans(picture, plans)
         case HeatMap() as maps:
             _maps(picture, maps)
-        case Intervals() as intervals:
-            _intervals(picture, intervals)
     if titled:
         picture.suptitle(visible(figure.title, keep="").replace("$", r"\$"), fontsize=10)
     return picture
@@ -121,8 +119,9 @@ def _as_shown(data: Any) -> Any:
         text = text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…"
         return text.replace("$", r"\$")
     if isinstance(data, tuple):
-        items = map(_as_shown, data)
-        return type(data)(*items) if hasattr(data, "_fields") else tuple(items)
+        return tuple(map(_as_shown, data))
+    if isinstance(data, Mapping):
+        return {_as_shown(name): value for name, value in data.items()}
     if is_dataclass(data) and not isinstance(data, type):
         return replace(data, **{one.name: _as_shown(getattr(data, one.name)) for one in fields(data)})
     return data
@@ -138,8 +137,8 @@ def _lines(picture: Picture, body: LineChart) -> None:
         _series(axes, one, counts[one.role])
         counts[one.role] += one.style != "level"
     _scale(axes, body)
-    axes.set_xlabel(body.x.label)
-    _begin_at_tick(axes.yaxis, body.y)
+    axes.set_xlabel(body.x)
+    _begin_at_tick(axes.yaxis, body)
     if sum(one.style != "level" for one in body.series) > 1:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
 
@@ -173,7 +172,7 @@ def _scale(axes: Axes, body: LineChart) -> None:
     """Set the scales; on a logarithmic one, few values are named as they are, those that are close by one name."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    if body.x.log:
+    if body.log_x:
         axes.set_xscale("log")
         named = _distinct(x for one in body.series for x in one.x)
         if len(named) <= 8:
@@ -181,7 +180,7 @@ def _scale(axes: Axes, body: LineChart) -> None:
             axes.xaxis.set_minor_locator(NullLocator())
     elif all(float(x).is_integer() for one in body.series for x in one.x):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    if body.y.log:
+    if body.log_y:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -197,14 +196,14 @@ def _distinct(values: Iterable[float]) -> list[float]:
     return distinct
 
 
-def _begin_at_tick(axis: AnyAxis, shown: Axis) -> None:
-    """Begin a linear axis at a tick, and say in its label where it is cut unless zero is on it."""
+def _begin_at_tick(axis: Axis, body: LineChart) -> None:
+    """Begin a linear y axis at a tick, and say in its label where it is cut unless zero is on it."""
     first = axis.get_majorticklocs()[0]
     low, high = axis.get_view_interval()
-    is_cut = not shown.log and low > 0 and first > 0
+    is_cut = not body.log_y and low > 0 and first > 0
     if is_cut:
         axis.set_view_interval(first, high, ignore=True)
-    axis.set_label_text(f"{shown.label} (axis cut at {first:g})" if is_cut else shown.label)
+    axis.set_label_text(f"{body.y} (axis cut at {first:g})" if is_cut else body.y)
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -225,7 +224,7 @@ def _plans(picture: Picture, body: LineChart) -> None:
     axes.set_xlim(-before, room - before)
     ticks = [f"{x:,.0f}\n{100 * x / body.full:.2g}%" for x in sizes]
     axes.set_xticks(inches * np.log(np.divide(sizes, sizes[0])), ticks)
-    axes.set_xlabel(body.x.label)
+    axes.set_xlabel(body.x)
     written = {(one.name, one.x[0]) for one in body.series if one.role == "written"}
     sides = {one.name: LOOKS[one.role][2] * (4 if is_alone else 1) for one in body.series if one.role in LOOKS}
     points = []
@@ -250,7 +249,7 @@ def _plans(picture: Picture, body: LineChart) -> None:
     handles, names = axes.get_legend_handles_labels()
     kinds = dict(zip(names, handles, strict=True))
     axes.legend(kinds.values(), kinds.keys(), loc="lower left", bbox_to_anchor=(0, 1), ncols=3, handlelength=1.2)
-    _begin_at_tick(axes.yaxis, body.y)
+    _begin_at_tick(axes.yaxis, body)
     axes.set_yticks([tick for tick in axes.get_yticks() if tick <= 100])
     low, high = axes.get_ylim()
     line = LINE * (high - low) / (picture.get_figheight() - 1)
@@ -302,11 +301,11 @@ def _maps(picture: Picture, body: HeatMap) -> None:
     grid = picture.subplots(down, across, squeeze=False, sharex=across == 1, sharey=True).ravel()
     for axes in grid[len(body.panels) :]:
         axes.set_visible(False)
-    for at, (axes, panel) in enumerate(zip(grid, body.panels, strict=False)):
-        values = np.array([[np.nan if value is None else value for value in row] for row in panel.values])
+    for at, (axes, (name, panel)) in enumerate(zip(grid, body.panels.items(), strict=False)):
+        values = np.array([[np.nan if value is None else value for value in row] for row in panel])
         axes.imshow(values, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
         _cell_axes(axes, body.rows, body.columns)
-        axes.set_title(panel.name)
+        axes.set_title(name)
         axes.set_xlabel(body.column_label if across > 1 or at + 1 == down else "")
         axes.set_ylabel(body.row_label if at % across == 0 else "")
         for (row, column), value in np.ndenumerate(values) if values.size * across <= MOST_NUMBERS else ():
@@ -330,34 +329,3 @@ def _cell_axes(axes: Axes, rows: tuple[str, ...], columns: tuple[str, ...]) -> N
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-
-
-# --- intervals --------------------------------------------------------------------------------------------------------
-
-
-def _intervals(picture: Picture, body: Intervals) -> None:
-    axes = picture.add_subplot()
-    names = list[tuple[float, str]]()
-    place = 0.0
-    for number, (group, estimates) in enumerate(body.groups):
-        if group:
-            axes.annotate(
-                group, (0, -place), xycoords=("axes fraction", "data"), xytext=(3, 0), textcoords="offset points",
-                fontsize=8, fontstyle="italic", va="center", bbox={"facecolor": PLATE, "edgecolor": "none", "pad": 1},
-            )  # fmt: skip
-            place += 1
-        for name, estimate in estimates:
-            colour = MUTED if name == "full" else COLOURS[number % len(COLOURS)]
-            ends = [body.unit * estimate.low, body.unit * estimate.high]
-            axes.plot(ends, [-place, -place], color=colour, linewidth=1.3)
-            axes.plot([body.unit * estimate.mean], [-place], marker="o", color=colour)
-            names.append((-place, name))
-            place += 1
-        place += 0.4
-    picture.set_size_inches(WIDTH, min(max(0.22 * place, 1.0), 9) + 0.9)
-    if body.has_zero:
-        axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks([at for at, _ in names], [name for _, name in names])
-    axes.set_ylim(-place + 0.2, 0.8)
-    axes.grid(visible=False, axis="y")
-    _begin_at_tick(axes.xaxis, body.x)

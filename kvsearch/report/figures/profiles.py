@@ -8,12 +8,10 @@ import numpy as np
 
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO
-from kvsearch.report.figures.data import Axis, Figure, HeatMap, LineChart, Panel, Series, cells, layer_map
+from kvsearch.report.figures.data import Figure, HeatMap, LineChart, Series, cells, layer_map
 from kvsearch.report.profile import RATIO, caption, eviction_losses
 from kvsearch.report.signals import TITLES, shown_measures
 from kvsearch.signals.table import SignalTable
-
-KEPT_AXIS = Axis("share of the context kept, %")
 
 
 def profile_figures(profile: Profile) -> Iterator[Figure]:
@@ -32,7 +30,9 @@ def profile_figures(profile: Profile) -> Iterator[Figure]:
             Series(name, _numbers(np.linspace(0, 100, len(row))), _numbers(100 * row)) for name, row in curves.items()
         )
         title = "Importance kept by the ranking and by the oracle's, mean over heads"
-        yield Figure("recall", title, caption(profile), LineChart(KEPT_AXIS, Axis("importance kept, %"), series))
+        yield Figure(
+            "recall", title, caption(profile), LineChart("share of the context kept, %", "importance kept, %", series)
+        )
     if metadata.signals is not None:
         yield from _signals(SignalTable(profile))
 
@@ -42,11 +42,11 @@ def _signals(table: SignalTable) -> Iterator[Figure]:
     axes = table.axes
     layers = table.profile.metadata.layers
     for measure in shown_measures(table):
-        panels = tuple(
-            Panel(f"{phase}, {budget} entries", cells(table.measured(measure, phase, budget)))
+        panels = {
+            f"{phase}, {budget} entries": cells(table.measured(measure, phase, budget))
             for phase in axes.phases
             for budget in axes.budgets
-        )
+        }
         body = HeatMap(tuple(map(str, layers)), table.patterns, "layer", "pattern", measure, panels, "{:.2g}")
         title = f"Signal {measure}: {TITLES[measure]}"
         yield Figure(f"signal-{measure}", title, caption(table.profile), body)

@@ -1,4 +1,4 @@
-"""Figures of results: score against entries, intervals, losses by layer, costs of caches, and how a search went."""
+"""Figures of results: score against entries, costs of caches, and how a search went."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from dataclasses import replace
 import numpy as np
 
 from kvsearch.report.costs import SpeedView
-from kvsearch.report.figures.data import Axis, Figure, Intervals, LineChart, Role, Series
+from kvsearch.report.figures.data import Figure, LineChart, Role, Series
 from kvsearch.report.numbers import asked, asked_words
-from kvsearch.report.selections import best_first
-from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
-from kvsearch.results.search import AnySearch, StoredSearch, Trace
-from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
+from kvsearch.results.evaluation import EvaluationResult
+from kvsearch.results.search import SearchResult, StoredSearch, Trace
+from kvsearch.results.selection import SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL
 
-SCORE = Axis("score, %")
+SCORE = "score, %"
 HELD = "entries kept, all layers and kv heads"
 WIDE = 20.0  # from this largest over smallest value on, a scale is logarithmic
 Point = tuple[float, Estimate]
@@ -31,7 +30,7 @@ def score_figures(result: EvaluationResult) -> Iterator[Figure]:
         for method in block.methods:
             points.setdefault(method.name, []).append((method.held.entries, row.of(method.scores)))
     lines = [measured(name, found) for name, found in points.items()]
-    body = LineChart(Axis(HELD, log=True), SCORE, (level(FULL, row.of(result.full.scores)), *lines))
+    body = LineChart(HELD, SCORE, (level(FULL, row.of(result.full.scores)), *lines), log_x=True)
     caption = f"{result.protocol}, {result.phases}, {asked_words(result.tasks)}; 95% intervals"
     yield Figure("scores", f"Score against entries kept: {row.name}", caption, body, leads=True)
 
@@ -48,15 +47,7 @@ def level(name: str, score: Estimate) -> Series:
     return Series(name, (), (100 * score.mean,), (100 * score.low,), (100 * score.high,), "level", "muted")
 
 
-def headroom_figures(found: HeadroomResult) -> Iterator[Figure]:
-    """Yield the scores of all methods in every row, the best first."""
-    groups = tuple((row.task, tuple(best_first(row.scores))) for row in found.rows)
-    title = f"Score with {100 * found.ratio:g}% evicted"
-    body = Intervals(SCORE, groups, has_zero=False)
-    yield Figure("headroom", title, f"{found.model}: {asked_words(found.asked)}", body)
-
-
-def selection_figures(result: SelectionResult | SelectionsResult | RunResult) -> Iterator[Figure]:
+def selection_figures(result: SelectionResult | SelectionsResult) -> Iterator[Figure]:
     """Yield score against entries over all sizes, with what was written marked."""
     found = result.choices
     series = [level(FULL, found[0].report.scores[FULL])]
@@ -65,8 +56,8 @@ def selection_figures(result: SelectionResult | SelectionsResult | RunResult) ->
         if points := [_at(one, name) for one in found if name in one.report.scores]:
             series.append(replace(measured(name, points, kind), low=None, high=None))
     series += [measured(one.chosen.written, [_at(one, one.chosen.written)], "written") for one in found]
-    kept = Axis("entries kept, and their share of the full cache", log=True)
-    body = LineChart(kept, SCORE, tuple(series), max(one.report.held[FULL].entries for one in found))
+    full = max(one.report.held[FULL].entries for one in found)
+    body = LineChart("entries kept, and their share of the full cache", SCORE, tuple(series), log_x=True, full=full)
     first = found[0]
     how = f"{first.protocol}, {first.chosen.phases}, {asked(first.report.asked)} that nothing was chosen by"
     yield Figure("report", "Score against entries kept", f"{how}; bars are 95% intervals", body, leads=True)
@@ -95,28 +86,23 @@ def speed_figures(view: SpeedView) -> Iterator[Figure]:
             for cache, points in lines.items():
                 x, y = zip(*sorted(points), strict=True)
                 series.append(Series(cache, x, y))
-            body = LineChart(Axis(label, log=True), Axis(unit), tuple(series))
+            body = LineChart(label, unit, tuple(series), log_x=True)
             yield Figure(f"{stem}-over-{name}", f"{title}, {fixed} {largest:,}", view.measured(), body)
 
 
 def search_figures(content: StoredSearch) -> Iterator[Figure]:
-    """Yield convergence and, of a finished search, the report split, and score against size of a front."""
+    """Yield convergence and, of a finished search at several budgets, score against size."""
     if content.trace is not None and content.trace.steps:
         yield _convergence(content.trace, content.result)
     if (result := content.result) is None:
         return
     told = f", {asked_words(result.asked['report'])}" if "report" in result.asked else ""
     caption = f"{result.model}: {result.settings.get('protocol')}{told}; 95% intervals"
-    groups = tuple(
-        (f"{budget} entries per kv head, chosen: {found.chosen}", tuple(best_first(found.report)))
-        for budget, found in result.found.items()
-    )
-    yield Figure("report", "Report split", caption, Intervals(SCORE, groups, has_zero=False), leads=True)
     if len(result.found) > 1:
         yield _front(result, caption)
 
 
-def _front(result: AnySearch, caption: str) -> Figure:
+def _front(result: SearchResult, caption: str) -> Figure:
     """Return score against size: searched, the smallest plan scaled, and baselines (EvolKV, Figure 1)."""
     first = next(iter(result.found.values()))
     names = dict.fromkeys(name for found in result.found.values() for name in found.report if name != FULL)
@@ -129,11 +115,11 @@ def _front(result: AnySearch, caption: str) -> Figure:
         )
         for name in dict.fromkeys(kept)
     ]
-    body = LineChart(Axis("entries per kv head", log=True), SCORE, (level(FULL, first.report[FULL]), *series))
-    return Figure("front", "Score against size: searched at every budget", caption, body)
+    body = LineChart("entries per kv head", SCORE, (level(FULL, first.report[FULL]), *series), log_x=True)
+    return Figure("front", "Score against size: searched at every budget", caption, body, leads=True)
 
 
-def _convergence(trace: Trace, result: AnySearch | None) -> Figure:
+def _convergence(trace: Trace, result: SearchResult | None) -> Figure:
     """Return the best value so far after every generation of each search."""
     searches: dict[str, list[tuple[int, float]]] = {}
     for count, line in trace.generations:
@@ -146,7 +132,7 @@ def _convergence(trace: Trace, result: AnySearch | None) -> Figure:
         series.append(Series(name, counts, tuple(np.minimum.accumulate(values).tolist()), style="steps"))
     reached = [y for one in series for y in one.y]
     wide = min(reached) > 0 and max(reached) > WIDE * min(reached)
-    body = LineChart(Axis("candidates evaluated"), Axis("value that is minimised", log=wide), tuple(series))
+    body = LineChart("candidates evaluated", "value that is minimised", tuple(series), log_y=wide)
     unfinished = "" if result is not None else ", not finished"
     caption = f"{trace.evaluations} candidates, {trace.tokens:,} tokens, {trace.seconds:.0f} s{unfinished}"
     return Figure("convergence", "How the search converged", caption, body)

@@ -11,7 +11,7 @@ import io
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
@@ -30,12 +30,14 @@ from kvsearch.report.numbers import interval
 from kvsearch.report.selections import ahead_words
 from kvsearch.report.table import Table, csv
 from kvsearch.results.evaluation import EvaluationResult
-from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
+from kvsearch.results.selection import SelectionResult, SelectionsResult
 from kvsearch.strategies.names import METHODS
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
+Sheet = dict[str, Any]
+Group = tuple[str, str, list[Sheet]]  # the name of a model, which it is by content, and all that is about it
 GENERATOR = "kvsearch report"
 LONGEST = 400  # letters of a fact
 LINK_SAFE = ",;:/?@=+$!*()[]{}|^"  # in a data link, beside letters and digits
@@ -52,59 +54,33 @@ _STYLE = re.compile(r' style="([^"]*)"')
 _GROUP = re.compile(r' id="[\w.]+_\d+"')  # a name that nothing refers to
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """One run, plan or profile: the answer in a sentence, lines, figures and tables, and how all that was made.
-
-    `choices` are what was chosen, by size; `names` are those of all that is compared. `sources` are facts under
-    headings: the resolved configuration, the provenance of plans.
-    """
-
-    path: str
-    kind: str
-    answer: str
-    note: str | None = None
-    lines: Sequence[str] = ()
-    figures: Sequence[Figure] = ()
-    tables: Sequence[Table] = ()
-    commands: Sequence[str] = ()
-    sources: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
-    choices: Sequence[SelectionResult] = ()
-    names: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class ModelGroup:
-    """All that is about one model; `detail` says which it is, by content."""
-
-    name: str
-    detail: str
-    sheets: list[Sheet]
-
-
-def groups_of(opened: Sequence[Opened]) -> list[ModelGroup]:
-    """Return a group per model, in the order of what was opened.
+def groups_of(opened: Sequence[Opened]) -> list[Group]:
+    """Return what is on the page: a model in words and, in the order of what was opened, all that is about it.
 
     A model is known by the hashes of its configuration and weights. What does not say them is grouped by the name.
     """
-    groups: dict[object, ModelGroup] = {}
+    groups: dict[object, Group] = {}
     for one in opened:
-        model = fingerprint_of(one)
-        if model is None:
-            content: object = one.model
-            group = ModelGroup(one.model or "no model", "the weights are not known" if one.model else "", [])
-        else:
+        content: object = one.model
+        name = one.model or "no model"
+        detail = "the weights are not known" if one.model else ""
+        if (model := fingerprint_of(one)) is not None:
             content = (model.config_sha256, model.weights_sha256)
+            name = model.name
             shape = f"{model.layers} layers x {model.kv_heads} kv heads x {model.head_dim}"
             hashes = f"config {model.config_sha256[:12]}, weights {model.weights_sha256[:12]}"
             revision = f", revision {model.revision}" if model.revision else ""
-            group = ModelGroup(model.name, f"{model.model_type}, {shape}, {hashes}{revision}", [])
-        groups.setdefault(content, group).sheets.append(sheet_of(one))
+            detail = f"{model.model_type}, {shape}, {hashes}{revision}"
+        groups.setdefault(content, (name, detail, []))[2].append(sheet_of(one))
     return list(groups.values())
 
 
 def sheet_of(opened: Opened) -> Sheet:
-    """Return what is on the page of one thing that was opened, and of what is kept with it."""
+    """Return what the template has of one thing that was opened, and of what is kept with it, by name.
+
+    That is the answer in a sentence, lines, figures and tables, the commands and facts by which all was made, `choices`
+    by size where something was chosen, and the `names` of all that is compared.
+    """
     content = opened.content
     choices: Sequence[SelectionResult] = ()
     names: list[str] = []
@@ -112,19 +88,19 @@ def sheet_of(opened: Opened) -> Sheet:
     lines = [part for part in opened.shown if isinstance(part, str) and part != opened.headline]
     if isinstance(content, EvaluationResult):
         names = [method.name for block in content.blocks for method in block.methods]
-    elif isinstance(content, SelectionResult | SelectionsResult | RunResult):
+    elif isinstance(content, SelectionResult | SelectionsResult):
         choices = content.choices
         names = [name for one in choices for name in (*one.report.scores, *(each.name for each in one.chosen.methods))]
         lines = []  # which say what was chosen
     plans = [one for one in opened.inner if one.kind == "plan"]
-    figures = [*opened.figures, *(figure for one in (*plans, *inner) for figure in _inner_figures(one))]
-    return Sheet(
-        path=str(opened.path), kind=opened.kind, answer=opened.headline, note=opened.note,
-        lines=[*lines, *(f"{one.path.name}: {one.headline}" for one in inner if one.headline)], figures=figures,
-        tables=[part for one in (opened, *inner) for part in one.shown if isinstance(part, Table)],
-        commands=[command_line(opened.config.command)] if opened.config is not None else [],
-        sources=dict(_sources(opened)), choices=choices, names=list(dict.fromkeys(names)),
-    )  # fmt: skip
+    return {
+        "path": str(opened.path), "kind": opened.kind, "answer": opened.headline, "note": opened.note,
+        "lines": [*lines, *(f"{one.path.name}: {one.headline}" for one in inner if one.headline)],
+        "figures": [*opened.figures, *(figure for one in (*plans, *inner) for figure in _inner_figures(one))],
+        "tables": [part for one in (opened, *inner) for part in one.shown if isinstance(part, Table)],
+        "commands": [command_line(opened.config.command)] if opened.config is not None else [],
+        "sources": dict(_sources(opened)), "choices": choices, "names": list(dict.fromkeys(names)),
+    }  # fmt: skip
 
 
 def _inner_figures(opened: Opened) -> Iterator[Figure]:
@@ -193,7 +169,7 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
         yield name, "none" if value is None or value == {} else str(value)
 
 
-def render(groups: Sequence[ModelGroup]) -> bytes:
+def render(groups: Sequence[Group]) -> bytes:
     """Return the file; equal content gives equal bytes."""
     style = _text("page.css")
     script = _text("page.js")
