@@ -77,7 +77,7 @@ def timed(command: list[str]) -> float:
 def making(paths: Sequence[Path | str]) -> float:
     """Return the seconds of the processor that it takes to read runs and to draw their page."""
     from kvsearch.report.artifacts import open_path
-    from kvsearch.report.page.page import groups_of, render
+    from kvsearch.report.page import groups_of, render
 
     start = time.process_time()
     groups = groups_of([open_path(Path(path)) for path in paths])

@@ -20,8 +20,8 @@ from pathlib import Path
 from markupsafe import escape
 
 from kvsearch.report.artifacts import open_path
-from kvsearch.report.figures.data import Figure, LineChart
-from kvsearch.report.page.page import draw_svg
+from kvsearch.report.figures import Figure, LineChart
+from kvsearch.report.page import draw_svg
 
 WIDTHS = (6.0, 3.6)  # inches of the two figures
 SCALE = 1.15  # pixels per point
@@ -72,7 +72,7 @@ def compose(figures: list[Figure], titles: list[str]) -> str:
 
 def style() -> str:
     """Return the colours of a report's page, those of the dark where the reader's system is dark."""
-    page = (files("kvsearch.report.page") / "templates" / "page.css").read_text(encoding="utf-8")
+    page = (files("kvsearch.report") / "templates" / "page.css").read_text(encoding="utf-8")
     colours = PAIR.findall(page)
     light, dark = ("".join(f"{name}:{pair[which]};" for name, *pair in colours) for which in (0, 1))
     ink = f"svg{{font-family:{FONT};color:var(--ink);fill:currentColor}}"

@@ -110,7 +110,7 @@ def test_a_policy_that_computes_imports_torch() -> None:
 
 
 def test_results_are_shown_and_drawn_without_what_computed_them() -> None:
-    code = "import kvsearch.report.artifacts, kvsearch.report.page.page, kvsearch.jobs.report"
+    code = "import kvsearch.report.artifacts, kvsearch.report.page, kvsearch.jobs.report"
     code += ", kvsearch.report.integrity, kvsearch.strategies.from_yaml, kvsearch.budgets.plan_checks"
     _, found = loaded(code)
     assert not {"torch", "transformers", "datasets", "ray", "cma", "sklearn"} & set(found)

@@ -38,7 +38,7 @@ from kvsearch.report.screen import WIDEST
 from kvsearch.runs.lock import this_command
 
 if TYPE_CHECKING:
-    from kvsearch.report.figures.data import Part
+    from kvsearch.report.figures import Part
 
 BUG = 1
 LOGGER = logging.getLogger("kvsearch")
@@ -68,7 +68,7 @@ class Screen(RichConsole):
 
     def print_parts(self, parts: Iterable[Part | RenderableType]) -> None:
         """Print lines and facts, which are never broken, tables and maps."""
-        from kvsearch.report.figures.data import Figure
+        from kvsearch.report.figures import Figure
         from kvsearch.report.screen import facts, printable
         from kvsearch.report.table import Table
 

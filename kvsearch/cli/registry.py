@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvsearch.cli.console import Console
     from kvsearch.core.errors import KvsearchError
     from kvsearch.jobs.reporter import Reporter
-    from kvsearch.report.figures.data import Part
+    from kvsearch.report.figures import Part
     from kvsearch.report.screen import View
 
 Action = Callable[[Any, "Console"], None]

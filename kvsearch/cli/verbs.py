@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from kvsearch.report.costs import SpeedView
     from kvsearch.report.integrity import Verification
     from kvsearch.report.screen import View
-    from kvsearch.results.evaluation import HeadroomResult
-    from kvsearch.results.text_perplexity import PerplexityResult
+    from kvsearch.results.evaluation import HeadroomResult, PerplexityResult
 
 __all__ = ["VERBS"]
 

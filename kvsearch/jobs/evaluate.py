@@ -32,8 +32,7 @@ from kvsearch.plan import load_plan
 from kvsearch.report.costs import Forecast
 from kvsearch.report.evaluation import Columns, write_tables
 from kvsearch.report.table import check_table_file
-from kvsearch.results.evaluation import EvaluationResult
-from kvsearch.results.text_perplexity import PerplexityResult
+from kvsearch.results.evaluation import EvaluationResult, PerplexityResult
 from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES
 from kvsearch.runs.run import write_json
 from kvsearch.strategies.names import FULL

@@ -18,7 +18,7 @@ from kvsearch.jobs.reporter import Reporter
 
 if TYPE_CHECKING:
     from kvsearch.report.integrity import Verification
-    from kvsearch.report.page.page import Group
+    from kvsearch.report.page import Group
     from kvsearch.report.screen import View
 
 
@@ -104,7 +104,7 @@ class ReportOptions(JobOptions):
 
     def check_output(self) -> None:
         """Raise UsageError if the page cannot be written, or would replace what is no page of ours."""
-        from kvsearch.report.page.page import is_ours
+        from kvsearch.report.page import is_ours
 
         check_target(self.output)
         if self.output.exists() and not self.force and not is_ours(read_bytes(self.output)):
@@ -134,7 +134,7 @@ def write_report(options: ReportOptions, reporter: Reporter) -> Report:  # noqa:
         EnvironmentFault: a file cannot be written.
     """
     from kvsearch.report.artifacts import open_path
-    from kvsearch.report.page.page import groups_of, render
+    from kvsearch.report.page import groups_of, render
 
     options.check_output()
     if options.figures is not None:
@@ -148,7 +148,7 @@ def write_report(options: ReportOptions, reporter: Reporter) -> Report:  # noqa:
 
 def _write_figures(groups: list[Group], directory: Path) -> list[Path]:
     """Write all figures; of several runs those of each in a folder of its own."""
-    from kvsearch.report.figures.draw import write_figures
+    from kvsearch.report.draw import write_figures
 
     sheets = [sheet for *_, sheets in groups for sheet in sheets if sheet["figures"]]
     if len(sheets) == 1:

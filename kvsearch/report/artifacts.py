@@ -27,21 +27,19 @@ from kvsearch.plan.profile import load_profile
 from kvsearch.plan.saved import FOLDER_PLAN, PROFILE, load_plan
 from kvsearch.plan.schema import PLAN_FORMAT
 from kvsearch.plan.yaml import STRATEGY_FORMAT
-from kvsearch.report import evaluation, scores, search, selections
+from kvsearch.report import charts, evaluation, scores, search, selections
+from kvsearch.report.charts import profile_figures
 from kvsearch.report.costs import SpeedView
-from kvsearch.report.figures import results as drawn
-from kvsearch.report.figures.data import Figure, Part
-from kvsearch.report.figures.profiles import profile_figures
+from kvsearch.report.figures import Figure, Part
 from kvsearch.report.numbers import counted
 from kvsearch.report.paper_table import Reproduced
 from kvsearch.report.plans import cache_parts, plan_headline, plan_parts
 from kvsearch.report.profile import caption, profile_parts
 from kvsearch.report.table import Table, markdown
 from kvsearch.results.base import read_content, telling_damage
-from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
+from kvsearch.results.evaluation import EvaluationResult, HeadroomResult, PerplexityResult
 from kvsearch.results.search import SearchResult, StoredSearch, read_trace
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
-from kvsearch.results.text_perplexity import PerplexityResult
 from kvsearch.results.validation import FILE as VALIDATION
 from kvsearch.results.validation import read_validation
 from kvsearch.runs.identity import CONFIG, CONTEXTS, LEDGER, REPORT, SELECTION, SUMS, RunConfig, read_config
@@ -95,7 +93,7 @@ KINDS: Mapping[str, ArtifactKind] = {
     "evaluation": ArtifactKind(
         evaluation.parts,
         {"kvsearch.evaluation": partial(read_content, EvaluationResult)},
-        figures=drawn.score_figures,
+        figures=charts.score_figures,
         headline=evaluation.headline,
     ),
     "perplexity": ArtifactKind(
@@ -111,7 +109,7 @@ KINDS: Mapping[str, ArtifactKind] = {
         SpeedView.parts,
         {"kvsearch.speed": partial(read_content, SpeedView)},
         model=lambda view: view.machine.get("model"),
-        figures=drawn.speed_figures,
+        figures=charts.speed_figures,
     ),
     "validation": ArtifactKind(
         scores.validation_parts,
@@ -124,19 +122,19 @@ KINDS: Mapping[str, ArtifactKind] = {
             "kvsearch.selection": partial(read_content, SelectionResult),
             "kvsearch.selections": partial(read_content, SelectionsResult),
         },
-        figures=drawn.selection_figures,
+        figures=charts.selection_figures,
         headline=selections.headline,
     ),
     "search": ArtifactKind(
         search.parts,
         dict.fromkeys(("kvsearch.evolution", "kvsearch.front"), _read_search),
         model=lambda content: content.result and content.result.model,
-        figures=drawn.search_figures,
+        figures=charts.search_figures,
     ),
     "run": ArtifactKind(
         selections.run_parts,
         {"kvsearch.run-report": partial(read_content, RunResult)},
-        figures=drawn.selection_figures,
+        figures=charts.selection_figures,
         headline=selections.headline,
     ),
     "replies": ArtifactKind(lambda content: [scores.progress_table(content)], model=lambda _: None),

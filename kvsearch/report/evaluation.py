@@ -19,7 +19,7 @@ from kvsearch.evaluation.samples import Footprint, LayerLoss
 from kvsearch.evaluation.statistics import LEAST_CONTEXTS, Kind
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report import table
-from kvsearch.report.figures.data import Figure, HeatMap
+from kvsearch.report.figures import Figure, HeatMap
 from kvsearch.report.numbers import asked_words, bounds, interval, outcomes, percent
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.evaluation import EvaluationResult, ScoreRow, count_tasks_won

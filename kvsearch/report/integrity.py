@@ -21,7 +21,7 @@ from kvsearch.plan.saved import PROFILE, WEIGHTS, checked_weights, weights_file
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.registry import BUILT_IN, FITTED, policy_of
 from kvsearch.report.artifacts import CACHE, open_path
-from kvsearch.report.figures.data import Part
+from kvsearch.report.figures import Part
 from kvsearch.report.numbers import counted
 from kvsearch.report.table import Table
 from kvsearch.runs.identity import BEST, CONFIG, LEDGER, LOSSES, SUMS, read_config, read_identity

@@ -11,7 +11,7 @@ from kvsearch.plan import PHASES, Phase, Plan
 from kvsearch.plan.arithmetic import diff
 from kvsearch.plan.schema import STATIC
 from kvsearch.plan.yaml import layer_ranges
-from kvsearch.report.figures.data import Figure, Part, layer_map
+from kvsearch.report.figures import Figure, Part, layer_map
 from kvsearch.report.numbers import counted
 from kvsearch.report.table import Cell, Table
 

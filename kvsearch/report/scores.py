@@ -11,8 +11,7 @@ from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import Row
 from kvsearch.report.numbers import asked_words, bounds, interval, percent
 from kvsearch.report.table import Cell, Table
-from kvsearch.results.evaluation import HeadroomResult
-from kvsearch.results.text_perplexity import PerplexityResult
+from kvsearch.results.evaluation import HeadroomResult, PerplexityResult
 from kvsearch.results.validation import ValidationResult
 from kvsearch.selection.verdicts import AtBudget
 from kvsearch.strategies.names import FULL

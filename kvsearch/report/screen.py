@@ -16,7 +16,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from kvsearch.core.printed import visible, visible_line
-from kvsearch.report.figures.data import Figure, HeatMap, Part, is_light, shade
+from kvsearch.report.figures import Figure, HeatMap, Part, is_light, shade
 from kvsearch.report.table import Table
 
 WIDEST = 10_000  # columns of a page on which any table fits

@@ -12,7 +12,7 @@ import pytest
 
 from kvsearch.cli.console import Screen
 from kvsearch.plan import Profile, save_profile
-from kvsearch.report.signals import signal_parts
+from kvsearch.report.profile import signal_parts
 from kvsearch.signals.table import SignalTable
 from tests.cli.conftest import Run
 from tests.plan.builders import model

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvsearch.cli.console import Screen
-from kvsearch.report.figures.data import Figure
+from kvsearch.report.figures import Figure
 from kvsearch.report.screen import printable
 from kvsearch.report.table import Table
 

@@ -25,7 +25,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy
 from kvsearch.report.scores import perplexity_table
 from kvsearch.report.screen import on_screen
-from kvsearch.results.text_perplexity import PerplexityResult
+from kvsearch.results.evaluation import PerplexityResult
 from kvsearch.runs.estimates import Estimate
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.report.figures import draw
-from kvsearch.report.figures.data import (
+from kvsearch.report import draw
+from kvsearch.report.charts import score_figures
+from kvsearch.report.figures import (
     Figure,
     HeatMap,
     LineChart,
     Series,
 )
-from kvsearch.report.figures.results import score_figures
 from tests.report.test_tables import comparison
 
 LINES = LineChart(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.report.evaluation import score_table
-from kvsearch.report.figures.data import Figure, layer_map
+from kvsearch.report.figures import Figure, layer_map
 from kvsearch.report.screen import WIDEST
 from kvsearch.report.table import Table
 from tests.evaluation.shown import rendered

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from markupsafe import Markup
 
 from kvsearch.report.artifacts import open_path
-from kvsearch.report.figures.data import Figure, HeatMap, LineChart, Series
-from kvsearch.report.page.page import data_link, draw_svg, groups_of, render
+from kvsearch.report.figures import Figure, HeatMap, LineChart, Series
+from kvsearch.report.page import data_link, draw_svg, groups_of, render
 from kvsearch.report.table import Cell, RowGroup, Table
 from tests.examples import at_most
 from tests.report.reader import Reader

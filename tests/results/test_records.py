@@ -10,10 +10,9 @@ from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.core.parsing import read_json
 from kvsearch.results.base import Result, read_content
-from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
+from kvsearch.results.evaluation import EvaluationResult, HeadroomResult, PerplexityResult
 from kvsearch.results.search import SearchResult
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
-from kvsearch.results.text_perplexity import PerplexityResult
 from kvsearch.results.validation import read_validation
 
 FILES = Path(__file__).parents[1] / "robustness" / "seeds"

@@ -86,7 +86,7 @@ def verify(path: Path) -> None:
 def _page(path: Path) -> None:
     """Do what `kvsearch report` does but for writing the page."""
     from kvsearch.report.artifacts import open_path
-    from kvsearch.report.page.page import groups_of, render
+    from kvsearch.report.page import groups_of, render
 
     groups = groups_of([open_path(path)])
     with taken("the page"):

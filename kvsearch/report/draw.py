@@ -14,7 +14,7 @@ import numpy as np
 
 from kvsearch.core.files import atomic_write, require_directory, write_fault
 from kvsearch.core.printed import visible
-from kvsearch.report.figures.data import RAMP, Figure, HeatMap, LineChart, Series, is_light
+from kvsearch.report.figures import RAMP, Figure, HeatMap, LineChart, Series, is_light
 from kvsearch.strategies.names import FULL
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Figures of results: score against entries, costs of caches, and how a search went."""
+"""Figures of results and profiles: scores against entries, costs of caches, how a search went, losses, and signals."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvsearch.plan import Profile
+from kvsearch.plan.profile_arrays import EVICTED_RATIO
 from kvsearch.report.costs import SpeedView
-from kvsearch.report.figures.data import Figure, LineChart, Role, Series
+from kvsearch.report.figures import Figure, HeatMap, LineChart, Role, Series, cells, layer_map
 from kvsearch.report.numbers import asked, asked_words
+from kvsearch.report.profile import RATIO, TITLES, caption, eviction_losses, shown_measures
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.results.search import SearchResult, StoredSearch, Trace
 from kvsearch.results.selection import SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Estimate
+from kvsearch.signals.table import SignalTable
 from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL
 
 SCORE = "score, %"
@@ -136,3 +140,48 @@ def _convergence(trace: Trace, result: SearchResult | None) -> Figure:
     unfinished = "" if result is not None else ", not finished"
     caption = f"{trace.evaluations} candidates, {trace.tokens:,} tokens, {trace.seconds:.0f} s{unfinished}"
     return Figure("convergence", "How the search converged", caption, body)
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def profile_figures(profile: Profile) -> Iterator[Figure]:
+    """Yield every figure that the arrays of a profile allow."""
+    metadata = profile.metadata
+    arrays = profile.arrays
+    if "mass" in arrays and EVICTED_RATIO in arrays:
+        lost = {name: 100 * loss for name, loss in eviction_losses(profile, RATIO).items()}
+        named = {f"{name}: {values.sum():.3g} in all": values for name, values in lost.items()}
+        title = f"Importance evicted at ratio {RATIO:g}, % of the model's"
+        body = layer_map(named, metadata.layers, "importance lost, %", "{:.2g}")
+        yield Figure("eviction-loss", title, caption(profile), body)
+    if "oracle_recall" in arrays:
+        curves = {"oracle": arrays["oracle_recall"].mean((0, 1)), metadata.policy.name: arrays["recall"].mean((0, 1))}
+        series = tuple(
+            Series(name, _numbers(np.linspace(0, 100, len(row))), _numbers(100 * row)) for name, row in curves.items()
+        )
+        title = "Importance kept by the ranking and by the oracle's, mean over heads"
+        yield Figure(
+            "recall", title, caption(profile), LineChart("share of the context kept, %", "importance kept, %", series)
+        )
+    if metadata.signals is not None:
+        yield from _signals(SignalTable(profile))
+
+
+def _signals(table: SignalTable) -> Iterator[Figure]:
+    """Yield maps of layers and patterns, a panel for each phase and budget, and entropies by layer."""
+    axes = table.axes
+    layers = table.profile.metadata.layers
+    for measure in shown_measures(table):
+        panels = {
+            f"{phase}, {budget} entries": cells(table.measured(measure, phase, budget))
+            for phase in axes.phases
+            for budget in axes.budgets
+        }
+        body = HeatMap(tuple(map(str, layers)), table.patterns, "layer", "pattern", measure, panels, "{:.2g}")
+        title = f"Signal {measure}: {TITLES[measure]}"
+        yield Figure(f"signal-{measure}", title, caption(table.profile), body)
+
+
+def _numbers(values: object) -> tuple[float, ...]:
+    return tuple(np.asarray(values, np.float64).tolist())

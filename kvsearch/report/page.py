@@ -24,8 +24,8 @@ from kvsearch.core.printed import command_line, visible
 from kvsearch.plan import ModelFingerprint, Plan, Profile, ProfileMetadata
 from kvsearch.policies.registry import BUILT_IN, describe_policy
 from kvsearch.report.artifacts import Opened
-from kvsearch.report.figures.data import Figure
-from kvsearch.report.figures.draw import COLOURS, GRID, INK, MUTED, PLATE, SETTINGS, WIDTH, draw
+from kvsearch.report.draw import COLOURS, GRID, INK, MUTED, PLATE, SETTINGS, WIDTH, draw
+from kvsearch.report.figures import Figure
 from kvsearch.report.numbers import interval
 from kvsearch.report.selections import ahead_words
 from kvsearch.report.table import Table, csv
@@ -240,7 +240,7 @@ def _template() -> Template:
 
 
 def _text(name: str) -> str:
-    return (files("kvsearch.report.page") / "templates" / name).read_text(encoding="utf-8")
+    return (files("kvsearch.report") / "templates" / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:
