@@ -15,7 +15,7 @@ from kvsearch.plan.size import round_down
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
-    from kvsearch.policies.base import Policy
+    pass
 
 Variant = Literal["exact", "kvpress"]
 OFFICIAL = "official"  # the authors' rounding: each head's share on its own
@@ -31,16 +31,6 @@ def head_order(ranked: Tensor, most: int) -> Order:
     flat = ranked[:, :most].T.reshape(-1)
     first = torch.argsort(flat, descending=True, stable=True)[:most] % heads
     return first.to(torch.uint8 if heads < 256 else torch.int32).cpu().numpy()
-
-
-def normalized(ranked: Tensor, count: int) -> Tensor:
-    """Multiply a head's scores by the share of its mass in its `count` highest: scattered attention counts for less.
-
-    `ranked` [Hkv, M] is in descending order along its rows and >= 0.
-    """
-    mass = ranked.sum(-1, keepdim=True)
-    share = torch.where(mass > 0, ranked[:, :count].sum(-1, keepdim=True) / mass, 1.0)
-    return ranked * share
 
 
 def split_heads(order: Order, free: int, room: Ints, floor_share: float, variant: Variant = "exact") -> Floats:
@@ -80,7 +70,6 @@ class AdaKVAllocation(Allocation):
     Args:
         floor_share: share of the even budget that every head is sure of, in [0, 1].
         variant: "exact" or "kvpress"; "official" does not sum to the total and is refused.
-        normalize: see `normalized`; an option of the official code, off there by default.
     """
 
     name: ClassVar[str] = "adakv"
@@ -88,7 +77,6 @@ class AdaKVAllocation(Allocation):
     shares_heads: ClassVar[bool] = True
     floor_share: float = 0.2
     variant: Variant = "exact"
-    normalize: bool = False
 
     def __post_init__(self) -> None:
         check_floor_share(self.floor_share)
@@ -97,16 +85,7 @@ class AdaKVAllocation(Allocation):
         require_known("variant", self.variant, get_args(Variant))
 
     def order(self, ranked: Tensor, free: int) -> Order:
-        return head_order(normalized(ranked, free // len(ranked)) if self.normalize else ranked, free)
-
-    def check(self, policy: Policy, name: str) -> None:
-        """Raise UsageError for a policy whose entries cannot be shared: normalising needs scores >= 0."""
-        super().check(policy, name)
-        if self.normalize and policy.signed_scores:
-            raise UsageError(
-                f"{name}: {policy.name} scores entries below 0, and normalize takes shares of scores: leave it out, or "
-                "use a policy that scores attention"
-            )
+        return head_order(ranked, free)
 
     def split(self, order: Order, free: int, rooms: Ints) -> Floats:
         return split_heads(order, free, rooms, self.floor_share, self.variant)

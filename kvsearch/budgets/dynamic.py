@@ -35,6 +35,7 @@ BUILT_IN = {
     "cake": "kvsearch.budgets.cake:CAKEAllocation",
     "lava": "kvsearch.budgets.lava:LAVaAllocation",
 }
+FORMER = {"adakv": {"normalize": False}}  # options that allocations had, at the value that changed nothing
 Order = NDArray[np.integer[Any]]
 
 
@@ -230,8 +231,10 @@ def create_allocation(name: str, params: Mapping[str, object] | None = None) -> 
             raise UsageError(f"allocation static has no option {next(iter(params))!r}")
         return None
     kind = allocation_class(name)
+    former = FORMER.get(name, {})
+    params = {key: value for key, value in (params or {}).items() if key not in former or value is not former[key]}
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
-    allocation: Allocation = kind(**typed_values(params or {}, fields, f"allocation {name}", "option"))
+    allocation: Allocation = kind(**typed_values(params, fields, f"allocation {name}", "option"))
     return allocation
 
 

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Signals, check_at_least, check_bounds, check_shape, check_signals, lift_floors
+from kvsearch.budgets.allocator import Signals, check_bounds, check_shape, check_signals, lift_floors
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.plan.rounding import water_fill
-
-
-class JointCurves(NamedTuple):
-    """Budgets and what to evict by, decided together."""
-
-    budgets: Ints  # [L, Hkv]
-    best: Ints  # of every layer the index of its pattern, [L]
 
 
 @dataclass(frozen=True)
@@ -28,14 +20,12 @@ class LossCurves:
     A curve is made convex first (its lower hull), as a loss that is measured on few samples need not fall everywhere.
     Then the steepest piece of all curves is bought first, which no other split of the total improves on (marginal
     analysis: Fox 1966, Operations Research 14). Where gains are equal, as where no layer loses anything more, the
-    smallest budgets are raised first. A total that does not reach the beginning of all curves is shared equally.
+    smallest budgets are raised first. No layer gets less than the first known budget; a total that does not reach it
+    everywhere is shared equally.
 
     Args:
         budgets: where losses are known, in entries per kv head, ascending. At the last one nothing is lost: it is the
             length of the prompts.
-        least: where curves begin. Below the first known budget they go on as straight lines over the logarithm of the
-            budget: as steep, from one halving to the next, as at their first piece. By default they begin at the first
-            known budget, and no layer gets less.
 
     Raises:
         UsageError: fewer than two budgets, not ascending, or below 1.
@@ -43,13 +33,11 @@ class LossCurves:
 
     name: ClassVar[str] = "curves"
     budgets: tuple[int, ...]
-    least: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.budgets) < 2 or sorted(set(self.budgets)) != list(self.budgets) or self.budgets[0] < 1:
             told = ", ".join(map(str, self.budgets)) or "none"
             raise UsageError(f"loss curves need two or more ascending budgets of 1 entry or more, got {told}")
-        check_at_least(1, least=self.least)
 
     def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
         """Allocate `total` entries by losses [L, len(budgets) - 1] in any unit; heads of a layer share equally.
@@ -75,28 +63,21 @@ class LossCurves:
         rows = zip(sums.tolist(), have, high, strict=True)
         return np.stack([water_fill(np.ones(low.shape[1]), kept, *bounds) for kept, *bounds in rows])
 
-    def allocate_jointly(self, losses: Floats, total: int, floors: Ints, caps: Ints) -> JointCurves:
-        """Allocate by the least of the losses [L, R, len(budgets) - 1] under R patterns, and choose the pattern to use.
+    def allocate_jointly(self, losses: Floats, total: int, floors: Ints, caps: Ints) -> tuple[Ints, Ints]:
+        """Return budgets by the least of the losses [L, R, len(budgets) - 1] under R patterns, and the patterns, [L].
 
-        That is the one that loses least at the known budget nearest to the layer's, as ratios go; the first of equals.
+        A layer's loses least at the known budget nearest to its own, as ratios go; the first of equals.
         """
         budgets = self.allocate(losses.min(axis=1), total, floors, caps)
         known = np.log(np.array(self.budgets[:-1], dtype=np.float64))
         nearest = np.abs(np.log(np.maximum(budgets.mean(axis=1), 1.0))[:, None] - known).argmin(axis=1)
-        return JointCurves(budgets, losses[np.arange(len(losses)), :, nearest].argmin(axis=1))
+        return budgets, losses[np.arange(len(losses)), :, nearest].argmin(axis=1)
 
     def curves(self, losses: Floats) -> tuple[Ints, Floats]:
         """Return the knots [K] of the curves, in entries per kv head, and convex losses there, [L, K]."""
         known = np.array(self.budgets, dtype=np.int64)
         whole = np.concatenate([np.maximum(losses, 0.0), np.zeros((len(losses), 1))], axis=1)
-        hull = convex(known.astype(np.float64), whole)
-        first = self.budgets[0]
-        least = first if self.least is None else min(self.least, first)
-        halvings = math.ceil(math.log2(first / least))
-        below = np.unique(np.geomspace(least, first, halvings + 1).round().astype(np.int64))[:-1]
-        slope = (hull[:, 0] - hull[:, 1]) / math.log(self.budgets[1] / first)
-        continued = hull[:, :1] + slope[:, None] * np.log(first / below)
-        return np.concatenate([below, known]), np.concatenate([continued, hull], axis=1)
+        return known, convex(known.astype(np.float64), whole)
 
 
 def convex(at: Floats, values: Floats) -> Floats:

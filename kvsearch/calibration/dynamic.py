@@ -13,7 +13,6 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsearch.budgets.adakv import AdaKVAllocation
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.dynamic import Allocation, LayerDemand, shared_budgets
 from kvsearch.budgets.lukv import grid_totals
@@ -26,11 +25,10 @@ from kvsearch.core.progress import Progress, counted
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
-from kvsearch.policies import Observation, Policy
-from kvsearch.policies.base import Needs
+from kvsearch.policies import Policy
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.cache import check_rotary
-from kvsearch.runtime.observe import DensePass, Noted
+from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.sharing import LayerDemands
 
 AnyDynamic = TypeVar("AnyDynamic", bound=DynamicOptions)
@@ -104,17 +102,11 @@ def observe_demands(
     Raises:
         UsageError, IncompatibleError: see `DynamicCalibration.average`.
     """
-    look = partial(LayerDemands, allocation, policy)
-    return full_pass(loaded, prompt, policy, allocation.needs(policy), look).noted
-
-
-def full_pass(
-    loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy, more: Needs, look: Callable[[Observation], Noted]
-) -> DensePass[Noted]:
-    """Read one prompt, and `look` in every full-attention layer at what `policy` needs and what `more` is asked for."""
     check_rotary(loaded.model, [policy])
-    needs = dict.fromkeys(describe(loaded.model).full_layers, (policy.needs(), more))
-    return DensePass(loaded.model, needs, look, prompt.ids.to(loaded.device), refusal=prompt.refusal(loaded.name))
+    needs = dict.fromkeys(describe(loaded.model).full_layers, (policy.needs(), allocation.needs(policy)))
+    look = partial(LayerDemands, allocation, policy)
+    ids = prompt.ids.to(loaded.device)
+    return DensePass(loaded.model, needs, look, ids, refusal=prompt.refusal(loaded.name)).noted
 
 
 def decisions(allocation: Allocation, demands: Sequence[LayerDemands], length: int, floor: int) -> Ints:
@@ -125,11 +117,10 @@ def decisions(allocation: Allocation, demands: Sequence[LayerDemands], length: i
     shape = (len(demands), demands[0].ordered.shape[1])
     floors = np.full(shape, floor, dtype=np.int64)
     caps = np.full(shape, length, dtype=np.int64)
-    # as a rule the order of the most entries that can be free serves all that are fewer
-    most = None if isinstance(allocation, AdaKVAllocation) and allocation.normalize else shape[1] * (length - floor)
 
-    def demand(layer: int, free: int) -> LayerDemand:
-        return demands[layer].of(0, floor, free if most is None else most)
+    def demand(layer: int, free: int) -> LayerDemand:  # noqa: ARG001
+        # the order of the most entries that can be free serves all that are fewer
+        return demands[layer].of(0, floor, shape[1] * (length - floor))
 
     return np.stack(
         [

@@ -423,7 +423,6 @@ class AdakvOptions(DynamicOptions):
     policy: str = "snapkv"
     floor_share: FloorShare = 0.2
     variant: Annotated[Literal["exact", "kvpress"], Option("adakv: exact, or what kvpress computes.")] = "exact"
-    normalize: Annotated[Flag, Option("adakv: divide scores by the sum of their head.")] = False
 
 
 class CakeOptions(DynamicOptions):

@@ -1,4 +1,4 @@
-"""From the YAML of `kvsearch.plan.yaml`, edited by hand, to a plan: every mistake with its line, all at once."""
+"""From the YAML of `kvsearch.plan.yaml`, edited by hand, to a plan: every mistake with its line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from kvsearch.core.yaml_document import Place, YamlDocument, parse_yaml
 from kvsearch.plan import PHASES, AllocationSpec, ModelFingerprint, Plan
 from kvsearch.plan.origin import Provenance
 from kvsearch.plan.yaml import STRATEGY_FORMAT, STRATEGY_VERSION, WHOLE, layer_ranges
-from kvsearch.policies.registry import create_policy, policy_class
 
 EXAMPLE = "{policy: snapkv, budget: 640}"
 _KEYS = (
@@ -67,7 +66,7 @@ class _Reader:
                 if place not in self.told:
                     self.tell(self._source(place), problem)
         if plan is not None and not self.document.problems:
-            self._check_budgets(plan)
+            self._check_plan(plan)
         if plan is None or self.document.problems:
             raise self.document.refusal()
         return plan
@@ -81,8 +80,6 @@ class _Reader:
         model = self._known(("fingerprint",), self.data.get("fingerprint", {}), _FINGERPRINT)
         data["model"] = {**model, **({"name": self.data["model"]} if "model" in self.data else {})}
         self.policies = self._mapping(("policies",), self.data.get("policies", {}), "such as snapkv: {window: 8}")
-        for name, params in self.policies.items():
-            self._check_policy(name, params, ("policies", name), ("policies", name))
         phases = {name: self._phase(name, model) for name in PHASES["both"] if self.data.get(name) is not None}
         budgets = [layer.get("budget", []) for layer in next(iter(phases.values()), []) if layer is not None]
         total = sum(entries for budget in budgets for entries in budget if type(entries) is int)
@@ -150,39 +147,22 @@ class _Reader:
             return None
         given = self._known(place, value, ("policy", "budget", "params"))
         name = given.get("policy")
-        shares = "params" not in given
-        params = self.policies.get(str(name), {}) if shares else given["params"]
-        if isinstance(name, str) and not (shares and name in self.policies):
-            self._check_policy(name, params, (*place, "policy"), (*place, "params"))
+        params = given["params"] if "params" in given else self.policies.get(str(name), {})
         entry: dict[str, Any] = {"policy": {"params": params, **({"name": name} if "policy" in given else {})}}
         if "budget" in given:
             budget = given["budget"]
             entry["budget"] = budget if isinstance(budget, list) else [budget] * heads
         return entry
 
-    def _check_policy(self, name: str, params: Any, named: Place, place: Place) -> None:
-        """Note an unknown name at `named`, parameters that it does not take at `place`."""
-        if not isinstance(params, dict):
-            self.tell(place, "must be a mapping such as {window: 8}")
-            return
-        try:
-            policy_class(name)
-        except UsageError as error:
-            self.tell(named, str(error))
-            return
-        try:
-            create_policy(name, params)
-        except UsageError as error:
-            self.tell(place, str(error))
-
-    def _check_budgets(self, plan: Plan) -> None:
-        """Note budgets below what policies always keep, and policies whose entries the allocation cannot share."""
+    def _check_plan(self, plan: Plan) -> None:
+        """Note what `check_plan` finds wrong with policies, budgets and the allocation."""
         self._check_whole(plan)
         try:
             check_plan(plan, "")
         except UsageError as error:
             for problem in str(error).split("\n  ")[1:]:
                 place, _, what = problem.partition(": ")
+                place = place.partition(" (")[0]  # and in other layers of the same entry
                 parts = tuple(int(part) if part.isdecimal() else part for part in place.split("."))
                 self.tell(self._source(parts), what)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from kvsearch.budgets.adakv import AdaKVAllocation, Variant, head_order, normalized, split_heads
+from kvsearch.budgets.adakv import AdaKVAllocation, Variant, head_order, split_heads
 from kvsearch.budgets.allocator import Signals, check_bounds
 from kvsearch.budgets.dynamic import LayerDemand, shared_budgets
 from kvsearch.budgets.lava import LAVaAllocation, layer_entropy
@@ -52,12 +52,11 @@ def head_budgets(
     floor_share: float = 0.2,
     variant: Variant = "exact",
     most: ArrayLike | None = None,
-    normalize: bool = False,
 ) -> Ints:
     """AdaKV's budgets of one layer beyond what is protected, int64 [Hkv], by scores [Hkv, M]; see `split_heads`."""
     values: Floats = np.asarray(scores, dtype=np.float64)
     heads, length = values.shape
     room = np.broadcast_to(np.minimum(length if most is None else np.asarray(most), length), (heads,)).astype(np.int64)
     ranked = torch.from_numpy(-np.sort(-values, axis=1))
-    order = head_order(normalized(ranked, free // heads) if normalize else ranked, values.size)
+    order = head_order(ranked, values.size)
     return water_fill(split_heads(order, free, room, floor_share, variant), free, 0, room)

@@ -3,32 +3,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvsearch.budgets.allocator import Allocator, Signals
-from kvsearch.budgets.cake import CAKEAllocation, exponents, preference
-from kvsearch.core.errors import UsageError
-from tests.budgets.contract import LAYERS, AllocatorContract
+from kvsearch.budgets.cake import CAKEAllocation, exponents
+from kvsearch.budgets.dynamic import LayerDemand, shared_budgets
 
-
-class TestCAKE(AllocatorContract):
-    def allocator(self) -> Allocator:
-        return CAKEAllocation()
-
-    def signals(self, rng: np.random.Generator) -> Signals:
-        return rng.pareto(1.1, LAYERS)
+NOTHING = np.zeros(0, dtype=np.int32)
 
 
 def allocate(preferences: list[float], pool: int, cap: int = 100, heads: int = 1, window: int = 0) -> list[int]:
     floors = np.full((len(preferences), heads), window)
-    budgets = CAKEAllocation().allocate(np.array(preferences), pool * heads + int(floors.sum()), floors, floors + cap)
+    planned = floors.copy()
+    planned[0] += pool
+    with np.errstate(divide="ignore"):
+        weights = np.log(preferences).tolist()
+    budgets = shared_budgets(
+        CAKEAllocation(), planned, floors, floors + cap, lambda layer, _: LayerDemand(weights[layer], NOTHING)
+    )
     assert (budgets == budgets[:, :1]).all()
     return [int(kept) for kept in budgets[:, 0] - window]
-
-
-def test_worked_example_of_preferences() -> None:
-    found = preference([2.0, 1.0], [0.04, 0.01], tau1=1, tau2=2)
-    assert found.tolist() == pytest.approx([0.4, 0.1])
-    assert allocate(found.tolist(), 10) == [8, 2]
-    assert preference(9.0, 8.0, tau1=2, tau2=3).tolist() == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize(("heads", "window"), [(1, 0), (4, 0), (4, 32)])
@@ -51,14 +42,6 @@ def test_zero_preferences_mean_equal_layers() -> None:
     assert allocate([0.0, 1.0], 12, cap=8) == [4, 8]
 
 
-def test_common_factors_cancel_through_the_exponents() -> None:
-    rng = np.random.default_rng(0)
-    entropy, variance = rng.random(6), rng.random(6)
-    base = preference(entropy, variance, 1.6, 0.4)
-    other = preference(32 * entropy, 8 * variance, 1.6, 0.4)
-    assert (other / other.sum()).tolist() == pytest.approx((base / base.sum()).tolist())
-
-
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
@@ -74,21 +57,3 @@ def test_common_factors_cancel_through_the_exponents() -> None:
 )
 def test_exponents(model: str, expected: tuple[float, float]) -> None:
     assert exponents(model) == expected
-
-
-def test_refusals() -> None:
-    with pytest.raises(UsageError, match=r"entropy must be finite and >= 0, got -1.0 at \[1\]"):
-        preference([1.0, -1.0], [1.0, 1.0])
-    with pytest.raises(UsageError, match=r"variance .* nan at \[0\]"):
-        preference([1.0], [float("nan")])
-    with pytest.raises(UsageError, match=r"variance must be .2., got shape .1."):
-        preference([1.0, 2.0], [1.0])
-    with pytest.raises(UsageError, match="tau2 must be finite and above 0, got 0"):
-        preference([1.0], [1.0], tau2=0)
-    with pytest.raises(UsageError, match=r"preferences .* inf at \[0\]"):
-        preference([1e300], [1.0], tau1=0.1)
-    for bad in (-0.5, float("nan"), float("inf")):
-        with pytest.raises(UsageError, match=rf"preferences must be finite and >= 0, got {bad} at \[1\]"):
-            allocate([1.0, bad], 4)
-    with pytest.raises(UsageError, match=r"preferences must be .2., got shape .3."):
-        CAKEAllocation().allocate(np.ones(3), 4, np.zeros((2, 1), dtype=np.int64), np.full((2, 1), 9))

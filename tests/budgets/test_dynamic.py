@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.budgets.adakv import AdaKVAllocation, head_order, normalized
+from kvsearch.budgets.adakv import AdaKVAllocation, head_order
 from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.dynamic import Allocation, LayerDemand, Shares, create_allocation
 from kvsearch.budgets.lava import LAVaAllocation
@@ -157,25 +157,14 @@ def test_many_heads_have_an_order_too() -> None:
     assert head_order(ranked, 3).tolist() == [299, 298, 297]
 
 
-def test_normalising_favours_concentrated_heads() -> None:
-    """Head 0 holds 9 of 12 in its 2 highest, head 1 4 of 8: 0.75 and 0.5 times its scores."""
-    scores = np.array([[6.0, 3, 2, 1], [2.0, 2, 2, 2]])
-    ranked = normalized(torch.from_numpy(scores), 2)
-    assert ranked.tolist() == [[4.5, 2.25, 1.5, 0.75], [1, 1, 1, 1]]
-    assert head_budgets(scores, 4, 0.0).tolist() == [2, 2]
-    assert head_budgets(scores, 4, 0.0, normalize=True).tolist() == [3, 1]
-    assert head_budgets(np.zeros((2, 4)), 4, normalize=True).tolist() == [2, 2]
-
-
 def test_allocations_by_name() -> None:
     assert create_allocation("static") is None
     made = create_allocation("lava", {"floor_share": 0, "heads": "equal"})
     assert made == LAVaAllocation(0.0, heads="equal")
     assert made.parameters() == {"floor_share": 0.0, "heads": "equal", "layers": "dynamic"}
     assert create_allocation("cake", {"tau1": 1.6, "window": 8}) == CAKEAllocation(1.6, window=8)
-    assert create_allocation("adakv", {"variant": "kvpress", "normalize": True}) == AdaKVAllocation(
-        0.2, "kvpress", True
-    )
+    # as plans of older versions have it
+    assert create_allocation("adakv", {"variant": "kvpress", "normalize": False}) == AdaKVAllocation(0.2, "kvpress")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +177,7 @@ def test_allocations_by_name() -> None:
         ("lava", {"heads": "equal", "layers": "planned"}, "shares nothing: use static"),
         ("adakv", {"floor_share": 1.5}, r"floor_share must be in \[0, 1\], got 1.5"),
         ("adakv", {"variant": "official"}, "does not sum to the total; use exact or kvpress"),
-        ("adakv", {"normalize": 1}, "normalize must be true or false, got 1"),
+        ("adakv", {"normalize": True}, "allocation adakv has no option 'normalize'"),
         ("cake", {"tau1": 0.0}, "tau1 must be finite and above 0, got 0.0"),
         ("cake", {"window": -1}, "window must be 0 or more, got -1"),
         ("static", {"x": 1}, "allocation static has no option 'x'"),

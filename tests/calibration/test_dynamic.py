@@ -45,7 +45,6 @@ VARIANTS: dict[str, tuple[Policy, Allocation]] = {
     "cake, tempered": (SNAPKV, CAKEAllocation(1.6, 0.4, window=7)),
     "cake over keydiff": (SCORED_BELOW_ZERO, CAKEAllocation(window=3)),
     "adakv, kvpress": (SNAPKV, AdaKVAllocation(0.4, "kvpress")),
-    "adakv, normalised": (SNAPKV, AdaKVAllocation(normalize=True)),
     "adakv over keydiff": (SCORED_BELOW_ZERO, AdaKVAllocation()),
 }
 methods = pytest.mark.parametrize("method", METHODS)

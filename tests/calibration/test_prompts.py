@@ -51,14 +51,6 @@ def test_a_context_with_a_question_is_a_prompt(model: LoadedModel) -> None:
         assert [after.tokens.tolist() for after in prompt.continuations] == [[ids(pair.answer)]]
 
 
-def test_both_protocols_read_the_same_tokens(model: LoadedModel) -> None:
-    def whole(protocol: str) -> list[list[int]]:
-        prompts = prompts_of(model, DATA, protocol)  # type: ignore[arg-type]
-        return [torch.cat([p.ids, after.tokens], 1)[0].tolist() for p in prompts for after in p.continuations]
-
-    assert whole("question-agnostic") == whole("question-aware")
-
-
 def test_the_template_leads_to_the_reply_in_the_prompt(model: LoadedModel) -> None:
     chat = LoadedModel("chat", model.model, tiny.chat_tokenizer(), model.fingerprint)
     aware = prompts_of(chat, DATA, "question-aware")[0]

@@ -185,9 +185,9 @@ def test_options_of_the_methods() -> None:
     assert isinstance(lava, LavaOptions)
     assert lava.make_allocation() == LAVaAllocation(0.0, layers="planned")
     assert (lava.protocol, lava.minimum) == ("question-aware", 0.05)
-    adakv = dynamic("adakv", "variant=kvpress", "normalize=true", "floor_share=0.5")
+    adakv = dynamic("adakv", "variant=kvpress", "floor_share=0.5")
     assert isinstance(adakv, AdakvOptions)
-    assert adakv.make_allocation() == AdaKVAllocation(0.5, "kvpress", normalize=True)
+    assert adakv.make_allocation() == AdaKVAllocation(0.5, "kvpress")
     cake = dynamic("cake", "tau1=1.7", "window=16")
     assert isinstance(cake, CakeOptions)
     assert cake.make_allocation("llama-3.1-8b") == CAKEAllocation(1.7, 0.4, 16)
@@ -217,7 +217,6 @@ def test_what_a_run_resolved_is_a_recipe(method: str, tmp_path: Path) -> None:
         ("lava", ["layers=planed"], "unknown layers 'planed'; did you mean 'planned'?"),
         ("lava", ["floor_share=1.5"], "--floor-share: "),
         ("adakv", ["variant=official"], r"unknown variant 'official' \(known: exact, kvpress\)"),
-        ("adakv", ["normalize=1"], "normalize: "),
         ("lukv", ["protocol=question-aware"], "method lukv has no option 'protocol'"),
     ],
 )

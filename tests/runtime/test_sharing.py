@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.budgets.adakv import AdaKVAllocation
-from kvsearch.budgets.cake import CAKEAllocation, preference
+from kvsearch.budgets.allocator import share_above
+from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.dynamic import Allocation, create_allocation
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.core.errors import IncompatibleError, UsageError
@@ -37,7 +38,6 @@ SINGLE = ["lava{'window': 3, 'kernel': 3}", "snapkv{'window': 4, 'kernel': 3, 's
 ALLOCATIONS = {
     "adakv": AdaKVAllocation(),
     "adakv, kvpress": AdaKVAllocation(0.4, "kvpress"),
-    "adakv, normalised": AdaKVAllocation(normalize=True),
     "lava": LAVaAllocation(),
     "lava, no floor": LAVaAllocation(0.0),
     "lava, planned layers": LAVaAllocation(layers="planned"),
@@ -133,11 +133,11 @@ def decided_at_the_end(
             rows = allocation.window or policy.observed
             found = dispersion(observation, rows)
             entropy, variance = (float(value[sequence]) for value in found)
-            signals.append(float(preference(entropy, variance, allocation.tau1, allocation.tau2)))
+            signals.append(entropy ** (1 / allocation.tau1) * variance ** (1 / allocation.tau2))
     floors, caps = np.full_like(table, policy.protected(length)), np.full_like(table, length)
     total = int(min(table.sum(), caps.sum()))
     if isinstance(allocation, CAKEAllocation):
-        budgets = allocation.allocate(np.array(signals), total, floors, caps)
+        budgets = share_above(np.array(signals)[:, None], total, floors, caps)
     elif allocation.shares_layers:
         budgets = OfScores(allocation).allocate(np.stack(scores), total, floors, caps)
     else:
@@ -283,9 +283,8 @@ def test_what_cannot_be_shared_is_refused(policy: str, allocation: str, match: s
 def test_negative_scores_have_no_entropy() -> None:
     model = build("llama")
     ids, mask = prompts(1, 30)
-    for allocation in (LAVaAllocation(), AdaKVAllocation(normalize=True)):
-        with pytest.raises(UsageError, match="layer 0: keydiff scores entries below 0"):
-            shared(model, create_policy("keydiff"), allocation, 9)
+    with pytest.raises(UsageError, match="layer 0: keydiff scores entries below 0"):
+        shared(model, create_policy("keydiff"), LAVaAllocation(), 9)
     assert read(model, shared(model, create_policy("keydiff"), AdaKVAllocation(), 9), ids, mask).entries().sum() == 88
 
 

@@ -16,7 +16,6 @@ from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
-from kvsearch.evaluation.compare import Settings, Split, prepare
 from kvsearch.evaluation.totals import check_totals
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, ProfileMetadata, Size, save_plan
@@ -348,29 +347,6 @@ def test_plans_that_do_not_fit_the_methods(model: LoadedModel, tmp_path: Path) -
     request = read_request([tmp_path / "partly.json"], "streaming", "15")
     with pytest.raises(IncompatibleError, match=r"plan partly leaves layers \[1, 3\] their full cache"):
         request.ready(model)
-
-
-# --- averages --------------------------------------------------------------------------------------------------------
-
-
-# --- one evaluation --------------------------------------------------------------------------------------------------
-
-
-def test_a_sweep_holds_what_its_sizes_say(model: LoadedModel) -> None:
-    task = tiny.listed((60, 2), (48, 1))
-    methods = find_methods("pyramid,adakv,cake,lava,h2o", ["window=3"])
-    ready = sweep(model, methods, [Size(8), Size(ratio=0.5)], "both")
-    comparison = prepare(model, ready, "pyramid", Split([task], Settings(batch=2))).run()
-    lengths = {sample.key: sample.context_tokens for sample in comparison.samples}
-    for sample in comparison.samples:
-        if sample.method != "full":
-            size = Size(8) if sample.method.endswith("@8") else Size(ratio=0.5)
-            assert sample.entries == size.total(lengths[sample.key], 8)
-            assert sample.most <= sample.entries + 8 * 2  # a step's own token, and a question is fed at once
-    assert [block.size for block in comparison.blocks] == [Size(8), Size(ratio=0.5)]
-    alone = sweep(model, [methods[3]], [Size(8)], "both")
-    again = prepare(model, alone, "lava", Split([task], Settings(batch=2))).run()
-    assert [s for s in again.samples if s.method == "lava@8"] == [s for s in comparison.samples if s.method == "lava@8"]
 
 
 def test_no_two_names_stand_for_the_same() -> None:

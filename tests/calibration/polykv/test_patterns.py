@@ -53,12 +53,6 @@ def test_names_keep_their_order() -> None:
     assert names_of(tried(["paper", "h2o", "vatp"])[0]) == [*PAPER, "vatp"]
 
 
-def test_parameters_that_come_with_a_name() -> None:
-    policies, _ = tried(["paper", PolicySpec(name="snapkv", params={"window": 16}), "keydiff"])
-    assert names_of(policies) == [*PAPER, "keydiff"]
-    assert policies[PAPER.index("snapkv")] == create_policy("snapkv", {"window": 16})
-
-
 def test_settings_of_all_that_have_them_and_of_one() -> None:
     policies, _ = tried(window=4, cake__window=6, kernel=5)
     windows = {policy.name: getattr(policy, "window", None) for policy in policies}
@@ -135,22 +129,10 @@ class Summing(Policy):
         return observation.received()
 
 
-@dataclass(frozen=True)
-class Demanding(Summing):
-    """Has a parameter that must be given."""
-
-    name: ClassVar[str] = "demanding"
-
-    width: int = 0
-
-    def __post_init__(self) -> None:
-        self._require(self.width > 0, "width must be given")
-
-
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Third-party policies, one of a broken package."""
-    added: dict[str, type[Policy]] = {"summing": Summing, "demanding": Demanding}
+    added: dict[str, type[Policy]] = {"summing": Summing}
 
     def create(name: str, params: dict[str, Any]) -> Policy:
         if name == "broken":
@@ -158,9 +140,9 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
         return added[name](**params) if name in added else create_policy(name, params)
 
     def class_of(name: str) -> type[Policy]:
-        return type(create(name, {"width": 1} if name == "demanding" else {}))
+        return type(create(name, {}))
 
-    monkeypatch.setattr(module, "policy_names", lambda: ["broken", "demanding", "full", "summing", "tova"])
+    monkeypatch.setattr(module, "policy_names", lambda: ["broken", "full", "summing", "tova"])
     monkeypatch.setattr(module, "create_policy", create)
     monkeypatch.setattr(module, "policy_class", class_of)
 
@@ -178,15 +160,11 @@ def test_phases_that_a_pattern_has_no_rule_for() -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_policies_of_others_that_cannot_be_made() -> None:
+def test_policies_of_a_broken_package() -> None:
     policies, remarks = tried("all", phases=("prefill",))
     assert names_of(policies) == ["summing", "tova"]
     assert remarks == [
-        "broken is left out: policy broken of x 1.0 cannot be imported: repair or uninstall that package",
-        "demanding is left out: width must be given",
+        "broken is left out: policy broken of x 1.0 cannot be imported: repair or uninstall that package"
     ]
-    assert names_of(tried("all", phases=("prefill",), width=3)[0]) == ["demanding", "summing", "tova"]
     with pytest.raises(EnvironmentFault, match="repair or uninstall"):
         tried(["broken"])
-    with pytest.raises(UsageError, match="policy demanding: width must be given"):
-        tried("all", phases=("prefill",), width=-1)  # a mistake in what was typed is no reason to leave it out
