@@ -94,7 +94,9 @@ def test_integrated_gradients_are_near_shapley_values_where_layers_hardly_act_on
 
 
 # the others of SPECIAL choose experts, so their loss jumps along the way, or do not take several tokens at once
-@pytest.mark.parametrize("family", [*EACH_FAMILY, "lfm2", "qwen3_5"])
+@pytest.mark.parametrize(
+    "family", [*EACH_FAMILY, *(pytest.param(name, marks=pytest.mark.nightly) for name in ("lfm2", "qwen3_5"))]
+)
 def test_integrated_gradients_add_up_to_the_joint_loss(family: str) -> None:
     model = smooth(family)
     with asked(model) as (passed, after, protected):

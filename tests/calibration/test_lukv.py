@@ -257,7 +257,14 @@ def test_contexts_of_different_lengths(model: LoadedModel) -> None:
     assert np.abs(means - reachable).max() <= 0.5 / (heads * min(lengths)) + 1e-6
 
 
-@pytest.mark.parametrize(("family", "layers"), [("gemma2", (1, 3)), ("gemma3", (1, 3)), ("qwen3", (0, 1, 2, 3))])
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("qwen3", (0, 1, 2, 3)),
+        pytest.param("gemma2", (1, 3), marks=pytest.mark.nightly),
+        pytest.param("gemma3", (1, 3), marks=pytest.mark.nightly),
+    ],
+)
 def test_other_families(family: str, layers: tuple[int, ...], data: CalibrationData) -> None:
     made = calibrate_lukv(tiny.loaded(family), data.limited(2), POLICY)
     assert made.metadata.layers == layers

@@ -13,6 +13,7 @@ from tests import tiny
 from tests.cli.conftest import Run
 
 
+@pytest.mark.nightly
 def test_contexts_of_one_text_are_one(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows about texts that differ by a space, one about another: three keys, two contexts in token ids."""
     rows = []

@@ -51,6 +51,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_what_is_asked_by_default(run: Run, model: Path, calibrated: Path, tmp_path: Path) -> None:
     """English of the model's tokens, by every command that asks; the bundled model has its own language."""
 

@@ -57,7 +57,7 @@ def loaded() -> LoadedModel:
     return load("bundled")
 
 
-@pytest.fixture(scope="module", params=MODES, ids=IDS)
+@pytest.fixture(scope="module", params=[*MODES[:-1], pytest.param(MODES[-1], marks=[pytest.mark.nightly])], ids=IDS)
 def found(
     request: pytest.FixtureRequest, loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[PreparedSearch, Evolved]:

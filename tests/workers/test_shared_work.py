@@ -81,9 +81,12 @@ METHODS: dict[str, Callable[[LoadedModel, Path], Profile]] = {
     "query_bank": lambda loaded, place: calibrate_query_bank(loaded, LONG, QueryBankOptions(bank=7), directory=place),
     "polykv": polykv,
 }
+USUAL = ("cake", "probe")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[] if name in USUAL else [pytest.mark.nightly]) for name in METHODS]
+)
 def test_a_profile_is_the_same(method: str, model: LoadedModel, tmp_path: Path) -> None:
     both, copies = shared(model)
     for name in ("alone", "both"):

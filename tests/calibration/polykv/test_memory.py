@@ -15,6 +15,7 @@ from kvsearch.models.architecture import Architecture, decoder, describe
 from kvsearch.policies import create_policy
 from tests import tiny
 from tests.calibrations import calibrate_polykv
+from tests.combinations import every_value
 
 
 def test_a_replay_of_llama_at_8k_by_hand() -> None:
@@ -44,8 +45,7 @@ def test_as_much_as_fits_is_computed_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     assert found[-1] == whole
 
 
-@pytest.mark.parametrize("signals", [("ppl",), ("cosine",)])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@every_value(family=["llama", "gemma3"], signals=[("ppl",), ("cosine",)])
 def test_a_calibration_runs_as_many_tokens_as_were_counted(family: str, signals: Any) -> None:
     """Counted at every layer, one prompt at a time, as batches are padded."""
     model, data = tiny.loaded(family), tiny.calibration_data(40, 50, questions=2)
