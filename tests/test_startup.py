@@ -70,6 +70,7 @@ REFUSED = {
     "run ./nomodel --budget 51 -o new": "there is no model './nomodel': check the path of its directory",
     "run no/such --budget 51 -o new --offline": "no directory no/such, and no downloaded model of that name: check",
     "run bundled --budget 51 -o new --dtype float61": "unknown dtype 'float61'; did you mean 'float16'?",
+    "run bundled --budget 51 -o new --device cudda": "unknown device 'cudda'; did you mean 'cuda'?",
     "run bundled --budget 51 -o new --tasks rular": "unknown task 'rular'; did you mean 'ruler'?",
     "run bundled --budget 51 -o new --policies snapkw": "unknown policy 'snapkw'; did you mean 'snapkv'?",
     "calibrate bundled -o new --tasks jsonl:none.jsonl": "there is no file none.jsonl",

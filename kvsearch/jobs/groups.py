@@ -91,9 +91,10 @@ class Loading(JobOptions):
     _loaded: Any = PrivateAttr(default=None)  # a LoadedModel
 
     def check_model(self) -> None:
-        """Raise the error of a model, dtype or device map that is not known; nothing that computes is imported."""
+        """Raise the error of a model, dtype or device that is not known; nothing that computes is imported."""
         if self._loaded is None and (name := getattr(self, "model", None)):
             loading.find_source(name, self.loading())
+            loading.check_device(self.device)
 
     def with_model(self, loaded: LoadedModel) -> Self:
         """Return the options with their model, which is then not loaded again: for the stages of a longer job."""

@@ -16,7 +16,7 @@ from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchEr
 from kvsearch.core.limits import MOST_LAYERS
 from kvsearch.core.naming import did_you_mean, require_known
 from kvsearch.core.parsing import describe_fault
-from kvsearch.core.resources import resource
+from kvsearch.core.resources import resource, version
 from kvsearch.models.memory import (
     accelerator,
     best_device,
@@ -35,6 +35,7 @@ Made = TypeVar("Made")
 Work = Callable[["LoadedModel", Given], Made]  # what is made of one of many items; workers must be able to import it
 
 BUNDLED = ("bundled", "bundled-redundant")  # names of the models in data/
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # that PyTorch may bring; there are others
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CONFIG = "config.json"
@@ -259,6 +260,15 @@ def find_source(name: str, options: LoadOptions) -> str:
         reason = describe_fault(error)
         raise EnvironmentFault(f"{nowhere}, and the hub does not answer: check the network ({reason})") from error
     return name
+
+
+def check_device(device: str) -> None:
+    """Raise the error of a device that cannot be here, as far as that is known before anything that computes."""
+    kind = device.partition(":")[0]
+    if kind not in DEVICES and (near := did_you_mean(kind, DEVICES, 0.75)):
+        raise UsageError(f"unknown device {device!r}{near}")
+    if kind == "cuda" and (release := version("torch")).endswith("+cpu"):
+        raise EnvironmentFault(f"device {device!r} was asked for, but PyTorch {release} here is built for CPUs alone")
 
 
 def require_device(device: str) -> None:

@@ -125,6 +125,15 @@ def test_a_model_that_the_hub_does_not_give(
     assert words in refusal("someone/some-model", error, LoadOptions())
 
 
+def test_a_device_that_pytorch_is_not_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "version", lambda _: "2.13.0+cpu")
+    loading.check_device("auto")
+    with pytest.raises(
+        EnvironmentFault, match=r"'cuda:1' was asked for, but PyTorch 2.13.0\+cpu here is built for CPU"
+    ):
+        loading.check_device("cuda:1")
+
+
 def test_a_directory_without_a_model(tmp_path: Path) -> None:
     assert "has no config.json" in refusal(tmp_path, IncompatibleError)
     (tmp_path / "plan.json").write_text("{}")
