@@ -62,7 +62,7 @@ Minimum = Annotated[
     ),
 ]
 Check = Annotated[
-    bool, Option("Do not ask the table beside even budgets on held-out contexts.", flag="--no-check", negated=True)
+    bool, Option("Do not compare the table with even budgets on held-out contexts.", flag="--no-check", negated=True)
 ]
 ProtocolChoice = Annotated[
     Protocol,
@@ -222,7 +222,7 @@ class LukvOptions(AnsweredOptions):
         Normalization,
         Option("What makes layers comparable: integrated, layer (the usual reading of the paper), effect or none."),
     ] = "integrated"
-    gap: Annotated[bool, Option("The ablation that trusts the policy's ranking.", flag="--no-gap", negated=True)] = True
+    gap: Annotated[bool, Option("Ablation: trust the policy's ranking.", flag="--no-gap", negated=True)] = True
     minimum: Minimum = 0.01
     check: Check = True
     shrink: Annotated[
@@ -287,7 +287,7 @@ class RankingOptions(AnsweredOptions):
     named: ClassVar[dict[str, tuple[str, ...]]] = {"targets": TARGETS}  # options that are names, and which there are
 
     targets: Annotated[
-        Names, Option("What entries are worth: for answers, reconstruction or both.", metavar="NAME,...")
+        Names, Option("What entries are important for: answers, reconstruction or both.", metavar="NAME,...")
     ] = TARGETS
     protect: Annotated[Whole, Field(ge=0), Option("Recent entries that are never ranked.")] = RECENT
 

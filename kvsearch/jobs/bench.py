@@ -56,7 +56,7 @@ class BenchOptions(Loading):
         bool, Option("With --policy: budgets of kv heads that differ as calibrated ones do, from a fifth to 2.5 times.")
     ] = False
     largest_batch: Annotated[
-        bool, Option("Measure the largest batch that fits, too, for every cache and length, and its tokens per second.")
+        bool, Option("Also measure the largest batch that fits, for every cache and length, and its tokens per second.")
     ] = False
     batch: Annotated[
         Sizes, Option("Prompts at a time; several are measured in turn.", QUESTIONS, metavar="N[,N...]")

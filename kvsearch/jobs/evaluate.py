@@ -159,7 +159,7 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
         ),
     ] = None
     losses: Annotated[
-        bool, Option("Measure, too, what every layer's attention output loses under every method.", panel=KEPT)
+        bool, Option("Also measure what every layer's attention output loses under every method.", panel=KEPT)
     ] = False
 
     @property

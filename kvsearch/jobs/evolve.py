@@ -67,8 +67,8 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
         tuple[Entries, ...] | None,
         Listed,
         Option(
-            "Several budgets in one run, each searched by itself; beside it the smallest one's plan, scaled. Writes "
-            "plan-N.json and front.json.",
+            "Several budgets in one run, each searched by itself and compared with the smallest one's plan, scaled. "
+            "Writes plan-N.json and front.json.",
             metavar="N,N...",
         ),
     ] = None

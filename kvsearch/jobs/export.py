@@ -46,7 +46,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
     route: Annotated[
         str | None,
         Option(
-            "What every layer chooses its pattern by: cosine, error, ppl or nll; none: --policy everywhere.",
+            "The signal that chooses every layer's pattern: cosine, error, ppl or nll; none: --policy everywhere.",
             panel=PANEL,
             shown="the first that was measured",
         ),
@@ -54,7 +54,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
     budget_signal: Annotated[
         str | None,
         Option(
-            "What shares the budget out between layers: uniform, entropy, ppl, error, cosine, nll or one of these "
+            "What divides the budget among layers: uniform, entropy, ppl, error, cosine, nll or one of these "
             "with -chosen or -mean.",
             panel=PANEL,
             shown="uniform",
@@ -94,13 +94,11 @@ class ExportOptions(PlanOptions, Sized, Loading):
         ),
     ] = PLAN
     lossy: Annotated[
-        bool, Option("Write it though the target cannot express all of the plan.", panel=TOOLS_PANEL, recorded=False)
+        bool, Option("Write it even if the target cannot express all of the plan.", panel=TOOLS_PANEL, recorded=False)
     ] = False
     model: Annotated[
         str | None,
-        Option(
-            "The model, for targets that are told of its query heads or weights.", panel=TOOLS_PANEL, recorded=False
-        ),
+        Option("The model, for targets that need its query heads or weights.", panel=TOOLS_PANEL, recorded=False),
     ] = None
     scores: Annotated[
         Path | None,

@@ -123,7 +123,7 @@ class WithWorkers(Loading):
         int | None,
         Field(ge=1),
         Option(
-            "Share out the work to so many Ray workers, with a GPU each if the model is on one.",
+            "Divide the work among so many Ray workers, with a GPU each if the model is on one.",
             shown="this process",
             recorded=False,
         ),

@@ -102,7 +102,7 @@ class UniformOptions(PlanOptions, Sized, WithModel):
     allocation: Annotated[
         str,
         Option(
-            "What to do with the budgets: static keeps to them; adakv, cake or lava divide their total for each "
+            "Static budgets, or adakv, cake or lava, which divide their total for each "
             "prompt. With options: lava:layers=planned,floor_share=0."
         ),
     ] = "static"
@@ -128,9 +128,9 @@ class UniformOptions(PlanOptions, Sized, WithModel):
 class PyramidOptions(UniformOptions):
     """One policy, how much it keeps, when, and how steep the pyramid is."""
 
-    beta: Annotated[
-        float, Option("How many times the mean budget is of the last layer's, protected entries aside.")
-    ] = 20.0
+    beta: Annotated[float, Option("The mean budget divided by that of the last layer, without protected entries.")] = (
+        20.0
+    )
 
     def allocator(self, policy: Policy) -> Uniform | Pyramid:
         """Return a pyramid; UsageError if beta is below 1."""

@@ -98,7 +98,7 @@ class ReportOptions(JobOptions):
     output: Annotated[Path, Option("The HTML file.", short="-o", recorded=False)] = Path("report.html")
     figures: Annotated[
         Path | None,
-        Option("A directory to write every figure to as PDF, PNG and CSV, too.", recorded=False, locked=True),
+        Option("A directory for every figure as PDF, PNG and CSV.", recorded=False, locked=True),
     ] = None
     force: Annotated[bool, Option("Replace a file that is no report of kvsearch.", recorded=False)] = False
 

@@ -66,7 +66,7 @@ class ReproduceOptions(WithTasks, WithWorkers, Batches):
         ),
     ] = None
     listed: Annotated[
-        bool, Option("List the tables, or say more of one, and stop.", QUESTIONS, flag="--list", recorded=False)
+        bool, Option("List the tables, or describe one, and stop.", QUESTIONS, flag="--list", recorded=False)
     ] = False
     tasks: Annotated[
         Specs | None,

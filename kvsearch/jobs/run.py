@@ -193,7 +193,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
         Option("Recent entries that always stay.", shown="a sixth of the smallest size, at most 8"),
     ] = None
     refine: Annotated[
-        bool, Option("Leave out the search that begins at the best solved plan.", flag="--no-refine", negated=True)
+        bool, Option("Leave out the search from the best solved plan.", flag="--no-refine", negated=True)
     ] = True
     evaluations: Annotated[int, Field(ge=1), Option("Plans that the search tries at each size, cheaply.")] = 200
 

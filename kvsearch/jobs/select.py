@@ -55,8 +55,7 @@ class SelectOptions(OnSignals, Deciding):
         tuple[Entries, ...] | None,
         Listed,
         Option(
-            "Several budgets, each chosen at by itself, all reported on the same questions: writes PLAN-N.json for "
-            "each.",
+            "Several budgets, a plan chosen for each, all reported on the same questions: writes PLAN-N.json.",
             metavar="N,N...",
         ),
     ] = None

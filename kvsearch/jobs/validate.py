@@ -148,8 +148,8 @@ class ValidateOptions(OnSignals):
     permutations: Annotated[
         int,
         Option(
-            "Random controls of every signal, at least 5; of budgets all other orders of the layers, if these are no "
-            "more. From 19 on the rank among them decides.",
+            "Random controls of every signal, at least 5; for budgets all other orders of the layers, if there are "
+            "fewer. From 19 on the rank among them decides.",
             panel=JUDGED,
         ),
     ] = 5

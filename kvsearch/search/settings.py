@@ -69,7 +69,7 @@ class EvolveSettings(Record):
     gamma: Annotated[
         float,
         Field(gt=0, le=1),
-        Option("With --parity: what a budget that is left unused costs of the cache term (Eq. 2)."),
+        Option("With --parity: penalty for unused budget in the cache term (Eq. 2)."),
     ] = 0.2
     protocol: Protocol = QUESTION_AGNOSTIC
     hard_below: Annotated[
