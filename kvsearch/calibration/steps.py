@@ -150,6 +150,8 @@ def calibration_content(directory: Path) -> dict[str, Any]:
 
 def profile_file(path: Path) -> Path:
     """Return the profile in a directory, or the file itself; UsageError if the calibration is unfinished."""
+    if path.is_file() and path.suffix == ".json":
+        raise UsageError(f"{path} is no profile: the size of a plan is changed by `kvsearch plan scale {path}`")
     if not path.is_dir() or (path / PROFILE).exists():
         return path / PROFILE if path.is_dir() else path
     content = calibration_content(path)

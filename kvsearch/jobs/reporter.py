@@ -62,7 +62,7 @@ def warn_of_few(reporter: Reporter, encoded: Iterable[TaskPrompts]) -> None:
     """Warn of tasks that have fewer contexts than were asked for."""
     for task in encoded:
         if task.coverage.shortfall is not None:
-            part = "" if task.coverage.split is None else f" in split {task.coverage.split}"
+            part = "" if task.coverage.split in (None, "all") else f" in split {task.coverage.split}"
             reporter.warn(f"{task.coverage.shortfall}{part}")
 
 
