@@ -30,7 +30,7 @@ from kvsearch.jobs.reporter import Reporter, Silent
 from kvsearch.models import loading
 from kvsearch.models.loading import BUNDLED, LoadedModel, LoadOptions
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
-from kvsearch.selection.rule import Rule
+from kvsearch.selection.selection import Rule
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.catalog import NO_QA, SYNTHETIC, TaskOptions, find_tasks
 from kvsearch.workers.cluster import RayWorkers, import_ray

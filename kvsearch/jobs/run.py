@@ -55,7 +55,7 @@ from kvsearch.report.ranking import RankingView
 from kvsearch.report.selections import run_result, selection_result, sentences, smallest_words, tables
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
-from kvsearch.selection.rule import LEAST_CONTEXTS, SharedLevel
+from kvsearch.selection.selection import LEAST_CONTEXTS, SharedLevel
 from kvsearch.strategies.joint import policy_curves
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ if TYPE_CHECKING:
     from kvsearch.policies import Policy
     from kvsearch.report.table import Table
     from kvsearch.selection.candidates import CalibratedPolicies
-    from kvsearch.selection.rule import Rule
-    from kvsearch.selection.selection import PhaseResult, Selection
+    from kvsearch.selection.selection import PhaseResult, Rule, Selection
     from kvsearch.selection.selection_job import SelectionJob, Smallest
     from kvsearch.tasks.base import TokenCount
     from kvsearch.tasks.encode import TaskPrompts

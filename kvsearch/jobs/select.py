@@ -28,7 +28,7 @@ from kvsearch.report.selections import ahead_words, selection_result, tables
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
-from kvsearch.selection.rule import SharedLevel
+from kvsearch.selection.selection import SharedLevel
 from kvsearch.selection.verdicts import SETTINGS
 from kvsearch.signals.table import SignalTable
 

@@ -10,11 +10,12 @@ from kvsearch.report.numbers import asked, bounds, chance_of, counted, interval,
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.selection.rule import LEAST_CONTEXTS, Rule
-from kvsearch.selection.scores import GapClosed
 from kvsearch.selection.selection import (
+    LEAST_CONTEXTS,
+    GapClosed,
     MethodResult,
     PhaseResult,
+    Rule,
     Selection,
 )
 from kvsearch.strategies.names import FULL

@@ -15,8 +15,8 @@ from kvsearch.results.base import Result, Stored
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runs.ledger import read_lines
 from kvsearch.search.trials import BestLine, ResultLine, Spent, ToldLine, TrialLog
-from kvsearch.selection.rule import Verdict
-from kvsearch.selection.scores import GapClosed, Scores, measure_gap_closed
+from kvsearch.selection.scores import Scores, measure_gap_closed
+from kvsearch.selection.selection import GapClosed, Verdict
 from kvsearch.strategies.names import EVOLVED, FULL
 from kvsearch.tasks.base import Coverage
 

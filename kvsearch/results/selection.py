@@ -13,8 +13,7 @@ from kvsearch.plan import Size
 from kvsearch.plan.schema import Protocol
 from kvsearch.results.base import Result
 from kvsearch.runs.estimates import Difference
-from kvsearch.selection.rule import Rule
-from kvsearch.selection.selection import PhaseResult, Reported, Selection, TriedBudget
+from kvsearch.selection.selection import PhaseResult, Reported, Rule, Selection, TriedBudget
 from kvsearch.strategies.names import FULL
 
 DECODE_ONLY: Final = (

@@ -42,8 +42,7 @@ from kvsearch.search.start_plans import Base, start_tables
 from kvsearch.search.trials import STARTS, Candidate, Executor, TrialLog, TrialRunner
 from kvsearch.selection.candidates import CandidateSet
 from kvsearch.selection.comparison import PlanRace
-from kvsearch.selection.rule import Rule, SharedLevel
-from kvsearch.selection.selection import PhaseResult
+from kvsearch.selection.selection import PhaseResult, Rule, SharedLevel
 from kvsearch.selection.splits import refuse_shared
 from kvsearch.strategies.methods import direct_plan
 from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL, STREAMING, UNIFORM

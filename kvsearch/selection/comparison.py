@@ -20,9 +20,8 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.selection.candidates import CandidateSet
 from kvsearch.selection.race import LEAVES, Race, lead_bound, plan_rounds
-from kvsearch.selection.rule import Rule, SharedLevel
 from kvsearch.selection.scores import Scores
-from kvsearch.selection.selection import MethodResult, PhaseResult, QuestionCount
+from kvsearch.selection.selection import MethodResult, PhaseResult, QuestionCount, Rule, SharedLevel
 from kvsearch.selection.splits import divide_contexts, texts_of
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.encode import TaskPrompts

@@ -33,8 +33,8 @@ import numpy as np
 from scipy.special import logsumexp, stdtrit
 
 from kvsearch.core.arrays import Floats
-from kvsearch.selection.rule import LEAST_CONTEXTS, Rule, Verdict
 from kvsearch.selection.scores import Scores
+from kvsearch.selection.selection import LEAST_CONTEXTS, Rule, Verdict
 
 STAKES = np.linspace(0.05, 0.95, 19)  # shares of what a bettor has; with all of it one lost context would end him
 LEAVES = 0.95  # of the one-sided bound by which one that is behind leaves

@@ -11,16 +11,8 @@ import numpy as np
 from kvsearch.core.arrays import TIE, Floats
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import LEVEL, resampled_means, scores_by_task
+from kvsearch.selection.selection import GapClosed
 from kvsearch.strategies.names import FULL
-
-
-@dataclass(frozen=True)
-class GapClosed:
-    """Share of the gap between the best baseline and the full cache; an end of the interval may be unbounded, None."""
-
-    mean: float
-    low: float | None
-    high: float | None
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""What a selection finds: the records of its races, of its report, and of the whole."""
+"""How sure one has to be of a plan that is written, and what a selection finds; it imports nothing that computes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,75 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
+from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.samples import Footprint
 from kvsearch.plan import Plan, Size
 from kvsearch.plan.schema import Protocol
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.selection.rule import LEAST_CONTEXTS, Rule, Verdict
-from kvsearch.selection.scores import GapClosed
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Comparison
 
 Kind = Literal["candidate", "baseline"]
 FOREMOST: Final = 5  # candidates, and as many baselines, that a report asks
+LEAST_CONTEXTS: Final = 8  # with fewer nothing beats
+
+Verdict = Literal["beats", "likely", "baseline"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How sure one has to be.
+
+    Args:
+        sure: level of the one-sided bound by which a candidate has to lead the best baseline to be written. From .95 on
+            only candidates that beat the baselines are written.
+        level: chance that a candidate is said to beat the baselines although it does not; at most 1 - `sure`.
+
+    Raises:
+        UsageError: one of them is out of range.
+    """
+
+    sure: float = 0.9
+    level: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 0.5 <= self.sure < 1:
+            raise UsageError(f"--sure {self.sure:g} is outside [0.5, 1): 0.9 is 'likely better', 0.95 'beats'")
+        if not 0 < self.level < 1:
+            raise UsageError(f"a level of {self.level:g} is no probability of a wrong choice")
+        object.__setattr__(self, "level", min(self.level, round(1 - self.sure, 12)))
+
+    @property
+    def writes_likely(self) -> bool:
+        """Whether a candidate that is not proven to be better is written."""
+        return self.sure < 1 - Rule.level
+
+
+@dataclass
+class SharedLevel:
+    """The level of a rule as several races share it by Holm's rule: whoever beats the baselines leaves his part.
+
+    `races` is how many there are, `beaten` in how many of those that have ended a candidate beat the baselines.
+    """
+
+    level: float
+    races: int
+    beaten: int = 0
+
+    @property
+    def part(self) -> float:
+        """The level of the next race, or after the last one that of all in which nobody beat the baselines."""
+        return self.level / max(self.races - self.beaten, 1)
+
+
+@dataclass(frozen=True)
+class GapClosed:
+    """Share of the gap between the best baseline and the full cache; an end of the interval may be unbounded, None."""
+
+    mean: float
+    low: float | None
+    high: float | None
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,15 @@ from kvsearch.plan.schema import Protocol
 from kvsearch.runs.identity import RunConfig
 from kvsearch.selection.candidates import CandidateSet, content_hash
 from kvsearch.selection.comparison import PlanRace, prepare_race
-from kvsearch.selection.rule import Rule, SharedLevel
 from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection import (
     FOREMOST,
     PhaseResult,
     QuestionCount,
     Reported,
+    Rule,
     Selection,
+    SharedLevel,
     TriedBudget,
 )
 from kvsearch.selection.signal_candidates import Explored, find_signal_candidates

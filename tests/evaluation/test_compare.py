@@ -298,15 +298,6 @@ def test_methods_that_may_not_hold_the_same_while_they_reply_are_named(model: Lo
     assert json_of(studied(model, both, (), TASKS[:1]))["phases"] == "both"
 
 
-def test_the_report_says_what_was_run(result: Comparison, model: LoadedModel) -> None:
-    data = json_of(result)
-    assert data["environment"]["model"] == model.fingerprint.model_dump(exclude={"dtype"})
-    assert data["environment"]["dtype"] == "float32"
-    assert set(data["environment"]["versions"]) == {"kvsearch", "torch", "transformers"}
-    assert (data["samples"], data["batch"], data["seed"], data["max_length"]) == (3, 2, 5, None)
-    assert [task["metric"] for task in data["tasks"]] == ["exact", "exact"]
-
-
 def test_a_comparison_that_says_nothing_has_a_doubt(result: Comparison) -> None:
     assert result.doubt is not None
     assert result.notes[0] == json_of(result)["notes"][0] == result.doubt

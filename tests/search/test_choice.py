@@ -23,7 +23,7 @@ from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.start_plans import Base
 from kvsearch.search.trials import Candidate, Spent
 from kvsearch.selection.comparison import PlanRace
-from kvsearch.selection.rule import Rule
+from kvsearch.selection.selection import Rule
 from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.encode import asked_hashes, asked_set

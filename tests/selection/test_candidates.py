@@ -296,23 +296,20 @@ def test_names_that_are_wrong(model: LoadedModel, options: dict[str, Any], probl
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("curve", CURVES)
-def test_why_there_are_no_curves(model: LoadedModel, curve: str) -> None:
-    without = profile_of(model, arrays={"nll": None, "full_nll": None})
-    for profile, problem in (
-        (without, "no nll losses"),
-        (profile_of(model, budgets=(8,)), "need losses at several budgets, the profile has 8"),
-    ):
+@pytest.mark.parametrize(
+    ("made", "size", "problem"),
+    [
+        ({"arrays": {"nll": None, "full_nll": None}}, SIZE, "no nll losses"),
+        ({"budgets": (8,)}, SIZE, "need losses at several budgets, the profile has 8"),
+        ({}, Size(budget=8), "measured at 8, 16, 32 entries, none below the mean of 8"),
+    ],
+)
+def test_why_there_are_no_curves(model: LoadedModel, made: dict[str, Any], size: Size, problem: str) -> None:
+    profile = profile_of(model, **made)
+    for curve in CURVES:
         with pytest.raises(UsageError, match=f"allocator '{curve}' cannot be used: .*{problem}"):
-            explore(profile, SIZE, allocators=[curve])
-        assert not set(CURVES) & set(explore(profile, SIZE, "full").allocators)
-
-
-def test_curves_from_the_smallest_measured_budget_on_need_a_smaller_one(model: LoadedModel) -> None:
-    smallest = Size(budget=8)
-    with pytest.raises(UsageError, match="measured at 8, 16, 32 entries, none below the mean of 8"):
-        explore(profile_of(model), smallest, allocators=["curves"])
-    assert not set(CURVES) & set(explore(profile_of(model), smallest).allocators)
+            explore(profile, size, allocators=[curve])
+    assert not set(CURVES) & set(explore(profile, size, "full").allocators)
 
 
 def test_phases_that_were_not_measured(model: LoadedModel) -> None:

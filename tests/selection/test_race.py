@@ -22,8 +22,8 @@ from kvsearch.selection.race import (
     mix_bettors,
     plan_rounds,
 )
-from kvsearch.selection.rule import LEAST_CONTEXTS, Rule, SharedLevel
 from kvsearch.selection.scores import Scores
+from kvsearch.selection.selection import LEAST_CONTEXTS, Rule, SharedLevel
 from tests.examples import at_most
 
 

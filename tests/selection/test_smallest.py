@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Settings, Split, StageStore
-from kvsearch.selection.rule import Rule
+from kvsearch.selection.selection import Rule
 from kvsearch.selection.selection_job import SelectionJob, find_smallest, ladder
 from kvsearch.strategies.names import FULL
 

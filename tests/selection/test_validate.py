@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from kvsearch.report.scores import verdict_lines
 from kvsearch.results.validation import FILE, ValidationResult, harmful
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.selection.splits import refuse_reported
 from kvsearch.selection.validate import (
     PreparedValidation,
     distinct_orders,
@@ -101,36 +99,6 @@ def gains(inverse: Difference, uniform: Difference, random: Difference, reach: f
 
 
 @pytest.mark.parametrize(
-    ("inverse", "uniform", "random", "verdict"),
-    [
-        (ABOVE, ABOVE, ABOVE, "useful"),
-        (ABOVE, LEVEL, ABOVE, "useful"),
-        (ABOVE, ABOVE, LEVEL, "useful"),
-        (ABOVE, BELOW, ABOVE, "harmful"),
-        (ABOVE, ABOVE, BELOW, "harmful"),
-        (ABOVE, LEVEL, LEVEL, "useless"),
-        (LEVEL, ABOVE, ABOVE, "useless"),
-        (BELOW, LEVEL, LEVEL, "useless"),
-        (EQUAL, EQUAL, EQUAL, "useless"),
-        (gain(0.0, 0.3), ABOVE, ABOVE, "useless"),
-        (ABOVE, gain(-0.3, 0.0), ABOVE, "useful"),
-    ],
-)
-def test_verdicts(inverse: Difference, uniform: Difference, random: Difference, verdict: str) -> None:
-    assert judge("route", gains(inverse, uniform, random), MANY, SOME)[0] == verdict
-
-
-@pytest.mark.parametrize(("reach", "verdict"), [(0.19, "useful"), (0.21, None)])
-@pytest.mark.parametrize("controls", [(LEVEL, ABOVE), (ABOVE, LEVEL), (ABOVE, ABOVE)])
-def test_a_gain_within_the_spread_of_random_strategies_is_none(
-    controls: tuple[Difference, Difference], reach: float, verdict: str | None
-) -> None:
-    """A gain of 0.2 on the uniform control or on the random ones, significant over questions."""
-    less = "unproven" if controls[0] is ABOVE else "useless"
-    assert judge("route", gains(ABOVE, *controls, reach), MANY, SOME)[0] == (verdict or less)
-
-
-@pytest.mark.parametrize(
     ("draws", "verdict"),
     [
         (RandomControls(18, 0, 18), "unproven"),  # too few to rank: the reach counts
@@ -184,14 +152,6 @@ def test_how_far_one_more_random_strategy_may_be() -> None:
     """Scores 1 to 5: mean 3, s = 1.5811, t(4) = 2.7764: 2.7764 * 1.5811 * sqrt(1.2) = 4.8089."""
     assert prediction_reach([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(4.8089, abs=1e-4)
     assert prediction_reach([0.3, 0.3, 0.3]) == 0.0
-
-
-def test_one_of_the_random_strategies_is_rarely_beyond_them() -> None:
-    """What is drawn like its five controls is outside their reach one time in twenty."""
-    rng = np.random.default_rng(0)
-    draws = rng.normal(size=(4000, 6))
-    outside = [abs(row[0] - row[1:].mean()) > prediction_reach(row[1:].tolist()) for row in draws]
-    assert np.mean(outside) == pytest.approx(0.05, abs=0.012)
 
 
 def test_a_constant_signal_does_no_harm() -> None:
@@ -391,18 +351,6 @@ def test_prompts_that_nothing_is_evicted_from_are_noted(model: LoadedModel) -> N
         prepared(model, ["cosine"], ["decode"], size=Size(budget=120))
 
 
-def test_reported_examples_are_out_of_reach() -> None:
-    refuse_reported([SyntheticTask("single", 512, split) for split in ("train", "calibrate", "select")])
-    for split in ("report", "all"):
-        with pytest.raises(UsageError, match=f"split '{split}' has the examples that results are reported on"):
-            refuse_reported([Lottery("x", ()), OfSplit("mine", (), split=split)])
-
-
-@dataclass(frozen=True)
-class OfSplit(tiny.Listed):
-    split: str = "all"
-
-
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
@@ -469,25 +417,6 @@ def made_up(*sizes: tuple[float, list[JudgedSignal]], **changes: Any) -> Validat
 def save(found: ValidationResult, directory: Path) -> None:
     (directory / FILE).parent.mkdir(exist_ok=True)
     (directory / FILE).write_bytes(canonical_json(found.as_json()))
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"schema": "kvsearch.validation/2"}, "is of another version of kvsearch .*kvsearch.validation/2"),
-        ({"budgets": []}, "is damaged .budgets: .*: restore it, or run its command again"),
-    ],
-)
-def test_damaged_files(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
-    content = {**made_up((64, [judged()])).as_json(), **change}
-    (tmp_path / FILE).parent.mkdir()
-    (tmp_path / FILE).write_text(json.dumps(content))
-    with pytest.raises(UsageError, match=problem) as caught:
-        harmful(tmp_path, Strategy(), 64)
-    assert "\n" not in str(caught.value)
-    (tmp_path / FILE).write_text("[" + json.dumps(content))
-    with pytest.raises(UsageError, match="not valid JSON"):
-        harmful(tmp_path, Strategy(), 64)
 
 
 def test_merging_keeps_what_was_not_judged_again() -> None:

@@ -27,9 +27,8 @@ from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.program import require_room
 from kvsearch.search.bank.memory import Act, SampleWork, Sizes, Splitting, blocks, check_fits
 from kvsearch.search.bank.passes import BankReply, Pass, Portion, predicted_answers
-from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of
+from kvsearch.search.bank.prepared import PreparedSamples, SampleStore, ranking_policies, windows_of
 from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
-from kvsearch.search.bank.store import SampleStore
 from kvsearch.signals.predictions import answer_losses
 
 

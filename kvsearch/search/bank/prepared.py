@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvsearch.core.arrays import Floats, Ints
-from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
+from kvsearch.core.parsing import describe_fault
 from kvsearch.core.progress import Progress, counted
 from kvsearch.models.architecture import FULL, describe, rotary
 from kvsearch.policies import Observation, Policy, rank_under
@@ -27,9 +32,9 @@ from kvsearch.runtime.observe import PromptLayer
 from kvsearch.runtime.stock import CACHE, stock_layers
 from kvsearch.search.bank.passes import Portion, side_by_side
 from kvsearch.search.bank.samples import BankSample
-from kvsearch.search.bank.store import SampleStore
 from kvsearch.signals.predictions import answer_losses
 
+Tensors = Mapping[str, Tensor]
 Choices = tuple[Policy, ...]  # that a layer may have
 Rankings = Mapping[int, Choices]
 States = list[tuple[Tensor, Tensor]]  # keys and values [Hkv, N, D] of a layer, for each of its policies
@@ -101,6 +106,62 @@ def ranking_policies(model: Any, base: Policy | Mapping[int, Policy | Sequence[P
                 )
     check_rotary(model, {policy for some in policies.values() for policy in some})
     return {layer: policies[layer] for layer in layers}
+
+
+class SampleStore:
+    """Where prompts are kept: named groups of tensors, at most `limit` bytes of them where they were put.
+
+    The rest goes to host memory if it comes from a GPU, else to files in a temporary folder, which are deleted when the
+    store is closed.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.nbytes = 0  # held where they were put
+        self._held: dict[str, tuple[Tensors | Path, dict[str, torch.device]]] = {}  # with the devices they are of
+        self._temporary: TemporaryDirectory[str] | None = None
+
+    def put(self, name: str, tensors: Tensors) -> None:
+        """Keep contiguous tensors under a name of their own; EnvironmentFault if a file cannot be written."""
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        devices = {key: tensor.device for key, tensor in tensors.items()}
+        if self.nbytes + size <= self.limit:
+            self._held[name] = (dict(tensors), devices)
+            self.nbytes += size
+        else:
+            self._held[name] = (self._moved(tensors), devices)
+
+    def get(self, name: str, widths: Mapping[str, int]) -> dict[str, Tensor]:
+        """Return tensors [H, N, ...] of a group, the first `widths` of N columns, on the devices they came from."""
+        held, devices = self._held[name]
+        if not isinstance(held, Path):
+            return {key: held[key][:, :width].to(devices[key]) for key, width in widths.items()}
+        with safe_open(held, framework="pt") as file:
+            return {key: file.get_slice(key)[:, :width].to(devices[key]) for key, width in widths.items()}
+
+    def close(self) -> None:
+        """Forget everything, files included."""
+        self._held = {}
+        self.nbytes = 0
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+
+    def _moved(self, tensors: Tensors) -> Tensors | Path:
+        host = {key: tensor.cpu() for key, tensor in tensors.items()}
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            return host
+        try:
+            if self._temporary is None:
+                self._temporary = TemporaryDirectory(prefix="kvsearch-bank-")
+            path = Path(self._temporary.name) / f"sample-{len(self._held)}.safetensors"
+            save_file(host, path)
+        except (OSError, SafetensorError) as error:
+            raise EnvironmentFault(
+                f"cannot keep prompts in the temporary folder: {describe_fault(error)}; raise the memory limit, or "
+                "free space"
+            ) from error
+        return path
 
 
 @dataclass(eq=False)

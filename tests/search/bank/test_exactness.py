@@ -19,9 +19,8 @@ from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.shared_prefill import compressed
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.passes import Pass
-from kvsearch.search.bank.prepared import PreparedSamples, ranking_policies, windows_of
+from kvsearch.search.bank.prepared import PreparedSamples, SampleStore, ranking_policies, windows_of
 from kvsearch.search.bank.samples import bank_samples
-from kvsearch.search.bank.store import SampleStore
 from kvsearch.search.space.multipliers import placed
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks

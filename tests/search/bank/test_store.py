@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import EnvironmentFault
-from kvsearch.search.bank import store as bank_store
-from kvsearch.search.bank.store import SampleStore
+from kvsearch.search.bank import prepared as bank_store
+from kvsearch.search.bank.prepared import SampleStore
 from tests.families import DEVICES
 
 SIZE = 2 * 6 * 4 * 4 + 2 * 6 * 3 * 2  # of `tensors`
