@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.config.options import RESULT, RULE, Listed, Names, Option
+from kvsearch.config.options import RESULT, Listed, Names, Option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries
 from kvsearch.core.files import PLAN_FILE, check_output, read_bytes
@@ -66,22 +66,13 @@ class SelectOptions(OnSignals, Deciding):
             panel=CHOICE,
         ),
     ] = "prefill"
-    explore: Annotated[
-        str,
-        Option(
-            "Candidates: paper (the paper's signals), standard, or full (every signal for every use).",
-            RULE,
-            metavar="LEVEL",
-            panel=CHOICE,
-        ),
-    ] = "standard"
     routes: Annotated[
         Names | None,
         Option(
             "Only these routes: cosine, error, ppl, nll, a pattern (in all layers), none (every pattern alone).",
             metavar="NAME,...",
             panel=CHOICE,
-            shown="those of --explore",
+            shown="all that were measured",
         ),
     ] = None
     allocators: Annotated[
@@ -90,7 +81,7 @@ class SelectOptions(OnSignals, Deciding):
             "Only these budgets: uniform, pyramid, curves, curves-joint, or a signal such as entropy or nll-chosen.",
             metavar="NAME,...",
             panel=CHOICE,
-            shown="those of --explore",
+            shown="uniform, entropy, pyramid, curves and what the chosen pattern loses",
         ),
     ] = None
     run: Annotated[
@@ -252,7 +243,7 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
     from kvsearch.selection.selection_job import prepare_selection
     from kvsearch.selection.signal_candidates import explore
 
-    explored = [explore(profile, size, options.explore, options.routes, options.allocators) for size in sizes]
+    explored = [explore(profile, size, options.routes, options.allocators) for size in sizes]
     used = (profile.metadata.provenance.contexts or ContextRecord()).used
     protocol = options.protocol_of(profile)
     choice, reported = (options.split(name, asked, protocol).without(used) for name, asked in tasks.items())

@@ -24,7 +24,7 @@ from kvsearch.budgets.polykv import Proportional
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.core.naming import require_known, suggest
+from kvsearch.core.naming import suggest
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, Plan, Profile, Size, phases_of
 from kvsearch.policies import Policy
@@ -59,25 +59,19 @@ class Explored(NamedTuple):
     allocators: tuple[str, ...]
 
 
-_PAPER: Final = (UNIFORM, "entropy", "ppl")
-_STANDARD: Final = (
-    UNIFORM, "entropy", "ppl-chosen", PYRAMID, "cosine-chosen", "error-chosen", "nll-chosen", CURVES, JOINT_CURVES,
-)  # fmt: skip
-LEVELS: Final = {
-    "paper": Explored((NONE, "cosine", "ppl"), _PAPER),
-    "standard": Explored((NONE, *ROUTES), _STANDARD),
-    "full": Explored((NONE, *ROUTES), ALLOCATORS),
-}
+STANDARD: Final = Explored(
+    (NONE, *ROUTES),
+    (UNIFORM, "entropy", "ppl-chosen", PYRAMID, "cosine-chosen", "error-chosen", "nll-chosen", CURVES, JOINT_CURVES),
+)
 
 
 def explore(
     profile: Profile,
     size: Size,
-    level: str = "standard",
     routes: Sequence[str] | None = None,
     allocators: Sequence[str] | None = None,
 ) -> Explored:
-    """Return the routes and allocators of a level of `LEVELS`, as far as they were measured, or those that are named.
+    """Return the routes and allocators of `STANDARD`, as far as they were measured, or those that are named.
 
     A route is one of `ROUTES`, a pattern (in all layers), or "none", which is every pattern. Allocators are those of
     `ALLOCATORS`: a sensitivity; "curves" shares by loss curves of the routed patterns, no layer below the smallest
@@ -86,7 +80,6 @@ def explore(
     Raises:
         UsageError: an unknown name, or one that is named but was not measured.
     """
-    require_known("level to explore", level, list(LEVELS))
     table = SignalTable(profile)
     mean = size.pool(profile.metadata).mean
     problem = _explain_missing_curves(table, mean)
@@ -104,8 +97,8 @@ def explore(
         if name not in has_allocators:
             _refuse("allocator", name, ALLOCATORS, has_allocators)
     return Explored(
-        tuple(dict.fromkeys(routes or (name for name in LEVELS[level].routes if name in has_routes))),
-        tuple(dict.fromkeys(allocators or (name for name in LEVELS[level].allocators if name in has_allocators))),
+        tuple(dict.fromkeys(routes or (name for name in STANDARD.routes if name in has_routes))),
+        tuple(dict.fromkeys(allocators or (name for name in STANDARD.allocators if name in has_allocators))),
     )
 
 

@@ -160,7 +160,6 @@ def test_the_evidence_is_there_before_the_plan(
     ("more", "words"),
     [
         (("--allocators", "uniform,,ppl"), "--allocators: takes values with commas between them"),
-        (("--explore", "fill"), "unknown level to explore 'fill'; did you mean 'full'"),
         (("--sure", "1"), "--sure 1 is outside [0.5, 1)"),
         (("--ratio", "0.5"), "--ratio: cannot be given with --budget: leave one of them out"),
         (("--budgets", "16,24"), "--budgets: cannot be given with --budget: leave one of them out"),

@@ -56,9 +56,7 @@ def found_in(
     model: LoadedModel, profile: Profile, routes: Any = None, allocators: Any = None, **options: Any
 ) -> CandidateSet:
     size = options.pop("size", SIZE)
-    return find_signal_candidates(
-        model, profile, size, explored=explore(profile, size, "full", routes, allocators), **options
-    )
+    return find_signal_candidates(model, profile, size, explored=explore(profile, size, routes, allocators), **options)
 
 
 def kept(plan: Plan, phase: Any = "prefill") -> list[int]:
@@ -75,13 +73,9 @@ def patterns(plan: Plan, phase: Any = "prefill") -> list[str]:
 
 def test_everything_that_was_measured(model: LoadedModel) -> None:
     profile = profile_of(model)
-    full = explore(profile, SIZE, "full")
-    assert full.routes == ("none", "cosine", "error", "ppl", "nll")
-    assert full.allocators == tuple(ALLOCATORS)
-    assert explore(profile, SIZE, "paper") == Explored(("none", "cosine", "ppl"), ("uniform", "entropy", "ppl"))
     standard = explore(profile, SIZE)
-    assert set(CURVES) < set(standard.allocators) < set(full.allocators)
-    assert "ppl-chosen" in standard.allocators
+    assert standard.routes == ("none", "cosine", "error", "ppl", "nll")
+    assert set(CURVES) < set(standard.allocators) < set(ALLOCATORS)
     assert "ppl" not in standard.allocators  # the worst of all patterns, whatever is used
     bare = profile_of(model, arrays={"nll": None, "full_nll": None, "entropy": None, "mean_entropy": None})
     assert explore(bare, SIZE).routes == ("none", "cosine", "error")
@@ -238,7 +232,7 @@ def test_other_phases_have_baselines_of_the_same_phases(model: LoadedModel, phas
 
 def test_budgets_of_both_phases_are_those_of_prefill_above_all_floors(model: LoadedModel) -> None:
     profile = profile_of(model)
-    explored = explore(profile, SIZE, "full", ["cosine", "none"], ["nll-chosen", "entropy", "pyramid", *CURVES])
+    explored = explore(profile, SIZE, ["cosine", "none"], ["nll-chosen", "entropy", "pyramid", *CURVES])
     both, alone = (find_signal_candidates(model, profile, SIZE, phases, explored) for phases in ("both", "prefill"))
     for name in ("tova + nll-chosen", "tova + entropy", "tova + curves", "curves-joint"):
         assert kept(both.candidates[name], "decode") == kept(alone.candidates[name]), name
@@ -284,7 +278,6 @@ def test_patterns_that_cannot_be_used_are_left_out_with_a_note(model: LoadedMode
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"level": "papers"}, "unknown level to explore 'papers'; did you mean 'paper'"),
         ({"routes": ["cosin"]}, "unknown route 'cosin'; did you mean 'cosine'"),
         ({"routes": ["snapk"]}, "unknown route 'snapk'; did you mean 'snapkv'"),
         ({"allocators": ["entrop"]}, "unknown allocator 'entrop'; did you mean 'entropy'"),
@@ -309,7 +302,7 @@ def test_why_there_are_no_curves(model: LoadedModel, made: dict[str, Any], size:
     for curve in CURVES:
         with pytest.raises(UsageError, match=f"allocator '{curve}' cannot be used: .*{problem}"):
             explore(profile, size, allocators=[curve])
-    assert not set(CURVES) & set(explore(profile, size, "full").allocators)
+    assert not set(CURVES) & set(explore(profile, size).allocators)
 
 
 def test_phases_that_were_not_measured(model: LoadedModel) -> None:
