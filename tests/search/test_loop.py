@@ -109,12 +109,6 @@ def test_a_finished_run_measures_nothing_more(tmp_path: Path) -> None:
     assert (tmp_path / "l").read_bytes() == before
 
 
-def test_one_seed_one_search(tmp_path: Path) -> None:
-    first, again, other = (run(tmp_path / str(number), seed=seed) for number, seed in enumerate((0, 0, 1)))
-    assert told(first) == told(again)
-    assert told(first) != told(other)
-
-
 def test_searches_with_names_share_a_ledger(tmp_path: Path) -> None:
     with TrialLog(tmp_path / "l") as ledger:
         first = search_of(ledger, Measure(), name="a: ").run()

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.search.trials import (
     Candidate,
     JobOutcome,
@@ -27,7 +27,7 @@ from kvsearch.search.trials import (
 from kvsearch.workers.base import SerialExecutor
 from tests.runs.sealing import lines_of, sealed
 from tests.search.searching import Measure, generations_of
-from tests.workers.fakes import BROKEN, NAN, NO_MEMORY, Fake, table
+from tests.workers.fakes import BROKEN, INFINITE, NAN, NO_MEMORY, Fake, table
 
 KEYS = ["a" * 64, "b" * 64, "c" * 64]
 JOB = np.array([[8, 4]]), np.array([[6, 6]])
@@ -207,15 +207,6 @@ def test_jobs_are_of_about_equal_size(tmp_path: Path) -> None:
     assert [len(job) for job in measure.jobs] == [2, 2, 3]
 
 
-def test_equal_candidates_are_measured_once_and_all_told(tmp_path: Path) -> None:
-    measure = Measure()
-    with TrialLog(tmp_path / "l") as ledger:
-        line = ledger.begin("a")
-        values = runner_of(ledger, measure).measure([TABLES[0], TABLES[1], TABLES[0]], line)
-    assert len(measure.candidates) == 2
-    assert values[0] == values[2] != values[1]
-
-
 def test_a_job_is_the_same_whatever_of_it_was_known_before_it_was_cut(tmp_path: Path) -> None:
     """What a generation has measured stays among its jobs, so those that are left are as they were."""
     whole = Measure()
@@ -265,6 +256,11 @@ def test_exactly_half_may_fail_and_failures_count_against_the_generation(tmp_pat
         "1 of 1 candidates failed (error: ValueError: first line second line): see to it, then give the same "
         "command again to go on"
     )
+
+
+def test_a_generation_that_is_mostly_not_finite_blames_the_model(tmp_path: Path) -> None:
+    with pytest.raises(IncompatibleError, match="2 of 3 candidates failed"):
+        measure_firsts(tmp_path, (NAN, 8, INFINITE))
 
 
 def test_of_a_job_without_a_value_all_candidates_failed(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
-from kvsearch.search.trials import Executor, Tables, TrialLog, TrialRunner
-from tests.workers.fakes import BROKEN, INFINITE, NAN, NO_MEMORY, SAMPLES, TOKENS, WRONG, table, value_of
+from kvsearch.core.errors import UsageError
+from kvsearch.search.trials import Executor, Tables
+from tests.workers.fakes import BROKEN, NO_MEMORY, SAMPLES, TOKENS, WRONG, table, value_of
 
 
 def job(number: int, *firsts: int) -> Tables:
@@ -18,14 +18,6 @@ def job(number: int, *firsts: int) -> Tables:
 
 def expected(tables: Tables) -> list[list[float]]:
     return [[value_of(candidate, sample) for sample in range(SAMPLES)] for candidate in tables]
-
-
-def measure(executor: Executor, folder: Path, firsts: tuple[int, ...]) -> list[float]:
-    """Measure candidates, each in a job of its own."""
-    with TrialLog(folder / "log") as log:
-        runner = TrialRunner(executor, log, "nll", job_size=1)
-        tables = [table(first, number) for number, first in enumerate(firsts)]
-        return runner.measure(tables, log.begin(str(firsts)))
 
 
 class ExecutorContract:
@@ -77,12 +69,3 @@ class ExecutorContract:
         executor.close()
         executor.close()
         assert list(tmp_path.glob("closed-*"))
-
-    def test_when_most_of_a_generation_fails_the_search_stops(self, tmp_path: Path) -> None:
-        for firsts, error, words in (
-            ((8, NO_MEMORY, BROKEN, 9, BROKEN), EnvironmentFault, "of 5 candidates failed"),
-            ((NAN, 8, INFINITE), IncompatibleError, "2 of 3 candidates failed"),
-        ):
-            with self.make(tmp_path) as executor, pytest.raises(error, match=words) as found:
-                measure(executor, tmp_path, firsts)
-            assert "\n" not in str(found.value)
