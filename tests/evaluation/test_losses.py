@@ -30,6 +30,7 @@ from kvsearch.runtime.eviction import rules_need
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.replay.forced_answers import ForcedQuestions, own_replies
 from kvsearch.runtime.replay.replay import Followed, replay
+from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.attention_rows import attention_change
 from kvsearch.tasks.base import Query
 from tests import tiny
@@ -117,7 +118,7 @@ def brute_force(model: Any, kept: dict[int, Tensor], context: Tensor, following:
             evicted[:, :, :LENGTH].masked_fill_(hidden, float("-inf"))
             outputs = [
                 modules[layer](
-                    **{**calls[layer], "attention_mask": mask, "past_key_values": copy.deepcopy(cache)},
+                    **{**calls[layer], "attention_mask": mask, CACHE: copy.deepcopy(cache)},
                 )[0]
                 for mask in (causal[None, None], evicted[None])
             ]
