@@ -49,7 +49,7 @@ def main() -> None:
     started = time.process_time()
     found = []
     with running(loaded.model):
-        for batch in batches_of(prompts, args.batch):
+        for batch in batches_of(prompts, args.batch, loaded.device):
             samples = sorted(chain.from_iterable(batch.passes(args.batch)))
             after = batch.continuations(samples, loaded.device)
             padded = batch.repeated(samples).padded(loaded.device)

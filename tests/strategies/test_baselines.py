@@ -76,11 +76,6 @@ def test_names_and_policies(model: LoadedModel) -> None:
     assert all(program.layers == (0, 1, 2, 3) for program in found.values())
 
 
-def test_only_what_was_asked_for_in_that_order(model: LoadedModel) -> None:
-    assert list(baselines(model.model, plan_of(model, "keydiff"), ("random", "uniform"))) == ["random", "uniform"]
-    assert baselines(model.model, plan_of(model, "keydiff"), ()) == {}
-
-
 @pytest.mark.parametrize(("policy", "twin"), [("snapkv", "snapkv"), ("streaming", "streaming")])
 def test_a_baseline_that_equals_another_is_left_out(policy: str, twin: str, model: LoadedModel) -> None:
     assert list(baselines(model.model, plan_of(model, policy))) == [name for name in BASELINES if name != twin]

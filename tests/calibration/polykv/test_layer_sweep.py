@@ -156,11 +156,8 @@ def test_every_continuation_is_measured_by_itself(family: str) -> None:
     prompts = batch((40, (9, 5)), (36, (7,)), (38, (6, 8, 9)))
     samples = samples_of(prompts)
     together = sweep(model, what, prompts, samples)
-    assert together.entropy is not None
     for place, sample in enumerate(samples):
         alone = sweep(model, what, prompts, [sample], AtOnce(10**6, 1))
-        assert alone.entropy is not None
-        np.testing.assert_allclose(together.entropy[place], alone.entropy[0], atol=1e-6)
         for name, array in alone.arrays(EVERYTHING).items():
             if name == ROWS:  # as wide as the longest continuation
                 continue

@@ -72,7 +72,6 @@ def test_settings_of_all_that_have_them_and_of_one() -> None:
         ({"snapk.window": 8}, r"setting 'snapk\.window': 'snapk' is none of the patterns; did you mean 'snapkv'\?"),
         ({"keydiff.window": 8}, r"'keydiff' is none of the patterns .*known: h2o, tova, cam"),
         ({"snapkv.windo": 8}, r"policy snapkv has no parameter 'windo'; did you mean 'window'\?"),
-        ({"tova.window": 8}, "policy tova has no parameter 'window'"),
         ({"window": 0}, "policy pyramidkv: window must be 1 or more, got 0"),
         ({"snapkv.window": 8.0}, r"policy snapkv: window must be a whole number, got 8\.0"),
     ],
@@ -86,7 +85,6 @@ def test_settings_that_cannot_be(settings: dict[str, Any], problem: str) -> None
     ("names", "problem"),
     [
         (["snapvk"], r"unknown pattern 'snapvk'; did you mean 'snapkv'\?"),
-        (["pape"], r"unknown pattern 'pape'; did you mean 'paper'\?"),
         (["tova", "snapkv", "tova"], "the pattern tova is given twice"),
         (["full"], "policy full: it agrees with itself, so no signal can judge it: leave it out"),
         (["duo_attention"], "policy duo_attention: some of its heads are never evicted"),
