@@ -21,7 +21,7 @@ from kvsearch.plan import Phase
 from kvsearch.policies import create_policy, scoring
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME, using
-from kvsearch.runtime.program import full_cache, memory_needs, prompt_bytes
+from kvsearch.runtime.program import full_cache, memory_needs
 from kvsearch.runtime.replay.replay import Replays
 from kvsearch.runtime.shared_prefill import prefill_all, read
 from tests import tiny
@@ -34,9 +34,7 @@ from tests.runtime.policies import SMALL, for_model
 pytestmark = pytest.mark.nightly
 
 HERE = 1  # the device
-LENGTH, WIDTH, HIDDEN = 1024, 96, 64  # tokens, and what a layer computes with, as `tests.families` has them
-
-
+LENGTH = 1024  # tokens
 CHUNK = 2**16  # bytes of scratch that do not grow with the prompts
 
 
@@ -53,23 +51,9 @@ def peak_of(model: Any, cache: PlanCache, chunk: int | None = None) -> int:
         return peak_bytes(model.device, lambda: prefill_all(model, [cache], ids, mask, chunk))
 
 
-@pytest.mark.parametrize("policy", ["streaming", "snapkv", "keydiff", "tova", "knorm"])
-def test_a_prompt_takes_one_dense_layer_what_is_kept_and_scratch(model: Any, policy: str) -> None:
-    """Scratch: queries and outputs of a layer, three times what its MLP is wide, four hidden states, twelve numbers
-    for every entry of the layer (scores and ranks)."""
-    program = Program.uniform(model, create_policy(policy), lambda length: length // 8)
-    cache = PlanCache(model, program)
-    peak = peak_of(model, cache)
-    dense = LENGTH * 8 * 2 * 32 * 4
-    scratch = LENGTH * 4 * (3 * WIDTH + 4 * HIDDEN + 4 * 8 * 32 + 12 * 8 * 2)
-    assert peak <= dense + cache.nbytes() + scratch
-    assert peak < 6 * dense  # of a full cache alone
-    assert backend().used_bytes(HERE) >= cache.nbytes() >= prompt_bytes(model, program, [LENGTH]) - 8 * LENGTH
-
-
 # times what is allocated that the arithmetic may say: of prompts that are read whole, and in chunks, where it counts
 # what attention and the MLP take as if both were there at a time
-CLOSE = {None: 1.25, 128: 1.6}
+CLOSE = {None: 1.15, 128: 1.6}
 
 
 @pytest.mark.parametrize(("policy", "decode"), [("full", False), ("snapkv", False), ("h2o", True), ("keydiff", True)])
