@@ -36,5 +36,7 @@ def speeds() -> list[bytes]:
         for length in (64, 128)
         for cache in ("DynamicCache", "snapkv")
     ]
-    on_gpu = [replace(one, kernels=80.0, waits=0.5, largest_batch=8, largest_tokens_per_second=512.0) for one in costs]
-    return [json.dumps(SpeedView(machine, tuple(found)).as_json()).encode() for found in (costs, on_gpu)]
+    more = {"prefill_floor_seconds": 0.1, "kernels": 80.0, "waits": 0.5, "largest_batch": 8}
+    on_gpu = [replace(one, **more, largest_tokens_per_second=512.0) for one in costs]
+    views = SpeedView(machine, tuple(costs)), SpeedView({**machine, "bandwidth": 1e9, "flops": 1e12}, tuple(on_gpu))
+    return [json.dumps(view.as_json()).encode() for view in views]
