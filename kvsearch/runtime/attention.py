@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -98,6 +100,18 @@ def dense_attention(
             some = additive_mask(mask[:, :, first : first + step], query.dtype)
         outputs.append(eager(module, part, key, value, some, **kwargs)[0])
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)), None
+
+
+def flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether flash attention takes queries of the last tokens and all keys and values, without a mask."""
+    return query.is_cuda and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Attend causally with the last tokens, [B, Hq, q, D], to all of them, [B, q, Hq, Dv]."""
+    bias = causal_lower_right(query.shape[2], key.shape[2])
+    output = F.scaled_dot_product_attention(query, key, value, bias, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2).contiguous()
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:

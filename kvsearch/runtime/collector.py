@@ -10,11 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from kvsearch.core.errors import IncompatibleError, InternalError
+from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import attention_modules, require_continuation, unrotate
 from kvsearch.policies.base import Needs, Observation, OfHidden, QueryStatistics
 from kvsearch.policies.checks import ends_padded, require_finite
 from kvsearch.policies.scoring import column_sums
-from kvsearch.runtime.attention import Output, dense_attention, rotary_positions, valid_keys
+from kvsearch.runtime.attention import (
+    Output,
+    dense_attention,
+    flash_attention,
+    flash_serves,
+    rotary_positions,
+    valid_keys,
+)
 from kvsearch.runtime.logits import Logits
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -99,30 +107,54 @@ class Collector:
 
 
 class DensePrompt:
-    """A prompt on its way through one layer, whole or in chunks: seen by the model's own attention, and gathered."""
+    """A prompt on its way through one layer, whole or in chunks: seen by the model's own attention, and gathered.
 
-    def __init__(self, needs: Sequence[Needs], rotary: Rotary, layer: int) -> None:
+    Where its `length` is known, chunks are put into memory for all of it.
+    """
+
+    def __init__(self, needs: Sequence[Needs], rotary: Rotary, layer: int, length: int | None = None) -> None:
         self.collector = Collector(needs, rotary)
         self.layer = layer
+        self.length = length
         self.states: tuple[Tensor, Tensor] | None = None  # keys [B, Hkv, T, D] and values [B, Hkv, T, Dv] so far
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         """Take in the next chunk, which sees all that came before it."""
-        if self.states is not None:
+        continues = self.states is not None
+        if continues:
             require_continuation(module, query.shape[2])
-            key = torch.cat([self.states[0], key], 2)
-            value = torch.cat([self.states[1], value], 2)
-        output = dense_attention(module, query, key, value, mask, **kwargs)
-        self.states = (key, value)
+        self.states = key, value = self._with(key, value)
         self._logits = Logits.of_call(module, query, key, kwargs)
         self._valid = valid_keys(mask, key.shape[0], key.shape[2], key.device)
+        if continues and self._logits.plain and flash_serves(query, key, value) and bool(self._valid.all()):
+            output: Output = flash_attention(query, key, value, self._logits.scaling), None
+        else:
+            output = dense_attention(module, query, key, value, mask, **kwargs)
         self._masked = mask is not None
         self._positions = rotary_positions(kwargs, self._valid, query.shape[2])
         self.collector.add(query, key, self._positions, self._valid, self._logits)
         self.collector.add_hidden(module, query.shape[2], self.layer)
         return output
+
+    def _with(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all keys and values so far, those of the next chunk included."""
+        length = key.shape[2] if self.length is None else self.length
+        if self.states is None and key.shape[2] >= length:
+            return key, value
+        if self.length is None or needs_gradients(key, value):
+            before = self.states or (key[:, :, :0], value[:, :, :0])
+            return torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
+        first = 0
+        if self.states is None:
+            self._whole = [new.new_empty(*new.shape[:2], length, new.shape[3]) for new in (key, value)]
+        else:
+            first = self.states[0].shape[2]
+        stop = first + key.shape[2]
+        for whole, new in zip(self._whole, (key, value), strict=True):
+            whole[:, :, first:stop] = new
+        return self._whole[0][:, :, :stop], self._whole[1][:, :, :stop]
 
     def observation(self) -> Observation:
         """Return the layer as policies see it after all chunks.

@@ -371,6 +371,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def _prefill(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
+        self._prompt.length = self.prompt_length
         output = self._prompt.attend(module, query, key, value, mask, **kwargs)
         if self.prompt_length is None or self.seen >= self.prompt_length:
             self.conclude(self._with_rereads(self._prompt.observation()))

@@ -55,7 +55,7 @@ class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
         self.look = look
         self.length = length
         self._passed = 0  # tokens
-        self._prompt: DensePrompt | None = DensePrompt(needs, rotary, index)
+        self._prompt: DensePrompt | None = DensePrompt(needs, rotary, index, length)
         self._noted: Noted | None = None
 
     @property

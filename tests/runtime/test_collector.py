@@ -10,8 +10,8 @@ from torch import Tensor
 from kvsearch.models.architecture import attention_modules, decoder
 from kvsearch.policies import Needs, Observation, Policy
 from kvsearch.runtime import PlanCache, Program, collector
-from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.collector import Collector
+from kvsearch.runtime.attention import NAME, flash_attention
+from kvsearch.runtime.collector import Collector, DensePrompt
 from kvsearch.runtime.logits import Logits
 from tests.families import DEVICES, build, prompts
 from tests.runtime.helpers import feed, running
@@ -110,6 +110,35 @@ def test_statistics_are_those_of_the_models_queries(family: str, device: str) ->
 
 def kinds(model: Any) -> list[str]:
     return getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
+
+
+def test_chunks_come_into_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash attention reads it where no token is padding: a mask would hold a number for every pair of tokens."""
+    places: set[int] = set()
+    served: list[int] = []
+    attend = DensePrompt.attend
+
+    def noted(prompt: DensePrompt, *args: Any, **kwargs: Any) -> Any:
+        output = attend(prompt, *args, **kwargs)
+        assert prompt.states is not None
+        places.add(prompt.states[0].data_ptr())
+        return output
+
+    def flash(query: Tensor, *states: Any) -> Tensor:
+        served.append(query.shape[2])
+        return flash_attention(query, *states)
+
+    model = build("llama", num_hidden_layers=2)
+    ids, mask = prompts(2, 30)
+    pieces = [(ids[:, first : first + 10], mask[:, :10]) for first in (0, 10, 20)]
+    expected = observed(model, pieces)
+    monkeypatch.setattr(DensePrompt, "attend", noted)
+    monkeypatch.setattr(collector, "flash_serves", lambda *_: True)
+    monkeypatch.setattr(collector, "flash_attention", flash)
+    found = observed(model, pieces)
+    assert len(places) == 2
+    assert served == [10] * 4
+    torch.testing.assert_close(found[1].keys, expected[1].keys, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
