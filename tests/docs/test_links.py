@@ -53,15 +53,6 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not broken(page)
 
 
-def test_what_leads_nowhere_is_found(tmp_path: Path) -> None:
-    (tmp_path / "a.md").write_text("# One `two`, three\n\n## Twice\n\n## Twice\n")
-    page = tmp_path / "b.md"
-    page.write_text(
-        "[x](a.md#one-two-three) [x](a.md#twice-1) [y](a.md#twice-2) [z](c.md) [w](#b) [v](https://x.org/c.md)\n"
-    )
-    assert broken(page) == ["a.md#twice-2", "c.md", "#b"]
-
-
 def test_the_index_has_every_page() -> None:
     index = prose(DOCS / "README.md")
     assert [page.name for page in DOCS.glob("*.md") if page.name != "README.md" and f"({page.name})" not in index] == []

@@ -75,13 +75,6 @@ def test_parts_add_up(count: int, cut: int, seed: int) -> None:
     torch.testing.assert_close(whole.moduli, both.moduli)
 
 
-def test_a_mean_modulus_is_no_modulus_of_the_mean() -> None:
-    """(3, 4) and (-3, -4): the mean is 0, the modulus 5."""
-    found = QueryMoments.of(torch.tensor([[[[3.0, 4.0], [-3.0, -4.0]]]]), 1)
-    assert found.moments.mean.tolist() == [[[0.0, 0.0]]]
-    assert found.moduli.tolist() == [[10.0]]
-
-
 def test_the_folder_of_kvpress(llama: tuple[Any, Profile]) -> None:
     _, profile = llama
     exported = KvpressEA().export(profile)

@@ -209,14 +209,6 @@ def test_requests_are_answered_in_their_order(model: LoadedModel) -> None:
     assert len(set(answers)) == len(answers)
 
 
-def test_progress_is_told_in_batches(model: LoadedModel) -> None:
-    told: list[tuple[int, int]] = []
-    lm = planned(model, batch=2, progress=lambda done, total: told.append((done, total)))
-    lm.generate_until([prompt(f"{WORDS} {word}") for word in ("amber", "alpha", "beta")])
-    lm.loglikelihood([request(WORDS, " amber"), request(WORDS, " beta")])
-    assert told == [(0, 2), (1, 2), (2, 2), (0, 1), (1, 1)]
-
-
 # --- the ends of replies ---------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from kvsearch.report.table import Table
 from tests.evaluation.shown import rendered
 from tests.report.test_tables import comparison
 
-WIDTHS = [60, 80, 120, 200, WIDEST]
+WIDTHS = [60, 120, WIDEST]
 
 
 def wide_table(columns: int) -> Table:

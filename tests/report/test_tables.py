@@ -160,15 +160,6 @@ def test_latex() -> None:
     ]
 
 
-def test_the_screen() -> None:
-    text = rendered(tables(comparison()))
-    for part in ("m: score in percent", "paired difference to uniform", "held after the context", "50% evicted"):
-        assert part in text
-    assert "[bold]" not in text
-    assert MACRO_DIFFERENCE in text  # brackets are no markup
-    assert "0.222" in text  # 16 of 72 entries
-
-
 def test_csv_has_every_number(tmp_path: Path) -> None:
     write_tables(comparison(), tmp_path / "t.csv")
     with (tmp_path / "t.csv").open(newline="") as file:
