@@ -80,14 +80,6 @@ def test_calibrate_export_and_show(
     assert "\x1b" not in page
 
 
-def test_options_and_parameters_reach_the_profile(calibrated_by: Calibrated) -> None:
-    options = ("--floor-share", 0.4, "--layers", "planned", "--set", "window=16", "--set", "sinks=2")
-    metadata = profile_in(calibrated_by("--method", "lava", *options)).metadata
-    settings = metadata.provenance.settings
-    assert (settings["floor_share"], settings["layers"], settings["heads"]) == (0.4, "planned", "dynamic")
-    assert (metadata.policy.params["window"], metadata.floor) == (16, 18)
-
-
 def test_what_is_said_while_it_runs(run: Run, short: Path, tmp_path: Path) -> None:
     arguments = ("calibrate", "bundled", "-o", tmp_path / "run", "--data", short, "--method")
     _, _, talk = run(*arguments, "cake")

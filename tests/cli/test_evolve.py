@@ -77,15 +77,6 @@ def test_limits_end_a_search_with_a_result_and_may_be_raised(
     assert results(tmp_path / "run") == results(evolved[0])
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.usefixtures("kept_workers")
-def test_workers_find_the_same(evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path) -> None:
-    code, _, talk = run(*command(questions, tmp_path / "run", "--workers", 1))
-    assert code == 0, talk
-    assert results(tmp_path / "run") == results(evolved[0])
-
-
 def test_several_budgets(questions: Path, run: Run, tmp_path: Path) -> None:
     small = ("--budgets", "8,16", *SMALL[2:], "--generations", 1)
     code, out, talk = run(*command(questions, tmp_path / "run", small=small))

@@ -53,16 +53,6 @@ def test_tables_show_what_differs(run: Run, a: Path, tmp_path: Path) -> None:
     assert not any(row[:2] == ["2", "16"] for row in found)  # layer 2 is the same
 
 
-def test_heads_are_shown_only_where_they_differ(run: Run, tmp_path: Path) -> None:
-    a, b = written(tmp_path / "a.json", [[6, 6], [5, 5]]), written(tmp_path / "b.json", [[7, 7], [4, 4]])
-    code, out, _ = run("plan", "diff", a, b)
-    assert code == 0
-    assert "by head" not in out
-    assert ["0", "12", "14", "+2"] in cells(out)
-    assert ["total", "22", "22", "+0"] in cells(out)
-    assert "setting" not in out
-
-
 def test_layers_with_the_same_change_share_a_row(run: Run, tmp_path: Path) -> None:
     plan = make_plan([[4, 4]] * 6)
     save_plan(plan, tmp_path / "a.json")
