@@ -45,7 +45,7 @@ RANKED = 0.1  # to rank its entries for a program
 DIVIDED = 0.5  # to share out a program's budgets
 SUMMED = 0.7  # for attention column sums
 REREAD = 4.5  # to read it again
-DECIDED = 5.0  # passes that a step takes for a program that evicts while it replies
+DECIDED = 7.0  # passes that a step takes for a program that evicts while it replies
 UNKNOWN = "which contexts it was fitted and chosen on is not known"
 
 
