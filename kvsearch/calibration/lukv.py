@@ -134,7 +134,7 @@ def reply_work(prompts: Sequence[CalibrationPrompt], options: AnsweredOptions) -
     replies = sum(
         continuation.most or options.answer_tokens for prompt in asked for continuation in prompt.continuations
     )
-    return Work.over(prompt.length for prompt in asked) + Work(replies=replies)
+    return Work.over(prompt.length for prompt in asked) + Work.replying(replies)
 
 
 def measure_importance(

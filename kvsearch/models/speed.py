@@ -16,11 +16,10 @@ TIMES = 5  # that every length is read: other work on the machine slows down som
 
 @dataclass(frozen=True)
 class Work:
-    """What a model has to do: `passes` over `tokens` in all, and about so many tokens of `replies`."""
+    """What a model has to do: `passes` over `tokens` in all."""
 
     passes: float = 0
     tokens: float = 0
-    replies: float = 0
 
     @classmethod
     def over(cls, lengths: Iterable[int], times: float = 1) -> Work:
@@ -28,11 +27,16 @@ class Work:
         counts = list(lengths)
         return cls(len(counts), sum(counts)) * times
 
+    @classmethod
+    def replying(cls, tokens: float) -> Work:
+        """Return replies of so many tokens, side by side, each step of them a pass."""
+        return cls(tokens / ROWS, tokens)
+
     def __add__(self, other: Work) -> Work:
-        return Work(self.passes + other.passes, self.tokens + other.tokens, self.replies + other.replies)
+        return Work(self.passes + other.passes, self.tokens + other.tokens)
 
     def __mul__(self, times: float) -> Work:
-        return Work(self.passes * times, self.tokens * times, self.replies * times)
+        return Work(self.passes * times, self.tokens * times)
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,8 @@ class Speed:
     read: float
 
     def seconds(self, work: Work) -> float:
-        """Return about how long work takes; replies come side by side, each step of them a pass."""
-        return (work.passes + work.replies / ROWS) * self.start + (work.tokens + work.replies) * self.read
+        """Return about how long work takes."""
+        return work.passes * self.start + work.tokens * self.read
 
 
 def measure_speed(model: Any) -> Speed:

@@ -167,7 +167,7 @@ class PreparedSearch:
         replied = sum(sample.limit for sample in self.samples) if is_metric else 0
         if not self.base.in_prefill:
             read += sum(len(sample.prompt) for sample in self.samples)
-        work = Work(0, candidates * read, candidates * replied) + Work.over(once.values())
+        work = Work(tokens=candidates * read) + Work.replying(candidates * replied) + Work.over(once.values())
         return [
             replies_cost("ask the full cache", self.encoded["search"], self.asked, [full] * asked),
             StageCost(f"search, at most {candidates:,} candidates", len(once), len(self.samples), work),
