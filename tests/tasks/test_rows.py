@@ -220,7 +220,7 @@ def test_missing_columns_and_wrong_values() -> None:
         check_rows([{"question": None, "answers": "Ann"}, {"question": "q", "answers": [1]}], Model, "my.jsonl")
     head, *problems = str(caught.value).splitlines()
     assert head == "my.jsonl is not valid, 3 problems:"
-    assert [problem.strip().partition(": I")[0] for problem in problems] == [
+    assert [problem.strip().partition(": must")[0] for problem in problems] == [
         "row 1: question",
         "row 1: answers",
         "row 2: answers.0",
