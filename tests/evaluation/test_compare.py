@@ -141,15 +141,15 @@ def test_methods(result: Comparison) -> None:
 
 def test_every_method_but_the_full_cache_holds_the_same(result: Comparison) -> None:
     held = dict(result.held)
-    full, full_bytes, most = held.pop("full")
-    assert most > full
-    assert len({entries for entries, _, _ in held.values()}) == 1
-    entries, size, at_most = held["mine"]
-    assert entries == pytest.approx(full * 120 / 320, abs=1)
-    assert at_most - entries == pytest.approx(most - full)
-    assert size < full_bytes / 2
+    full = held.pop("full")
+    mine = held["mine"]
+    assert len({footprint.entries for footprint in held.values()}) == 1
+    assert mine.entries == pytest.approx(full.entries * 120 / 320, abs=1)
+    assert full.most > full.entries
+    assert mine.most - mine.entries == pytest.approx(full.most - full.entries)
+    assert mine.bytes < full.bytes / 2
     one = [sample for sample in result.samples if sample.method == "full"]
-    assert full == sum(8 * sample.context_tokens for sample in one) / len(one)
+    assert full.entries == sum(8 * sample.context_tokens for sample in one) / len(one)
 
 
 def test_as_json(result: Comparison) -> None:

@@ -126,7 +126,8 @@ def test_a_candidate_that_beats_the_start_plans_is_written(
     evolved = decide(prepared, outcome_of(prepared, 9))
     assert evolved.choice.name == evolved.choice.best == "#3"
     assert decision(evolved).startswith("#3 (layers 0-5, generation 2) beats the best start plan, ")
-    finalists = search_result([evolved], Spent(1, 1, 1.0)).as_json()["finalists"]
+    (found,) = search_result([evolved], Spent(1, 1, 1.0)).as_json()["found"].values()
+    finalists = found["finalists"]
     assert evolved.choice.race.verdict == "beats"
     assert 0 < finalists["#3"]["chance"] <= 0.05
     assert finalists["#3"]["lead"]["low"] > 0

@@ -136,7 +136,8 @@ def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: Loaded
     np.testing.assert_equal(budgets_at(choice.plan, "prefill", 1000), table)
     assert choice.best != "#1"
     assert choice.best in evolved.report.names
-    assert search_result([evolved], Spent(3, 5, 7.0)).as_json()["best"] == choice.best
+    (found,) = search_result([evolved], Spent(3, 5, 7.0)).found.values()
+    assert found.best == choice.best
     assert re.match(
         rf"the paper's result: #1 \(layers 0-1, generation 0, completed\), .* split; {choice.best} scores .* there",
         decision(evolved),
