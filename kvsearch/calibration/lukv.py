@@ -178,8 +178,7 @@ def _measure_prompt(
         policies = [policy, *compared_policies]
         context_pass = ImportancePass(loaded.model, policies, prompt.ids.to(loaded.device), options.group, refusal)
         ranks, *others = (context_pass.ranks(number) for number in range(len(policies)))
-        order = ranks.argsort(-1)
-        compared_orders = [compared.argsort(-1) for compared in others]
+        order, *compared_orders = (each.to(loaded.device).argsort(-1).cpu() for each in (ranks, *others))
         protected = ranks < policy.protected(prompt.length)
         for continuation in prompt.continuations:
             question = context_pass.ask(continuation.tokens.to(loaded.device))

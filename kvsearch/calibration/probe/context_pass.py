@@ -154,12 +154,13 @@ class ContextPass:
         rest = [values for other, values in self.importance_by_kind.items() if other != kind]
         return torch.stack(rest).amax(0) if rest else None
 
-    def kept(self, scores: Tensor, budget: float) -> Tensor:
-        """Mark what stays of a context under scores [L, Hkv, T] of its free entries, [L, Hkv, length] bool."""
+    def kept(self, scores: Tensor) -> list[Tensor]:
+        """Mark what stays of a context at each of `BUDGETS`, [L, Hkv, length] bool, by scores [L, Hkv, T] of `free`."""
         whole = scores.new_full((*scores.shape[:2], self.prompt.length), float("inf"))
         whole[..., self.free] = scores
-        ranks = whole.argsort(dim=-1, descending=True, stable=True).argsort(-1)
-        return ranks < max(1, round(budget * self.prompt.length))
+        order = whole.to(self.passed.model.device).argsort(dim=-1, descending=True, stable=True)
+        ranks = order.argsort(-1).to(scores.device)
+        return [ranks < max(1, round(budget * self.prompt.length)) for budget in BUDGETS]
 
     def head_errors(self, asked: Sequence[Continuation], keeps: Sequence[Tensor]) -> Tensor:
         """Return how far a head's output moves where only `keeps` [L, Hkv, length] stay, [asked, keeps, L, Hkv].

@@ -51,11 +51,7 @@ def prefers_spread(ranking: Ranking, read: Measured) -> Tensor:
 
     def ratios(context_pass: ContextPass) -> dict[str, Tensor]:
         """Return by target how much less the spread moves every head, log [questions, L, Hkv]."""
-        keeps = [
-            context_pass.kept(scores, budget)
-            for scores in (ranking(context_pass), context_pass.spread)
-            for budget in BUDGETS
-        ]
+        keeps = [*context_pass.kept(ranking(context_pass)), *context_pass.kept(context_pass.spread)]
         less = {}
         for target, asked in context_pass.asked.items():
             errors = context_pass.head_errors(asked, keeps).clamp(min=LEAST_ERROR).log()
@@ -81,7 +77,7 @@ def prefers_spread(ranking: Ranking, read: Measured) -> Tensor:
 
 def losses(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:
     """Return how far replies move under several rankings' scores [L, Hkv, T], [questions, R, B]."""
-    keeps = [context_pass.kept(ranked, budget) for ranked in scores for budget in BUDGETS]
+    keeps = [keep for ranked in scores for keep in context_pass.kept(ranked)]
     return context_pass.losses(keeps).view(-1, len(scores), len(BUDGETS))
 
 

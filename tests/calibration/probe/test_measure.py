@@ -6,6 +6,8 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +44,26 @@ def model() -> LoadedModel:
 @pytest.fixture(scope="module")
 def data() -> CalibrationData:
     return tiny.calibration_data(120, 110, 100, 130, 90, 120)
+
+
+def test_scores_are_sorted_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    sorts: list[tuple[int, ...]] = []
+    argsort = torch.Tensor.argsort
+    monkeypatch.setattr(
+        torch.Tensor, "argsort", lambda each, *how, **more: (sorts.append(each.shape), argsort(each, *how, **more))[1]
+    )
+    seen: Any = SimpleNamespace(
+        prompt=SimpleNamespace(length=40),
+        free=torch.arange(4, 40),
+        passed=SimpleNamespace(model=SimpleNamespace(device="cpu")),
+    )
+    scores = torch.randn(2, 3, 36, generator=torch.Generator().manual_seed(0))
+    kept = ContextPass.kept(seen, scores)
+    assert len(sorts) == 2  # by score, and back
+    for budget, keep in zip(BUDGETS, kept, strict=True):
+        count = max(1, round(budget * 40))
+        assert (keep.sum(-1) == count).all()
+        assert keep[..., :4].sum(-1).eq(min(4, count)).all()
 
 
 @pytest.fixture(scope="module")
