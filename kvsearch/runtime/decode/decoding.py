@@ -110,13 +110,13 @@ class Decoding:
             self.peak[block.names] = np.maximum(self.peak[block.names], used)
         self.rule.prepare_step(over, real)
         self.columns += 1
-        if self.rule.policy.row == "layer" and (self.averages is None or not self.averages.holds(self.columns)):
+        if self.rule.policy.row == "layer" and (self.averages is None or self.columns > self.averages.columns):
             slots = [block.capacity for block in store.blocks]
             self.packed += self.averages is not None
             sequences = [block.rows for block in store.blocks]
             columns = self.columns + self.room
             empty = torch.inf if self.rule.ranks_by_row else 0.0  # then no slot without an entry comes into question
-            self.averages = AttentionAverages.growing(sequences, slots, store.batch, columns, empty)
+            self.averages = AttentionAverages(sequences, slots, store.batch, columns, empty)
 
     def _bias_dtype(self, keys: Tensor) -> torch.dtype:
         return torch.float32 if self.rule.policy.row is not None else keys.dtype
@@ -211,7 +211,7 @@ class Decoding:
                 done.add(index)
                 continue
             block.put(keys[:, 0], values[:, 0], step_plan, arriving)
-            into = None if self.averages is None else self.averages.own(index, step_plan.width)
+            into = None if self.averages is None else self.averages.parts[index][0, :, : step_plan.width]
             cached = block.first(step_plan.width)
             bias = block.bias_of(step_plan)
             full = step_plan.full
@@ -346,7 +346,7 @@ def fused_step(
 
 
 class AttentionAverages:
-    """A column for every token of every sequence, in which segments add up what they have of it.
+    """A column for every token of every sequence, and for some to come, in which segments add up what they have of it.
 
     `rows` are the sequences of the segments of each part, [S], of which it has `slots`; slots without an entry get
     `empty`, 0 or infinity.
@@ -355,9 +355,9 @@ class AttentionAverages:
     def __init__(
         self, rows: Sequence[Tensor], slots: Sequence[int], batch: int, columns: int, empty: float = 0.0
     ) -> None:
-        self.columns = columns
+        self.columns = columns + max(MIN_SPARE, int(columns * GROWTH))
         self.empty = empty
-        width = columns + 1  # in front, a column for slots without an entry
+        width = self.columns + 1  # in front, a column for slots without an entry
         self.sums = torch.empty(2, batch * width, device=rows[0].device)  # of attention, and how many hold the entry
         self.made_anew = self.sums.view(2, batch, width)[..., 1 if empty else 0 :]
         if empty:
@@ -366,21 +366,6 @@ class AttentionAverages:
         self.first = [sequences[:, None] * width + 1 for sequences in rows]  # [S, 1]
         # what is added up: attention, to be written by who makes it, and 1
         self.parts = [self.sums.new_ones(2, len(places), count) for places, count in zip(rows, slots, strict=True)]
-
-    @classmethod
-    def growing(
-        cls, rows: Sequence[Tensor], slots: Sequence[int], batch: int, columns: int, empty: float = 0.0
-    ) -> AttentionAverages:
-        """Make a averages with room for more tokens."""
-        return cls(rows, slots, batch, columns + max(MIN_SPARE, int(columns * GROWTH)), empty)
-
-    def holds(self, columns: int) -> bool:
-        """Tell whether there is a column for so many tokens."""
-        return columns <= self.columns
-
-    def own(self, part: int, count: int) -> Tensor:
-        """Return where the rows [S, C] of a part are to be written, for its first slots."""
-        return self.parts[part][0, :, :count]
 
     def layer_rows(self, positions: Sequence[Tensor]) -> list[Tensor]:
         """Average the rows over all heads of the layer that hold an entry, [S, C] fp32, for positions of each part."""

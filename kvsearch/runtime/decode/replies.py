@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ class GreedyReply:
         return self.generated[:-1] if self.generated[-1] in self.stop else self.generated
 
 
+@dataclass(eq=False)
 class Replies:
     """Greedy replies of one compressed batch: to questions that follow it, or as its own continuation.
 
@@ -67,26 +69,18 @@ class Replies:
         NonFiniteError: from both kinds of reply.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        cache: PlanCache,
-        mask: Tensor,
-        first: Tensor | None,
-        pad: int,
-        stop: set[int],
-        finished: Finished | None = None,
-    ) -> None:
-        self.model = model
-        self.cache = cache
-        self.mask = mask
-        self.first = first
-        self.pad = pad
-        self.stop = stop
-        self.finished = finished
-        self.lengths = mask.sum(-1, keepdim=True)
-        self._compressed: CacheMark | None = None
-        self.most = [0] * len(mask)  # entries held at a time while the last replies were made, see `PeakEntries`
+    model: Any
+    cache: PlanCache
+    mask: Tensor
+    first: Tensor | None
+    pad: int
+    stop: set[int]
+    finished: Finished | None = None
+    _compressed: CacheMark | None = None
+
+    def __post_init__(self) -> None:
+        self.lengths = self.mask.sum(-1, keepdim=True)
+        self.most = [0] * len(self.mask)  # entries held at a time while the last replies were made: `PeakEntries`
 
     def ask(self, questions: Sequence[Tensor], max_new_tokens: Sequence[int]) -> list[list[int]]:
         """Ask one question per sequence, any number of times: no question sees another.

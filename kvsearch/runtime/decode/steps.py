@@ -22,7 +22,6 @@ from kvsearch.runtime.stock import CACHE
 
 ROOM = 512  # tokens that room is made for at a time, at most
 MOST_GRAPHS = 32  # of one cache
-SPREAD = "the model is spread over several devices"
 SYNCHRONIZES = "called a synchronizing CUDA operation"
 FEWEST = 16  # tokens for which capturing pays
 WITHOUT = "decode steps run without CUDA graphs (attach(..., graphs=False) is silent about it)"
@@ -261,7 +260,7 @@ def not_captured(model: Any, cache: PlanCache) -> str | None:
         return "`exact` attention is that of transformers, which copies all keys for every token"
     if others := sorted({type(layer).__name__ for layer in cache.layers} - {"EvictingLayer"}):
         return f"layers of the model that the plan leaves alone have caches that move ({', '.join(others)})"
-    return SPREAD if is_spread(model) else None
+    return "the model is spread over several devices" if is_spread(model) else None
 
 
 def is_spread(model: Any) -> bool:

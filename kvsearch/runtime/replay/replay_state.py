@@ -135,7 +135,7 @@ class ReplayState:
             positions = self.cached.positions
             if self.averages is None:
                 self.averages = AttentionAverages([self.rows], [positions.shape[1]], self.batch, self.width)
-            self.averages.own(0, positions.shape[1]).copy_(row)
+            self.averages.parts[0][0, :, : positions.shape[1]].copy_(row)
             row = self.averages.layer_rows([positions])[0]
         step = Step(self.cached, torch.full_like(self.rows, self.own + token), self.seen, row)
         plan = limits.leaving(self.used, None)
