@@ -81,7 +81,7 @@ def making(paths: Sequence[Path | str]) -> float:
 
     start = time.process_time()
     groups = groups_of([open_path(Path(path)) for path in paths])
-    render(groups, "report")
+    render(groups)
     return time.process_time() - start
 
 
@@ -174,7 +174,7 @@ def made_up_report(
         "evaluations": candidates, "tokens": 500 * candidates, "settings": {
             "phases": "prefill", "protocol": "question-agnostic", "objective": "nll",
         },
-        "found": {BUDGET: found},
+        "found": {str(BUDGET): found},
     }  # fmt: skip
 
 

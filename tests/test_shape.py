@@ -283,7 +283,7 @@ def test_figures_with_limits(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1  # a list repeated by a condition is one too many
     figures = [int(line[52:60].replace(",", "")) for line in done.stdout.splitlines()]
-    assert figures == [13, 3, 1, 0, 0, 0, 1, 1, 2, 1, 1, 0, 550]
+    assert figures == [13, 3, 1, 0, 0, 0, 1, 1, 2, 1, 1, 0, 11]
 
 
 @pytest.mark.slow

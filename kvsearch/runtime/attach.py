@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import warn_beyond
 from kvsearch.models.memory import refuse_offloaded
-from kvsearch.runtime.attention import NAME, NO_DRAFTS, NO_SHARED_DRAFTS
+from kvsearch.runtime.attention import NAME, NO_DRAFTS, NO_DRAFTS_TAKEN_BACK, NO_SHARED_DRAFTS
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.decode.steps import CACHES, cache_of, stepping
 from kvsearch.runtime.observe import reread
@@ -141,6 +141,8 @@ class PlannedModel:
         attentions = kwargs.get("output_attentions")
         if drafting and (config.output_attentions if attentions is None else attentions):
             raise UsageError(NO_DRAFTS)
+        if drafting and self.program.decode is not None:
+            raise UsageError(NO_DRAFTS_TAKEN_BACK)
         allocation = self.program.allocation
         if drafting and allocation is not None and allocation.shares_layers:
             raise UsageError(NO_SHARED_DRAFTS)

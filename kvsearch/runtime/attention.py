@@ -38,6 +38,10 @@ NO_DRAFTS = (
     "prompt lookup and assisted decoding take attention weights apart, and attention under a plan gives none: drop "
     "output_attentions"
 )
+NO_DRAFTS_TAKEN_BACK = (
+    "prompt lookup and assisted decoding take tokens back, and under a plan that evicts while decoding what these "
+    "displaced is gone: drop the option, or use a plan without a decode phase"
+)
 NO_SHARED_DRAFTS = (
     "prompt lookup and assisted decoding draft tokens before all layers have seen the prompt, and this plan's layers "
     "share their entries: drop the option, or use a static plan"

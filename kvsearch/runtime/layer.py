@@ -209,8 +209,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         held = self.holder.appended if isinstance(self.holder, RaggedStore) else 0
         if count and self.decode is not None:
             raise UsageError(
-                "cannot take tokens back under a plan that evicts while decoding: what they displaced is gone (prompt "
-                "lookup and assisted decoding need a plan without a decode phase; elsewhere cache.mark() and rewind())"
+                "cannot take tokens back under a plan that evicts while decoding: what they displaced is gone (use "
+                "cache.mark() and cache.rewind())"
             )
         if count > held:
             raise UsageError(

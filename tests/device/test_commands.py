@@ -22,7 +22,7 @@ TOLERANCE = 1e-3
 # keys, and all that end in one of them
 # bytes: there are fewer, wider blocks where launching kernels is what costs; the SHA-256 of a profile: sums are of
 # smaller chunks on a CPU, so last bits differ (`test_profiles` compares the numbers)
-NOT_RESULTS = {"seconds", "at", "device", "versions", "speedup", "per_second", "bytes", "floor_share", "profile_sha256"}
+NOT_RESULTS = set("seconds at device versions speedup per_second bytes floor_share machine profile_sha256".split())
 ASKED = ("--length", 512, "--samples", 2, "--tasks", "synthetic:single")
 WINDOW, TWO = ("--set", "window=8"), ("--questions", 2)
 # in this order: later ones use what earlier ones wrote, in the folder {}

@@ -53,7 +53,7 @@ def peak_of(model: Any, cache: PlanCache, chunk: int | None = None) -> int:
 
 # times what is allocated that the arithmetic may say: of prompts that are read whole, and in chunks, where it counts
 # what attention and the MLP take as if both were there at a time
-CLOSE = {None: 1.15, 128: 1.6}
+CLOSE = {None: 1.15, 128: 1.65}
 
 
 @pytest.mark.parametrize(("policy", "decode"), [("full", False), ("snapkv", False), ("h2o", True), ("keydiff", True)])
