@@ -15,11 +15,11 @@ from kvsearch.models.architecture import warn_beyond
 from kvsearch.models.memory import refuse_offloaded
 from kvsearch.runtime.attention import NAME, NO_DRAFTS, NO_DRAFTS_TAKEN_BACK, NO_SHARED_DRAFTS
 from kvsearch.runtime.cache import PlanCache
-from kvsearch.runtime.decode.steps import CACHES, cache_of, stepping
+from kvsearch.runtime.decode.steps import stepping
 from kvsearch.runtime.observe import reread
 from kvsearch.runtime.program import Program, require_room
 from kvsearch.runtime.shared_prefill import prefill_all
-from kvsearch.runtime.stock import CACHE
+from kvsearch.runtime.stock import CACHE, CACHES, cache_of
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan

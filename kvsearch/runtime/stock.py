@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from importlib import import_module
@@ -16,7 +16,13 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 from kvsearch.models.architecture import decoder, describe, text_config
 
 CACHE = ALL_CACHE_NAMES[0]  # the argument in which models take a cache: past_key_values before transformers 5.24
+CACHES = ("cache", "past_key_values")  # what callers may call it
 OWN = "MiniMaxCache"  # of MiniMax, for the states of its lightning attention
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a model; None if there is none."""
+    return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
 
 
 def stock_layers(model: Any) -> list[Any]:

@@ -18,14 +18,13 @@ from torch import Tensor
 
 from kvsearch.core.errors import warn_once
 from kvsearch.runtime.cache import PlanCache
-from kvsearch.runtime.stock import CACHE
+from kvsearch.runtime.stock import CACHE, CACHES, cache_of
 
 ROOM = 512  # tokens that room is made for at a time, at most
 MOST_GRAPHS = 32  # of one cache
 SYNCHRONIZES = "called a synchronizing CUDA operation"
 FEWEST = 16  # tokens for which capturing pays
 WITHOUT = "decode steps run without CUDA graphs (attach(..., graphs=False) is silent about it)"
-CACHES = ("cache", "past_key_values")  # names of a cache among arguments: since transformers 5.24, and before
 INPUTS = ("input_ids", "position_ids", "attention_mask", "inputs_embeds", *CACHES)
 PLAIN = (type(None), bool, int, float, str)  # other arguments: they are part of what a step is
 
@@ -139,11 +138,6 @@ def repeating(model: Any, step: Callable[[], Any], tokens: int) -> RepeatedStep 
     """Return what captures a step of a model for so many tokens; None where nothing does or it does not pay."""
     graphs = graphs_for(model.device) if tokens >= FEWEST and not is_spread(model) else None
     return None if graphs is None else RepeatedStep(graphs, step)
-
-
-def cache_of(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache among the arguments of a model; None if there is none."""
-    return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
 
 
 def graphs_for(device: torch.device) -> CudaGraphs | None:
