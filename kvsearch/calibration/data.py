@@ -37,8 +37,7 @@ class Pair(_Record):
     """A question and the answer that is teacher-forced while importance is measured.
 
     `prefix` is how the reply begins; it is given to the model. `max_new_tokens`, if any, is how long a reply may be:
-    room is left for it, and of an answer or the model's own reply no more is taken. `kind` is the kind of question;
-    none: that of its context.
+    room is left for it, and of an answer or the model's own reply no more is taken. `kind` is for readers of the file.
     """
 
     question: Filled
@@ -49,13 +48,13 @@ class Pair(_Record):
 
     @property
     def content(self) -> list[str | int]:
-        """What its hash is of: a kind changes nothing that is asked."""
+        """What its hash is of."""
         more = [self.prefix, self.max_new_tokens]
         return [self.question, self.answer, *(more if any(more) else ())]
 
 
 class Text(_Record):
-    """One context: its text, or the file it is in (relative to the JSON file), what is asked of it, and its kind."""
+    """One context: its text, or the file it is in (relative to the JSON file), and what is asked of it."""
 
     text: Filled | None = None
     text_file: Annotated[Filled, Field(max_length=MOST_PATH)] | None = None
@@ -111,7 +110,6 @@ class Context:
     chat template is used where there is one. `recorded` is what the context is known by, see `kvsearch.plan.origin`
     (none: its text). `taken` has for every question what is teacher-forced of the model's own reply, nothing where it
     is not right, and `ended` says whether a reply has ended; both in token ids. Without a metric every reply is taken.
-    `kind` is the kind of text and of its questions that have none of their own (none: not known).
     """
 
     text: str
@@ -121,7 +119,6 @@ class Context:
     recorded: tuple[str, ...] = ()
     taken: tuple[TakenOf, ...] = ()
     ended: Callable[[list[int]], bool] | None = None
-    kind: str | None = None
 
     @property
     def hashes(self) -> tuple[str, ...]:
@@ -206,9 +203,7 @@ def load_calibration_data(path: str | Path, bare: bool = False) -> CalibrationDa
     except ValidationError as error:
         raise UsageError(describe_validation_error(error, str(path))) from error
     contexts = tuple(
-        Context(
-            _read_text(folder / str(item.text_file)) if item.text is None else item.text, item.questions, kind=item.kind
-        )
+        Context(_read_text(folder / str(item.text_file)) if item.text is None else item.text, item.questions)
         for item in parsed.contexts
     )
     return CalibrationData(parsed.name, parsed.prompt, contexts, content_hash(parsed.prompt, contexts))

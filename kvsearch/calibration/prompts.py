@@ -32,15 +32,13 @@ if TYPE_CHECKING:
 class Continuation:
     """Tokens after a prompt, ids [1, K]: a question and its answer, or the answer where the prompt has the question.
 
-    An own reply in its place has at most `most` tokens (0: not limited), of which `taken` are teacher-forced. `kind` is
-    the kind of question, if that is known.
+    An own reply in its place has at most `most` tokens (0: not limited), of which `taken` are teacher-forced.
     """
 
     tokens: Tensor
     answer: int  # where the answer starts
     most: int = 0
     taken: TakenOf | None = None
-    kind: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out, on the way to another process, what own replies alone are made with: it has a tokenizer."""
@@ -74,15 +72,6 @@ class CalibrationPrompt:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what own replies alone are made with."""
         return {**self.__dict__, "ended": None}
-
-    @property
-    def kinds(self) -> set[str | None]:
-        """The kinds of questions that follow; None: one that is not known."""
-        return {after.kind for after in self.continuations}
-
-    def only(self, kinds: set[str | None]) -> CalibrationPrompt:
-        """Return the prompt with questions of these kinds alone."""
-        return replace(self, continuations=tuple(after for after in self.continuations if after.kind in kinds))
 
     @property
     def length(self) -> int:
@@ -147,10 +136,7 @@ def prompts_of(
         ]
         ids = whole if limit is None else _fitted(form, context, whole, pairs, limit, f"calibration context {number}")
         truncated += ids.shape[1] < whole.shape[1]
-        own = [
-            (pair.max_new_tokens, taken, pair.kind or context.kind)
-            for pair, taken in zip_longest(context.questions, context.taken)
-        ]
+        own = [(pair.max_new_tokens, taken) for pair, taken in zip_longest(context.questions, context.taken)]
         followed: list[Continuation] = []
         text = text_of[number]
         for (question, answer), how in zip(pairs, own, strict=True):

@@ -109,7 +109,7 @@ def step_identity(
     texts = [
         [
             prompt.ids[0].tolist(),
-            [[after.kind, after.answer, *after.tokens[0].tolist()] for after in prompt.continuations],
+            [[after.answer, *after.tokens[0].tolist()] for after in prompt.continuations],
         ]
         for prompt in prompts
     ]

@@ -27,8 +27,7 @@ def data_of_tasks(
 ) -> CalibrationData:
     """Return the first `samples` contexts of every task with their questions; right replies in full are the answers.
 
-    They are drawn as an evaluation draws them, none of them `used`. Questions without an answer are left out. The kind
-    of a question is its category, where it has one, else its task.
+    They are drawn as an evaluation draws them, none of them `used`. Questions without an answer are left out.
 
     Raises:
         UsageError: a task has no usable question or no context that is not used, or fills contexts to a length above
@@ -68,9 +67,8 @@ def _context(judge: Judge, encoded: TaskPrompts, prompt: Prompt, text: str) -> C
             answer=query.right_reply or "",
             prefix=query.prefix,
             max_new_tokens=query.max_new_tokens,
-            kind=query.category or None,
         )
         for query in (question.query for question in prompt.questions)
     )
     taken = tuple(partial(judge.right, key, question.number, question.query) for question in prompt.questions)
-    return Context(text, pairs, task.prompt, task.chat, encoded.recorded[key], taken, judge.ended, task.name)
+    return Context(text, pairs, task.prompt, task.chat, encoded.recorded[key], taken, judge.ended)

@@ -18,7 +18,6 @@ from kvsearch.calibration.steps import SAMPLES, StepCache, count_steps, step_ide
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from tests import tiny
-from tests.calibration.probe.test_kinds import of_kinds
 
 DATA = tiny.calibration_data(40, 60)
 
@@ -98,7 +97,6 @@ def test_all_that_steps_depend_on_is_in_their_identity() -> None:
         identity(model),
         identity(model, seed=1),
         identity(model, tiny.calibration_data(40, 70)),
-        identity(model, of_kinds(DATA, "codes", "chains")),
         identity(tiny.wrap(other.model)),
         identity(tiny.loaded(rms_norm_eps=1e-3)),
         identity(replace(half, model=half.model.bfloat16())),

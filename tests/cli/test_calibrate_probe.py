@@ -24,7 +24,6 @@ def ranking(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     assert code == 0, talk
     assert "fitted on 1 context, chosen on 1, reported on 1" in talk
-    assert "no kinds of questions are named: whether the ranking carries over to other kinds is not known" in talk
     assert f"next: kvsearch calibrate bundled --policy probe={directory} -o {directory}-budgets" in talk
     code, out, _ = invoke("show", directory, "--json")
     assert json.loads(out)["tables"][0]["header"] == ["ranking", "5%", "10%", "20%"]

@@ -3,8 +3,7 @@
 Queries of all tokens that are asked after the contexts to fit on are turned back to position 0. Of them a bank is
 chosen for every kv head, in two ways: farthest points (each the farthest from those chosen before) and k-means (the
 queries nearest to the centres). Which way ranks better is decided on contexts that no query is of, and which heads an
-even spread moves less; how good the ranking is, also on a kind of question that a second bank has no queries of, is
-reported on others, as for a probe.
+even spread moves less; how good the ranking is, is reported on others, as for a probe.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from kvsearch.calibration.options import CANDIDATES, TARGETS, QueryBankOptions
 from kvsearch.calibration.probe.context_pass import ContextPass, QuestionBuilder
-from kvsearch.calibration.probe.contexts import ContextSplit, FitContexts, RankingCalibration
+from kvsearch.calibration.probe.contexts import FitContexts, RankingCalibration
 from kvsearch.calibration.probe.rankings import by_policy, prefers_spread, recalls, reported, spread_where
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.core.arrays import Floats
@@ -59,11 +58,8 @@ class Bank(NamedTuple):
 class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
     """A bank; the profile has "queries" [L, Hkv, G, N, D], and in "even" [L, Hkv] 1 for heads ranked evenly.
 
-    "recall", "text_loss", "kind_recall" and "kind_text_loss" are those of a probe; a second bank has no queries of the
-    kind that is left out.
+    "recall" and "text_loss" are those of a probe.
     """
-
-    reads_again = True
 
     def prepare(self) -> list[CalibrationPrompt]:
         require_plain_rotary(self.loaded.model, f"policy {METHOD}")
@@ -72,20 +68,16 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
     @torch.no_grad()
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         contexts = FitContexts.of(self, prompts, self.steps, progress)
-        bank = _chosen(contexts, contexts.parts, self.options)
-        fitted = [bank.policy(contexts)]
-        fits = [by_policy(0)]
-        if contexts.others is not None:
-            fitted.append(_chosen(contexts, contexts.others, self.options).policy(contexts))
-            fits.insert(0, by_policy(1))
-        report = partial(contexts.read, contexts.parts.report, policies=[*fitted, *self.policies])
-        judged = reported(fits, report, contexts.left_out, len(fitted))
+        bank = _chosen(contexts, self.options)
+        policies = [bank.policy(contexts), *self.policies]
+        judged = reported(by_policy(0), partial(contexts.read, contexts.parts.report, policies=policies), first=1)
         arrays = {**bank.arrays, **judged}
         return contexts.profile(METHOD, arrays, {"chosen_by": bank.how}, bank.even, bank.unseen)
 
 
-def _chosen(contexts: FitContexts, parts: ContextSplit, options: QueryBankOptions) -> Bank:
+def _chosen(contexts: FitContexts, options: QueryBankOptions) -> Bank:
     """Return a bank of queries that are asked of the contexts to fit on, by what is best on those to choose on."""
+    parts = contexts.parts
     random = torch.Generator().manual_seed(options.seed)
     share = -(-CANDIDATES // len(parts.fit))
     places = {prompt.context: places_asked(prompt, contexts.builder, share, random) for prompt in parts.fit}

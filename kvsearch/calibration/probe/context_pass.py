@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import chain
 
 import torch
@@ -134,25 +134,16 @@ class ContextPass:
         return places.expand(len(self.passed.noted), self.passed.noted[0].norms.shape[1], -1)
 
     @cached_property
-    def importance_by_kind(self) -> Mapping[str | None, Tensor]:
-        """The largest importance over all that is asked of each kind (None: no known one), [L, Hkv, T] on the CPU."""
-        found: dict[str | None, Tensor] = {}
-        for after in chain.from_iterable(self.asked.values()):
-            values = self.passed.ask(after.tokens).importance[..., self.free]
-            if not bool(values.isfinite().all()):
-                raise IncompatibleError(self.refusal)
-            found[after.kind] = torch.maximum(found[after.kind], values) if after.kind in found else values
-        return found
-
-    @property
     def largest(self) -> Tensor:
-        """The largest importance over all that is asked, [L, Hkv, T]."""
-        return torch.stack(list(self.importance_by_kind.values())).amax(0)
-
-    def largest_without(self, kind: str) -> Tensor | None:
-        """Return the largest importance over all that is asked but questions of a kind; None: nothing else is."""
-        rest = [values for other, values in self.importance_by_kind.items() if other != kind]
-        return torch.stack(rest).amax(0) if rest else None
+        """The largest importance over all that is asked, [L, Hkv, T] on the CPU."""
+        importances = (
+            self.passed.ask(after.tokens).importance[..., self.free]
+            for after in chain.from_iterable(self.asked.values())
+        )
+        largest = reduce(torch.maximum, importances)
+        if not bool(largest.isfinite().all()):
+            raise IncompatibleError(self.refusal)
+        return largest
 
     def kept(self, scores: Tensor) -> list[Tensor]:
         """Mark what stays of a context at each of `BUDGETS`, [L, Hkv, length] bool, by scores [L, Hkv, T] of `free`."""

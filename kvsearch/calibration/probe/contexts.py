@@ -1,4 +1,4 @@
-"""The contexts of a fit: shared out, read one at a time, and without a kind of question for a second fit."""
+"""The contexts of a fit: shared out, and read one at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,43 +69,15 @@ def split(prompts: Sequence[CalibrationPrompt], seed: int) -> ContextSplit:
     return ContextSplit(*([prompts[number] for text in part for number in text] for part in parts))
 
 
-def kind_to_leave_out(parts: ContextSplit) -> str | None:
-    """Return a kind of question that is reported on, and can be left out of a second fit; None: there is none.
-
-    There must be other contexts to fit and to choose on. A kind that the first fit saw is preferred, and of such kinds
-    the one with most questions to report on; the seed, which shared out the contexts, decides between equals.
-    """
-    asked = [after.kind for prompt in parts.report for after in prompt.continuations if after.kind is not None]
-    seen = known_kinds(parts.fit)
-    apart = [
-        kind
-        for kind in dict.fromkeys(asked)
-        if all(any(prompt.kinds != {kind} for prompt in part) for part in (parts.fit, parts.choose))
-    ]
-    if len(known_kinds([prompt for part in parts for prompt in part])) < 2:
-        return None
-    return max(apart, key=lambda kind: (kind in seen, asked.count(kind)), default=None)
-
-
-def known_kinds(prompts: Sequence[CalibrationPrompt]) -> set[str]:
-    """Return the kinds of questions that these prompts ask, as far as they are known."""
-    return {kind for prompt in prompts for kind in prompt.kinds if kind is not None}
-
-
 @dataclass(frozen=True, eq=False)
 class FitContexts:
-    """Contexts to fit on, to choose on and to report on, and how they are asked.
-
-    `others` are those with a question of any kind but `left_out`, with these questions alone; None: none is left out.
-    """
+    """Contexts to fit on, to choose on and to report on, and how they are asked."""
 
     calibration: RankingCalibration[Any]
     builder: QuestionBuilder
     prompts: Sequence[CalibrationPrompt]
     given: Mapping[int, CalibrationPrompt]  # with the right answers, by context
     parts: ContextSplit
-    left_out: str | None
-    others: ContextSplit | None
     steps: StepCache
     ticks: Iterator[int]
 
@@ -129,13 +101,10 @@ class FitContexts:
             together = [prompts[first : first + TOGETHER] for first in range(0, len(prompts), TOGETHER)]
             prompts = with_own_replies(calibration.loaded, together, options.answer_tokens, steps)
         parts = split(prompts, options.seed)
-        left_out = kind_to_leave_out(parts) if "answers" in builder.targets else None
-        others = None if left_out is None else without(parts, left_out)
-        again = [] if others is None else others.choose
-        passes = len(parts.fit) + TIMES * (len(parts.choose) + len(again)) + len(parts.report)  # about
+        passes = len(parts.fit) + TIMES * len(parts.choose) + len(parts.report)  # about
         ticks = counted(iter(range(passes)), passes, progress)
         next(ticks, None)  # the next one tells that the first is done
-        return cls(calibration, builder, prompts, given, parts, left_out, others, steps, ticks)
+        return cls(calibration, builder, prompts, given, parts, steps, ticks)
 
     def read(
         self, prompts: Sequence[CalibrationPrompt], measure: Measure, policies: Sequence[Policy] = ()
@@ -145,7 +114,7 @@ class FitContexts:
         work = partial(_measured, measure=measure, policies=policies, options=options, builder=self.builder)
 
         def make(some: Sequence[CalibrationPrompt]) -> Iterator[Arrays]:
-            return self.calibration.loaded.map(work, [(one, self.given[one.context].only(one.kinds)) for one in some])
+            return self.calibration.loaded.map(work, [(prompt, self.given[prompt.context]) for prompt in some])
 
         for arrays in self.steps.stage(prompts, make):
             yield arrays
@@ -160,15 +129,11 @@ class FitContexts:
         """
         options = self.calibration.options
         layers = describe(self.calibration.loaded.model).full_layers
-        kinds: dict[str, Any] = {"kinds": len(known_kinds(self.prompts))} if "answers" in self.builder.targets else {}
-        if self.left_out is not None:
-            reported = [after.kind for prompt in self.parts.report for after in prompt.continuations]
-            kinds |= {"left_out": self.left_out, "left_out_questions": reported.count(self.left_out)}
         common = {
             "data": self.calibration.data.name, **options.settings(), WRITTEN_FOR: VERSION,
             "rankings": (method, *COMPARED), "targets": self.builder.targets,
             "without_questions": sum(not prompt.continuations for prompt in self.prompts), "at": BUDGETS,
-            "contexts": tuple(map(len, self.parts)), **kinds, "spread_heads": int((even & ~unseen).sum()),
+            "contexts": tuple(map(len, self.parts)), "spread_heads": int((even & ~unseen).sum()),
             "unseen_heads": tuple(f"{layers[row]}.{head}" for row, head in unseen.nonzero().tolist()),
         }  # fmt: skip
         lengths = [prompt.length for prompt in self.prompts]
@@ -196,12 +161,7 @@ AnyRanking = TypeVar("AnyRanking", bound=RankingOptions)
 
 
 class RankingCalibration(Calibration[AnyRanking]):
-    """A ranking that is fitted, and compared with built-in policies.
-
-    `reads_again`: a second fit, without a kind of question, reads the contexts to fit on again.
-    """
-
-    reads_again: ClassVar[bool]
+    """A ranking that is fitted, and compared with built-in policies."""
 
     def prepare(self) -> list[CalibrationPrompt]:
         options = self.options
@@ -224,19 +184,12 @@ class RankingCalibration(Calibration[AnyRanking]):
         builder = self.builder(prompts)
         parts = split(prompts, self.options.seed)
         work = Work()
-        fits = parts.fit
-        choices = parts.choose
         if "answers" in builder.targets:
             work += reply_work(prompts, self.options)
-            left_out = kind_to_leave_out(parts)
-            if left_out is not None:
-                second = without(parts, left_out)
-                choices = choices + second.choose
-                fits = fits + second.fit if self.reads_again else fits
         readings = (  # contexts, passes over each, and times that what is asked of them is read
-            (fits, 1, 1),
-            (choices, TIMES, 1 + 2 * len(BUDGETS)),  # replies are forced under the full cache, and under two rankings
-            (parts.report, 1, 2 + (len(COMPARED) + 2) * len(BUDGETS)),
+            (parts.fit, 1, 1),
+            (parts.choose, TIMES, 1 + 2 * len(BUDGETS)),  # replies under the full cache and two rankings
+            (parts.report, 1, 2 + (len(COMPARED) + 1) * len(BUDGETS)),
         )
         for some, passes, times in readings:
             for prompt in some:
@@ -244,10 +197,3 @@ class RankingCalibration(Calibration[AnyRanking]):
                 work += Work.over([prompt.length], passes)
                 work += Work.over((after.tokens.shape[1] for after in asked), times)
         return work * RANKED
-
-
-def without(parts: ContextSplit, kind: str) -> ContextSplit:
-    """Return the contexts of which anything but questions of a kind is asked, with that alone."""
-    return ContextSplit(
-        *([prompt.only(prompt.kinds - {kind}) for prompt in part if prompt.kinds != {kind}] for part in parts)
-    )

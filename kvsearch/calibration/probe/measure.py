@@ -38,10 +38,8 @@ RIDGE = (1e-4, 1e-2, 1.0)  # strengths that are tried
 STRONG = (1.0,)  # with few contexts
 WIDTH, STEPS, BATCH, DECAY = 32, 1200, 1024, 1e-2
 OWN = ("key", "value", "value_norm")  # what is an entry's own, whatever its context
-EVERYTHING = "everything"  # the largest importance over all targets
-OTHERS = "others"  # the same without the kind of question that is left out
 FEATURE = "features"  # arrays of what is drawn
-TARGET = "target"
+TARGET = "target"  # the largest importance over all that is asked
 
 ROUNDOFF = 1e-6
 UNSEEN = -30.0  # log importance where nothing was looked at: below all others, and still told apart as exp of it
@@ -58,37 +56,20 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
     there; "text_loss" [N, P, B] is how far next-token distributions of replies move where all heads keep as much (total
     variation), on every text. Policies are the setting "rankings" of the provenance, the probe first; all protect the
     same entries.
-
-    Where the data have two kinds of questions or more, one is left out of a second fit, by regressions alone.
-    "kind_recall" and "kind_text_loss" are of that kind's questions on the contexts to report on, with one policy more:
-    the fit that never saw the kind comes first. Which kind it is and how many questions are the settings "left_out" and
-    "left_out_questions".
     """
-
-    reads_again = False  # the second fit takes what was sampled for the first
 
     @torch.no_grad()
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         options = self.options
         contexts = FitContexts.of(self, prompts, self.steps, progress)
         parts = contexts.parts
-        left_out = contexts.left_out
         places = draw_places(parts.fit, options)
-        samples = list(contexts.read(parts.fit, partial(sample_entries, places=places, left_out=left_out)))
+        samples = list(contexts.read(parts.fit, partial(sample_entries, places=places)))
         few = len(parts.fit) < FEW
         fitted = fit_candidates(self.loaded, samples, options, few, self.steps)
         layers = describe(self.loaded.model).full_layers
         weights, spread = _chosen(fitted, partial(contexts.read, parts.choose), options, layers)
-        fits = [partial(scores_of, weights)]
-        if (others := contexts.others) is not None:
-            linear = options.model_copy(update={"form": "linear"})
-            numbers = {prompt.context for prompt in others.fit}
-            rest = [sample for sample, prompt in zip(samples, parts.fit, strict=True) if prompt.context in numbers]
-            second = fit_candidates(self.loaded, rest, linear, len(rest) < FEW, self.steps, OTHERS)
-            never, _ = _chosen(second, partial(contexts.read, others.choose), linear, layers)
-            fits.insert(0, partial(scores_of, never))
-        report = partial(contexts.read, parts.report, policies=self.policies)
-        judged = reported(fits, report, left_out)
+        judged = reported(partial(scores_of, weights), partial(contexts.read, parts.report, policies=self.policies))
         settings = {"features": options.looked_at, "few_contexts": few}
         arrays = {name: array.numpy() for name, array in weights.arrays._asdict().items()}
         return contexts.profile(METHOD, {**arrays, **judged}, settings, spread | fitted.unseen, fitted.unseen)
@@ -149,20 +130,12 @@ def draw_places(prompts: Sequence[CalibrationPrompt], options: ProbeOptions) -> 
     return {context: torch.randperm(count, generator=random)[:each].sort().values for context, count in free.items()}
 
 
-def sample_entries(
-    context_pass: ContextPass, places: Mapping[int, Tensor], left_out: str | None = None
-) -> dict[str, Tensor]:
-    """Return arrays of the entries at `places` [n] of a context: features [Hkv, n, F] by layer, targets [L, Hkv, n].
-
-    Where a kind of question is `left_out`, there is also the target `OTHERS`, if anything else is asked.
-    """
+def sample_entries(context_pass: ContextPass, places: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Return arrays of the entries at `places` [n] of a context: features [Hkv, n, F] by layer, targets [L, Hkv, n]."""
     some = places[context_pass.prompt.context]
-    whole = {EVERYTHING: context_pass.largest}
-    if left_out is not None and (others := context_pass.largest_without(left_out)) is not None:
-        whole[OTHERS] = others
     return {
         **{f"{FEATURE}.{row}": layer.noted[:, some].clone() for row, layer in enumerate(context_pass.passed.noted)},
-        **{f"{TARGET}.{name}": log_importance(values)[..., some].clone() for name, values in whole.items()},
+        TARGET: log_importance(context_pass.largest)[..., some].clone(),
     }
 
 
@@ -185,19 +158,14 @@ class LayerSamples(Sequence[LayerSample]):
 
 
 def fit_candidates(
-    loaded: LoadedModel,
-    samples: Sequence[Arrays],
-    options: ProbeOptions,
-    few: bool,
-    steps: StepCache,
-    target: str = EVERYTHING,
+    loaded: LoadedModel, samples: Sequence[Arrays], options: ProbeOptions, few: bool, steps: StepCache
 ) -> CandidateFits:
     """Fit every candidate in every layer: regressions, a network if options say so, and last an even spread.
 
     Regressions are tried on all features, and on those that are an entry's own alone. With `few` contexts there is
     strong shrinkage only, and no network.
     """
-    worth = torch.cat([torch.from_numpy(arrays[f"{TARGET}.{target}"]) for arrays in samples], -1)
+    worth = torch.cat([torch.from_numpy(arrays[TARGET]) for arrays in samples], -1)
     unseen = (worth == 0).all(-1)  # where all importance is 0, so is what is fitted
     work = partial(_fit_layer, options=options, few=few)
 

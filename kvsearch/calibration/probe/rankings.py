@@ -87,39 +87,29 @@ def recalls(scores: Sequence[Tensor], importance: Tensor) -> Tensor:
     return torch.from_numpy(np.stack([recall_of(importance.gather(-1, order).numpy()) for order in orders]))
 
 
-def reported(fits: Sequence[Ranking], read: Measured, left_out: str | None, first: int = 0) -> dict[str, Floats]:
-    """Return "recall" [P, B, L, Hkv] of the last of `fits` and of the policies that it is compared with, and losses.
+def reported(fit: Ranking, read: Measured, first: int = 0) -> dict[str, Floats]:
+    """Return "recall" [P, B, L, Hkv] of a fit and of the policies that it is compared with, and losses.
 
-    "text_loss" [N, P, B] has a row of every text. Where a kind of question is `left_out`, the first of two fits never
-    saw it: "kind_recall" and "kind_text_loss" are those for that kind, of P + 1 rankings. The policies are those that
-    contexts are read with, from the number `first` on; all protect the same entries.
+    "text_loss" [N, P, B] has a row of every text. The policies are those that contexts are read with, from the number
+    `first` on; all protect the same entries.
     """
-    rankings = [*fits, *(by_policy(first + number) for number in range(len(COMPARED)))]
+    rankings = [fit, *(by_policy(first + number) for number in range(len(COMPARED)))]
 
     def measure(context_pass: ContextPass) -> dict[str, Tensor]:
         scores = [ranking(context_pass) for ranking in rankings]
-        lost = losses(scores, context_pass)
-        whole = slice(len(fits) - 1, None)
-        measured = {
+        return {
             "text": torch.tensor([context_pass.prompt.text]),
-            "recall": recalls(scores[whole], context_pass.largest), "loss": lost[:, whole].mean(0),
-        }  # fmt: skip
-        of_kind = [after.kind == left_out for after in context_pass.judged]
-        if left_out is not None and any(of_kind):
-            measured["kind_recall"] = recalls(scores, context_pass.importance_by_kind[left_out])
-            measured["kind_loss"] = lost[of_kind].mean(0)
-        return measured
+            "recall": recalls(scores, context_pass.largest),
+            "loss": losses(scores, context_pass).mean(0),
+        }
 
     contexts = [dict(arrays) for arrays in read(measure)]
-    found: dict[str, Floats] = {}
-    for kind in ("", "kind_"):
-        asked = [arrays for arrays in contexts if f"{kind}loss" in arrays]
-        if asked:
-            texts = group_by_text(arrays["text"].item() for arrays in asked)
-            losses_of = [np.mean([asked[number][f"{kind}loss"] for number in text], axis=0) for text in texts]
-            found[f"{kind}text_loss"] = np.stack(losses_of).astype(np.float32)
-            found[f"{kind}recall"] = np.mean([arrays[f"{kind}recall"] for arrays in asked], axis=0).astype(np.float32)
-    return found
+    texts = group_by_text(arrays["text"].item() for arrays in contexts)
+    text_losses = [np.mean([contexts[number]["loss"] for number in text], axis=0) for text in texts]
+    return {
+        "text_loss": np.stack(text_losses).astype(np.float32),
+        "recall": np.mean([arrays["recall"] for arrays in contexts], axis=0).astype(np.float32),
+    }
 
 
 def recall_of(importance: Floats) -> Floats:

@@ -22,7 +22,6 @@ from kvsearch.policies.fitted import parse_policy
 from kvsearch.report.ranking import RankingView
 from kvsearch.runtime.attention import running
 from tests import tiny
-from tests.calibration.probe.test_kinds import of_kinds
 from tests.calibrations import calibrate_query_bank
 
 DATA = tiny.calibration_data(100, 110, 104)
@@ -52,21 +51,6 @@ def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
     create_policy(name, params).check_model(model.fingerprint)
     with pytest.raises(UsageError, match="has no weights of policy probe: it is a profile of 'query_bank'"):
         parse_policy(f"probe={tmp_path}")
-
-
-def test_a_second_bank_has_no_queries_of_a_kind(model: LoadedModel) -> None:
-    """What is reported of that kind is what is reported of a probe."""
-    data = of_kinds(tiny.calibration_data(80, 82, 84, 86, 88, questions=1), "codes", "chains")
-    profile = calibrate_query_bank(model, data, SMALL)
-    layers, heads = profile.metadata.shape
-    assert profile.arrays["even"].shape == (layers, heads)
-    assert profile.metadata.provenance.settings["spread_heads"] == profile.arrays["even"].sum()
-    assert profile.arrays["text_loss"].shape == (1, 1 + len(COMPARED), 3)
-    assert profile.arrays["kind_recall"].shape == (2 + len(COMPARED), 3, layers, heads)
-    found = RankingView(profile).left_out
-    assert found is not None and found.losses.rankings[:2] == ("without the kind", "query_bank")
-    assert found.losses.mean[0].tolist() != found.losses.mean[1].tolist()
-    assert any(found.words == line for line in RankingView(profile).remarks())
 
 
 def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> None:

@@ -12,14 +12,13 @@ from kvsearch.calibration.options import ProbeOptions, QueryBankOptions
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime.observe import DensePass
 from tests import tiny
-from tests.calibration.probe.test_kinds import of_kinds
 from tests.calibrations import calibrate
 
 FITS = {
     "probe": ProbeOptions(entries=100, form="linear", features=("value_norm", "spread"), answer_tokens=2),
     "query_bank": QueryBankOptions(bank=3, answer_tokens=2),
 }
-DATA = of_kinds(tiny.calibration_data(80, 82, 84, 86, 88, questions=1), "codes", "chains")
+DATA = tiny.calibration_data(80, 82, 84, 86, 88, questions=1)
 
 
 def fitted(model: LoadedModel, name: str, directory: Path | None) -> bytes:

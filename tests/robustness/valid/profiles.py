@@ -83,12 +83,11 @@ def rankings(first: int = 0) -> list[bytes]:
 def compared_rankings() -> list[bytes]:
     """Profiles of fitted rankings with all that `show` says of them."""
     rng, names, at = np.random.default_rng(3), ("probe", "snapkv", "h2o"), (0.1, 0.2)
-    settings = {"rankings": names, "at": at, "targets": ("answers",), "contexts": (3, 1, 2), "kinds": 1}
-    more = {"left_out": "codes", "left_out_questions": 2, "unseen_heads": ("0.1", "1.0"), "without_questions": 2}
+    settings = {"rankings": names, "at": at, "targets": ("answers",), "contexts": (3, 1, 2)}
+    more = {"unseen_heads": ("0.1", "1.0"), "without_questions": 2}
     found = []
     for told in ({**settings, "features": SCORES}, {**settings, **more, "few_contexts": True}):
         shapes = {"recall": (3, 2, 2, 2), "text_loss": (2, 3, 2)}
-        shapes |= {"kind_recall": (4, 2, 2, 2), "kind_text_loss": (2, 4, 2)} if "left_out" in told else {}
         arrays = {name: rng.uniform(0.1, 1, shape) for name, shape in shapes.items()}
         arrays["text_loss"][:, 0] /= 10  # the fit is the best
         made = ranking(layers=(0, 1), heads=2, **arrays)
