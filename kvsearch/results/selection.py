@@ -79,6 +79,10 @@ class SelectionResult(Result):
         Size(self.budget, self.ratio)
         if len(self.decisions) != len(self.outcomes) or all(one.phases != self.phases for one in self.outcomes):
             raise ValueError("outcomes are not those of its phases and decisions")
+        for outcome in self.outcomes:
+            names = {method.name for method in outcome.methods}
+            if not {outcome.best, outcome.written} <= names:
+                raise ValueError("an outcome is of methods that were not compared")
         return self
 
     @cached_property
