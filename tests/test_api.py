@@ -88,14 +88,6 @@ def test_what_is_wrong_is_told_in_the_words_of_python(loaded: dict[str, Any], tm
     loaded["model"].eval()
 
 
-def test_calibrate_then_export(tmp_path: Path) -> None:
-    profile = kvsearch.calibrate("bundled", output=tmp_path / "run", questions=2, policy="keydiff")
-    assert profile.metadata.questions == 2
-    assert profile.to_bytes() == kvsearch.load_profile(tmp_path / "run" / "profile.safetensors").to_bytes()
-    plan = kvsearch.export(tmp_path / "run", ratio=0.8, output=tmp_path / "plan.json")
-    assert kvsearch.load_plan(tmp_path / "plan.json") == plan
-
-
 def test_the_configuration_of_a_run_is_a_recipe(tmp_path: Path) -> None:
     first = kvsearch.calibrate("bundled", output=tmp_path / "one", questions=2, normalization="layer")
     again = kvsearch.calibrate(recipe=tmp_path / "one" / "config.json", output=tmp_path / "two")

@@ -103,13 +103,6 @@ def test_what_is_wrong_is_told_before_anything_that_computes_is_imported(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_policy_that_computes_imports_torch() -> None:
-    code = "from kvsearch.policies.random import uniform; print(uniform(7, 3).shape)"
-    out, found = loaded(code)
-    assert out == "torch.Size([])\n"
-    assert "torch" in found
-
-
 def test_results_are_shown_and_drawn_without_what_computed_them() -> None:
     code = "import kvsearch.report.artifacts, kvsearch.report.page, kvsearch.jobs.report"
     code += ", kvsearch.report.integrity, kvsearch.strategies.from_yaml, kvsearch.budgets.plan_checks"

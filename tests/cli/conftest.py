@@ -1,17 +1,24 @@
-"""Commands, and one calibration of the bundled model that all tests of the command line share."""
+"""Commands, and what all tests of the command line share: one calibration of the bundled model, and inputs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from kvsearch.cli import app
+from kvsearch.models.loading import load
+from tests import tiny
+from tests.robustness.inputs import calibration_file
 from tests.runs.guard import every_write_locked
-from tests.shared import finished_once
+from tests.shared import finished_once, folder_once
+from tests.signals.profiles import make_signals, signal_metadata
 
+PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 8}, "streaming": {"sinks": 4}, "tova": {}}
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -40,3 +47,19 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return invoke("export", directory, "--ratio", 0.8, "-o", directory / "plan.json")
 
     return finished_once(tmp_path_factory, "calibrated", make).folder / "run"
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Questions, texts and a calibration, in the bundled model's language."""
+
+    def fill(folder: Path) -> None:
+        tiny.task_file(folder / "mine.jsonl", 40, length=100, facts=3)
+        calibration_file(folder / "texts.json", 4)
+        (folder / "polykv").mkdir()
+        signals = make_signals(signal_metadata(load("bundled").fingerprint, PATTERNS, budgets=(24,)))
+        (folder / "polykv" / "profile.safetensors").write_bytes(signals.to_bytes())
+        config = {"model": "bundled", "recipe": {"method": "polykv"}, "seed": 0}
+        (folder / "polykv" / "config.json").write_text(json.dumps(config))
+
+    return folder_once(tmp_path_factory, "verbs", fill)

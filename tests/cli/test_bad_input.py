@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from pathlib import Path
@@ -32,34 +31,6 @@ def copy_of_bundled(directory: Path) -> Path:
     return Path(shutil.copytree(resource("data/bundled"), directory / "model"))
 
 
-# --- models -------------------------------------------------------------------------------------------------------
-
-
-# --- calibration --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--method", "lukw"), "unknown method 'lukw'; did you mean 'lukv'?"),
-        (("--policy", "full"), "evicts nothing"),
-        (("--set", "windw=3"), "did you mean 'window'?"),
-        (("--set", "window"), "not of the form key=value"),
-        (("--normalization", "layers"), "did you mean 'layer'?"),
-        (("--recipe", "none.yaml"), "none.yaml"),
-        (("--set", "window=600"), "too short"),
-    ],
-)
-def test_bad_calibration(run: Run, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    refused(run, USAGE, words, "calibrate", "bundled", "-o", tmp_path / "run", *arguments)
-
-
-def test_an_output_that_is_a_file(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    refused(run, USAGE, "is a file", "calibrate", "bundled", "-o", tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 # --- plans and profiles -------------------------------------------------------------------------------------------
 
 
@@ -75,39 +46,6 @@ def test_a_plan_of_another_model(run: Run, calibrated: Path, tmp_path: Path) -> 
     assert run("plan", "uniform", model, "--policy", "snapkv", "--budget", 64, "-o", other)[0] == 0
     message = refused(run, INCOMPATIBLE, "another model", "evaluate", "bundled", "--plan", other)
     assert f"{str(model)!r}, and this is 'bundled': it has other weights (" in message
-
-
-def test_a_plan_of_the_same_model_under_another_name(run: Run, tmp_path: Path) -> None:
-    """Weights and shape decide, in both directions."""
-    model = copy_of_bundled(tmp_path)
-    for made, used in ((model, "bundled"), ("bundled", model)):
-        assert run("plan", "uniform", made, "--policy", "snapkv", "--budget", 64, "-o", tmp_path / "p.json")[0] == 0
-        code, _, talk = run("generate", used, "--plan", tmp_path / "p.json", "--prompt", "the fox", "--context", "a")
-        assert code == 0, talk
-        (tmp_path / "p.json").unlink()
-
-
-# --- evaluation ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--tasks", "synthetic:multkey"), "did you mean 'multikey'?"),
-        (("--tasks", "jsonl:no.jsonl"), "no.jsonl"),
-        (("--length", "100"), "at least 512"),
-        (("--samples-file", "replies.json"), "name a .csv file"),
-    ],
-)
-def test_bad_evaluations(run: Run, calibrated: Path, arguments: tuple[str, ...], words: str) -> None:
-    refused(run, USAGE, words, "evaluate", "bundled", "--plan", calibrated / "plan.json", *arguments)
-
-
-def test_a_question_that_does_not_fit(run: Run, calibrated: Path, tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text(json.dumps({"context": "a fox . " * 9, "question": "who ?", "answers": ["fox"]}))
-    tasks = f"jsonl:{tmp_path / 't.jsonl'}"
-    arguments = ("--plan", calibrated / "plan.json", "--tasks", tasks, "--max-length", 5)
-    refused(run, INCOMPATIBLE, "leave no room for the context within 5 tokens", "evaluate", "bundled", *arguments)
 
 
 # --- the machine --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kvsearch.benchmark.cache_costs import CacheCosts
-from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.core.errors import EnvironmentFault
 from kvsearch.models import shapes
 from kvsearch.models.architecture import describe
 from kvsearch.report.costs import SpeedView
@@ -133,33 +133,3 @@ def test_shapes_are_those_of_the_models(name: str) -> None:
     }[name]  # fmt: skip
     assert (shape.kv_heads, shape.head_dim, shape.layers) == (8, 128, layers)
     assert billions == pytest.approx(size, abs=0.005)
-
-
-def test_unknown_shapes() -> None:
-    with pytest.raises(UsageError, match=r"unknown shape 'llama-3-8b'; did you mean 'llama-3\.1-8b'"):
-        shapes.random_model("llama-3-8b")
-    with pytest.raises(UsageError, match="has 32 layers"):
-        shapes.random_model("llama-3.1-8b", layers=33)
-
-
-def test_what_is_refused(run: Run, tmp_path: Path) -> None:
-    def refused(words: str, *arguments: object, expected: int = 2) -> None:
-        code, _, talk = run("bench", *arguments)
-        assert (code, talk.count("\n")) == (expected, 1), talk
-        assert words in talk
-
-    refused("give a MODEL or a --shape", "bundled", "--shape", "llama-3.1-8b", "--budget", 9)
-    refused("give --plan, --budget or --ratio", "bundled")
-    refused("--layers is of a --shape", "bundled", "--layers", 2, "--budget", 9)
-    refused(
-        "give the MODEL of the plan, or --policy and --budget",
-        "--shape",
-        "qwen3-8b",
-        "--plan",
-        tmp_path / "plan.json",
-    )
-    refused("is below the 32 entries that snapkv always keeps", "bundled", "--budget", 9)
-    refused("takes 4096 tokens, not 4128", "bundled", "--budget", 40, "--length", 4096, expected=4)
-    refused("either a ratio", "bundled", "--budget", 40, "--ratio", 0.5)
-    refused("--skewed and --phases are of --policy", "bundled", "--plan", tmp_path / "plan.json", "--skewed")
-    refused("--batch", "bundled", "--budget", 40, "--batch", "0")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,6 @@ from kvsearch.plan import Profile, load_plan, load_profile
 from kvsearch.report.profile import profile_parts
 from tests import tiny
 from tests.cli.conftest import Run, invoke
-from tests.cli.test_bad_input import USAGE, refused
 
 METHODS = ("lava", "cake", "adakv")
 CONTEXTS, QUESTIONS = 3, 2
@@ -78,33 +76,3 @@ def test_calibrate_export_and_show(
     for title in ("local eviction ratio at 0.8", "standard deviation of the local eviction ratio", "rank correlation"):
         assert title in page
     assert "\x1b" not in page
-
-
-def test_what_is_said_while_it_runs(run: Run, short: Path, tmp_path: Path) -> None:
-    arguments = ("calibrate", "bundled", "-o", tmp_path / "run", "--data", short, "--method")
-    _, _, talk = run(*arguments, "cake")
-    said = " ".join(talk.split())
-    assert "calibrating bundled by cake for cake on 3 contexts with 6 questions from short" in said
-    assert "tau1 1, tau2 1: CAKE's authors tuned none for bundled at 1024 entries per kv head" in said
-    code, out, talk = run(*arguments, "lava", "--force", "--quiet", "--json")
-    assert (code, talk) == (0, "")
-    assert json.loads(out)["method"] == "lava"
-
-
-def test_one_prompt_cannot_tell(calibrated_by: Calibrated, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = calibrated_by("--method", "adakv", "--questions", 1)
-    page = " ".join(shown(directory, capsys).split())
-    assert "unknown: one text cannot tell" in page
-    assert "nan" not in page
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--method", "lava", "--policy", "keydiff"), "method lava: keydiff scores entries below 0"),
-        (("--method", "adakv", "--set", "window=150"), "too short for snapkv: 150 entries are always kept"),
-    ],
-)
-def test_bad_requests(run: Run, short: Path, tmp_path: Path, arguments: tuple[Any, ...], words: str) -> None:
-    refused(run, USAGE, words, "calibrate", "bundled", "-o", tmp_path / "run", "--data", short, *arguments)
-    assert not (tmp_path / "run" / "profile.safetensors").exists()

@@ -85,19 +85,6 @@ def test_it_is_compared_with_other_methods(run: Run, ranking: Path, tmp_path: Pa
     assert code == 0, talk
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (("calibrate", "bundled", "--policy", "probe", "-o", "x"), "policy probe is fitted: give probe=DIR"),
-        (("calibrate", "bundled", "--policy", "probe=none", "-o", "x"), "there is no file none"),
-        (("calibrate", "bundled", "--method", "probe", "--features", "keys", "-o", "x"), "did you mean 'key'"),
-        (("evaluate", "bundled", "--methods", "probe", "--budgets", "9"), "policy probe is fitted: give probe=DIR"),
-    ],
-)
-def test_what_cannot_be_fitted_or_used(run: Run, arguments: tuple[str, ...], problem: str) -> None:
-    refused(run, USAGE, problem, *arguments)
-
-
 def test_plain_texts(run: Run, short: Path, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number, one in enumerate(json.loads(short.read_text())["contexts"][:3]):

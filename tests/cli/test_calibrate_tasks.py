@@ -12,7 +12,6 @@ from kvsearch.plan import load_profile
 from kvsearch.plan.origin import context_hash
 from tests import tiny
 from tests.cli.conftest import Run
-from tests.cli.test_bad_input import USAGE, refused
 from tests.families import build
 from tests.tasks.ruler.helpers import bpe_tokenizer
 
@@ -48,21 +47,6 @@ def test_every_method_takes_tasks(run: Run, questions: Path, tmp_path: Path, met
     assert (config["options"]["tasks"], config["content"]["data"]) == (tasks[1], "mine+multikey")
     code, _, talk = run("show", tmp_path / "p")
     assert code == 0, talk
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (("--split", "train"), "--split is for --tasks: leave it out, or name tasks"),
-        (("--length", 100), "--length is for --tasks"),
-        (("--tasks", "synthetic", "--split", "report"), "nothing may be fitted to them"),
-        (("--tasks", "synthetic", "--data", "x"), "none of the chosen tasks reads --data"),
-        (("--tasks", "nothing"), "unknown task 'nothing'"),
-    ],
-)
-def test_what_does_not_go_together(run: Run, tmp_path: Path, given: tuple[object, ...], words: str) -> None:
-    refused(run, USAGE, words, "calibrate", "bundled", "-o", tmp_path / "p", *given)
-    assert not (tmp_path / "p").exists()
 
 
 def test_a_model_with_fewer_positions_than_the_texts(run: Run, tmp_path: Path) -> None:

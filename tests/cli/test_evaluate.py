@@ -11,13 +11,11 @@ import pandas
 import pytest
 
 from kvsearch.models.loading import VARIABLES
-from kvsearch.runs.run import unfinish
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import INCOMPATIBLE, refused
 from tests.tiny import task_file
 
 SHORT = ("--tasks", "synthetic:multikey", "--length", 512)
-SHORT_TYPED = tuple(map(str, (*SHORT, "--samples", 1)))
 INTERRUPTED = 130
 
 
@@ -140,35 +138,6 @@ def test_perplexity_of_a_text(run: Run, tmp_path: Path) -> None:
     assert (json.loads(out)["context"], json.loads(out)["continuation"]) == (1024, 128)
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), "nothing to compare"),
-        (("--methods", "lava"), "give --budgets"),
-        (("--methods", "lava", "--budgets", "64", "--table", "x.html"), "name a .md, .csv or .tex file"),
-        (("--methods", "lava", "--budgets", "64", "--columns", "task"), "--columns: "),
-        (("--methods", "lava", "--budgets", "64", "--reuse", "nowhere"), "--reuse needs --output"),
-        (("--methods", "lava", "--budgets", "64", "--force"), "--force is for --output"),
-        (("--methods", "lava", "--budgets", "64", "--stride", "9"), "--stride is for --tasks ppl:FILE"),
-        (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:x", "-o", "run"), "ppl:FILE takes no --output"),
-        (("--methods", "lava", "--budgets", "64", "--tasks", "ppl:x", "--length", "1,2"), "takes one --length"),
-        (("--methods", "uniform", "--ratios", "0.99", *SHORT_TYPED), "ratio 0.99 leaves 5."),
-    ],
-)
-def test_bad_requests(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, out, talk = run("evaluate", "bundled", *arguments)
-    assert (code, out) == (2, ""), talk
-    assert words in talk
-    assert talk.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 # --- runs that are kept -----------------------------------------------------------------------------------------------
 
 
@@ -198,15 +167,6 @@ def test_losses_stay_in_the_report(run: Run, small: tuple[object, ...], tmp_path
     assert {row["method"] for row in json.loads(out)["losses"]} == {"tova@64"}
     code, out, _ = run(*small, "--json", "--force")
     assert "losses" not in json.loads(out)
-
-
-def test_losses_that_were_cut_short_are_refused(run: Run, small: tuple[object, ...], tmp_path: Path) -> None:
-    path = tmp_path / "run" / "losses.json"
-    path.write_text(path.read_text()[:-9])
-    unfinish(path.parent)  # by hand: what is read is checked all the same
-    code, _, talk = run(*small)
-    assert code == 2
-    assert f"{path} is not valid JSON" in talk
 
 
 # --- offline ---------------------------------------------------------------------------------------------------------

@@ -146,25 +146,6 @@ def test_start_plans_bring_their_policies_and_what_they_have_seen(
     assert "start plan plan does not say what it was fitted and chosen on, or not all of it" in " ".join(talk.split())
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (("--budgets", "8,x"), "--budgets.1: must be a whole number, not 'x'"),
-        (("--budgets", "8,16"), "budgets: cannot be given with --budget: leave one of them out"),
-        (("--population", 2), "--population: must be at least 4"),
-        (("--parity", "--space", "layers"), "which searches groups, not layers"),
-        (("--hard-below", 101), "--hard-below: must be at most 100"),
-        (("--group-size", 7), "a group of 7 layers: the model has 6"),
-        (("--phases", "decode", "--budget", 160), "keep all of the longest prompt and reply ("),
-        (("--budget", 3), "a budget of 3 is below the 4 entries that snapkv always keeps"),
-        (("--space", "heads"), "space heads is made of start plans"),
-    ],
-)
-def test_bad_input(more: tuple[object, ...], message: str, questions: Path, run: Run, tmp_path: Path) -> None:
-    refused(run, USAGE, message, *command(questions, tmp_path / "run", *more))
-    assert not (tmp_path / "run").exists()
-
-
 def test_one_question_is_not_enough(run: Run, questions: Path, tmp_path: Path) -> None:
     single = tmp_path / "single.jsonl"
     rows = questions.read_text().splitlines()[:6:2]  # a context for each split

@@ -87,26 +87,6 @@ def test_options_reach_the_strategy(run: Run, polykv: Path, tmp_path: Path) -> N
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--route", "cosin"), "unknown route 'cosin'; did you mean 'cosine'?"),
-        (("--budget-signal", "entrop"), "unknown budget signal 'entrop'; did you mean 'entropy'?"),
-        (("--policy", "tova"), "policy 'tova' is for route none"),
-        (("--exclude", "tofa"), "cannot exclude 'tofa': the profile has no such pattern; did you mean 'tova'?"),
-        (("--exclude", "tova,,h2o"), "--exclude: takes values with commas between them"),
-        (("--least", 9), "--least is for budgets by a signal: name a --budget-signal"),
-        (("--least", 33, "--budget-signal", "ppl"), "least 33 is above the mean of 32 entries per kv head"),
-        (("--budget", 7, "--route", "none"), "7 entries per kv head is below the 8 that snapkv in prefill layer 0"),
-        (("--budget", 200), "200 entries per kv head is all of a 200-token prompt"),
-    ],
-)
-def test_requests_that_are_refused(
-    run: Run, polykv: Path, tmp_path: Path, options: tuple[object, ...], words: str
-) -> None:
-    refused(run, words, polykv, "-o", tmp_path / "plan.json", *options)
-
-
 def test_a_budget_must_be_named_where_several_were_measured(
     run: Run, tmp_path: Path, bundled: ModelFingerprint
 ) -> None:
@@ -115,20 +95,6 @@ def test_a_budget_must_be_named_where_several_were_measured(
         run, "signals were measured at 16, 32 entries per kv head: say how many to keep", tmp_path / "run", "-o",
         tmp_path / "plan.json",
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (("--budget-signal", "uniform", "--phases", "both"), "--budget-signal, --phases:"),
-        (("--least", 0, "--exclude", "tova"), "--exclude, --least:"),
-    ],
-)
-def test_other_profiles_have_no_strategies(
-    run: Run, calibrated: Path, tmp_path: Path, options: tuple[object, ...], named: str
-) -> None:
-    words = f"{named} only for profiles of method polykv, this one is of method lukv"
-    refused(run, words, calibrated, "-o", tmp_path / "plan.json", "--ratio", 0.8, *options)
 
 
 # --- signals that were judged harmful -------------------------------------------------------------------------------

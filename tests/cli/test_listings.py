@@ -20,7 +20,7 @@ from kvsearch.jobs.groups import TASK_DETAILS, WithTasks
 from kvsearch.policies import registry
 from kvsearch.tasks.catalog import ENTRIES, SETS, TaskOptions, flag
 from tests.cli.conftest import Run
-from tests.cli.test_bad_input import ENVIRONMENT, USAGE, refused
+from tests.cli.test_bad_input import ENVIRONMENT, refused
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,6 @@ def test_one_in_full(run: Run, words: list[str], shown: list[str]) -> None:
     code, out, _ = run(*words)
     assert code == 0
     assert [words for words in shown if words not in out] == []
-
-
-@pytest.mark.parametrize("words", [["policies", "snapvk"], ["tasks", "longbench:trek"], ["recipes", "lukv-papr"]])
-def test_what_does_not_exist(run: Run, words: list[str]) -> None:
-    refused(run, USAGE, "did you mean", *words)
 
 
 def test_the_help_documents_every_key_of_the_json(run: Run) -> None:

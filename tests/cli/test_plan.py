@@ -50,37 +50,6 @@ def test_evaluating_a_plan_with_a_decode_phase(run: Run, tmp_path: Path) -> None
     assert load_plan(path).decode is not None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (("--policy", "h20", "--budget", 9), "unknown policy 'h20'; did you mean 'h2o'?"),
-        (("--policy", "h2o", "--set", "recnt=3", "--budget", 9), "no parameter 'recnt'; did you mean 'recent'?"),
-        (("--policy", "h2o", "--set", "recent_share=2", "--budget", 9), "recent_share must be between 0 and 1"),
-        (("--policy", "snapkv", "--budget", 9), "below the 32 that snapkv always keeps"),
-        (("--policy", "h2o", "--budget", 9, "--phases", "decod"), "unknown phases 'decod'; did you mean 'decode'?"),
-        (("--policy", "duo_attention", "--budget", 400), "duo_attention never evicts heads with budgets of 400"),
-        (("--policy", "h2o"), "give either a ratio to evict"),
-        (("--policy", "h2o", "--ratio", 0.5), "a ratio needs the --length"),
-        (
-            ("--policy", "h2o", "--budget", 9, "--allocation", "lavva"),
-            "unknown allocation 'lavva'; did you mean 'lava'?",
-        ),
-        (("--policy", "h2o", "--budget", 9, "--allocation", "lava:heds=equal"), "did you mean 'heads'?"),
-        (("--policy", "h2o", "--budget", 9, "--allocation", "lava:layers"), "is not of the form NAME or NAME:option="),
-        (("--policy", "d2o", "--budget", 300, "--allocation", "lava"), "d2o merges what it evicts"),
-    ],
-)
-def test_what_is_refused_without_a_model(
-    run: Run, arguments: tuple[object, ...], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvsearch.models.loading.load", None)
-    code, out, talk = run("plan", "uniform", "bundled", *arguments, "-o", tmp_path / "x.json")
-    assert (code, out) == (2, "")
-    assert problem in talk
-    assert talk.count("\n") == 1
-    assert not (tmp_path / "x.json").exists()
-
-
 def test_a_pyramid_falls_from_layer_to_layer_with_the_total_of_even_budgets(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "pyramid.json"
     making = ("plan", "pyramid", "bundled", "--policy", "pyramidkv", "--budget", 64, "-o", path)

@@ -53,19 +53,6 @@ def test_tables_show_what_differs(run: Run, a: Path, tmp_path: Path) -> None:
     assert not any(row[:2] == ["2", "16"] for row in found)  # layer 2 is the same
 
 
-def test_layers_with_the_same_change_share_a_row(run: Run, tmp_path: Path) -> None:
-    plan = make_plan([[4, 4]] * 6)
-    save_plan(plan, tmp_path / "a.json")
-    wider = phase_dict([[4, 4]] * 6)
-    for layer in (0, 1, 2, 5):
-        wider["layers"][layer]["policy"] = {"name": "snapkv", "params": {"window": 9, "note": "[red]"}}
-    b = written(tmp_path / "b.json", [[4, 4]] * 6, prefill=wider)
-    code, out, _ = run("plan", "diff", tmp_path / "a.json", b)
-    assert code == 0
-    assert ["prefill", "0-2,", "5", "policy.window", "4", "9"] in cells(out)
-    assert ["prefill", "0-2,", "5", "policy.note", "-", "[red]"] in cells(out)
-
-
 def test_json_holds_everything(run: Run, a: Path, tmp_path: Path) -> None:
     b = written(tmp_path / "b.json", [[10, 7], None, [4, 12]], floor=2)
     code, out, _ = run("plan", "diff", a, b, "--json")

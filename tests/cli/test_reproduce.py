@@ -84,15 +84,11 @@ def test_what_a_model_cannot_run_is_left_out() -> None:
     assert list(left) == ["uniform"]
 
 
-def test_bad_requests(run: Run, tmp_path: Path) -> None:
-    refused(run, USAGE, "did you mean 'lukv-table1'", "reproduce", "lukv-tabel1", "bundled")
-    refused(run, USAGE, "which table", "reproduce", "--offline")
-    data, model = tmp_path / "none.jsonl", resource("data/bundled")
-    asked = ("reproduce", "lava-table12", model, "--data", data, "-o", tmp_path / "runs")
+def test_data_that_are_missing_are_told_first(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "none.jsonl"
+    asked = ("reproduce", "lava-table12", resource("data/bundled"), "--data", data, "-o", tmp_path / "runs")
     refused(run, USAGE, str(data), *asked)
     refused(run, USAGE, str(data), *asked, "--dry-run")
-    nowhere = ("reproduce", "lukv-table1", tmp_path / "nowhere", "--dry-run")
-    refused(run, USAGE, "there is no model", *nowhere)
     assert not (tmp_path / "runs").exists()
 
 

@@ -20,7 +20,6 @@ from kvsearch.selection.selection import TriedBudget
 from kvsearch.selection.selection_job import SelectionJob, Smallest
 from tests import tiny
 from tests.cli.conftest import Run, invoke
-from tests.cli.test_bad_input import USAGE, refused
 from tests.shared import finished_once, folder_once
 
 CONTEXTS = 40  # of a file; a fifth each to fit and to choose on
@@ -191,29 +190,6 @@ def test_the_config_of_a_run_is_its_recipe(finished: tuple[Path, str]) -> None:
     again = RunOptions.of(finished[0] / "config.json", output=Path("elsewhere"))
     assert again.recorded() == options
     assert RunOptions.of(finished[0] / "config.json", output=Path("x"), ratio=0.9).budgets is None
-
-
-# --- bad input ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), "how much may be kept? Give --budget"),
-        (("--budget", 40, "--ratio", 0.9), "--ratio: cannot be given with --budget: leave one of them out"),
-        (("--budget", 40, "--within", 2), "--within: is for --smallest"),
-        (("--budgets", "40,40"), "--budgets: has a budget twice"),
-        (("--budget", 40, "--rankings", "prob"), "unknown ranking 'prob'; did you mean 'probe'?"),
-        (("--budget", 5000), "is all of a"),
-        (("--budget", 1), "1 entry per kv head: every policy of --policies always keeps more"),
-        (("--budget", 40, "--policies", "cake,snapkv,cake"), "policy cake is measured already: name each once"),
-        (("--budget", 40, "--policies", "probe=fit"), "policies that are fitted are not for --policies"),
-        (("--budget", 40, "--fit", 99), "contexts, and 99 are fitted on, but budgets are measured on others"),
-    ],
-)
-def test_bad_input(run: Run, questions: Path, tmp_path: Path, arguments: tuple[object, ...], words: str) -> None:
-    refused(run, USAGE, words, "run", "bundled", "--tasks", f"jsonl:{questions}", "-o", tmp_path / "run", *arguments)
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -156,21 +156,6 @@ def test_the_evidence_is_there_before_the_plan(
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (("--allocators", "uniform,,ppl"), "--allocators: takes values with commas between them"),
-        (("--sure", "1"), "--sure 1 is outside [0.5, 1)"),
-        (("--ratio", "0.5"), "--ratio: cannot be given with --budget: leave one of them out"),
-        (("--budgets", "16,24"), "--budgets: cannot be given with --budget: leave one of them out"),
-        (("-o", "/no/such/plan.json"), "its folder does not exist"),
-    ],
-)
-def test_requests_that_cannot_be_met(directory: Path, questions: Path, more: tuple[str, ...], words: str) -> None:
-    refused(choose, USAGE, words, *command(directory, questions, *more))
-    assert not (directory / "selection").exists()
-
-
 def test_replies_cannot_be_kept_in_a_file(
     directory: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,8 +164,3 @@ def test_replies_cannot_be_kept_in_a_file(
     (tmp_path / "file").write_text("mine")
     for place in (tmp_path / "file", tmp_path / "file" / "deeper"):
         refused(choose, USAGE, "file is a file, name a directory", *command(directory, questions, "--run", place))
-
-
-def test_a_size_has_to_be_given_if_several_were_measured(directory: Path, questions: Path) -> None:
-    arguments = [one for one in command(directory, questions) if one not in ("--budget", 24)]
-    refused(choose, USAGE, "measured at 16, 48, 128 entries per kv head: say how many to keep", *arguments)

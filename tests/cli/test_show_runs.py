@@ -95,9 +95,3 @@ def test_what_is_not_ours(run: Run, tmp_path: Path, name: str, content: str) -> 
         assert code == 2
         assert "is nothing that kvsearch can show, which is: a plan, a strategy or recipe" in talk
         assert len(talk.splitlines()) == 1
-
-
-def test_a_ratio_is_for_profiles(run: Run, evaluated: tuple[Path, str]) -> None:
-    code, _, talk = run("show", evaluated[0], "--ratio", 0.5)
-    assert code == 2
-    assert "--plan and --ratio are for profiles" in talk

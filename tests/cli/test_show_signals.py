@@ -148,11 +148,3 @@ def test_what_was_not_measured_is_left_out(run: Run, tmp_path: Path) -> None:
     assert code == 0
     assert rows(out, "decode: entropy of attention")[0] == ["layer", "entropy"]
     assert "*" not in out
-
-
-def test_a_plan_cannot_be_judged_by_signals(run: Run, small: Path, calibrated: Path) -> None:
-    code, out, talk = run("show", small, "--plan", calibrated / "plan.json")
-    assert (code, out) == (2, "")
-    assert talk == (
-        "kvsearch: error: --plan needs a LU-KV profile: a polykv profile does not say what entries are worth\n"
-    )

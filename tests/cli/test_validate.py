@@ -108,31 +108,6 @@ def test_what_is_finished_is_not_asked_again(run: Run, directory: Path) -> None:
     assert replies_in(directory, "ratio-0.8")
 
 
-def test_a_damaged_file_is_replaced_only_by_force(run: Run, directory: Path) -> None:
-    command = ("validate", directory, *ASKED, *ROUTE, "--budget", 32)
-    assert run(*command)[0] == 0
-    (directory / "validation" / "validation.json").write_text("{}")
-    refused(run, USAGE, "validation.json was changed since it was finished", *command)
-    code, _, talk = run(*command, "--force", "--quiet")
-    assert (code, talk) == (0, "")
-    assert json.loads((directory / "validation" / "validation.json").read_text())["budgets"]
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (("--signals", "cosine,,ppl"), "--signals: takes values with commas between them"),
-        (("--split", "selct"), "unknown split 'selct'"),
-        (("--budget", 64, "--ratio", 0.5), "--ratio: cannot be given with --budget: leave one of them out"),
-        (("--depths", "10"), "none of the chosen tasks reads --depths"),
-    ],
-)
-def test_bad_options(run: Run, directory: Path, options: tuple[object, ...], problem: str) -> None:
-    told = refused(run, USAGE, problem, "validate", directory, *ASKED, *options)
-    assert told.count("\n") == 1
-    assert not (directory / "validation").exists()
-
-
 def test_directories_without_signals(run: Run, directory: Path, tmp_path: Path) -> None:
     refused(
         run, USAGE, "does not exist: give the directory of a finished calibration", "validate", tmp_path / "no", *ASKED

@@ -16,24 +16,16 @@ from unittest import mock
 import pytest
 
 from kvsearch.core import files as plan_files
-from kvsearch.models.loading import load
 from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.ledger import Ledger
 from kvsearch.runs.lock import locked
 from kvsearch.runs.run import begin
-from tests import tiny
 from tests.cli.conftest import Run, invoke
 from tests.cli.test_bad_input import INTERRUPTED, USAGE, refused
-from tests.robustness.inputs import calibration_file
 from tests.runs.locks import locked_elsewhere
-from tests.shared import Finished, finished_once, folder_once
-from tests.signals.profiles import make_signals, signal_metadata
+from tests.shared import Finished, finished_once
 
 FINISHED = "this run was finished: nothing was left to do"
-PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 8}, "streaming": {"sinks": 4}, "tova": {}}
-
-# --- every verb -------------------------------------------------------------------------------------------------------
-
 
 # --- runs that are kept -----------------------------------------------------------------------------------------------
 
@@ -88,22 +80,6 @@ KEPT = {
     ),
 }  # fmt: skip
 kept = pytest.mark.parametrize("verb", KEPT)
-
-
-@pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Questions, texts and a calibration, in the bundled model's language."""
-
-    def fill(folder: Path) -> None:
-        tiny.task_file(folder / "mine.jsonl", 40, length=100, facts=3)
-        calibration_file(folder / "texts.json", 4)
-        (folder / "polykv").mkdir()
-        signals = make_signals(signal_metadata(load("bundled").fingerprint, PATTERNS, budgets=(24,)))
-        (folder / "polykv" / "profile.safetensors").write_bytes(signals.to_bytes())
-        config = {"model": "bundled", "recipe": {"method": "polykv"}, "seed": 0}
-        (folder / "polykv" / "config.json").write_text(json.dumps(config))
-
-    return folder_once(tmp_path_factory, "verbs", fill)
 
 
 def prepare(verb: str, inputs: Path, folder: Path) -> None:

@@ -15,7 +15,6 @@ from kvsearch.evaluation.compare import Comparison, Settings, Split, prepare
 from kvsearch.evaluation.statistics import LEAST_CONTEXTS
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.plan.schema import PROTOCOLS, Protocol
 from kvsearch.report.table import markdown
 from kvsearch.strategies.compared import check_plans, with_baselines
 from kvsearch.tasks.base import Example, Query, Task
@@ -82,12 +81,6 @@ def paths(*names: str) -> list[Path]:
     return [Path(f"{name}.json") for name in names]
 
 
-def test_plans_that_can_be_compared() -> None:
-    plans = {"a": GOOD, "b": Plan.model_validate({**plan_dict(OTHER), "prefill": GOOD.prefill})}
-    check_plans(plans, paths("a", "b"), ("uniform",))
-    check_plans({"a": GOOD}, paths("a"), ())
-
-
 def rebudgeted(**changes: Any) -> Plan:
     return GOOD.model_copy(update=changes)
 
@@ -116,12 +109,6 @@ def rebudgeted(**changes: Any) -> Plan:
 def test_what_is_refused(plans: Any, given: list[Path], names: tuple[str, ...], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         check_plans(plans, given, names)
-
-
-def test_a_subject_that_is_no_plan() -> None:
-    with pytest.raises(UsageError, match=r"unknown plan 'b'; did you mean|unknown plan 'b' \(known: a\): the subject"):
-        check_plans({"a": GOOD}, paths("a"), (), "b")
-    check_plans({"a": GOOD}, paths("a"), (), "a")
 
 
 def test_methods(result: Comparison) -> None:
@@ -188,27 +175,6 @@ def test_json_compares_every_method_with_the_subject(result: Comparison) -> None
         for covered in json_of(result)["tasks"]:
             found = other["differences"]["tasks"][covered["task"]]
             assert found["wins"] + found["ties"] + found["losses"] == covered["questions"]
-
-
-def test_a_difference_is_that_of_the_method_to_the_subject(result: Comparison, model: LoadedModel) -> None:
-    """Which of two is the subject only turns the sign."""
-    other = made(model, ("uniform", "snapkv", "streaming", "random"), subject="yours")
-    assert other.samples == result.samples
-    for mine, yours in zip(result.blocks[0].rows, other.blocks[0].rows, strict=True):
-        one, two = result.blocks[0].difference(mine, "yours"), other.blocks[0].difference(yours, "mine")
-        assert (one.mean, one.contexts) == (pytest.approx(-two.mean), two.contexts)
-        assert (one.wins, one.ties, one.losses) == (two.losses, two.ties, two.wins)
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_the_same_seed_gives_the_same_report(model: LoadedModel, protocol: Protocol) -> None:
-    one, other = (made(model, ("streaming",), protocol=protocol) for _ in range(2))
-    assert json.dumps(json_of(one)) == json.dumps(json_of(other))
-    assert [markdown(table) for table in tables_of(one)] == [markdown(table) for table in tables_of(other)]
-    assert one.samples == other.samples
-    assert "seconds" not in json.dumps(json_of(one))
-    assert min(sample.prefill_seconds for sample in one.samples) > 0
-    assert min(sample.reply_seconds for sample in one.samples) > 0
 
 
 def test_settings_that_differ_stand_above_the_scores(model: LoadedModel) -> None:

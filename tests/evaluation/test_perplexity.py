@@ -208,14 +208,6 @@ def test_windows_are_those_of_the_text(model: LoadedModel) -> None:
         torch.testing.assert_close(found, by_start[start], atol=1e-4, rtol=1e-4)
 
 
-def test_what_there_is_to_say_about_too_few_windows(model: LoadedModel) -> None:
-    assert summary(measure(model, {}, windows=9)).notes == ["9 windows were asked for, story has 4"]
-    found = summary(measure(model, {}, windows=1))
-    assert found.notes == []
-    assert found.methods[0].nll.contexts == 1
-    assert math.isnan(found.methods[0].nll.low)
-
-
 @pytest.mark.parametrize(
     ("numbers", "options", "problem"),
     [

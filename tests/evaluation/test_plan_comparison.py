@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
 import pytest
 
-from kvsearch.core.errors import InternalError, UsageError
 from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, Split, prepare_plans
 from kvsearch.evaluation.statistics import contrast
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.runs.estimates import Difference
 from kvsearch.tasks.base import Query
 from tests import tiny
 from tests.evaluation.test_statistics import samples
@@ -80,20 +78,6 @@ def test_a_gain_is_the_paired_mean(result: Comparison) -> None:
     assert (found.wins, found.ties, found.losses) == tuple(int((signs == sign).sum()) for sign in (1, 0, -1))
 
 
-def test_nothing_is_gained_on_oneself(result: Comparison) -> None:
-    questions = sum(task.questions for task in result.coverage)
-    gain = result.gain("flat", ["again"])
-    assert (gain.mean, gain.wins, gain.ties, gain.losses) == (0.0, 0, questions, 0)
-    same = contrast([*samples([[0.5]] * 6, "a"), *samples([[0.7]] * 6, "b")], {"a": 0.0})
-    assert same == Difference(0.0, 0.0, 0.0, 0, 6, 0, contexts=6)
-
-
-def test_names_are_taken_once(model: LoadedModel) -> None:
-    plan = tiny.plan_for(model, FLAT)
-    with pytest.raises(UsageError, match="are called 'full'"):
-        prepared(model, {"full": plan})
-
-
 # --- contrasts -------------------------------------------------------------------------------------------------------
 
 
@@ -112,9 +96,3 @@ def test_a_contrast_by_hand() -> None:
     reach = 2.44691 * variance**0.5
     assert found.low == pytest.approx((mean - reach) / 1.5, abs=1e-5)
     assert found.high == pytest.approx((mean + reach) / 1.5, abs=1e-5)
-
-
-def test_methods_that_were_not_asked_the_same() -> None:
-    asked = samples([[0.5], [1.0]], "a")
-    with pytest.raises(InternalError, match="did not answer the same questions"):
-        contrast([*asked, *(replace(one, method="b") for one in asked[:1])], {"a": 1.0, "b": -1.0})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import Reading, encode_tasks
 from tests import tiny
 from tests.evaluation.results import json_of
-from tests.runs.sealing import sealed
 
 ONE = Sample(
     "qa", "c", "lava@8", QUESTION_AGNOSTIC, "0-1", 2, 'he said "a, b"\nand left \u2028', 0.25, "ab", True, 100, 120, 7,
@@ -77,36 +76,6 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         assert ledger.samples[ONE.place, "k1"].reply_seconds == ONE.reply_seconds
     assert read_replies(tmp_path / "l") == {"k1": replace(ONE, task="again"), "k2": two}
     assert (tmp_path / "l").read_bytes().count(b"\n") == 2
-
-
-def tampered(line: bytes, **changes: Any) -> bytes:
-    """A line whose first sample has other values."""
-    found = json.loads(line)
-    found["samples"][0] |= changes
-    return json.dumps(found).encode() + b"\n"
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda _: b"{}\n", "it is no list of samples"),
-        (lambda _: b'{"samples": [{"id": "k"}]}\n', "a sample lacks a field or has one too many"),
-        (lambda line: tampered(line, more=1), "one too many"),
-    ],
-)
-def test_a_whole_line_with_other_content_is_refused(
-    tmp_path: Path, change: Callable[[bytes], bytes], words: str
-) -> None:
-    path = tmp_path / "l"
-    with ReplyStore(path) as ledger:
-        ledger.add([("k1", ONE)])
-    good = path.read_bytes()
-    path.write_text(sealed((good + change(good)).decode().splitlines()))
-    for read in (ReplyStore, read_replies):
-        with pytest.raises(UsageError, match="line 2 is damaged") as found:
-            read(path)
-        assert words in str(found.value)
-        assert "\n" not in str(found.value)
 
 
 # --- going on --------------------------------------------------------------------------------------------------------

@@ -62,18 +62,6 @@ def without_bytes(samples: Sequence[Sample]) -> list[Sample]:
     return [dataclasses.replace(sample, bytes=0.0) for sample in ordered]
 
 
-def test_methods_answer_the_same_questions(model: LoadedModel) -> None:
-    samples = run(model, programs(model), [TASK, tiny.listed((50, 2), name="other")], 4)
-    by_method = [
-        [(s.task, s.key, s.question, s.context_tokens) for s in samples if s.method == method]
-        for method in programs(model)
-    ]
-    assert by_method[0] == by_method[1]
-    asked = [(s.key, s.question) for s in samples if (s.task, s.method) == ("listed", "full")]
-    assert sorted(asked) == [(str(e), q) for e, n in enumerate((3, 1, 2, 4)) for q in range(n)]
-    assert model.model.config._attn_implementation == "sdpa"
-
-
 def test_what_a_sample_says_about_memory(model: LoadedModel) -> None:
     heads = 4 * 2
     for sample in run(model, programs(model), [TASK], 4, batch=1):

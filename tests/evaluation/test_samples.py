@@ -6,7 +6,6 @@ import csv
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from kvsearch.core.errors import UsageError
@@ -28,20 +27,6 @@ def test_csv(tmp_path: Path) -> None:
     assert list(rows[0]) == [field.name for field in fields(Sample)]
     assert rows[0] == {name: str(value) for name, value in asdict(ONE).items()}
     assert rows[1]["reply"] == ""
-
-
-ODD = ("\r", "a\rb", "\n", "\r\n", '"', '""quoted"" "', "", "\x00", "a\x00b,c", "\u2028", "007")
-
-
-def test_every_reply_comes_back_from_csv(tmp_path: Path) -> None:
-    write_samples([replace(ONE, reply=reply) for reply in ODD], tmp_path / "samples.csv")
-    told = tuple(f"'{reply}" if reply.startswith("\r") else reply for reply in ODD)  # as a formula would be
-    with (tmp_path / "samples.csv").open(newline="", encoding="utf-8") as file:
-        assert tuple(row["reply"] for row in csv.DictReader(file)) == told
-    read = pd.read_csv(tmp_path / "samples.csv", keep_default_na=False, dtype={"reply": str})
-    assert tuple(read["reply"]) == told
-    assert list(read["entries"]) == [40] * len(ODD)
-    assert list(read["truncated"]) == [True] * len(ODD)
 
 
 def test_files_that_cannot_be_written(tmp_path: Path) -> None:

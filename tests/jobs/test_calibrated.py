@@ -58,8 +58,3 @@ def test_a_calibration_without_a_profile_is_unfinished_and_nothing_else_is(tmp_p
         profile_file(tmp_path)
     with pytest.raises(UsageError, match="is no profile: the size of a plan is changed by `kvsearch plan scale"):
         profile_file(tmp_path / "config.json")
-
-
-def test_a_directory_that_names_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="does not say which model was calibrated: give --model"):
-        OnSignals(directory=tmp_path).load_calibrated(make_profile(), TALK)

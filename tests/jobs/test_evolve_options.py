@@ -66,35 +66,6 @@ def test_several_budgets_in_place_of_one(tmp_path: Path) -> None:
         options(budget=48, budgets=(16, 32))
 
 
-@pytest.mark.parametrize(
-    ("text", "messages"),
-    [
-        ("budjet: 32", ["budjet"]),
-        ("budget: -1\nspace: group", ["budget", "'groups', 'layers', 'heads' or 'joint'"]),
-        ("method: lukv\nbudget: 3", ["'evolkv'"]),
-        ("[1, 2]", ["should be a mapping of options such as `seed: 1`"]),
-        ("a: [", ["is not valid YAML"]),
-    ],
-)
-def test_files_of_no_use(text: str, messages: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as error:
-        options(write(tmp_path, text))
-    assert all(message in str(error.value) for message in messages)
-
-
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        ({"budget": 16, "space": "basis"}, "--space: must be .*, not 'basis'"),
-        ({"budget": 16, "parity": True, "space": "layers"}, "the paper's procedure"),
-        ({"budget": 16, "sigma": 0.0}, "sigma"),
-    ],
-)
-def test_settings_that_do_not_fit(typed: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        options(**typed)
-
-
 def test_what_a_run_records_is_a_recipe(tmp_path: Path) -> None:
     made = options("bundled", budget=16, start=[tmp_path / "a.json"], params=["sinks=2"], max_evals=7)
     config = RunConfig(job="evolve", options=made.recorded(), content={})

@@ -380,39 +380,12 @@ def test_a_system_message_that_the_template_refuses(model: LoadedModel) -> None:
         never.apply_chat_template(said[1:])
 
 
-# --- finding tasks ---------------------------------------------------------------------------------------------------
-
-
-def test_names_that_are_not_there(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"unknown task 'smal_chose'; did you mean 'small_choose'\?") as caught:
-        find(folder, "small_shots", "smal_chose")
-    assert "and 6 more, which `lm-eval ls tasks` lists" in str(caught.value)
-    with pytest.raises(UsageError, match="unknown task '12345': `lm-eval ls tasks` lists the tasks"):
-        find(folder, "12345")
-    with pytest.raises(UsageError, match="there is no task to evaluate"):
-        find(folder)
-    with pytest.raises(UsageError, match=r"there is no folder .*nowhere"):
-        find(folder / "nowhere", "small_choose")
-
-
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
 def test_a_task_that_fails_is_not_our_bug(model: LoadedModel, folder: Path) -> None:
     with pytest.raises(UsageError, match=r"lm-evaluation-harness gave up \(RuntimeError: no such luck\)"):
         evaluate_tasks(model, small_plan(model), find(folder, "small_failing").load(), limit=1)
-
-
-def test_our_bug_is_not_blamed_on_the_harness(
-    model: LoadedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("ours")
-
-    monkeypatch.setattr("kvsearch.lm_eval.model.score", fail)
-    with pytest.raises(RuntimeError, match="ours"):
-        evaluate_tasks(model, small_plan(model), find(folder, "small_choose").load(), limit=1)
-    assert model.model.config._attn_implementation == "sdpa"
 
 
 def test_numbers_that_json_lacks_become_null() -> None:

@@ -84,15 +84,6 @@ def test_dtypes(asked: str, got: torch.dtype, saved: Path) -> None:
     assert found.fingerprint.mismatch(tiny.loaded().fingerprint) is None
 
 
-def test_options_that_do_not_exist() -> None:
-    with pytest.raises(UsageError, match="unknown dtype 'fp16'; did you mean 'float16'"):
-        LoadOptions(dtype="fp16")
-    with pytest.raises(UsageError, match="unknown device map 'even'"):
-        LoadOptions(device_map="even")
-    with pytest.raises(UsageError, match="either --device or --device-map"):
-        LoadOptions(device="cpu", device_map="auto")
-
-
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
@@ -247,12 +238,6 @@ def test_running_out_of_memory_is_not_the_models_fault(saved: Path, monkeypatch:
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", full)
     with pytest.raises(torch.OutOfMemoryError):
         load(str(saved))
-
-
-def test_a_bundled_name_that_was_typed_wrong() -> None:
-    message = refusal("bundled-redundent", UsageError)  # without a look at the hub
-    assert "did you mean 'bundled-redundant'?" in message
-    assert "did you mean" not in refusal("meta-llama/Llama-3.1-8B", UsageError, OFFLINE)
 
 
 def test_the_revision_of_a_hub_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -169,20 +168,3 @@ def test_what_is_given_takes_the_place_of_what_is_asked() -> None:
         scale("lukv-table1", budgets="24")
     with pytest.raises(UsageError, match="has one budget"):
         scale("polykv-table1", budgets="24,48")
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"table": ""}, "which table"),
-        ({"model": ""}, "lava-table2 of which model"),
-        ({"squad": "x.json"}, "squad: no task of lava-table2 reads it"),
-        ({"tasks": "ruler"}, "ruler:qa_1 needs questions"),
-        ({"tasks": "longbank"}, "unknown task 'longbank'"),
-    ],
-)
-def test_bad_requests_are_told_before_a_model_is_loaded(given: dict[str, str], told: str, tmp_path: Path) -> None:
-    from kvsearch.jobs.reproduce import reproduce
-
-    with pytest.raises(UsageError, match=told):
-        reproduce(**{"table": "lava-table2", "model": "bundled", "output": tmp_path / "runs", **given})

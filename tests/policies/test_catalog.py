@@ -70,15 +70,6 @@ def test_every_built_in_policy_is_described(name: str) -> None:
 
 
 @pytest.mark.usefixtures("install")
-def test_snapkv_in_detail() -> None:
-    facts = describe_policy("snapkv")
-    assert facts.implementation == "kvsearch.policies.snapkv:SnapKV"
-    assert list(facts.parameters.items())[:2] == [("window", 32), ("kernel", 7)]
-    assert (facts.needs, facts.sinks, facts.window) == (("last 32 query rows",), 0, 32)
-    assert (facts.decode, facts.stages) == ("scored anew every 16 steps", 1)
-
-
-@pytest.mark.usefixtures("install")
 def test_rules_in_words() -> None:
     row = "own rule every step, reads one attention row, mean over the"
     rules = {

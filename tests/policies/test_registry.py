@@ -46,19 +46,6 @@ def test_all_names_are_known() -> None:
         assert list(example(name).parameters()) == stated
 
 
-def test_an_unknown_policy_gets_a_suggestion() -> None:
-    message = refusal("snapvk")
-    assert message.startswith("unknown policy 'snapvk'; did you mean 'snapkv'?")
-    assert all(name in message for name in policy_names())
-    assert "did you mean" not in refusal("zzz")
-
-
-def test_an_unknown_parameter_gets_a_suggestion() -> None:
-    message = refusal("snapkv", {"windw": 8})
-    assert message.startswith("policy snapkv has no parameter 'windw'; did you mean 'window'?")
-    assert "pooling" in message
-
-
 @pytest.mark.parametrize(
     ("name", "params", "expected"),
     [
@@ -138,8 +125,3 @@ def test_every_policy_checks_the_parameters_that_the_base_reads() -> None:
         RandomEviction(sinks=-1)
     with pytest.raises(UsageError, match=r"^policy random: window must be 0 or more, got -2$"):
         RandomEviction(window=-2)
-
-
-def test_a_decode_rule_makes_a_policy_online() -> None:
-    assert not RandomEviction().online
-    assert create_policy("streaming").online

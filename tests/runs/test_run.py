@@ -9,7 +9,6 @@ import pytest
 from kvsearch.core.errors import UsageError
 from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, REPORT, SUMS, RunConfig
 from kvsearch.runs.run import Run, read_sums, require_same
-from tests.runs.locks import locked_elsewhere
 from tests.runs.notes import Notes
 
 ONE = RunConfig(job="evaluate", content={"seed": 1}, execution={"batch": 1})
@@ -65,19 +64,6 @@ def test_force_begins_anew_and_leaves_what_is_not_of_the_run(tmp_path: Path) -> 
     assert not (tmp_path / "rows.csv").exists()
     assert (tmp_path / "mine.txt").read_text() == "mine"
     assert state_of(tmp_path, OTHER, force=True) == "new"
-
-
-@pytest.mark.parametrize("force", [False, True])
-def test_something_else_is_always_refused(tmp_path: Path, force: bool) -> None:
-    (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(UsageError, match="holds something else than an evaluation"):
-        state_of(tmp_path, force=force)
-    with Run.open(tmp_path / "select", RunConfig(job="select", content={})):
-        pass
-    with pytest.raises(UsageError, match="holds something else than an evaluation"):
-        state_of(tmp_path / "select", force=force)
-    with locked_elsewhere(tmp_path), pytest.raises(UsageError, match="another kvsearch is writing to"):
-        state_of(tmp_path, force=force)
 
 
 def test_what_is_read_again_must_be_what_was_finished(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, pipeline
+from transformers import DynamicCache
 
 from kvsearch import attach
 from kvsearch.core.errors import KvsearchWarning, UsageError
@@ -15,7 +15,6 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME, using
 from kvsearch.runtime.program import PhaseProgram
-from tests import tiny
 from tests.families import build, prompts
 from tests.runtime.helpers import keep_everything
 
@@ -96,13 +95,3 @@ def test_more_tokens_than_positions_are_warned_about(model: Any, recwarn: pytest
         assert not [one for one in recwarn if issubclass(one.category, KvsearchWarning)]
         with pytest.warns(KvsearchWarning, match="23 tokens have passed, evicted ones counted.*for 22: "):
             planned.generate(ids, max_new_tokens=4)
-
-
-def test_a_planned_model_in_a_pipeline() -> None:
-    loaded = tiny.loaded()
-    with attach(loaded.model, eight(loaded.model)) as planned:
-        made = pipeline("text-generation", model=planned, tokenizer=loaded.tokenizer)
-        several = made(["the fox .", "a lake by the fox"], max_new_tokens=3, do_sample=False, return_full_text=False)
-        assert [len(one) for one in several] == [1, 1]
-        assert planned.cache is not None
-        assert type(planned.cache) is PlanCache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -130,11 +129,3 @@ def test_the_question_under_which_a_model_computes_nan_is_named(protocol: Protoc
         model.model.lm_head.weight[0] = float("nan")
     with pytest.raises(IncompatibleError, match="task listed, example 0: the model emits NaN"):
         decided(model, FEW, protocol=protocol)
-
-
-def test_progress(model: LoadedModel) -> None:
-    told: list[tuple[int, int]] = []
-    tasks: Sequence[Task] = [MANY]
-    encoded = encode_tasks(model, tasks, 100)
-    forced_answers(model, encoded, QUESTION_AGNOSTIC, "own", lambda done, whole: told.append((done, whole)))
-    assert told == [(0, 2), (1, 2), (2, 2)]

@@ -148,12 +148,6 @@ def test_taking_back_what_a_decode_phase_displaced(model: Any) -> None:
     assert not cache.layers[0].is_croppable
 
 
-def test_a_plan_with_an_unknown_policy(model: Any) -> None:
-    for changes, hint in (({"policy": "snapvk"}, "snapkv"), ({"params": {"windw": 3}}, "window")):
-        with pytest.raises(UsageError, match=f"did you mean '{hint}'"):
-            attach(model, plan_for(model, [[5, 5]] * 4, **changes))
-
-
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
 def test_layers_with_their_own_window(family: str) -> None:
     model = build(family)

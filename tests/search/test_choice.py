@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, Split, prepare_plans
+from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, prepare_plans
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, blocks_of
 from kvsearch.models.loading import LoadedModel, load
@@ -18,20 +17,18 @@ from kvsearch.plan import Plan
 from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
 from kvsearch.report.search import decision, search_result
 from kvsearch.runtime import Program
-from kvsearch.search.evolve import SPLIT_USES, PreparedSearch, prepare_search
+from kvsearch.search.evolve import PreparedSearch, prepare_search
 from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.start_plans import Base
 from kvsearch.search.trials import Candidate, Spent
 from kvsearch.selection.comparison import PlanRace
 from kvsearch.selection.selection import Rule
 from kvsearch.strategies.compared import ReadyMethod
-from kvsearch.tasks.base import Example
 from kvsearch.tasks.encode import asked_hashes, asked_set
 from tests import tiny
 from tests.search.evolving import (
     BUDGET,
     CONTEXTS,
-    LENGTH,
     POLICY,
     QUESTIONS,
     decide,
@@ -186,22 +183,3 @@ def test_no_context_is_asked_that_a_start_was_made_on(use: str, loaded: LoadedMo
         assert asked_hashes(prepared.encoded[name]) == fresh
     again = prepare_plans(loaded, {"start": plan}, prepared.splits["choice"]).run()
     assert {sample.key for sample in again.samples} == {row.key for row in rows_of(whole["choice"].tasks)[2:]}
-
-
-def test_a_split_without_a_fresh_context_is_refused(loaded: LoadedModel) -> None:
-    whole = splits()
-    plan = start_of(loaded, ContextRecord(chosen=set_of(rows_of(whole["choice"].tasks))))
-    with pytest.raises(UsageError, match=rf"task listed: none of its {CONTEXTS} contexts is fresh.*{CONTEXTS} in all"):
-        prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), whole, {"mine": plan})
-
-
-def test_a_context_in_two_splits_is_refused_whatever_is_asked_about_it(loaded: LoadedModel) -> None:
-    rows = tiny.listed(*[(LENGTH, 4)] * (2 * CONTEXTS)).rows
-
-    def asked(some: Sequence[Example], part: slice) -> list[tiny.Listed]:
-        return [tiny.Listed("listed", tuple(replace(row, queries=row.queries[part]) for row in some))]
-
-    parts = (rows[:CONTEXTS], slice(2)), (rows[:CONTEXTS], slice(2, 4)), (rows[CONTEXTS:], slice(2))
-    overlapping = {name: Split(asked(*part), Settings(CONTEXTS)) for name, part in zip(SPLIT_USES, parts, strict=True)}
-    with pytest.raises(UsageError, match=r"example 0, its context is in the search and in the choice split"):
-        prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), overlapping, {})

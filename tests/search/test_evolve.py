@@ -22,8 +22,7 @@ from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.space.multipliers import chosen_of
 from kvsearch.search.start_plans import Base, start_tables
-from kvsearch.search.trials import Candidate, Spent, TrialLog
-from kvsearch.search.workers import make_executor
+from kvsearch.search.trials import Candidate, Spent
 from tests import tiny
 from tests.search.evolving import (
     BUDGET,
@@ -37,7 +36,6 @@ from tests.search.evolving import (
     settings_of,
     splits,
 )
-from tests.search.searching import Silent
 
 MODES: list[dict[str, Any]] = [
     {},
@@ -156,24 +154,7 @@ def test_a_flat_search_keeps_even_budgets(loaded: LoadedModel, tmp_path: Path) -
     assert decision(evolved).endswith("search by nll; uniform was written")
 
 
-def test_limits_hold_and_the_rest_is_decided(loaded: LoadedModel, tmp_path: Path) -> None:
-    prepared = prepare(loaded)
-    with make_executor(prepared, prepared.cap) as executor, TrialLog(tmp_path / "l") as ledger:
-        outcome = prepared.search(executor, ledger, 1, Silent())
-        assert ledger.spent.evaluations == 1
-    assert outcome.ended == "1 candidates were evaluated, as many as allowed"
-    assert decide(prepared, outcome).choice.name in prepared.starts
-
-
 class TestRefused:
-    def test_one_sample(self, loaded: LoadedModel) -> None:
-        with pytest.raises(UsageError, match=r"one question to search on: .*give more --samples"):
-            prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), splits(1, questions=1), {})
-
-    def test_splits_that_overlap(self, loaded: LoadedModel) -> None:
-        with pytest.raises(UsageError, match=r"task listed, example 3, question 0 is in the search and in the choice"):
-            prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), splits(overlap=1), {})
-
     def test_a_budget_that_leaves_nothing_to_search(self, loaded: LoadedModel) -> None:
         with pytest.raises(UsageError, match="a budget of 4 is what the policy always keeps"):
             prepare(loaded, budget=4)

@@ -99,10 +99,3 @@ def test_a_front_that_is_cut_ends_the_same(
 def test_one_budget_is_no_front(budgets: tuple[int, ...], loaded: LoadedModel) -> None:
     with pytest.raises(UsageError, match="a front needs two different budgets or more"):
         prepare(loaded, *budgets)
-
-
-def test_every_budget_is_checked(loaded: LoadedModel) -> None:
-    with pytest.raises(UsageError, match="500 entries per kv head keep all of the longest prompt"):
-        prepare(loaded, 16, 500)
-    with pytest.raises(UsageError, match="a budget of 3 is below the 4 entries"):
-        prepare(loaded, 16, 3)

@@ -100,15 +100,6 @@ def test_a_run_that_is_cut_anywhere_ends_the_same(mode: dict[str, Any], tmp_path
         assert timeless(cut) == timeless(whole), kept
 
 
-def test_a_finished_run_measures_nothing_more(tmp_path: Path) -> None:
-    first = run(tmp_path / "l")
-    before = (tmp_path / "l").read_bytes()
-    again = Measure()
-    assert told(run(tmp_path / "l", again)) == told(first)
-    assert again.jobs == []
-    assert (tmp_path / "l").read_bytes() == before
-
-
 def test_searches_with_names_share_a_ledger(tmp_path: Path) -> None:
     with TrialLog(tmp_path / "l") as ledger:
         first = search_of(ledger, Measure(), name="a: ").run()

@@ -121,12 +121,6 @@ class TestStarts:
         plan = tiny.plan_for(loaded, [[20, 20]] * 4)
         assert list(start_tables(base, 20, {"mine": plan, "twin": plan})) == ["uniform", "pyramid"]
 
-    def test_a_budget_below_the_window(self, base: Base) -> None:
-        with pytest.raises(
-            UsageError, match=r"a budget of 5 is below the 6 entries that snapkv always keeps: .*--budget.*lower --set"
-        ):
-            start_tables(base, 5, {})
-
     def test_a_plan_with_full_layers(self, base: Base, loaded: LoadedModel) -> None:
         with pytest.raises(UsageError, match="start plan mine leaves layers their full cache"):
             start_tables(base, 20, {"mine": tiny.plan_for(loaded, [None, *SHAPED[1:]])})

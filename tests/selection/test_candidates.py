@@ -276,20 +276,6 @@ def test_patterns_that_cannot_be_used_are_left_out_with_a_note(model: LoadedMode
 
 
 @pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"routes": ["cosin"]}, "unknown route 'cosin'; did you mean 'cosine'"),
-        ({"routes": ["snapk"]}, "unknown route 'snapk'; did you mean 'snapkv'"),
-        ({"allocators": ["entrop"]}, "unknown allocator 'entrop'; did you mean 'entropy'"),
-    ],
-)
-def test_names_that_are_wrong(model: LoadedModel, options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UsageError, match=problem) as caught:
-        explore(profile_of(model), SIZE, **options)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("made", "size", "problem"),
     [
         ({"arrays": {"nll": None, "full_nll": None}}, SIZE, "no nll losses"),
@@ -303,21 +289,6 @@ def test_why_there_are_no_curves(model: LoadedModel, made: dict[str, Any], size:
         with pytest.raises(UsageError, match=f"allocator '{curve}' cannot be used: .*{problem}"):
             explore(profile, size, allocators=[curve])
     assert not set(CURVES) & set(explore(profile, size).allocators)
-
-
-def test_phases_that_were_not_measured(model: LoadedModel) -> None:
-    with pytest.raises(UsageError, match=r"signals of the decode phase were not measured \(only prefill\)"):
-        find_signal_candidates(model, profile_of(model, phases=("prefill",)), SIZE, "both")
-    with pytest.raises(UsageError, match="unknown phases 'decoding'; did you mean 'decode'"):
-        find_signal_candidates(model, profile_of(model), SIZE, "decoding")
-
-
-@pytest.mark.filterwarnings("error")
-def test_there_may_be_no_candidates(model: LoadedModel) -> None:
-    found = found_in(model, profile_of(model), ["none"], ["uniform"])
-    assert (dict(found.candidates), found.notes, set(found.plans)) == ({}, (), set(found.baselines))
-    one = tiny.loaded(num_hidden_layers=1)
-    assert not found_in(one, profile_of(one), ["cosine", "none"], ["entropy", "nll-chosen"]).candidates
 
 
 @pytest.mark.filterwarnings("error")

@@ -110,21 +110,6 @@ def test_sizes() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("budgets", "ratios", "problem"),
-    [
-        (None, None, "give --budgets"),
-        ("12a", None, "budget '12a' is not a number such as 128"),
-        ("0", None, "a budget of 0 keeps nothing"),
-        (None, "1.5", r"outside \(0, 1\)"),
-        ("64,64", None, "the size 64 is given twice"),
-    ],
-)
-def test_bad_sizes(budgets: str | None, ratios: str | None, problem: str) -> None:
-    with pytest.raises(UsageError, match=problem):
-        find_sizes(budgets, ratios)
-
-
 def test_budgets_below_what_is_protected() -> None:
     with pytest.raises(UsageError, match="method lava: 20 entries per kv head is below the 32 that lava always keeps"):
         one("lava").check([Size(20)])
@@ -308,22 +293,6 @@ def test_a_plan_joins_the_size_it_has(model: LoadedModel, tmp_path: Path) -> Non
     told = request.as_json()
     assert (told["subject"], told["phases"], told["plans"]) == ("uniform", "prefill", ["mine", "share"])
     assert told["sizes"] == [{"budget": 20}, {"budget": 15}, {"ratio": 0.75}]
-
-
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        ({}, "nothing to compare: give --methods"),
-        ({"budgets": "64"}, "--budgets are for --methods"),
-        ({"settings": ["window=4"], "phases": "both"}, "--phases and --set are for --methods"),
-        ({"methods": "lava"}, "give --budgets"),
-        ({"methods": "lava", "budgets": "64", "baselines": "snapkv"}, "--baselines go with --plan alone"),
-        ({"methods": "lava", "budgets": "64", "subject": "lav"}, "unknown subject 'lav'; did you mean 'lava'"),
-    ],
-)
-def test_options_that_do_not_go_together(given: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UsageError, match=problem):
-        read_request(**given)
 
 
 def test_plans_that_do_not_fit_the_methods(model: LoadedModel, tmp_path: Path) -> None:

@@ -7,12 +7,11 @@ import pytest
 
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.core.errors import UsageError
 from kvsearch.plan import PHASES, Size
 from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
-from kvsearch.strategies.methods import check_request, direct_plan, parse_allocation
+from kvsearch.strategies.methods import direct_plan, parse_allocation
 from tests import tiny
 
 EVEN = Uniform()
@@ -62,42 +61,3 @@ def test_allocations_are_read_from_text() -> None:
     made = parse_allocation("lava:floor_share=0,heads=equal")
     assert made is not None
     assert (made.name, made.parameters()["floor_share"], made.heads, made.layers) == ("lava", 0.0, "equal", "dynamic")
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("", "allocation '' is not of the form NAME or NAME:option=value,option=value"),
-        ("lava:layers", "is not of the form"),
-        ("lava:=planned", "is not of the form"),
-        ("lava:layers=planned,", "is not of the form"),
-        ("lava:layers=planned,layers=dynamic", "layers is given twice"),
-        ("lava:layers=some", "unknown layers 'some'"),
-    ],
-)
-def test_allocations_that_are_refused(text: str, problem: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        parse_allocation(text)
-    assert problem in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "problem"),
-    [
-        ("snapkv", Size(budget=31), "31 entries per kv head is below the 32 that snapkv always keeps"),
-        ("snapkv", Size(ratio=0.9, length=100), "10 entries per kv head is below the 32"),
-        ("h2o", Size(ratio=0.9), "a ratio needs the --length"),
-        ("h2o", Size(budget=200, length=200), "all of a 200-token prompt"),
-        ("duo_attention", Size(budget=400), "never evicts heads with budgets of 400 entries on average"),
-    ],
-)
-def test_what_is_refused_before_a_model_is_loaded(name: str, size: Size, problem: str) -> None:
-    with pytest.raises(UsageError, match=problem):
-        check_request(create_policy(name), size)
-
-
-def test_an_allocation_that_the_policy_cannot_have() -> None:
-    check_request(create_policy("d2o"), Size(budget=400), parse_allocation("adakv"))
-    with pytest.raises(UsageError, match="d2o merges what it evicts"):
-        check_request(create_policy("d2o"), Size(budget=400), parse_allocation("lava"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -299,45 +298,7 @@ def test_a_strategy_has_a_short_name(strategy: Strategy, name: str) -> None:
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"route": "cosin"}, "unknown route 'cosin'; did you mean 'cosine'?"),
-        ({"policy": "tova"}, "policy 'tova' is for route none"),
-        ({"least": -1}, "least must be 0 or more, got -1"),
-    ],
-)
-def test_settings_that_mean_nothing(settings: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        Strategy(**settings)
-    assert problem in str(caught.value)
-
-
 LONG = Size(budget=20, length=200)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "size", "problem"),
-    [
-        (Strategy(None, exclude=("snapkv",)), LONG, "cannot use policy 'snapkv' in every layer: it is excluded"),
-        (Strategy(exclude=("snapkv", "streaming", "tova")), LONG, "no pattern is left .* has snapkv, streaming, tova"),
-        (
-            Strategy(None),
-            Size(budget=3),
-            "3 entries per kv head is below the 4 that snapkv in prefill layer 0 always",
-        ),
-        (
-            Strategy(),
-            Size(budget=200),
-            "200 entries per kv head is all of a 200-token prompt: nothing would be evict",
-        ),
-        (Strategy(budgets="entropy", least=21), LONG, "least 21 is above the mean of 20 entries per kv head"),
-    ],
-)
-def test_requests_that_are_refused_on_one_line(strategy: Strategy, size: Size, problem: str) -> None:
-    with pytest.raises(UsageError, match=problem) as caught:
-        strategy_plan(make_signals(), strategy, size)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_pattern_that_keeps_too_much_is_named_and_may_be_excluded() -> None:
@@ -347,12 +308,6 @@ def test_a_pattern_that_keeps_too_much_is_named_and_may_be_excluded() -> None:
     ):
         prefill(profile, Strategy(), Size(budget=3))
     assert (prefill(profile, Strategy(exclude=("snapkv",)), Size(budget=3)).budgets == 3).all()
-
-
-def test_a_phase_that_was_not_measured() -> None:
-    profile = make_signals(signal_metadata(phases=("prefill",)))
-    with pytest.raises(UsageError, match=r"signals of the decode phase were not measured \(only prefill\)"):
-        strategy_plan(profile, Strategy(phases="both"), LONG)
 
 
 def test_budgets_by_the_worst_pattern_warn_of_one_that_explodes() -> None:

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
-from kvsearch.tasks.catalog import ENTRIES, KINDS, SETS, TaskOptions, describe_tasks, find_tasks, flag
+from kvsearch.tasks.catalog import ENTRIES, SETS, TaskOptions, describe_tasks, find_tasks
 from kvsearch.tasks.gsm8k import Gsm8kTask
 from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask
 from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
-from kvsearch.tasks.synthetic.suite import FORMS, SUITES, SyntheticTask
+from kvsearch.tasks.synthetic.suite import SUITES, SyntheticTask
 
 ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
 
@@ -168,26 +168,6 @@ def test_every_option_is_read_by_some_task() -> None:
 
 
 # --- facts --------------------------------------------------------------------------------------------------------
-
-
-def test_facts_in_full() -> None:
-    (facts,) = describe_tasks("longbench:dureader")
-    assert (facts.metric, facts.packages) == ("rouge_l_zh", ("jieba", "rouge==1.0.1"))
-    assert (facts.source, facts.needs) == ("zai-org/LongBench, or --data", "")
-    (facts,) = describe_tasks("ruler:qa_1")
-    assert (facts.source, facts.needs) == ("your file", "--squad FILE, SQuAD's JSON")
-    assert facts.options == ("--length", "--split", "--squad")
-    (facts,) = describe_tasks("jsonl:mine.jsonl")  # which need not be there
-    assert (facts.spec, facts.category, facts.metric) == ("jsonl:mine.jsonl", "own", "contains")
-
-
-def test_everything_is_described() -> None:
-    every = [facts.spec for facts in describe_tasks()]
-    assert every == [*ENTRIES, "jsonl:FILE"]
-    assert len(every) == len(set(every)) == len(FORMS) + 13 + 21 + 13 + 10 + 3
-    assert list(dict.fromkeys(spec.partition(":")[0] for spec in every)) == list(KINDS)
-    assert {spec for members in SETS.values() for spec in members} < set(ENTRIES)
-    assert [flag(name) for name in ("lengths", "data_revision")] == ["--length", "--data-revision"]
 
 
 def test_splits_that_are_told_can_be_had(files: dict[str, Path]) -> None:

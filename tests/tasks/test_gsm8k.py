@@ -106,11 +106,3 @@ def test_splits(tmp_path: Path) -> None:
 def test_tasks_that_are_none(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         Gsm8kTask(**options)
-
-
-def test_files_of_no_use(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"row 1 of gsm8k of .* has no column 'answer' \(found: question, target\)"):
-        _ = Gsm8kTask(source=write(tmp_path, {"question": "q", "target": "5"})).rows
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r"empty has no test, test-\*, main/test"):
-        _ = Gsm8kTask(source=tmp_path / "empty").rows

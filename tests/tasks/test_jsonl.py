@@ -98,12 +98,6 @@ def test_files_of_no_use(lines: list[Any], problem: str, tmp_path: Path) -> None
     assert any(problem in line for line in refusal(write(tmp_path, *lines)))
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
-    path = write(tmp_path, row())
-    path.write_bytes(path.read_bytes() + b'\n{"context": "M\xfcller"}\n')
-    assert refusal(path) == ["line 2 is not UTF-8 text: byte 14 is 0xfc"]
-
-
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\u001c", "\x0b"])
 def test_only_line_feeds_end_a_line(separator: str, tmp_path: Path) -> None:
     """JSON may hold other separators of Unicode as they are, and writers that keep non-ASCII text write them so."""

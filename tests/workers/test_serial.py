@@ -23,28 +23,6 @@ class TestSerial(ExecutorContract):
         return self.make(tmp_path)
 
 
-class Failing(Fake):
-    error: Exception
-
-    def evaluate(self, job: Tables) -> Floats:
-        raise self.error
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried 8"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    ],
-)
-def test_what_counts_as_out_of_memory(tmp_path: Path, error: Exception) -> None:
-    evaluator = Failing(tmp_path)
-    evaluator.error = error
-    outcome = attempt(evaluator, job(1, 8))
-    assert (outcome.kind, outcome.values) == ("oom", None)
-
-
 def test_out_of_memory_of_torch(tmp_path: Path) -> None:
     """Allocators of torch raise what is recognised: no machine has this much."""
 

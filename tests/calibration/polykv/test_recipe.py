@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from kvsearch.calibration.polykv.measure import RANKED, PolykvCalibration
+from kvsearch.calibration.polykv.measure import PolykvCalibration
 from kvsearch.calibration.polykv.options import PAPER, PolykvOptions
 from kvsearch.cli import app
 from kvsearch.config.options import parse_setting
@@ -186,13 +186,6 @@ def test_what_is_calibrated_is_recorded(run: Run, made: list[PolykvCalibration],
     assert load_profile(tmp_path / "run" / "profile.safetensors").metadata.method == "polykv"
 
 
-def test_remarks_are_told(run: Run, made: list[PolykvCalibration]) -> None:
-    code, _, talk = run("--budgets", 16, "--policy", "tova", "--set", "pyramidkv.window=9")
-    assert code == 0, talk
-    assert "warning: snapkv is left out: it always keeps 32 entries" in talk
-    assert [policy.name for policy in made[0].policies] == [n for n in PAPER if n not in ("snapkv", "cake")]
-
-
 @pytest.mark.parametrize(
     ("signals", "route", "more"),
     [("ppl", "ppl", ""), ("entropy", "none", " --budget-signal entropy"), ("entropy,cosine", "cosine", "")],
@@ -209,14 +202,3 @@ def test_the_command_that_comes_next_works(signals: str, route: str, more: str, 
     settings = load_plan(written).provenance.settings
     assert settings["route"] == (None if route == "none" else route)
     assert settings["budget_signal"] == ("entropy" if more else "uniform")
-
-
-def test_a_dry_run_says_what_it_costs(run: Run, made: list[PolykvCalibration], tmp_path: Path) -> None:
-    code, out, talk = run("--recipe", "polykv-bundled", "--budgets", 64, "--dry-run", "--json")
-    assert code == 0, talk
-    found = json.loads(out)
-    assert found["recipe"]["budgets"] == [64]
-    (stage,) = found["estimate"]["stages"]
-    assert stage["passes"] == (2 + 8 * 2 * 6) * RANKED
-    assert made == []
-    assert not (tmp_path / "run").exists()

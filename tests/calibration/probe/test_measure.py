@@ -121,15 +121,6 @@ def test_a_fit_that_loses_says_so(profile: Profile, tmp_path: Path) -> None:
         parse_policy(f"probe={tmp_path}")
 
 
-def test_directories_without_a_ranking(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="policy probe is fitted: give probe=DIR"):
-        parse_policy("probe")
-    with pytest.raises(UsageError, match="it is NAME or one of probe=DIR, query_bank=DIR, kvzap=DIR, with"):
-        parse_policy("snapkv=runs")
-    with pytest.raises(UsageError, match="there is no file"):
-        parse_policy(f"probe={tmp_path}")
-
-
 def test_recall_is_a_share_of_the_oracle() -> None:
     """Of 10 entries, 5% and 10% are one entry, 20% are two."""
     values = [8.0, 4.0, 2.0, 1.0] + [0.0] * 6
@@ -137,19 +128,6 @@ def test_recall_is_a_share_of_the_oracle() -> None:
         ranked = np.array([values[i] for i in order] + values[4:])
         assert recall_of(ranked) == pytest.approx([ranked[0] / 8, ranked[0] / 8, (ranked[0] + ranked[1]) / 12])
     assert recall_of(np.zeros(10)).tolist() == [1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        ({"features": ("keys",)}, "'keys' is unknown; did you mean 'key'"),
-        ({"features": ()}, "names nothing"),
-        ({"entries": 5}, "greater than or equal to 100"),
-    ],
-)
-def test_bad_options(given: dict[str, object], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        ProbeOptions(**given)
 
 
 def test_few_contexts_are_fitted_with_strong_shrinkage_and_said(model: LoadedModel, data: CalibrationData) -> None:

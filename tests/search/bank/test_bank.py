@@ -163,10 +163,3 @@ def test_questions_without_answers_have_scores_but_no_losses(model: LoadedModel)
     assert ((bank.scores(candidates) > 0) & (bank.scores(candidates) <= 1)).all()
     with pytest.raises(UsageError, match="task talk, example 0, question 0: nll needs a right answer, and there is no"):
         bank.losses(candidates)
-
-
-@pytest.mark.parametrize("objective", ["nll", "metric"])
-def test_values_are_by_objective(objective: str, model: LoadedModel, samples: list[BankSample]) -> None:
-    bank, candidates = CandidateBank(model, SNAPKV, samples, 50, objective=objective), random_candidates(model, 2, 50)
-    expected = bank.scores(candidates) if objective == "metric" else bank.losses(candidates)
-    np.testing.assert_array_equal(bank.evaluate(candidates), expected)

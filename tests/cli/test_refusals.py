@@ -1,0 +1,173 @@
+"""Requests that cannot be met: one line that says what to do, exit code 2, and nothing is written.
+
+IN stands for the folder of `inputs`, CAL for a calibration of the bundled model, NEW for what would be written.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.cli.test_bad_input import USAGE, refused
+
+TASKS = "--tasks jsonl:IN/mine.jsonl"
+SEARCH = f"--budget 12 --set window=4 --group-size 2 --generations 2 --finalists 3 {TASKS} --samples 4"
+RUN = f"--policies snapkv --form linear --fit 4 --measure 2 --samples 4 --evaluations 40 {TASKS}"
+CHOICE = f"--budget 24 {TASKS} --samples 2 --routes nll --allocators uniform"
+VERDICTS = "--tasks synthetic:single --length 512 --samples 2"
+# a command by its beginning, and what is typed after it, with words of the refusal
+REFUSED: dict[str, list[tuple[str, str]]] = {
+    "calibrate bundled -o NEW": [
+        ("--method lukw", "unknown method 'lukw'; did you mean 'lukv'?"),
+        ("--policy full", "evicts nothing"),
+        ("--set windw=3", "did you mean 'window'?"),
+        ("--set window", "not of the form key=value"),
+        ("--set window=600", "too short"),
+        ("--normalization layers", "did you mean 'layer'?"),
+        ("--recipe none.yaml", "none.yaml"),
+        ("--method lava --policy keydiff", "keydiff scores entries below 0"),
+        ("--method adakv --set window=150 --data IN/texts.json", "too short for snapkv"),
+        ("--policy probe", "policy probe is fitted: give probe=DIR"),
+        ("--policy probe=none", "there is no file none"),
+        ("--method probe --features keys", "did you mean 'key'"),
+        ("--split train", "--split is for --tasks"),
+        ("--length 100", "--length is for --tasks"),
+        ("--tasks synthetic --split report", "nothing may be fitted to them"),
+        ("--tasks synthetic --data x", "none of the chosen tasks reads --data"),
+    ],
+    "evaluate bundled": [
+        ("", "nothing to compare"),
+        ("--methods lava", "give --budgets"),
+        ("--methods lava --budgets 12a", "budget '12a' is not a number such as 128"),
+        ("--methods lava --budgets 0", "a budget of 0 keeps nothing"),
+        ("--methods lava --ratios 1.5", "outside (0, 1)"),
+        ("--methods lava --budgets 64,64", "the size 64 is given twice"),
+        ("--budgets 64", "--budgets are for --methods"),
+        ("--set window=4 --phases both", "--phases and --set are for --methods"),
+        ("--methods lava --budgets 64 --baselines snapkv", "--baselines go with --plan alone"),
+        ("--methods lava --budgets 64 --subject lav", "unknown subject 'lav'; did you mean 'lava'"),
+        ("--methods probe --budgets 9", "policy probe is fitted: give probe=DIR"),
+        ("--methods lava --budgets 64 --table NEW.html", "name a .md, .csv or .tex file"),
+        ("--methods lava --budgets 64 --samples-file NEW.json", "name a .csv file"),
+        ("--methods lava --budgets 64 --columns task", "--columns: "),
+        ("--methods lava --budgets 64 --reuse nowhere", "--reuse needs --output"),
+        ("--methods lava --budgets 64 --force", "--force is for --output"),
+        ("--methods lava --budgets 64 --stride 9", "--stride is for --tasks ppl:FILE"),
+        ("--methods lava --budgets 64 --tasks ppl:x -o NEW", "ppl:FILE takes no --output"),
+        ("--methods lava --budgets 64 --tasks ppl:x --length 1,2", "takes one --length"),
+        ("--methods uniform --ratios 0.99 --tasks synthetic:single --length 512 --samples 1", "ratio 0.99 leaves 5."),
+        ("--plan CAL/plan.json --tasks synthetic:multkey", "did you mean 'multikey'?"),
+        ("--plan CAL/plan.json --length 100", "at least 512"),
+    ],
+    f"evolve bundled -o NEW {SEARCH}": [
+        ("--budgets 8,x", "--budgets.1: must be a whole number, not 'x'"),
+        ("--budgets 8,16", "budgets: cannot be given with --budget: leave one of them out"),
+        ("--population 2", "--population: must be at least 4"),
+        ("--hard-below 101", "--hard-below: must be at most 100"),
+        ("--hard-most 3", "say which are with --hard-below"),
+        ("--parity --space layers", "which searches groups, not layers"),
+        ("--phases both --space joint", "space joint is of the prefill phase"),
+        ("--space heads", "space heads is made of start plans"),
+        ("--group-size 7", "a group of 7 layers: the model has 6"),
+        ("--phases decode --budget 160", "keep all of the longest prompt and reply ("),
+        ("--budget 3", "a budget of 3 is below the 4 entries that snapkv always keeps"),
+    ],
+    f"run bundled -o NEW {RUN}": [
+        ("", "how much may be kept? Give --budget"),
+        ("--budget 40 --ratio 0.9", "--ratio: cannot be given with --budget: leave one of them out"),
+        ("--budget 40 --within 2", "--within: is for --smallest"),
+        ("--budgets 40,40", "--budgets: has a budget twice"),
+        ("--budget 40 --rankings prob", "unknown ranking 'prob'; did you mean 'probe'?"),
+        ("--budget 5000", "is all of a"),
+        ("--budget 1", "1 entry per kv head: every policy of --policies always keeps more"),
+        ("--budget 40 --policies cake,snapkv,cake", "policy cake is measured already: name each once"),
+        ("--budget 40 --policies probe=fit", "policies that are fitted are not for --policies"),
+        ("--budget 40 --fit 99", "contexts, and 99 are fitted on, but budgets are measured on others"),
+    ],
+    f"select IN/polykv -o NEW {CHOICE}": [
+        ("--allocators uniform,,ppl", "--allocators: takes values with commas between them"),
+        ("--sure 1", "--sure 1 is outside [0.5, 1)"),
+        ("--budgets 16,24", "--budgets: cannot be given with --budget: leave one of them out"),
+        ("-o NEW/plan.json", "its folder does not exist"),
+    ],
+    f"validate IN/polykv {VERDICTS}": [
+        ("--signals cosine,,ppl", "--signals: takes values with commas between them"),
+        ("--split selct", "unknown split 'selct'"),
+        ("--depths 10", "none of the chosen tasks reads --depths"),
+    ],
+    "export IN/polykv -o NEW": [
+        ("--route cosin", "unknown route 'cosin'; did you mean 'cosine'?"),
+        ("--budget-signal entrop", "unknown budget signal 'entrop'; did you mean 'entropy'?"),
+        ("--policy tova", "policy 'tova' is for route none"),
+        ("--exclude tofa", "the profile has no such pattern; did you mean 'tova'?"),
+        ("--exclude tova,,snapkv", "--exclude: takes values with commas between them"),
+        ("--exclude snapkv --route none", "cannot use policy 'snapkv' in every layer: it is excluded"),
+        ("--exclude snapkv,streaming,tova", "no pattern is left"),
+        ("--least 9", "--least is for budgets by a signal: name a --budget-signal"),
+        ("--least 33 --budget-signal ppl", "least 33 is above the mean of 24 entries per kv head"),
+        ("--budget 7 --route none", "7 entries per kv head is below the 8 that snapkv in prefill layer 0"),
+        ("--budget 200", "200 entries per kv head is all of a 200-token prompt"),
+    ],
+    "export CAL -o NEW --ratio 0.8": [
+        ("--budget-signal uniform --phases both", "--budget-signal, --phases: only for profiles of method polykv"),
+        ("--least 0 --exclude tova", "--exclude, --least: only for profiles of method polykv"),
+    ],
+    "plan uniform bundled -o NEW": [
+        ("--policy h20 --budget 9", "unknown policy 'h20'; did you mean 'h2o'?"),
+        ("--policy h2o --set recnt=3 --budget 9", "no parameter 'recnt'; did you mean 'recent'?"),
+        ("--policy h2o --set recent_share=2 --budget 9", "recent_share must be between 0 and 1"),
+        ("--policy snapkv --budget 9", "below the 32 that snapkv always keeps"),
+        ("--policy h2o --budget 9 --phases decod", "unknown phases 'decod'; did you mean 'decode'?"),
+        ("--policy duo_attention --budget 400", "duo_attention never evicts heads with budgets of 400"),
+        ("--policy h2o", "give either a ratio to evict"),
+        ("--policy h2o --ratio 0.5", "a ratio needs the --length"),
+        ("--policy h2o --budget 200 --length 200", "all of a 200-token prompt"),
+        ("--policy h2o --budget 9 --allocation lavva", "unknown allocation 'lavva'; did you mean 'lava'?"),
+        ("--policy h2o --budget 9 --allocation lava:heds=equal", "did you mean 'heads'?"),
+        ("--policy h2o --budget 9 --allocation lava:layers", "is not of the form NAME or NAME:option="),
+        ("--policy h2o --budget 9 --allocation lava:layers=planned,", "is not of the form"),
+        ("--policy h2o --budget 9 --allocation lava:layers=planned,layers=dynamic", "layers is given twice"),
+        ("--policy h2o --budget 9 --allocation lava:layers=some", "unknown layers 'some'"),
+        ("--policy d2o --budget 300 --allocation lava", "d2o merges what it evicts"),
+    ],
+    "bench": [
+        ("bundled --shape llama-3.1-8b --budget 9", "give a MODEL or a --shape"),
+        ("bundled", "give --plan, --budget or --ratio"),
+        ("bundled --layers 2 --budget 9", "--layers is of a --shape"),
+        ("--shape qwen3-8b --plan NEW", "give the MODEL of the plan, or --policy and --budget"),
+        ("--shape llama-3-8b --budget 64", "did you mean 'llama-3.1-8b'"),
+        ("--shape llama-3.1-8b --layers 33 --budget 64", "has 32 layers"),
+        ("bundled --budget 9", "is below the 32 entries that snapkv always keeps"),
+        ("bundled --budget 40 --ratio 0.5", "either a ratio"),
+        ("bundled --plan NEW --skewed", "--skewed and --phases are of --policy"),
+        ("bundled --budget 40 --batch 0", "--batch"),
+    ],
+    "reproduce": [
+        ("lukv-tabel1 bundled", "did you mean 'lukv-table1'"),
+        ("--offline", "which table"),
+        ("lava-table2", "lava-table2 of which model"),
+        ("lava-table2 bundled -o NEW --squad x.json", "squad: no task of lava-table2 reads it"),
+        ("lava-table2 bundled -o NEW --tasks ruler", "ruler:qa_1 needs questions"),
+        ("lukv-table1 NEW --dry-run", "there is no model"),
+    ],
+    "policies": [("snapvk", "did you mean")],
+    "tasks": [("longbench:trek", "did you mean")],
+    "recipes": [("lukv-papr", "did you mean")],
+}
+ROWS = [(f"{command} {typed}", words) for command, rows in REFUSED.items() for typed, words in rows]
+
+
+@pytest.mark.parametrize(("typed", "words"), ROWS, ids=[typed.replace(TASKS, "") for typed, _ in ROWS])
+def test_one_line_says_what_to_do(
+    run: Run, inputs: Path, calibrated: Path, tmp_path: Path, typed: str, words: str
+) -> None:
+    places = {"IN": inputs, "CAL": calibrated, "NEW": tmp_path / "new"}
+    for name, place in places.items():
+        typed = typed.replace(name, str(place))
+    complaint = refused(run, USAGE, words, *shlex.split(typed))
+    assert complaint.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    assert {path.name for path in (inputs / "polykv").iterdir()} == {"profile.safetensors", "config.json"}
