@@ -50,9 +50,13 @@ def processors(device: torch.device) -> int:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel on the device of its first tensor; Triton by itself takes the current one."""
+    """Launch a kernel on the device of its first tensor; Triton by itself takes the current one.
+
+    What torch.compile makes of it does so, too, and takes no context managers that it does not know.
+    """
     device = arguments[0].device
-    with nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device):
+    here = device.type == "cpu" or torch.compiler.is_compiling()
+    with nullcontext() if here else torch.get_device_module(device).device(device):
         kernel[grid](*arguments, **constants)
 
 

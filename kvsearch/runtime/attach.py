@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from copy import deepcopy
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from kvsearch.models.architecture import warn_beyond
 from kvsearch.models.memory import refuse_offloaded
 from kvsearch.runtime.attention import NAME, NO_DRAFTS, NO_DRAFTS_TAKEN_BACK, NO_SHARED_DRAFTS
 from kvsearch.runtime.cache import PlanCache
-from kvsearch.runtime.decode.steps import stepping
+from kvsearch.runtime.decode.steps import CompiledModel, stepping
 from kvsearch.runtime.observe import reread
 from kvsearch.runtime.program import Program, require_room
 from kvsearch.runtime.shared_prefill import prefill_all
@@ -32,11 +31,14 @@ class PlannedModel:
     is asked of the model, so that it can stand in the model's place: `transformers.pipeline(model=planned, ...)`.
     """
 
-    def __init__(self, model: Any, program: Program, *, exact: bool = False, graphs: bool = True) -> None:
+    def __init__(
+        self, model: Any, program: Program, *, exact: bool = False, graphs: bool = True, compiled: bool = False
+    ) -> None:
         self.model = model
         self.program = program
         self.exact = exact
         self.graphs = graphs
+        self.compiled = CompiledModel(model) if compiled else None
         self.cache: PlanCache | None = None
         self._before: list[str] = []
 
@@ -117,7 +119,7 @@ class PlannedModel:
                 if index in planned:
                     planned[index].rereads = found
         tokens = kwargs.get("max_new_tokens") or config.max_new_tokens
-        with stepping(self.model, self.cache, tokens) if self.graphs else nullcontext(self.model) as model:
+        with stepping(self.model, self.cache, tokens, self.graphs, self.compiled) as model:
             output = model.generate(input_ids, generation_config, *args, **{CACHE: self.cache}, **kwargs)
         self.cache.check_scores()
         warn_beyond(self.model, self.cache.get_seq_length())
@@ -148,11 +150,19 @@ class PlannedModel:
             raise UsageError(NO_SHARED_DRAFTS)
 
 
-def attach(model: Any, plan: Plan | Program, *, exact: bool = False, graphs: bool = True) -> PlannedModel:
+def attach(
+    model: Any,
+    plan: Plan | Program,
+    *,
+    exact: bool = False,
+    graphs: bool = True,
+    compile: bool = False,  # noqa: A002 - what torch calls it
+) -> PlannedModel:
     """Bind `plan` to `model` (checked against each other); see `PlanCache` for the arguments and errors.
 
-    With `graphs`, decode steps are captured on CUDA where that is possible; where not, the reason is said once.
+    With `graphs`, decode steps are captured on CUDA where that is possible; with `compile`, they are compiled as one
+    graph of operations first, on every device. Where that is not possible, the reason is said once.
     """
     refuse_offloaded(model, type(model).__name__)
     program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
-    return PlannedModel(model, program, exact=exact, graphs=graphs)
+    return PlannedModel(model, program, exact=exact, graphs=graphs, compiled=compile)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 
 from kvsearch.core import errors
 from kvsearch.core.errors import KvsearchWarning
+from kvsearch.models.loading import load
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program, attach
 from kvsearch.runtime.attach import PlannedModel
@@ -129,6 +131,86 @@ class TestCaptured:
             say(planned())
         assert vars(model()).keys() == before.keys()
         assert type(model()).__call__ is torch.nn.Module.__call__
+
+
+class TestCompiled:
+    """`attach(..., compile=True)`: what torch.compile makes is called in place of the model, captured or not."""
+
+    @pytest.fixture
+    def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Stands for what compiles: how often what it made was called."""
+        made: list[str] = []
+
+        def compiled(call: Callable[..., Any], fullgraph: bool) -> Callable[..., Any]:
+            assert fullgraph
+            return lambda **given: (made.append("called"), call(**given))[1]
+
+        monkeypatch.setattr(torch, "compile", compiled)
+        return made
+
+    @pytest.mark.filterwarnings("error::kvsearch.core.errors.KvsearchWarning")
+    @pytest.mark.parametrize("decode", [False, pytest.param(True, marks=pytest.mark.slow)])
+    def test_replies_are_the_same(self, decode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+        run = planned(decode=decode, compile=True)
+        expected = say(planned(decode=decode))
+        assert torch.equal(say(run), expected)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert 0 < graphs <= 2
+        assert torch.equal(say(run), expected)  # another cache takes what was compiled
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+    @pytest.mark.nightly
+    @pytest.mark.parametrize("name", SMALL)
+    def test_a_compiler_makes_the_same_of_every_policy(self, name: str) -> None:
+        torch._dynamo.reset()
+        policy = for_model(SMALL[name])
+        phases = ("prefill", "decode")[: 1 if policy.no_decode_rule() else 2]
+        program = Program.of_policy(model(), policy, dict.fromkeys(phases, lambda _: BUDGETS))
+        assert torch.equal(say(attach(model(), program, compile=True)), say(attach(model(), program)))
+
+    @pytest.mark.nightly
+    def test_a_bundled_model_answers_as_ever(self) -> None:
+        torch._dynamo.reset()
+        loaded = load("bundled")
+        ids = loaded.tokenizer("code of ash ? " * 20, return_tensors="pt").input_ids
+        program = Program.uniform(loaded.model, create_policy("h2o"), lambda _: 40)
+        made = []
+        for compiled in (True, False):
+            with attach(loaded.model, program, compile=compiled) as run:
+                made.append(run.generate(ids, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False))
+        assert torch.equal(*made)
+
+    def test_what_is_captured_was_compiled(self, calls: list[str]) -> None:
+        expected = say(planned())
+        with recorded() as recorder:
+            assert torch.equal(say(planned(compile=True)), expected)
+        assert len(calls) == recorder.log.count("run") + recorder.log.count("captured") > 0
+        assert recorder.log.count("replayed") > TOKENS // 2
+
+    def test_steps_that_cannot_be_captured_are_compiled_still(self, calls: list[str]) -> None:
+        expected = say(planned())
+        with capturing(Waiting(TOKENS)), pytest.warns(KvsearchWarning, match="without CUDA graphs"):
+            assert torch.equal(say(planned(compile=True)), expected)
+        assert len(calls) == TOKENS - 1
+
+    def test_a_compiler_that_fails_is_said_and_done_without(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            raise Unsupported("no C++ compiler\nis here")
+
+        monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+        expected = say(planned())
+        with pytest.warns(KvsearchWarning, match=r"decode steps are not compiled: no C\+\+ compiler is here") as said:
+            assert torch.equal(say(planned(compile=True)), expected)
+        assert len(said) == 1
+
+    def test_steps_that_change_shape_are_not_compiled(self, calls: list[str]) -> None:
+        with pytest.warns(KvsearchWarning, match="not compiled: `exact` attention"):
+            say(planned(decode=False, exact=True, compile=True))
+        say(planned(compile=True), max_new_tokens=8, min_new_tokens=8)
+        assert calls == []
 
 
 class TestNotCaptured:

@@ -1,4 +1,4 @@
-"""Decode steps that are done again from what was captured of them, for greedy and sampled generation.
+"""Decode steps that are compiled, or done again from what was captured of them, for greedy and sampled generation.
 
 Of a step the host decides how many entries leave where and whether scores are made anew (`PlanCache.ahead`); for every
 such decision that comes up twice there is a graph. The tensors that graphs read and write stay where they are until
@@ -17,14 +17,17 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import warn_once
+from kvsearch.core.parsing import describe_fault
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.stock import CACHE, CACHES, cache_of
 
 ROOM = 512  # tokens that room is made for at a time, at most
 MOST_GRAPHS = 32  # of one cache
 SYNCHRONIZES = "called a synchronizing CUDA operation"
+MOST_COMPILED = 64  # steps of models in a process, and of lengths for which room was made
 FEWEST = 16  # tokens for which capturing pays
 WITHOUT = "decode steps run without CUDA graphs (attach(..., graphs=False) is silent about it)"
+UNCOMPILED = "decode steps are not compiled"
 INPUTS = ("input_ids", "position_ids", "attention_mask", "inputs_embeds", *CACHES)
 PLAIN = (type(None), bool, int, float, str)  # other arguments: they are part of what a step is
 
@@ -145,13 +148,48 @@ def graphs_for(device: torch.device) -> CudaGraphs | None:
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
-class DecodeSteps:
-    """Calls of `model` with `cache`, of which decode steps are captured; `tokens` are the most that will come."""
+class CompiledModel:
+    """A model whose calls torch.compile makes one graph each; where it cannot, it says why, and they run as ever."""
 
-    def __init__(self, model: Any, cache: PlanCache, graphs: CudaGraphs, tokens: int | None = None) -> None:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.failed = False
+        self._compiled: Any = torch.compile(model.__call__, fullgraph=True)
+
+    def __call__(self, **given: Any) -> Any:
+        if not self.failed:
+            from torch._dynamo import config
+            from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+            limit: Any = config.patch(recompile_limit=MOST_COMPILED)
+            try:
+                with limit:
+                    return self._compiled(**given)
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # before any of it was done
+                warn_once(f"{UNCOMPILED}: {describe_fault(error)}")
+                self.failed = True
+        return self.model(**given)
+
+
+class DecodeSteps:
+    """Calls of `model` with `cache`, whose decode steps are compiled, captured by `graphs`, or both (None: not).
+
+    `tokens` are the most that will come.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: PlanCache,
+        graphs: CudaGraphs | None,
+        tokens: int | None = None,
+        compiled: CompiledModel | None = None,
+    ) -> None:
         self.model = model
         self.cache = cache
         self.graphs = graphs
+        self.compiled = compiled
+        self.without = WITHOUT if compiled is None else UNCOMPILED
         self.room = min(ROOM, ROOM if tokens is None else max(tokens, 1))
         self.stopped = False
         self._known: dict[Hashable, RepeatedStep] = {}
@@ -208,7 +246,7 @@ class DecodeSteps:
         return self._stop(f"they are given {', '.join(sorted(strange))}") if strange else True
 
     def _stop(self, reason: str) -> bool:
-        warn_once(f"{WITHOUT}: {reason}")
+        warn_once(f"{self.without}: {reason}")
         self.stopped = True
         return False
 
@@ -227,6 +265,8 @@ class DecodeSteps:
 
     def _done(self, others: Mapping[str, Any]) -> Any:
         """Do the step that is ahead."""
+        if self.graphs is None:
+            return self._step(others)
         plan = self.cache.step_plan()
         packed = [holder.packed for holder in self._holders]
         if packed != self._packed:
@@ -240,12 +280,15 @@ class DecodeSteps:
         output = step()
         if self.cache.asked:
             self._stop("the code of the model asks how long the sequence is in every step")
-        self.stopped |= step.refused
+        if step.refused:
+            self.graphs = None
+            self.stopped |= self.compiled is None
         return output
 
     def _step(self, others: Mapping[str, Any]) -> Any:
         ids, positions, mask = self._inputs
-        return self.model(input_ids=ids, position_ids=positions, attention_mask=mask, **{CACHE: self.cache}, **others)
+        call = self.model if self.compiled is None else self.compiled
+        return call(input_ids=ids, position_ids=positions, attention_mask=mask, **{CACHE: self.cache}, **others)
 
 
 def not_captured(model: Any, cache: PlanCache) -> str | None:
@@ -275,21 +318,29 @@ def _stepping_class(kind: Any) -> type[Any]:
 
 
 @contextmanager
-def stepping(model: Any, cache: PlanCache, tokens: int | None = None) -> Iterator[Any]:
-    """Give a model, or where steps can be captured another view of it: its very state, and `DecodeSteps` for calls.
+def stepping(
+    model: Any,
+    cache: PlanCache,
+    tokens: int | None = None,
+    captured: bool = True,
+    compiled: CompiledModel | None = None,
+) -> Iterator[Any]:
+    """Give a model, or where its steps are captured or compiled another view of it: its very state, and `DecodeSteps`.
 
-    The model itself stays as it is. Where capturing is not possible the reason is said once.
+    The model itself stays as it is. Where neither is possible the reason is said once.
     """
-    graphs = None if tokens is not None and tokens < FEWEST else graphs_for(model.device)
-    reason = None if graphs is None else not_captured(model, cache)
+    pays = tokens is None or tokens >= FEWEST
+    graphs = graphs_for(model.device) if captured and pays else None
+    wanted = pays and (graphs is not None or compiled is not None)
+    steps = DecodeSteps(model, cache, graphs, tokens, compiled)
+    reason = not_captured(model, cache) if wanted else None
     if reason is not None:
-        warn_once(f"{WITHOUT}: {reason}")
-    if graphs is None or reason is not None:
+        warn_once(f"{steps.without}: {reason}")
+    if not wanted or reason is not None:
         yield model
         return
     kind: Any = type(model)
     view = object.__new__(_stepping_class(kind))
-    steps = DecodeSteps(model, cache, graphs, tokens)
     object.__setattr__(view, "__dict__", model.__dict__)
     object.__setattr__(view, "_kvsearch_steps", steps)
     try:
