@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from steps import ROOT, Settings, Step, main, run, said_by
 
-from kvsearch.kernels.attention import Entries, attend
+from kvsearch.kernels.attention import attend
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
@@ -72,16 +72,13 @@ def attention(where: Settings) -> list[dict[str, Any]]:
 def attention_errors(case: Case, where: Settings) -> dict[str, float]:
     expected, expected_row = case.expected()
     case = moved(case, where.kernels)
-    block = Entries(case.keys, case.values, case.columns, case.positions, case.lengths)
-    starts = torch.arange(case.segments, device=where.kernels) * case.columns
-    positions = None if case.positions is None else case.positions.flatten().int()
-    lengths = torch.full_like(starts, case.columns) if case.lengths is None else case.lengths
-    flat = Entries(case.keys.flatten(0, 1), case.values.flatten(0, 1), case.columns, positions, lengths, starts)
     given = case.scaling, case.softcap, case.sink, case.rows
     with where.serving():
-        behind, _ = attend(case.query, flat, *given)
-        output, row = attend(case.query, block, *given, want_row=case.rows == 1)
-    errors = {"block": relative_error(output.cpu(), expected), "flat": relative_error(behind.cpu(), expected)}
+        behind, row = attend(case.query, case.flat(), *given)
+        errors = {"flat": relative_error(behind.cpu(), expected)}
+        if case.lengths is None:
+            output, row = attend(case.query, case.block(), *given, want_row=case.rows == 1)
+            errors["block"] = relative_error(output.cpu(), expected)
     return errors if row is None else {**errors, "row": relative_error(row.cpu(), expected_row)}
 
 

@@ -12,17 +12,17 @@ from kvsearch.kernels.dispatch import launch
 
 @dataclass(frozen=True)
 class Entries:
-    """What S segments hold: columns of one block, or rows of one flat store behind one another.
+    """What S segments hold: columns of one block, or rows of one flat store behind one another, which has both last.
 
-    Columns from `lengths` on are not looked at, nor those whose position is negative.
+    Entries whose position is negative are not looked at.
     """
 
     keys: Tensor  # [S, C, D], or flat [N, D]; the last dimension contiguous
     values: Tensor  # [S, C, Dv], or flat [N, Dv]
     columns: int  # the most that a segment has, known on the host: C for a block
     positions: Tensor | None = None  # [S, C] or flat [N], whole numbers; None: every column is an entry
-    lengths: Tensor | None = None  # [S] whole numbers, columns of each segment; None: all `columns`
-    starts: Tensor | None = None  # [S] int64, the first row of each segment in a flat store; None: a block
+    lengths: Tensor | None = None  # [S] whole numbers, rows of each segment
+    starts: Tensor | None = None  # [S] int64, the first row of each segment
 
 
 def attend(
@@ -44,12 +44,12 @@ def attend(
         softcap: logits become softcap * tanh(logits / softcap).
         sinks: [S, G] fp32, logits that take their share of every softmax and have no value.
         rows: tokens.
-        want_row: give the mean of the softmax over the query group, too; of one token.
-        into: [S, columns] fp32, of a block: where to write the row.
+        want_row: give the mean of the softmax over the query group, too; of one token and a block.
+        into: [S, columns] fp32, where to write the row.
 
     Returns:
-        The output [S, G * rows, Dv], 0 where nothing is visible, and the row or None: [S, columns] fp32, or flat [N],
-        0 where there is no entry. Accumulated in fp32; nothing waits for the device.
+        The output [S, G * rows, Dv], 0 where nothing is visible, and the row or None: [S, columns] fp32, 0 where
+        there is no entry. Accumulated in fp32; nothing waits for the device.
     """
     from kvsearch.kernels.jit.attention import merge_chunks
 
@@ -59,26 +59,24 @@ def attend(
     values = entries.values
     columns = entries.columns
     flat = entries.starts is not None
-    ragged = entries.lengths is not None
-    made = Chunked(query, values.shape[-1], columns, scaling, softcap, sinks, want_row)
+    stored = len(keys) if flat else None
+    made = Chunked(query, values.shape[-1], columns, scaling, softcap, sinks, want_row, stored)
     starts, lengths, positions = (
         keys if given is None else given for given in (entries.starts, entries.lengths, entries.positions)
     )
     strides = (0, 0, 0) if flat else (keys.stride(0), values.stride(0), positions.stride(0))
     holes = entries.positions is not None
-    made.launch(
-        keys, values, (starts, lengths, positions), strides, (keys,) * 6, rows, FLAT=flat, RAGGED=ragged, HOLES=holes
-    )
+    made.launch(keys, values, (starts, lengths, positions), strides, (keys,) * 6, rows, HOLES=holes)
     if made.whole and not want_row:
         return made.output, None
     row = made.output if into is None else into
-    if want_row and into is None:  # places between segments of a flat store are nobody's
-        row = made.scratch(len(keys)).zero_() if flat else made.scratch(segments, columns)
+    if want_row and into is None:
+        row = made.scratch(segments, columns)
     row_blocks = whole_blocks(columns, ROW_BLOCK) if want_row else 0
     launch(merge_chunks, (segments, (0 if made.whole else count) + row_blocks),
-        made.partial, made.statistics, made.logits, made.beside, made.output, row, starts, lengths,
-        columns, count, made.splits, columns, 0 if flat else row.stride(0), row.stride(-1),
-        ROWS=rows, **made.merging, BN=ROW_BLOCK, OUTPUT=not made.whole, LOGITS=want_row, FLAT=flat, RAGGED=ragged,
+        made.partial, made.statistics, made.logits, made.beside, made.output, row, lengths,
+        columns, made.chunk, count, made.splits, segments, columns, row.stride(0), row.stride(-1),
+        ROWS=rows, **made.merging, BN=ROW_BLOCK, BS=made.searched, OUTPUT=not made.whole, LOGITS=want_row, FLAT=flat,
         SINKS=sinks is not None, num_warps=4,
     )  # fmt: skip
     return made.output, row if want_row else None

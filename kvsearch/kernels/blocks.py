@@ -64,7 +64,11 @@ def chunks(columns: int, programs: int, block: int, device: torch.device) -> tup
 
 @dataclass(frozen=True)
 class Chunked:
-    """Queries [S, M, D] that attend to segments of `columns` entries at most; `logits` says whether these are kept."""
+    """Queries [S, M, D] that attend to segments of `columns` entries at most, in chunks.
+
+    Segments of a flat store are as long as only the device knows, and have as many chunks as they need. Programs are
+    counted by its rows: up to one a segment too many. `keeps_logits` is for blocks.
+    """
 
     query: Tensor
     value_dim: int
@@ -73,19 +77,31 @@ class Chunked:
     softcap: float | None
     sinks: Tensor | None  # [S, G] fp32
     keeps_logits: bool
+    stored: int | None = None  # rows of a flat store; None: segments are `columns` long, in a block
 
     @cached_property
     def blocks(self) -> BlockSizes:
         return BlockSizes.of(self.query.shape[1], self.query.shape[2], self.value_dim, self.query.dtype)
 
     @cached_property
-    def chunks(self) -> tuple[int, int]:
-        """How many chunks there are, and their columns."""
-        return chunks(self.columns, len(self.query) * self.tiles, self.blocks.columns, self.query.device)
+    def chunk(self) -> int:
+        """Columns of a chunk, by what segments have on average, and so that none has more than `MOST_CHUNKS`."""
+        segments = len(self.query)
+        usual = self.columns if self.stored is None else min(self.columns, whole_blocks(self.stored, segments))
+        block = self.blocks.columns
+        _, chunk = chunks(usual, segments * self.tiles, block, self.query.device)
+        return max(chunk, whole_blocks(whole_blocks(self.columns, MOST_CHUNKS), block) * block)
 
     @property
     def splits(self) -> int:
-        return self.chunks[0]
+        """The most chunks that a segment has."""
+        return max(1, whole_blocks(self.columns, self.chunk))
+
+    @property
+    def parts(self) -> int:
+        """How many chunks there are in all segments, at most."""
+        segments = len(self.query)
+        return segments * self.splits if self.stored is None or self.whole else segments + self.stored // self.chunk
 
     @property
     def tiles(self) -> int:
@@ -103,16 +119,14 @@ class Chunked:
 
     @cached_property
     def partial(self) -> Tensor:
-        """[S, splits, M, Dv], or the output."""
-        segments, count, _ = self.query.shape
-        return self.output if self.whole else self.scratch(segments, self.splits, count, self.value_dim)
+        """[parts, M, Dv], or the output."""
+        return self.output if self.whole else self.scratch(self.parts, self.query.shape[1], self.value_dim)
 
     @cached_property
     def statistics(self) -> Tensor:
-        """Maximum and sum of every chunk's softmax, [S, splits, 2, M], where something reads them."""
-        segments, count, _ = self.query.shape
+        """Maximum and sum of every chunk's softmax, [parts, 2, M], where something reads them."""
         read = self.keeps_logits or not self.whole
-        return self.scratch(segments, self.splits, 2, count) if read else self.output
+        return self.scratch(self.parts, 2, self.query.shape[1]) if read else self.output
 
     @cached_property
     def logits(self) -> Tensor:
@@ -123,6 +137,11 @@ class Chunked:
     def beside(self) -> Tensor:
         """The sinks, or something in their place."""
         return self.output if self.sinks is None else self.sinks.contiguous()
+
+    @property
+    def searched(self) -> int:
+        """Segments among which a program of a flat store looks for its own, rounded up."""
+        return LEAST if self.stored is None else power_of_two(len(self.query))
 
     @property
     def merging(self) -> dict[str, int]:
@@ -152,15 +171,15 @@ class Chunked:
 
         blocks = self.blocks
         query = self.query
-        splits, chunk = self.chunks
+        flat = self.stored is not None
         k_seg, v_seg, p_seg = strides
         sizes: dict[str, Any] = {"BM": blocks.rows, "BN": blocks.columns, "BD": blocks.dim, "BDV": blocks.value_dim}
-        launch(attend_chunks, (len(query), splits, self.tiles),
+        launch(attend_chunks, (self.parts, 1, self.tiles) if flat else (len(query), self.splits, self.tiles),
             query, keys, values, *pointers, self.beside, self.output, self.partial, self.statistics, self.logits,
-            *arriving, self.scaling, 1.0 if self.softcap is None else self.softcap, self.columns, chunk,
-            query.shape[1], splits, query.stride(0), query.stride(1), k_seg, keys.stride(-2), v_seg, values.stride(-2),
-            p_seg, self.columns,
-            ROWS=rows, D=query.shape[2], DV=self.value_dim, **sizes, SOFTCAP=self.softcap is not None,
-            SINKS=self.sinks is not None, WHOLE=self.whole, LOGITS=self.keeps_logits, **kinds,
+            *arriving, self.scaling, 1.0 if self.softcap is None else self.softcap, self.columns, self.chunk,
+            query.shape[1], self.splits, len(query), query.stride(0), query.stride(1), k_seg, keys.stride(-2), v_seg,
+            values.stride(-2), p_seg, self.columns,
+            ROWS=rows, D=query.shape[2], DV=self.value_dim, **sizes, BS=self.searched, FLAT=flat, **kinds,
+            SOFTCAP=self.softcap is not None, SINKS=self.sinks is not None, WHOLE=self.whole, LOGITS=self.keeps_logits,
             num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip

@@ -95,7 +95,7 @@ def step(
     made.launch(
         keys, values, (keys, keys, positions), (keys.stride(0), values.stride(0), positions.stride(0)),
         (key.contiguous(), value.contiguous(), slots.slot, slots.clock, paused, done),
-        FLAT=False, RAGGED=False, HOLES=True, APPEND=True, PAUSES=active is not None,
+        HOLES=True, APPEND=True, PAUSES=active is not None,
     )  # fmt: skip
     if layer is not None:
         _spread(made, positions, width, layer)

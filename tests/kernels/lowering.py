@@ -22,7 +22,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kvsearch.kernels.attention import Entries, attend
+from kvsearch.kernels.attention import attend
 from kvsearch.kernels.step import LayerSums, Rule, Slots, step
 from tests.kernels.reference import Case
 from tests.kernels.test_rows import Prompt
@@ -97,7 +97,7 @@ ATTENTION = [
     *(Case(2, 8, dim, dim, 4096, rows=8, dtype=torch.bfloat16) for dim in (128, 256)),
 ]
 BLOCKS = [
-    Case(8, 4, 128, 128, 4096, dtype=torch.bfloat16, holes=True, ragged=True),
+    Case(8, 4, 128, 128, 4096, dtype=torch.bfloat16, holes=True),
     Case(1, 4, 64, 64, 128, dtype=torch.float16),
 ]
 SCORING = [Prompt(8, 4, 32, 4096, 128, dtype=torch.bfloat16), Prompt(1, 2, 256, 256, 256, softcap=30.0)]
@@ -110,8 +110,7 @@ def main() -> None:
             for case in ATTENTION:
                 lower_flat(case)
             for case in BLOCKS:
-                held = Entries(case.keys, case.values, case.columns, case.positions, case.lengths)
-                attend(case.query, held, case.scaling, case.softcap, case.sink, case.rows, want_row=True)
+                attend(case.query, case.block(), case.scaling, case.softcap, case.sink, case.rows, want_row=True)
             for prompt in SCORING:
                 rows = prompt.given(causal=prompt.rows == prompt.length)
                 rows.received("mean")
@@ -124,11 +123,7 @@ def main() -> None:
 
 def lower_flat(case: Case) -> None:
     """Compile attention over the segments of a case behind one another."""
-    keys, values = (states.flatten(0, 1) for states in (case.keys, case.values))
-    positions = None if case.positions is None else case.positions.flatten().int()
-    lengths = torch.full((case.segments,), case.columns)
-    held = Entries(keys, values, case.columns, positions, lengths, torch.arange(case.segments) * case.columns)
-    attend(case.query, held, case.scaling, case.softcap, case.sink, case.rows)
+    attend(case.query, case.flat(), case.scaling, case.softcap, case.sink, case.rows)
 
 
 def lower_step(rule: Rule) -> None:

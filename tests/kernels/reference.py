@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvsearch.kernels.attention import Entries
+
 NAN = float("nan")
 
 
@@ -48,6 +50,27 @@ class Case:
             self.positions = torch.where(self.shown, 5, -1)
         self.clean = self.keys.double(), self.values.double()
         self.keys[~self.shown] = self.values[~self.shown] = NAN
+
+    def block(self) -> Entries:
+        """All segments beside one another: they are not `ragged`."""
+        return Entries(self.keys, self.values, self.columns, self.positions)
+
+    def flat(self) -> Entries:
+        """Segments behind one another, in another order, with what is nobody's between them."""
+        gap = self.columns + 3
+        device = self.keys.device
+        order = torch.arange(self.segments, device=device).roll(1)
+        starts = order * gap
+        parts = [states.new_full((self.segments, gap, states.shape[-1]), NAN) for states in (self.keys, self.values)]
+        for part, states in zip(parts, (self.keys, self.values), strict=True):
+            part[order, : self.columns] = states
+        positions = None
+        if self.positions is not None:
+            positions = torch.zeros(self.segments, gap, dtype=torch.int32, device=device)
+            positions[order, : self.columns] = self.positions.int()
+            positions = positions.flatten()
+        lengths = torch.full_like(starts, self.columns) if self.lengths is None else self.lengths
+        return Entries(*(part.flatten(0, 1) for part in parts), self.columns, positions, lengths, starts)
 
     @property
     def scaling(self) -> float:

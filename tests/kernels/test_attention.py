@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core import errors
 from kvsearch.core.errors import KvsearchWarning
-from kvsearch.kernels import dispatch
+from kvsearch.kernels import blocks, dispatch
 from kvsearch.kernels.attention import Entries, attend
 from kvsearch.kernels.dispatch import serves
 from tests.examples import at_most
@@ -22,7 +22,9 @@ nightly = pytest.mark.nightly
 
 
 def check(case: Case, want_row: bool) -> None:
-    held = Entries(case.keys, case.values, case.columns, case.positions, case.lengths)
+    """Rows are those of blocks; segments of a block are of one length."""
+    want_row &= case.lengths is None
+    held = case.flat() if case.lengths is not None else case.block()
     given_to = case.query, held, case.scaling, case.softcap, case.sink, case.rows
     output, row = attend(*given_to, want_row=want_row)
     expected, expected_row = case.expected()
@@ -100,28 +102,39 @@ def test_nothing_to_see_gives_nothing() -> None:
 
 @pytest.mark.parametrize("columns", [40, pytest.param(900, marks=nightly)])
 def test_a_flat_store_gives_the_bits_of_a_block(columns: int) -> None:
-    """Segments behind one another, in any order, with what is nobody's between them."""
-    case = Case(4, 3, 32, 48, columns, ragged=True, holes=True)
-    assert case.lengths is not None
-    assert case.positions is not None
-    starts = torch.tensor([2, 0, 3, 1]) * (columns + 3)
-    keys = torch.full((4 * (columns + 3), 32), NAN)
-    values = torch.full((4 * (columns + 3), 48), NAN)
-    positions = torch.zeros(len(keys), dtype=torch.int32)
-    for segment, start in enumerate(starts.tolist()):
-        rows = slice(start, start + columns)
-        keys[rows], values[rows] = case.keys[segment], case.values[segment]
-        positions[rows] = case.positions[segment].int()
-    block = Entries(case.keys, case.values, columns, case.positions, case.lengths)
-    flat = Entries(keys, values, columns, positions, case.lengths, starts)
-    output, row = attend(case.query, block, 0.3, want_row=True)
-    found, found_row = attend(case.query, flat, 0.3, want_row=True)
-    assert row is not None
-    assert found_row is not None
+    case = Case(4, 3, 32, 48, columns, holes=True)
+    output, _ = attend(case.query, case.block(), 0.3)
+    found, _ = attend(case.query, case.flat(), 0.3)
     assert torch.equal(found, output)
-    for segment, start in enumerate(starts.tolist()):
-        length = int(case.lengths[segment])
-        assert torch.equal(found_row[start : start + length], row[segment, :length])
+
+
+@pytest.mark.parametrize("lengths", [[3000, 1, 0, 300], [256, 3000, 257, 3000], [0, 0, 1, 0], [600, 600, 600, 600]])
+def test_segments_of_a_flat_store_have_as_many_chunks_as_they_need(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs are as many as chunks are, up to one a segment: not as the longest segment has, for each of them."""
+    programs = []
+    launch = blocks.launch
+    monkeypatch.setattr(
+        blocks, "launch", lambda kernel, grid, *args, **how: (programs.append(grid), launch(kernel, grid, *args, **how))
+    )
+    monkeypatch.setattr(blocks, "processors", lambda _: 8)
+    longest = max(lengths)
+    case = Case(4, 2, 32, 32, longest, ragged=True)
+    case.lengths = torch.tensor(lengths)
+    case.shown = torch.arange(longest) < case.lengths[:, None]
+    case.keys, case.values = (states.to(fp32) for states in case.clean)
+    flat = case.flat()
+    starts = case.lengths.cumsum(0) - case.lengths
+    rows = torch.cat([start + torch.arange(count) for start, count in zip(flat.starts, lengths, strict=True)])
+    packed = Entries(flat.keys[rows], flat.values[rows], longest, None, case.lengths, starts)
+    output, _ = attend(case.query, packed, case.scaling)
+    assert relative_error(output, case.expected()[0]) < BOUNDS[fp32]
+    [(count, beside, tiles)] = programs
+    chunk = blocks.Chunked(case.query, 32, longest, 1.0, None, None, False, sum(lengths)).chunk
+    needed = sum(max(1, -(-length // chunk)) for length in lengths)
+    assert (beside, tiles) == (1, 1)
+    assert needed <= count <= needed + len(lengths)
 
 
 def test_views_of_larger_blocks_are_read_as_they_are() -> None:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.kernels.attention import Entries, attend
+from kvsearch.kernels.attention import attend
 from kvsearch.kernels.step import Rule, step
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program, attach
 from tests.families import DEVICES, build, prompts
-from tests.kernels.reference import NAN, Case, relative_error
+from tests.kernels.reference import Case, relative_error
 from tests.kernels.serving import interpreted
 from tests.kernels.test_rows import Prompt
 from tests.kernels.test_step import DV, D, G, Head, S
@@ -38,8 +38,10 @@ kinds_of_numbers = pytest.mark.parametrize(
 )
 
 
-def placed(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to(PLACE)
+def place(case: Any) -> None:
+    for name, part in vars(case).items():
+        if isinstance(part, torch.Tensor):
+            setattr(case, name, part.to(PLACE))
 
 
 @kinds_of_numbers
@@ -48,26 +50,12 @@ def test_attention(dtype: torch.dtype, dim: int) -> None:
     for kind, rows in product(KINDS, range(1, 9) if GPU else (1, 3)):
         case = Case(3, 4, dim, dim, 3000 if GPU else 300, rows=rows, dtype=dtype, **KINDS[kind])
         expected, expected_row = case.expected()
-        gap = case.columns + 5
-        starts = torch.arange(case.segments) * gap
-        store = torch.full((2, case.segments, gap, dim), NAN, dtype=dtype)
-        store[0, :, : case.columns] = case.keys
-        store[1, :, : case.columns] = case.values
-        numbers = torch.full((case.segments, gap), -1, dtype=torch.int32)
-        flat_positions = None
-        if case.positions is not None:
-            numbers[:, : case.columns] = case.positions
-            flat_positions = placed(numbers.flatten())
-        lengths = torch.full((case.segments,), case.columns) if case.lengths is None else case.lengths
-        keys, values = store.flatten(1, 2).to(PLACE)
-        states = case.keys.to(PLACE), case.values.to(PLACE)
-        block = Entries(*states, case.columns, placed(case.positions), placed(case.lengths))
-        flat = Entries(keys, values, case.columns, flat_positions, lengths.to(PLACE), starts.to(PLACE))
-        for entries in (block, flat):
-            how = (case.scaling, case.softcap, placed(case.sink), rows)
-            output, row = attend(case.query.to(PLACE), entries, *how, want_row=rows == 1)
+        place(case)
+        for entries in [case.flat()] if case.lengths is not None else [case.flat(), case.block()]:
+            how = (case.scaling, case.softcap, case.sink, rows)
+            output, row = attend(case.query, entries, *how, want_row=rows == 1 and entries.starts is None)
             assert relative_error(output.cpu(), expected) < BOUNDS[dtype], (kind, rows)
-            if row is not None and entries is block:
+            if row is not None:
                 assert relative_error(row.cpu(), expected_row) < 1e-5
 
 
@@ -76,8 +64,7 @@ def test_scores(dtype: torch.dtype, dim: int) -> None:
     for causal in (False, True):
         prompt = Prompt(2, 4, 32, 2000 if GPU else 100, dim, dtype=dtype, pads=7, sinks=causal)
         received = prompt.expected().sum(-2)
-        for name in ("queries", "keys", "columns", "sink"):
-            setattr(prompt, name, placed(getattr(prompt, name)))
+        place(prompt)
         found = prompt.given(causal).received("mean")
         assert relative_error(found.cpu(), received.mean(2)) < 1e-4
 

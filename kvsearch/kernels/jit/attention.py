@@ -13,35 +13,39 @@ from kvsearch.kernels.jit.common import LOG2E, finite, logits_of, product, scale
 @triton.jit
 def attend_chunks(
     Q, K, V, Starts, Lengths, Positions, Sinks, Out, Acc, Stat, Logit, NewKeys, NewValues, Slot, Seen, Active, Done,
-    scale, softcap, columns, chunk, M, splits,
+    scale, softcap, columns, chunk, M, splits, segments,
     q_seg, q_row, k_seg, k_col, v_seg, v_col, p_seg, l_col,
     ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    FLAT: tl.constexpr, RAGGED: tl.constexpr, HOLES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
+    FLAT: tl.constexpr, HOLES: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr, LOGITS: tl.constexpr,
     APPEND: tl.constexpr = False, PAUSES: tl.constexpr = False,
 ):  # fmt: skip
-    """Attend to one chunk of one segment; grid (S, splits, tiles of queries).
+    """Attend to one chunk of one segment; grid (S, splits, tiles of queries), or FLAT: (all chunks or more, 1, tiles).
 
-    WHOLE: there is one chunk, and the output is written at once; else `Acc` [S, splits, M, DV] and `Stat`
-    [S, splits, 2, M] (maximum, sum) are. LOGITS: `Logit` [S, M, l_col] gets the logits, -inf where hidden.
+    WHOLE: there is one chunk, and the output is written at once; else `Acc` [chunks, M, DV] and `Stat` [chunks, 2, M]
+    (maximum, sum) are. LOGITS, of a block: `Logit` [S, M, l_col] gets the logits, -inf where hidden.
     APPEND, of a block with HOLES, for one token: `NewKeys` [S, D] and `NewValues` [S, DV] are attended to as if they
     were in slot `Slot` [S], and written there by the program whose chunk it is in, with position `Seen` [S]; where
     PAUSES, only for segments that are `Active` [S]. `Done` [S] becomes 0, for `finish_step`.
     """
-    seg = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     d, dv, n = tl.arange(0, BD), tl.arange(0, BDV), tl.arange(0, BN)
-    stop = columns
-    if RAGGED:
-        stop = tl.load(Lengths + seg).to(tl.int32)
     if FLAT:
+        part = tl.program_id(0).to(tl.int64)
+        counts = count_chunks(Lengths, chunk, segments, BS)
+        seg = tl.minimum(tl.sum((tl.cumsum(counts, 0) <= part).to(tl.int64), 0), segments - 1)
+        split = (part - chunks_before(counts, seg, BS)).to(tl.int32)  # behind the last one for programs too many
+        stop = tl.load(Lengths + seg).to(tl.int32)
         start = tl.load(Starts + seg).to(tl.int64)
         K += start * k_col
         V += start * v_col
         Positions += start
     else:
+        seg = tl.program_id(0).to(tl.int64)
+        split = tl.program_id(1)
+        part = seg * splits + split
+        stop = columns
         K += seg * k_seg
         V += seg * v_seg
         Positions += seg * p_seg
@@ -101,7 +105,7 @@ def attend_chunks(
             tl.store(V + slot.to(tl.int64) * v_col + dv, v, mask=dv < DV)
             tl.store(Positions + slot, tl.load(Seen + seg).to(Positions.dtype.element_ty))
     if LOGITS or not WHOLE:
-        stat = Stat + (seg * splits + split) * 2 * M
+        stat = Stat + part * 2 * M
         tl.store(stat + m, peak, mask=m < M)
         tl.store(stat + M + m, total, mask=m < M)
     own = (m < M)[:, None] & (dv < DV)[None, :]
@@ -114,43 +118,62 @@ def attend_chunks(
         out = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(Out + (seg * M + m[:, None]) * DV + dv[None, :], out.to(Out.dtype.element_ty), mask=own)
     else:
-        tl.store(Acc + ((seg * splits + split) * M + m[:, None]) * DV + dv[None, :], acc, mask=own)
+        tl.store(Acc + (part * M + m[:, None]) * DV + dv[None, :], acc, mask=own)
+
+
+@triton.jit
+def count_chunks(Lengths, chunk, segments, BS: tl.constexpr):
+    """Return the chunks of each segment of a flat store, [BS]: one at least, none behind the last segment."""
+    s = tl.arange(0, BS)
+    lengths = tl.load(Lengths + s, mask=s < segments, other=0)
+    return tl.where(s < segments, tl.maximum((lengths + chunk - 1) // chunk, 1), 0)
+
+
+@triton.jit
+def chunks_before(counts, seg, BS: tl.constexpr):
+    """Return how many chunks the segments before one have."""
+    return tl.sum(tl.where(tl.arange(0, BS) < seg, counts, 0), 0)
 
 
 @triton.jit
 def merge_chunks(
-    Acc, Stat, Logit, Sinks, Out, Row, Starts, Lengths,
-    columns, M, splits, l_col, r_seg, r_col,
+    Acc, Stat, Logit, Sinks, Out, Row, Lengths,
+    columns, chunk, M, splits, segments, l_col, r_seg, r_col,
     ROWS: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    FLAT: tl.constexpr, RAGGED: tl.constexpr, SINKS: tl.constexpr, OUTPUT: tl.constexpr, LOGITS: tl.constexpr,
+    BS: tl.constexpr, FLAT: tl.constexpr, SINKS: tl.constexpr, OUTPUT: tl.constexpr, LOGITS: tl.constexpr,
 ):  # fmt: skip
     """Merge the chunks of a segment; grid (S, M + blocks of columns): one query's output, or a block of the row.
 
-    OUTPUT: the first M programs of a segment write `Out` [S, M, DV]. LOGITS: the others write the mean softmax of all M
-    queries to `Row`, BN columns each, 0 where hidden.
+    OUTPUT: the first M programs of a segment write `Out` [S, M, DV]. LOGITS, of a block: the others write the mean
+    softmax of all M queries to `Row`, BN columns each, 0 where hidden.
     """
     seg = tl.program_id(0).to(tl.int64)
     job = tl.program_id(1)
     if OUTPUT:
         if job < M:
-            merge_output(Acc, Stat, Sinks, Out, seg, job, M, splits, ROWS, DV, BDV, SP, SINKS)
+            first = seg * splits
+            count = splits
+            if FLAT:
+                counts = count_chunks(Lengths, chunk, segments, BS)
+                first = chunks_before(counts, seg, BS)
+                count = tl.sum(tl.where(tl.arange(0, BS) == seg, counts, 0), 0).to(tl.int32)
+            merge_output(Acc, Stat, Sinks, Out, seg, first, count, job, M, ROWS, DV, BDV, SP, SINKS)
     if LOGITS:
         block = job - M if OUTPUT else job
         if block >= 0:
-            merge_row(Stat, Logit, Sinks, Row, Starts, Lengths, seg, block, columns, M, splits, l_col, r_seg, r_col,
-                      SP, BM, BN, FLAT, RAGGED, SINKS)  # fmt: skip
+            merge_row(Stat, Logit, Sinks, Row, seg, block, columns, M, splits, l_col, r_seg, r_col, SP, BM, BN, SINKS)
 
 
 @triton.jit
 def merge_output(
-    Acc, Stat, Sinks, Out, seg, m, M, splits,
+    Acc, Stat, Sinks, Out, seg, first, count, m, M,
     ROWS: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, SP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the output of query `m` of a segment."""
+    """Write the output of query `m` of a segment, whose chunks are `count` from `first` on."""
     sp, dv = tl.arange(0, SP), tl.arange(0, BDV)
-    stat = Stat + (seg * splits + sp) * 2 * M + m
-    peaks = tl.load(stat, mask=sp < splits, other=float("-inf"))
-    totals = tl.load(stat + M, mask=sp < splits, other=0.0)
+    stat = Stat + (first + sp) * 2 * M + m
+    peaks = tl.load(stat, mask=sp < count, other=float("-inf"))
+    totals = tl.load(stat + M, mask=sp < count, other=0.0)
     peak = tl.max(peaks, 0)
     beside = 0.0
     if SINKS:
@@ -160,7 +183,7 @@ def merge_output(
     share = tl.exp2(peaks - finite(peak))
     total = tl.sum(totals * share, 0) + beside
     acc = tl.load(
-        Acc + ((seg * splits + sp[:, None]) * M + m) * DV + dv[None, :],
+        Acc + ((first + sp[:, None]) * M + m) * DV + dv[None, :],
         mask=(totals > 0)[:, None] & (dv < DV)[None, :],  # a chunk where nothing is visible wrote zeros
         other=0.0,
     )
@@ -191,21 +214,13 @@ def normalisers(
 
 @triton.jit
 def merge_row(
-    Stat, Logit, Sinks, Row, Starts, Lengths, seg, block, columns, M, splits, l_col, r_seg, r_col,
-    SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    FLAT: tl.constexpr, RAGGED: tl.constexpr, SINKS: tl.constexpr,
+    Stat, Logit, Sinks, Row, seg, block, columns, M, splits, l_col, r_seg, r_col,
+    SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Write one block of the mean softmax of a segment's M queries."""
     m, c = tl.arange(0, BM), block * BN + tl.arange(0, BN)
     peak, total = normalisers(Stat, Sinks, seg, m, M, splits, SP, BM, SINKS)
-    stop = columns
-    if RAGGED:
-        stop = tl.load(Lengths + seg).to(tl.int32)
-    there = c < stop
-    s = tl.load(Logit + (seg * M + m[:, None]) * l_col + c[None, :], mask=(m < M)[:, None] & there[None, :],
+    s = tl.load(Logit + (seg * M + m[:, None]) * l_col + c[None, :], mask=(m < M)[:, None] & (c < columns)[None, :],
                 other=float("-inf"))  # fmt: skip
     row = tl.sum(tl.exp2(s - peak[:, None]) / total[:, None], 0) / M
-    if FLAT:
-        tl.store(Row + tl.load(Starts + seg).to(tl.int64) + c, row, mask=there)
-    else:
-        tl.store(Row + seg * r_seg + c * r_col, row, mask=c < columns)
+    tl.store(Row + seg * r_seg + c * r_col, row, mask=c < columns)

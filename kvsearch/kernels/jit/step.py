@@ -196,7 +196,7 @@ def spread_row(
     job = tl.program_id(1)
     if OUTPUT:
         if job < M:
-            merge_output(Acc, Stat, Sinks, Out, seg, job, M, splits, 1, DV, BDV, SP, SINKS)
+            merge_output(Acc, Stat, Sinks, Out, seg, seg * splits, splits, job, M, 1, DV, BDV, SP, SINKS)
     block = job - M if OUTPUT else job
     if block >= 0:
         m, n = tl.arange(0, BM), block * BN + tl.arange(0, BN)
@@ -228,7 +228,7 @@ def finish_step(
     job = tl.program_id(1)
     if OUTPUT:
         if job < M:
-            merge_output(Acc, Stat, Sinks, Out, seg, job, M, splits, 1, DV, BDV, SP, SINKS)
+            merge_output(Acc, Stat, Sinks, Out, seg, seg * splits, splits, job, M, 1, DV, BDV, SP, SINKS)
     part = job - M if OUTPUT else job
     if part >= 0:
         arrived, seen, first, recent, budget = limits_of(Clock, Budgets, First, Recent, Active, seg, PAUSES)
