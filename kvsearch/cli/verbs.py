@@ -19,27 +19,30 @@ if TYPE_CHECKING:
     from kvsearch.config.options import JobOptions
     from kvsearch.evaluation.answer import Reply
     from kvsearch.jobs.calibrate import CalibrateOptions
-    from kvsearch.jobs.evaluate import Evaluated, EvaluateOptions
-    from kvsearch.jobs.evolve import Evolution, EvolveOptions
+    from kvsearch.jobs.evaluate import EvaluateOptions
+    from kvsearch.jobs.evolve import EvolveOptions
     from kvsearch.jobs.export import ExportOptions
     from kvsearch.jobs.generate import CompressOptions, GenerateOptions, SavedContext
     from kvsearch.jobs.listings import Listing
     from kvsearch.jobs.report import Report, ReportOptions, VerifyOptions
     from kvsearch.jobs.reproduce import ReproduceOptions
-    from kvsearch.jobs.run import Ran, RunOptions
-    from kvsearch.jobs.select import Selected, SelectOptions
-    from kvsearch.jobs.validate import Validated, ValidateOptions
+    from kvsearch.jobs.run import RunOptions
+    from kvsearch.jobs.select import SelectOptions
+    from kvsearch.jobs.validate import ValidateOptions
     from kvsearch.plan import Profile
     from kvsearch.report.costs import SpeedView
     from kvsearch.report.integrity import Verification
     from kvsearch.report.screen import View
-    from kvsearch.results.evaluation import HeadroomResult, PerplexityResult
+    from kvsearch.results.evaluation import EvaluationResult, HeadroomResult, PerplexityResult
+    from kvsearch.results.search import SearchResult
+    from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
+    from kvsearch.results.validation import ValidationResult
 
 __all__ = ["VERBS"]
 
 
 @job_verb("kvsearch.jobs.run:RunOptions")
-def run(options: RunOptions, ran: Ran) -> Output:
+def run(options: RunOptions, result: RunResult) -> Output:
     """Find the best plan of a size: fit rankings, measure budgets, pick on held-out questions, score on others.
 
     A plan is written if it beats the single-policy baselines of equal size, or is likely better; else the best
@@ -47,8 +50,14 @@ def run(options: RunOptions, ran: Ran) -> Output:
 
     Example: kvsearch run bundled --budget 51 -o runs/best
     """
-    show = shown_parts(ran.tables)
-    return Output(ran.as_json, lambda console: show(console) if console.verbose else None, ran.remarks(options))
+    from kvsearch.jobs.run import remarks
+    from kvsearch.report.selections import tables
+
+    def show(console: Console) -> None:
+        if console.verbose:
+            console.out.print_parts(tables(*result.choices))
+
+    return Output(result.as_json, show, remarks(options, result))
 
 
 @job_verb("kvsearch.jobs.calibrate:CalibrateOptions")
@@ -71,7 +80,7 @@ def calibrate(options: CalibrateOptions, profile: Profile) -> Output:
 
 
 @job_verb("kvsearch.jobs.validate:ValidateOptions")
-def validate(options: ValidateOptions, validated: Validated) -> Output:
+def validate(options: ValidateOptions, result: ValidationResult) -> Output:
     """Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same size.
 
     A signal is useful if its strategy is better than its inverse, and than the uniform strategy or random ones by more
@@ -81,11 +90,14 @@ def validate(options: ValidateOptions, validated: Validated) -> Output:
 
     Example: kvsearch validate runs/polykv --samples 40
     """
-    return Output(validated.as_json, shown_parts(validated.parts), validated.remarks(options))
+    from kvsearch.jobs.validate import remarks
+    from kvsearch.report.scores import validation_parts
+
+    return Output(result.as_json, shown_parts(lambda: validation_parts(result)), remarks(options, result))
 
 
 @job_verb("kvsearch.jobs.select:SelectOptions")
-def select(options: SelectOptions, selected: Selected) -> Output:
+def select(options: SelectOptions, result: SelectionResult | SelectionsResult) -> Output:
     """Choose the best strategy of a PolyKV calibration, unless a single-policy baseline is as good: then choose that.
 
     Candidates and baselines answer questions of split select in rounds; those that are behind beyond chance leave. A
@@ -94,11 +106,14 @@ def select(options: SelectOptions, selected: Selected) -> Output:
 
     Example: kvsearch select runs/polykv --budget 64 -o plan.json
     """
-    return Output(selected.as_json, shown_parts(selected.tables), selected.remarks(options))
+    from kvsearch.jobs.select import remarks
+    from kvsearch.report.selections import tables
+
+    return Output(result.as_json, shown_parts(lambda: tables(*result.choices)), remarks(options, result))
 
 
 @job_verb("kvsearch.jobs.evolve:EvolveOptions")
-def evolve(options: EvolveOptions, evolution: Evolution) -> Output:
+def evolve(options: EvolveOptions, result: SearchResult) -> Output:
     """Search the budgets that serve a task best, at an exact total; a start plan is kept unless one found beats it.
 
     Searched on split train, chosen on split select, reported on split report, on contexts that no --start was fitted
@@ -107,7 +122,10 @@ def evolve(options: EvolveOptions, evolution: Evolution) -> Output:
 
     Example: kvsearch evolve bundled --budget 64 --set window=8 --group-size 2 -o runs/evolve
     """
-    return Output(evolution.as_json, shown_parts(evolution.tables), evolution.remarks(options))
+    from kvsearch.jobs.evolve import remarks
+    from kvsearch.report.search import tables
+
+    return Output(result.as_json, shown_parts(lambda: tables(result)), remarks(options, result))
 
 
 @verb("kvsearch.jobs.export:ExportOptions", dry_run=True)
@@ -129,7 +147,7 @@ def export(options: ExportOptions, console: Console) -> None:
 
 
 @job_verb("kvsearch.jobs.evaluate:EvaluateOptions")
-def evaluate(options: EvaluateOptions, result: Evaluated | PerplexityResult) -> Output:
+def evaluate(options: EvaluateOptions, result: EvaluationResult | PerplexityResult) -> Output:
     """Score methods or plans on the same questions as the full cache, all at the same size.
 
     With --output, a run that is interrupted goes on where it stopped when the same command is given again. --tasks
@@ -138,16 +156,15 @@ def evaluate(options: EvaluateOptions, result: Evaluated | PerplexityResult) -> 
 
     Example: kvsearch evaluate bundled --methods uniform,pyramid,adakv,lava --budgets 64,128 -o runs/table
     """
-    from kvsearch.jobs.evaluate import Evaluated
     from kvsearch.report.evaluation import parts
     from kvsearch.report.scores import perplexity_table
+    from kvsearch.results.evaluation import PerplexityResult
 
     remarks = [] if options.output is None else [f"kept in {options.output}"]
-    if not isinstance(result, Evaluated):
+    if isinstance(result, PerplexityResult):
         return Output(result.as_json, shown_parts(lambda: [perplexity_table(result)]), remarks)
-    doubt = result.comparison.doubt
-    problem = None if doubt is None else IncompatibleError(doubt)
-    return Output(result.as_json, shown_parts(lambda: parts(result.result, options.columns)), remarks, problem)
+    problem = None if result.doubt is None else IncompatibleError(result.doubt)
+    return Output(result.as_json, shown_parts(lambda: parts(result, options.columns)), remarks, problem)
 
 
 @verb("kvsearch.jobs.reproduce:ReproduceOptions", dry_run=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.progress import Progress, counted
-from kvsearch.evaluation.samples import Perplexity, WindowLoss
+from kvsearch.evaluation.samples import WindowLoss
 from kvsearch.models.architecture import describe, text_config
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import PlanCache, Program
@@ -46,8 +46,8 @@ def measure_perplexity(
     batch: int = 8,
     seed: int = 0,
     progress: Progress | None = None,
-) -> Perplexity:
-    """Measure perplexity of a text's continuations under every program and under the full cache ("full").
+) -> list[WindowLoss]:
+    """Return what a text's continuations lose under the full cache ("full") and every program, windows in text order.
 
     The text is cut every `stride` tokens (default: into windows that do not overlap); of its windows up to `windows`
     are drawn without replacement. Special tokens that the tokenizer puts first come on top of every context. Takes
@@ -65,9 +65,7 @@ def measure_perplexity(
     for losses in counted(measured, len(parts), progress):
         samples += losses
     order = {method: number for number, method in enumerate(methods)}
-    samples.sort(key=lambda sample: order[sample.method])  # stable: windows stay in the order of the text
-    step = context + continuation if stride is None else stride
-    return Perplexity(loaded.name, text.name, context, continuation, step, windows, len(chosen), seed, samples)
+    return sorted(samples, key=lambda sample: order[sample.method])  # stable: windows stay in the order of the text
 
 
 def _windows(

@@ -135,22 +135,3 @@ class WindowLoss:
     def nll(self) -> float:
         """Mean negative log-likelihood of a token, in nats."""
         return math.fsum(self.losses) / len(self.losses)
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """Losses of several methods, the full cache first, on the same windows of a text, in its order.
-
-    Lengths and `stride` are in tokens, special ones not counted; `wanted` is how many windows were asked for (None:
-    all), `windows` how many there are.
-    """
-
-    model: str
-    text: str
-    context: int
-    continuation: int
-    stride: int
-    wanted: int | None
-    windows: int
-    seed: int
-    samples: list[WindowLoss]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field, TypeAdapter
 
@@ -39,7 +39,7 @@ from kvsearch.strategies.names import FULL
 from kvsearch.tasks.windows import PerplexityText
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import Comparison, Evaluation
+    from kvsearch.evaluation.compare import Evaluation
     from kvsearch.strategies.compared import Request
     from kvsearch.tasks.base import Task
 
@@ -193,18 +193,6 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
                 check_output(path, self.force)
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """A finished evaluation: its replies and summary, and the result that is written."""
-
-    comparison: Comparison
-    result: EvaluationResult
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything that was found."""
-        return self.result.as_json()
-
-
 def dry_run(options: EvaluateOptions, reporter: Reporter) -> Forecast:
     """Return what would be compared and asked, and what that costs; errors as `evaluate` before it asks.
 
@@ -224,12 +212,12 @@ def dry_run(options: EvaluateOptions, reporter: Reporter) -> Forecast:
 
 
 @job(EvaluateOptions)
-def evaluate(options: EvaluateOptions, reporter: Reporter) -> Evaluated | PerplexityResult:
+def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult | PerplexityResult:
     """Score methods or plans on the same questions as the full cache, all at the same size.
 
     With `output`, a run that is interrupted goes on where it stopped when the same call is repeated. Tasks "ppl:FILE"
-    measure perplexity: contexts are compressed, what follows them is predicted. The first of `comparison.notes` says so
-    where the full cache itself scores next to nothing.
+    measure perplexity: contexts are compressed, what follows them is predicted. The first of `notes` says so where the
+    full cache itself scores next to nothing.
 
     Raises:
         UsageError: options that do not go together, or files that cannot be read or written.
@@ -262,7 +250,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> Evaluated | Perple
             run.finish()
             if run.state == "finished" and store.count == earlier:
                 reporter.say(FINISHED)
-    return Evaluated(comparison, result)
+    return result
 
 
 def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Evaluation]:
@@ -351,11 +339,20 @@ def _measure_text(options: EvaluateOptions, reporter: Reporter) -> PerplexityRes
     check_totals(loaded, methods, [context + len(loaded.tokenizer("")["input_ids"])])
     evicting = [method for method in methods if method.name != FULL]
     with reporter.progress("batches") as progress:
-        perplexity = measure_perplexity(
+        losses = measure_perplexity(
             loaded, {method.label: method.program for method in evicting}, text, context, continuation,
             stride=options.stride, windows=options.samples, batch=options.batch, seed=options.seed, progress=progress,
         )  # fmt: skip
     return PerplexityResult.of(
-        perplexity, phases=", ".join(sorted({method.phases for method in evicting})), batch=options.batch,
+        losses,
+        model=loaded.name,
+        text=text.name,
+        context=context,
+        continuation=continuation,
+        stride=options.stride or context + continuation,
+        wanted=options.samples,
+        seed=options.seed,
+        phases=", ".join(sorted({method.phases for method in evicting})),
+        batch=options.batch,
         environment=environment(loaded),
-    )  # fmt: skip
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -33,7 +33,7 @@ from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.report.costs import Forecast
-from kvsearch.report.search import decision, search_result, tables
+from kvsearch.report.search import decisions, search_result
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, FRONT, LEDGER, PLAN, REPORT, RunConfig
 from kvsearch.runs.ledger import read_lines
 from kvsearch.runs.run import run_in, write_contexts
@@ -43,10 +43,8 @@ from kvsearch.search.trials import TrialLog
 if TYPE_CHECKING:
     from kvsearch.plan import Plan
     from kvsearch.policies import Policy
-    from kvsearch.report.table import Table
     from kvsearch.results.search import SearchResult
-    from kvsearch.search.evolve import Evolved, PreparedSearch
-    from kvsearch.search.trials import Spent
+    from kvsearch.search.evolve import PreparedSearch
 
 LIMITS = "When to stop"
 DEFAULT_POLICY = "snapkv"
@@ -109,6 +107,11 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
         stated = "group_size" in self.model_fields_set
         return {key: value for key, value in super().recorded().items() if stated or key != "group_size"}
 
+    def plan_file(self, budget: int) -> Path:
+        """Return where the plan of a budget is written."""
+        several = len(self.budgets or ()) > 1
+        return self.output / (f"plan-{budget}.json" if several else PLAN)
+
     def most(self, searches: Sequence[PreparedSearch]) -> int:
         """Return how many candidates are evaluated at most."""
         return min(sum(search.most_candidates for search in searches), self.max_evals or MOST_NUMBER)
@@ -127,52 +130,16 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
         return RunConfig(job="evolve", options=self.recorded(), content={}, execution=execution)
 
 
-@dataclass(frozen=True, eq=False)
-class Evolution:
-    """A finished search: what was found at each budget, and what it took."""
-
-    found: list[Evolved]
-    spent: Spent
-
-    @property
-    def plans(self) -> dict[int, Plan]:
-        """The plan that was chosen, by budget."""
-        return {evolved.budget: evolved.choice.plan for evolved in self.found}
-
-    @property
-    def files(self) -> dict[int, str]:
-        """The names of the plan files, by budget."""
-        several = len(self.found) > 1
-        return {budget: f"plan-{budget}.json" if several else PLAN for budget in self.plans}
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything that was found."""
-        return self.result.as_json()
-
-    @property
-    def result(self) -> SearchResult:
-        """What is written of what was found."""
-        return search_result(self.found, self.spent)
-
-    def tables(self) -> list[Table]:
-        """Return what was found as tables."""
-        return tables(self.result)
-
-    def remarks(self, options: EvolveOptions) -> Iterator[str]:
-        """Say what was chosen and why, what it took, and where it was written."""
-        directory = options.output
-        several = len(self.found) > 1
-        for evolved in self.found:
-            yield f"{f'{evolved.budget} entries per kv head: ' if several else ''}{decision(evolved)}"
-        spent = self.spent
-        used = f"{spent.evaluations} candidates, {spent.tokens:,} tokens, {spent.seconds:.0f} s"
-        written = f"{directory / PLAN} and {directory / REPORT}"
-        if several:
-            written = f"{directory / FRONT} and a plan for each budget"
-        yield f"{used}; wrote {written}"
-        first = directory / next(iter(self.files.values()))
-        yield following("show", first)
-        yield following(*evaluation(options, options.model, first))
+def remarks(options: EvolveOptions, result: SearchResult) -> Iterator[str]:
+    """Say what was chosen and why, what it took, and where it was written."""
+    yield from decisions(result)
+    first = options.plan_file(next(iter(result.found)))
+    written = f"{first} and {options.output / REPORT}"
+    if len(result.found) > 1:
+        written = f"{options.output / FRONT} and a plan for each budget"
+    yield f"{result.evaluations} candidates, {result.tokens:,} tokens; wrote {written}"
+    yield following("show", first)
+    yield following(*evaluation(options, options.model, first))
 
 
 def dry_run(options: EvolveOptions, reporter: Reporter) -> Forecast:
@@ -192,7 +159,7 @@ def dry_run(options: EvolveOptions, reporter: Reporter) -> Forecast:
 
 
 @job(EvolveOptions)
-def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
+def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
     """Search the budgets that serve a task best, at an exact total; a start plan is kept unless one found beats it.
 
     Searched on split train, chosen on split select, reported on split report, on contexts that no start plan was fitted
@@ -227,9 +194,9 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> Evolution:
         lines_before = log.count
         write_contexts(directory, searches[0].hashes)
         found = run_searches(searches, executor, log, options.max_evals, watcher, store)
-        result = Evolution(found, log.spent)
-        for budget, plan in result.plans.items():
-            save_plan(plan, directory / result.files[budget], overwrite=True)
+        result = search_result(found, log.spent)
+        for evolved in found:
+            save_plan(evolved.choice.plan, options.plan_file(evolved.budget), overwrite=True)
         run.write(FRONT if len(found) > 1 else REPORT, result.as_json())
         run.finish()
         if run.state == "finished" and log.count == lines_before:

@@ -52,7 +52,7 @@ from kvsearch.policies.fitted import Fitted, profile_of
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
 from kvsearch.report.ranking import RankingView
-from kvsearch.report.selections import run_result, selection_result, sentences, smallest_words, tables
+from kvsearch.report.selections import run_result, smallest_words
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
 from kvsearch.selection.selection import LEAST_CONTEXTS, SharedLevel
@@ -65,10 +65,10 @@ if TYPE_CHECKING:
     from kvsearch.plan import Plan
     from kvsearch.plan.origin import Use
     from kvsearch.policies import Policy
-    from kvsearch.report.table import Table
+    from kvsearch.results.selection import RunResult
     from kvsearch.selection.candidates import CalibratedPolicies
-    from kvsearch.selection.selection import PhaseResult, Rule, Selection
-    from kvsearch.selection.selection_job import SelectionJob, Smallest
+    from kvsearch.selection.selection import PhaseResult, Rule, Selection, TriedBudget
+    from kvsearch.selection.selection_job import SelectionJob
     from kvsearch.tasks.base import TokenCount
     from kvsearch.tasks.encode import TaskPrompts
 
@@ -315,34 +315,17 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
         return Refinement(loaded, search.output, search.config, search.settings, searched, self.evaluations)
 
 
-@dataclass(frozen=True, eq=False)
-class Ran:
-    """A finished run: what was chosen at each size, the plan files, and whether nothing was left to do."""
-
-    selections: tuple[Selection, ...]
-    files: tuple[Path, ...]
-    was_finished: bool
-    smallest: Smallest | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything that was found, by size."""
-        return run_result(self.selections, [path.name for path in self.files], self.smallest).as_json()
-
-    def tables(self) -> list[Table]:
-        """Return what was found as tables."""
-        return tables(*map(selection_result, self.selections))
-
-    def remarks(self, options: RunOptions) -> Iterator[str]:
-        """Say what was chosen, how good that is, where it is, and what to do with it."""
-        if self.smallest is not None:
-            yield smallest_words(self.smallest, options.within, self.selections[0].loss)
-        for selection in self.selections:
-            yield from sentences(selection, several=len(self.selections) > 1)
-        if self.was_finished:
-            yield FINISHED
-        yield f"wrote {', '.join(map(str, self.files))}"
-        yield following("show", self.files[0])
-        yield following(*evaluation(options, options.model, self.files[0]))
+def remarks(options: RunOptions, result: RunResult) -> Iterator[str]:
+    """Say what was chosen, how good that is, where it is, and what to do with it."""
+    files = []
+    for choice in result.sizes.values():
+        which = f"{choice.size.words}: " if len(result.sizes) > 1 else ""
+        first, *others = choice.words
+        yield from (f"{which}{first}", *others)
+        files.append(options.output / str(choice.plan))
+    yield f"wrote {', '.join(map(str, files))}"
+    yield following("show", files[0])
+    yield following(*evaluation(options, options.model, files[0]))
 
 
 def dry_run(options: RunOptions, reporter: Reporter) -> Forecast:
@@ -353,7 +336,7 @@ def dry_run(options: RunOptions, reporter: Reporter) -> Forecast:
 
 
 @job(RunOptions)
-def run(options: RunOptions, reporter: Reporter) -> Ran:
+def run(options: RunOptions, reporter: Reporter) -> RunResult:
     """Fit rankings, measure budgets, pick the best plan on held-out questions, score it on others.
 
     Writes plan.json (plan-N.json of several budgets) and run.json to `output`. Every stage is kept in a directory of
@@ -380,18 +363,22 @@ def run(options: RunOptions, reporter: Reporter) -> Ran:
             calibrated = stages.calibrate(display)
             refined = stages.refine(calibrated, display)
             selections = stages.select(calibrated, refined, display)
-            smallest = None
+            tried: Sequence[TriedBudget] = ()
             if stages.within is not None:
-                smallest, selection = stages.find_smallest(calibrated, stages.within, display)
+                selection, tried = stages.find_smallest(calibrated, stages.within, display)
                 selections.append(selection)
         files = tuple(options.plan_file(selection.size) for selection in selections)
         for selection, file in zip(selections, files, strict=True):
             check_plan(selection.plan, f"the plan for {file}")
             save_plan(selection.plan, file, overwrite=True)
         write_contexts(directory, stages.hashes)
-        result = Ran(tuple(selections), files, was_finished, smallest)
+        result = run_result(selections, [file.name for file in files], tried)
         opened.write(REPORT, result.as_json())
         opened.finish()
+    if tried:
+        reporter.say(smallest_words(tried, stages.longest, options.within, selections[0].loss))
+    if was_finished:
+        reporter.say(FINISHED)
     return result
 
 
@@ -610,7 +597,7 @@ class RunStages:
 
     def find_smallest(
         self, calibrated: CalibratedPolicies, within: float, display: Overall
-    ) -> tuple[Smallest, Selection]:
+    ) -> tuple[Selection, Sequence[TriedBudget]]:
         """Find the smallest budget, between what policies always keep and the longest context, and report."""
         from kvsearch.selection.selection_job import find_smallest, ladder
 
@@ -623,9 +610,7 @@ class RunStages:
                 selection = self._prepare_selection(calibrated, Size(budget), None)
                 return selection, self._reply_store(selection, stage)
 
-            smallest = find_smallest(budgets, within / 100, selection_at)
-            store = self._reply_store(smallest.selection, stage)
-            return smallest, smallest.selection.report(smallest.results, store)
+            return find_smallest(budgets, within / 100, selection_at)
 
     def _prepare_selection(
         self, calibrated: CalibratedPolicies, size: Size, refined: RefinedPlans | None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
@@ -24,7 +24,7 @@ from kvsearch.jobs.validate import OnSignals, load_signals
 from kvsearch.plan import PHASES, Size, canonical_json, save_plan
 from kvsearch.plan.origin import ContextRecord
 from kvsearch.report.costs import Forecast
-from kvsearch.report.selections import ahead_words, selection_result, tables
+from kvsearch.report.selections import ahead_words, selection_result
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
@@ -34,7 +34,6 @@ from kvsearch.signals.table import SignalTable
 
 if TYPE_CHECKING:
     from kvsearch.plan import Profile
-    from kvsearch.report.table import Table
     from kvsearch.results.selection import SelectionResult
     from kvsearch.selection.selection import Selection
     from kvsearch.selection.selection_job import SelectionJob
@@ -130,45 +129,14 @@ class SelectOptions(OnSignals, Deciding):
         return tuple(PHASES) if self.phases == ALL else (self.phases,)
 
 
-@dataclass(frozen=True)
-class Selected:
-    """Finished selections, one for each size, with their plan files and the files of what was found.
-
-    `several` if budgets were asked for by that option.
-    """
-
-    selections: tuple[Selection, ...]
-    plans: tuple[Path, ...]
-    files: tuple[Path, ...]
-    several: bool
-
-    @property
-    def results(self) -> list[SelectionResult]:
-        """What was found at each size."""
-        return [
-            selection_result(selection, plan=str(plan))
-            for selection, plan in zip(self.selections, self.plans, strict=True)
-        ]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything that was found, of several budgets by budget."""
-        if not self.several:
-            return self.results[0].as_json()
-        return SelectionsResult(sizes={str(result.size): result for result in self.results}).as_json()
-
-    def tables(self) -> list[Table]:
-        """Return what was found as tables."""
-        return tables(*self.results)
-
-    def remarks(self, options: SelectOptions) -> Iterator[str]:
-        """Say what was written, and what to do with it."""
-        for plan, file in zip(self.plans, self.files, strict=True):
-            yield f"wrote {plan} and {file}"
-        yield following("show", self.plans[0])
-        model = options.measured
-        if model is not None:
-            asked = options.model_copy(update={**options.stated_loading(), "protocol": self.selections[0].protocol})
-            yield following(*evaluation(asked, model, self.plans[0]))
+def remarks(options: SelectOptions, result: SelectionResult | SelectionsResult) -> Iterator[str]:
+    """Say what to do with what was written."""
+    first = result.choices[0]
+    yield following("show", str(first.plan))
+    model = options.measured
+    if model is not None:
+        asked = options.model_copy(update={**options.stated_loading(), "protocol": first.protocol})
+        yield following(*evaluation(asked, model, Path(str(first.plan))))
 
 
 def dry_run(options: SelectOptions, reporter: Reporter) -> Forecast:
@@ -186,12 +154,12 @@ def dry_run(options: SelectOptions, reporter: Reporter) -> Forecast:
 
 
 @job(SelectOptions)
-def select(options: SelectOptions, reporter: Reporter) -> Selected:
+def select(options: SelectOptions, reporter: Reporter) -> SelectionResult | SelectionsResult:
     """Choose the best strategy of a PolyKV calibration, unless a single-policy baseline is as good: then choose that.
 
     The plan is written to `output`, everything that was found to selection.json in `run`, where finished replies are
     kept, too: the same call goes on where it stopped, and of a finished run it repeats the result.
-    With `budgets` there is a plan and a directory for each.
+    With `budgets` there is a plan and a directory for each, and the result has them by size.
 
     Raises:
         UsageError: no calibration, options that do not go together, or too few questions.
@@ -200,7 +168,7 @@ def select(options: SelectOptions, reporter: Reporter) -> Selected:
     """
     prepared = _prepare(options, reporter)
     recorded = options.recorded()
-    selections = []
+    results = []
     were_finished = True
     shared = SharedLevel(options.rule.level, sum(len(selection.races) for *_, selection in prepared))
     for place, output, selection in prepared:
@@ -211,15 +179,15 @@ def select(options: SelectOptions, reporter: Reporter) -> Selected:
             found = selection.run(store, shared, answered=True)
             _write(run, selection, found, output, options.force)
             were_finished &= run.state == "finished"
-        selections.append(found)
-    if were_finished:
-        reporter.say(FINISHED)
-    for found in selections:
         if ahead := ahead_words(found.report.ahead, len(found.report.scores) - 2):
             reporter.warn(ahead)
-    places, plans, _ = zip(*prepared, strict=True)
-    files = tuple(place / SELECTION for place in places)
-    return Selected(tuple(selections), plans, files, options.budgets is not None)
+        reporter.say(f"wrote {output} and {place / SELECTION}")
+        results.append(selection_result(found, plan=str(output)))
+    if were_finished:
+        reporter.say(FINISHED)
+    if options.budgets is None:
+        return results[0]
+    return SelectionsResult(sizes={str(result.size): result for result in results})
 
 
 def _write(run: Run, selection: SelectionJob, found: Selection, output: Path, force: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -35,7 +35,6 @@ from kvsearch.plan.profile import Profile, load_profile
 from kvsearch.plan.saved import PROFILE
 from kvsearch.plan.schema import Protocol
 from kvsearch.report.costs import Forecast
-from kvsearch.report.scores import validation_parts
 from kvsearch.results.validation import FILE, ValidationResult, load_validation
 from kvsearch.runs.identity import CONFIG, RunConfig
 from kvsearch.runs.run import Run, require_same
@@ -43,9 +42,7 @@ from kvsearch.signals.table import SignalTable
 
 if TYPE_CHECKING:
     from kvsearch.models.loading import LoadedModel
-    from kvsearch.report.table import Table
     from kvsearch.selection.validate import PreparedValidation
-    from kvsearch.selection.verdicts import AtBudget
 
 JUDGED = "What is judged"
 HOW = "run `kvsearch calibrate MODEL --method polykv -o DIR` first"
@@ -165,31 +162,14 @@ class ValidateOptions(OnSignals):
         return (self.directory,) if self.directory.is_dir() else ()
 
 
-@dataclass(frozen=True)
-class Validated:
-    """All verdicts that the file at `path` has now; those at the sizes in `now` are of this run."""
-
-    found: ValidationResult
-    now: tuple[AtBudget, ...]
-    path: Path
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the content of the file."""
-        return self.found.as_json()
-
-    def parts(self) -> Iterator[str | Table]:
-        """Return the tables and verdicts at the sizes of this run."""
-        return validation_parts(self.found, self.now)
-
-    def remarks(self, options: ValidateOptions) -> Iterator[str]:
-        """Say where the verdicts are kept, and offer to choose by them."""
-        others = ", ".join(budget.size for budget in self.found.budgets if budget not in self.now)
-        yield f"kept in {self.path}" + (f", beside what was found before at {others}" if others else "")
-        sizes = [f"{budget.budget:g}" for budget in self.now if budget.ratio is None]
-        if sizes:
-            size = ("--budget", sizes[0]) if len(sizes) == 1 else ("--budgets", ",".join(sizes))
-            asked = (*flags_of(options, ("model",)), *asked_flags(options))
-            yield following("select", options.directory, *size, "-o", options.directory / "selected.json", *asked)
+def remarks(options: ValidateOptions, found: ValidationResult) -> Iterator[str]:
+    """Say where the verdicts are kept, and offer to choose by them."""
+    yield f"kept in {options.directory / FILE}"
+    sizes = [f"{at.budget:g}" for at in found.budgets if at.ratio is None]
+    if sizes:
+        size = ("--budget", sizes[0]) if len(sizes) == 1 else ("--budgets", ",".join(sizes))
+        asked = (*flags_of(options, ("model",)), *asked_flags(options))
+        yield following("select", options.directory, *size, "-o", options.directory / "selected.json", *asked)
 
 
 def dry_run(options: ValidateOptions, reporter: Reporter) -> Forecast:
@@ -209,11 +189,11 @@ def dry_run(options: ValidateOptions, reporter: Reporter) -> Forecast:
 
 
 @job(ValidateOptions)
-def validate(options: ValidateOptions, reporter: Reporter) -> Validated:
+def validate(options: ValidateOptions, reporter: Reporter) -> ValidationResult:
     """Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same size.
 
     What was found is kept in the directory validation of the calibration, with finished replies, so the same call goes
-    on where it stopped, and other signals and sizes join what is there.
+    on where it stopped, and other signals and sizes join what is there: all of it is returned.
 
     Raises:
         UsageError: no calibration, signals that were not measured, too few questions or controls, or a validation by
@@ -247,8 +227,7 @@ def validate(options: ValidateOptions, reporter: Reporter) -> Validated:
     assert found is not None
     if found == before:
         reporter.say(FINISHED)
-    sizes = [(validation.budget, validation.size.ratio) for validation in prepared]
-    return Validated(found, tuple(at for at in found.budgets if (at.budget, at.ratio) in sizes), path)
+    return found
 
 
 def _place(options: ValidateOptions) -> Path:

@@ -142,9 +142,9 @@ def validation_tables(found: ValidationResult, at: AtBudget) -> tuple[Table, Tab
     )
 
 
-def validation_parts(found: ValidationResult, sizes: Sequence[AtBudget] | None = None) -> Iterator[str | Table]:
-    """Yield both tables, and why every signal got its verdict, at some sizes; by default at every one."""
-    for at in found.budgets if sizes is None else sizes:
+def validation_parts(found: ValidationResult) -> Iterator[str | Table]:
+    """Yield both tables, and why every signal got its verdict, at every size."""
+    for at in found.budgets:
         yield from validation_tables(found, at)
         yield from verdict_lines(at)
 

@@ -27,12 +27,17 @@ def search_result(found: Sequence[Evolved], spent: Spent) -> SearchResult:
 def parts(content: StoredSearch) -> Iterator[str | Table]:
     """Yield what was chosen and why, the finalists and the report beside its baselines, and how the search went."""
     if content.result is not None:
-        several = len(content.result.found) > 1
-        for budget, found in content.result.found.items():
-            yield f"{f'{budget} entries per kv head: ' if several else ''}{found.decision or found.ended}"
+        yield from decisions(content.result)
         yield from tables(content.result)
     if content.trace is not None:
         yield convergence(content.trace)
+
+
+def decisions(result: SearchResult) -> Iterator[str]:
+    """Say what was chosen at each budget, and why."""
+    several = len(result.found) > 1
+    for budget, found in result.found.items():
+        yield f"{f'{budget} entries per kv head: ' if several else ''}{found.decision or found.ended}"
 
 
 def convergence(trace: Trace) -> Table:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from kvsearch.report.numbers import asked, bounds, chance_of, counted, interval, outcomes, percent
 from kvsearch.report.table import Cell, RowGroup, Table
@@ -17,11 +16,9 @@ from kvsearch.selection.selection import (
     PhaseResult,
     Rule,
     Selection,
+    TriedBudget,
 )
 from kvsearch.strategies.names import FULL
-
-if TYPE_CHECKING:
-    from kvsearch.selection.selection_job import Smallest
 
 SHOWN = 16  # rows of the table of a race
 
@@ -180,13 +177,13 @@ def _lead_words(method: MethodResult, result: PhaseResult) -> str:
     return f"{100 * method.lead.mean:+.2f} points{least} (chance {chance_of(method.chance)}{shared})"
 
 
-def run_result(found: Sequence[Selection], files: Sequence[str], smallest: Smallest | None = None) -> RunResult:
-    """Return everything by size; `files` are the names of the plans, `smallest` is how a size was found."""
+def run_result(found: Sequence[Selection], files: Sequence[str], tried: Sequence[TriedBudget] = ()) -> RunResult:
+    """Return everything by size; `files` are the names of the plans, budgets were `tried` where one was to be found."""
     sizes = {
         str(one.size): SelectionResult.of(one, *told(one), loss=one.loss, plan=file, words=tuple(sentences(one)))
         for one, file in zip(found, files, strict=True)
     }
-    return RunResult(sizes=sizes, tried=() if smallest is None else smallest.tried)
+    return RunResult(sizes=sizes, tried=tuple(tried))
 
 
 def run_parts(content: RunResult) -> Iterator[str | Table]:
@@ -204,15 +201,14 @@ def run_parts(content: RunResult) -> Iterator[str | Table]:
         yield Table.plain("budgets that were tried", columns, rows, words=("best", "asked"))
 
 
-def smallest_words(found: Smallest, within: float, loss: Difference) -> str:
+def smallest_words(tried: Sequence[TriedBudget], longest: int, within: float, loss: Difference) -> str:
     """Say which budget is the smallest that loses at most `within` points, how that was found, and what is in doubt.
 
-    `loss` is what the plan loses on the report split.
+    `longest` are the tokens of the longest context, `loss` is what the plan loses on the report split.
     """
-    last = found.tried[-1]
-    longest = found.selection.longest
-    judged = sum(one.confirmed for one in found.tried)
-    steps = ", ".join(f"{one.budget}: {100 * one.loss:+.1f}" for one in found.tried)
+    last = tried[-1]
+    judged = sum(step.confirmed for step in tried)
+    steps = ", ".join(f"{step.budget}: {100 * step.loss:+.1f}" for step in tried)
     asked = "questions that the budget was not found by"
     if judged > 1:
         asked = f"questions that {judged} budgets were judged by, this the first to hold"
@@ -228,12 +224,12 @@ def smallest_words(found: Smallest, within: float, loss: Difference) -> str:
     )
 
 
-def sentences(one: Selection, *, several: bool = False) -> Iterator[str]:
+def sentences(one: Selection) -> Iterator[str]:
     """Say what was chosen and why, then what it scores on the report split beside what it is compared with."""
     chosen = one.chosen
     report = one.report
     ahead = ahead_words(report.ahead, len(report.scores) - 2)
-    yield f"{f'{one.size.words}: ' if several else ''}{decision(chosen)}{f'; {ahead}' if ahead else ''}"
+    yield f"{decision(chosen)}{f'; {ahead}' if ahead else ''}"
     written, best, full = (report.scores[name] for name in (chosen.written, chosen.best, FULL))
     parts = [f"{chosen.written} {percent(written.mean, 1)} {bounds(written, '.1f')}"]
     if chosen.winner:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, Ty
 import numpy as np
 from pydantic import FailFast, Field, PlainSerializer, model_validator
 
-from kvsearch.evaluation.samples import Footprint, LayerLoss, Perplexity
+from kvsearch.evaluation.samples import Footprint, LayerLoss
 from kvsearch.evaluation.statistics import MACRO, Kind, Row, student_estimate
 from kvsearch.plan import Size
 from kvsearch.plan.schema import Protocol
@@ -26,7 +26,7 @@ from kvsearch.tasks.niah import GridCell, NiahTask
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Comparison
-    from kvsearch.evaluation.samples import Sample
+    from kvsearch.evaluation.samples import Sample, WindowLoss
     from kvsearch.evaluation.statistics import SizeBlock
 
 SECTIONS: dict[Kind, str] = {"task": "tasks", "category": "categories", "average": "averages"}
@@ -228,9 +228,11 @@ class MethodPerplexity(Stored):
 
 
 class PerplexityResult(Result):
-    """Losses of several methods, the full cache first, on the same windows of a text; see `Perplexity`.
+    """Losses of several methods, the full cache first, on the same windows of a text.
 
-    `phases` are those in which the methods evict; `starts` are the places of windows in the text, in tokens.
+    Lengths and `stride` are in tokens, special ones not counted; `wanted` is how many windows were asked for (None:
+    all), `windows` how many there are. `phases` are those in which the methods evict; `starts` are the places of
+    windows in the text.
     """
 
     SCHEMA: ClassVar[str] = "kvsearch.perplexity/2"
@@ -250,10 +252,10 @@ class PerplexityResult(Result):
     methods: tuple[MethodPerplexity, ...] = Field(min_length=1)
 
     @classmethod
-    def of(cls, found: Perplexity, **more: Any) -> Self:
+    def of(cls, losses: Sequence[WindowLoss], **more: Any) -> Self:
         """Return everything but the losses of single tokens; `more` are the other fields."""
-        names = list(dict.fromkeys(sample.method for sample in found.samples))
-        measured = {name: [sample for sample in found.samples if sample.method == name] for name in names}
+        names = list(dict.fromkeys(sample.method for sample in losses))
+        measured = {name: [sample for sample in losses if sample.method == name] for name in names}
         full = np.array([sample.nll for sample in measured[FULL]])
         methods = []
         for name, samples in measured.items():
@@ -272,9 +274,8 @@ class PerplexityResult(Result):
                 by_window=tuple(nll.tolist()), **lost,
             )  # fmt: skip
             methods.append(method)
-        settings = {name: value for name, value in vars(found).items() if name != "samples"}
         starts = tuple(sample.start for sample in measured[FULL])
-        return cls(**settings, starts=starts, methods=tuple(methods), **more)
+        return cls(windows=len(starts), starts=starts, methods=tuple(methods), **more)
 
     @property
     def notes(self) -> list[str]:

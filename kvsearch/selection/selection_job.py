@@ -255,15 +255,6 @@ def prepare_selection(
     return selection
 
 
-@dataclass(frozen=True, eq=False)
-class Smallest:
-    """The smallest budget that holds: its selection, what was decided there, and all that was tried, in order."""
-
-    selection: SelectionJob
-    results: list[PhaseResult]
-    tried: tuple[TriedBudget, ...]
-
-
 def ladder(least: int, most: int) -> list[int]:
     """Return the budgets that are tried: `least`, and then each a tenth larger, rounded up, as far as `most`."""
     budgets = []
@@ -276,13 +267,13 @@ def ladder(least: int, most: int) -> list[int]:
 
 def find_smallest(
     budgets: Sequence[int], within: float, selection_at: Callable[[int], tuple[SelectionJob, StageStore | None]]
-) -> Smallest:
-    """Find the smallest of some ascending budgets at which the chosen plan loses at most `within`, in [0, 1].
+) -> tuple[Selection, list[TriedBudget]]:
+    """Return what is chosen at the smallest budget at which that loses at most `within`, in [0, 1], and what was tried.
 
-    A plan is better the more it may keep, so budgets are bisected by what the best candidate loses on the questions of
-    one half of the contexts. The smallest that looks good there is flattered by these questions: what is then chosen on
-    the other half has to hold there, too, else the next larger budget is tried. `selection_at` prepares the selection
-    at a budget, and says where its replies are kept.
+    A plan is better the more it may keep, so `budgets`, which ascend, are bisected by what the best candidate loses on
+    the questions of one half of the contexts. The smallest that looks good there is flattered by these questions: what
+    is then chosen on the other half has to hold there, too, else the next larger budget is tried. `selection_at`
+    prepares the selection at a budget, and says where its replies are kept.
 
     Raises:
         UsageError: no budget holds; see also `PlanRace.decide`.
@@ -318,7 +309,7 @@ def find_smallest(
         loss = results[0].full.mean - results[0].score
         tried.append(TriedBudget(budget, results[0].written, loss, confirmed=True))
         if loss <= within + TIE:
-            return Smallest(selection, results, tuple(tried))
+            return selection.report(results, store), tried
     raise UsageError(
         f"no budget up to {budgets[-1]} entries per kv head loses at most {100 * within:g} points: allow more with "
         "--within"

@@ -17,9 +17,12 @@ from kvsearch.core.resources import resource
 from kvsearch.jobs.calibrate import CalibrateOptions, following_commands
 from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.groups import evaluation
-from kvsearch.jobs.run import Ran, RunOptions
-from kvsearch.jobs.select import Selected, SelectOptions
-from kvsearch.jobs.validate import Validated, ValidateOptions
+from kvsearch.jobs.run import RunOptions
+from kvsearch.jobs.run import remarks as remarks_on_run
+from kvsearch.jobs.select import SelectOptions
+from kvsearch.jobs.select import remarks as remarks_on_selection
+from kvsearch.jobs.validate import ValidateOptions
+from kvsearch.jobs.validate import remarks as remarks_on_signals
 from tests import tiny
 from tests.cli.conftest import Run
 
@@ -90,14 +93,13 @@ def test_from_the_verdicts_on_signals_to_a_selection_and_on(run: Run, place: Pat
     assert asked(run, validate)["split"] == "select"
     _, (_, evaluate) = paste(run, export)
     asked(run, evaluate)
-    verdicts: Any = SimpleNamespace(budgets=())
-    validated = Validated(verdicts, (SimpleNamespace(budget=40, ratio=None),), directory)  # type: ignore[arg-type]
-    (select,) = offered(validated.remarks(ValidateOptions.of(directory=directory, **options)))
+    verdicts: Any = SimpleNamespace(budgets=(SimpleNamespace(budget=40, ratio=None),))
+    (select,) = offered(remarks_on_signals(ValidateOptions.of(directory=directory, **options), verdicts))
     assert json.loads(paste(run, select, "--dry-run", "--json")[0])["tasks"] == ["own"]
-    chosen: Any = SimpleNamespace(protocol="question-aware")
-    selected = Selected((chosen,), (directory / "plan.json",), (directory / "selection.json",), several=False)
+    chosen: Any = SimpleNamespace(protocol="question-aware", plan=str(directory / "plan.json"))
+    selected: Any = SimpleNamespace(choices=(chosen,))
     more = SelectOptions.of(directory=directory, output=directory / "plan.json", tasks=options["tasks"])
-    _, evaluate = offered(selected.remarks(more))
+    _, evaluate = offered(remarks_on_selection(more, selected))
     assert asked(run, evaluate)["protocol"] == "question-aware"
 
 
@@ -116,7 +118,9 @@ def test_from_a_search_to_an_evaluation(run: Run, place: Path, kind: type[RunOpt
 
 def test_without_tasks_their_length_is_carried_along(run: Run, place: Path) -> None:
     options = RunOptions.of(model="bundled", budget=40, output=place, length="512")
-    _, words = offered(Ran((), (place / "plan.json",), was_finished=False).remarks(options))
+    choice = SimpleNamespace(words=("it is written",), plan="plan.json")
+    result: Any = SimpleNamespace(sizes={"40": choice})
+    _, words = offered(remarks_on_run(options, result))
     assert words == ["evaluate", "bundled", "--plan", str(place / "plan.json"), "--length", "512"]
 
 

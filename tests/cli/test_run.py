@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from kvsearch.report.selections import smallest_words
 from kvsearch.runs.estimates import Difference
 from kvsearch.runs.run import read_contexts
 from kvsearch.selection.selection import TriedBudget
-from kvsearch.selection.selection_job import SelectionJob, Smallest
 from tests import tiny
 from tests.cli.conftest import Run, invoke
 from tests.shared import finished_once, folder_once
@@ -207,8 +205,7 @@ def test_what_is_said_of_the_smallest_budget(
         TriedBudget(20, "probe", 0.0, confirmed=False),
         *(TriedBudget(20, "probe", one, confirmed=True) for one in losses),
     )
-    found = Smallest(cast("SelectionJob", SimpleNamespace(longest=200)), [], tried)
-    said = smallest_words(found, 2, Difference(*loss, 0, 0, 0))
+    said = smallest_words(tried, 200, 2, Difference(*loss, 0, 0, 0))
     assert said.startswith("20 entries per kv head, 10% of 200 tokens")
     assert all(part in said for part in words)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.evaluation import perplexity
 from kvsearch.evaluation.perplexity import measure_perplexity
-from kvsearch.evaluation.samples import Footprint, Perplexity, WindowLoss
+from kvsearch.evaluation.samples import Footprint, WindowLoss
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy
@@ -51,18 +51,19 @@ def measure(model: LoadedModel, programs: Mapping[str, Program], text: Perplexit
     return measure_perplexity(model, programs, text, CONTEXT, CONTINUATION, **options)
 
 
-def summary(result: Perplexity) -> PerplexityResult:
-    return PerplexityResult.of(result, phases="prefill")
+def summary(result: list[WindowLoss], wanted: int | None = None) -> PerplexityResult:
+    stated = {"model": "m", "text": "t", "context": 7, "continuation": 2, "stride": 9, "wanted": wanted, "seed": 0}
+    return PerplexityResult.of(result, phases="prefill", **stated)
 
 
-def losses(result: Perplexity, method: str) -> Tensor:
-    return torch.tensor([sample.losses for sample in result.samples if sample.method == method])
+def losses(result: list[WindowLoss], method: str) -> Tensor:
+    return torch.tensor([sample.losses for sample in result if sample.method == method])
 
 
-def ids_of(model: LoadedModel, result: Perplexity) -> tuple[Tensor, Tensor]:
+def ids_of(model: LoadedModel, result: list[WindowLoss]) -> tuple[Tensor, Tensor]:
     """Contexts [N, LEAD + CONTEXT] and continuations [N, CONTINUATION] of all windows."""
     whole = model.tokenizer(TEXT.text)["input_ids"]
-    starts = [sample.start for sample in result.samples if sample.method == "full"]
+    starts = [sample.start for sample in result if sample.method == "full"]
     rows = torch.tensor([[whole[0], *whole[LEAD + at :][: CONTEXT + CONTINUATION]] for at in starts])
     return rows[:, : LEAD + CONTEXT], rows[:, LEAD + CONTEXT :]
 
@@ -99,7 +100,7 @@ def test_the_full_cache_predicts_what_the_plain_model_does(family: str) -> None:
     result = measure(model, {}, batch=3)
     assert model.model.config._attn_implementation == before
     contexts, following = ids_of(model, result)
-    assert (len(contexts), result.windows) == (4, 4)
+    assert len(contexts) == 4
     with torch.no_grad():
         plain = expected(model.model(torch.cat([contexts, following], 1)).logits, following)
     torch.testing.assert_close(losses(result, "full"), plain, atol=1e-4, rtol=1e-4)
@@ -132,7 +133,7 @@ def test_a_decode_phase_sees_one_token_after_another(model: LoadedModel, prefill
         pieces = [(contexts, torch.ones_like(contexts)), *one_by_one(following)]
         logits = torch.cat(feed(model.model, cache, pieces), 1)
     torch.testing.assert_close(losses(result, "tova"), expected(logits, following), atol=1e-4, rtol=1e-4)
-    (sample, *_) = [sample for sample in result.samples if sample.method == "tova"]
+    (sample, *_) = [sample for sample in result if sample.method == "tova"]
     heads = 4 * 2
     assert sample.entries == heads * (9 if prefill else LEAD + CONTEXT)
     assert sample.most == heads * (9 if prefill else LEAD + CONTEXT) + heads
@@ -148,8 +149,8 @@ def test_batches_and_passes_change_nothing(family: str, monkeypatch: pytest.Monk
     seen = note_passes(model.model)
     pieces = measure(model, programs, batch=1)
     assert {count for _, count in seen} == {LEAD + CONTEXT, 5, 1}  # the 11 tokens that are fed: 5, 5 and 1
-    assert [(s.method, s.start, s.entries, s.most) for s in whole.samples] == [
-        (s.method, s.start, s.entries, s.most) for s in pieces.samples
+    assert [(s.method, s.start, s.entries, s.most) for s in whole] == [
+        (s.method, s.start, s.entries, s.most) for s in pieces
     ]
     for method in ("full", *programs):
         torch.testing.assert_close(losses(whole, method), losses(pieces, method), atol=1e-4, rtol=1e-4)
@@ -190,14 +191,14 @@ def test_what_is_held(model: LoadedModel) -> None:
 # --- windows ------------------------------------------------------------------------------------------------------
 
 
-def starts(result: Perplexity, method: str = "full") -> list[int]:
-    return [sample.start for sample in result.samples if sample.method == method]
+def starts(result: list[WindowLoss], method: str = "full") -> list[int]:
+    return [sample.start for sample in result if sample.method == method]
 
 
 def test_windows_are_those_of_the_text(model: LoadedModel) -> None:
     result = measure(model, {"third": third(model.model)})
     assert starts(result) == starts(result, "third") == [0, 52, 104, 156]
-    assert (result.stride, result.wanted, result.windows, summary(result).notes) == (52, None, 4, [])
+    assert (summary(result).windows, summary(result).notes) == (4, [])
     few = measure(model, {}, stride=20, windows=3, seed=5)
     more = measure(model, {}, stride=20, windows=5, seed=5)
     assert len(starts(few)) == 3
@@ -237,13 +238,12 @@ def test_a_model_that_is_broken() -> None:
 # --- rows ---------------------------------------------------------------------------------------------------------
 
 
-def result_of(by_method: dict[str, list[tuple[float, ...]]]) -> Perplexity:
-    samples = [
+def result_of(by_method: dict[str, list[tuple[float, ...]]]) -> list[WindowLoss]:
+    return [
         WindowLoss(method, 9 * number, losses, 100 if method == "full" else 25, 1024.0, 110)
         for method, windows in by_method.items()
         for number, losses in enumerate(windows)
     ]
-    return Perplexity("m", "t", 7, 2, 9, None, len(by_method["full"]), 0, samples)
 
 
 def test_rows_by_hand() -> None:

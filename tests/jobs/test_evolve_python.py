@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvsearch.jobs.evolve import EvolveOptions, dry_run, evolve
+from kvsearch.jobs.evolve import EvolveOptions, dry_run, evolve, remarks
 from kvsearch.jobs.public import run_job
 from kvsearch.plan import load_plan
 from tests import tiny
@@ -18,10 +18,11 @@ def test_a_search_from_python_writes_what_it_returns(tmp_path: Path) -> None:
         tasks=f"jsonl:{tasks}", samples=2, output=directory,
     )  # fmt: skip
     found = evolve(options)
-    assert found.spent.evaluations == 3
-    assert found.plans == {12: load_plan(directory / "plan.json")}
+    assert found.evaluations == 3
+    plan = load_plan(directory / "plan.json")
+    assert tuple(layer.budget for layer in plan.prefill.layers) == found.found[12].budgets
     assert found.as_json() == json.loads((directory / "report.json").read_text())
-    *_, written, _, following = found.remarks(options)
+    *_, written, _, following = remarks(options, found)
     assert following.startswith(f"next: kvsearch evaluate bundled --plan {directory / 'plan.json'} ")
     assert written.endswith(f"wrote {directory / 'plan.json'} and {directory / 'report.json'}")
     again = EvolveOptions.of(directory / "config.json", output=tmp_path / "again")
@@ -31,6 +32,6 @@ def test_a_search_from_python_writes_what_it_returns(tmp_path: Path) -> None:
     assert foretold.pop("measured_by") == "stored prompts"
     assert foretold.pop("most_candidates") >= 3
     assert foretold.pop("estimate")["measured"]["tokens"] > 0
-    assert content.pop("searched_sha256") == found.plans[12].provenance.data_sha256
+    assert content.pop("searched_sha256") == plan.provenance.data_sha256
     assert foretold == content
     assert not (tmp_path / "again").exists()

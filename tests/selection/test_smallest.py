@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Settings, Split, StageStore
-from kvsearch.selection.selection import Rule
+from kvsearch.selection.selection import Rule, TriedBudget
 from kvsearch.selection.selection_job import SelectionJob, find_smallest, ladder
 from kvsearch.strategies.names import FULL
 
@@ -52,12 +52,16 @@ class Made:
         full = SimpleNamespace(mean=FULL_SCORE)
         return [SimpleNamespace(full=full, score=FULL_SCORE - self.second_loss, written="chosen")]
 
+    def report(self, results: list[Any], store: object) -> Any:
+        return results[0]
 
-def found_at(first: dict[int, float], second: dict[int, float], within: float = 0.01) -> Any:
+
+def tried_at(first: dict[int, float], second: dict[int, float], within: float = 0.01) -> list[TriedBudget]:
     def choice_at(budget: int) -> tuple[SelectionJob, StageStore | None]:
         return cast("SelectionJob", Made((MadeRace(first[budget]),), second[budget])), None
 
-    return find_smallest(list(first), within, choice_at)
+    _, tried = find_smallest(list(first), within, choice_at)
+    return tried
 
 
 @given(st.integers(1, 40), st.integers(0, 400))
@@ -74,20 +78,20 @@ def test_what_looks_good_is_confirmed_on_other_questions(looks: int, holds: int)
     budgets = range(10, 40)
     first = {budget: 0.0 if at >= looks else 0.5 for at, budget in enumerate(budgets)}
     second = {budget: 0.0 if at >= holds else 0.5 for at, budget in enumerate(budgets)}
-    found = found_at(first, second)
-    assert found.tried[-1].budget == budgets[max(looks, holds)]
-    assert [one.budget for one in found.tried if one.confirmed] == list(budgets[looks : max(looks, holds) + 1])
-    assert sum(not one.confirmed for one in found.tried) <= 5
-    assert found.tried[-1].name == "chosen"
+    tried = tried_at(first, second)
+    assert tried[-1].budget == budgets[max(looks, holds)]
+    assert [one.budget for one in tried if one.confirmed] == list(budgets[looks : max(looks, holds) + 1])
+    assert sum(not one.confirmed for one in tried) <= 5
+    assert tried[-1].name == "chosen"
 
 
 def test_what_is_lost_is_of_the_best_candidate() -> None:
-    found = found_at({10: 0.2, 20: 0.01, 30: 0.0}, {10: 0.2, 20: 0.005, 30: 0.0})
-    assert [(one.budget, one.name, round(one.loss, 9)) for one in found.tried] == [
+    tried = tried_at({10: 0.2, 20: 0.01, 30: 0.0}, {10: 0.2, 20: 0.005, 30: 0.0})
+    assert [(one.budget, one.name, round(one.loss, 9)) for one in tried] == [
         (20, "good", 0.01), (10, "good", 0.2), (20, "chosen", 0.005),
     ]  # fmt: skip
 
 
 def test_no_budget_may_hold() -> None:
     with pytest.raises(UsageError, match="no budget up to 30 entries per kv head loses at most 1 points: allow more"):
-        found_at({20: 0.5, 30: 0.0}, {20: 0.5, 30: 0.5})
+        tried_at({20: 0.5, 30: 0.0}, {20: 0.5, 30: 0.5})
