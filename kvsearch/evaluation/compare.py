@@ -252,11 +252,8 @@ class Comparison:
     def _coverage_notes(self, covered: Coverage) -> Iterator[str]:
         if covered.shortfall is not None:
             yield covered.shortfall
-        if covered.truncated:
-            yield (
-                f"{covered.task}: the middle of {covered.truncated} of {covered.contexts} contexts was cut out, so "
-                f"that prompt and reply fit {self.most_tokens} tokens"
-            )
+        if covered.cut is not None:
+            yield f"{covered.cut}, so that prompt and reply fit {self.most_tokens} tokens"
         if (distinct := self.distinct[covered.task]) < covered.contexts:
             yield f"{covered.task}: only {distinct} of {covered.contexts} contexts differ: intervals are over these"
         if covered.excluded:

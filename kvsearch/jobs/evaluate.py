@@ -27,7 +27,7 @@ from kvsearch.jobs.groups import (
     WithWorkers,
 )
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, open_replies, warn_of_few
+from kvsearch.jobs.reporter import FINISHED, Reporter, open_replies, warn_of_coverage
 from kvsearch.plan import load_plan
 from kvsearch.report.costs import Forecast
 from kvsearch.report.evaluation import Columns, write_tables
@@ -269,7 +269,7 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
     loaded = options.load(options.model, reporter)
     asked = options.asked_of(tasks, options.samples, options.protocol)
     evaluation = prepare(loaded, request.ready(loaded), request.subject, asked)
-    warn_of_few(reporter, evaluation.encoded)
+    warn_of_coverage(reporter, evaluation.encoded)
     for name, seen in evaluation.seen.items():
         if seen.warning is not None:
             reporter.warn(f"{name}: {seen.warning}")

@@ -26,7 +26,7 @@ from kvsearch.jobs.groups import (
 )
 from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_few
+from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_coverage
 from kvsearch.plan import save_plan
 from kvsearch.plan.schema import PHASES
 from kvsearch.policies import create_policy
@@ -237,7 +237,7 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
     splits = {use: options.split(name, tasks[name], options.protocol) for use, name in SPLITS.items()}
     searches = prepare_searches(base, budgets, options.settings, splits, plans, options.rule)
     if options.samples is not None:
-        warn_of_few(reporter, [task for encoded in searches[0].encoded.values() for task in encoded])
+        warn_of_coverage(reporter, [task for encoded in searches[0].encoded.values() for task in encoded])
     return searches
 
 
@@ -254,4 +254,7 @@ def _find_policies(space: str, names: str | None, params: Mapping[str, Any], pla
             raise UsageError("--set is for a --policy: the policies of --start plans have their own parameters")
         return []
     name, fitted = parse_policy(names or DEFAULT_POLICY)
-    return [create_policy(name, {**fitted, **params})]
+    policy = create_policy(name, {**fitted, **params})
+    if policy.exempt(1, 2):
+        raise UsageError(f"--policy {name} never evicts, so that no budget matters: search another policy")
+    return [policy]

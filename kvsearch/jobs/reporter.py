@@ -58,12 +58,14 @@ class Silent:
         return nullcontext()
 
 
-def warn_of_few(reporter: Reporter, encoded: Iterable[TaskPrompts]) -> None:
-    """Warn of tasks that have fewer contexts than were asked for."""
+def warn_of_coverage(reporter: Reporter, encoded: Iterable[TaskPrompts], *, few: bool = True) -> None:
+    """Warn of tasks with contexts that were cut, and, if `few`, with fewer contexts than were asked for."""
     for task in encoded:
-        if task.coverage.shortfall is not None:
-            part = "" if task.coverage.split in (None, "all") else f" in split {task.coverage.split}"
+        part = "" if task.coverage.split in (None, "all") else f" in split {task.coverage.split}"
+        if few and task.coverage.shortfall is not None:
             reporter.warn(f"{task.coverage.shortfall}{part}")
+        if task.coverage.cut is not None:
+            reporter.warn(f"{task.coverage.cut}{part}: they are longer than the model or --max-length allows")
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from kvsearch.jobs.reporter import (
     on_interruption,
     overall,
     stage_store,
-    warn_of_few,
+    warn_of_coverage,
 )
 from kvsearch.models.speed import StageCost
 from kvsearch.plan import Size, save_plan
@@ -413,8 +413,7 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
         raise UsageError(f"none of --policies {','.join(options.policies)} can be used on this model: name others")
     encoded = {name: split.encode(loaded) for name, split in splits.items()}
     refuse_shared(encoded)
-    if options.samples is not None:
-        warn_of_few(reporter, [*encoded["select"], *encoded["report"]])
+    warn_of_coverage(reporter, [*encoded["select"], *encoded["report"]], few=options.samples is not None)
     if options.smallest:
         halve_contexts(encoded["select"], options.seed)  # one context leaves a half empty: told before any fit
     contexts = [len(prompt.context) for task in encoded["select"] for prompt in task.prompts]

@@ -19,7 +19,7 @@ from kvsearch.evaluation.reply_store import check_place
 from kvsearch.jobs.groups import BUDGET, Deciding, evaluation, following
 from kvsearch.jobs.plan import size_or_measured
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_few
+from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_coverage
 from kvsearch.jobs.validate import OnSignals, load_signals
 from kvsearch.plan import PHASES, Size, canonical_json, save_plan
 from kvsearch.plan.origin import ContextRecord
@@ -227,5 +227,5 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
         for size, candidates in zip(sizes, explored, strict=True)
     ]
     if options.samples is not None:
-        warn_of_few(reporter, [*selections[0].selection_prompts, *selections[0].report_prompts])
+        warn_of_coverage(reporter, [*selections[0].selection_prompts, *selections[0].report_prompts])
     return list(zip(places, outputs, selections, strict=True))

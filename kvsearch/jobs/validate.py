@@ -28,7 +28,7 @@ from kvsearch.jobs.groups import (
     following,
 )
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, kept_replies, warn_of_few
+from kvsearch.jobs.reporter import FINISHED, Reporter, kept_replies, warn_of_coverage
 from kvsearch.plan import Size
 from kvsearch.plan.origin import ContextRecord
 from kvsearch.plan.profile import Profile, load_profile
@@ -259,7 +259,7 @@ def _prepare(options: ValidateOptions, reporter: Reporter) -> list[PreparedValid
     asked = options.asked_of(tasks, options.samples, options.protocol_of(profile)).without(used)
     loaded = options.load_calibrated(profile, reporter)
     prepared = [prepare_validation(loaded, profile, size, asked, uses, options.permutations) for size in sizes]
-    warn_of_few(reporter, prepared[0].evaluation.encoded)
+    warn_of_coverage(reporter, prepared[0].evaluation.encoded)
     for note in dict.fromkeys(note for validation in prepared for note in validation.notes):
         reporter.warn(note)
     return prepared

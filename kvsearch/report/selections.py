@@ -41,14 +41,16 @@ def decision(result: PhaseResult) -> str:
     if leader is None:
         return f"{result.best}, the best of {baselines}, is written: every strategy is a baseline, too"
     lead = _lead_words(leader, result)
+    lower = f"; it scores less on {' and '.join(result.lower)}" if result.lower else ""
     if result.verdict == "beats":
         left = f"; {result.available - result.asked.contexts} more were not needed"
         over = left if result.available > result.asked.contexts else ""
-        return f"{leader.name} beats {result.best}, the best of {baselines}: {lead}, on {asked_about}{over}"
+        return f"{leader.name} beats {result.best}, the best of {baselines}: {lead}, on {asked_about}{over}{lower}"
     few = "; with fewer than 8 contexts no lead is beyond chance" if result.asked.contexts < LEAST_CONTEXTS else ""
     if result.verdict == "likely":
         return (
-            f"{leader.name} is likely better than {result.best}, the best of {baselines}: {lead}, on {asked_about}{few}"
+            f"{leader.name} is likely better than {result.best}, the best of {baselines}: {lead}, on {asked_about}"
+            f"{few}{lower}"
         )
     wanted = "likely better" if result.sure < 1 - Rule.level else "better beyond chance"
     candidates = counted(result.count("candidate"), "candidate")

@@ -109,9 +109,6 @@ class PlanRace:
         methods = [_method_result(name, race, rounds, contexts) for name in plans.plans]
         methods.sort(key=lambda method: (-method.contexts, -method.score.mean))
         samples = [sample for asked in rounds for sample in asked.samples]
-        notes = [*plans.notes, *behind, *rounds[-1].notes]
-        if kinds := lower_kinds(samples, contexts, race.winner, race.best):
-            notes.append(f"{race.winner} scores less than {race.best} on some kinds: {', '.join(kinds)}")
         counts = [QuestionCount.of(asked) for asked in rounds]
         return PhaseResult(
             phases=plans.phases,
@@ -125,7 +122,8 @@ class PlanRace:
             bound=race.bound if math.isfinite(race.bound) else None,
             asked=QuestionCount.total(counts),
             available=sum(task.distinct for task in self.encoded),
-            notes=tuple(notes),
+            notes=(*plans.notes, *behind, *rounds[-1].notes),
+            lower=tuple(lower_kinds(samples, contexts, race.winner, race.best)),
         )
 
 

@@ -127,7 +127,8 @@ class PhaseResult:
     `best` is the best baseline; `winner` the candidate that is written, None if it is the baseline. `verdict` says what
     is known of it, see `kvsearch.selection.race`; `level` is what chances are compared with. `bound` is what the
     leading candidate is above the best baseline at least, with the probability `sure`; None without one. `asked` counts
-    what was asked until it was decided, of `available` contexts.
+    what was asked until it was decided, of `available` contexts. `lower` are the kinds of questions on which the winner
+    scores less than the best baseline.
     """
 
     phases: str
@@ -142,6 +143,7 @@ class PhaseResult:
     asked: QuestionCount
     available: int
     notes: tuple[str, ...] = ()
+    lower: tuple[str, ...] = ()
 
     def at_level(self, level: float) -> PhaseResult:
         """Return the result at another level: what is likely better may beat the baselines at a higher one."""

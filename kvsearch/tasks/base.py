@@ -118,3 +118,10 @@ class Coverage:
             return None
         others = f" others than the {self.used} that something here was fitted or chosen on" if self.used else ""
         return f"{self.task}: {self.wanted} contexts were asked for, it has {self.found}{others}"
+
+    @property
+    def cut(self) -> str | None:
+        """Say how many contexts lost their middle, as they were too long; None if none did."""
+        if not self.truncated:
+            return None
+        return f"{self.task}: the middle of {self.truncated} of {self.contexts} contexts was cut out"

@@ -214,6 +214,7 @@ def _from_hub(dataset: Dataset, repo: str, revision: str | None) -> list[Row]:
 
 def _explain(repo: str, dataset: Dataset, error: Exception) -> KvsearchError:
     from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub import constants
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     reason = describe_fault(error)
@@ -222,8 +223,10 @@ def _explain(repo: str, dataset: Dataset, error: Exception) -> KvsearchError:
         return UsageError(f"dataset {repo!r} is a loading script, which datasets no longer runs: {own_files}")
     if isinstance(error, DatasetNotFoundError | RepositoryNotFoundError | RevisionNotFoundError):
         return UsageError(f"{repo!r} is no file or folder here and no dataset of the hub that can be read ({reason})")
-    if isinstance(error, OSError):
-        return EnvironmentFault(
-            f"dataset {repo!r} cannot be fetched: check the network and HF_HUB_OFFLINE, or {own_files} ({reason})"
+    if isinstance(error, OSError) and constants.HF_HUB_OFFLINE:
+        return UsageError(
+            f"dataset {repo!r} is not downloaded: leave --offline out (and HF_HUB_OFFLINE), or {own_files} ({reason})"
         )
+    if isinstance(error, OSError):
+        return EnvironmentFault(f"dataset {repo!r} cannot be fetched: check the network, or {own_files} ({reason})")
     return UsageError(f"dataset {repo!r} has no readable {dataset.config!r}, split {dataset.split!r} ({reason})")

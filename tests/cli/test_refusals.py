@@ -75,6 +75,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--phases decode --budget 160", "keep all of the longest prompt and reply ("),
         ("--budget 3", "a budget of 3 is below the 4 entries that snapkv always keeps"),
     ],
+    f"evolve bundled -o NEW {TASKS}": [("--budget 12 --policy full", "--policy full never evicts")],
     f"run bundled -o NEW {RUN}": [
         ("", "how much may be kept? Give --budget"),
         ("--budget 40 --ratio 0.9", "--ratio: cannot be given with --budget: leave one of them out"),

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from kvsearch.evaluation.samples import Sample
+from kvsearch.report.selections import decision
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.selection.comparison import behind_on_kinds, by_kind
+from kvsearch.selection.comparison import behind_on_kinds, by_kind, lower_kinds
 from kvsearch.selection.selection import MethodResult, PhaseResult, QuestionCount
 from tests.evaluation.test_statistics import samples
 
@@ -37,6 +38,19 @@ def test_a_candidate_that_loses_a_kind_is_out() -> None:
     assert behind_on_kinds([of_two_kinds(1.0)], ["a"], ["b"]) == {}
     one_kind = comparison_of(*samples([[0.0]] * 8, "a", "t"), *samples([[1.0]] * 8, "b", "t"))
     assert behind_on_kinds([one_kind], ["a"], ["b"]) == {}  # there the mean says it
+
+
+def test_the_first_line_says_on_which_kinds_a_plan_scores_less() -> None:
+    asked = of_two_kinds(0.9)
+    assert lower_kinds(asked.samples, asked.contexts, "a", "b") == ["u"]
+    assert lower_kinds(asked.samples, asked.contexts, "b", "a") == ["t"]
+    score = Estimate(1.0, 1.0, 1.0)
+    ahead = MethodResult("a", "candidate", score, 10, Difference(1.0, 1.0, 1.0, 10, 0, 0), chance=1 / 30)
+    methods = (ahead, MethodResult("b", "baseline", score, 10))
+    count = QuestionCount(10, 10, 1, 1)
+    result = PhaseResult("prefill", methods, score, "b", "a", "likely", 0.01, 0.9, 0.5, count, 10, lower=("t", "u"))
+    assert decision(result).endswith("; it scores less on t and u")
+    assert decision(replace(result, verdict="beats")).endswith("; it scores less on t and u")
 
 
 def test_kinds_are_tasks_or_their_categories() -> None:

@@ -131,9 +131,9 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
 
 def test_the_hub_out_of_reach() -> None:
     for dataset in (DATA, ZIPPED):
-        message = refusal(dataset, None, EnvironmentFault)
+        message = refusal(dataset, None)
         assert message.startswith(
-            "dataset 'owner/data' cannot be fetched: check the network and HF_HUB_OFFLINE, or fetch"
+            "dataset 'owner/data' is not downloaded: leave --offline out (and HF_HUB_OFFLINE), or fetch its files"
         )
 
 
@@ -156,7 +156,7 @@ def test_the_archive_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyP
     archive(kept / "snapshots" / ("a" * 40) / "data.zip", "data/small.jsonl")
     write(kept / "refs" / "main", "a" * 40)
     assert load_rows(ZIPPED) == load_rows(ZIPPED, revision="a" * 40) == ROWS
-    assert "cannot be fetched" in refusal(ZIPPED, None, EnvironmentFault, revision="b" * 40)
+    assert "is not downloaded" in refusal(ZIPPED, None, revision="b" * 40)
 
 
 def test_a_repository_without_the_archive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def hub_error(name: str, message: str) -> Exception:
             UsageError,
             "has no readable 'small', split 'test' (BuilderConfig",
         ),
-        (ConnectionError("Couldn't reach"), EnvironmentFault, "cannot be fetched: check the network"),
+        (ConnectionError("Couldn't reach"), UsageError, "is not downloaded: leave --offline out"),
     ],
 )
 def test_what_the_hub_refuses(
@@ -204,6 +204,9 @@ def test_what_the_hub_refuses(
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     assert problem in refusal(DATA, None, kind)
+    if isinstance(error, ConnectionError):
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        assert "cannot be fetched: check the network" in refusal(DATA, None, EnvironmentFault)
 
 
 class Model(BaseModel):
