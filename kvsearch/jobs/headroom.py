@@ -12,7 +12,7 @@ from kvsearch.core.fields import Samples
 from kvsearch.evaluation.statistics import summarize
 from kvsearch.jobs.groups import OUTPUT_OPTION, RATIO, SAMPLES_OPTION, WithModel, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, open_replies, warn_of_few
+from kvsearch.jobs.reporter import FINISHED, Reporter, open_replies, warn_of_coverage
 from kvsearch.plan import Size
 from kvsearch.report.costs import Forecast
 from kvsearch.results.evaluation import HeadroomResult
@@ -89,5 +89,5 @@ def _full(options: HeadroomOptions, reporter: Reporter) -> Evaluation:
 
     loaded = options.load(options.model, reporter)
     full = prepare(loaded, [full_method(loaded)], FULL, Split(tasks, Settings(options.samples, seed=options.seed)))
-    warn_of_few(reporter, full.encoded)
+    warn_of_coverage(reporter, full.encoded)
     return full
