@@ -10,12 +10,18 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import urllib.request
 import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"
 KVPRESS, OPENVINO = ROOT / ".venv-kvpress", ROOT / ".venv-openvino"
+# a press that is in no package: its file beside kvpress, which it asks for
+PRESS = "efficient_defensivekv_press.py"
+PRESS_SOURCE = (
+    "https://raw.githubusercontent.com/FFY0/DefensiveKV/c278cd0e2e82b9889513ba19d20ee72652f23ad0/kvpress/presses/"
+)
 TOOLS = {
     KVPRESS: ("kvpress==0.5.5",),
     OPENVINO: ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0"),
@@ -43,3 +49,5 @@ if __name__ == "__main__":
     parser.add_argument("--torch-index", help="where torch is taken from, for builds without CUDA")
     for folder, wanted in TOOLS.items():
         ensure_environment(folder, wanted, parser.parse_args().torch_index)
+    if not (KVPRESS / PRESS).exists():
+        urllib.request.urlretrieve(PRESS_SOURCE + PRESS, KVPRESS / PRESS)

@@ -110,7 +110,7 @@ def program_at(model: Any, policy: Policy, size: Size, phases: tuple[Phase, ...]
     shape = describe(model)
     layers = len(shape.full_layers)
     heads = shape.kv_heads
-    floor = max(policy.floor, 1)
+    floor = max(policy.least, 1)
     if size.budget is not None and size.budget < floor:
         raise UsageError(f"--budget {size.budget} is below the {floor} entries that {policy.name} always keeps")
 

@@ -37,6 +37,7 @@ BUILT_IN = {
 }
 FORMER = {"adakv": {"normalize": False}}  # options that allocations had, at the value that changed nothing
 Order = NDArray[np.integer[Any]]
+NO_SCORES: Floats = np.zeros(0)
 
 
 class LayerDemand(NamedTuple):
@@ -44,6 +45,7 @@ class LayerDemand(NamedTuple):
 
     weight: float  # its share of what the layers have in common, in any unit that is the same for all, or its logarithm
     order: Order  # the kv head of each of its free entries, the most wanted entry first; as far as heads are dynamic
+    scores: Floats = NO_SCORES  # of its free entries, in that order, where scores of layers are compared
 
 
 class Allocation(ABC):
@@ -51,6 +53,11 @@ class Allocation(ABC):
 
     name: ClassVar[str]
     weighs_in_logarithms: ClassVar[bool] = False  # whether `weight` gives logarithms, which neither over- nor underflow
+
+    @property
+    def compares_scores(self) -> bool:
+        """Whether a layer gets as many entries as it has among the highest scores of all layers."""
+        return False
 
     @property
     @abstractmethod
@@ -83,6 +90,10 @@ class Allocation(ABC):
     def order(self, ranked: Tensor, free: int) -> Order:  # noqa: ARG002
         """Return the kv heads of the `free` most wanted entries (at least), by descending scores `ranked` [Hkv, M]."""
         raise InternalError(f"allocation {self.name} does not order entries")
+
+    def scores(self, ranked: Tensor, free: int) -> Floats:  # noqa: ARG002
+        """Return the scores of the entries of `order` where layers are compared by them; else none."""
+        return NO_SCORES
 
     def split(self, order: Order, free: int, rooms: Ints) -> Floats:  # noqa: ARG002
         """Return the shares of `free` entries of a layer before rounding, float64 [Hkv]; they sum to `free`.
@@ -132,10 +143,18 @@ class Shares:
         self.free = [part[2] for part in parts]  # entries beyond the floors, of all layers together or of each
         self.rooms = caps - self.floors
         self.demands: dict[int, LayerDemand] = {}
+        self._highest = NO_SCORES  # of all layers so far where scores are compared, no more than are free
+        self._owners = np.zeros(0, dtype=np.int64)  # their rows
 
     def add(self, layer: int, demand: LayerDemand) -> None:
         """Take in the demand of row `layer`."""
         self.demands[layer] = demand
+        if self.allocation.compares_scores:
+            scores = np.concatenate([self._highest, demand.scores])
+            owners = np.concatenate([self._owners, np.full(len(demand.scores), layer)])
+            first = np.argsort(-scores, kind="stable")[: self.free[0]]
+            self._highest = scores[first]
+            self._owners = owners[first]
 
     def open_to(self, layer: int) -> int:
         """Return the most free entries that row `layer` can get, whatever the demands."""
@@ -199,6 +218,8 @@ class Shares:
         return min(self.free[0], int(rooms.sum()))
 
     def _weights(self, rows: Sequence[int]) -> Floats:
+        if self.allocation.compares_scores:
+            return np.bincount(self._owners, minlength=len(self.floors))[rows].astype(np.float64)
         weights = np.array([self.demands[row].weight for row in rows])
         if not self.allocation.weighs_in_logarithms:
             return weights

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 import numpy as np
 
 from kvsearch.budgets.adakv import check_floor_share, head_order, split_heads
-from kvsearch.budgets.dynamic import Allocation, Order
+from kvsearch.budgets.dynamic import NO_SCORES, Allocation, Order
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import require_known
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvsearch.policies.base import Observation, Policy
 
 
-Layers = Literal["dynamic", "planned"]
+Layers = Literal["dynamic", "planned", "scores"]
 Heads = Literal["dynamic", "equal"]
 
 
@@ -57,6 +57,7 @@ class LAVaAllocation(Allocation):
             0.2.
         heads: "equal" gives the heads of a layer the same, the paper's ablation of dynamic head budgets.
         layers: "planned" leaves every layer what the plan has for it, the paper's ablation of dynamic layer budgets.
+            "scores" gives it as many as it has among the highest scores of all layers, which Layer-DefensiveKV does.
     """
 
     name: ClassVar[str] = "lava"
@@ -73,14 +74,23 @@ class LAVaAllocation(Allocation):
 
     @property
     def shares_layers(self) -> bool:
-        return self.layers == "dynamic"
+        return self.layers != "planned"
+
+    @property
+    def compares_scores(self) -> bool:
+        return self.layers == "scores"
 
     @property
     def shares_heads(self) -> bool:
         return self.heads == "dynamic"
 
     def weight(self, policy: Policy, observation: Observation, scores: Sequence[Tensor]) -> list[float]:
-        """Return the entropy of every sequence's scores; UsageError if some are negative."""
+        """Return the entropy of every sequence's scores; UsageError if some are negative.
+
+        Where scores of layers are compared, their sums, which are finite where all scores are.
+        """
+        if self.compares_scores:
+            return torch.stack([sequence.sum() for sequence in scores]).tolist()
         found = torch.stack([layer_entropy(sequence) for sequence in scores])
         least = torch.stack([sequence.min() if sequence.numel() else found.new_zeros(()) for sequence in scores])
         weights, lowest = torch.stack([found, least]).tolist()
@@ -91,7 +101,7 @@ class LAVaAllocation(Allocation):
     def check(self, policy: Policy, name: str) -> None:
         """Raise UsageError for a policy whose entries cannot be shared: layers need scores >= 0."""
         super().check(policy, name)
-        if self.shares_layers and policy.signed_scores:
+        if self.layers == "dynamic" and policy.signed_scores:
             raise UsageError(self._signed(policy, name))
 
     def _signed(self, policy: Policy, name: str) -> str:
@@ -102,6 +112,12 @@ class LAVaAllocation(Allocation):
 
     def order(self, ranked: Tensor, free: int) -> Order:
         return head_order(ranked, free)
+
+    def scores(self, ranked: Tensor, free: int) -> Floats:
+        if not self.compares_scores:
+            return NO_SCORES
+        highest: Floats = ranked.flatten().sort(descending=True).values[:free].cpu().numpy()
+        return highest
 
     def split(self, order: Order, free: int, rooms: Ints) -> Floats:
         return split_heads(order, free, rooms, self.floor_share)

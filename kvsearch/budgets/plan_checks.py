@@ -65,7 +65,7 @@ def check_plan(plan: Plan, name: str) -> None:
 def _budget_problem(policy: Policy, budget: tuple[int, ...], length: int | None) -> str | None:
     """Say which heads have fewer entries than are always kept; heads that keep everything anyway are left out."""
     longest = length or max(budget) + 1
-    enough = policy.floor if length is None else min(policy.floor, length)  # of the prompt the budgets are for
+    enough = policy.least if length is None else min(policy.least, length)  # of the prompt the budgets are for
     low = [head for head, few in enumerate(budget) if few < enough and not policy.exempt(few, longest)]
     if not low:
         return None
@@ -73,6 +73,6 @@ def _budget_problem(policy: Policy, budget: tuple[int, ...], length: int | None)
     shown = ", ".join(f"{budget[head]} at head {head}" for head in low[:MOST_HEADS]) + more
     lower = " or ".join(policy.protecting)
     return (
-        f"is {shown}, below the {policy.floor} entries that {policy.name} always keeps ({policy.sink_count} sinks and "
-        f"{policy.recent_count} recent): raise it to {policy.floor}{f', or lower {lower}' if lower else ''}"
+        f"is {shown}, below the {policy.least} entries that {policy.name} always keeps ({policy.sink_count} sinks and "
+        f"{policy.recent_count} recent): raise it to {policy.least}{f', or lower {lower}' if lower else ''}"
     )

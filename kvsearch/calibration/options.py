@@ -412,7 +412,10 @@ class LavaOptions(DynamicOptions):
     method: Literal["lava"] = "lava"
     policy: str = "lava"
     floor_share: FloorShare = 0.2
-    layers: Annotated[Literal["dynamic", "planned"], Option("lava: budgets of layers, dynamic or planned.")] = "dynamic"
+    layers: Annotated[
+        Literal["dynamic", "planned", "scores"],
+        Option("lava: budgets of layers, dynamic, planned, or by where the highest scores of all are (scores)."),
+    ] = "dynamic"
     heads: Annotated[Literal["dynamic", "equal"], Option("lava: budgets of heads, dynamic or equal.")] = "dynamic"
 
 

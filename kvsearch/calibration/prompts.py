@@ -216,7 +216,7 @@ def check_lengths(prompts: Sequence[CalibrationPrompt], policy: Policy, floor: C
     """
     for prompt in prompts:
         # unlike `protected`, not clipped to a short prompt: the advice must name a length that is enough
-        least = max(floor(prompt.length), policy.floor)
+        least = max(floor(prompt.length), policy.least)
         if prompt.length <= 2 * least:
             raise UsageError(
                 f"a calibration prompt of {prompt.length} tokens is too short for {policy.name}: {least} entries are "

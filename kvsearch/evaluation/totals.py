@@ -68,8 +68,8 @@ def _check_total(method: ReadyMethod, size: Size, length: int, heads: int) -> No
 
 def _short_prompts(method: ReadyMethod, size: Size, counts: Counter[int], heads: int) -> Iterator[str]:
     """Raise UsageError if a ratio leaves less of every prompt than the policy always keeps; if of some, note it."""
-    policy = max(method.program.policies, key=lambda policy: policy.floor)
-    least = policy.floor
+    policy = max(method.program.policies, key=lambda policy: policy.least)
+    least = policy.least
     short = sorted(length for length in counts if size.held(length, heads) < least * heads)
     if size.budget is not None or not short:
         return

@@ -134,7 +134,7 @@ class PyramidOptions(UniformOptions):
 
     def allocator(self, policy: Policy) -> Uniform | Pyramid:
         """Return a pyramid; UsageError if beta is below 1."""
-        return Pyramid(self.beta, policy.floor)
+        return Pyramid(self.beta, policy.least)
 
 
 class ScaleOptions(PlanOptions, Sized):

@@ -424,7 +424,7 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     curves = options.curves()
     refinement = options.refinement(loaded) if options.refine and sizes else None
     within = options.within if options.smallest else None
-    least = min(policy.floor for policy in curves.policies())
+    least = min(policy.least for policy in curves.policies())
     asked = {}
     for size in sizes:
         if size.mean(max(contexts)) < least:
@@ -600,7 +600,7 @@ class RunStages:
         """Find the smallest budget, between what policies always keep and the longest context, and report."""
         from kvsearch.selection.selection_job import find_smallest, ladder
 
-        least = min(policy.floor for policy in self.curves.with_policies(self.policies).policies())
+        least = min(policy.least for policy in self.curves.with_policies(self.policies).policies())
         with display.stage(SMALLEST) as stage:
             budgets = ladder(least + 1, self.longest - 1)
             stage.part = ROUND

@@ -273,7 +273,7 @@ class Policy(ABC):
         return 0
 
     @property
-    def floor(self) -> int:
+    def least(self) -> int:
         """The fewest entries a kv head may have: those that are always kept (sinks and recent ones), at least one."""
         return max(1, self.sink_count + self.recent_count)
 

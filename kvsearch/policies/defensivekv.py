@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsearch.policies.base import AS_WINDOW, Needs, Observation, Policy
-from kvsearch.policies.scoring import mean_window_attention, pool_positions, window_rows
+from kvsearch.policies.scoring import mean_window_attention, pool_positions, window_rows, window_size
 from kvsearch.policies.tensors import F, Tensor, torch
 
 FIRST = 2.0  # above all scores of entries that are not taken first
@@ -16,11 +16,13 @@ FIRST = 2.0  # above all scores of entries that are not taken first
 class DefensiveKV(Policy):
     """score[i] = max(m[i], mean_j m[j]) * v[i], with m[i] = max_{g, t in last w} pool_i(a[g, t, i]) of a row's mass.
 
+    `aggregate` "mean" takes the mean over g and t in place of the maximum, `floor` "none" leaves out mean_j m[j].
+
     v[i] is the mean over the group of |v_i W_O[q]|_1, as a share of all candidates i < n - p. Rows are pooled by their
     mean and scaled back to the mass that they had. Entries that make up the first `mass` of the mean attention, that
     of protected ones included, are taken before all others, the most attended first. The last p = `protect` entries
-    stay (-1: `window`). The authors' head budgets are those of the allocation adakv, their layer budgets one pool of
-    entries.
+    stay (-1: `window`). The authors' head budgets are those of the method `defensivekv`, their layer budgets those of
+    `layer-defensivekv`.
     """
 
     name: ClassVar[str] = "defensivekv"
@@ -28,6 +30,8 @@ class DefensiveKV(Policy):
 
     window: int = 32
     kernel: int = 5
+    aggregate: str = "max"
+    floor: str = "mean"
     mass: float = 0.9
     sinks: int = 0
     refresh: int = 0  # decode steps between two scorings; 0: half the window
@@ -37,6 +41,8 @@ class DefensiveKV(Policy):
         self._at_least(1, "window")
         super().__post_init__()
         self._require(self.kernel >= 1 and self.kernel % 2 == 1, f"kernel must be odd, got {self.kernel}")
+        self._one_of("aggregate", "mean", "max")
+        self._one_of("floor", "mean", "none")
         self._require(0 <= self.mass <= 1, f"mass must be between 0 and 1, got {self.mass}")
 
     def needs(self) -> Needs:
@@ -45,32 +51,33 @@ class DefensiveKV(Policy):
     def score(self, observation: Observation) -> Tensor:
         """Return the defended attention times the value norms, [B, Hkv, T] fp32; `FIRST` and more for those first."""
         candidates = observation.candidates(0, self.protect)
-        worst = self._worst_attention(observation, candidates)
-        count = candidates.sum(-1).clamp(min=1)[:, None, None]
-        floor = worst.sum(-1, keepdim=True) / count
+        attention = self._window_attention(observation, candidates)
+        if self.floor == "mean":
+            count = candidates.sum(-1).clamp(min=1)[:, None, None]
+            attention = torch.maximum(attention, attention.sum(-1, keepdim=True) / count)
         norms = observation.projected_norms("l1").mean(2).masked_fill(~candidates[:, None], 0.0)
         shares = norms / norms.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         mean = mean_window_attention(observation, self.window).masked_fill(~candidates[:, None], 0.0)
-        return torch.where(self._is_first(mean), FIRST + mean, torch.maximum(worst, floor) * shares)
+        beside = 1 - mean.sum(-1, keepdim=True)
+        highest, order = mean.sort(dim=-1, descending=True, stable=True)
+        is_first = (highest.cumsum(-1) < self.mass - beside) & (highest > 0)
+        is_first = torch.zeros_like(is_first).scatter(-1, order, is_first)
+        return torch.where(is_first, FIRST + mean, attention * shares)
 
-    def _worst_attention(self, observation: Observation, candidates: Tensor) -> Tensor:
-        """Return the most that any query of the window and group attends to each candidate, [B, Hkv, T] fp32."""
+    def _window_attention(self, observation: Observation, candidates: Tensor) -> Tensor:
+        """Return what the queries of the window and group attend to each candidate, aggregated, [B, Hkv, T] fp32."""
         batch, heads, length, _ = observation.keys.shape
-        worst = observation.keys.new_zeros(batch, heads, length, dtype=torch.float32)
+        attention = observation.keys.new_zeros(batch, heads, length, dtype=torch.float32)
+        rows_of_head = window_size(observation, self.window)[:, None, None] * observation.group
         for (sequences, of_heads), probability in window_rows(observation, self.window):
             hidden = ~candidates[sequences, None, None, None]
             rows = F.pad(probability, (0, length - probability.shape[-1])).masked_fill(hidden, 0.0)
             mass = rows.sum(-1, keepdim=True)
             pooled = pool_positions(rows.flatten(1, 3), self.kernel, "avg").view_as(rows).masked_fill(hidden, 0.0)
             rows = pooled * mass / pooled.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-            part = worst[sequences, of_heads]
-            worst[sequences, of_heads] = torch.maximum(part, rows.amax((2, 3)))
-        return worst
-
-    def _is_first(self, mean: Tensor) -> Tensor:
-        """Mark the most attended candidates that make up the first `mass` with the protected entries, like `mean`."""
-        beside = 1 - mean.sum(-1, keepdim=True)
-        attention, order = mean.sort(dim=-1, descending=True, stable=True)
-        before = attention.cumsum(-1) - attention
-        first = (before < self.mass - beside) & (attention > 0)
-        return torch.zeros_like(first).scatter(-1, order, first)
+            part = attention[sequences, of_heads]
+            if self.aggregate == "max":
+                attention[sequences, of_heads] = torch.maximum(part, rows.amax((2, 3)))
+            else:
+                attention[sequences, of_heads] = part + rows.sum((2, 3)) / rows_of_head[sequences]
+        return attention

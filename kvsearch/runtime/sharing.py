@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsearch.budgets.dynamic import Allocation, LayerDemand, Order, Shares
+from kvsearch.budgets.dynamic import Allocation, LayerDemand, Shares
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.policies import Observation, Policy, rank_under
@@ -199,7 +199,7 @@ class LayerDemands:
         # [B, Hkv, T], protected entries first, then the candidates from the highest score on, then padding
         self.ordered = torch.empty_like(scores).scatter_(-1, self.by_score.long(), scores)
         self.lengths = lengths_after(observation)
-        self._orders: dict[tuple[int, int, int], Order] = {}
+        self._demands: dict[tuple[int, int, int], LayerDemand] = {}
         self.weights = [1.0] * len(self.lengths)
         if allocation.shares_layers:
             candidates = [
@@ -218,11 +218,12 @@ class LayerDemands:
         if not self.allocation.shares_heads:
             return LayerDemand(self.weights[sequence], np.zeros(0, dtype=np.uint8))
         key = (sequence, floor, free)
-        if key not in self._orders:
+        if key not in self._demands:
             length = self.lengths[sequence]
             ranked = self.ordered[sequence, :, max(floor, self.policy.protected(length)) : length]
-            self._orders[key] = self.allocation.order(ranked, free)
-        return LayerDemand(self.weights[sequence], self._orders[key])
+            order = self.allocation.order(ranked, free)
+            self._demands[key] = LayerDemand(self.weights[sequence], order, self.allocation.scores(ranked, free))
+        return self._demands[key]
 
     def ranks(self) -> Tensor:
         """Return the rank of every entry in its head, [B, Hkv, T]."""

@@ -94,7 +94,7 @@ class Base:
     @property
     def floors(self) -> Ints:
         """Entries that are always kept of a layer, at least 1, by row of a candidate, [phases * choices * L, Hkv]."""
-        least = np.array([policy.floor for policy in self.policies], dtype=np.int64)
+        least = np.array([policy.least for policy in self.policies], dtype=np.int64)
         return np.repeat(least[:, None], self.heads[1], axis=1)
 
     @property
@@ -154,7 +154,7 @@ def start_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str
     floors = base.floors
     (layers, heads) = base.heads
     if budget < floors.max():
-        worst = max(base.policies, key=lambda policy: policy.floor)
+        worst = max(base.policies, key=lambda policy: policy.least)
         raise UsageError(
             f"a budget of {budget} is below the {int(floors.max())} entries that {worst.name} always keeps: give a "
             f"larger --budget, or lower --set {' or '.join(worst.protecting)}"

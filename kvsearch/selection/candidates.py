@@ -35,7 +35,7 @@ from kvsearch.strategies.methods import direct_plan
 from kvsearch.strategies.names import METHODS, Recipe
 
 PHASE: Final = "prefill"
-BUILT_IN: Final = (*SCORED, "streaming", "criticalkv", "scissorhands", "cam", "d2o")
+BUILT_IN: Final = (*SCORED, "streaming", "criticalkv", "defensivekv", "scissorhands", "cam", "d2o")
 LUKV: Final = "lukv"
 JOINT: Final = "joint"
 HALF: Final = "half"  # of measured budgets and of even ones
@@ -101,7 +101,7 @@ class PlanFactory:
 
     def direct_plan(self, policy: Policy, recipe: Recipe, size: Size) -> Plan:
         """Return a policy under the budgets of a method; errors as for `kvsearch.strategies.methods.direct_plan`."""
-        allocator = Pyramid(window=policy.floor) if recipe.allocator == "pyramid" else Uniform()
+        allocator = Pyramid(window=policy.least) if recipe.allocator == "pyramid" else Uniform()
         allocation = create_allocation(recipe.allocation, recipe.options)
         return direct_plan(self.loaded, policy, size, PHASES[self.phases], allocator, allocation)
 

@@ -204,11 +204,11 @@ class _SignalPlans(PlanFactory):
 
     def _method_plan(self, recipe: Recipe) -> Plan:
         policy = tuned_policy(recipe.policy, self.table.profile)
-        if self.pool.mean < policy.floor:
+        if self.pool.mean < policy.least:
             lower = recent_parameter(policy)
             smaller = f", or calibrate with a smaller --set {lower}" if lower else ""
             raise UsageError(
-                f"{self.pool.mean:g} entries per kv head is below the {policy.floor} that {policy.name} always "
+                f"{self.pool.mean:g} entries per kv head is below the {policy.least} that {policy.name} always "
                 f"keeps: keep more{smaller}"
             )
         size = replace(self.size, length=self.pool.length)  # as for candidates, no head gets more

@@ -309,10 +309,10 @@ def _check_floors(table: SignalTable, size: Size) -> None:
     given = int(size.pool(table.profile.metadata).mean)
     for pattern in _list_patterns(table):
         policy = policy_of(pattern)
-        if given < policy.floor:
+        if given < policy.least:
             lower = recent_parameter(policy)
             instead = f"with a smaller {lower}" if lower else f"without {pattern.name}"
             raise UsageError(
-                f"{given} entries per kv head are below the {policy.floor} that {pattern.name} always keeps: validate "
+                f"{given} entries per kv head are below the {policy.least} that {pattern.name} always keeps: validate "
                 f"routes at a larger budget, or calibrate {instead}"
             )

@@ -127,7 +127,7 @@ def floors_of(chosen: Mapping[Phase, Sequence[PolicySpec]]) -> list[int]:
 
 def floor_of(pattern: PolicySpec) -> int:
     """Return entries per kv head that a pattern always keeps, at least one."""
-    return policy_of(pattern).floor
+    return policy_of(pattern).least
 
 
 def recent_parameter(policy: Policy) -> str | None:

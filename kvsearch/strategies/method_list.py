@@ -176,10 +176,10 @@ def _resolve(spec: MethodSpec, recipe: Recipe, shared: Settings) -> Method:
         allocation = create_allocation(recipe.allocation, {**recipe.options, **options})
         if type(beta) not in (int, float):
             raise UsageError(f"beta must be float, got {beta!r}")
-        allocator = Pyramid(float(beta), policy.floor) if recipe.allocator == Pyramid.name else Uniform()
+        allocator = Pyramid(float(beta), policy.least) if recipe.allocator == Pyramid.name else Uniform()
     except UsageError as error:
         raise UsageError(f"method {spec.name}: {error}") from error
-    return Method(spec.name, policy, Formula(allocator, policy.floor), allocation)
+    return Method(spec.name, policy, Formula(allocator, policy.least), allocation)
 
 
 def _read_calibrated(name: str, source: Path, common: Settings) -> Method:

@@ -145,7 +145,7 @@ class Method:
         shape = describe(loaded.model)
         heads = (len(shape.full_layers), shape.kv_heads)
         tables = {phase: SizedTable(self.layout, size, heads, phase == "decode") for phase in PHASES[phases]}
-        return Program.of_policy(loaded.model, self.policy, tables, self.policy.floor, self.allocation)
+        return Program.of_policy(loaded.model, self.policy, tables, self.policy.least, self.allocation)
 
     def definition(self, size: Size, phases: str) -> dict[str, Any]:
         """Return everything that decides what is kept, as JSON."""
@@ -183,7 +183,7 @@ def check_request(policy: Policy, size: Size, allocation: Allocation | None = No
     size.require_length()
     mean = size.mean(size.length or 0)
     kept = f"{policy.name} always keeps ({policy.sink_count} sinks, {policy.recent_count} recent)"
-    check_mean(mean, policy.floor, size.length, kept, "lower them with --set")
+    check_mean(mean, policy.least, size.length, kept, "lower them with --set")
     if policy.exempt(int(mean), 1):
         raise UsageError(
             f"{policy.name} never evicts heads with budgets of {mean:g} entries on average: see its description"
@@ -213,7 +213,7 @@ def direct_plan(
     shape = describe(loaded.model)
     heads = (len(shape.full_layers), shape.kv_heads)
     total = size.total(size.length or 0, heads[0] * heads[1])
-    budgets = Formula(allocator, policy.floor).budgets(total, size.length or MOST_ENTRIES, heads)
+    budgets = Formula(allocator, policy.least).budgets(total, size.length or MOST_ENTRIES, heads)
     chosen = Chosen((policy.spec,) * heads[0], budgets)
     settings = {"ratio": size.ratio, "budget": size.budget, **asdict(allocator)}
     return build_plan(
@@ -221,7 +221,7 @@ def direct_plan(
         shape.full_layers,
         dict.fromkeys(phases, chosen),
         provenance(allocator.name, 0, None, settings, ContextRecord()),
-        policy.floor,
+        policy.least,
         size.scaling,
         size.length,
         allocation,

@@ -23,7 +23,7 @@ class Recipe(NamedTuple):
     policy: str
     allocator: str = "uniform"  # or "pyramid"
     allocation: str = "static"
-    options: Mapping[str, str] = {}  # of the allocation
+    options: Mapping[str, str | float] = {}  # of the allocation
 
 
 METHODS: dict[str, Recipe] = {
@@ -36,6 +36,8 @@ METHODS: dict[str, Recipe] = {
     "lava-uniform": Recipe("lava", allocation="lava", options={"layers": "planned"}),
     "lava-pyramid": Recipe("lava", "pyramid", "lava", {"layers": "planned"}),
     "lava-equal-heads": Recipe("lava", allocation="lava", options={"heads": "equal"}),
+    "defensivekv": Recipe("defensivekv", allocation="adakv", options={"floor_share": 0.0}),
+    "layer-defensivekv": Recipe("defensivekv", allocation="lava", options={"layers": "scores", "floor_share": 0.0}),
 }
 
 

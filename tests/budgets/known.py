@@ -37,7 +37,9 @@ class OfScores:
 
         def demand(layer: int, free: int) -> LayerDemand:
             weight = float(layer_entropy(ranked[layer])) if self.allocation.shares_layers else 1.0
-            return LayerDemand(weight, self.allocation.order(ranked[layer], free))
+            layer_scores = ranked[layer]
+            allocation = self.allocation
+            return LayerDemand(weight, allocation.order(layer_scores, free), allocation.scores(layer_scores, free))
 
         return shared_budgets(self.allocation, even.reshape(low.shape), low, high, demand)
 

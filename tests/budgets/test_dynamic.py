@@ -21,6 +21,8 @@ ALLOCATIONS: list[Allocation] = [
     CAKEAllocation(),
     AdaKVAllocation(),
     LAVaAllocation(layers="planned"),
+    LAVaAllocation(layers="scores"),
+    LAVaAllocation(0.0, layers="scores"),
 ]
 
 
@@ -28,7 +30,8 @@ def demand(rng: np.random.Generator, heads: int, candidates: int) -> LayerDemand
     weight = float(rng.choice([0.0, 1.0, rng.random(), rng.pareto(1.0)]))
     scores = rng.pareto(1.1, (heads, candidates)) * rng.pareto(1.0, (heads, 1))
     ranked = torch.from_numpy(-np.sort(-scores, axis=1))
-    return LayerDemand(weight, head_order(ranked, heads * candidates))
+    highest = ranked.flatten().sort(descending=True).values.numpy()
+    return LayerDemand(weight, head_order(ranked, heads * candidates), highest)
 
 
 @given(st.integers(0, 2**32))

@@ -124,3 +124,18 @@ def test_the_unit_of_one_layer_cancels() -> None:
 
 def test_no_scores_mean_equal_budgets() -> None:
     assert lava().allocate(np.zeros((2, 2, 20)), 40, FLOORS, FLOORS + 20).tolist() == [[10, 10], [10, 10]]
+
+
+def test_one_pool_of_scores() -> None:
+    """Of 9, 8, 3, 1 and 7, 6, 5, 2 the five highest are two of the first layer and three of the second.
+
+    Heads hold 9, 1 and 8, 3 in the first layer, 7, 6 and 5, 2 in the second.
+    """
+    scores = np.array([[[9.0, 1], [8, 3]], [[7, 6], [5, 2]]])
+    floors = np.full((2, 2), 4)
+    pooled = lava(0.0, layers="scores")
+    assert pooled.allocate(scores, 16 + 5, floors, floors + 2).tolist() == [[4 + 1, 4 + 1], [4 + 2, 4 + 1]]
+    assert pooled.allocate(scores, 16 + 2, floors, floors + 2).tolist() == [[4 + 1, 4 + 1], [4, 4]]
+    assert pooled.allocate(scores, 16 + 8, floors, floors + 2).tolist() == [[6, 6], [6, 6]]
+    equal = lava(layers="scores", heads="equal").allocate(scores, 16 + 5, floors, floors + 2)
+    assert equal.sum(1).tolist() == [8 + 2, 8 + 3]

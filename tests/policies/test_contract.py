@@ -64,7 +64,8 @@ BY_SCORE = (
     CriticalKV(), CriticalKV(window=4, kernel=3, protect=1),
     CriticalKV(base="expected_attention", window=1, future=3, covariance=False, epsilon=0.0, ratio=1.0),
     CriticalKV(base="expected_attention", future=8, window=4, protect=2),
-    DefensiveKV(window=2, kernel=3, sinks=1, mass=0.5), DefensiveKV(window=4, protect=1, mass=0.0), DefensiveKV(),
+    DefensiveKV(window=2, kernel=3, sinks=1, mass=0.5), DefensiveKV(window=4, protect=1, mass=0.0),
+    DefensiveKV(window=3, kernel=3, aggregate="mean", floor="none"), DefensiveKV(),
     *map(example, ("probe", "query_bank", "kvzip", "kvzap")),
 )  # fmt: skip
 

@@ -40,7 +40,7 @@ def test_looking_and_protecting_are_two_numbers(name: str, protect: int) -> None
     policy = create_policy(name, {"window": 6, "protect": protect, **OBSERVING[name]})
     assert (policy.observed, policy.recent_count, policy.needs().query_rows) == (6, protect, 6)
     assert policy.parameters()["protect"] == protect
-    assert policy.floor == max(1, policy.sink_count + protect)
+    assert policy.least == max(1, policy.sink_count + protect)
     assert policy.protected(100) == policy.sink_count + protect
     assert policy.recent_at(50) == protect
     assert CAKEAllocation().needs(policy) == Needs(query_rows=6)

@@ -41,6 +41,7 @@ ALLOCATIONS = {
     "lava": LAVaAllocation(),
     "lava, no floor": LAVaAllocation(0.0),
     "lava, planned layers": LAVaAllocation(layers="planned"),
+    "lava, scores": LAVaAllocation(0.0, layers="scores"),
     "lava, equal heads": LAVaAllocation(heads="equal"),
     "cake": CAKEAllocation(),
     "cake, tempered": CAKEAllocation(1.6, 0.4, window=6),

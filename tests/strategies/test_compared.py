@@ -167,7 +167,7 @@ def test_totals_are_exact_and_floors_hold_where_they_can(budget: int, length: in
 def test_a_method_equals_the_plan_that_is_made_of_it(model: LoadedModel) -> None:
     for name, allocator in (("uniform", None), ("pyramid", "pyramid")):
         method = one(name, "window=4")
-        made = Pyramid(window=method.policy.floor) if allocator else Formula(method.layout.allocator, 4).allocator  # type: ignore[attr-defined]
+        made = Pyramid(window=method.policy.least) if allocator else Formula(method.layout.allocator, 4).allocator  # type: ignore[attr-defined]
         plan = direct_plan(model, method.policy, Size(budget=12), ["prefill"], made)
         program = Program.from_plan(model.model, plan)
         mine = method.program(model, Size(12))

@@ -203,9 +203,9 @@ def check_pattern(policy: Policy, phases: Sequence[Phase], smallest: int) -> Non
         raise UsageError(f"policy {name}: it agrees with itself, so no signal can judge it: leave it out")
     if policy.exempt(LONG, LONG):
         raise UsageError(f"policy {name}: some of its heads are never evicted, so budgets do not say what it keeps")
-    if policy.floor > smallest:
+    if policy.least > smallest:
         raise UsageError(
-            f"policy {name}: it always keeps {policy.floor} entries ({policy.sink_count} sinks, {policy.recent_count} "
+            f"policy {name}: it always keeps {policy.least} entries ({policy.sink_count} sinks, {policy.recent_count} "
             f"recent), more than a budget of {smallest}: lower them with --set, or raise the budget"
         )
     if "decode" in phases:
