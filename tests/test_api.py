@@ -18,6 +18,7 @@ from kvsearch.cli.command import read_catalog
 from kvsearch.cli.registry import PLAN_VERBS, VERBS
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.resources import resource
+from tests import tiny
 
 
 def test_every_name_is_there() -> None:
@@ -55,7 +56,8 @@ def test_a_loaded_model_is_not_loaded_again(
     loaded: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvsearch.models.loading.load", lambda *_, **__: pytest.fail("it is loaded"))
-    asked = {"tasks": ["synthetic:single"], "length": [512], "samples": 2, "seed": 1}
+    tasks = tiny.task_file(tmp_path / "mine.jsonl", 40, length=100, facts=3)
+    asked = {"tasks": [f"jsonl:{tasks}"], "samples": 2, "seed": 1}
     plan = kvsearch.plans.uniform(**loaded, policy="snapkv", budget=64, output=tmp_path / "plan.json")
     assert plan.model.name == str(resource("data/bundled-redundant"))
     found = kvsearch.evaluate(**loaded, methods=["uniform", "lava"], budgets=[64], output=tmp_path / "table", **asked)

@@ -37,11 +37,11 @@ def run() -> Run:
 
 @pytest.fixture(scope="session")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the profile of the bundled model (four questions) and plans made of it."""
+    """A directory with the profile of the bundled model (two questions) and plans made of it."""
 
     def make(folder: Path) -> tuple[int, str, str]:
         directory = folder / "run"
-        code, out, talk = invoke("calibrate", "bundled", "-o", directory, "--questions", 4)
+        code, out, talk = invoke("calibrate", "bundled", "-o", directory, "--questions", 2)
         if code:
             return code, out, talk
         return invoke("export", directory, "--ratio", 0.8, "-o", directory / "plan.json")

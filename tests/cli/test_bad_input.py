@@ -1,4 +1,4 @@
-"""Bad input: one clear line, the right exit code, and nothing good is lost."""
+"""Bad input, and how runs end: one clear line, the right exit code, and nothing good is lost."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kvsearch.core.resources import resource
 from tests.cli.conftest import Run
+from tests.robustness.inputs import calibration_file
 
 USAGE, ENVIRONMENT, INCOMPATIBLE, BUG, INTERRUPTED = 2, 3, 4, 1, 130
 
@@ -64,3 +65,29 @@ def test_a_full_disk_leaves_the_old_plan(
     refused(run, ENVIRONMENT, "full", "export", calibrated, "--ratio", 0.6, "-o", tmp_path / "plan.json", "--force")
     assert (tmp_path / "plan.json").read_bytes() == before
     assert list(tmp_path.iterdir()) == [tmp_path / "plan.json"]
+
+
+# --- what cannot be done leaves nothing -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["lukv", "lava", "polykv", "probe"])
+def test_texts_that_do_not_suit_the_model(run: Run, tmp_path: Path, method: str) -> None:
+    """Found out before anything is measured, or while it is: the directory, and those above it, go again."""
+    short = calibration_file(tmp_path / "texts.json", 1, length=12)
+    code, _, talk = run("calibrate", "bundled", "--method", method, "--data", short, "-o", tmp_path / "deep" / "run")
+    assert code in (USAGE, INCOMPATIBLE), talk
+    assert not (tmp_path / "deep").exists()
+
+
+def test_a_bug_is_no_request_that_cannot_be_done(
+    run: Run, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was begun stays, and can be looked at."""
+
+    def broken(*_: object) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr("kvsearch.jobs.calibrate._checked_table", broken)
+    asked = ("calibrate", "bundled", "--data", inputs / "texts.json", "--method", "query_statistics")
+    assert run(*asked, "-o", tmp_path / "run")[0] == BUG
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]

@@ -46,10 +46,10 @@ def test_version(run: Run) -> None:
 
 
 def test_profile_and_plan_record_what_they_were_fitted_on(calibrated: Path) -> None:
-    texts = load_calibration_data(default_data("bundled")).limited(4)
+    texts = load_calibration_data(default_data("bundled")).limited(2)
     known = [context_hash(context.text) for context in texts.contexts]
     profile, plan = load_profile(calibrated / "profile.safetensors"), load_plan(calibrated / "plan.json")
-    record = ContextRecord(fitted=ContextSet.of(known, 4))
+    record = ContextRecord(fitted=ContextSet.of(known, 2))
     assert profile.metadata.provenance.contexts == plan.provenance.contexts == record
     assert read_contexts(calibrated).fitted == tuple(sorted(known))
 

@@ -1,15 +1,17 @@
-"""`kvsearch plan uniform`, `pyramid` and `scale`: every pattern in every phase, and what is refused."""
+"""`kvsearch plan`: `uniform`, `pyramid`, `scale`, `diff`, `yaml` and `build`."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.plan import load_plan
+from kvsearch.plan import load_plan, save_plan
 from tests.cli.conftest import Run
+from tests.plan.builders import PROVENANCE, make_plan, phase_dict
 
 
 @pytest.mark.parametrize("phases", ["prefill", "decode", "both"])
@@ -103,3 +105,107 @@ def test_scale_by_ratio_and_by_budget(run: Run, tmp_path: Path) -> None:
     assert (code, out) == (0, "")
     assert talk.startswith(f"wrote {new}: 384 entries, 16.0 per kv head of a 40-token prompt, fixed\n")
     assert set(sum((budget or () for budget in load_plan(new).budgets("prefill")), ())) == {16}
+
+
+def written(path: Path, budgets: list[list[int] | None] | None = None, **changes: Any) -> Path:
+    save_plan(make_plan(budgets, **changes), path)
+    return path
+
+
+@pytest.fixture
+def a(tmp_path: Path) -> Path:
+    return written(tmp_path / "a.json")
+
+
+def cells(out: str) -> list[list[str]]:
+    return [line.split() for line in out.splitlines()]
+
+
+def test_equal_plans(run: Run, a: Path, tmp_path: Path) -> None:
+    b = written(tmp_path / "b.json", provenance={**PROVENANCE, "seed": 1})
+    assert run("plan", "diff", a, b) == (0, "the plans are equal\n", "")
+    code, out, _ = run("plan", "diff", a, b, "--json")
+    assert code == 0
+    assert json.loads(out) == {"equal": True, "settings": [], "budgets": [], "totals": {"prefill": [32, 32]}}
+
+
+def test_tables_show_what_differs(run: Run, a: Path, tmp_path: Path) -> None:
+    more = phase_dict([[8, 8], None, None])
+    b = written(tmp_path / "b.json", [[10, 7], [5, 5], [4, 12]], length=50, decode=more)
+    code, out, _ = run("plan", "diff", a, b)
+    assert code == 0
+    found = cells(out)
+    assert ["A", str(a)] in found
+    assert ["B", str(b)] in found
+    assert ["length", "40", "50"] in found
+    assert ["prefill", "1", "policy", "-", "snapkv"] in found
+    assert ["decode", "0", "policy.window", "-", "4"] in found
+    assert ["0", "16", "17", "+1", "10", "6", "10", "7"] in found
+    assert ["1", "-", "10", "-", "-", "5", "5"] in found
+    assert ["total", "32", "43", "+11"] in found
+    assert ["total", "-", "16", "-"] in found
+    assert not any(row[:2] == ["2", "16"] for row in found)  # layer 2 is the same
+
+
+def test_json_holds_everything(run: Run, a: Path, tmp_path: Path) -> None:
+    b = written(tmp_path / "b.json", [[10, 7], None, [4, 12]], floor=2)
+    code, out, _ = run("plan", "diff", a, b, "--json")
+    assert code == 0
+    assert json.loads(out) == {
+        "equal": False,
+        "settings": [
+            {"name": "floor", "before": 4, "after": 2, "phase": None, "layers": []},
+            {"name": "total", "before": 32, "after": 33, "phase": "prefill", "layers": []},
+        ],
+        "budgets": [{"phase": "prefill", "layer": 0, "head": 1, "before": 6, "after": 7}],
+        "totals": {"prefill": [32, 33]},
+    }
+
+
+USAGE = 2
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    """A plan of three layers: 10 and 6 entries, the whole cache, 4 and 12 entries."""
+    phase = phase_dict([[10, 6], None, [4, 12]])
+    for layer in phase["layers"]:
+        if layer is not None:
+            layer["policy"] = {"name": "snapkv", "params": {"window": 4}}
+    save_plan(make_plan(prefill=phase), tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def test_there_and_back_gives_the_same_bytes(run: Run, plan: Path, tmp_path: Path) -> None:
+    strategy, again = tmp_path / "strategy.yaml", tmp_path / "again.json"
+    code, out, talk = run("plan", "yaml", plan, "-o", strategy)
+    assert (code, out) == (0, "")
+    assert talk == (
+        f"wrote {strategy}, to be edited\nnext: kvsearch plan build {strategy} -o {strategy.with_suffix('.json')}\n"
+    )
+    assert "    0: {policy: snapkv, budget: [10, 6], params: {window: 4}}\n    1: full\n" in strategy.read_text()
+    code, out, talk = run("plan", "build", strategy, "-o", again)
+    assert (code, out) == (0, "")
+    assert talk.startswith(f"wrote {again}: 32 entries, 8.0 per kv head of a 40-token prompt, proportional\nnext: ")
+    assert again.read_bytes() == plan.read_bytes()
+
+
+@pytest.mark.parametrize("verb", ["yaml", "build"])
+def test_what_is_there_is_kept(run: Run, plan: Path, tmp_path: Path, verb: str) -> None:
+    strategy, mine = tmp_path / "strategy.yaml", tmp_path / "mine"
+    run("plan", "yaml", plan, "-o", strategy)
+    source = plan if verb == "yaml" else strategy
+    mine.write_text("mine")
+    code, out, talk = run("plan", verb, source, "-o", mine)
+    assert (code, out, mine.read_text()) == (USAGE, "", "mine")
+    assert talk == f"kvsearch: error: {mine} exists: choose another file, or --force to replace it\n"
+    code, _, talk = run("plan", verb, source, "-o", mine, "--force")
+    assert (code, mine.read_text()) == (USAGE, "mine")
+    assert "holds something else than a plan" in talk
+    mine.write_text("")  # as mktemp makes one
+    assert run("plan", verb, source, "-o", mine, "--force")[0] == 0
+    assert run("plan", verb, source, "-o", mine, "--force")[0] == 0
+    assert mine.read_text() != ""
+    code, _, talk = run("plan", verb, source, "-o", tmp_path / "no" / "such")
+    assert code == USAGE
+    assert "its folder does not exist" in talk

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvsearch.cli.console import Screen
 from kvsearch.plan import Profile, save_profile
-from kvsearch.report.profile import signal_parts
 from kvsearch.signals.table import SignalTable
 from tests.cli.conftest import Run
 from tests.plan.builders import model
@@ -98,26 +95,6 @@ def test_a_pattern_that_explodes_is_named_where_it_is_worst(run: Run, tmp_path: 
     assert code == 0
     assert out.count("tova explodes in prefill layer 0") == out.count("explodes") == 1
     assert "at 16 entries per kv head: perplexity gains 9," in out
-
-
-@pytest.mark.parametrize("width", [40, 80, 100])
-def test_no_digit_is_lost_on_a_narrow_page(width: int) -> None:
-    """Long names and small differences: more tables instead, each cell of a wide page in one of them."""
-
-    def shown(columns: int) -> str:
-        screen = Screen(width=columns, file=StringIO(), record=True)
-        screen.print_parts(signal_parts(SignalTable(profile)))
-        return screen.export_text()
-
-    metadata = signal_metadata(model(layers=3), LONG, phases=("prefill",))
-    full = np.ones(3)
-    losses = full[:, None, None, None, None] + np.random.default_rng(0).normal(size=(3, 1, 1, 3, 9)) * 1e-5
-    profile = make_signals(metadata, nll=losses, full_nll=full)
-    out, wide = shown(width), shown(200)
-    assert "…" not in out
-    tables = out[out.index("prefill at") :].splitlines()
-    assert max(len(line) for line in tables if "entries per kv head" not in line) <= width
-    assert sorted(cell for cell in out.split() if "." in cell) == sorted(cell for cell in wide.split() if "." in cell)
 
 
 def test_all_means_as_json(run: Run, tmp_path: Path) -> None:

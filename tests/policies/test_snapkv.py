@@ -1,11 +1,15 @@
+""""""
+
 from __future__ import annotations
 
 import pytest
 import torch
 
 from kvsearch.policies import rank_entries
+from kvsearch.policies.pyramidkv import PyramidKV
 from kvsearch.policies.scoring import pool_positions
 from kvsearch.policies.snapkv import SnapKV
+from tests.policies.contract import Case, observe
 from tests.policies.examples import WINDOW_ROWS, attending, kept
 
 
@@ -40,3 +44,17 @@ def test_average_pooling_pads_with_zero_and_max_pooling_with_nothing() -> None:
     scores, inside = torch.tensor([[[3.0, 6.0, 9.0, -1.0]]]), torch.tensor([[True, True, True, False]])
     assert pool_positions(scores, 3, "avg", inside)[0, 0, :3].tolist() == [3.0, 6.0, 5.0]
     assert pool_positions(-scores, 3, "max", inside)[0, 0, :3].tolist() == [-3.0, -3.0, -6.0]
+
+
+def test_it_is_snapkv_with_a_window_of_eight() -> None:
+    assert PyramidKV().parameters() == {**SnapKV().parameters(), "window": 8}
+    observation = observe(PyramidKV(), Case(heads=2, group=2, length=40, pads=(0, 3), seed=2))
+    assert torch.equal(PyramidKV().score(observation), SnapKV(window=8, kernel=7, pooling="max").score(observation))
+    assert not torch.equal(PyramidKV().score(observation), SnapKV(window=4).score(observation))
+
+
+@pytest.mark.parametrize(
+    ("policy", "interval"), [(PyramidKV(), 4), (PyramidKV(window=1), 1), (PyramidKV(refresh=9), 9)]
+)
+def test_it_is_scored_anew_every_half_window(policy: PyramidKV, interval: int) -> None:
+    assert (policy.online, policy.refresh_interval) == (False, interval)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import csv as files
+import json
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Comparison, Settings
@@ -15,11 +19,12 @@ from kvsearch.evaluation.statistics import MACRO, blocks_of
 from kvsearch.plan import Size
 from kvsearch.report.evaluation import difference_table, score_table, tables, write_tables
 from kvsearch.report.table import Cell, RowGroup, Table, check_table_file, csv, latex, markdown
-from kvsearch.results.evaluation import EvaluationResult
+from kvsearch.results.evaluation import EvaluationResult, needle_grids
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.tasks.base import Coverage
+from kvsearch.tasks.niah import GridCell
 from tests.evaluation.shown import rendered
 
 MEANS = {  # of two tasks of one category and one of another
@@ -198,3 +203,42 @@ def test_csv_has_the_headings_of_groups() -> None:
     assert csv(SMALL).splitlines() == [
         "group,method,a_1", ",full,1.00", '"8 a|b",ada-2,"-1.00 [-2.00, +3.00]"',
     ]  # fmt: skip
+
+
+def sample(method: str, length: int, depth: int, score: float, task: str = "niah") -> Sample:
+    key = GridCell(length, depth).key
+    numbers = (9, 9, 1, 5, 5.0, 5, 0.0, 0.0)
+    return Sample(task, "retrieval", method, "question-agnostic", key, 0, "", score, "", False, *numbers)
+
+
+SAMPLES = [
+    sample("full", 1000, 0, 1.0), sample("plan", 1000, 0, 0.25), sample("full", 2000, 0, 1.0),
+    sample("plan", 2000, 0, 0.5), sample("full", 1000, 100, 1.0), sample("plan", 1000, 100, 0.75),
+    sample("plan", 1000, 50, 0.0, task="other"),
+]  # fmt: skip
+
+
+def test_a_grid_per_method() -> None:
+    grids = needle_grids(SAMPLES)
+    assert list(grids) == ["full", "plan"]
+    assert (grids["plan"].depths, grids["plan"].lengths) == ((0, 100), (1000, 2000))
+    assert grids["plan"].scores == ((0.25, 0.5), (0.75, None))
+    assert needle_grids(SAMPLES[-1:]) == {}
+
+
+def test_json() -> None:
+    told = needle_grids(SAMPLES)["plan"].model_dump(mode="json")
+    assert told == {
+        "lengths": [1000, 2000], "depths": [0, 100], "scores": [[0.25, 0.5], [0.75, None]], "mean": 0.5,
+    }  # fmt: skip
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+
+
+@given(st.lists(st.tuples(st.sampled_from((1, 2, 3)), st.sampled_from((0, 40, 100)), st.floats(0, 1)), min_size=1))
+def test_means_are_of_what_was_asked(asked: list[tuple[int, int, float]]) -> None:
+    cells = {(length, depth): score for length, depth, score in asked}
+    told = needle_grids([sample("m", *cell, score) for cell, score in cells.items()])["m"].model_dump()
+    assert told["mean"] == pytest.approx(math.fsum(cells.values()) / len(cells))
+    for row, depth in zip(told["scores"], told["depths"], strict=True):
+        for score, length in zip(row, told["lengths"], strict=True):
+            assert score == cells.get((length, depth))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.core.errors import EnvironmentFault
 from kvsearch.runs.identity import CONFIG, LEDGER, RunConfig
 from kvsearch.runs.lock import locked
 from kvsearch.runs.run import begin, is_unused, run_in
@@ -24,23 +24,6 @@ def test_what_a_killed_run_leaves_is_no_obstacle(tmp_path: Path) -> None:
     assert run_in(tmp_path, "evolve") is None
     (tmp_path / LEDGER).write_text("{}\n")
     assert not is_unused(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("thesis.tex", "mine", "holds something else than a search: choose another directory"),
-        (LEDGER, "{}\n", "holds something else than a search"),
-        (CONFIG, '{"method": "lukv"}', "holds something else than a search"),
-        (CONFIG, ONE.to_bytes().decode(), "holds something else than a search"),
-        (CONFIG, '{"schema": ', r"config.json is not valid JSON at line 1 column \d+: "),
-    ],
-)
-def test_something_else_is_refused(tmp_path: Path, name: str, content: str, words: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(UsageError, match=words):
-        run_in(tmp_path, "evolve")
-    assert [item.name for item in tmp_path.iterdir()] == [name]
 
 
 def test_only_what_a_run_wrote_is_removed(tmp_path: Path) -> None:

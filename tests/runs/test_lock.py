@@ -74,16 +74,6 @@ def test_the_lock_of_a_dead_process_is_no_lock(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_context_of_the_process_is_refused(tmp_path: Path) -> None:
-    with locked_elsewhere(tmp_path):
-        with pytest.raises(UsageError, match="another kvsearch is writing to"), locked(tmp_path):
-            pass
-        with pytest.raises(UsageError, match="another kvsearch is writing to"):
-            refuse_locked(tmp_path)
-    with locked(tmp_path):
-        pass
-
-
 def test_who_has_it_may_ask_again(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     with locked(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from kvsearch.core.errors import UsageError
 from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, REPORT, SUMS, RunConfig
-from kvsearch.runs.run import Run, read_sums, require_same
+from kvsearch.runs.run import Run, read_sums
 from tests.runs.notes import Notes
 
 ONE = RunConfig(job="evaluate", content={"seed": 1}, execution={"batch": 1})
@@ -42,18 +42,6 @@ def test_a_run_begins_goes_on_and_is_finished(tmp_path: Path) -> None:
     assert state_of(tmp_path) == "finished"
     assert not (tmp_path / SUMS).exists()  # who opens a run may write it
     assert state_of(tmp_path) == "unfinished"
-
-
-def test_another_run_is_refused_with_the_first_difference(tmp_path: Path) -> None:
-    write(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(UsageError, match="holds another run: seed is 1 there, 2 here") as refusal:
-        state_of(tmp_path, OTHER)
-    assert "\n" not in str(refusal.value)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    with pytest.raises(UsageError, match="holds another run"):
-        require_same(tmp_path, OTHER)
-    assert require_same(tmp_path, AGAIN) == ONE
 
 
 def test_force_begins_anew_and_leaves_what_is_not_of_the_run(tmp_path: Path) -> None:

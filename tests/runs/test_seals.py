@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -34,33 +33,6 @@ def test_the_last_fields_of_a_line_are_its_number_and_checksum() -> None:
         body = line[: line.rindex(b', "checksum"')]
         assert found["checksum"] == hashlib.sha256(b"run" + body).hexdigest()[:16]
     assert read(LEDGER) == TEXTS
-
-
-@pytest.mark.parametrize(
-    ("lines", "number", "words"),
-    [
-        ([*LINES[:2], *LINES[3:]], 3, "it does not say that it is line 3: one was removed, added or moved"),
-        ([*LINES[:2], LINES[3], LINES[2], LINES[4]], 3, "it does not say that it is line 3"),
-        (
-            [*LINES[:2], LINES[2].replace(b"three", b"threw"), *LINES[3:]],
-            3,
-            "its checksum does not fit: it was changed",
-        ),
-        (
-            [*LINES[:4], LINES[4].replace(b'""', b'"x"')],
-            5,
-            "its checksum does not fit: it was changed, or is that of another",
-        ),
-        ([*LINES[:2], LINES[2].replace(b": ", b":", 1)], 3, "its checksum does not fit"),
-        ([LINES[0], b'{"text": "x"}\n'], 2, "it has no number and checksum"),
-        ([LINES[0], b"[]\n"], 2, "it has no number and checksum"),
-    ],
-)
-def test_what_was_changed_is_named_by_its_line(lines: list[bytes], number: int, words: str) -> None:
-    with pytest.raises(UsageError, match=f"^l, line {number} is damaged \\({re.escape(words)}") as found:
-        read(b"".join(lines))
-    assert str(found.value).endswith("or start anew with another --output or --force")
-    assert "\n" not in str(found.value)
 
 
 def spliced(data: bytes, at: int, size: int, new: bytes) -> bytes:

@@ -19,6 +19,8 @@ from kvsearch.policies.registry import BUILT_IN
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
 from kvsearch.runtime.read_mask import Visible
+from kvsearch.runtime.replay.replay import Followed, replay
+from tests.combinations import every_value
 from tests.examples import fixed
 from tests.policies.contract import DIM, properties, rope
 from tests.policies.probes import example
@@ -215,3 +217,29 @@ def test_every_policy_is_covered() -> None:
     }  # prefill alone; needs a model
     for name in BUILT_IN:
         example(name)
+
+
+@every_value(name=[name for name in BUILT_IN if name not in ("kvzip", "kvzap")], phases=["decode", "both"])
+def test_replay_equals_token_by_token(name: str, phases: str) -> None:
+    policy = example(name)
+
+    @properties
+    @given(scenes())
+    def equal(scene: Scene) -> None:
+        check(scene, policy if phases == "both" else None, policy)
+
+    equal()
+
+
+def check(scene: Scene, prefill: Policy | None, decode: Policy) -> None:
+    layer = Layer(scene)
+    before = [tensor.clone() for tensor in (layer.query, layer.key, layer.value)]
+    outputs, holder = layer.decode(prefill, decode)
+    used = [policy for policy in (prefill, decode) if policy is not None]
+    followed = Followed(layer.observation(*used), layer.tokens(), layer.logits, rope)
+    found = replay(followed, prefill and layer.rule(prefill), layer.rule(decode))
+    assert found.kept == held(holder)
+    assert torch.equal(found.most, holder.most_entries())
+    torch.testing.assert_close(found.outputs, outputs, atol=1e-5, rtol=1e-5)
+    for tensor, same in zip((layer.query, layer.key, layer.value), before, strict=True):
+        assert torch.equal(tensor, same)

@@ -17,13 +17,15 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from kvsearch.core.errors import IncompatibleError, KvsearchError, UsageError
+from kvsearch.core import errors
+from kvsearch.core.errors import IncompatibleError, KvsearchError, KvsearchWarning, UsageError
 from kvsearch.policies import Needs, Observation, Policy, create_policy
 from kvsearch.policies.full import FullKV
+from kvsearch.policies.snapkv import SnapKV
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.program import PhaseProgram
-from tests.families import build, prompts
+from kvsearch.runtime.program import PhaseProgram, normalises_keys, warn_unfit
+from tests.families import FAMILIES, build, prompts
 from tests.runtime.helpers import keep_everything, plan_for, running
 
 
@@ -181,3 +183,27 @@ def test_configurations(changes: dict[str, Any], problem: str) -> None:
     refusal(IncompatibleError, problem, lambda: keep_everything(model))
     program = Program(PhaseProgram({0: FullKV()}, lambda n: np.full((1, 2), n)))
     refusal(IncompatibleError, "docs/models.md lists what is", lambda: PlanCache(model, program))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_that_normalise_their_keys(family: str) -> None:
+    assert normalises_keys(build(family)) == (family in ("qwen3", "gemma3"))
+
+
+def test_knorm_on_such_a_model_is_warned_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "_said", set())
+    model, knorm = build("qwen3"), create_policy("knorm")
+    with pytest.warns(KvsearchWarning, match="Qwen3ForCausalLM normalises its keys.* policy knorm") as caught:
+        warn_unfit(model, [SnapKV(), knorm, create_policy("knorm", {"sinks": 4})])
+        warn_unfit(model, [knorm])
+    assert len(caught) == 1
+
+
+def test_third_parties_can_declare_that_they_rank_by_key_norms() -> None:
+    @dataclass(frozen=True)
+    class Mine(SnapKV):
+        name: ClassVar[str] = "mine"
+        key_norms: ClassVar[bool] = True
+
+    with pytest.warns(KvsearchWarning, match="policy mine"):
+        warn_unfit(build("gemma3"), [Mine()])

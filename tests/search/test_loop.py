@@ -209,7 +209,7 @@ class TestLimits:
         whole = Measure()
         run(tmp_path / "whole", whole)
         most = len(whole.candidates)
-        for limit in range(1, most + 2):
+        for limit in (1, 2, 5, most // 2, most - 1, most, most + 1):
             measure = Measure()
             outcome = run(tmp_path / str(limit), measure, limit)
             assert len({table.tobytes() for table in measure.candidates}) == min(limit, most)

@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 
 from kvsearch.budgets.allocator import Uniform
+from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.plan import PHASES, Size
+from kvsearch.plan import PHASES, ModelFingerprint, PolicySpec, Size
 from kvsearch.plan.arithmetic import budgets_at
+from kvsearch.plan.origin import Provenance
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
+from kvsearch.strategies.build import Chosen, build_plan
 from kvsearch.strategies.methods import direct_plan, parse_allocation
 from tests import tiny
+from tests.plan.builders import PROVENANCE, model_dict
 
 EVEN = Uniform()
 
@@ -61,3 +65,31 @@ def test_allocations_are_read_from_text() -> None:
     made = parse_allocation("lava:floor_share=0,heads=equal")
     assert made is not None
     assert (made.name, made.parameters()["floor_share"], made.heads, made.layers) == ("lava", 0.0, "equal", "dynamic")
+
+
+MODEL = ModelFingerprint.model_validate(model_dict(layers=4, kv_heads=2))
+ORIGIN = Provenance.model_validate(PROVENANCE)
+POLICIES = (PolicySpec(name="snapkv"), PolicySpec(name="tova"))
+CHOSEN = Chosen(POLICIES, np.array([[3, 4], [5, 6]]))
+
+
+def test_layers_that_are_not_planned_keep_everything() -> None:
+    later = CHOSEN._replace(budgets=CHOSEN.budgets + 1)
+    plan = build_plan(MODEL, (1, 2), {"prefill": CHOSEN, "decode": later}, ORIGIN, 3)
+    assert plan.budgets("prefill") == (None, (3, 4), (5, 6), None)
+    assert plan.budgets("decode") == (None, (4, 5), (6, 7), None)
+    assert [layer.policy for layer in plan.phase("decode").layers if layer is not None] == list(POLICIES)
+    assert (plan.total, plan.floor, plan.scaling, plan.length, plan.provenance) == (18, 3, "fixed", None, ORIGIN)
+    assert plan.allocation.name == "static"
+
+
+def test_the_total_is_that_of_the_only_phase() -> None:
+    plan = build_plan(MODEL, (1, 2), {"decode": CHOSEN}, ORIGIN, 3, "proportional", 9, LAVaAllocation(floor_share=0.5))
+    assert (plan.total, plan.prefill, plan.scaling, plan.length) == (18, None, "proportional", 9)
+    assert (plan.allocation.name, plan.allocation.params["floor_share"]) == ("lava", 0.5)
+
+
+@pytest.mark.parametrize("layers", [(1,), (0, 1, 2)])
+def test_every_row_needs_a_layer(layers: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="zip"):
+        build_plan(MODEL, layers, {"prefill": CHOSEN}, ORIGIN, 3)

@@ -20,7 +20,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.jobs.calibrate import CalibrateOptions
 from kvsearch.plan import load_plan, load_profile
 from kvsearch.policies import create_policy
-from tests import tiny
+from tests.robustness.inputs import calibration_file
 from tests.signals.profiles import make_signals
 
 
@@ -143,14 +143,7 @@ EVICTS = ("--budgets", 64)
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tiny.calibration_data(90, 100, questions=2)
-    contexts = [
-        {"text": c.text, "questions": [{"question": p.question, "answer": p.answer} for p in c.questions]}
-        for c in made.contexts
-    ]
-    path = tmp_path_factory.mktemp("data") / "short.json"
-    path.write_text(json.dumps({"name": "short", "prompt": made.prompt, "contexts": contexts}))
-    return path
+    return calibration_file(tmp_path_factory.mktemp("data") / "short.json", 2)
 
 
 @pytest.fixture
@@ -178,7 +171,7 @@ def test_what_is_calibrated_is_recorded(run: Run, made: list[PolykvCalibration],
     (calibration,) = made
     assert (calibration.options.measured_phases, calibration.options.seed) == (("prefill",), 3)
     assert "calibrating bundled by polykv for h2o, tova, " in talk
-    assert " on 2 contexts with 4 questions from short" in talk
+    assert " on 2 contexts with 4 questions from tiny" in talk
     assert f"next: kvsearch export {tmp_path / 'run'} --budget 64 -o {tmp_path / 'run' / 'plan.json'}" in talk
     content = json.loads((tmp_path / "run" / "config.json").read_text())["content"]
     assert (content["model"], content["seed"], content["dtype"], content["revision"]) == ("bundled", 3, "auto", None)
@@ -188,7 +181,7 @@ def test_what_is_calibrated_is_recorded(run: Run, made: list[PolykvCalibration],
 
 @pytest.mark.parametrize(
     ("signals", "route", "more"),
-    [("ppl", "ppl", ""), ("entropy", "none", " --budget-signal entropy"), ("entropy,cosine", "cosine", "")],
+    [("ppl", "ppl", ""), ("entropy", "none", " --budget-signal entropy")],
 )
 def test_the_command_that_comes_next_works(signals: str, route: str, more: str, run: Run, tmp_path: Path) -> None:
     patterns = ("--patterns", "tova,streaming", "--policy", "tova", "--budgets", 32, "--questions", 1)
