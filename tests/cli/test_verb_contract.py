@@ -80,6 +80,10 @@ KEPT = {
     ),
 }  # fmt: skip
 kept = pytest.mark.parametrize("verb", KEPT)
+# for whole runs: `run` itself, which takes longest, has tests/cli/test_run.py before every commit
+finished = pytest.mark.parametrize(
+    "verb", [pytest.param(verb, marks=[pytest.mark.nightly] if verb == "run" else []) for verb in KEPT]
+)
 
 
 def prepare(verb: str, inputs: Path, folder: Path) -> None:
@@ -142,7 +146,7 @@ def test_a_dry_run_is_a_table_and_writes_nothing(run: Run, inputs: Path, tmp_pat
     assert (tmp_path / "run").exists() == asked.reads_run
 
 
-@kept
+@finished
 def test_a_finished_run_says_so_and_stays_as_it_is(
     run: Run, inputs: Path, finished_by: Callable[[str], Finished], verb: str
 ) -> None:
@@ -163,7 +167,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(
     assert contents(folder) == before
 
 
-@kept
+@finished
 def test_another_run_is_refused(run: Run, inputs: Path, finished_by: Callable[[str], Finished], verb: str) -> None:
     folder = finished_by(verb).folder
     before = contents(folder)
@@ -193,7 +197,7 @@ def stopped_at(number: int) -> Iterator[None]:
         yield
 
 
-@kept
+@finished
 def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(
     run: Run, inputs: Path, finished_by: Callable[[str], Finished], tmp_path: Path, verb: str
 ) -> None:
@@ -208,9 +212,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(
     assert results(verb, tmp_path) == results(verb, finished_by(verb).folder)
 
 
-@pytest.mark.parametrize(
-    "verb", [pytest.param(verb, marks=[pytest.mark.nightly] if verb == "run" else []) for verb in KEPT]
-)
+@finished
 def test_force_starts_anew_and_comes_to_the_same(
     run: Run, inputs: Path, finished_by: Callable[[str], Finished], tmp_path: Path, verb: str
 ) -> None:
