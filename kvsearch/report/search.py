@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.report.numbers import asked_words, chance_of, counted, interval, percent
-from kvsearch.report.selections import ahead_words, best_first, gap_bounds, lead_cells
+from kvsearch.report.selections import ahead_words, best_first, gap_bounds, lead_cells, lower_words
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.search import SearchResult, StoredSearch, Trace
 from kvsearch.runs.estimates import Estimate
@@ -120,7 +120,7 @@ def _choice_words(evolved: Evolved) -> str:
         verb = "beats" if choice.race.verdict == "beats" else "is likely better than"
         return (
             f"{choice.name} ({found}) {verb} the best start plan, {choice.race.best}: {lead} points, chance "
-            f"{chance}; {score} on the second split"
+            f"{chance}; {score} on the second split{lower_words(choice.race)}"
         )
     kept = f"the start plan {choice.name} is written ({score} on the second split)"
     if choice.best == choice.name:

@@ -41,7 +41,7 @@ def decision(result: PhaseResult) -> str:
     if leader is None:
         return f"{result.best}, the best of {baselines}, is written: every strategy is a baseline, too"
     lead = _lead_words(leader, result)
-    lower = f"; it scores less on {' and '.join(result.lower)}" if result.lower else ""
+    lower = lower_words(result)
     if result.verdict == "beats":
         left = f"; {result.available - result.asked.contexts} more were not needed"
         over = left if result.available > result.asked.contexts else ""
@@ -58,6 +58,11 @@ def decision(result: PhaseResult) -> str:
         f"{result.best}, the best of {baselines}, is written: none of {candidates} is {wanted} on {asked_about}; the "
         f"nearest is {leader.name}, {lead}{few}"
     )
+
+
+def lower_words(result: PhaseResult) -> str:
+    """Say on which kinds of questions the winner scores less than the best baseline, after its lead; "" if on none."""
+    return f"; it scores less on {' and '.join(result.lower)}" if result.lower else ""
 
 
 def ahead_words(ahead: Mapping[str, Difference], others: int) -> str:
