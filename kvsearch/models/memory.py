@@ -48,13 +48,16 @@ class MemoryNeeds:
 
 
 def reading_needs(
-    model: Any, lengths: Sequence[int], cache: int, chunk: int | None = None, scratch: int = 0
+    model: Any, lengths: Sequence[int], cache: int, chunk: int | None = None, scratch: int = 0, gathered: int = 0
 ) -> MemoryNeeds:
     """Return what reading a batch of prompts of these lengths takes, and going on from them, by arithmetic.
 
-    `cache` are the bytes that are kept, `scratch` those that policies score with. `chunk` tokens are read at a time
-    (None: whole prompts). Prompts of different lengths are read one after the other, on a CPU padded to the longest.
-    Weights may be on no device.
+    `cache` are the bytes that are kept, `scratch` those that policies score with. Prompts of different lengths are read
+    one after the other, on a CPU padded to the longest. Weights may be on no device.
+
+    `chunk` tokens are read at a time (None: whole prompts), while policies have `gathered` so many bytes. That is
+    counted at the moment that takes most: in an MLP, in attention, or as a layer evicts. Flash attention, on CUDA in
+    half precision, takes no mask.
     """
     from kvsearch.models.architecture import describe, text_config
 
@@ -67,21 +70,32 @@ def reading_needs(
     rows = min(length, chunk or length)
     queries = shape.query_heads * shape.head_dim
     entry = 2 * shape.kv_heads * shape.head_dim
-    # of a token: embedding, rotary tables, input of the layer, residual, its norm; and in the MLP, attention or a norm
+    # of a token: embedding, rotary tables, input of the layer, residual, its norm; and in the MLP, or in attention
     inner = getattr(config, "intermediate_size", None) or 4 * shape.hidden_size
     in_fp32 = 0 if number == FP32 else 2 * FP32 // number * shape.hidden_size
-    numbers = 4 * shape.hidden_size + 2 * shape.head_dim + max(3 * inner, 4 * queries + 2 * entry, in_fp32)
-    masks = 0
-    if is_padded or rows < length:  # and heads of a group do not share keys and values under a mask
-        masks = rows * length * (1 + number) * (batch if is_padded else 1) + 2 * batch * queries * length * number
+    token = batch * rows * number
+    always = token * (4 * shape.hidden_size + 2 * shape.head_dim)
+    in_mlp = always + token * max(3 * inner, in_fp32)
+    in_attention = always + token * (4 * queries + 2 * entry)
+    seen = rows * length * (batch if is_padded else 1)  # a mask; under one, heads of a group do not share their entries
+    masks = seen * (1 + number) + 2 * batch * queries * length * number
     dense = batch * length * entry * number  # of a layer
-    if rows < length:  # what a layer keeps takes the place of what it had, once the last chunk has passed
-        dense = 2 * dense + max(0, len(shape.full_layers) * dense - cache)
+    if rows == length:
+        moments = [(dense, max(in_mlp, in_attention), masks if is_padded else 0, scratch)]
+    else:  # what a layer keeps takes the place of what it had, once the last chunk has passed
+        everything = max(0, len(shape.full_layers) * dense - cache)
+        has_flash = model.device.type in ("cuda", "meta") and number < FP32
+        moments = [
+            (everything, in_mlp, seen, gathered),
+            (everything, in_attention, seen if has_flash else masks, gathered),
+            (everything + 2 * dense, always, seen, gathered + scratch),
+        ]
+    dense, activations, masks, scratch = max(moments, key=sum)
     return MemoryNeeds(
         weights=sum(parameter.nbytes for parameter in model.parameters()),
         cache=cache,
         dense=dense,
-        activations=batch * rows * numbers * number,
+        activations=activations,
         masks=masks,
         logits=len(lengths) * config.vocab_size * (number + FP32),
         scratch=scratch,

@@ -228,7 +228,10 @@ def memory_needs(
     rows = max((max(lengths) if need.column_sums else need.query_rows for need in scoring), default=0)
     logits = min(chunk_bytes(model.device), 2 * FP32 * shape.group * entries * rows)
     scratch = logits + entries * (RANKING + FP32 * shape.head_dim) if scoring else 0
-    return reading_needs(model, lengths, prompt_bytes(model, program, lengths, tokens), chunk, scratch)
+    queries = max((need.query_rows for need in scoring), default=0) * shape.head_dim * model.dtype.itemsize
+    sums = FP32 * max(lengths) if any(need.column_sums for need in scoring) else 0
+    gathered = len(lengths) * len(shape.full_layers) * shape.query_heads * (queries + sums)
+    return reading_needs(model, lengths, prompt_bytes(model, program, lengths, tokens), chunk, scratch, gathered)
 
 
 def require_room(model: Any, programs: Mapping[str, Program], lengths: Sequence[int], chunk: int | None = None) -> None:
