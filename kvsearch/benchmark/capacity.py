@@ -34,6 +34,7 @@ from kvsearch.runtime.program import full_cache, memory_needs
 
 GPU_SHARE = 0.95  # of what is free, for the largest batch
 FEWER = 16  # a batch that does not fit is tried again with a sixteenth less
+SPARE = 1 / 4  # of what a cache holds may be padding, or room for tokens to come
 PROBED = 2  # steps that tell what a step takes beside the cache, and that warm a batch up
 
 
@@ -41,7 +42,8 @@ def require_memory(model: Any, programs: dict[str, Program], work: Workload, dev
     """Return what a workload takes and what is free, as JSON; EnvironmentFault if that is less.
 
     All caches, with their new tokens, are in memory at once; those that evict while decoding twice, as they are
-    measured on a copy. `device` is where a model without weights will have them.
+    measured on a copy. Beside them is what it takes to read the prompts, or to decode, if that is more: DynamicCache is
+    copied then, and ours have `SPARE`. `device` is where a model without weights will have them.
     """
     shape = describe(model)
     lengths = [work.length] * work.batch
@@ -52,6 +54,9 @@ def require_memory(model: Any, programs: dict[str, Program], work: Workload, dev
     caches = dict.fromkeys(stock, entries * 2 * shape.head_dim * model.dtype.itemsize)
     caches |= {name: need.cache * (2 if ours[name].decode else 1) for name, need in needs.items()}
     most = replace(max(needs.values(), key=lambda need: need.scratch), cache=sum(caches.values()))
+    decoding = caches[DYNAMIC] + int(SPARE * sum(caches[name] for name in ours))
+    if decoding > most.dense + most.activations + most.masks + most.scratch:
+        most = replace(most, cache=most.cache + decoding, dense=0, activations=0, masks=0, scratch=0)
     parameters = list(model.parameters())
     devices = {tensor.device for tensor in parameters if not tensor.is_meta}
     needed = most.total - sum(tensor.nbytes for tensor in parameters if not tensor.is_meta)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.benchmark.speed import peak_bytes
+from kvsearch.benchmark import speed
+from kvsearch.benchmark.capacity import require_memory
+from kvsearch.benchmark.speed import Roofline, Workload, cache_kinds, measure, peak_bytes, program_at
 from kvsearch.calibration.polykv.ablations import TextContinuation, needs_of
 from kvsearch.calibration.polykv.measure import replay_bytes
 from kvsearch.calibration.polykv.tree import Tree
@@ -17,7 +19,7 @@ from kvsearch.evaluation.answer import CompressedContext
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.models.memory import default_memory, free_bytes
-from kvsearch.plan import Phase
+from kvsearch.plan import Phase, Size
 from kvsearch.policies import create_policy, scoring
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME, using
@@ -146,6 +148,21 @@ def test_a_plan_that_does_not_fit_is_refused_before_it_starts(model: Any) -> Non
         ):
             planned.generate(ids, attention_mask=mask, max_new_tokens=1)
         assert backend().peak_bytes(HERE) == before
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_bench_takes_what_it_is_refused_for(model: Any, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All caches at once, those that evict while decoding twice; `_peak` sets the count back, with no cache there."""
+    monkeypatch.setattr(speed, "_peak", lambda *_: 0)
+    monkeypatch.setattr(scoring, "SCRATCH_BYTES", CHUNK)
+    work = Workload(batch, LENGTH, 8, 2)
+    size = Size(LENGTH // 2, None)
+    phases: tuple[tuple[Phase, ...], ...] = (("prefill",), ("prefill", "decode"))
+    programs = {str(each): program_at(model, create_policy("snapkv"), size, each) for each in phases}
+    needed = require_memory(model, programs, work, model.device)["needed_bytes"]
+    kinds = cache_kinds(model, programs, LENGTH + work.steps)
+    taken = peak_bytes(model.device, lambda: measure(model, kinds, work, Roofline(1.0, 1.0)))
+    assert taken <= needed <= 1.3 * taken
 
 
 def test_a_context_that_does_not_fit() -> None:
