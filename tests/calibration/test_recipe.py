@@ -164,9 +164,6 @@ def test_recipes_of_no_use(text: str, problems: list[str], tmp_path: Path) -> No
     assert all(problem in str(caught.value) for problem in problems)
 
 
-# --- dynamic methods ----------------------------------------------------------------------------------------------
-
-
 def test_the_defaults_of_the_dynamic_methods() -> None:
     for method, name, allocation in (
         ("lava", "lava", LAVaAllocation()),

@@ -32,9 +32,6 @@ def copy_of_bundled(directory: Path) -> Path:
     return Path(shutil.copytree(resource("data/bundled"), directory / "model"))
 
 
-# --- plans and profiles -------------------------------------------------------------------------------------------
-
-
 def test_a_plan_of_another_model(run: Run, calibrated: Path, tmp_path: Path) -> None:
     model = copy_of_bundled(tmp_path)
     weights = load_file(model / "model.safetensors")
@@ -47,9 +44,6 @@ def test_a_plan_of_another_model(run: Run, calibrated: Path, tmp_path: Path) -> 
     assert run("plan", "uniform", model, "--policy", "snapkv", "--budget", 64, "-o", other)[0] == 0
     message = refused(run, INCOMPATIBLE, "another model", "evaluate", "bundled", "--plan", other)
     assert f"{str(model)!r}, and this is 'bundled': it has other weights (" in message
-
-
-# --- the machine --------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_leaves_the_old_plan(
@@ -65,9 +59,6 @@ def test_a_full_disk_leaves_the_old_plan(
     refused(run, ENVIRONMENT, "full", "export", calibrated, "--ratio", 0.6, "-o", tmp_path / "plan.json", "--force")
     assert (tmp_path / "plan.json").read_bytes() == before
     assert list(tmp_path.iterdir()) == [tmp_path / "plan.json"]
-
-
-# --- what cannot be done leaves nothing -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["lukv", "lava", "polykv", "probe"])

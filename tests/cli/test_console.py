@@ -22,8 +22,6 @@ from kvsearch.jobs.reporter import Overall, on_interruption
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import USAGE, refused
 
-# --- signals --------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_what_is_kept_is_told(number: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,9 +50,6 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-# --- warnings -------------------------------------------------------------------------------------------------------
-
-
 def test_our_warnings_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     def warned(console: Console) -> str:
         assert console.run(lambda: warnings.warn("no good", KvsearchWarning, stacklevel=1)) == 0
@@ -69,9 +64,6 @@ def test_the_warnings_of_others_are_left_alone(capsys: pytest.CaptureFixture[str
     with pytest.warns(RuntimeWarning, match="theirs"):
         Console().run(lambda: warnings.warn("theirs", RuntimeWarning, stacklevel=1))
     assert "kvsearch" not in capsys.readouterr().err
-
-
-# --- how far it is, where there is no terminal ----------------------------------------------------------------------
 
 
 def test_time_left_is_of_what_this_process_does() -> None:
@@ -138,9 +130,6 @@ def test_lines_come_while_one_step_takes_long() -> None:
         progress(0, 3)
         assert twice.wait(60)
     assert said[-1].startswith("batches: 0% in ")
-
-
-# --- the log --------------------------------------------------------------------------------------------------------
 
 
 def test_a_log_goes_to_the_end_of_a_log_and_nowhere_else(run: Run, tmp_path: Path) -> None:

@@ -19,9 +19,6 @@ SHORT = ("--tasks", "synthetic:multikey", "--length", 512)
 INTERRUPTED = 130
 
 
-# --- plans -----------------------------------------------------------------------------------------------------------
-
-
 def test_scores_and_equal_entries(run: Run, calibrated: Path, tmp_path: Path) -> None:
     arguments = ("--plan", calibrated / "plan.json", *SHORT, "--samples", 4)
     replies = tmp_path / "replies.csv"
@@ -61,9 +58,6 @@ def test_question_aware_with_two_plans(run: Run, calibrated: Path, tmp_path: Pat
     assert "exists: choose another file, or --force" in run("evaluate", "bundled", *arguments)[2]
     code, once_more, _ = run("evaluate", "bundled", *arguments, "--force")
     assert once_more == out
-
-
-# --- sweeps ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_sweep_writes_everything(run: Run, calibrated: Path, tmp_path: Path) -> None:
@@ -116,9 +110,6 @@ def test_needles_are_shown_as_grids(run: Run) -> None:
     assert needle["full"]["depths"] == [0, 50]
 
 
-# --- perplexity ------------------------------------------------------------------------------------------------------
-
-
 def test_perplexity_of_a_text(run: Run, tmp_path: Path) -> None:
     text = tmp_path / "story.txt"
     text.write_text("the calm fox greets the nurse in barn . " * 80)
@@ -136,9 +127,6 @@ def test_perplexity_of_a_text(run: Run, tmp_path: Path) -> None:
     assert "phases: prefill" in out
     code, out, _ = run("evaluate", "bundled", *arguments, "--dry-run", "--json")
     assert (json.loads(out)["context"], json.loads(out)["continuation"]) == (1024, 128)
-
-
-# --- runs that are kept -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -169,9 +157,6 @@ def test_losses_stay_in_the_report(run: Run, small: tuple[object, ...], tmp_path
     assert "losses" not in json.loads(out)
 
 
-# --- offline ---------------------------------------------------------------------------------------------------------
-
-
 def test_offline_tasks_do_not_touch_the_network(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whether the packages are imported yet or not, and only as long as the command runs."""
     import datasets
@@ -200,9 +185,6 @@ def test_offline_tasks_do_not_touch_the_network(run: Run, monkeypatch: pytest.Mo
     assert not set(VARIABLES) & set(os.environ)
 
 
-# --- interruptions ---------------------------------------------------------------------------------------------------
-
-
 def test_an_interruption_without_a_directory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -211,9 +193,6 @@ def test_an_interruption_without_a_directory(run: Run, monkeypatch: pytest.Monke
     code, out, talk = run("evaluate", "bundled", "--methods", "tova", "--budgets", 64, *SHORT, "--samples", 1)
     assert (code, out) == (INTERRUPTED, "")
     assert "nothing is kept without --output DIR" in talk
-
-
-# --- questions of one's own ------------------------------------------------------------------------------------------
 
 
 def test_categories_and_ids_of_questions(run: Run, tmp_path: Path) -> None:

@@ -84,9 +84,6 @@ def test_options_reach_the_strategy(run: Run, polykv: Path, tmp_path: Path) -> N
         assert load_plan(path) == strategy_plan(profile, strategy, Size(budget=64, length=300))
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
-
-
 def test_a_budget_must_be_named_where_several_were_measured(
     run: Run, tmp_path: Path, bundled: ModelFingerprint
 ) -> None:
@@ -95,9 +92,6 @@ def test_a_budget_must_be_named_where_several_were_measured(
         run, "signals were measured at 16, 32 entries per kv head: say how many to keep", tmp_path / "run", "-o",
         tmp_path / "plan.json",
     )  # fmt: skip
-
-
-# --- signals that were judged harmful -------------------------------------------------------------------------------
 
 
 def test_harmful_signals_are_not_used_unless_allowed(

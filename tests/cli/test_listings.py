@@ -87,9 +87,6 @@ def test_readme_names_every_policy() -> None:
     assert [name for name in registry.BUILT_IN if f"`{name}`" not in readme] == []
 
 
-# --- what tasks are made of -----------------------------------------------------------------------------------------
-
-
 class Probe(WithTasks):
     """Which tasks are asked."""
 

@@ -89,9 +89,6 @@ def lines(directory: Path) -> int:
     return sum(len(ledger.read_text().splitlines()) for ledger in ledgers)
 
 
-# --- what is written -------------------------------------------------------------------------------------------------
-
-
 def test_a_strategy_that_is_better_is_written(chosen: tuple[Path, str, str]) -> None:
     directory, out, talk = chosen
     plan = load_plan(directory.parent / "plan.json")
@@ -151,9 +148,6 @@ def test_the_evidence_is_there_before_the_plan(
     (directory.parent / "plan.json").write_bytes((directory.parent / "plan.json").read_bytes() + b" ")
     refused(choose, USAGE, "plan.json is another plan than is chosen now: choose another file, or --force", *asked)
     assert (run_of(directory) / "selection.json").read_bytes() == evidence
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 def test_replies_cannot_be_kept_in_a_file(

@@ -78,9 +78,6 @@ def test_a_gain_is_the_paired_mean(result: Comparison) -> None:
     assert (found.wins, found.ties, found.losses) == tuple(int((signs == sign).sum()) for sign in (1, 0, -1))
 
 
-# --- contrasts -------------------------------------------------------------------------------------------------------
-
-
 def test_a_contrast_by_hand() -> None:
     """Task t: differences .5 - (.1 + .3) / 2 and 1 - (0 + .6) / 2; task u: 0 - (.2 + .2) / 2. Tasks weigh the same."""
     asked = [

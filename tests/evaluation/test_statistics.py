@@ -75,9 +75,6 @@ def test_identical_methods_do_not_differ() -> None:
     assert 0 < less.low < less.high < 2 * width(row.scores["plan"])
 
 
-# --- worked by hand --------------------------------------------------------------------------------------------------
-
-
 def test_a_difference_by_hand() -> None:
     """Differences 1, 0, 0, 0, 0: variance 0.8 / 5 / 4; at the ends -1.2 and 0.8 off, a fifth of the weight each.
 

@@ -60,8 +60,6 @@ def test_a_minimum_that_is_no_share_gives_no_plan() -> None:
             joint_plan(policy_curves(other), Size(16))
 
 
-# --- signals of PolyKV
-
 AXES: dict[str, Any] = {
     "patterns": [{"name": "snapkv", "params": {"window": 4}}, {"name": "tova"}],
     "phases": ["prefill", "decode"],

@@ -18,9 +18,6 @@ JUNK = 1e4  # in keys and values of empty slots
 WINDOW_ROWS = [[0.30, 0.02, 0.05, 0.20, 0.03, 0.10, 0.30, 0.00], [0.30, 0.02, 0.05, 0.20, 0.03, 0.10, 0.10, 0.20]]
 
 
-# --- the end of the prompt --------------------------------------------------------------------------------------------
-
-
 def kept(policy: Policy, observation: Observation, budget: int, head: int = 0) -> set[int]:
     """Columns that `policy` keeps in one head of the first sequence when every head has `budget`."""
     budgets = torch.full((len(observation.keys), observation.keys.shape[1]), budget)
@@ -40,9 +37,6 @@ def attending(*heads: Sequence[Sequence[float]], kv_heads: int = 1) -> Observati
     logits = rows.log().clamp(min=-1e4)
     keys = torch.eye(length).expand(1, kv_heads, length, length)
     return Observation(keys, keys, torch.ones(1, length, dtype=torch.bool), 1.0, queries=logits[None])
-
-
-# --- decoding ---------------------------------------------------------------------------------------------------------
 
 
 def step_at(positions: Sequence[int], row: Sequence[float] | None = None, keys: Sequence[float] | None = None) -> Step:

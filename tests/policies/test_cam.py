@@ -17,8 +17,6 @@ from tests.policies.contract import Case, cases, observe, properties
 from tests.policies.course import arrive, at_start, cloned, decode, leaving_slots, merged, some_slots
 from tests.policies.examples import NAN, scattered, step_at
 
-# --- one entry --------------------------------------------------------------------------------------------------------
-
 
 def holding(values: list[float], mass: list[float], positions: list[int]) -> Cached:
     """One head with values of one number each."""
@@ -82,9 +80,6 @@ def test_probabilities_at_the_ends(mass: tuple[float, float], share: float) -> N
             assert float(values_after(CaM(seed=seed), cached, [[0]])[0, 1, 0]) == 1.0 + 8.0 * share
 
 
-# --- many entries -----------------------------------------------------------------------------------------------------
-
-
 def many(seed: int, share: float, dim: int = 3) -> tuple[Cached, list[list[int]]]:
     """Heads with entries in any slots, some without mass, and slots that leave, ascending by position."""
     generator = torch.Generator().manual_seed(seed)
@@ -135,9 +130,6 @@ def test_scratch_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch, seed: i
     expected = values_after(policy, cached, lists)
     monkeypatch.setattr(scoring, "SCRATCH_BYTES", 1)
     torch.testing.assert_close(values_after(policy, cached, lists), expected, equal_nan=True)
-
-
-# --- decoding ---------------------------------------------------------------------------------------------------------
 
 
 @properties

@@ -26,9 +26,6 @@ def test_the_score_is_that_of_h2o_with_sinks() -> None:
     assert D2O(recent_share=0.25).recent_at(8) == 2  # three heavy ones for each recent one
 
 
-# --- one entry --------------------------------------------------------------------------------------------------------
-
-
 def holding(keys: list[list[float]], values: list[float], tau: float = math.nan) -> Cached:
     """One head with entries 0, 1, 2, ..., in this order, behind an empty slot."""
     states = torch.tensor([[[NAN] * len(keys[0]), *keys]])
@@ -101,9 +98,6 @@ def test_several_entries_with_one_target(merging: str) -> None:
         key = [(2 + 0.8 * 0.8 + 3) / 3, 0.8 * 0.6 / 3]
     torch.testing.assert_close(after.values[0, 1:, 0], torch.tensor([value, 10.0, 100.0, 1000.0, 7.0]))
     torch.testing.assert_close(after.keys[0, 1], torch.tensor(key))
-
-
-# --- many entries -----------------------------------------------------------------------------------------------------
 
 
 def many(seed: int, share: float) -> tuple[Cached, list[list[int]]]:
@@ -185,9 +179,6 @@ def test_half_precision_is_rounded_once() -> None:
     assert after.state.heads[TAU].dtype == torch.float32
     torch.testing.assert_close(after.keys, keys.bfloat16(), rtol=2**-8, atol=1e-6, equal_nan=True)
     torch.testing.assert_close(after.values, values.bfloat16(), rtol=2**-8, atol=1e-6, equal_nan=True)
-
-
-# --- decoding ---------------------------------------------------------------------------------------------------------
 
 
 @properties

@@ -120,9 +120,6 @@ def test_only_one_of_many_has_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# --- file systems without locks ---------------------------------------------------------------------------------------
-
-
 def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -132,9 +129,6 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
         assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
         refuse_locked(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-# --- who says nothing -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("content", ["", "{", "3", '{"process": 1}'])

@@ -60,9 +60,6 @@ def test_a_family_does_what_it_should(family: str) -> None:
     assert row_of(report) in PAGE.read_text(encoding="utf-8").splitlines(), "run python -m tests.runtime.test_families"
 
 
-# --- layers with a running state ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", STATEFUL)
 def test_one_prompt_serves_many_plans(family: str) -> None:
     """Each goes its own way afterwards, alone or as a row of one batch."""
@@ -147,9 +144,6 @@ def test_plans_keep_the_indices_of_the_model(family: str) -> None:
     kind = next(kind for kind in describe(model).kinds if kind != "full_attention")
     with pytest.raises(IncompatibleError, match=f"the plan budgets layers .*{kind}"):
         attach(model, plan_for(model, elsewhere))
-
-
-# --- sinks in the softmax -------------------------------------------------------------------------------------------
 
 
 def test_long_prompts_are_attended_to_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,9 +159,6 @@ def test_learned_sinks_in_half_precision(policy: str, dtype: torch.dtype) -> Non
     assert all(bool(part.isfinite().all()) for part in output.logits)
 
 
-# --- what is refused ----------------------------------------
-
-
 def wrong_masks() -> Iterator[tuple[str, Any, str]]:
     good = torch.cat([prompts(BATCH, LENGTH, pads=5)[1], ones(2)], 1)
     yield "too short", good[:, 1:], "attention_mask has 25 columns: 24 tokens were read and 2 come, so it takes 26"

@@ -76,9 +76,6 @@ def plain(model: Any, ids: Tensor, count: int) -> list[int]:
     return [int(token) for token in out[0, len(ids) :]]
 
 
-# --- question-agnostic: questions that follow the context -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("program", [third, both_phases])
 @families
 def test_a_batch_replies_as_its_contexts_do_alone(family: str, program: Callable[[Any], Program]) -> None:
@@ -140,9 +137,6 @@ def test_replies_end_before_a_stop_token() -> None:
         assert cut == [whole[0], whole[1][: whole[1].index(stop)], whole[2]]
 
 
-# --- question-aware: the prompt's own continuation -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("program", [third, both_phases])
 @families
 def test_a_batch_continues_as_its_prompts_do_alone(family: str, program: Callable[[Any], Program]) -> None:
@@ -158,9 +152,6 @@ def test_a_batch_continues_as_its_prompts_do_alone(family: str, program: Callabl
     assert [len(reply) for reply in replies] == limits
 
 
-# --- steps that are captured -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("program", [third, both_phases])
 def test_captured_steps_reply_as_others_do(program: Callable[[Any], Program]) -> None:
     """To two questions in turn, which no graph outlives, and as the prompts go on."""
@@ -174,9 +165,6 @@ def test_captured_steps_reply_as_others_do(program: Callable[[Any], Program]) ->
     assert found[0] == found[1]
     assert graphs is not None
     assert graphs.log.count("replayed") > 30
-
-
-# --- both ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_finished_reply_ends_with_what_finished_it() -> None:

@@ -97,8 +97,6 @@ def test_spaces_of_heads_need_a_start_plan(space: str) -> None:
         stages({"uniform": UNIFORM, "pyramid": starts_of(FRAME)["lower"]}, space=space)
 
 
-# --- several phases ---------------------------------------------------------------------------------------------------
-
 BOTH = Frame(BUDGET, np.tile(FRAME.floors, (2, 1)), np.tile(FRAME.caps, (2, 1)), ("prefill", "decode"))
 EVEN = np.tile(UNIFORM, (2, 1))
 
@@ -130,9 +128,6 @@ def test_each_phase_is_completed_to_its_own_total() -> None:
     assert totals(completed) == [BOTH.total] * 2
     assert completed[:4].tolist() == UNIFORM.tolist()
     assert completed[4:, 0].tolist() == [21, 21, 11, 11]
-
-
-# --- completion to the total ------------------------------------------------------------------------------------------
 
 
 def frame(budgets: Ints, average: int, floors: int = 0, caps: int | None = None) -> Frame:

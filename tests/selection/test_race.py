@@ -33,9 +33,6 @@ def made(tasks: Sequence[str] | None = None, **rows: Sequence[float]) -> Scores:
     return Scores(tuple(tasks or ("t",) * contexts), np.ones(contexts), sums)
 
 
-# --- evidence --------------------------------------------------------------------------------------------------------
-
-
 def test_wealth_worked_by_hand() -> None:
     wealths = log_wealths(np.array([1.0, -0.5]))
     assert wealths.shape == STAKES.shape
@@ -85,9 +82,6 @@ def test_a_bound_worked_by_hand() -> None:
     assert lead_bound(made(x=[1.0], y=[0.0]), "x", "y", 0.95) == -math.inf
 
 
-# --- rounds ----------------------------------------------------------------------------------------------------------
-
-
 def test_rounds_grow_by_half() -> None:
     assert [asked for (asked,) in plan_rounds([42])] == [8, 12, 18, 27, 40, 42]
     assert plan_rounds([5]) == [[5]]
@@ -103,9 +97,6 @@ def test_every_round_asks_every_task(counts: list[int]) -> None:
     for before, after in pairwise(rounds):
         assert all(new > old for old, new in zip(before, after, strict=True))
     assert sum(rounds[1]) >= min(LEAST_CONTEXTS, sum(counts))
-
-
-# --- races -----------------------------------------------------------------------------------------------------------
 
 
 def run_race(rows: dict[str, np.ndarray], candidates: list[str], rule: Rule | None = None) -> tuple[Race, int]:
@@ -189,9 +180,6 @@ def test_candidates_that_are_no_better_are_hardly_ever_said_to_beat(
 
 def test_candidates_that_are_better_beat() -> None:
     assert rate([2.5, *[0.0] * 5], [0.0] * 3, 60) > 0.9
-
-
-# --- the rule --------------------------------------------------------------------------------------------------------
 
 
 def test_levels_follow_from_how_sure_one_wants_to_be() -> None:

@@ -38,9 +38,6 @@ def files(tmp_path: Path) -> dict[str, Path]:
     return {name: tmp_path / name for name in contents}
 
 
-# --- specs --------------------------------------------------------------------------------------------------------
-
-
 def test_the_suite() -> None:
     assert find_tasks("synthetic", TaskOptions(lengths=(512,), split="select")) == [
         SyntheticTask(name, 512, "select") for name in SUITES["core"]
@@ -107,9 +104,6 @@ def test_unknown_tasks(spec: str, problem: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-# --- options ------------------------------------------------------------------------------------------------------
-
-
 def test_options_reach_their_tasks(files: dict[str, Path]) -> None:
     common = {"split": "select"}
     hay, squad, hotpot = files["haystack"], files["squad"], files["hotpot"]
@@ -165,9 +159,6 @@ def test_options_that_do_not_fit(spec: str, options: dict[str, Any], problem: st
 def test_every_option_is_read_by_some_task() -> None:
     read = {option for entry in ENTRIES.values() for option in entry.reads}
     assert read == {field.name for field in dataclasses.fields(TaskOptions)}
-
-
-# --- facts --------------------------------------------------------------------------------------------------------
 
 
 def test_splits_that_are_told_can_be_had(files: dict[str, Path]) -> None:

@@ -45,9 +45,6 @@ def words(ids: torch.Tensor) -> list[str]:
     return [WORDS[token] for token in ids.tolist()]
 
 
-# --- the cut ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("lead", "room", "expected"),
     [
@@ -131,9 +128,6 @@ def test_a_question_that_leaves_no_room(limit: int) -> None:
         encode(tiny.tokenizer(), task(), [example()], None, limit)
 
 
-# --- what cannot be asked --------------------------------------------------------------------------------------------
-
-
 def silent_tokenizer() -> object:
     """Without <bos>, so that a text may have no token."""
     made = tiny.tokenizer()
@@ -194,15 +188,9 @@ def test_a_task_of_which_nothing_is_left() -> None:
         encode(tiny.tokenizer(), task(), [])
 
 
-# --- answers that a metric does not understand -----------------------------------------------------------------------
-
-
 def test_a_question_without_answers() -> None:
     with pytest.raises(UsageError, match=r"^task t, example k, question 0: .* has no answers"):
         encode(tiny.tokenizer(), task(), [example(TEXT, Query("? vote", ()))])
-
-
-# --- whole tasks -----------------------------------------------------------------------------------------------------
 
 
 def test_all_tasks_are_cut_to_the_same_limit() -> None:

@@ -53,9 +53,6 @@ def test_readings() -> None:
     assert [[question.number for question in reading.questions] for reading in (first, second)] == [[0], [1]]
 
 
-# --- nothing evicted: both protocols are plain generation ------------------------------------------------------------
-
-
 def whole_prompt(tokenizer: Any, task: tiny.Listed, sample: Sample) -> torch.Tensor:
     """The prompt as one text, [1, T]."""
     row = task.rows[int(sample.key)]
@@ -84,9 +81,6 @@ def test_a_full_cache_replies_as_plain_generation_does(family: str, task: tiny.L
         assert sample.reply_tokens == len(expected)
         assert sample.prompt_tokens == ids.shape[1]
         assert sample.prompt_sha256 == token_hash(ids[0])
-
-
-# --- evicted ---------------------------------------------------------------------------------------------------------
 
 
 def programs(model: LoadedModel) -> dict[str, Program]:

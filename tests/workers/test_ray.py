@@ -120,9 +120,6 @@ def test_a_worker_that_does_not_start_in_time(ray: Any) -> None:
         list(RayExecutor(fakes.refuse, pool).run([job(1, 8)]))
 
 
-# --- the cluster -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.nightly
 def test_more_workers_than_the_cluster_can_give(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said at once: no worker is started that would wait for its place."""

@@ -134,9 +134,6 @@ def test_the_shipped_recipes() -> None:
     assert bundled.remarks() == []
 
 
-# --- the command --------------------------------------------------------------------------------------------------
-
-
 Run = Callable[..., tuple[int, str, str]]
 EVICTS = ("--budgets", 64)
 

@@ -38,9 +38,6 @@ def least(samples: list[BankSample], sizes: Any, cap: int) -> int:
     return bank_memory.check_fits(sizes, works, 10**12)
 
 
-# --- what it costs ----------------------------------------------------------------------------------------------------
-
-
 def test_every_context_is_read_once(model: LoadedModel, samples: list[BankSample]) -> None:
     told: list[tuple[int, int]] = []
     bank = CandidateBank(model, SNAPKV, samples, 50, progress=lambda done, whole: told.append((done, whole)))
@@ -68,9 +65,6 @@ def test_only_the_cap_is_stored(model: LoadedModel, samples: list[BankSample]) -
     assert CandidateBank(model, SNAPKV, samples, 20)._store.nbytes == 3 * 20 * 4 * 2 * 2 * 16 * 4
     lengths = {sample.prompt_sha256: len(sample.prompt) for sample in samples}
     assert CandidateBank(model, SNAPKV, samples, 1000)._store.nbytes == sum(lengths.values()) * 4 * 2 * 2 * 16 * 4
-
-
-# --- little memory ----------------------------------------------------------------------------------------------------
 
 
 @protocols
@@ -119,9 +113,6 @@ def test_running_out_of_memory_goes_on_with_less(
     assert bank.tokens_spent - spent == 7 * bank.tokens  # what failed does not count
 
 
-# --- numbers that are none --------------------------------------------------------------------------------------------
-
-
 def test_a_candidate_that_breaks_the_model_is_data(model: LoadedModel, samples: list[BankSample]) -> None:
     """The entries ranked from 30 on are broken: candidates that keep less never see them."""
     bank = CandidateBank(model, SNAPKV, samples, 50)
@@ -141,9 +132,6 @@ def test_a_model_that_is_broken_itself(samples: list[BankSample]) -> None:
     broken.model.model.norm.weight.data[0] = float("inf")
     with pytest.raises(IncompatibleError, match="task listed, example 0, question 0: the model emits NaN or infinite"):
         CandidateBank(broken, SNAPKV, samples, 50)
-
-
-# --- bad input --------------------------------------------------------------------------------------------------------
 
 
 def test_bad_samples(model: LoadedModel, samples: list[BankSample]) -> None:

@@ -18,9 +18,6 @@ def yes(*rows: str) -> list[list[bool]]:
     return [[letter == "x" for letter in row] for row in rows]
 
 
-# --- who sees what ----------------------------------------------------------------------------------------------------
-
-
 def test_tokens_without_padding_see_themselves_and_earlier_ones() -> None:
     suffix = SuffixTokens(torch.tensor([5, 9]))
     positions = suffix.extend(torch.ones(2, 3, dtype=torch.bool))
@@ -76,9 +73,6 @@ def test_a_window_moves_with_the_token_and_ends_with_the_prompt() -> None:
     suffix.extend(torch.ones(2, 3, dtype=torch.bool))
     assert layer.seen() is not None
     assert layer.seen()[:, 0, 0].tolist() == [yes("xxx..", "xxxx.", ".xxxx")] * 2  # type: ignore[index]
-
-
-# --- attention --------------------------------------------------------------------------------------------------------
 
 
 def naive(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scaling: float, softcap: float | None) -> Tensor:

@@ -31,9 +31,6 @@ WORKS = st.lists(
 )
 
 
-# --- sizes ------------------------------------------------------------------------------------------------------------
-
-
 def test_stored_entries_by_hand() -> None:
     """2 kv heads with 16 numbers of 4 bytes for a key and a value are 256 bytes per token and layer."""
     work = SampleWork(prompt=100, width=30, read=5, own=5, rows=2)
@@ -41,9 +38,6 @@ def test_stored_entries_by_hand() -> None:
     assert GEMMA.stored(work) == (2 * 30 + 2 * 15) * 256
     assert LLAMA.stored(SampleWork(20, 30, 5, 5, 2)) == 4 * 20 * 256
     assert GEMMA.stored(SampleWork(10, 30, 5, 5, 2)) == 4 * 10 * 256
-
-
-# --- blocks -----------------------------------------------------------------------------------------------------------
 
 
 @given(WORKS, st.integers(1, 40), st.floats(1, 60), st.integers(1, 300))
@@ -76,9 +70,6 @@ def test_too_little_memory_says_how_much_it_takes() -> None:
         check_fits(LLAMA, works, least - 7)
     with pytest.raises(UsageError, match="lower the largest budget"):
         list(blocks(works, LLAMA, 1, least - 7))
-
-
-# --- where memory runs out --------------------------------------------------------------------------------------------
 
 
 class Worker:

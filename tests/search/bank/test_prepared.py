@@ -62,9 +62,6 @@ def test_no_more_than_the_cap_is_kept() -> None:
         assert states[0][1].shape[1] == count
 
 
-# --- which policies ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SomeHeads(Policy):
     """Never evicts heads with a budget of 1000 or more."""
