@@ -106,7 +106,7 @@ evaluate-aware
     $few --batch 4 -o runs/aware
 evaluate-jsonl
     evaluate bundled --methods uniform,knorm --budgets 40 $window --tasks jsonl:inputs/questions.jsonl --json
-    --samples-file runs/jsonl-samples.csv
+    -o runs/jsonl
 evaluate-niah
     evaluate bundled --methods uniform,streaming --ratios 0.8 $window --tasks niah --length 300,400 --depths 0,50
     --samples 4 -o runs/niah
@@ -223,8 +223,6 @@ show-polykv
     show runs/polykv
 show-polykv-json
     show runs/polykv-all --json
-show-plan-losses
-    show runs/lukv --plan plans/falling.json
 refused-export
     export runs/lukv -o plans/nonesuch.json
 """

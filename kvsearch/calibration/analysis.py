@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any
@@ -15,7 +14,6 @@ from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
 from kvsearch.core.parsing import shown
 from kvsearch.plan import Profile
-from kvsearch.plan.profile_arrays import BY_PATTERN, CONTEXT
 from kvsearch.tasks.splits import group_by_text
 
 STABLE = 0.8
@@ -27,14 +25,13 @@ class Stability:
     """Spearman rank correlation of the local ratios (Figure 2b), all heads of all layers together.
 
     `questions`: mean over pairs of questions of one context; `texts`: mean over pairs of contexts, each averaged over
-    its questions; `left_out`: mean over contexts, of each with the mean of all others; `halves`: between the means of
-    the questions about every other text and about the others. NaN where there are no pairs.
+    its questions; `halves`: between the means of the questions about every other text and about the others. NaN where
+    there are no pairs.
     """
 
     ratio: float
     questions: float
     texts: float
-    left_out: float
     halves: float
 
     @property
@@ -59,27 +56,8 @@ def stability(profile: Profile, ratio: float) -> Stability:
         STABILITY_RATIOS[nearest],
         _mean([spearman(rows[a], rows[b]) for a, b in pairs]),
         _mean([spearman(a, b) for a, b in combinations(means, 2)]),
-        _left_out(means),
         spearman(rows[one].mean(0), rows[other].mean(0)) if other else float("nan"),
     )
-
-
-def signal_stability(profile: Profile) -> dict[str, float]:
-    """Return for every signal of a PolyKV profile how far one text tells what the others do.
-
-    That is the rank correlation of all layers and patterns between a text and the mean of all others, mean over texts,
-    phases and budgets; nothing where there is one text.
-    """
-    arrays = profile.arrays
-    found: dict[str, float] = {}
-    for name in BY_PATTERN:
-        if name in arrays and len(np.unique(arrays[CONTEXT])) > 1:
-            values = arrays[name].astype(np.float64)
-            conditions = values.reshape(len(values), -1, math.prod(values.shape[-2:]))
-            found[name] = _mean(
-                [_left_out(_by_text(conditions[:, n], arrays[CONTEXT])) for n in range(conditions.shape[1])]
-            )
-    return found
 
 
 def _by_text(rows: Floats, context: NDArray[Any]) -> list[Floats]:
@@ -91,14 +69,6 @@ def _halves(context: NDArray[Any]) -> tuple[list[int], list[int]]:
     """Return the rows of every other text, and those of the others, of rows that belong to `context` [M]."""
     texts = group_by_text(context.tolist())
     return sorted(chain.from_iterable(texts[::2])), sorted(chain.from_iterable(texts[1::2]))
-
-
-def _left_out(texts: list[Floats]) -> float:
-    """Return the mean rank correlation of each text with the mean of all others; NaN for one text."""
-    if len(texts) < 2:
-        return float("nan")
-    whole: Floats = np.sum(texts, axis=0)
-    return _mean([spearman(text, (whole - text) / (len(texts) - 1)) for text in texts])
 
 
 def spearman(a: Floats, b: Floats) -> float:

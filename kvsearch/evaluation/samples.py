@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from kvsearch.core.errors import UsageError
-from kvsearch.core.files import atomic_write, check_target
+from kvsearch.core.files import atomic_write
 from kvsearch.core.printed import csv_text
 
 Contexts = Mapping[tuple[str, str], str]  # by task and key: what names the context, see `encoding.contexts_of`
@@ -66,22 +65,14 @@ def context_of(sample: Sample, contexts: Contexts | None) -> str:
     return sample.key if contexts is None else contexts[sample.task, sample.key]
 
 
-def check_samples_file(path: Path) -> None:
-    """Raise UsageError, before anything is computed, if `write_samples` cannot write `path`."""
-    if path.suffix != ".csv":
-        raise UsageError(f"cannot write samples to {path}: name a .csv file")
-    check_target(path)
-
-
-def write_samples(samples: Sequence[Sample], path: Path, overwrite: bool = True) -> None:
-    r"""Write a row per reply, all fields of `Sample`, as CSV; see `check_samples_file`.
+def write_samples(samples: Sequence[Sample], path: Path) -> None:
+    r"""Write a row per reply, all fields of `Sample`, as CSV.
 
     Text is UTF-8. A lone surrogate, which has no place there, becomes its escape such as `\ud800`; see `csv_text`.
     """
-    check_samples_file(path)
     names = [column.name for column in fields(Sample)]
     rows = [[getattr(sample, name) for name in names] for sample in samples]
-    atomic_write(path, csv_text([names, *rows]).encode(), overwrite)
+    atomic_write(path, csv_text([names, *rows]).encode())
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from kvsearch.core.files import check_output
 from kvsearch.core.parsing import read_json, validated
 from kvsearch.core.progress import Progress
 from kvsearch.evaluation.reply_store import check_run
-from kvsearch.evaluation.samples import LayerLoss, check_samples_file, write_samples
+from kvsearch.evaluation.samples import LayerLoss, write_samples
 from kvsearch.jobs.groups import (
     ASKED,
     KEPT,
@@ -47,8 +47,7 @@ PERPLEXITY = "ppl:"  # what a spec of tasks begins with that asks for the perple
 CONTEXT = 1024  # tokens, of a text
 CONTINUATION = 128
 NOT_OF_TEXTS = (
-    "subject", "protocol", "max_length", "max_memory", "output", "force", "reuse", "samples_file", "table", "columns",
-    "losses",
+    "subject", "protocol", "max_length", "max_memory", "output", "force", "reuse", "table", "columns", "losses",
 )  # fmt: skip
 
 
@@ -126,9 +125,9 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
         Option("--tasks ppl:FILE: tokens from one context's beginning to the next.", panel=ASKED, shown="no overlap"),
     ] = None
     output: Annotated[Path | None, replace(OUTPUT_OPTION, panel=KEPT)] = None
-    force: Annotated[
-        bool, Option("Start the run in --output anew; replace --table and --samples-file.", panel=KEPT, recorded=False)
-    ] = False
+    force: Annotated[bool, Option("Start the run in --output anew; replace --table.", panel=KEPT, recorded=False)] = (
+        False
+    )
     reuse: Annotated[
         Path | None,
         Option(
@@ -138,9 +137,6 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
             recorded=False,
         ),
     ] = None
-    samples_file: Annotated[Path | None, Option("Write every reply to this .csv file.", panel=KEPT, recorded=False)] = (
-        None
-    )
     table: Annotated[
         Path | None,
         Option(
@@ -176,21 +172,19 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
         )
 
     def check_files(self) -> None:
-        """Raise UsageError if one of the files to write cannot be, or is there already and would be lost.
+        """Raise UsageError if the run or the table cannot be written, or the table is there already and would be lost.
 
-        A finished run that is repeated finds the files that it has written itself.
+        A finished run that is repeated finds the table that it has written itself.
         """
         check_run(self.output, self.reuse)
-        if self.force and self.output is self.samples_file is self.table is None:
-            raise UsageError("--force is for --output, --table and --samples-file: there is nothing to replace")
-        if self.samples_file is not None:
-            check_samples_file(self.samples_file)
-        if self.table is not None:
-            check_table_file(self.table)
+        if self.force and self.output is self.table is None:
+            raise UsageError("--force is for --output and --table: there is nothing to replace")
+        if self.table is None:
+            return
+        check_table_file(self.table)
         is_finished = self.output is not None and (self.output / REPORT).exists() and not self.force
-        for path in (self.samples_file, self.table):
-            if path is not None and not is_finished:
-                check_output(path, self.force)
+        if not is_finished:
+            check_output(self.table, self.force)
 
 
 def dry_run(options: EvaluateOptions, reporter: Reporter) -> Forecast:
@@ -242,8 +236,6 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult |
             write_samples(comparison.samples, directory / SAMPLES)
             write_tables(result, directory / TABLES, columns)
             write_json(directory / REPORT, result.as_json())
-        if options.samples_file is not None:
-            write_samples(comparison.samples, options.samples_file, options.force)
         if options.table is not None:
             write_tables(result, options.table, columns, options.force)
         if run is not None and store is not None:

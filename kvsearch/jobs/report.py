@@ -12,7 +12,6 @@ from pydantic import Field
 from kvsearch.config.options import JobOptions, Option, Repeated
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import atomic_write, check_target, read_bytes, require_directory
-from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 
@@ -30,7 +29,6 @@ class ShowOptions(JobOptions):
         Option("A plan, a profile, the directory of a run, or any other file that kvsearch wrote.", argument=True),
     ]
     ratio: Annotated[float, Option("Global eviction ratio at which a profile is shown.")] = 0.8
-    plan: Annotated[Path | None, Option("With a profile: what this plan loses, layer by layer.")] = None
 
 
 @job(ShowOptions)
@@ -38,14 +36,13 @@ def show(options: ShowOptions, reporter: Reporter) -> View:  # noqa: ARG001 - th
     """Read what kvsearch wrote, and return a view of it.
 
     Raises:
-        UsageError: no such file, a damaged one, nothing of ours, or a plan for a profile that cannot judge it.
-        IncompatibleError: the profile is of another model than the plan.
+        UsageError: no such file, a damaged one, or nothing of ours.
     """
     from kvsearch.report.artifacts import open_path
 
     opened = open_path(options.path)
-    if opened.kind != "profile" and options.model_fields_set & {"plan", "ratio"}:
-        raise UsageError(f"--plan and --ratio are for profiles: {options.path} is a {opened.kind}")
+    if opened.kind != "profile" and "ratio" in options.model_fields_set:
+        raise UsageError(f"--ratio is for profiles: {options.path} is a {opened.kind}")
     if opened.kind == "plan":
         from kvsearch.budgets.plan_checks import check_plan
 
@@ -53,8 +50,7 @@ def show(options: ShowOptions, reporter: Reporter) -> View:  # noqa: ARG001 - th
     if opened.kind == "profile":
         from kvsearch.report.profile import profile_parts
 
-        plan = None if options.plan is None else checked_plan(options.plan)
-        opened = replace(opened, view=partial(profile_parts, opened.content, options.ratio, plan))
+        opened = replace(opened, view=partial(profile_parts, opened.content, options.ratio))
     return opened
 
 

@@ -582,17 +582,14 @@ class RunStages:
             with display.stage(f"choose at {size.words}") as stage:
                 selection = self._prepare_selection(calibrated, size, refined)
                 stage.part = ROUND
-                results = selection.decide(self._reply_store(selection, stage), shared, answered=True)
-                decided.append((selection, results))
-        return [
-            self._report(selection, [result.at_level(shared.part) for result in results], display)
-            for selection, results in decided
-        ]
+                result = selection.race.decide(self._reply_store(selection, stage), shared, answered=True)
+                decided.append((selection, result))
+        return [self._report(selection, result.at_level(shared.part), display) for selection, result in decided]
 
-    def _report(self, selection: SelectionJob, results: Sequence[PhaseResult], display: Overall) -> Selection:
+    def _report(self, selection: SelectionJob, result: PhaseResult, display: Overall) -> Selection:
         """Report what was chosen at a size."""
         with display.stage(f"report at {selection.size.words}") as stage:
-            return selection.report(results, self._reply_store(selection, stage))
+            return selection.report(result, self._reply_store(selection, stage))
 
     def find_smallest(
         self, calibrated: CalibratedPolicies, within: float, display: Overall
@@ -628,7 +625,7 @@ class RunStages:
         used = None if known is None else known.used
         plans = find_policy_candidates(self.loaded, calibrated, planned, more)
         race = prepare_race(self.loaded, plans, self.splits["select"].without(used), self.rule, size, name="")
-        selection = SelectionJob(self.loaded, size, self.splits["report"].without(used), self.rule, (race,))
+        selection = SelectionJob(self.loaded, size, self.splits["report"].without(used), self.rule, race)
         selection.check()
         return selection
 

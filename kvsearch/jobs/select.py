@@ -14,14 +14,13 @@ from kvsearch.config.options import RESULT, Listed, Names, Option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries
 from kvsearch.core.files import PLAN_FILE, check_output, read_bytes
-from kvsearch.core.naming import require_known
 from kvsearch.evaluation.reply_store import check_place
 from kvsearch.jobs.groups import BUDGET, Deciding, evaluation, following
 from kvsearch.jobs.plan import size_or_measured
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_coverage
 from kvsearch.jobs.validate import OnSignals, load_signals
-from kvsearch.plan import PHASES, Size, canonical_json, save_plan
+from kvsearch.plan import Size, canonical_json, phases_of, save_plan
 from kvsearch.plan.origin import ContextRecord
 from kvsearch.report.costs import Forecast
 from kvsearch.report.selections import ahead_words, selection_result
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from kvsearch.selection.selection import Selection
     from kvsearch.selection.selection_job import SelectionJob
 
-ALL = "all"
 CHOICE = "What is chosen from, and how"
 
 
@@ -61,7 +59,7 @@ class SelectOptions(OnSignals, Deciding):
     phases: Annotated[
         str,
         Option(
-            "When to evict: prefill, decode or both; all tries the three, each against baselines of its own phases.",
+            "When to evict: prefill, decode or both.",
             panel=CHOICE,
         ),
     ] = "prefill"
@@ -123,11 +121,6 @@ class SelectOptions(OnSignals, Deciding):
             return [Size(budget) for budget in self.budgets]
         return [size_or_measured(self.budget, self.ratio, None, SignalTable(profile).axes.budgets)]
 
-    def phase_settings(self) -> tuple[str, ...]:
-        """Return the phase settings to try; UsageError if there is none of that name."""
-        require_known("phases", self.phases, (*PHASES, ALL))
-        return tuple(PHASES) if self.phases == ALL else (self.phases,)
-
 
 def remarks(options: SelectOptions, result: SelectionResult | SelectionsResult) -> Iterator[str]:
     """Say what to do with what was written."""
@@ -145,8 +138,7 @@ def dry_run(options: SelectOptions, reporter: Reporter) -> Forecast:
     content = {
         "tasks": [task.task.name for task in selections[0].selection_prompts],
         "candidates": {
-            str(selection.size): {race.candidate_set.phases: list(race.candidate_set.plans) for race in selection.races}
-            for selection in selections
+            str(selection.size): {options.phases: list(selection.race.candidate_set.plans)} for selection in selections
         },
     }
     costs = [cost for selection in selections for cost in selection.costs]
@@ -170,7 +162,7 @@ def select(options: SelectOptions, reporter: Reporter) -> SelectionResult | Sele
     recorded = options.recorded()
     results = []
     were_finished = True
-    shared = SharedLevel(options.rule.level, sum(len(selection.races) for *_, selection in prepared))
+    shared = SharedLevel(options.rule.level, len(prepared))
     for place, output, selection in prepared:
         were_finished &= output.exists()
         config = RunConfig(job="select", options=recorded, content=selection.content)
@@ -206,7 +198,7 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
     profile = load_signals(options.directory)
     rule = options.rule
     sizes = options.sizes(profile)
-    phases = options.phase_settings()
+    phases_of(options.phases)
     tasks = {name: options.find_tasks(options.measured, name) for name in ("select", "report")}
     from kvsearch.selection.selection_job import prepare_selection
     from kvsearch.selection.signal_candidates import explore
@@ -223,7 +215,7 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
             check_output(output, options.force, PLAN_FILE)
     loaded = options.load_calibrated(profile, reporter)
     selections = [
-        prepare_selection(loaded, profile, size, choice, reported, phases, candidates, rule)
+        prepare_selection(loaded, profile, size, choice, reported, options.phases, candidates, rule)
         for size, candidates in zip(sizes, explored, strict=True)
     ]
     if options.samples is not None:

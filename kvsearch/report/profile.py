@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 
-from kvsearch.calibration.analysis import lost_mass, ranking_gap, signal_stability, stability
+from kvsearch.calibration.analysis import lost_mass, ranking_gap, stability
 from kvsearch.core.arrays import Floats
-from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.plan import Phase, Plan, Profile, ProfileMetadata
+from kvsearch.plan import Phase, Profile, ProfileMetadata
 from kvsearch.plan.profile_arrays import QUERIES, QUERY_COVARIANCE, QUERY_MEAN
-from kvsearch.plan.schema import STATIC
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.figures import Figure, Part, layer_map
 from kvsearch.report.ranking import RankingView
@@ -38,17 +35,9 @@ BEST = "*"
 FULL = "full"
 
 
-def profile_parts(profile: Profile, ratio: float = RATIO, plan: Plan | None = None) -> Iterator[Part]:
-    """Yield what a profile says at a global eviction ratio, and what a plan of its model loses by it.
-
-    Raises:
-        UsageError: the ratio is out of range, or a plan is to be judged by a profile without the importance of entries.
-        IncompatibleError: the plan is of another model.
-    """
+def profile_parts(profile: Profile, ratio: float = RATIO) -> Iterator[Part]:
+    """Yield what a profile says at a global eviction ratio; UsageError if that is out of range."""
     method = profile.metadata.method
-    is_lukv = not (method in FITTED or method == QUERIES or profile.metadata.signals or is_dynamic(profile))
-    if plan is not None and not is_lukv:
-        raise UsageError(f"--plan needs a LU-KV profile: a {method} profile does not say what entries are worth")
     yield _origin(profile.metadata)
     if method in FITTED:
         yield from RankingView(profile).parts()
@@ -59,7 +48,7 @@ def profile_parts(profile: Profile, ratio: float = RATIO, plan: Plan | None = No
     else:
         body = layer_map({"": profile.local_ratios(ratio)}, profile.metadata.layers, "eviction ratio", "{:.2f}")
         yield Figure("local-ratios", f"local eviction ratio at {ratio:g}", caption(profile), body)
-        yield from _dynamic_parts(profile, ratio) if is_dynamic(profile) else _lukv_parts(profile, ratio, plan)
+        yield from _dynamic_parts(profile, ratio) if is_dynamic(profile) else _lukv_parts(profile, ratio)
     yield from remarks(profile)
 
 
@@ -76,25 +65,13 @@ def remarks(profile: Profile) -> Iterator[str]:
         yield _exponents(profile)
 
 
-def eviction_losses(profile: Profile, ratio: float, plan: Plan | None = None) -> dict[str, Floats]:
-    """Return the importance that is evicted with equal budgets, with those of the profile, and with those of a plan."""
-    metadata = profile.metadata
+def eviction_losses(profile: Profile, ratio: float) -> dict[str, Floats]:
+    """Return the importance that is evicted with equal budgets, and with those of the profile."""
     ratios = profile.local_ratios(ratio)
-    losses = {
+    return {
         "uniform": lost_mass(profile, np.full(ratios.shape, 1 - ratio)),
-        metadata.method: lost_mass(profile, 1 - ratios),
+        profile.metadata.method: lost_mass(profile, 1 - ratios),
     }
-    if plan is not None:
-        metadata.model.require(plan.model, "this profile")
-        if (name := plan.allocation.name) != STATIC:
-            warning = f"the loss shown for the plan is that of its budgets without allocation {name}"
-            warnings.warn(warning, KvsearchWarning, stacklevel=2)
-        budgets = plan.budgets("prefill")
-        length = plan.length or metadata.length
-        everything = (length,) * metadata.model.kv_heads  # what a layer outside the plan keeps
-        entries = np.array([budgets[layer] or everything for layer in metadata.layers], dtype=float)
-        losses["plan"] = lost_mass(profile, entries / length)
-    return losses
 
 
 def _origin(metadata: ProfileMetadata) -> dict[str, Any]:
@@ -130,14 +107,14 @@ def caption(profile: Profile) -> str:
 # --- LU-KV ------------------------------------------------------------------------------------------------------------
 
 
-def _lukv_parts(profile: Profile, ratio: float, plan: Plan | None) -> Iterator[Part]:
+def _lukv_parts(profile: Profile, ratio: float) -> Iterator[Part]:
     """Yield the ranking's gap to the oracle's, eviction losses, and whether local ratios are stable."""
     if "recall" not in profile.arrays:
         return
     layers = profile.metadata.layers
     gap = layer_map({"": ranking_gap(profile)}, layers, "recall lost", "{:.3f}")
     yield Figure("ranking-gap", "recall lost to the oracle ranking", caption(profile), gap)
-    losses = eviction_losses(profile, ratio, plan)
+    losses = eviction_losses(profile, ratio)
     lost: list[tuple[str | int, list[float]]] = [
         *((layer, [loss[row].sum() for loss in losses.values()]) for row, layer in enumerate(layers)),
         ("all", [loss.sum() for loss in losses.values()]),
@@ -155,8 +132,8 @@ def _lukv_parts(profile: Profile, ratio: float, plan: Plan | None) -> Iterator[P
 def _stability_parts(profile: Profile, noun: str) -> Iterator[str | Table]:
     """Yield a table of how stable local ratios are over what they were measured on, and a verdict."""
     stabilities = [stability(profile, ratio) for ratio in RATIOS_SHOWN]
-    rows = [(f"{found.ratio:g}", (found.questions, found.texts, found.left_out, found.halves)) for found in stabilities]
-    columns = ["ratio", f"{noun} of one text", "texts", "a text and the others", "halves of the texts"]
+    rows = [(f"{found.ratio:g}", (found.questions, found.texts, found.halves)) for found in stabilities]
+    columns = ["ratio", f"{noun} of one text", "texts", "halves of the texts"]
     yield Table.numbers("rank correlation of local ratios", columns, rows, ".2f")
     yield f"at {RATIO:g}: {stabilities[1].verdict}"
 
@@ -197,9 +174,6 @@ def signal_parts(table: SignalTable) -> Iterator[Mapping[str, Any] | str | Table
     facts = {"signals": ", ".join([*table.routes, ENTROPY] if has_entropy else table.routes)}
     if "ppl" in table.routes:
         facts["perplexity"] = f"{table.perplexity:.6g} under the full cache"
-    if stability := signal_stability(table.profile):
-        correlations = ", ".join(f"{name} {value:.2f}" for name, value in stability.items())
-        facts["texts"] = f"rank correlation of each with the others: {correlations}"
     yield facts
     layers = [str(layer) for layer in table.profile.metadata.layers]
     for phase in axes.phases:

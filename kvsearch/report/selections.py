@@ -28,9 +28,9 @@ def selection_result(selection: Selection, plan: str | None = None) -> Selection
     return SelectionResult.of(selection, *told(selection), plan=plan)
 
 
-def told(selection: Selection) -> tuple[list[str], str]:
-    """Say what was decided in each phase setting, and what the report split says of the choice."""
-    return [decision(result) for result in selection.results], gap(selection)
+def told(selection: Selection) -> tuple[str, str]:
+    """Say what was decided, and what the report split says of the choice."""
+    return decision(selection.chosen), gap(selection)
 
 
 def decision(result: PhaseResult) -> str:

@@ -24,10 +24,11 @@ DECODE_ONLY: Final = (
 class SelectionResult(Result):
     """What was chosen at one size, what it was compared with, and its score on held-out questions.
 
-    `phases` is the setting of `outcomes` that was chosen, `decisions` say of each what was decided there and why, and
-    `reported` what the report split says of the choice. `uniform` is the strategy with equal budgets that is in every
-    report, `total` counts the entries of the written plan; `plan` is its file, where the record is not beside it. Of a
-    run, `loss` is what it loses to the full cache on the report split, `words` say all that in sentences.
+    `phases` is the setting of `outcomes` that was chosen (earlier versions tried several), `decisions` say of each what
+    was decided there and why, and `reported` what the report split says of the choice. `uniform` is the strategy with
+    equal budgets that is in every report, `total` counts the entries of the written plan; `plan` is its file, where the
+    record is not beside it. Of a run, `loss` is what it loses to the full cache on the report split, `words` say all
+    that in sentences.
     """
 
     SCHEMA: ClassVar[str] = "kvsearch.selection/3"
@@ -51,10 +52,10 @@ class SelectionResult(Result):
     words: tuple[str, ...] = Field(default=(), exclude_if=lambda words: not words)
 
     @classmethod
-    def of(cls, selection: Selection, decisions: Sequence[str], reported: str, **more: Any) -> Self:
+    def of(cls, selection: Selection, decision: str, reported: str, **more: Any) -> Self:
         """Return everything that a selection found; `more` are the fields that not all have."""
-        notes = [note for result in selection.results for note in result.notes] + list(selection.report.notes)
-        if any(result.phases == "decode" for result in selection.results):
+        notes = [*selection.chosen.notes, *selection.report.notes]
+        if selection.chosen.phases == "decode":
             notes.append(DECODE_ONLY)
         return cls(
             model=selection.model,
@@ -63,8 +64,8 @@ class SelectionResult(Result):
             protocol=selection.protocol,
             seed=selection.seed,
             rule=selection.rule,
-            outcomes=selection.results,
-            decisions=tuple(decisions),
+            outcomes=(selection.chosen,),
+            decisions=(decision,),
             phases=selection.chosen.phases,
             total=selection.plan.total,
             uniform=selection.even,

@@ -11,7 +11,7 @@ baselines holds for all candidates together and at whatever round the race ends:
   and Ramdas 2024, "Estimating means of bounded random variables by betting", 4.1 and 4.4). The tasks of a round have
   the same stake together, so that it is the mean over tasks that is bet on.
 - A candidate is bet on against every baseline, and its wealth is the least of these bets.
-- Candidates share the level by closed testing (`adjust_for_several`), sizes and phase settings by Holm's rule.
+- Candidates share the level by closed testing (`adjust_for_several`), sizes by Holm's rule.
 
 A candidate that is not proven may still be the best guess: it is *likely* better if the one-sided bound of its lead
 over the best baseline is above zero after all contexts. That is no proof: the best of several looks better than it is,

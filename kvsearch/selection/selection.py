@@ -205,8 +205,8 @@ class Reported:
 class Selection:
     """A finished selection at one size, with the plan of what was chosen.
 
-    `chosen` is the phase setting whose race ended with the highest score, `even` the strategy with equal budgets that
-    every report has, `loss` how far the full cache is above the plan on the report split.
+    `chosen` is how the race ended, `even` the strategy with equal budgets that every report has, `loss` how far the
+    full cache is above the plan on the report split.
     """
 
     model: str
@@ -214,7 +214,6 @@ class Selection:
     protocol: Protocol
     seed: int
     rule: Rule
-    results: tuple[PhaseResult, ...]
     chosen: PhaseResult
     even: str
     report: Reported

@@ -1,7 +1,6 @@
-"""A selection at one size: candidates against baselines in every phase setting, then a report on another split.
+"""A selection at one size: candidates against baselines, then a report on another split.
 
-What counts is said in `kvsearch.selection.race`. Every phase setting is judged against baselines of its own phases;
-what the one whose race ends with the highest score has written is chosen.
+What counts is said in `kvsearch.selection.race`.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_p
 from kvsearch.evaluation.runner import rows_hash
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import StageCost
-from kvsearch.plan import PHASES, Plan, Profile, Size
+from kvsearch.plan import Plan, Profile, Size
 from kvsearch.plan.origin import ContextRecord, Use, joined, provenance
 from kvsearch.plan.profile_arrays import SIGNALLED
 from kvsearch.plan.schema import Protocol
 from kvsearch.runs.identity import RunConfig
-from kvsearch.selection.candidates import CandidateSet, content_hash
+from kvsearch.selection.candidates import content_hash
 from kvsearch.selection.comparison import PlanRace, prepare_race
 from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection import (
@@ -48,7 +47,7 @@ STEP: Final = 1.1  # from one budget that is tried to the next
 
 @dataclass(frozen=True, eq=False)
 class SelectionJob:
-    """A selection that is ready to run: `races` are those of the phase settings, `reported` is asked once.
+    """A selection that is ready to run: `race` decides, `reported` is asked once.
 
     With a `profile` candidates are strategies of its signals, else each has its own origin.
     """
@@ -57,7 +56,7 @@ class SelectionJob:
     size: Size
     reported: Split
     rule: Rule
-    races: tuple[PlanRace, ...]
+    race: PlanRace
     profile: Profile | None = None
 
     def check(self) -> None:
@@ -76,8 +75,8 @@ class SelectionJob:
 
     @property
     def selection_prompts(self) -> list[TaskPrompts]:
-        """What the races ask, the same in every phase setting."""
-        return self.races[0].encoded
+        """What the race asks."""
+        return self.race.encoded
 
     @cached_property
     def report_prompts(self) -> list[TaskPrompts]:
@@ -96,12 +95,10 @@ class SelectionJob:
 
     @property
     def costs(self) -> list[StageCost]:
-        """What the races of all phase settings and the report cost, at most."""
-        evaluations = [race.prepared for race in self.races]
-        choice = evaluations[0].cost(f"choose at {self.size.words}")
-        for evaluation in evaluations[1:]:
-            choice = replace(choice, work=choice.work + evaluation.cost(choice.name).work)
-        programs = cycle(method.program for method in evaluations[0].methods)
+        """What the race and the report cost, at most."""
+        prepared = self.race.prepared
+        choice = prepared.cost(f"choose at {self.size.words}")
+        programs = cycle(method.program for method in prepared.methods)
         reported = list(islice(programs, self._max_reported))
         report = replies_cost(f"report at {self.size.words}", self.report_prompts, self.reported.settings, reported)
         return [choice, report]
@@ -116,7 +113,7 @@ class SelectionJob:
     @property
     def content(self) -> dict[str, Any]:
         """All that decides replies, as JSON; selections of other candidates or phases are the same run."""
-        content = self.config(self.races[0].prepared).content
+        content = self.config(self.race.prepared).content
         return {**content, "reported": {task.task.name: rows_hash(task) for task in self.report_prompts}}
 
     def config(self, evaluation: Evaluation) -> RunConfig:
@@ -127,30 +124,24 @@ class SelectionJob:
         if self.profile is not None:
             digest = sha256(self.profile.to_bytes()).hexdigest()
             return evaluation.stage_config("select", profile_sha256=digest, **self.size.as_json())
-        plans = {name: content_hash(plan) for name, plan in self.races[0].candidate_set.plans.items()}
+        plans = {name: content_hash(plan) for name, plan in self.race.candidate_set.plans.items()}
         return evaluation.stage_config("run", plans=plans, **self.size.as_json())
 
     def run(
         self, store: StageStore | None = None, shared: SharedLevel | None = None, *, answered: bool = False
     ) -> Selection:
-        """Decide in every phase setting, and report; `store` keeps the replies, the rest is as for `PlanRace.decide`.
+        """Decide, and report; `store` keeps the replies, the rest is as for `PlanRace.decide`.
 
         Raises:
             IncompatibleError, UsageError: see `Evaluation.run`.
         """
-        shared = shared or SharedLevel(self.rule.level, len(self.races))
-        results = self.decide(store, shared, answered=answered)
-        return self.report([result.at_level(shared.part) for result in results], store)
+        shared = shared or SharedLevel(self.rule.level, races=1)
+        result = self.race.decide(store, shared, answered=answered)
+        return self.report(result.at_level(shared.part), store)
 
-    def decide(self, store: StageStore | None, shared: SharedLevel, *, answered: bool = False) -> list[PhaseResult]:
-        """Return how the races of all phase settings end; see `PlanRace.decide`."""
-        return [race.decide(store, shared, answered=answered) for race in self.races]
-
-    def report(self, results: Sequence[PhaseResult], store: StageStore | None = None) -> Selection:
-        """Choose the phase setting that scores highest, and report it; errors as for `Evaluation.run`."""
-        best = max(range(len(results)), key=lambda number: results[number].score)
-        chosen = results[best]
-        candidate_set = self.races[best].candidate_set
+    def report(self, chosen: PhaseResult, store: StageStore | None = None) -> Selection:
+        """Report what was chosen; errors as for `Evaluation.run`."""
+        candidate_set = self.race.candidate_set
         plans = candidate_set.plans
         leader = chosen.leader
         foremost = chosen.foremost("candidate")
@@ -182,16 +173,16 @@ class SelectionJob:
             protocol=self.protocol,
             seed=self.seed,
             rule=self.rule,
-            results=tuple(results),
             chosen=chosen,
             even=candidate_set.even,
             report=reported,
             loss=report.gain(FULL, [chosen.written]),
-            plan=self._plan(chosen, candidate_set, results),
+            plan=self._plan(chosen),
         )
 
-    def _plan(self, chosen: PhaseResult, candidate_set: CandidateSet, results: Sequence[PhaseResult]) -> Plan:
+    def _plan(self, chosen: PhaseResult) -> Plan:
         """Return the plan to write; its provenance says how it was chosen, and what on."""
+        candidate_set = self.race.candidate_set
         plan = candidate_set.plans[chosen.written]
         selected = chosen.method(chosen.written)
         fitted = plan.provenance if self.profile is None else self.profile.metadata.provenance
@@ -216,7 +207,7 @@ class SelectionJob:
         if self.profile is not None:
             method = SIGNALLED
             settings["phases"] = chosen.phases
-            settings["phases_tried"] = tuple(result.phases for result in results)
+            settings["phases_tried"] = (chosen.phases,)
             if chosen.winner is None:
                 contexts = ContextRecord()  # a baseline was fitted on nothing
         asked = ContextRecord(chosen=asked_set(self.selection_prompts), reported=asked_set(self.report_prompts))
@@ -230,27 +221,23 @@ def prepare_selection(
     size: Size,
     choice: Split,
     reported: Split,
-    phases: Sequence[str] = ("prefill",),
+    phases: str = "prefill",
     explored: Explored | None = None,
     rule: Rule | None = None,
 ) -> SelectionJob:
     """Make all strategies of a profile and baselines, to be chosen by one split and `reported` on another.
 
-    Every phase setting is judged against baselines of its own, and shares the level of the rule with the others.
     `settings.samples` is how many contexts of every task are asked in each of the two splits.
 
     Raises:
-        UsageError: no phases, a question in both splits, or nothing is evicted from any prompt; see
-            `find_signal_candidates`.
+        UsageError: a question in both splits, or nothing is evicted from any prompt; see `find_signal_candidates`.
         IncompatibleError: model and profile, or model and questions, do not fit together.
     """
     profile.metadata.model.require(loaded.fingerprint, "this profile")
-    if not phases:
-        raise UsageError(f"no phases to evict in: give at least one of {', '.join(PHASES)}")
     rule = rule or Rule()
-    plans = [find_signal_candidates(loaded, profile, size, setting, explored) for setting in phases]
-    races = tuple(prepare_race(loaded, candidate_set, choice, rule, size) for candidate_set in plans)
-    selection = SelectionJob(loaded, size, reported, rule, races, profile)
+    plans = find_signal_candidates(loaded, profile, size, phases, explored)
+    race = prepare_race(loaded, plans, choice, rule, size)
+    selection = SelectionJob(loaded, size, reported, rule, race, profile)
     selection.check()
     return selection
 
@@ -282,7 +269,7 @@ def find_smallest(
 
     def looks_good(budget: int) -> bool:
         selection, store = selection_at(budget)
-        (race,) = selection.races
+        race = selection.race
         plans = race.candidate_set
         names = list(plans.candidates) or list(plans.baselines)
         first, _ = halve_contexts(race.encoded, race.split.settings.seed)
@@ -304,12 +291,11 @@ def find_smallest(
         selection, store = selection_at(budget)
         shared = SharedLevel(selection.rule.level, 1)
         _, second = halve_contexts(selection.selection_prompts, selection.seed)
-        halved = replace(selection, races=tuple(replace(race, only=second) for race in selection.races))
-        results = halved.decide(store, shared, answered=True)
-        loss = results[0].full.mean - results[0].score
-        tried.append(TriedBudget(budget, results[0].written, loss, confirmed=True))
+        result = replace(selection.race, only=second).decide(store, shared, answered=True)
+        loss = result.full.mean - result.score
+        tried.append(TriedBudget(budget, result.written, loss, confirmed=True))
         if loss <= within + TIE:
-            return selection.report(results, store), tried
+            return selection.report(result, store), tried
     raise UsageError(
         f"no budget up to {budgets[-1]} entries per kv head loses at most {100 * within:g} points: allow more with "
         "--within"

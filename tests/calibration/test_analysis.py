@@ -15,7 +15,6 @@ from kvsearch.budgets.convex import oracle_recall_curve, recall_curve
 from kvsearch.calibration.analysis import (
     lost_mass,
     ranking_gap,
-    signal_stability,
     spearman,
     stability,
 )
@@ -24,7 +23,6 @@ from kvsearch.plan import Profile, ProfileMetadata
 from tests.budgets.exact import eviction_loss
 from tests.examples import fixed
 from tests.plan.builders import metadata_dict, ratio_table
-from tests.signals.profiles import make_signals
 
 LAYERS, HEADS = 2, 3
 few = fixed(60)
@@ -78,32 +76,6 @@ def test_a_context_is_the_mean_of_its_questions() -> None:
     found = stability(asked(*tables, *tables, contexts=[0, 0, 1, 1]), 0.5)
     assert found.questions == pytest.approx(spearman(tables[0].ravel(), tables[1].ravel())) != 1.0
     assert found.texts == pytest.approx(1.0)
-
-
-def test_a_text_that_is_left_out() -> None:
-    """Two texts agree, the third is the reverse: each of the two with the mean of the others, and the third."""
-    steps = np.array([[0.05, 0.1, 0.15], [0.25, 0.3, 0.45]])
-    reverse = 0.95 - 2 * steps
-    found = stability(asked(steps, steps, reverse, contexts=[0, 1, 2]), 0.5)
-    others = spearman(steps.ravel(), (steps + reverse).ravel() / 2)
-    assert found.left_out == pytest.approx((2 * others - 1) / 3)
-    assert math.isnan(stability(asked(UP, UP, contexts=[0, 0]), 0.5).left_out)
-
-
-def test_signals_of_a_text_that_is_left_out() -> None:
-    """Per phase and budget over layers and patterns; entropy has no patterns. One text tells nothing."""
-    made = make_signals(samples=3)
-    rng = np.random.default_rng(0)
-    shape = made.arrays["cosine"].shape[1:]
-    first, third = rng.random(shape), rng.random(shape)
-    texts = np.array([0, 1, 2], dtype=np.int32)
-    arrays = {"sample_context": texts, "cosine": np.stack([first, first, third]).astype(np.float32)}
-    found = signal_stability(make_signals(samples=3, **arrays))
-    rows = [value.reshape(-1, shape[-2] * shape[-1]) for value in (first, third)]
-    expected = np.mean([(2 * spearman(a, (a + b) / 2) + spearman(b, a)) / 3 for a, b in zip(*rows, strict=True)])
-    assert found["cosine"] == pytest.approx(expected, abs=1e-6)
-    assert "nll" in found
-    assert signal_stability(make_signals(samples=3, sample_context=0 * texts)) == {}
 
 
 def test_half_agreement_is_doubtful() -> None:

@@ -110,5 +110,5 @@ def test_a_model_with_fewer_positions_than_the_texts(run: Run, tmp_path: Path) -
     code, out, _ = run("show", made, "--json")
     assert code == 0
     found = next(table for table in json.loads(out)["tables"] if table["title"].startswith("rank correlation"))
-    assert found["header"][3] == "a text and the others"
+    assert found["header"][3] == "halves of the texts"
     assert -1 <= found["rows"][0][3] <= 1

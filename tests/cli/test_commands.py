@@ -71,7 +71,7 @@ def test_show_a_plan_and_a_profile(run: Run, calibrated: Path) -> None:
     code, out, _ = run("show", calibrated / "plan.json")
     assert code == 0
     assert "prefill entries by layer and head" in out
-    code, out, _ = run("show", calibrated, "--ratio", 0.5, "--plan", calibrated / "plan.json")
+    code, out, _ = run("show", calibrated, "--ratio", 0.5)
     assert code == 0
     assert re.search(r"answers +own", out)
     for title in ("local eviction ratio at 0.5", "recall lost", "importance evicted", "rank correlation"):

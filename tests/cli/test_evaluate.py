@@ -21,8 +21,8 @@ INTERRUPTED = 130
 
 def test_scores_and_equal_entries(run: Run, calibrated: Path, tmp_path: Path) -> None:
     arguments = ("--plan", calibrated / "plan.json", *SHORT, "--samples", 4)
-    replies = tmp_path / "replies.csv"
-    code, out, talk = run("evaluate", "bundled", *arguments, "--json", "--samples-file", replies)
+    replies = tmp_path / "run" / "samples.csv"
+    code, out, talk = run("evaluate", "bundled", *arguments, "--json", "-o", replies.parent)
     assert code == 0, talk
     result = json.loads(out)
     assert (result["schema"], result["protocol"]) == ("kvsearch.evaluation/1", "question-agnostic")
@@ -41,7 +41,7 @@ def test_question_aware_with_two_plans(run: Run, calibrated: Path, tmp_path: Pat
     arguments = (
         "--plan", calibrated / "plan.json", "--plan", tmp_path / "again.json", "--subject", "again", *SHORT,
         "--samples", 2, "--max-length", 600, "--json", "--baselines", "streaming", "--protocol", "question-aware",
-        "--samples-file", tmp_path / "replies.csv",
+        "-o", tmp_path / "run",
     )  # fmt: skip
     code, out, talk = run("evaluate", "bundled", *arguments)
     assert code == 0, talk
@@ -51,13 +51,10 @@ def test_question_aware_with_two_plans(run: Run, calibrated: Path, tmp_path: Pat
     plan, again, _ = result["blocks"][0]["methods"]
     assert again["differences"] is None
     assert plan["differences"]["tasks"]["multikey"]["ties"] == result["tasks"][0]["questions"]
-    rows = pandas.read_csv(tmp_path / "replies.csv")
+    rows = pandas.read_csv(tmp_path / "run" / "samples.csv")
     assert len(rows) == 4 * result["tasks"][0]["questions"]
     assert set(rows["protocol"]) == {"question-aware"}
     assert rows["prompt_tokens"].max() < 600
-    assert "exists: choose another file, or --force" in run("evaluate", "bundled", *arguments)[2]
-    code, once_more, _ = run("evaluate", "bundled", *arguments, "--force")
-    assert once_more == out
 
 
 def test_a_sweep_writes_everything(run: Run, calibrated: Path, tmp_path: Path) -> None:
@@ -140,11 +137,10 @@ def small(run: Run, tmp_path: Path) -> tuple[object, ...]:
 
 
 def test_a_table_is_not_replaced_unasked(run: Run, tmp_path: Path) -> None:
-    for flag in ("--table", "--samples-file"):
-        file = tmp_path / "paper.csv"
-        file.write_text("mine")
-        refused(run, 2, "exists", "evaluate", "bundled", "--methods", "uniform", "--budgets", 64, flag, file)
-        assert file.read_text() == "mine"
+    file = tmp_path / "paper.csv"
+    file.write_text("mine")
+    refused(run, 2, "exists", "evaluate", "bundled", "--methods", "uniform", "--budgets", 64, "--table", file)
+    assert file.read_text() == "mine"
 
 
 def test_losses_stay_in_the_report(run: Run, small: tuple[object, ...], tmp_path: Path) -> None:

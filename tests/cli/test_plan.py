@@ -83,15 +83,6 @@ def test_an_allocation_is_written_and_shown(run: Run, tmp_path: Path) -> None:
     assert "what the entries of a prompt are shared out from, not what a head keeps" in line
 
 
-def test_the_loss_of_a_profile_is_without_the_allocation_of_a_plan(run: Run, calibrated: Path, tmp_path: Path) -> None:
-    path = tmp_path / "lava.json"
-    making = ("plan", "uniform", "bundled", "--policy", "lava", "--budget", 64, "-o", path, "--length", 400)
-    assert run(*making, "--allocation", "lava")[0] == 0
-    code, _, talk = run("show", calibrated, "--plan", path)
-    assert code == 0
-    assert "warning: the loss shown for the plan is that of its budgets without allocation lava" in talk
-
-
 def test_scale_by_ratio_and_by_budget(run: Run, tmp_path: Path) -> None:
     plan, new = tmp_path / "plan.json", tmp_path / "new.json"
     assert run("plan", "uniform", "bundled", "--policy", "knorm", "--ratio", 0.8, "--length", 40, "-o", plan)[0] == 0

@@ -6,10 +6,7 @@ import csv
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-import pytest
-
-from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.samples import Sample, check_samples_file, write_samples
+from kvsearch.evaluation.samples import Sample, write_samples
 
 ONE = Sample(
     "qa", "c", "plan", "question-aware", "0-1", 2, 'he said "a, b"\nand left', 0.25, "ab12", True, 100, 120, 7,
@@ -27,12 +24,3 @@ def test_csv(tmp_path: Path) -> None:
     assert list(rows[0]) == [field.name for field in fields(Sample)]
     assert rows[0] == {name: str(value) for name, value in asdict(ONE).items()}
     assert rows[1]["reply"] == ""
-
-
-def test_files_that_cannot_be_written(tmp_path: Path) -> None:
-    check_samples_file(tmp_path / "new.csv")
-    for name in ("samples.json", "samples", "samples.csv.gz"):
-        with pytest.raises(UsageError, match=r"name a \.csv file"):
-            check_samples_file(tmp_path / name)
-    with pytest.raises(UsageError, match="its folder does not exist"):
-        check_samples_file(tmp_path / "none" / "new.csv")

@@ -70,8 +70,8 @@ def _made(name: str, folder: Path) -> Path:
 def _answerable(tasks: Path) -> None:
     """Make what the model says of its full cache the right answer to two of three questions: else nothing is right."""
     asked = f"evaluate tiny --methods knorm --budgets 12 --samples {CONTEXTS} --tasks jsonl:{tasks.name}"
-    run_in(tasks.parent, f"{asked} --samples-file said.csv --force".split())
-    with (tasks.parent / "said.csv").open() as file:
+    run_in(tasks.parent, f"{asked} -o said --force".split())
+    with (tasks.parent / "said" / "samples.csv").open() as file:
         said = {(row["key"], row["question"]): row["reply"] for row in csv.DictReader(file) if row["method"] == "full"}
     rows = [json.loads(line) for line in tasks.read_text().splitlines()]
     for number, row in enumerate(rows):

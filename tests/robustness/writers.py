@@ -47,7 +47,6 @@ BUDGETS = "--budget 12", "--budget 14"
 LUKV = "--data texts.json --no-check --answers given --questions 1"
 POLYKV = "--data texts.json --patterns tova,streaming --policy tova --signals entropy,cosine"
 EVALUATE = f"evaluate tiny --methods {{}} --budgets 12 --samples 2 {TASKS}"
-FILES = "--table table.csv --samples-file samples.csv"
 EVOLVE = (
     f"evolve tiny {TASKS} --set window=4 --group-size 1 --generations 1 --population 4 --finalists 2 --samples 2 "
     "{} -o out"
@@ -74,7 +73,7 @@ WRITERS: dict[str, Writer] = {
     "select": Writer(SELECT, *ROUTES, ("poly",)),
     "evaluate": Writer(f"{EVALUATE} -o out", *METHODS),
     "evaluate --force": Writer(f"{EVALUATE} -o out --force", *METHODS, ("scores=out",), replaces=("out/",)),
-    "evaluate --table": Writer(f"{EVALUATE} {FILES}", *METHODS, again="--force"),
+    "evaluate --table": Writer(f"{EVALUATE} --table table.csv", *METHODS, again="--force"),
     "evolve": Writer(f"{EVOLVE} --budget 12", *SEEDS),
     "evolve --budgets": Writer(f"{EVOLVE} --budgets 12,14", *SEEDS),
     "run": Writer(RUN, *SEEDS),

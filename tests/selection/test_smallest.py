@@ -22,9 +22,10 @@ FULL_SCORE = 0.9
 
 @dataclass(frozen=True)
 class MadeRace:
-    """A race of a candidate that loses `first_loss` on the contexts that are looked at."""
+    """A race of a candidate that loses `first_loss` on the contexts that are looked at, `second_loss` on the others."""
 
     first_loss: float
+    second_loss: float
     encoded: tuple[Any, ...] = ()
     split: Split = field(default_factory=lambda: Split([], Settings()))
     candidate_set: Any = field(default_factory=lambda: SimpleNamespace(candidates={"bad": 0, "good": 1}, baselines={}))
@@ -35,30 +36,29 @@ class MadeRace:
         scores = {FULL: FULL_SCORE, "bad": 0.0, "good": FULL_SCORE - self.first_loss}
         return SimpleNamespace(score=lambda name: SimpleNamespace(mean=scores[name]))
 
+    def decide(self, store: object, shared: object, *, answered: bool) -> Any:
+        assert answered
+        assert self.only == []  # the other half
+        full = SimpleNamespace(mean=FULL_SCORE)
+        return SimpleNamespace(full=full, score=FULL_SCORE - self.second_loss, written="chosen")
+
 
 @dataclass(frozen=True)
 class Made:
-    """A choice at a budget that loses `first` on one half of the contexts and `second` on the other."""
+    """A choice at a budget."""
 
-    races: tuple[MadeRace, ...]
-    second_loss: float
+    race: MadeRace
     rule: Rule = field(default_factory=Rule)
     selection_prompts: tuple[Any, ...] = ()
     seed: int = 0
 
-    def decide(self, store: object, shared: object, *, answered: bool) -> list[Any]:
-        assert answered
-        assert [race.only for race in self.races] == [[]]  # the other half
-        full = SimpleNamespace(mean=FULL_SCORE)
-        return [SimpleNamespace(full=full, score=FULL_SCORE - self.second_loss, written="chosen")]
-
-    def report(self, results: list[Any], store: object) -> Any:
-        return results[0]
+    def report(self, result: Any, store: object) -> Any:
+        return result
 
 
 def tried_at(first: dict[int, float], second: dict[int, float], within: float = 0.01) -> list[TriedBudget]:
     def choice_at(budget: int) -> tuple[SelectionJob, StageStore | None]:
-        return cast("SelectionJob", Made((MadeRace(first[budget]),), second[budget])), None
+        return cast("SelectionJob", Made(MadeRace(first[budget], second[budget]))), None
 
     _, tried = find_smallest(list(first), within, choice_at)
     return tried
