@@ -33,7 +33,7 @@ class Exported:
 
     The file called `SINGLE` is written at the path itself, others into the folder at that path. In lines of `usage`,
     {path} stands for it. `total` counts the entries of the plan. `at` is the prompt length at which the files are read
-    back, None: that of the plan.
+    back, None: that of the plan. `updated` are files that may be there and are replaced.
     """
 
     files: Mapping[str, bytes]
@@ -41,6 +41,7 @@ class Exported:
     losses: Losses = field(default_factory=dict)
     total: int = 0
     at: int | None = None
+    updated: tuple[str, ...] = ()
 
     def describe(self) -> list[str]:
         """Return a line for every loss, with entries and percent where they were counted."""
@@ -114,14 +115,15 @@ class Budgets:
 class Inputs:
     """What a target is told besides a plan or profile.
 
-    A prompt length in tokens, the model and its shape where the target needs them, and what is known of the plan's
-    `scores`, in Markdown.
+    A prompt length in tokens, the model and its shape where the target needs them, what is known of the plan's
+    `scores`, in Markdown, and the content of the `config.json` that a plan is put beside.
     """
 
     length: int | None = None
     architecture: Architecture | None = None
     model: Any = None  # of transformers
     scores: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def known_architecture(self) -> Architecture:

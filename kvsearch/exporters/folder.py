@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, ClassVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -12,9 +14,19 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.parsing import parse_json
 from kvsearch.core.printed import command_line, markdown_text
 from kvsearch.exporters.base import NOTHING, Budgets, Exported, Inputs, PlanExporter
+from kvsearch.models.loading import CONFIG
 from kvsearch.plan import ModelFingerprint, Plan, canonical_json
 from kvsearch.plan.origin import USES
-from kvsearch.plan.saved import FOLDER_PLAN, WEIGHTS, known_weights, with_weights
+from kvsearch.plan.saved import (
+    BESIDE,
+    FOLDER_PLAN,
+    MODEL_KEY,
+    WEIGHTS,
+    check_listing,
+    known_weights,
+    size_of,
+    with_weights,
+)
 
 
 class Folder(PlanExporter):
@@ -37,7 +49,29 @@ class Folder(PlanExporter):
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:  # noqa: ARG002
         """Read the budgets off the plan."""
-        return Budgets.of(Plan.model_validate(parse_json(files[FOLDER_PLAN], FOLDER_PLAN)), length).entries
+        name = next(name for name in files if Path(name).match("plan*.json"))
+        return Budgets.of(Plan.model_validate(parse_json(files[name], name)), length).entries
+
+
+class ModelFolder(Folder):
+    """A plan and its weights in the folder of its model, whose `config.json` names it by its size."""
+
+    name: ClassVar[str] = "model"
+
+    def export(self, plan: Plan, inputs: Inputs = NOTHING) -> Exported:
+        """Make what lies beside the model; UsageError if the weights of a fitted ranking are not here."""
+        listed = dict(check_listing(inputs.config.get(MODEL_KEY), "the model"))
+        size = size_of(plan)
+        path = f"{BESIDE}/plan-{size}.json" if listed else f"{BESIDE}/{FOLDER_PLAN}"
+        path = listed[size]["file"] if size in listed else path
+        places = with_weights(plan.policies, path)
+        weights = {f"{BESIDE}/{place.name}": known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
+        content = canonical_json(plan)
+        listed[size] = {"file": path, "sha256": sha256(content).hexdigest()}
+        config = json.dumps({**inputs.config, MODEL_KEY: listed}, indent=2, sort_keys=True) + "\n"
+        files = {path: content, **weights, CONFIG: config.encode()}
+        usage = ("kvsearch generate {path} --prompt ...", "kvsearch.attach(model)")
+        return Exported(files, usage, total=plan.total, updated=(*weights, CONFIG))
 
 
 def card(plan: Plan, scores: str | None = None) -> bytes:

@@ -14,11 +14,13 @@ from kvsearch.calibration.steps import profile_file
 from kvsearch.config.options import RULE, JobOptions, Names, Option
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.files import atomic_write
+from kvsearch.core.parsing import read_json
 from kvsearch.exporters import exporter_of
 from kvsearch.jobs.groups import BUDGET, Loading
 from kvsearch.jobs.plan import PlanOptions, Sized, size_or_measured
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
+from kvsearch.models.loading import CONFIG as MODEL_CONFIG
 from kvsearch.plan import ModelFingerprint, Plan, Profile, load_plan, load_profile
 from kvsearch.plan.saved import plan_of_folder
 from kvsearch.results import validation
@@ -83,9 +85,9 @@ class ExportOptions(PlanOptions, Sized, Loading):
     to: Annotated[
         str,
         Option(
-            "plan: a plan file; or the files of another tool: folder, kvpress-lukv, kvpress-layers, kvpress-kvzap, "
-            "kvpress-ea, triattention, duo, headkv, attention-matching, sparse-vllm, spectralkv, trtllm-windows, "
-            "vllm-windows, openvino.",
+            "plan: a plan file; model: beside the model in the folder --output; or the files of another tool: folder, "
+            "kvpress-lukv, kvpress-layers, kvpress-kvzap, kvpress-ea, triattention, duo, headkv, attention-matching, "
+            "sparse-vllm, spectralkv, trtllm-windows, vllm-windows, openvino.",
             RULE,
             metavar="TARGET",
             panel=TOOLS_PANEL,
@@ -127,11 +129,16 @@ class ExportOptions(PlanOptions, Sized, Loading):
             IncompatibleError: `--model` is another one.
         """
         from kvsearch.exporters.base import Inputs
-
-        if self.model is None or not exporter_of(self.to).needs_model:
-            return Inputs(length)
         from kvsearch.models.architecture import describe
 
+        if self.to == "model":
+            config = self.output / MODEL_CONFIG
+            if not config.is_file():
+                raise UsageError(f"there is no {config}: --to model writes into the folder of a model")
+            model.require(self.load(str(self.output), reporter).fingerprint, "what is exported")
+            return Inputs(length, config=read_json(config))
+        if self.model is None or not exporter_of(self.to).needs_model:
+            return Inputs(length)
         loaded = self.load(self.model, reporter)
         model.require(loaded.fingerprint, "what is exported")
         return Inputs(length, describe(loaded.model), loaded.model)
@@ -308,10 +315,12 @@ def write_files(found: Exported, path: Path, force: bool) -> None:
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is a file, and the target is a folder: choose another path")
     with locked(path):
-        taken = [name for name in found.files if (path / name).exists()]
+        taken = [name for name in found.files if name not in found.updated and (path / name).exists()]
         if taken and not force:
             raise UsageError(f"{path / taken[0]} exists: choose another folder, or --force to replace it")
-        unfinish(path, tuple(found.files))
+        sealed = tuple(name for name in found.files if name not in found.updated)
+        unfinish(path, sealed)
         for name, data in found.files.items():
+            (path / name).parent.mkdir(exist_ok=True)
             atomic_write(path / name, data)
-        finish(path, tuple(found.files))
+        finish(path, sealed)

@@ -19,12 +19,14 @@ from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import BUNDLED
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Plan
+from kvsearch.plan.saved import MODEL_KEY, plan_beside
 from kvsearch.report.costs import Forecast
 from kvsearch.tasks.given import example_for, given_text
 from kvsearch.tasks.prompts import PromptFormat
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.answer import Reply
+    from kvsearch.models.loading import LoadedModel
 
 
 CHUNK = Option("Read the context so many tokens at a time, in less memory for what the model computes with.")
@@ -42,7 +44,7 @@ class Texts(NamedTuple):
 class GenerateOptions(WithModel, Seeded):
     """What to read, what to ask, and under which plan."""
 
-    plan: Annotated[Path | None, Option("A plan file; without one the full cache is kept.", SIZE)] = None
+    plan: Annotated[Path | None, Option("A plan file.", SIZE, shown="beside the model, or the full cache")] = None
     context: Annotated[
         str | None, Option("The context, or @FILE; compressed before the prompt is read.", QUESTIONS)
     ] = None
@@ -79,6 +81,16 @@ class GenerateOptions(WithModel, Seeded):
         context, first, plain = example_for(self.model, context, prompts[0] if prompts else None, self.seed)
         return Texts(plan, context, [first, *prompts[1:]], plain)
 
+    def plan_for(self, loaded: LoadedModel, plan: Plan | None) -> Plan | None:
+        """Return the plan that is read, else the one beside the model, None: the full cache; errors as `load_plan`."""
+        place: str | Path | None = self.plan
+        if plan is None and self.cache is None and getattr(loaded.model.config, MODEL_KEY, None):
+            place = plan_beside(loaded.model)
+            plan = checked_plan(place)
+        if plan is not None:
+            plan.model.require(loaded.fingerprint, f"the plan {place}")
+        return plan
+
 
 def dry_run(options: GenerateOptions, reporter: Reporter) -> Forecast:
     """Return what would be read and asked, and what that costs; errors as `generate`."""
@@ -87,8 +99,7 @@ def dry_run(options: GenerateOptions, reporter: Reporter) -> Forecast:
 
     source = {"context": context} if options.cache is None else {"cache": str(options.cache)}
     loaded = options.load(options.model, reporter)
-    if plan is not None:
-        plan.model.require(loaded.fingerprint, f"the plan {options.plan}")
+    options.plan_for(loaded, plan)
     texts = prompts if options.cache is not None else [context, *prompts]
     steps = len(prompts) * options.max_new_tokens  # one prompt after the other: a pass for each token
     work = Work.over(map(counter(loaded.tokenizer), texts)) + Work(steps, steps)
@@ -108,15 +119,15 @@ def generate(options: GenerateOptions, reporter: Reporter) -> list[Reply]:
     from kvsearch.evaluation.answer import answer
 
     loaded = options.load(options.model, reporter)
-    if plan is not None:
-        plan.model.require(loaded.fingerprint, f"the plan {options.plan}")
+    plan = options.plan_for(loaded, plan)
     source = options.cache or context
     replies = answer(
         loaded, plan, source, prompts, plain, options.max_new_tokens, exact=options.exact, chunk=options.chunk
     )
     if options.cache is None and plan is not None and replies[0].entries == replies[0].full_entries:
         reporter.warn(
-            f"nothing was evicted: the plan {options.plan} keeps all {replies[0].context_tokens} tokens of this context"
+            f"nothing was evicted: the plan {options.plan or 'beside the model'} keeps all "
+            f"{replies[0].context_tokens} tokens of this context"
         )
     return replies
 

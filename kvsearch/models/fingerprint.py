@@ -15,13 +15,14 @@ from kvsearch.core.parsing import describe_validation_error
 from kvsearch.models.architecture import describe, text_config
 from kvsearch.models.memory import refuse_offloaded
 from kvsearch.plan import ModelFingerprint
+from kvsearch.plan.saved import MODEL_KEY
 
 # how a model is loaded does not make it another model
 VOLATILE = frozenset(
     {
         "_attn_implementation", "_name_or_path", "architectures", "attn_implementation", "dtype", "name_or_path",
         "torch_dtype", "transformers_version", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
-        "chunk_size_feed_forward", "quantization_config", "id2label", "label2id",
+        "chunk_size_feed_forward", "quantization_config", "id2label", "label2id", MODEL_KEY,
     }
 )  # fmt: skip
 SAMPLES = 64

@@ -6,28 +6,34 @@ import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.core.files import atomic_write, check_target, read_bytes
+from kvsearch.core.naming import require_known
 from kvsearch.core.parsing import describe_fault, read_json, require_header, validated
 from kvsearch.plan.schema import PLAN_FORMAT, PLAN_VERSION, Plan, PolicySpec
 
 PROFILE = "profile.safetensors"  # of the directory of a calibration
 FOLDER_PLAN = "plan.json"  # the plan of a folder that `export --to folder` wrote
+AUTO = "auto"  # in place of a path: the plan beside a model
+BESIDE = "kvsearch"  # the folder of plans beside a model
+MODEL_KEY = "kv_cache_plan"  # in the config.json of a model: file and SHA-256 of each plan beside it, by size
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def load_plan(path: str | Path) -> Plan:
+def load_plan(path: str | Path, model: Any = None, size: str | float | None = None) -> Plan:
     """Read and check a plan: a file, the `plan.json` of a folder, or that of a repository of the Hugging Face hub.
 
-    What is no path here and reads like `user/name` is a repository; its plan and weights are downloaded once.
+    What is no path here and reads like `user/name` is a repository; its plan and weights are downloaded once. "auto"
+    is the plan beside a `model` of transformers, which `export --to model` wrote; of several, that of a `size`.
 
     Raises:
         UsageError: there is no such file, or it is not a valid plan; the message then lists all that is wrong with it.
         EnvironmentFault: the file cannot be read, or the hub has no such repository or cannot be reached.
     """
-    path = _located(path)
+    path = plan_beside(model, size) if path == AUTO else _located(path)
     name = str(path)
     data = require_header(read_json(path), PLAN_FORMAT, PLAN_VERSION, name)
     plan = _checked(data, name)
@@ -54,6 +60,50 @@ def plan_of_folder(path: Path) -> Path | None:
     return plan if plan.is_file() and not (path / PROFILE).exists() else None
 
 
+def size_of(plan: Plan) -> str:
+    """Return the size of a plan as `--ratio` or `--budget` states it: the share evicted, or entries per kv head."""
+    heads = len(next(iter(plan.phases.values())).planned_layers) * plan.model.kv_heads
+    mean = plan.total / heads
+    return f"{mean if plan.length is None or plan.scaling == 'fixed' else 1 - mean / plan.length:.4g}"
+
+
+def check_listing(listed: Any, owner: str | Path) -> dict[str, dict[str, str]]:
+    """Return what a model's configuration says of the plans beside it, by size; UsageError if that is damaged."""
+    listing: dict[str, dict[str, str]] = listed or {}
+    if not isinstance(listing, dict) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("file"), str) and isinstance(entry.get("sha256"), str)
+        for entry in listing.values()
+    ):
+        raise UsageError(f"{MODEL_KEY} in the configuration of {owner} is damaged: take it out, and export again")
+    return listing
+
+
+def plan_beside(model: Any, size: str | float | None = None) -> Path:
+    """Return the file of the plan beside a model.
+
+    Raises:
+        UsageError: there is none, several and no size that says which, or another one than its configuration names.
+        EnvironmentFault: the model is of the hub, which cannot be reached.
+    """
+    name = getattr(getattr(model, "config", None), "name_or_path", None)
+    if name is None:
+        raise UsageError('load_plan("auto") looks beside a model: give it, too')
+    listed = check_listing(getattr(model.config, MODEL_KEY, None), name)
+    if not listed:
+        raise UsageError(f"there is no plan beside the model {name}: give one, or `kvsearch export PLAN --to model` it")
+    if size is None and len(listed) > 1:
+        raise UsageError(f"several plans lie beside the model {name}: say which size, {' or '.join(listed)}")
+    wanted = next(iter(listed)) if size is None else str(size)
+    require_known("size", wanted, list(listed))
+    entry = listed[wanted]
+    revision = getattr(model.config, "_commit_hash", None)
+    folder = Path(name) if Path(name).is_dir() else _downloaded(name, [f"{BESIDE}/*"], revision=revision)
+    path = folder / BESIDE / Path(entry["file"]).name
+    if not path.is_file() or hashlib.sha256(read_bytes(path)).hexdigest() != entry["sha256"]:
+        raise UsageError(f"{path} is not the plan that the config.json beside it names: copy both, or export it again")
+    return path
+
+
 def _located(path: str | Path) -> Path:
     """Return the plan file that is meant."""
     place = Path(path)
@@ -61,14 +111,19 @@ def _located(path: str | Path) -> Path:
         return place / FOLDER_PLAN
     if place.exists() or place.suffix == ".json" or not _HUB.fullmatch(str(path)) or place.parent.exists():
         return place
+    return _downloaded(str(path), [FOLDER_PLAN, "*.safetensors"]) / FOLDER_PLAN
+
+
+def _downloaded(name: str, patterns: list[str], **revision: Any) -> Path:
+    """Return the folder of those files of a repository of the hub that match."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(path), allow_patterns=[FOLDER_PLAN, "*.safetensors"])) / FOLDER_PLAN
+        return Path(snapshot_download(name, allow_patterns=patterns, **revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise EnvironmentFault(
-            f"there is no file or folder {path}, and the hub has no such plan or cannot be reached: "
+            f"there is no file or folder {name}, and the hub has no such plan or cannot be reached: "
             f"{describe_fault(error)}"
         ) from error
 

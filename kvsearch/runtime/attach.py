@@ -12,6 +12,7 @@ from torch import Tensor
 from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import warn_beyond
 from kvsearch.models.memory import refuse_offloaded
+from kvsearch.plan.saved import AUTO, load_plan
 from kvsearch.runtime.attention import NAME, NO_DRAFTS, NO_DRAFTS_TAKEN_BACK, NO_SHARED_DRAFTS
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.decode.steps import CompiledModel, stepping
@@ -152,7 +153,7 @@ class PlannedModel:
 
 def attach(
     model: Any,
-    plan: Plan | Program,
+    plan: Plan | Program | None = None,
     *,
     exact: bool = False,
     graphs: bool = True,
@@ -160,9 +161,13 @@ def attach(
 ) -> PlannedModel:
     """Bind `plan` to `model` (checked against each other); see `PlanCache` for the arguments and errors.
 
+    Without a plan it is the one that lies beside the model: `load_plan("auto", model)`.
+
     With `graphs`, decode steps are captured on CUDA where that is possible; with `compile`, they are compiled as one
     graph of operations first, on every device. Where that is not possible, the reason is said once.
     """
     refuse_offloaded(model, type(model).__name__)
+    if plan is None:
+        plan = load_plan(AUTO, model)
     program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
     return PlannedModel(model, program, exact=exact, graphs=graphs, compiled=compile)

@@ -1,0 +1,171 @@
+"""Plans beside a model: written there, found there, kept by transformers, and refused where they do not belong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, pipeline
+
+import kvsearch
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.models.fingerprint import fingerprint
+from kvsearch.plan import Plan
+from kvsearch.plan.saved import MODEL_KEY, plan_beside, save_plan, size_of
+from tests.cli.conftest import invoke
+from tests.tiny import loaded, plan_for
+
+SMALL, LARGE = 8, 16  # entries of every head, of 40: 0.8 and 0.6 are evicted
+
+
+def plan_of(made: Any, budget: int, **changes: Any) -> Plan:
+    return plan_for(made, [[budget] * made.fingerprint.kv_heads] * made.fingerprint.layers, **changes)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model with two plans in files beside its folder."""
+    made = loaded()
+    made.model.save_pretrained(tmp_path / "model")
+    made.tokenizer.save_pretrained(tmp_path / "model")
+    for name, budget in (("small", SMALL), ("large", LARGE)):
+        save_plan(plan_of(made, budget), tmp_path / f"{name}.json")
+    return tmp_path / "model"
+
+
+def export(folder: Path, name: str, *more: str) -> tuple[int, str, str]:
+    return invoke("export", folder.parent / f"{name}.json", "--to", "model", "-o", folder, *more)
+
+
+def of(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def test_a_plan_is_found_beside_its_model(folder: Path, tmp_path: Path) -> None:
+    before = json.loads((folder / "config.json").read_text())
+    assert export(folder, "small")[0] == 0
+    after = json.loads((folder / "config.json").read_text())
+    assert after.pop(MODEL_KEY).keys() == {"0.8"}
+    assert after == before
+    plan = kvsearch.load_plan(tmp_path / "small.json")
+    assert kvsearch.load_plan(folder / "kvsearch") == plan
+    model = of(folder)
+    assert kvsearch.load_plan("auto", model) == plan
+    ids = torch.randint(0, 60, (1, 40))
+    with kvsearch.attach(model) as found, kvsearch.attach(model, plan) as given:
+        replies = [planned.generate(ids, max_new_tokens=5, do_sample=False).tolist() for planned in (found, given)]
+        assert replies[0] == replies[1]
+        assert found.cache is not None
+        assert found.cache.entries().max() <= SMALL + 5
+        pipe = pipeline("text-generation", model=found, tokenizer=loaded().tokenizer)
+        assert pipe("a b c", max_new_tokens=2, do_sample=False)
+
+
+def test_transformers_keeps_the_key(folder: Path, tmp_path: Path) -> None:
+    export(folder, "small")
+    of(folder).save_pretrained(tmp_path / "copy")
+    copy = of(tmp_path / "copy")
+    assert getattr(copy.config, MODEL_KEY) == getattr(of(folder).config, MODEL_KEY)
+    with pytest.raises(UsageError, match=r"copy/kvsearch/plan\.json is not the plan that the config\.json beside it"):
+        kvsearch.attach(copy)
+    shutil.copytree(folder / "kvsearch", tmp_path / "copy" / "kvsearch")
+    assert kvsearch.attach(copy).program is not None
+
+
+def test_several_plans_by_size(folder: Path, tmp_path: Path) -> None:
+    assert export(folder, "small")[0] == export(folder, "large")[0] == 0
+    model = of(folder)
+    with pytest.raises(UsageError, match=r"several plans lie beside the model .*: say which size, 0\.6 or 0\.8"):
+        kvsearch.attach(model)
+    for name, size in (("small", 0.8), ("large", "0.6")):
+        assert kvsearch.load_plan("auto", model, size=size) == kvsearch.load_plan(tmp_path / f"{name}.json")
+    with pytest.raises(UsageError, match=r"unknown size '0\.5'"):
+        kvsearch.load_plan("auto", model, size=0.5)
+
+
+def test_two_plans_of_one_size(folder: Path, tmp_path: Path) -> None:
+    export(folder, "small")
+    export(folder, "large")
+    other = plan_of(loaded(), SMALL, floor=2)
+    save_plan(other, tmp_path / "other.json")
+    code, _, error = export(folder, "other")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "plan.json exists: choose another folder, or --force to replace it" in error
+    assert export(folder, "other", "--force")[0] == 0
+    assert kvsearch.load_plan("auto", of(folder), size=0.8) == other
+
+
+def test_a_model_that_has_changed_since_is_refused(folder: Path, tmp_path: Path) -> None:
+    export(folder, "small")
+    model = of(folder)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    with pytest.raises(IncompatibleError, match="it has other weights") as caught:
+        kvsearch.attach(model)
+    assert "\n" not in str(caught.value)
+    model.save_pretrained(folder)
+    code, _, error = export(folder, "large")
+    assert (code, error.count("\n")) == (4, 1)
+    assert "it has other weights" in error
+
+
+def test_what_is_not_there_or_damaged_is_one_line(folder: Path) -> None:
+    model = of(folder)
+    with pytest.raises(UsageError, match="there is no plan beside the model"):
+        kvsearch.attach(model)
+    with pytest.raises(UsageError, match="looks beside a model: give it, too"):
+        kvsearch.load_plan("auto")
+    code, _, error = invoke("export", folder.parent / "small.json", "--to", "model", "-o", folder.parent / "none")
+    assert code == 2
+    assert "--to model writes into the folder of a model" in error
+    export(folder, "small")
+    (folder / "kvsearch" / "plan.json").write_bytes(b"{}")
+    with pytest.raises(UsageError, match="is not the plan that the config"):
+        kvsearch.attach(of(folder))
+    for damaged in ("plan.json", {"0.8": "plan.json"}, {"0.8": {"file": 3}}):
+        setattr(model.config, MODEL_KEY, damaged)
+        with pytest.raises(UsageError, match=r"kv_cache_plan in the configuration of .* is damaged"):
+            kvsearch.attach(model)
+
+
+def test_a_place_outside_the_folder_is_not_read(folder: Path) -> None:
+    export(folder, "small")
+    model = of(folder)
+    getattr(model.config, MODEL_KEY)["0.8"]["file"] = "../../small.json"
+    with pytest.raises(UsageError, match=r"kvsearch/small\.json is not the plan"):
+        kvsearch.attach(model)
+
+
+def test_generate_finds_it(folder: Path) -> None:
+    arguments = ("generate", folder, "--context", "a b c d " * 20, "--prompt", "a", "--max-new-tokens", "2", "--json")
+    full = json.loads(invoke(*arguments)[1])
+    export(folder, "small")
+    found = json.loads(invoke(*arguments)[1])
+    given = json.loads(invoke(*arguments, "--plan", folder.parent / "small.json")[1])
+    assert found == given
+    assert found["entries"] < full["entries"]
+
+
+def test_the_key_makes_no_other_model(folder: Path) -> None:
+    before = fingerprint(of(folder))
+    export(folder, "small")
+    assert fingerprint(of(folder)) == before
+
+
+def test_sizes_are_those_of_options() -> None:
+    made = loaded()
+    assert size_of(plan_of(made, SMALL)) == "0.8"
+    assert size_of(plan_of(made, SMALL, scaling="fixed")) == "8"
+
+
+def test_looking_for_a_plan_that_is_not_there_takes_no_time(folder: Path) -> None:
+    model = of(folder)
+    start = time.perf_counter()
+    with pytest.raises(UsageError):
+        plan_beside(model)
+    assert time.perf_counter() - start < 0.01
