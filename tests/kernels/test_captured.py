@@ -5,6 +5,7 @@ What a launch is given is written down once: grids, widths and chunks must hold 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from kvsearch.kernels import blocks
 from kvsearch.policies import create_policy
-from kvsearch.runtime import Program, attach
+from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attach import PlannedModel
+from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode import decoding, steps
+from kvsearch.runtime.shared_prefill import read
 from kvsearch.runtime.store.flat import FlatBlock
 from tests.families import build, prompts
 from tests.kernels.serving import interpreted
@@ -133,6 +136,31 @@ class TestFlat:
             (block,) = layer.holder.blocks  # type: ignore[union-attr]
             assert isinstance(block, FlatBlock)
             assert not block.fixed  # the cache is left as others leave it
+
+    def test_questions_take_what_was_captured_of_others(self) -> None:
+        """Padding is another step, and a longer question makes room anew; all else is captured once."""
+        model: Any = build("llama", num_hidden_layers=1, tie_word_embeddings=False)
+        program = Program.of_policy(model, create_policy("streaming"), {"prefill": lambda _: np.array([[6, 11]])})
+        contexts = [prompts(1, 24, seed=seed)[0][0] for seed in (1, 2)]
+        lengths = {"first": (5, 5), "alike": (5, 5), "padded": (3, 5), "alike again": (4, 4), "longer": (30, 30)}
+        questions = [
+            [prompts(1, count, seed=seed)[0][0] for count in pair] for seed, pair in enumerate(lengths.values())
+        ]
+
+        def answers(recorder: Recorder | None) -> Iterator[list[list[int]]]:
+            with capturing(recorder), running(model):
+                replies = read(model, PlanCache(model, program), contexts, 0, set())
+                for asked in questions:
+                    yield replies.ask(asked, [TOKENS, TOKENS])
+
+        with interpreted(False):
+            expected = list(answers(None))
+        recorder = Recorder()
+        captured = []
+        for found, alone in zip(answers(recorder), expected, strict=True):
+            assert found == alone
+            captured.append(recorder.log.count("captured"))
+        assert captured == [1, 1, 2, 2, 3]
 
 
 def rooms(room: int) -> range:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime.cache import CacheMark, PlanCache
 from kvsearch.runtime.decode.decoding import Decoding
-from kvsearch.runtime.decode.steps import stepping
+from kvsearch.runtime.decode.steps import DecodeSteps, stepping
 from kvsearch.runtime.stock import CACHE
 
 Finished = Callable[[list[int]], bool]
@@ -77,6 +77,7 @@ class Replies:
     stop: set[int]
     finished: Finished | None = None
     _compressed: CacheMark | None = None
+    _steps: list[DecodeSteps] = field(default_factory=list)  # captured for a question, for the next ones
 
     def __post_init__(self) -> None:
         self.lengths = self.mask.sum(-1, keepdim=True)
@@ -138,7 +139,7 @@ class Replies:
     ) -> list[list[int]]:
         """Make replies that begin with `ids` [B, 1]; `positions` [B, 1] are those of the tokens before."""
         replies = [GreedyReply(limit, self.stop, self.finished) for limit in max_new_tokens]
-        with stepping(self.model, self.cache, max(max_new_tokens)) as model:
+        with stepping(self.model, self.cache, max(max_new_tokens), kept=self._steps) as model:
             while True:
                 tokens = ids[:, 0].tolist()
                 for row, reply in enumerate(replies):

@@ -192,10 +192,11 @@ class DecodeSteps:
         self.without = WITHOUT if compiled is None else UNCOMPILED
         self.room = min(ROOM, ROOM if tokens is None else max(tokens, 1))
         self.stopped = False
+        self._entered = False  # a step was done since these calls began
         self._known: dict[Hashable, RepeatedStep] = {}
         self._holders: list[Any] = []  # what planned layers held at the first step
         self._packed: list[int] = []  # how often they had made their tensors anew, when steps were captured
-        self._inputs: Any = None  # ids, positions and mask, tensors that stay where they are; None: no step was entered
+        self._inputs: Any = None  # ids, positions and mask, tensors that stay where they are
 
     def serve(self, given: Mapping[str, Any]) -> Any | None:
         """Do a call of the model with these arguments, if it is a decode step; None, and nothing done, if not."""
@@ -208,10 +209,15 @@ class DecodeSteps:
             self.close()
         return output
 
-    def close(self) -> None:
-        """Drop the graphs, and let the cache take room as it needs it again."""
-        if self._inputs is not None:
+    def leave(self) -> None:
+        """Let the cache take room as it needs it again; what was captured serves later steps over the same tensors."""
+        if self._entered:
             self.cache.reserve(0)
+        self._entered = False
+
+    def close(self) -> None:
+        """Leave, and drop the graphs."""
+        self.leave()
         self._known = {}
         self._holders = []
         self._inputs = None
@@ -224,7 +230,7 @@ class DecodeSteps:
         holders = [layer.holder for layer in planned]
         if cache_of(given) is not self.cache or ids is None or None in holders:
             return False  # of another model that drafts, or the prompt
-        changed = self._inputs is not None and (ids.shape[1] != 1 or holders != self._holders)
+        changed = self._entered and (ids.shape[1] != 1 or holders != self._holders)
         if changed or any(layer.drafts for layer in planned):
             return self._stop("several tokens come at a time, or sequences are rearranged between them")
         if ids.shape[1] != 1 or given.get("inputs_embeds") is not None:
@@ -237,7 +243,7 @@ class DecodeSteps:
         mask = given.get("attention_mask")
         # `generate` adds to a mask what comes, and hides no more
         if (
-            self._inputs is None
+            not self._entered
             and mask is not None
             and not (mask.dim() == 2 and self.cache.read_mask.shows_all(mask.bool()))
         ):
@@ -254,12 +260,16 @@ class DecodeSteps:
         """Copy a step's tokens and their positions to where graphs read them; None: those that models take then."""
         if positions is None:
             positions = torch.full((1, 1), self.cache.get_seq_length(), device=ids.device)
-        if self._inputs is None:
-            # a mask of four dimensions is taken as it is; planned layers have no use for one
-            mask = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
-            self._inputs = torch.empty_like(ids), torch.empty_like(positions), mask
+        if not self._entered:
+            holders = [layer.holder for layer in self.cache.planned.values()]
+            if holders != self._holders or self._inputs[1].shape != positions.shape:
+                # a mask of four dimensions is taken as it is; planned layers have no use for one
+                mask = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
+                self._inputs = torch.empty_like(ids), torch.empty_like(positions), mask
+                self._holders = holders
+                self._packed = []
             self.cache.reserve(self.room)
-            self._holders = [layer.holder for layer in self.cache.planned.values()]
+            self._entered = True
         self._inputs[0].copy_(ids)
         self._inputs[1].copy_(positions)
 
@@ -324,21 +334,23 @@ def stepping(
     tokens: int | None = None,
     captured: bool = True,
     compiled: CompiledModel | None = None,
+    kept: list[DecodeSteps] | None = None,
 ) -> Iterator[Any]:
     """Give a model, or where its steps are captured or compiled another view of it: its very state, and `DecodeSteps`.
 
-    The model itself stays as it is. Where neither is possible the reason is said once.
+    The model itself stays as it is. Where neither is possible the reason is said once. Steps are `kept` in a list for
+    the next time with the same model and cache.
     """
     pays = tokens is None or tokens >= FEWEST
     graphs = graphs_for(model.device) if captured and pays else None
     wanted = pays and (graphs is not None or compiled is not None)
-    steps = DecodeSteps(model, cache, graphs, tokens, compiled)
     reason = not_captured(model, cache) if wanted else None
     if reason is not None:
-        warn_once(f"{steps.without}: {reason}")
+        warn_once(f"{WITHOUT if compiled is None else UNCOMPILED}: {reason}")
     if not wanted or reason is not None:
         yield model
         return
+    steps = kept.pop() if kept else DecodeSteps(model, cache, graphs, tokens, compiled)
     kind: Any = type(model)
     view = object.__new__(_stepping_class(kind))
     object.__setattr__(view, "__dict__", model.__dict__)
@@ -346,4 +358,8 @@ def stepping(
     try:
         yield view
     finally:
-        steps.close()
+        if kept is None or steps.stopped:
+            steps.close()
+        else:
+            steps.leave()
+            kept.append(steps)

@@ -37,6 +37,7 @@ class FlatBlock:
     appended: int = 0
     padded: bool = False  # padding was appended to some segment
     fixed: bool = False  # room was made ahead of time
+    stable: bool = False  # tensors are those of the last step that was foreseen
 
     def __post_init__(self) -> None:
         self.longest = int(self.counts.max())
@@ -108,11 +109,11 @@ class FlatBlock:
         """Nothing is to be done: kernels are not differentiated, and all else gets copies."""
 
     def prepare_step(self, room: int) -> bool:
-        anew = not self.fixed or self.appended == self.spare
-        if anew:
-            if self.appended + room > self.spare:
-                self._grow(self.appended + room)
-            self.fixed = True
+        if (not self.fixed and self.appended + room > self.spare) or self.appended == self.spare:
+            self._grow(self.appended + room)
+        anew = not self.stable
+        self.fixed = True
+        self.stable = True
         self.appended += 1
         return anew
 
@@ -146,6 +147,7 @@ class FlatBlock:
         self.ends = ends
         self.spare = spare
         self.fixed = False
+        self.stable = False
 
     def moved(self, spare: int, rows: Ints | None = None) -> FlatBlock:
         """Copy segments `rows` [S'] (None: all) to a block of their own, with other spare room behind each."""
@@ -162,6 +164,7 @@ class FlatBlock:
             ends=ends,
             spare=spare,
             fixed=False,
+            stable=False,
         )
 
     def _layout(self, spare: int, counts: Ints, rows: Ints | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -135,8 +135,8 @@ class RaggedStore(Segmented):
         self.appended += 1
 
     def plan(self) -> tuple[Hashable, ...]:
-        """Return what the foreseen step depends on that the host decided: nothing, all steps are the same."""
-        return ()
+        """Return what the foreseen step depends on that the host decided: whether padding has come, nothing else."""
+        return self.even, *(block.padded for block in self.blocks)
 
     def finish_step(self) -> None:
         """Do nothing after a token: none has left."""
