@@ -136,24 +136,12 @@ def test_parameters_belong_to_the_policy_of_the_recipe(tmp_path: Path) -> None:
     ("text", "problems"),
     [
         ("polcy: snapkv", ["polcy: unknown key"]),
-        ("policy: [snapkv]", ["policy: "]),
         ("normalization: layers\ngroup: mean", ["normalization: ", "group: "]),
-        (
-            "method: evolkv",
-            [
-                "method: 'evolkv' is unknown",
-                "(known: lukv, lava, cake, adakv, polykv, probe, query_bank, query_statistics)",
-            ],
-        ),
+        ("method: evolkv", ["method: 'evolkv' is unknown", "lukv, lava, cake, adakv"]),
         ("method: lava\nnormalization: effect\ngap: true", ["2 problems:", "normalization: unknown key", "gap: "]),
         ("method: adakv\nfloor_share: 2\nvariant: official", ["floor_share: ", "variant: "]),
-        ("method: lava\nminimum: 1.0\nprotocol: aware", ["minimum: ", "protocol: "]),
         ("method: cake\ntau1: 0\ntau2: .inf", ["a number in it is NaN or infinite"]),
-        ("minimum: 1.0\nanswer_tokens: 0", ["minimum: ", "answer_tokens: "]),
         ("params: {sinks: [8]}", ["1 problem:", "params.sinks: must be a finite number, true, false or a text"]),
-        ("params: [window, 8]", ["params: "]),
-        ("a: {b", ["is not valid YAML"]),
-        ("- policy", ["is not a recipe: it should be a mapping"]),
     ],
 )
 def test_recipes_of_no_use(text: str, problems: list[str], tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_dynamic_tables_are_checked_too(measured: Any) -> None:
     assert torch.tensor([one.even for one in found]).isfinite().all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_effects_of_single_layers_are_found_out_where_layers_are_redundant(tmp_path: Path) -> None:
     given = {"answers": "given", "shrink": False, "output": tmp_path / "one"}
     with pytest.warns(KvsearchWarning, match="the table loses to even budgets: at ratio 0.8"):
