@@ -298,9 +298,6 @@ def test_a_strategy_has_a_short_name(strategy: Strategy, name: str) -> None:
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-LONG = Size(budget=20, length=200)
-
-
 def test_a_pattern_that_keeps_too_much_is_named_and_may_be_excluded() -> None:
     profile = make_signals(cosine=COSINES)
     with pytest.raises(
