@@ -27,7 +27,6 @@ TASKS = [
     tiny.listed((60, 2), (48, 1), (70, 2), name="one"),
     replace(tiny.listed((52, 1), (66, 2), name="two"), category="other"),
 ]
-OTHER: list[list[int] | None] = [[6, 10], None, [12, 4]]
 
 
 @pytest.fixture(scope="module")

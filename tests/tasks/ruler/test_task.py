@@ -18,7 +18,6 @@ OFFICIAL = (
     "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
     "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2",
 )  # fmt: skip
-TOKENS = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
 TOO_SHORT = {("cwe", 512, "bpe")}
 generated = pytest.mark.parametrize("name", GENERATED)
 TOKENIZERS = ["words", "bpe", "bundled"]
