@@ -27,15 +27,13 @@ CONTEXTS, LENGTH, QUESTIONS, BUDGET = 4, 100, 2, 12
 POLICY = create_policy("snapkv", {"window": 4, "kernel": 3})
 
 
-def splits(
-    contexts: int = CONTEXTS, overlap: int = 0, questions: int = QUESTIONS, answer: str | None = None
-) -> dict[str, Split]:
-    """Three tasks with contexts of their own, `overlap` of which are also in the one before; `answer`: that of all."""
-    whole = tiny.listed(*[(LENGTH, questions)] * (3 * contexts))
+def splits(contexts: int = CONTEXTS, answer: str | None = None) -> dict[str, Split]:
+    """Three tasks with contexts of their own; `answer`: that of all questions."""
+    whole = tiny.listed(*[(LENGTH, QUESTIONS)] * (3 * contexts))
     rows = whole.rows
     if answer is not None:
         rows = tuple(replace(row, queries=tuple(replace(q, answers=(answer,)) for q in row.queries)) for row in rows)
-    firsts = [part * (contexts - overlap) for part in range(3)]
+    firsts = [part * contexts for part in range(3)]
     asked = Settings(contexts)
     parts = [Split([replace(whole, rows=rows[first : first + contexts])], asked) for first in firsts]
     return dict(zip(SPLIT_USES, parts, strict=True))
