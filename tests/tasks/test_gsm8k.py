@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvsearch.core.errors import KvsearchWarning, UsageError
+from kvsearch.core.errors import KvsearchWarning
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.gsm8k import CUE, INSTRUCTION, SHOTS, Gsm8kTask
 from kvsearch.tasks.splits import SPLITS
@@ -92,17 +92,3 @@ def test_splits(tmp_path: Path) -> None:
     assert [len(some) for some in keys] == [10, 10, 30]
     assert set.union(*keys) == {example.key for example in Gsm8kTask(source=path).rows} == {str(n) for n in range(50)}
     assert len(Gsm8kTask(source=path, split="train").examples(4, 0)) == 4
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"metric": "gsm8k-official"}, "unknown GSM8K metric 'gsm8k-official'; did you mean 'gsm8k_official'"),
-        ({"shots": -1}, "-1 worked examples were asked for: ask for 0 to 8"),
-        ({"shots": 9}, "9 worked examples were asked for: ask for 0 to 8"),
-        ({"split": "test"}, "unknown split 'test'"),
-    ],
-)
-def test_tasks_that_are_none(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UsageError, match=problem):
-        Gsm8kTask(**options)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.core.errors import UsageError
 from kvsearch.tasks.synthetic import vocabulary as v
 from kvsearch.tasks.synthetic.language import (
     Document,
@@ -179,22 +177,3 @@ def test_examples(task: str) -> None:
             assert query.max_new_tokens == len(right.split())
             assert made.score(right, query) == 1.0
             assert made.score("the " + right, query) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"length": 511}, "at least 512 tokens"),
-        ({"length": 0}, "got 0"),
-        (
-            {"split": "trian"},
-            r"unknown split 'trian'; did you mean 'train'\? \(known: train, calibrate, select, report\)",
-        ),
-        ({"split": "all"}, "unknown split 'all'"),
-        ({"name": "multikey_1"}, r"unknown synthetic task 'multikey_1'; did you mean 'multikey_[23]'\?"),
-        ({"name": ""}, r"unknown synthetic task '' \(known: single, "),
-    ],
-)
-def test_what_a_task_refuses(changes: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UsageError, match=problem):
-        SyntheticTask(**{"name": "single", **changes})

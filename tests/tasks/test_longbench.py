@@ -188,20 +188,6 @@ def test_rows_of_no_use(name: str, rows: list[dict[str, Any]], problem: str, tmp
         _ = load(tmp_path, *rows, name=name).rows
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "problem"),
-    [
-        ("qaspr", {}, "unknown LongBench dataset 'qaspr'; did you mean 'qasper'"),
-        ("musique_e", {}, "unknown LongBench dataset 'musique_e'; did you mean 'musique'"),
-        ("qasper", {"split": "test"}, "unknown split 'test'"),
-        ("qasper", {"prompts": Path("/no/such/file")}, "there is no file /no/such/file"),
-    ],
-)
-def test_tasks_that_are_none(name: str, options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UsageError, match=problem):
-        LongBenchTask(name, **options)
-
-
 def prompts(folder: Path, content: Any) -> Path:
     path = folder / "prompts.json"
     path.write_text(json.dumps(content), encoding="utf-8")

@@ -160,28 +160,12 @@ def test_keys_of_another_task() -> None:
         GridCell.parse("3")
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"lengths": ()}, "lengths must be rising whole numbers from 1, got none"),
-        ({"lengths": (2000, 1000)}, "lengths must be rising whole numbers from 1, got 2000, 1000"),
-        ({"lengths": (0,)}, "lengths must be rising"),
-        ({"depths": (0, 101)}, "depths must be rising whole numbers from 0 to 100, got 0, 101"),
-        ({"depths": (5, 5)}, "depths must be rising"),
-        ({"metric": "niah_recal"}, "unknown metric 'niah_recal'; did you mean 'niah_recall'"),
-        ({"split": "test"}, "unknown split 'test'"),
-        ({"needle": "D e!"}, "hay.txt holds the needle already: give another text"),
-    ],
-)
-def test_tasks_that_are_none(options: dict[str, Any], problem: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=problem):
-        small(tmp_path, **options)
-
-
 @pytest.mark.filterwarnings("ignore:niah")
 def test_haystacks_of_no_use(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"hay.txt is empty: name a text file"):
         small(tmp_path, " \n")
+    with pytest.raises(UsageError, match=r"hay.txt holds the needle already: give another text"):
+        small(tmp_path, needle="D e!")
     (tmp_path / "bytes.txt").write_bytes(b"M\xfcller")
     with pytest.raises(UsageError, match=r"bytes.txt is not UTF-8 text: byte 1"):
         NiahTask(haystack=tmp_path / "bytes.txt")

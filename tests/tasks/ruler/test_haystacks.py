@@ -5,11 +5,9 @@ from __future__ import annotations
 from itertools import chain, islice, repeat
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.core.errors import UsageError
 from kvsearch.core.resources import resource
 from kvsearch.tasks.ruler.needles import NOISE, Essay, Noise
 from tests.tasks.ruler.helpers import STORY
@@ -55,14 +53,3 @@ def test_noise() -> None:
     assert Noise().sentences(2) == [f"{NOISE[0]} {NOISE[1]}"]
     assert Noise().sentences(10) == [line, line]
     assert Noise().sentences(11) == [line, line, NOISE[0]]
-
-
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [(b"", "is empty: name a text file"), (b" \n\t", "is empty"), (b"caf\xe9", "is not UTF-8 text: byte 3")],
-)
-def test_texts_of_no_use(data: bytes, problem: str, tmp_path: Path) -> None:
-    path = tmp_path / "bad.txt"
-    path.write_bytes(data)
-    with pytest.raises(UsageError, match=problem):
-        Essay.load(path)

@@ -101,18 +101,3 @@ def test_the_right_reply_has_all_answers_in_order(name: str, files: dict[str, Pa
     if not name.startswith("qa"):
         assert [reply.index(answer) for answer in query.answers] == sorted(reply.index(one) for one in query.answers)
     assert len(reply.split()) <= query.max_new_tokens
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "problem"),
-    [
-        ("niah_single_4", {}, r"unknown RULER task 'niah_single_4'; did you mean 'niah_single_\d'\? \(known: niah_sin"),
-        ("vt", {"split": "test"}, "unknown split 'test'"),
-        ("niah_single_2", {"haystack": Path("/no/such.txt")}, "there is no file /no/such.txt: check the path"),
-        ("qa_1", {"qa_file": Path("/no/such.json")}, "there is no file /no/such.json: check the path"),
-        ("qa_1", {"qa_file": Path("/")}, "there is no file /"),
-    ],
-)  # fmt: skip
-def test_what_is_refused(name: str, options: dict[str, object], problem: str) -> None:
-    with pytest.raises(UsageError, match=problem):
-        RulerTask(name, 1024, **options)  # type: ignore[arg-type]
