@@ -12,6 +12,9 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning
 from kvsearch.core.progress import Progress, counted
@@ -54,7 +57,8 @@ def run_encoded(
     A batch that memory is too short for is halved, down to one example, which a `KvsearchWarning` says.
 
     Raises:
-        IncompatibleError: a method made the model emit NaN or infinite logits; the message names the sample.
+        IncompatibleError: a method made the model emit NaN or infinite logits; the message names the sample. Or turns
+            are asked of a model with sliding windows.
         EnvironmentFault: the longest prompt alone does not fit under a program.
         RuntimeError, MemoryError: memory ran out for a single example.
     """
@@ -62,6 +66,8 @@ def run_encoded(
         require_room(loaded.model, programs, [longest])
     # on sliding windows no padding may come between contexts and questions
     parted = has_windows(loaded.model) and protocol == QUESTION_AGNOSTIC
+    if has_windows(loaded.model) and any(prompt.turns for task in tasks for prompt in task.prompts):
+        raise IncompatibleError("turns differ in length, so a model with sliding windows cannot take them in a batch")
 
     def follows(reading: Reading) -> tuple[int, ...]:
         return tuple(len(question.ids) for question in reading.questions) if parted else ()
@@ -270,8 +276,12 @@ def answer_joints(
 
 
 def _replied(prompts: TaskPrompts, batch: Sequence[Reading], joint: JointReplies, where: str) -> Iterator[Sample]:
-    """Return replies of the methods that reply together to all questions of the batch."""
+    """Return replies of the methods that reply together to all questions of the batch.
+
+    Questions in turns follow those before them and the replies to them, which are read again with them.
+    """
     task = prompts.task
+    earlier: list[list[Tensor]] = [[] for _ in range(len(batch) * len(joint.methods))]
     where = f"{where}, {'method' if len(joint.methods) == 1 else 'methods'} {', '.join(joint.methods)}"
     for asked in range(max(len(reading.questions) for reading in batch)):
         # a context without a question of that number repeats its first one, unheard
@@ -281,7 +291,8 @@ def _replied(prompts: TaskPrompts, batch: Sequence[Reading], joint: JointReplies
         started = perf_counter()
         with _naming(where, list(batch) * len(joint.methods), everyone):
             if batch[0].protocol == QUESTION_AGNOSTIC:
-                answered = joint.replies.ask([question.ids for question in everyone], limits)
+                texts = [torch.cat([*before, one.ids]) for before, one in zip(earlier, everyone, strict=True)]
+                answered = joint.replies.ask(texts, limits)
             else:
                 answered = joint.replies.reply(limits)
         seconds = perf_counter() - started  # replies have waited for the device: each looks at its logits
@@ -291,6 +302,8 @@ def _replied(prompts: TaskPrompts, batch: Sequence[Reading], joint: JointReplies
                 prompt = batch[sequence].prompt
                 question = questions[sequence]
                 whole = prompt.with_question(question)
+                if prompt.turns:
+                    earlier[row] += [question.ids, torch.tensor(tokens, dtype=torch.long)]
                 yield Sample(
                     task.name, question.query.category or task.category, method, batch[sequence].protocol, prompt.key,
                     question.number, cut(prompts.format.decode(tokens), task.stops), UNSCORED, token_hash(whole),

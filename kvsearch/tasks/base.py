@@ -40,12 +40,16 @@ class Query:
 
 @dataclass(frozen=True)
 class Example:
-    """A context and the questions asked of it, after it was compressed or as its end."""
+    """A context and the questions asked of it, after it was compressed or as its end.
+
+    In `turns`, every question follows those before it and the replies to them; else none sees another.
+    """
 
     task: str
     key: str  # unique and stable, for paired statistics
     context: str
     queries: tuple[Query, ...]
+    turns: bool = False
 
 
 class Task(ABC):

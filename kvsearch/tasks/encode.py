@@ -45,7 +45,8 @@ class Prompt:
     """A context, token ids [T], and its questions.
 
     `truncated`: the middle of the context was cut out. `whole` names the context before that: SHA-256 of token ids.
-    `hashes` are what the context and each of its questions are known by elsewhere, see `hashes_of`.
+    `hashes` are what the context and each of its questions are known by elsewhere, see `hashes_of`. `turns` are as in
+    an `Example`.
     """
 
     key: str
@@ -54,10 +55,12 @@ class Prompt:
     truncated: bool
     whole: str
     hashes: tuple[str, ...]
+    turns: bool = False
 
     def with_question(self, question: Question) -> Tensor:
-        """Return the token ids of everything before the reply; the same under every protocol."""
-        return torch.cat([self.context, question.ids])
+        """Return the token ids of everything before the reply but other replies; the same under every protocol."""
+        earlier = [asked.ids for asked in self.questions if self.turns and asked.number < question.number]
+        return torch.cat([self.context, *earlier, question.ids])
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,12 +256,13 @@ def _prompts(
         if questions:
             context = whole if limit is None else _fitted(form, example, whole, questions, limit)
             cut = len(context) < len(whole)
-            yield Prompt(example.key, context, questions, cut, token_hash(whole), hashes_of(example))
+            yield Prompt(example.key, context, questions, cut, token_hash(whole), hashes_of(example), example.turns)
 
 
 def _questions(form: PromptFormat, example: Example, excluded: Counter[str]) -> Iterator[Question]:
+    follows = False
     for number, query in enumerate(example.queries):
-        ids = form.question(query.question, query.prefix)[0]
+        ids = form.question(query.question, query.prefix, follows=follows)[0]
         answers = []  # metrics that look for an answer in the reply would always find an empty one
         for answer in query.answers:
             with suppress(EmptyTextError):
@@ -274,12 +278,14 @@ def _questions(form: PromptFormat, example: Example, excluded: Counter[str]) -> 
             if asked.right_reply is not None:
                 right = form.answer(asked.right_reply, query.prefix)[0, : query.max_new_tokens]
             yield Question(number, asked, ids, right)
+            follows = example.turns
 
 
 def _fitted(form: PromptFormat, example: Example, context: Tensor, questions: Sequence[Question], limit: int) -> Tensor:
     """Cut the context so that the longest of its questions fits; all of them, under any protocol, see the same."""
     longest = max(questions, key=lambda question: len(question.ids) + question.query.max_new_tokens)
-    room = limit - len(longest.ids) - longest.query.max_new_tokens
+    counted = questions if example.turns else (longest,)
+    room = limit - sum(len(question.ids) + question.query.max_new_tokens for question in counted)
     if room < min(len(context), form.lead + 2):
         raise IncompatibleError(
             f"task {example.task}, example {example.key}, question {longest.number}: {len(longest.ids)} tokens and a "
@@ -310,9 +316,15 @@ class Reading:
 
 
 def readings(prompts: Sequence[Prompt], protocol: Protocol) -> list[Reading]:
-    """Return one reading per context (question-agnostic) or per question (question-aware)."""
+    """Return one reading per context (question-agnostic) or per question (question-aware).
+
+    Raises:
+        UsageError: question-aware, and questions are asked in turns.
+    """
     if protocol == QUESTION_AGNOSTIC:
         return [Reading(prompt, prompt.questions, protocol) for prompt in prompts]
+    if any(prompt.turns for prompt in prompts):
+        raise UsageError("turns are asked about a context that is compressed once: use --protocol question-agnostic")
     return [Reading(prompt, (question,), protocol) for prompt in prompts for question in prompt.questions]
 
 

@@ -1,4 +1,4 @@
-"""A user's own examples: one JSON object per line with context, question and answers."""
+"""A user's own examples: one JSON object per line with context, question and answers, or with context and turns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,11 +24,13 @@ SHOWN = 10
 METRIC = "contains"
 CATEGORY = "own"
 SEVERAL = "several"  # the category of a file whose rows have several
+TURNS = "turns"
+OF_TURN = {"question", "answers", "max_new_tokens", "prefix", "options"}
 PLAIN_TEXT = "is plain text, as for perplexity: a task asks, give context, question and answers"
 
 
 class JsonlRow(BaseModel):
-    """One line of the file. Rows with the same context share one compressed cache.
+    """One line of the file, or one of its `turns`. Rows with the same context share one compressed cache.
 
     `prefix` is how the reply begins, `options` are all classes there are, for metrics that need them. `category` is
     the group that tables average the question in, `id` a name that results carry, of this row alone. `metric` and
@@ -75,7 +77,8 @@ class JsonlTask(Task):
             UsageError: there is no such file, or rows are bad; the message lists them.
             EnvironmentFault: a package that the metric needs is missing.
         """
-        rows, problems = _read(path)
+        by_line, problems = _read(path)
+        rows = [row for line in by_line for row in line.rows]
         metrics = sorted({row.metric for row in rows})
         prompts = {row.prompt for row in rows}
         categories = {row.category for row in rows}
@@ -92,54 +95,85 @@ class JsonlTask(Task):
         if problems:
             more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise UsageError(f"{path} is not a usable task file:\n  " + "\n  ".join(problems[:SHOWN]) + more)
-        several = len(categories) > 1
+        several = len(categories) > 1 or any(line.turns for line in by_line)
         category = SEVERAL if several else rows[0].category
         name = Path(path).stem
-        return cls(name, _group(name, rows, several), rows[0].metric, rows[0].prompt, category, split)
+        return cls(name, _group(name, by_line, several), rows[0].metric, rows[0].prompt, category, split)
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
         """Return up to `samples` contexts, drawn without replacement if the split has more."""
         return draw(part(self.rows, self.split, lambda example: example.key, self.name, OWN_SHARES), samples, seed)
 
 
-def _read(path: str | Path) -> tuple[list[JsonlRow], list[str]]:
-    """Return the good rows of a file, and what is wrong with the others."""
-    rows = []
+class _Line(NamedTuple):
+    """The row of a line, or those of its turns."""
+
+    rows: list[JsonlRow]
+    turns: bool
+
+
+def _read(path: str | Path) -> tuple[list[_Line], list[str]]:
+    """Return the good lines of a file, and what is wrong with the others."""
+    lines = []
     problems = []
     for number, line in enumerate(read_bytes(path).split(b"\n"), 1):
         if not line.strip():
             continue
+        place = f"line {number}"
         try:
-            row = parse_json(line, f"line {number}")
+            row = parse_json(line, place)
             if not isinstance(row, dict):
-                problems.append(f"line {number}: is no object: give one a line, with context, question and answers")
+                problems.append(f"{place}: is no object: give one a line, with context, question and answers")
             elif "text" in row and "question" not in row:
-                problems.append(f"line {number}: {PLAIN_TEXT}")
+                problems.append(f"{place}: {PLAIN_TEXT}")
+            elif TURNS not in row:
+                lines.append(_Line([JsonlRow.model_validate(row)], turns=False))
             else:
-                rows.append(JsonlRow.model_validate(row))
+                turns = []
+                for turn, content in enumerate(_rows_of_turns(row, place), 1):
+                    place = f"line {number}, turn {turn}"
+                    turns.append(JsonlRow.model_validate(content))
+                lines.append(_Line(turns, turns=True))
         except ValidationError as error:
-            problems += [f"line {number}: {problem}" for problem in problems_of(error)]
+            problems += [f"{place}: {problem}" for problem in problems_of(error)]
         except UsageError as error:
             problems.append(str(error))
-    return rows, problems
+    return lines, problems
 
 
-def _group(task: str, rows: Sequence[JsonlRow], several: bool) -> tuple[Example, ...]:
-    """Return an example per context; queries name their category where there are `several`."""
-    by_context: dict[str, list[Query]] = {}
-    for row in rows:
-        query = Query(
-            row.question,
-            row.answers,
-            row.max_new_tokens,
-            row.prefix,
-            row.options,
-            id="" if row.id is None else str(row.id),
-            category=row.category if several else "",
-            written=", ".join(row.answers) if row.metric in OF_ALL_ANSWERS else "",
-        )
-        by_context.setdefault(row.context, []).append(query)
+def _rows_of_turns(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
+    """Return each turn of a row as a row of its own; UsageError if they are no list of objects with keys of a turn."""
+    turns = row[TURNS]
+    shared = {key: value for key, value in row.items() if key != TURNS}
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+        raise UsageError(f"{place}: turns is a list of objects, each with question and answers")
+    if unshared := sorted({*shared} & OF_TURN | {key for turn in turns for key in turn} - OF_TURN):
+        raise UsageError(f"{place}: {unshared[0]!r} stands in a turn or beside turns, where it does not belong")
+    names = [{"id": f"{row['id']}, turn {number}"} if "id" in row else {} for number in range(1, len(turns) + 1)]
+    return [{**shared, **turn, **name} for turn, name in zip(turns, names, strict=True)]
+
+
+def _group(task: str, lines: Sequence[_Line], several: bool) -> tuple[Example, ...]:
+    """Return an example per context, and one per line with turns.
+
+    Queries name their category where there are `several`; that of a turn is its number.
+    """
+    by_context: dict[tuple[str, int], list[Query]] = {}
+    for number, line in enumerate(lines, 1):
+        for turn, row in enumerate(line.rows, 1):
+            category = f"turn {turn}" if line.turns else row.category
+            query = Query(
+                row.question,
+                row.answers,
+                row.max_new_tokens,
+                row.prefix,
+                row.options,
+                id="" if row.id is None else str(row.id),
+                category=category if several else "",
+                written=", ".join(row.answers) if row.metric in OF_ALL_ANSWERS else "",
+            )
+            by_context.setdefault((row.context, number if line.turns else 0), []).append(query)
     return tuple(
-        Example(task, str(number), context, tuple(queries))
-        for number, (context, queries) in enumerate(by_context.items())
+        Example(task, str(key), context, tuple(queries), turns=number > 0)
+        for key, ((context, number), queries) in enumerate(by_context.items())
     )

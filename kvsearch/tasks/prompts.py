@@ -62,9 +62,13 @@ class PromptFormat:
             raise EmptyTextError("a context is empty once it is tokenised")
         return _row(ids)
 
-    def question(self, text: str, prefix: str = "") -> Tensor:
-        """Return the token ids [1, K] of a question, of what leads to the reply, and of the reply's given beginning."""
-        asked = "\n\n" + text + self._wrapped[1] if self.chat else self.plain.replace(PLACE, text)
+    def question(self, text: str, prefix: str = "", *, follows: bool = False) -> Tensor:
+        """Return the token ids [1, K] of a question, of what leads to the reply, and of the reply's given beginning.
+
+        A question `follows` a reply, or else the context.
+        """
+        before = self._next_turn if follows and self.chat else "\n\n"
+        asked = before + text + self._wrapped[1] if self.chat else self.plain.replace(PLACE, text)
         return _row(self._encode(asked + prefix, special=False))
 
     def answer(self, text: str, prefix: str = "") -> Tensor:
@@ -98,6 +102,18 @@ class PromptFormat:
         if not found:
             raise IncompatibleError("the tokenizer's chat template drops the user's message")
         return head, tail
+
+    @cached_property
+    def _next_turn(self) -> str:
+        """What stands between a reply and the question that follows it."""
+        roles = ("user", "assistant", "user")
+        rendered: str = self.tokenizer.apply_chat_template(
+            [{"role": role, "content": _MARK} for role in roles], tokenize=False, **TEMPLATE_OPTIONS
+        )
+        parts = rendered.split(_MARK)
+        if len(parts) <= len(roles):
+            raise IncompatibleError("the tokenizer's chat template drops earlier messages: no turn can follow another")
+        return parts[2]
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]

@@ -151,3 +151,32 @@ def test_a_metric_whose_package_is_missing(tmp_path: Path, monkeypatch: pytest.M
     optional.cache_clear()
     with pytest.raises(EnvironmentFault, match=r"needs rouge==1.0.1"):
         JsonlTask.load(write(tmp_path, row(metric="rouge_l")))
+
+
+def test_turns_are_an_example_of_their_own(tmp_path: Path) -> None:
+    """Also two conversations about one context, and questions about it that see no other."""
+    turns = [
+        {"question": "Who?", "answers": ["Ann"]},
+        {"question": "Since when?", "answers": ["May"], "prefix": "Since"},
+    ]
+    talk = {"context": "A long text.", "turns": turns}
+    task = JsonlTask.load(write(tmp_path, row(), {**talk, "id": 7}, row(question="Why?"), talk))
+    alone, first, second = task.examples(10, 0)
+    assert [example.turns for example in (alone, first, second)] == [False, True, True]
+    assert [query.question for query in alone.queries] == ["Who?", "Why?"]
+    assert [query.category for query in (*alone.queries, *first.queries)] == ["own", "own", "turn 1", "turn 2"]
+    assert [(query.id, query.prefix) for query in first.queries] == [("7, turn 1", ""), ("7, turn 2", "Since")]
+    assert [query.question for query in second.queries] == ["Who?", "Since when?"]
+
+
+def test_bad_turns(tmp_path: Path) -> None:
+    good = {"question": "Who?", "answers": ["Ann"]}
+    talks: list[Any] = [[good, {"answers": ["May"]}], [], ["Who?"], [{**good, "context": "b"}]]
+    lines = [{"context": "a", "turns": turns} for turns in talks]
+    assert refusal(write(tmp_path, *lines, row(turns=[good]))) == [
+        "line 1, turn 2: question: is missing: add it",
+        "line 2: turns is a list of objects, each with question and answers",
+        "line 3: turns is a list of objects, each with question and answers",
+        "line 4: 'context' stands in a turn or beside turns, where it does not belong",
+        "line 5: 'answers' stands in a turn or beside turns, where it does not belong",
+    ]

@@ -21,6 +21,8 @@ The language has 64 keys and 32 variables, which sets limits: a haystack made of
 fill 1,024 words (multikey_2), and eight items, codes of all other keys and chains fill 550 (multikey_3); filler takes
 the rest.
 
+"turns" is multikey in turns: every question follows the reply to the one before it.
+
 Evidence is at most 5% of a context's words. The two haystacks made of facts are the exception: up to 90%. There the
 evidence looks like what it is hidden in, so nobody who does not know the question can tell what to keep, and no ranking
 keeps much at 10% of the entries. They have a category of their own; "sparse" is the suite "ruler" without them.
@@ -84,6 +86,7 @@ class Form:
     build: Builder
     haystack: Haystack = prose
     share: float = EVIDENCE_SHARE
+    turns: bool = False  # whether a question follows the reply to the one before it
 
 
 def codes_in(room: int, names: Names) -> int:
@@ -168,6 +171,7 @@ FORMS: dict[str, Form] = {
     "common": Form(_common),
     "qa_1": Form(_qa_1, paragraphs),
     "qa_2": Form(_qa_2, paragraphs),
+    "turns": Form(lambda rng, names, room: [code_facts(rng, names, codes_in(room, names), "turns")], turns=True),
 }
 SUITES: dict[str, tuple[str, ...]] = {
     "core": ("single", "multikey", "multiquery", "multivalue", "chain", "vote"),
@@ -218,11 +222,17 @@ class SyntheticTask(Task):
         examples = []
         for index in range(samples):
             document = self.document(rng)
+            turns = FORMS[self.name].turns
             queries = tuple(
-                Query(" ".join(asked.prompt), (" ".join(asked.answer),), len(asked.answer))
-                for asked in document.questions[:QUESTIONS_PER_CONTEXT]
+                Query(
+                    " ".join(asked.prompt),
+                    (" ".join(asked.answer),),
+                    len(asked.answer),
+                    category=f"turn {number}" if turns else "",
+                )
+                for number, asked in enumerate(document.questions[:QUESTIONS_PER_CONTEXT], 1)
             )
-            examples.append(Example(self.name, f"{seed}-{index}", " ".join(document.words[1:]), queries))
+            examples.append(Example(self.name, f"{seed}-{index}", " ".join(document.words[1:]), queries, turns))
         return examples
 
     def document(self, rng: random.Random) -> Document:

@@ -1,0 +1,127 @@
+"""Questions in turn: the context is compressed once, and every question follows the replies before it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.schema import QUESTION_AWARE
+from kvsearch.policies import create_policy
+from kvsearch.runtime import Program, attach
+from kvsearch.runtime.decode.replies import stop_tokens
+from kvsearch.runtime.program import full_cache
+from kvsearch.strategies.compared import equal_uniform
+from kvsearch.tasks.encode import encode_tasks
+from kvsearch.tasks.prompts import PromptFormat
+from kvsearch.tasks.synthetic.suite import SyntheticTask
+from tests.tiny import chat_tokenizer, listed, loaded, run
+
+APART = listed((60, 3), (90, 1), (75, 2))  # contexts, questions and replies of different lengths
+TURNS = replace(APART, rows=tuple(replace(row, turns=True) for row in APART.rows))
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return loaded()
+
+
+def programs(model: LoadedModel, *phases: Any) -> dict[str, Program]:
+    def evicting(name: str, **params: int) -> Program:
+        policy = create_policy(name, params)
+        return equal_uniform(model.model, policy, dict.fromkeys(phases or ("prefill",), lambda _: 20 * 8))
+
+    methods = {"snapkv": evicting("snapkv", window=4, kernel=3), "keydiff": evicting("keydiff")}
+    return {"full": full_cache(model.model), **methods}
+
+
+def conversation(model: LoadedModel, program: Program, row: int) -> list[str]:
+    """Replies of one conversation with the cache that holds it, token after token."""
+    (task,) = encode_tasks(model, [TURNS], len(TURNS.rows))
+    prompt = task.prompts[row]
+    said = prompt.context[None]
+    replies = []
+    with attach(model.model, program) as planned:
+        cache = planned.read(said)
+        for question in prompt.questions:
+            said = torch.cat([said, question.ids[None]], 1)
+            new = question.query.max_new_tokens
+            output = planned.generate(said, past_key_values=cache, max_new_tokens=new, do_sample=False, pad_token_id=0)
+            reply = [token for token in output[0, said.shape[1] :].tolist() if token not in stop_tokens(model)]
+            replies.append(task.format.decode(reply))
+            said = torch.cat([said, torch.tensor([reply], dtype=torch.long)], 1)
+    return replies
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_replies_are_those_of_a_conversation(model: LoadedModel, batch: int) -> None:
+    """Of a plan that evicts nothing after the context, for methods that reply together and contexts in a batch."""
+    methods = programs(model)
+    samples = run(model, methods, [TURNS], 3, batch)
+    assert len(samples) == 3 * (3 + 1 + 2)
+    for name, program in methods.items():
+        for row in range(3):
+            own = [sample for sample in samples if (sample.method, sample.key) == (name, str(row))]
+            assert [sample.reply for sample in own] == conversation(model, program, row), (name, row)
+            assert len({sample.entries for sample in own}) == 1
+
+
+def test_only_first_questions_see_no_reply(model: LoadedModel) -> None:
+    """Every later one has more before it than where it is asked for itself alone, and a hash of its own."""
+    methods = programs(model)
+    apart, turns = run(model, methods, [APART], 3), run(model, methods, [TURNS], 3)
+    for alone, turn in zip(apart, turns, strict=True):
+        assert (alone.place, alone.entries) == (turn.place, turn.entries)
+        assert (alone.prompt_sha256 == turn.prompt_sha256) == (alone.question == 0)
+        if alone.question == 0:
+            assert alone.reply == turn.reply
+        else:
+            assert turn.prompt_tokens > alone.prompt_tokens
+            assert turn.most > alone.most
+
+
+def test_a_plan_that_evicts_while_decoding_holds_what_it_may(model: LoadedModel) -> None:
+    samples = run(model, programs(model, "prefill", "decode"), [TURNS], 3)
+    held = {sample.most for sample in samples if sample.method == "keydiff"}
+    assert held == {20 * 8 + 8}  # a head counts with the token that comes in
+
+
+def test_the_context_leaves_room_for_all_turns(model: LoadedModel) -> None:
+    (apart,) = encode_tasks(model, [APART], 3, max_length=48)
+    (turns,) = encode_tasks(model, [TURNS], 3, max_length=48)
+    (first, *_), (other, *_) = apart.prompts, turns.prompts
+    needs = [len(question.ids) + question.query.max_new_tokens for question in first.questions]
+    assert len(first.context) == 48 - max(needs)
+    assert len(other.context) == 48 - sum(needs)
+
+
+def test_what_is_refused(model: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="turns are asked about a context that is compressed once"):
+        run(model, programs(model), [TURNS], 1, protocol=QUESTION_AWARE)
+    windowed = loaded("gemma2")
+    with pytest.raises(IncompatibleError, match="a model with sliding windows cannot take them in a batch"):
+        run(windowed, {"full": full_cache(windowed.model)}, [TURNS], 1)
+
+
+def test_the_chat_template_stands_between_turns() -> None:
+    template = (
+        "{% for message in messages %}{{ message.role }} {{ message.content }} . {% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    tokenizer = chat_tokenizer(template)
+    form = PromptFormat(tokenizer)
+    talk = [("user", "recall\n\nvote"), ("assistant", "mark"), ("user", "code")]
+    messages = [{"role": role, "content": content} for role, content in talk]
+    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    parts = (form.context("recall"), form.question("vote"), form.answer("mark"), form.question("code", follows=True))
+    assert torch.cat(parts, 1)[0].tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
+
+
+def test_the_synthetic_task_asks_in_turns() -> None:
+    for example in SyntheticTask("turns").examples(3, 0):
+        assert example.turns
+        assert [query.category for query in example.queries] == [f"turn {number}" for number in (1, 2, 3, 4)]
