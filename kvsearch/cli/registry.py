@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,17 @@ def said(lines: Iterable[str]) -> Show:
     return show
 
 
+def shown_as(kind: str, result: Any) -> Show:
+    """Return what prints a result as `kvsearch show` prints its file, which is of this kind."""
+
+    def show(console: Console) -> None:
+        from kvsearch.report.artifacts import KINDS
+
+        console.out.print_parts(KINDS[kind].parts(result))
+
+    return show
+
+
 @dataclass(frozen=True)
 class Verb:
     """A command: its name, its help, where the model of its options is, and what it does with them.
@@ -127,7 +138,7 @@ def job_verb(options: str, *, job: str = "", dry_run: str = "dry_run", **how: An
     """Register a verb that runs a job, by the function that makes its output of options and result.
 
     The job is the function of the verb's name, or `job`, in the module of its options; what a dry run prints is what
-    the function `dry_run` there returns.
+    the function `dry_run` there returns, and what is said of a result is what a function `remarks` there yields.
     """
 
     def register(present: Present) -> Present:
@@ -137,7 +148,10 @@ def job_verb(options: str, *, job: str = "", dry_run: str = "dry_run", **how: An
                 print_dry_run(getattr(module, dry_run), checked, console)
                 return
             result = getattr(module, job or present.__name__)(checked, reporter=console)
-            present(checked, result).print(console)
+            output = present(checked, result)
+            if (remarks := getattr(module, "remarks", None)) is not None:
+                output = replace(output, remarks=remarks(checked, result))
+            output.print(console)
 
         action.__name__ = present.__name__
         action.__doc__ = present.__doc__

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.cli.registry import VERBS, Output, job_verb, print_dry_run, said, shown_parts, verb, view_output
+from kvsearch.cli.registry import VERBS, Output, job_verb, print_dry_run, said, shown_as, shown_parts, verb, view_output
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.report.numbers import counted
 
@@ -20,15 +20,11 @@ if TYPE_CHECKING:
     from kvsearch.evaluation.answer import Reply
     from kvsearch.jobs.calibrate import CalibrateOptions
     from kvsearch.jobs.evaluate import EvaluateOptions
-    from kvsearch.jobs.evolve import EvolveOptions
     from kvsearch.jobs.export import ExportOptions
     from kvsearch.jobs.generate import CompressOptions, GenerateOptions, SavedContext
     from kvsearch.jobs.listings import Listing
     from kvsearch.jobs.report import Report, ReportOptions, VerifyOptions
     from kvsearch.jobs.reproduce import ReproduceOptions
-    from kvsearch.jobs.run import RunOptions
-    from kvsearch.jobs.select import SelectOptions
-    from kvsearch.jobs.validate import ValidateOptions
     from kvsearch.plan import Profile
     from kvsearch.report.costs import SpeedView
     from kvsearch.report.integrity import Verification
@@ -42,7 +38,7 @@ __all__ = ["VERBS"]
 
 
 @job_verb("kvsearch.jobs.run:RunOptions")
-def run(options: RunOptions, result: RunResult) -> Output:
+def run(options: JobOptions, result: RunResult) -> Output:
     """Find the best plan of a size: fit rankings, measure budgets, pick on held-out questions, score on others.
 
     A plan is written if it beats the single-policy baselines of equal size, or is likely better; else the best
@@ -50,14 +46,8 @@ def run(options: RunOptions, result: RunResult) -> Output:
 
     Example: kvsearch run bundled --budget 51 -o runs/best
     """
-    from kvsearch.jobs.run import remarks
-    from kvsearch.report.selections import tables
-
-    def show(console: Console) -> None:
-        if console.verbose:
-            console.out.print_parts(tables(*result.choices))
-
-    return Output(result.as_json, show, remarks(options, result))
+    show = shown_as("selection", result)
+    return Output(result.as_json, lambda console: show(console) if console.verbose else None)
 
 
 @job_verb("kvsearch.jobs.calibrate:CalibrateOptions")
@@ -72,15 +62,14 @@ def calibrate(options: CalibrateOptions, profile: Profile) -> Output:
 
     Example: kvsearch calibrate bundled --method lukv --policy snapkv -o runs/snapkv
     """
-    from kvsearch.jobs.calibrate import remarks
     from kvsearch.plan.saved import PROFILE
 
     content = {"profile": str(options.output / PROFILE), **profile.metadata.model_dump(mode="json")}
-    return Output(lambda: content, said(remarks(options, profile)))
+    return Output(lambda: content, said([]))
 
 
 @job_verb("kvsearch.jobs.validate:ValidateOptions")
-def validate(options: ValidateOptions, result: ValidationResult) -> Output:
+def validate(options: JobOptions, result: ValidationResult) -> Output:
     """Score the strategy of every signal against its inverse, a uniform strategy and random ones of the same size.
 
     A signal is useful if its strategy is better than its inverse, and than the uniform strategy or random ones by more
@@ -90,14 +79,11 @@ def validate(options: ValidateOptions, result: ValidationResult) -> Output:
 
     Example: kvsearch validate runs/polykv --samples 40
     """
-    from kvsearch.jobs.validate import remarks
-    from kvsearch.report.scores import validation_parts
-
-    return Output(result.as_json, shown_parts(lambda: validation_parts(result)), remarks(options, result))
+    return Output(result.as_json, shown_as("validation", result))
 
 
 @job_verb("kvsearch.jobs.select:SelectOptions")
-def select(options: SelectOptions, result: SelectionResult | SelectionsResult) -> Output:
+def select(options: JobOptions, result: SelectionResult | SelectionsResult) -> Output:
     """Choose the best strategy of a PolyKV calibration, unless a single-policy baseline is as good: then choose that.
 
     Candidates and baselines answer questions of split select in rounds; those that are behind beyond chance leave. A
@@ -106,14 +92,11 @@ def select(options: SelectOptions, result: SelectionResult | SelectionsResult) -
 
     Example: kvsearch select runs/polykv --budget 64 -o plan.json
     """
-    from kvsearch.jobs.select import remarks
-    from kvsearch.report.selections import tables
-
-    return Output(result.as_json, shown_parts(lambda: tables(*result.choices)), remarks(options, result))
+    return Output(result.as_json, shown_as("selection", result))
 
 
 @job_verb("kvsearch.jobs.evolve:EvolveOptions")
-def evolve(options: EvolveOptions, result: SearchResult) -> Output:
+def evolve(options: JobOptions, result: SearchResult) -> Output:
     """Search the budgets that serve a task best, at an exact total; a start plan is kept unless one found beats it.
 
     Searched on split train, chosen on split select, reported on split report, on contexts that no --start was fitted
@@ -122,10 +105,9 @@ def evolve(options: EvolveOptions, result: SearchResult) -> Output:
 
     Example: kvsearch evolve bundled --budget 64 --set window=8 --group-size 2 -o runs/evolve
     """
-    from kvsearch.jobs.evolve import remarks
     from kvsearch.report.search import tables
 
-    return Output(result.as_json, shown_parts(lambda: tables(result)), remarks(options, result))
+    return Output(result.as_json, shown_parts(lambda: tables(result)))
 
 
 @verb("kvsearch.jobs.export:ExportOptions", dry_run=True)
@@ -157,12 +139,11 @@ def evaluate(options: EvaluateOptions, result: EvaluationResult | PerplexityResu
     Example: kvsearch evaluate bundled --methods uniform,pyramid,adakv,lava --budgets 64,128 -o runs/table
     """
     from kvsearch.report.evaluation import parts
-    from kvsearch.report.scores import perplexity_table
     from kvsearch.results.evaluation import PerplexityResult
 
     remarks = [] if options.output is None else [f"kept in {options.output}"]
     if isinstance(result, PerplexityResult):
-        return Output(result.as_json, shown_parts(lambda: [perplexity_table(result)]), remarks)
+        return Output(result.as_json, shown_as("perplexity", result), remarks)
     problem = None if result.doubt is None else IncompatibleError(result.doubt)
     return Output(result.as_json, shown_parts(lambda: parts(result, options.columns)), remarks, problem)
 
@@ -308,9 +289,7 @@ def headroom(options: JobOptions, result: HeadroomResult) -> Output:
 
     Example: kvsearch headroom bundled --length 1024
     """
-    from kvsearch.report.scores import headroom_parts
-
-    return Output(result.as_json, shown_parts(lambda: headroom_parts(result)))
+    return Output(result.as_json, shown_as("headroom", result))
 
 
 @job_verb("kvsearch.jobs.lm_eval:LmEvalOptions", job="run_lm_eval")
