@@ -31,6 +31,9 @@ class Slots:
     budgets: Tensor  # [S] int64; a segment that holds more gives one entry up
     sinks: Tensor  # [S] int64, how many of the first tokens always stay
     recent: Tensor  # [S] int64, and of the last
+    links: Tensor | None = (
+        None  # [2, S, C] int32, for "pooled": slots whose entries came before and behind, -1 for none
+    )
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def step(
         given = layer.first
         more = layer.sums
     elif rule == "pooled":
-        given = positions[:, :width].argsort(-1)
+        given = output if slots.links is None else slots.links
     state, more, ring = (*slots.state, *(output, more, output)[len(slots.state) :])
     merges = not made.whole and layer is None
     launch(finish_step, (segments, parts + (query.shape[1] if merges else 0)),

@@ -131,6 +131,8 @@ def lower_step(rule: Rule) -> None:
     numbers = [torch.zeros(size, dtype=torch.int64) for size in (2, (2, 2), 2, 2, 2)]
     positions, state = torch.zeros(2, 4096, dtype=torch.int64), torch.zeros(2, 4096)
     slots = Slots(case.keys, case.values, positions, (state,), *numbers)
+    if rule == "pooled":
+        slots = replace(slots, links=torch.zeros(2, 2, 4096, dtype=torch.int32))
     if rule == "persistence":
         more = torch.zeros(2, 4096, dtype=torch.int16), torch.zeros(2, 4096, 50, dtype=torch.uint8)
         slots = replace(slots, state=(state, *more))

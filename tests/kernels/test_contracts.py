@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from kvsearch.kernels import attention
 from kvsearch.kernels.step import step
 from kvsearch.policies import create_policy
 from kvsearch.runtime.decode import decoding
+from kvsearch.runtime.store.slots import SlotBlock
 from tests.kernels.serving import interpreted
 from tests.runtime.layers import Layer, Scene, held
 from tests.runtime.test_decode_rule import begin, feed
@@ -65,3 +67,38 @@ def test_decode_rules_over_several_chunks(name: str) -> None:
         outputs = feed(layer, expected, 0, 3)
     torch.testing.assert_close(feed(layer, holder, 0, 3), outputs, atol=1e-5, rtol=1e-5)
     assert held(holder) == held(expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "budgets"),
+    [
+        ({"window": 3}, (12, 17)),
+        ({"window": 2, "kernel": 7, "pooling": "max", "sinks": 2}, (9, 30)),
+    ],
+)
+def test_the_order_of_entries_is_known_without_sorting_them_in_every_step(
+    settings: dict[str, Any], budgets: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below the budgets, at them, and where some sequences get padding."""
+    linked = []
+    link = SlotBlock.link
+    monkeypatch.setattr(SlotBlock, "link", lambda block: (linked.append(1), link(block)))
+    policy = create_policy("cake", settings)
+    layer = Layer(Scene(2, 2, 24, (0, 3), 14, budgets, 3))
+    valid = torch.ones(2, 14, dtype=torch.bool)
+    valid[0, 4:6] = False
+    with interpreted(False):
+        expected = begin(layer, policy, policy)
+        outputs = feed(layer, expected, 0, 14, valid)
+    assert not linked
+    holder = begin(layer, policy, policy)
+    real = valid[:, None, :, None]  # what becomes of padding is nobody's
+    torch.testing.assert_close(feed(layer, holder, 0, 14, valid) * real, outputs * real, atol=1e-5, rtol=1e-5)
+    assert held(holder) == held(expected)
+    blocks = holder.store.blocks
+    assert len(linked) == len(blocks)
+    for block in blocks:
+        kept = block.links.clone()
+        block.link()
+        there = block.cached.held  # slots behind the next token's are in any order
+        assert torch.equal(block.links[0][there], kept[0][there])

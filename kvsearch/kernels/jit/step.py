@@ -101,30 +101,30 @@ def rank_persistent(
 
 @triton.jit
 def rank_pooled(
-    Stat, Logit, Sinks, Positions, Order,
+    Stat, Logit, Sinks, Positions, Before, behind,
     seg, begin, stop, seen, first, recent, width, M, splits, l_col, nothing,
     SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr,
     KERNEL: tl.constexpr, POOLING: tl.constexpr, PROTECT: tl.constexpr,
 ):  # fmt: skip
     """Order by the row, pooled over KERNEL neighbours in the order of positions (CAKE): see `policies.cake`.
 
-    `Order` [S, width] are the slots by ascending position. The last PROTECT tokens are no neighbours, and have no
-    priority.
+    `Before` [capacity] are the slots whose entries came before those of each slot, -1 for none, `behind` numbers later
+    the slots of those that came next. The last PROTECT tokens are no neighbours, and have no priority.
     """
     m = tl.arange(0, BM)
     peak, total = normalisers(Stat, Sinks, seg, m, M, splits, SP, BM, SINKS)
-    Order += seg * width
     lowest, latest, place, count = nothing, nothing - 1, nothing - 1, nothing
     for c in range(begin, stop, BN):
-        rank = c + tl.arange(0, BN)
-        slot = tl.load(Order + rank, mask=rank < stop, other=0)
-        position = tl.load(Positions + slot, mask=rank < stop, other=-1)
+        n = c + tl.arange(0, BN)
+        position = tl.load(Positions + n, mask=n < stop, other=-1)
         candidate = (position >= 0) & (position < seen - PROTECT)
         pooled = tl.zeros((BN,), tl.float32)
         for offset in range(-(KERNEL // 2), KERNEL // 2 + 1):
-            other = rank + offset
-            beside = tl.load(Order + other, mask=(other >= 0) & (other < width), other=0)
-            there = tl.load(Positions + beside, mask=(other >= 0) & (other < width), other=-1)
+            link = Before + tl.where(offset < 0, 0, behind)
+            beside = tl.where(n < stop, n, -1)
+            for _ in range(tl.abs(offset)):
+                beside = tl.load(link + beside, mask=beside >= 0, other=-1)
+            there = tl.load(Positions + beside, mask=beside >= 0, other=-1)
             shown = tl.where((there >= 0) & (there < seen - PROTECT), beside, width)
             p = mean_row(Logit, peak, total, seg, m, shown, width, M, l_col)
             if POOLING == "max":  # attention is not negative
@@ -136,8 +136,23 @@ def rank_pooled(
         free = (position >= first) & (position < seen - recent)
         count += tl.sum((position >= 0).to(tl.int64), 0)
         value = ordered(tl.where(candidate, pooled, float("inf")))
-        lowest, latest, place = choose(value, position, free, slot, lowest, latest, place)
+        lowest, latest, place = choose(value, position, free, n, lowest, latest, place)
     return lowest, latest, place, count
+
+
+@triton.jit
+def relink(Before, behind, gone, newest):
+    """Let slot `gone` come behind that of the newest entry, as it is the next token's; see `rank_pooled`."""
+    moves = (gone >= 0) & (gone != newest)
+    left = tl.load(Before + gone, mask=moves, other=-1)
+    right = tl.load(Before + behind + gone, mask=moves, other=-1)
+    last = tl.load(Before + behind + newest, mask=moves, other=-1)
+    tl.store(Before + behind + left, right, mask=moves & (left >= 0))
+    tl.store(Before + right, left, mask=moves & (right >= 0))
+    tl.store(Before + behind + newest, gone.to(tl.int32), mask=moves)
+    tl.store(Before + gone, newest.to(tl.int32), mask=moves)
+    tl.store(Before + behind + gone, last, mask=moves)
+    tl.store(Before + last, gone.to(tl.int32), mask=moves & (last >= 0))
 
 
 @triton.jit
@@ -222,7 +237,8 @@ def finish_step(
     RULE: an entry's priority is its "position", its "mass" (`State`, to which the mean softmax of the M queries is
     added), "stored" in `State`, for the new entry from `Given` [S] where SCORED, else +inf, or the mean "row" of the
     layer: `More` [2, cells] at `Given` [S] + position, see `spread_row`. For "persistence" and "pooled" see
-    `rank_persistent` and `rank_pooled`. `Found` [S, parts, 4] is what parts found, `Done` [S] how many are done, 0.
+    `rank_persistent` and `rank_pooled`, whose slots before and behind are `Given` [2, S, capacity]. `Found`
+    [S, parts, 4] is what parts found, `Done` [S] how many are done, 0.
     """
     seg = tl.program_id(0).to(tl.int64)
     job = tl.program_id(1)
@@ -242,8 +258,9 @@ def finish_step(
                 M, splits, l_col, s_seg, nothing, SP, BM, BN, SINKS, HISTORY, BYTES)  # fmt: skip
         elif RULE == "pooled":
             lowest, latest, place, count = rank_pooled(
-                Stat, Logit, Sinks, Positions, Given, seg, begin, stop, seen, first, recent, width, M, splits, l_col,
-                nothing, SP, BM, BN, SINKS, KERNEL, POOLING, PROTECT)  # fmt: skip
+                Stat, Logit, Sinks, Positions, Given + seg * capacity, tl.num_programs(0) * capacity, seg, begin, stop,
+                seen, first, recent, width, M, splits, l_col, nothing, SP, BM, BN, SINKS, KERNEL, POOLING,
+                PROTECT)  # fmt: skip
         else:
             lowest, latest, place, count = rank(
                 Stat, Logit, Sinks, Positions, State, More, Given, Slot, seg, begin, stop, arrived, seen, first, recent,
@@ -267,6 +284,8 @@ def finish_step(
                 tl.store(Clock + tl.num_programs(0) + seg, seen - recent - 1)
                 gone = tl.where(held > budget, lowest_of_all, -1)
                 tl.store(Positions + gone, -1, mask=gone >= 0)
+                if RULE == "pooled":
+                    relink(Given + seg * capacity, tl.num_programs(0) * capacity, gone, tl.load(Slot + seg))
                 tl.store(Slot + seg, tl.where(gone >= 0, gone, tl.minimum(held, capacity - 1)))
                 entry = seg * s_seg + gone
                 if RULE == "mass" or RULE == "stored" or RULE == "persistence":

@@ -109,6 +109,10 @@ class Decoding:
             over[block.names[used > block.limits.host] // heads] = True
             self.peak[block.names] = np.maximum(self.peak[block.names], used)
         self.rule.prepare_step(over, real)
+        for block in store.blocks if self.rule.running == "pooled" else ():
+            if block.links is None and serves(block.cached.keys, block.cached.values):
+                block.link()
+                self.packed += 1
         self.columns += 1
         if self.rule.policy.row == "layer" and (self.averages is None or self.columns > self.averages.columns):
             slots = [block.capacity for block in store.blocks]
@@ -248,6 +252,7 @@ class Decoding:
         if arriving is not None and before is not None:
             cached.state.restore(before, ~arriving)
         block.free(gone, step_plan, arriving)
+        block.links = None
 
     def dense(self, seen: int) -> tuple[Tensor, Tensor] | None:
         """Return keys and values [B, Hkv, seen, D] if nothing is evicted and nothing padded, else None."""
@@ -328,7 +333,7 @@ def fused_step(
     state = () if running in ("position", "row", "pooled") else tuple(cached.state.entries.values())
     slots = Slots(
         cached.keys, cached.values, cached.positions, state, block.slot, block.clock,
-        limits.budgets, limits.sinks, limits.recent,
+        limits.budgets, limits.sinks, limits.recent, block.links,
     )  # fmt: skip
 
     def arriving() -> Tensor | None:

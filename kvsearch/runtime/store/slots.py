@@ -50,6 +50,7 @@ class SlotBlock:
     step_plan: StepPlan | None = None  # the step that runs now, or ran last
     bias: Tensor | None = None  # [S, C] what to add to logits, -inf where there is no entry; right if `biased`
     biased: bool = False  # for all slots but the next token's
+    links: Tensor | None = None  # of kernels that look at entries in the order of positions; None: not known now
 
     def __post_init__(self) -> None:
         self.lines = torch.arange(len(self.names), device=self.slot.device)
@@ -89,6 +90,19 @@ class SlotBlock:
         if self.step_plan.bias and (self.bias is None or self.bias.dtype != dtype):
             self.bias = torch.empty(self.cached.positions.shape, dtype=dtype, device=self.slot.device)
         return used
+
+    def link(self) -> None:
+        """Say which slot is before and behind each, in the order of positions; the next token's is behind all entries.
+
+        From here on steps that are one launch keep it so.
+        """
+        positions = self.cached.positions
+        last = torch.iinfo(positions.dtype).max
+        when = positions.masked_fill(positions < 0, last).scatter_(1, self.slot[:, None], last - 1)
+        order = when.argsort(dim=-1, stable=True).int()
+        self.links = order.new_full((2, *order.shape), -1)
+        self.links[0].scatter_(1, order[:, 1:].long(), order[:, :-1])
+        self.links[1].scatter_(1, order[:, :-1].long(), order[:, 1:])
 
     def separate(self) -> None:
         """Go on in copies, so that what was done before can still be differentiated."""
@@ -361,4 +375,5 @@ def _selected(block: SlotBlock, names: Ints, rows: Ints, heads: int) -> SlotBloc
         step_plan=None,
         bias=None,
         biased=False,
+        links=None,
     )
