@@ -174,7 +174,9 @@ def step_of(rule: Rule, decoding: Decoding) -> Callable[[], object]:
     protected = torch.full_like(counts, 4)
     clock = torch.stack([counts, counts - 5])
     keys, values = (decoding.made(heads, width, DIM) for _ in range(2))
-    slots = Slots(keys, values, positions, state, counts.clone(), clock, counts, protected, protected)
+    beside = torch.arange(width, dtype=torch.int32, device=place)  # slots are in the order of positions
+    links = torch.stack([beside - 1, (beside + 2) % (width + 1) - 1])[:, None].repeat(1, heads, 1)
+    slots = Slots(keys, values, positions, state, counts.clone(), clock, counts, protected, protected, links)
     if rule == "position":
         slots = replace(slots, state=())
     arriving = state[0][:, 0].clone if rule == "stored" else None
