@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvsearch.cli.console import Console
+from kvsearch.core.errors import UsageError
 from kvsearch.plan import Profile, load_plan, load_profile
 from kvsearch.plan.origin import context_hash
 from kvsearch.report.profile import profile_parts
@@ -112,3 +114,14 @@ def test_a_model_with_fewer_positions_than_the_texts(run: Run, tmp_path: Path) -
     found = next(table for table in json.loads(out)["tables"] if table["title"].startswith("rank correlation"))
     assert found["header"][3] == "halves of the texts"
     assert -1 <= found["rows"][0][3] <= 1
+
+
+def test_a_policy_that_does_not_suit_the_model_is_warned_of(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsearch.runtime.program.normalises_keys", lambda model: True)
+    monkeypatch.setattr("kvsearch.calibration.lukv.measure_importance", Mock(side_effect=UsageError("far enough")))
+    _, _, talk = run("calibrate", "bundled", "-o", tmp_path / "run", "--policy", "knorm", "--questions", 1)
+    (line,) = [line for line in talk.splitlines() if "warning" in line]
+    assert line.startswith("kvsearch: warning: ")
+    assert "knorm" in line

@@ -72,6 +72,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--space heads", "space heads is made of start plans"),
         ("--group-size 7", "a group of 7 layers: the model has 6"),
         ("--phases decode --budget 160", "keep all of the longest prompt and reply ("),
+        ("--budget 500", "500 entries per kv head keep all of the longest prompt"),
         ("--budget 3", "a budget of 3 is below the 4 entries that snapkv always keeps"),
     ],
     f"evolve bundled -o NEW {TASKS}": [("--budget 12 --policy full", "--policy full never evicts")],
@@ -89,6 +90,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     ],
     f"select IN/polykv -o NEW {CHOICE}": [
         ("--allocators uniform,,ppl", "--allocators: takes values with commas between them"),
+        ("--allocators entrop", "unknown allocator 'entrop'; did you mean 'entropy'"),
+        ("--routes cosin", "unknown route 'cosin'; did you mean 'cosine'"),
         ("--sure 1", "--sure 1 is outside [0.5, 1)"),
         ("--budgets 16,24", "--budgets: cannot be given with --budget: leave one of them out"),
         ("-o NEW/plan.json", "its folder does not exist"),
@@ -152,6 +155,10 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("lava-table2 bundled -o NEW --squad x.json", "squad: no task of lava-table2 reads it"),
         ("lava-table2 bundled -o NEW --tasks ruler", "ruler:qa_1 needs questions"),
         ("lukv-table1 NEW --dry-run", "there is no model"),
+    ],
+    "show": [
+        ("IN/polykv --plan CAL/plan.json", "--plan needs a LU-KV profile"),
+        ("CAL/plan.json --ratio 0.5", "--plan and --ratio are for profiles"),
     ],
     "policies": [("snapvk", "did you mean")],
     "tasks": [("longbench:trek", "did you mean")],

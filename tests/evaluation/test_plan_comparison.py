@@ -9,6 +9,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
+from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, Split, prepare_plans
 from kvsearch.evaluation.statistics import contrast
 from kvsearch.models.loading import LoadedModel
@@ -76,6 +77,11 @@ def test_a_gain_is_the_paired_mean(result: Comparison) -> None:
     assert found.mean == pytest.approx(fmean(each.mean() for each in differences))
     signs = np.sign(np.concatenate(differences))
     assert (found.wins, found.ties, found.losses) == tuple(int((signs == sign).sum()) for sign in (1, 0, -1))
+
+
+def test_names_are_taken_once(model: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="are called 'full'"):
+        prepared(model, {"full": tiny.plan_for(model, FLAT)})
 
 
 def test_a_contrast_by_hand() -> None:

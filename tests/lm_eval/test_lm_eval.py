@@ -388,6 +388,18 @@ def test_a_task_that_fails_is_not_our_bug(model: LoadedModel, folder: Path) -> N
         evaluate_tasks(model, small_plan(model), find(folder, "small_failing").load(), limit=1)
 
 
+def test_our_bug_is_not_blamed_on_the_harness(
+    model: LoadedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr("kvsearch.lm_eval.model.score", fail)
+    with pytest.raises(RuntimeError, match="ours"):
+        evaluate_tasks(model, small_plan(model), find(folder, "small_choose").load(), limit=1)
+    assert model.model.config._attn_implementation == "sdpa"
+
+
 def test_numbers_that_json_lacks_become_null() -> None:
     found = {"a": float("nan"), "b": [float("-inf"), 1.5], "c": {1}, "d": torch.float32}
     assert as_plain(found) == {"a": None, "b": [None, 1.5], "c": [1], "d": "torch.float32"}

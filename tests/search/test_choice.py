@@ -187,6 +187,12 @@ def test_no_context_is_asked_that_a_start_was_made_on(use: str, loaded: LoadedMo
     assert {sample.key for sample in again.samples} == {row.key for row in rows_of(whole["choice"].tasks)[2:]}
 
 
+def test_a_context_in_two_splits_is_refused(loaded: LoadedModel) -> None:
+    whole = splits()
+    with pytest.raises(UsageError, match="is in the search and in the choice split"):
+        prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), {**whole, "choice": whole["search"]}, {})
+
+
 SCORES = {
     "wrong anyway": {"full": 0.99, "uniform": 0.0},
     "no longer hard": {"full": 1.0, "uniform": 0.6},

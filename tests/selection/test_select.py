@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.core.errors import UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.progress import Progress
 from kvsearch.evaluation.compare import Evaluation, Settings, Split, prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore
@@ -341,3 +341,9 @@ def test_another_batch_goes_on_with_the_same_replies(model: LoadedModel, profile
     first, again, elsewhere = (each.config(each.race.prepared) for each in (one, other, third))
     assert first.difference(again) is None
     assert first.difference(elsewhere) == "seed is 4 there, 3 here"
+
+
+def test_a_profile_of_another_model(model: LoadedModel) -> None:
+    other = make_signals(signal_metadata(None, PATTERNS))
+    with pytest.raises(IncompatibleError, match="this profile was made for another model"):
+        prepare_selection(model, other, SIZE, Split([questions_of(1, 2)], HOW), Split([questions_of(3)], HOW))
