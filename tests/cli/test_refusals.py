@@ -156,10 +156,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("lava-table2 bundled -o NEW --tasks ruler", "ruler:qa_1 needs questions"),
         ("lukv-table1 NEW --dry-run", "there is no model"),
     ],
-    "show": [
-        ("IN/polykv --plan CAL/plan.json", "--plan needs a LU-KV profile"),
-        ("CAL/plan.json --ratio 0.5", "--plan and --ratio are for profiles"),
-    ],
+    "show": [("CAL/plan.json --ratio 0.5", "--ratio is for profiles")],
     "policies": [("snapvk", "did you mean")],
     "tasks": [("longbench:trek", "did you mean")],
     "recipes": [("lukv-papr", "did you mean")],
