@@ -72,9 +72,9 @@ def opened(path: str | Path) -> Iterator[BufferedReader]:
         raise UsageError(f"cannot read {path!r}: {error}") from error
 
 
-def read_text(path: str | Path, name: str | None = None, most: int = MOST_DATA) -> str:
+def read_text(path: str | Path, name: str | None = None) -> str:
     """Read a whole text file, called `name` where it is no text; raises as `read_bytes`, or UsageError: not UTF-8."""
-    return decoded(read_bytes(path, most), name or str(path))
+    return decoded(read_bytes(path, MOST_DATA), name or str(path))
 
 
 def decoded(data: bytes, name: str) -> str:
@@ -147,10 +147,10 @@ def require_kind(path: Path, kind: FileKind) -> None:
             raise UsageError(f"{path} holds something else than {kind.name}: choose another file")
 
 
-def require_exists(path: Path, noun: str = "file or directory") -> None:
+def require_exists(path: Path) -> None:
     """Raise UsageError if there is nothing at `path`, where a file or a directory has to be."""
     if not path.exists():
-        raise UsageError(f"there is no {noun} {path}: check the path")
+        raise UsageError(f"there is no file or directory {path}: check the path")
 
 
 def require_directory(path: Path) -> None:

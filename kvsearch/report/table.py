@@ -78,15 +78,10 @@ class Table:
 
     @classmethod
     def numbers(
-        cls,
-        title: str,
-        header: Sequence[str],
-        rows: Iterable[tuple[str | int, Iterable[float]]],
-        form: str,
-        unit: str = "",
+        cls, title: str, header: Sequence[str], rows: Iterable[tuple[str | int, Iterable[float]]], form: str
     ) -> Table:
         """Return a table of one group: names, and beside each its numbers in one format."""
-        lines = [[name, *(Cell.number(float(value), form, unit) for value in values)] for name, values in rows]
+        lines = [[name, *(Cell.number(float(value), form) for value in values)] for name, values in rows]
         return cls.plain(title, header, lines)
 
     @property

@@ -84,11 +84,6 @@ class SelectionJob:
         return self.reported.encode(self.loaded)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest context that is chosen by."""
-        return max(len(prompt.context) for task in self.selection_prompts for prompt in task.prompts)
-
-    @property
     def hashes(self) -> dict[Use, list[str]]:
         """The hashes of the contexts of both splits."""
         return {"chosen": asked_hashes(self.selection_prompts), "reported": asked_hashes(self.report_prompts)}

@@ -13,6 +13,7 @@ from kvsearch.plan.rounding import largest_remainder, water_fill, water_level
 from kvsearch.search.space.base import EXACT, Space, layer_groups
 
 FAINT = 1e-9  # stands for a multiplier of zero, so that heads of such groups keep their proportions
+REACH = 3.0  # bound of the logarithm of a multiplier in space joint
 LEAST = 0.5  # entries that all layers at their floors have together: too few to change a table that is rounded
 
 
@@ -122,15 +123,12 @@ class Joint(Space):
         caps: most entries per head, int64 [choices * L, Hkv].
         choices: how many policies there are.
         size: layers per multiplier; the last group may have fewer.
-        reach: bound of every |x_j|.
 
     Raises:
         UsageError: nothing above the floors, one group has all layers, or some policies always keep too much.
     """
 
-    def __init__(
-        self, tables: Sequence[Ints], floors: Ints, caps: Ints, choices: int, size: int = 1, reach: float = 3.0
-    ) -> None:
+    def __init__(self, tables: Sequence[Ints], floors: Ints, caps: Ints, choices: int, size: int = 1) -> None:
         self.choices = choices
         heads = floors.shape[1]
         stacked = (choices, len(floors) // choices, heads)
@@ -155,10 +153,10 @@ class Joint(Space):
         above = (base - least).sum(axis=1)
         self._least = LEAST / max(int((above == 0).sum()), 1)
         empty = np.bincount(self._group, weights=above, minlength=groups) == 0
-        self._begin = np.where(empty, -float(reach), 0.0)  # x of the first table
+        self._begin = np.where(empty, -REACH, 0.0)  # x of the first table
         self._free = self._shares([table.reshape(stacked) for table in tables], base)
-        bound = np.concatenate([np.zeros(self._layers), np.full(groups, float(reach))])
-        upper = np.concatenate([np.full(self._layers, choices - 1.0), np.full(groups, float(reach))])
+        bound = np.concatenate([np.zeros(self._layers), np.full(groups, REACH)])
+        upper = np.concatenate([np.full(self._layers, choices - 1.0), np.full(groups, REACH)])
         super().__init__((len(floors), heads), -bound, upper)
 
     @property
