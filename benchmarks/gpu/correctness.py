@@ -48,7 +48,7 @@ def attention_cases(small: bool) -> list[Case]:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     sizes = (64,) if small else (64, 96, 128, 256)
     columns = 300 if small else 3000
-    more: dict[str, Any] = {"holes": True, "ragged": True, "sinks": True, "softcap": 30.0}
+    more: dict[str, Any] = {"holes": True, "sinks": True, "softcap": 30.0}
     cases = []
     for dtype, dim in product(dtypes, sizes):
         cases += [
