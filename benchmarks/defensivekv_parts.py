@@ -20,8 +20,11 @@ METHODS = (
     "uniform:defensivekv:floor=none",
     "uniform:defensivekv:aggregate=mean",
     "uniform:defensivekv",
+    "uniform:defensivekv:mass=0",
     "defensivekv",
+    "defensivekv:mass=0",
     "layer-defensivekv",
+    "layer-defensivekv:mass=0",
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -14,11 +14,7 @@ from kvsearch.core.naming import require_known
 from kvsearch.plan.size import round_down
 from kvsearch.policies.tensors import Tensor, torch
 
-if TYPE_CHECKING:
-    pass
-
 Variant = Literal["exact", "kvpress"]
-OFFICIAL = "official"  # the authors' rounding: each head's share on its own
 
 
 def head_order(ranked: Tensor, most: int) -> Order:
@@ -69,7 +65,7 @@ class AdaKVAllocation(Allocation):
 
     Args:
         floor_share: share of the even budget that every head is sure of, in [0, 1].
-        variant: "exact" or "kvpress"; "official" does not sum to the total and is refused.
+        variant: "exact" or "kvpress"; the authors' rounding does not sum to the total.
     """
 
     name: ClassVar[str] = "adakv"
@@ -80,8 +76,6 @@ class AdaKVAllocation(Allocation):
 
     def __post_init__(self) -> None:
         check_floor_share(self.floor_share)
-        if self.variant == OFFICIAL:
-            raise UsageError("the official rounding of adakv does not sum to the total; use exact or kvpress")
         require_known("variant", self.variant, get_args(Variant))
 
     def order(self, ranked: Tensor, free: int) -> Order:

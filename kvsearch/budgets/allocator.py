@@ -43,8 +43,6 @@ def check_bounds(total: int, floors: Ints, caps: Ints) -> tuple[Ints, Ints]:
     """Return int64 [L, Hkv] bounds that admit `total`; UsageError if they cross, or their sums do not enclose it."""
     low = np.asarray(floors, dtype=np.int64)
     high = np.asarray(caps, dtype=np.int64)
-    if low.ndim != 2 or low.shape != high.shape:
-        raise UsageError(f"floors and caps must be [layers, kv heads], got {list(low.shape)} and {list(high.shape)}")
     check_floors(low, high)
     if not low.sum() <= total <= high.sum():
         raise UsageError(
@@ -85,13 +83,6 @@ def check_at_least(least: int, /, **options: int | None) -> None:
     for name, value in options.items():
         if value is not None and value < least:
             raise UsageError(f"{name.replace('_', ' ')} must be {least} or more, got {value}")
-
-
-def check_shape(values: Floats, noun: str, *shapes: tuple[int, ...]) -> None:
-    """Raise UsageError if the shape of `values` is none of these."""
-    if values.shape not in shapes:
-        known = " or ".join(str(list(shape)) for shape in shapes)
-        raise UsageError(f"{noun} must be {known}, got shape {list(values.shape)}")
 
 
 def check_signals(signals: ArrayLike, noun: str, least: float = -np.inf) -> Floats:

@@ -21,7 +21,6 @@ from numpy.typing import ArrayLike
 
 from kvsearch.budgets.lukv import MarginalSolver, check_reach
 from kvsearch.core.arrays import Floats, Ints
-from kvsearch.core.errors import UsageError
 
 
 class JointBudgets(NamedTuple):
@@ -70,13 +69,11 @@ class JointSolver:
         caps: most entries per head, broadcasts to [L, Hkv]; T where it is larger or None.
 
     Raises:
-        UsageError: importance is negative, not finite or not [P, L, Hkv, T]; floors are outside [0, caps].
+        UsageError: importance is negative or not finite; floors are outside [0, caps].
     """
 
     def __init__(self, importance: ArrayLike, floors: ArrayLike = 0, caps: ArrayLike | None = None) -> None:
         rows = np.asarray(importance, dtype=np.float64)
-        if rows.ndim != 4 or not rows.size:
-            raise UsageError(f"importance must be [policies, layers, kv heads, entries], got shape {list(rows.shape)}")
         low = np.broadcast_to(np.asarray(floors, dtype=np.int64), rows.shape[:3])
         self.singles = [MarginalSolver(one, least, caps) for one, least in zip(rows, low, strict=True)]
         self.shape = self.singles[0].shape

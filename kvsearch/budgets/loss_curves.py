@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Signals, check_bounds, check_shape, check_signals, lift_floors
+from kvsearch.budgets.allocator import Signals, check_bounds, check_signals, lift_floors
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.plan.rounding import water_fill
@@ -53,7 +53,6 @@ class LossCurves:
         """
         low, high = check_bounds(total, floors, caps)
         losses = check_signals(signals, "losses")
-        check_shape(losses, "losses", (len(low), len(self.budgets) - 1))
         if not low.size:
             return low
         knots, curves = self.curves(losses)

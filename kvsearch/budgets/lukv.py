@@ -29,14 +29,12 @@ class MarginalSolver:
         caps: most entries per head, broadcasts to [L, Hkv]; T where it is larger or None.
 
     Raises:
-        UsageError: importance is negative, not finite or not [L, Hkv, T]; floors are outside [0, caps].
+        UsageError: importance is negative or not finite; floors are outside [0, caps].
         ValueError: floors or caps do not broadcast.
     """
 
     def __init__(self, importance: ArrayLike, floors: ArrayLike = 0, caps: ArrayLike | None = None) -> None:
         checked = check_signals(importance, "importance", 0.0)
-        if checked.ndim != 3:
-            raise UsageError(f"importance must be [layers, kv heads, entries], got shape {list(checked.shape)}")
         self.shape = checked.shape[:2]
         self.length = checked.shape[2]
         rows = checked.reshape(-1, self.length)

@@ -11,7 +11,6 @@ from kvsearch.budgets.allocator import (
     Signals,
     check_at_least,
     check_bounds,
-    check_shape,
     check_signals,
     lift_floors,
     share_above,
@@ -57,7 +56,6 @@ class Proportional:
         """
         low, high = check_bounds(total, floors, caps)
         given = check_signals(signals, "sensitivities")
-        check_shape(given, "sensitivities", low.shape[:1], low.shape)
         if not low.size:
             return low
         least = round_half_up(total / low.size / 10) if self.least is None else self.least

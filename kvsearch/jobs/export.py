@@ -132,11 +132,8 @@ class ExportOptions(PlanOptions, Sized, Loading):
         from kvsearch.models.architecture import describe
 
         if self.to == "model":
-            config = self.output / MODEL_CONFIG
-            if not config.is_file():
-                raise UsageError(f"there is no {config}: --to model writes into the folder of a model")
             model.require(self.load(str(self.output), reporter).fingerprint, "what is exported")
-            return Inputs(length, config=read_json(config))
+            return Inputs(length, config=read_json(self.output / MODEL_CONFIG))
         if self.model is None or not exporter_of(self.to).needs_model:
             return Inputs(length)
         loaded = self.load(self.model, reporter)

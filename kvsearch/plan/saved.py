@@ -67,15 +67,14 @@ def size_of(plan: Plan) -> str:
     return f"{mean if plan.length is None or plan.scaling == 'fixed' else 1 - mean / plan.length:.4g}"
 
 
-def check_listing(listed: Any, owner: str | Path) -> dict[str, dict[str, str]]:
+def check_listing(listed: Any, owner: Any) -> dict[str, dict[str, str]]:
     """Return what a model's configuration says of the plans beside it, by size; UsageError if that is damaged."""
-    listing: dict[str, dict[str, str]] = listed or {}
-    if not isinstance(listing, dict) or not all(
-        isinstance(entry, dict) and isinstance(entry.get("file"), str) and isinstance(entry.get("sha256"), str)
-        for entry in listing.values()
-    ):
-        raise UsageError(f"{MODEL_KEY} in the configuration of {owner} is damaged: take it out, and export again")
-    return listing
+    try:
+        return {size: {"file": str(entry["file"]), "sha256": str(entry["sha256"])} for size, entry in listed.items()}
+    except (AttributeError, KeyError, TypeError):
+        if not listed:
+            return {}
+        raise UsageError(f"{MODEL_KEY} in the configuration of {owner} is damaged: export the plan again") from None
 
 
 def plan_beside(model: Any, size: str | float | None = None) -> Path:
@@ -85,10 +84,9 @@ def plan_beside(model: Any, size: str | float | None = None) -> Path:
         UsageError: there is none, several and no size that says which, or another one than its configuration names.
         EnvironmentFault: the model is of the hub, which cannot be reached.
     """
-    name = getattr(getattr(model, "config", None), "name_or_path", None)
-    if name is None:
-        raise UsageError('load_plan("auto") looks beside a model: give it, too')
-    listed = check_listing(getattr(model.config, MODEL_KEY, None), name)
+    config = getattr(model, "config", None)
+    name: Any = getattr(config, "name_or_path", None)
+    listed = check_listing(getattr(config, MODEL_KEY, None), name)
     if not listed:
         raise UsageError(f"there is no plan beside the model {name}: give one, or `kvsearch export PLAN --to model` it")
     if size is None and len(listed) > 1:
@@ -96,7 +94,7 @@ def plan_beside(model: Any, size: str | float | None = None) -> Path:
     wanted = next(iter(listed)) if size is None else str(size)
     require_known("size", wanted, list(listed))
     entry = listed[wanted]
-    revision = getattr(model.config, "_commit_hash", None)
+    revision = getattr(config, "_commit_hash", None)
     folder = Path(name) if Path(name).is_dir() else _downloaded(name, [f"{BESIDE}/*"], revision=revision)
     path = folder / BESIDE / Path(entry["file"]).name
     if not path.is_file() or hashlib.sha256(read_bytes(path)).hexdigest() != entry["sha256"]:

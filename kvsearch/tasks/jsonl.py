@@ -145,10 +145,10 @@ def _rows_of_turns(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
     """Return each turn of a row as a row of its own; UsageError if they are no list of objects with keys of a turn."""
     turns = row[TURNS]
     shared = {key: value for key, value in row.items() if key != TURNS}
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-        raise UsageError(f"{place}: turns is a list of objects, each with question and answers")
-    if unshared := sorted({*shared} & OF_TURN | {key for turn in turns for key in turn} - OF_TURN):
-        raise UsageError(f"{place}: {unshared[0]!r} stands in a turn or beside turns, where it does not belong")
+    is_list = isinstance(turns, list) and turns and all(isinstance(turn, dict) and {*turn} <= OF_TURN for turn in turns)
+    if not is_list or {*shared} & OF_TURN:
+        known = ", ".join(sorted(OF_TURN))
+        raise UsageError(f"{place}: turns is a list of objects with question and answers, which alone have {known}")
     names = [{"id": f"{row['id']}, turn {number}"} if "id" in row else {} for number in range(1, len(turns) + 1)]
     return [{**shared, **turn, **name} for turn, name in zip(turns, names, strict=True)]
 

@@ -179,7 +179,7 @@ def test_allocations_by_name() -> None:
         ("lava", {"heads": "even"}, "unknown heads 'even'"),
         ("lava", {"heads": "equal", "layers": "planned"}, "shares nothing: use static"),
         ("adakv", {"floor_share": 1.5}, r"floor_share must be in \[0, 1\], got 1.5"),
-        ("adakv", {"variant": "official"}, "does not sum to the total; use exact or kvpress"),
+        ("adakv", {"variant": "official"}, "unknown variant 'official'"),
         ("adakv", {"normalize": True}, "allocation adakv has no option 'normalize'"),
         ("cake", {"tau1": 0.0}, "tau1 must be finite and above 0, got 0.0"),
         ("cake", {"window": -1}, "window must be 0 or more, got -1"),

@@ -175,17 +175,9 @@ def test_layers_of_several_solvers_make_one() -> None:
     assert solvers[0].solve(100).tolist() == MarginalSolver(importance[0]).solve(100).tolist()  # as it was
 
 
-@pytest.mark.parametrize(
-    ("importance", "problem"),
-    [
-        (np.ones((2, 3, 4)), "must be .policies, layers, kv heads, entries."),
-        (np.full((1, 1, 1, 3), np.nan), "finite"),
-        (np.ones((0, 1, 1, 3)), "must be .policies"),
-    ],
-)
-def test_bad_importance_is_refused(importance: Floats, problem: str) -> None:
-    with pytest.raises(UsageError, match=problem):
-        JointSolver(importance)
+def test_bad_importance_is_refused() -> None:
+    with pytest.raises(UsageError, match="finite"):
+        JointSolver(np.full((1, 1, 1, 3), np.nan))
 
 
 @pytest.mark.parametrize("total", [1, 9])

@@ -149,7 +149,5 @@ def test_budgets_that_make_no_curve(budgets: tuple[int, ...]) -> None:
 
 
 def test_losses_that_cannot_be_used() -> None:
-    with pytest.raises(UsageError, match=r"losses must be \[2, 2\], got shape \[2, 3\]"):
-        LossCurves(BUDGETS).allocate(np.zeros((2, 3)), 10, *bounds(2))
     with pytest.raises(UsageError, match="losses must be finite"):
         LossCurves(BUDGETS).allocate(np.full((2, 2), np.nan), 10, *bounds(2))

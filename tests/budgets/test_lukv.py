@@ -182,7 +182,6 @@ def test_profile_totals_are_clipped_to_the_bounds() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"importance": np.ones((2, 3))}, r"\[2, 3\]"),
         ({"importance": np.ones((1, 2, 3)), "floors": 4}, "floor 4 and cap 3"),
         ({"importance": np.ones((1, 2, 3)), "floors": -1}, "floor -1"),
         ({"importance": np.full((1, 2, 3), np.nan)}, "nan"),

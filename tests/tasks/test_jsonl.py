@@ -173,10 +173,9 @@ def test_bad_turns(tmp_path: Path) -> None:
     good = {"question": "Who?", "answers": ["Ann"]}
     talks: list[Any] = [[good, {"answers": ["May"]}], [], ["Who?"], [{**good, "context": "b"}]]
     lines = [{"context": "a", "turns": turns} for turns in talks]
+    known = "answers, max_new_tokens, options, prefix, question"
+    problem = f"turns is a list of objects with question and answers, which alone have {known}"
     assert refusal(write(tmp_path, *lines, row(turns=[good]))) == [
         "line 1, turn 2: question: is missing: add it",
-        "line 2: turns is a list of objects, each with question and answers",
-        "line 3: turns is a list of objects, each with question and answers",
-        "line 4: 'context' stands in a turn or beside turns, where it does not belong",
-        "line 5: 'answers' stands in a turn or beside turns, where it does not belong",
+        *(f"line {line}: {problem}" for line in (2, 3, 4, 5)),
     ]
