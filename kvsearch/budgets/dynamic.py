@@ -55,11 +55,6 @@ class Allocation(ABC):
     weighs_in_logarithms: ClassVar[bool] = False  # whether `weight` gives logarithms, which neither over- nor underflow
 
     @property
-    def compares_scores(self) -> bool:
-        """Whether a layer gets as many entries as it has among the highest scores of all layers."""
-        return False
-
-    @property
     @abstractmethod
     def shares_layers(self) -> bool:
         """Whether layers share one pool; if not, each has what the plan has for it."""
@@ -92,7 +87,7 @@ class Allocation(ABC):
         raise InternalError(f"allocation {self.name} does not order entries")
 
     def scores(self, ranked: Tensor, free: int) -> Floats:  # noqa: ARG002
-        """Return the scores of the entries of `order` where layers are compared by them; else none."""
+        """Return the `free` highest scores where layers share by how many of the highest of all they have."""
         return NO_SCORES
 
     def split(self, order: Order, free: int, rooms: Ints) -> Floats:  # noqa: ARG002
@@ -149,12 +144,10 @@ class Shares:
     def add(self, layer: int, demand: LayerDemand) -> None:
         """Take in the demand of row `layer`."""
         self.demands[layer] = demand
-        if self.allocation.compares_scores:
-            scores = np.concatenate([self._highest, demand.scores])
-            owners = np.concatenate([self._owners, np.full(len(demand.scores), layer)])
-            first = np.argsort(-scores, kind="stable")[: self.free[0]]
-            self._highest = scores[first]
-            self._owners = owners[first]
+        scores = np.concatenate([self._highest, demand.scores])
+        first = np.argsort(-scores, kind="stable")[: self.free[0]]
+        self._highest = scores[first]
+        self._owners = np.append(self._owners, np.full(len(demand.scores), layer))[first]
 
     def open_to(self, layer: int) -> int:
         """Return the most free entries that row `layer` can get, whatever the demands."""
@@ -218,7 +211,7 @@ class Shares:
         return min(self.free[0], int(rooms.sum()))
 
     def _weights(self, rows: Sequence[int]) -> Floats:
-        if self.allocation.compares_scores:
+        if len(self._owners):
             return np.bincount(self._owners, minlength=len(self.floors))[rows].astype(np.float64)
         weights = np.array([self.demands[row].weight for row in rows])
         if not self.allocation.weighs_in_logarithms:

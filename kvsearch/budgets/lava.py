@@ -77,10 +77,6 @@ class LAVaAllocation(Allocation):
         return self.layers != "planned"
 
     @property
-    def compares_scores(self) -> bool:
-        return self.layers == "scores"
-
-    @property
     def shares_heads(self) -> bool:
         return self.heads == "dynamic"
 
@@ -89,7 +85,7 @@ class LAVaAllocation(Allocation):
 
         Where scores of layers are compared, their sums, which are finite where all scores are.
         """
-        if self.compares_scores:
+        if self.layers == "scores":
             return torch.stack([sequence.sum() for sequence in scores]).tolist()
         found = torch.stack([layer_entropy(sequence) for sequence in scores])
         least = torch.stack([sequence.min() if sequence.numel() else found.new_zeros(()) for sequence in scores])
@@ -114,7 +110,7 @@ class LAVaAllocation(Allocation):
         return head_order(ranked, free)
 
     def scores(self, ranked: Tensor, free: int) -> Floats:
-        if not self.compares_scores:
+        if self.layers != "scores":
             return NO_SCORES
         highest: Floats = ranked.flatten().sort(descending=True).values[:free].cpu().numpy()
         return highest

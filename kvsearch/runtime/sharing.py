@@ -215,13 +215,11 @@ class LayerDemands:
 
     def of(self, sequence: int, floor: int, free: int) -> LayerDemand:
         """Return the demand of a sequence whose heads have `floor` entries each, for at least `free` beyond them."""
-        if not self.allocation.shares_heads:
-            return LayerDemand(self.weights[sequence], np.zeros(0, dtype=np.uint8))
         key = (sequence, floor, free)
         if key not in self._demands:
             length = self.lengths[sequence]
             ranked = self.ordered[sequence, :, max(floor, self.policy.protected(length)) : length]
-            order = self.allocation.order(ranked, free)
+            order = self.allocation.order(ranked, free) if self.allocation.shares_heads else np.zeros(0, dtype=np.uint8)
             self._demands[key] = LayerDemand(self.weights[sequence], order, self.allocation.scores(ranked, free))
         return self._demands[key]
 

@@ -42,6 +42,7 @@ ALLOCATIONS = {
     "lava, no floor": LAVaAllocation(0.0),
     "lava, planned layers": LAVaAllocation(layers="planned"),
     "lava, scores": LAVaAllocation(0.0, layers="scores"),
+    "lava, scores, equal heads": LAVaAllocation(heads="equal", layers="scores"),
     "lava, equal heads": LAVaAllocation(heads="equal"),
     "cake": CAKEAllocation(),
     "cake, tempered": CAKEAllocation(1.6, 0.4, window=6),
