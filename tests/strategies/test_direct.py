@@ -44,7 +44,7 @@ def test_a_ratio_scales_with_the_prompt_and_its_total_is_exact() -> None:
 
 def table(policy: str, size: Size, beta: float, **params: int) -> np.ndarray:
     made = create_policy(policy, params)
-    plan = direct_plan(tiny.loaded(), made, size, PHASES["prefill"], Pyramid(beta, made.floor))
+    plan = direct_plan(tiny.loaded(), made, size, PHASES["prefill"], Pyramid(beta, made.least))
     return np.array([budget for budget in plan.budgets("prefill") if budget])
 
 
