@@ -163,6 +163,7 @@ class TestCompiled:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
     @pytest.mark.nightly
+    @pytest.mark.filterwarnings("error::kvsearch.core.errors.KvsearchWarning")
     @pytest.mark.parametrize("name", ["streaming", "tova", "h2o", "scissorhands", "cake", "d2o", "keydiff", "snapkv"])
     def test_a_compiler_makes_the_same_of_every_kind_of_rule(self, name: str) -> None:
         torch._dynamo.reset()
@@ -171,6 +172,7 @@ class TestCompiled:
         assert torch.equal(say(attach(model(), program, compile=True)), say(attach(model(), program)))
 
     @pytest.mark.nightly
+    @pytest.mark.filterwarnings("error::kvsearch.core.errors.KvsearchWarning")
     def test_a_bundled_model_answers_as_ever(self) -> None:
         torch._dynamo.reset()
         loaded = load("bundled")
