@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import warn_once
-from kvsearch.core.parsing import describe_fault
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.stock import CACHE, CACHES, cache_of
 
@@ -166,7 +165,8 @@ class CompiledModel:
                 with limit:
                     return self._compiled(**given)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # before any of it was done
-                warn_once(f"{UNCOMPILED}: {describe_fault(error)}")
+                said, _, _ = str(error).partition("\n\n")  # behind it is advice for developers of PyTorch
+                warn_once(f"{UNCOMPILED}: {' '.join(said.split())}")
                 self.failed = True
         return self.model(**given)
 
