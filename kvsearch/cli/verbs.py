@@ -145,7 +145,7 @@ def evaluate(options: EvaluateOptions, result: EvaluationResult | PerplexityResu
     if isinstance(result, PerplexityResult):
         return Output(result.as_json, shown_as("perplexity", result), remarks)
     problem = None if result.doubt is None else IncompatibleError(result.doubt)
-    return Output(result.as_json, shown_parts(lambda: parts(result, options.columns)), remarks, problem)
+    return Output(result.as_json, shown_parts(lambda: parts(result)), remarks, problem)
 
 
 @verb("kvsearch.jobs.reproduce:ReproduceOptions", dry_run=True)

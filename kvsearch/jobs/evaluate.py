@@ -30,7 +30,7 @@ from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, open_replies, warn_of_coverage
 from kvsearch.plan import load_plan
 from kvsearch.report.costs import Forecast
-from kvsearch.report.evaluation import Columns, write_tables
+from kvsearch.report.evaluation import write_tables
 from kvsearch.report.table import check_table_file
 from kvsearch.results.evaluation import EvaluationResult, PerplexityResult
 from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES
@@ -47,7 +47,7 @@ PERPLEXITY = "ppl:"  # what a spec of tasks begins with that asks for the perple
 CONTEXT = 1024  # tokens, of a text
 CONTINUATION = 128
 NOT_OF_TEXTS = (
-    "subject", "protocol", "max_length", "max_memory", "output", "force", "reuse", "table", "columns", "losses",
+    "subject", "protocol", "max_length", "max_memory", "output", "force", "reuse", "table", "losses",
 )  # fmt: skip
 
 
@@ -146,14 +146,6 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
             recorded=False,
         ),
     ] = None
-    columns: Annotated[
-        Columns | None,
-        Option(
-            "Columns of the tables: tasks (and means), categories (and averages) or averages.",
-            panel=KEPT,
-            shown="tasks; on the screen categories if there are many",
-        ),
-    ] = None
     losses: Annotated[
         bool, Option("Also measure what every layer's attention output loses under every method.", panel=KEPT)
     ] = False
@@ -231,13 +223,12 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult |
         comparison = evaluation.run(progress, store)
         losses = _output_losses(evaluation, tasks, directory, options.losses, progress)
         result = EvaluationResult.of(comparison, losses)
-        columns = options.columns or "tasks"
         if directory is not None:
             write_samples(comparison.samples, directory / SAMPLES)
-            write_tables(result, directory / TABLES, columns)
+            write_tables(result, directory / TABLES)
             write_json(directory / REPORT, result.as_json())
         if options.table is not None:
-            write_tables(result, options.table, columns, options.force)
+            write_tables(result, options.table, options.force)
         if run is not None and store is not None:
             run.finish()
             if run.state == "finished" and store.count == earlier:

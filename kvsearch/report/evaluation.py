@@ -11,12 +11,11 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 from kvsearch.core.files import atomic_write
 from kvsearch.core.printed import csv_text
 from kvsearch.evaluation.samples import Footprint, LayerLoss
-from kvsearch.evaluation.statistics import LEAST_CONTEXTS, Kind
+from kvsearch.evaluation.statistics import LEAST_CONTEXTS
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report import table
 from kvsearch.report.figures import Figure, HeatMap
@@ -26,10 +25,6 @@ from kvsearch.results.evaluation import EvaluationResult, ScoreRow, count_tasks_
 from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.names import FULL
 
-Columns = Literal["tasks", "categories", "averages"]
-KINDS: dict[Columns, tuple[Kind, ...]] = {
-    "tasks": ("task", "category", "average"), "categories": ("category", "average"), "averages": ("average",),
-}  # fmt: skip
 LOSS_COLUMNS = ("layer", "method", "output loss", "bound", "bound by head", "loss / bound", "evicted mass")
 INTERVAL = ("mean", "low", "high")
 FEW = 12  # tasks that a screen has room for
@@ -39,29 +34,28 @@ CSV_HEADER = (
 )  # fmt: skip
 
 
-def tables(result: EvaluationResult, columns: Columns | None = None, *, intervals: bool = False) -> list[Table]:
-    """Return scores, differences and what is held; by default columns are tasks, unless they are too many.
+def tables(result: EvaluationResult, *, on_screen: bool = False) -> list[Table]:
+    """Return scores by task, differences and what is held.
 
-    With `intervals`, scores have theirs, too, as differences always have.
+    On a screen scores have intervals, too, as differences always have; many tasks are shown by their categories.
     """
-    chosen = columns or ("tasks" if len(result.tasks) <= FEW else "categories")
-    has_categories = any(row.kind == "category" for row in result.rows)
-    means: Columns = "categories" if has_categories else "averages"  # columns of differences are wide
-    return [score_table(result, chosen, intervals=intervals), difference_table(result, means), held_table(result)]
+    by_task = not on_screen or len(result.tasks) <= FEW
+    scores = score_table(result, by_task=by_task, intervals=on_screen)
+    return [scores, difference_table(result), held_table(result)]
 
 
-def write_tables(result: EvaluationResult, path: Path, columns: Columns = "tasks", overwrite: bool = True) -> None:
+def write_tables(result: EvaluationResult, path: Path, overwrite: bool = True) -> None:
     """Write the tables as Markdown or LaTeX, or every number in rows as CSV, by the suffix; see `check_table_file`."""
     table.check_table_file(path)
     if path.suffix == table.CSV:
         atomic_write(path, csv_rows(result).encode(), overwrite)
     else:
-        table.write_tables(tables(result, columns), path, overwrite)
+        table.write_tables(tables(result), path, overwrite)
 
 
-def parts(result: EvaluationResult, columns: Columns | None = None) -> Iterator[Table | Figure]:
+def parts(result: EvaluationResult) -> Iterator[Table | Figure]:
     """Yield all tables, maps of needles and output losses where there are any."""
-    yield from tables(result, columns, intervals=True)
+    yield from tables(result, on_screen=True)
     for method, grid in (result.needle or {}).items():
         body = HeatMap(
             tuple(f"{depth}%" for depth in grid.depths), tuple(map(str, grid.lengths)), "depth", "tokens", "score",
@@ -72,12 +66,12 @@ def parts(result: EvaluationResult, columns: Columns | None = None) -> Iterator[
         yield losses_table(f"{result.model}, phases: {result.phases}", result.protocol, result.losses)
 
 
-def score_table(result: EvaluationResult, columns: Columns, *, intervals: bool = False) -> Table:
-    """Return mean scores in percent, with 95% intervals or without.
+def score_table(result: EvaluationResult, *, by_task: bool = True, intervals: bool = False) -> Table:
+    """Return mean scores in percent, by task or by category alone, with 95% intervals or without.
 
     The best of each block, the full cache aside, is marked where not all tie.
     """
-    rows = _columns(result, columns)
+    rows = _columns(result, by_task=by_task)
 
     def cell(score: Estimate, best: str | None = None) -> Cell:
         text = percent(score.mean)
@@ -105,9 +99,9 @@ def score_table(result: EvaluationResult, columns: Columns, *, intervals: bool =
     return Table(title, _header(result, rows), groups, tuple(notes), above)
 
 
-def difference_table(result: EvaluationResult, columns: Columns) -> Table:
+def difference_table(result: EvaluationResult) -> Table:
     """Return every method minus the subject, in percent, with 95% interval and questions won / tied / lost."""
-    rows = _columns(result, columns)
+    rows = _columns(result, by_task=False)  # columns are wide
     groups = []
     for block in result.blocks:
         lines = []
@@ -228,14 +222,14 @@ def _how(result: EvaluationResult) -> str:
     return f"{result.protocol}, phases: {result.phases}, {asked_words(result.tasks)}"
 
 
-def _columns(result: EvaluationResult, columns: Columns) -> list[ScoreRow]:
-    """Return which rows of scores become columns, averages first.
+def _columns(result: EvaluationResult, *, by_task: bool) -> list[ScoreRow]:
+    """Return which rows of scores become columns, averages first; tasks only if `by_task`.
 
     Of averages over the same tasks that is the first, of one task the task itself and its categories.
     """
     if len(result.tasks) == 1:
         first, *others = result.rows
-        return [first, *(row for row in others if row.kind == "category" in KINDS[columns])]
+        return [first, *(row for row in others if row.kind == "category")]
     seen = set[frozenset[str]]()
     chosen = []
     for row in result.rows:
@@ -244,7 +238,7 @@ def _columns(result: EvaluationResult, columns: Columns) -> list[ScoreRow]:
             if tasks in seen:
                 continue
             seen.add(tasks)
-        if row.kind in KINDS[columns]:
+        if by_task or row.kind != "task":
             chosen.append(row)
     return sorted(chosen, key=lambda row: row.kind != "average")  # which a narrow screen then has beside the names
 

@@ -202,7 +202,7 @@ def test_categories_and_ids_of_questions(run: Run, tmp_path: Path) -> None:
 
     arguments = (
         "evaluate", "bundled", "--tasks", f"jsonl:{file}", "--methods", "snapkv", "--budgets", 48, "-o",
-        tmp_path / "run", "--columns", "tasks",
+        tmp_path / "run",
     )  # fmt: skip
     named("q")
     code, out, talk = run(*arguments, "--json")

@@ -75,7 +75,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows.append({"context": context, "question": question, "answers": ["x"], "max_new_tokens": 2, **told})
     tasks = folder / f"[red]{file_name(PAYLOADS[3])}.jsonl"
     tasks.write_text("\n".join(map(json.dumps, rows)))
-    arguments = ("--tasks", f"jsonl:{tasks}", "--methods", "streaming", "--budgets", "16", "--columns", "categories")
+    arguments = ("--tasks", f"jsonl:{tasks}", "--methods", "streaming", "--budgets", "16")
     output = folder / f"[bold]{file_name(PAYLOADS[4])}"
     code, out, talk = invoke(
         "evaluate", "bundled", *arguments, "-o", output, "--table", folder / "table.csv", "--log-file",

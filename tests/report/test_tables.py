@@ -67,7 +67,7 @@ def shown(table: Table) -> list[list[str]]:
 
 
 def test_scores_in_percent_with_the_best_of_each_block() -> None:
-    table = score_table(comparison(), "tasks")
+    table = score_table(comparison())
     assert table.title == "m: score in percent (question-agnostic, phases: prefill, 6 questions about 6 contexts)"
     assert table.header == ["method", "macro", "a_1", "b", "c", "qa", "code"]
     assert [group.heading for group in table.groups] == ["", "8 entries per kv head", "50% evicted"]
@@ -82,42 +82,41 @@ def test_scores_in_percent_with_the_best_of_each_block() -> None:
 
 def test_equal_numbers_are_equally_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is printed alike is marked alike, and not at all where no method is worse."""
-    rows = shown(score_table(comparison(), "averages"))
-    assert [row[-1] for row in rows] == ["80.00", "29.17", "29.17", "*50.00", "41.67"]
+    rows = shown(score_table(comparison(), by_task=False))
+    assert [row[1] for row in rows] == ["80.00", "29.17", "29.17", "*50.00", "41.67"]
     for label in ("h2o@8", "tova@8"):
         monkeypatch.setitem(MEANS, label, (0.625, 0.0, 0.0))
     # blocks are of neighbours in the list
     monkeypatch.setattr(f"{__name__}.MEANS", dict(sorted(MEANS.items(), key=lambda item: item[0].endswith("0.5"))))
-    rows = shown(score_table(comparison(), "tasks"))[1:5]
+    rows = shown(score_table(comparison()))[1:5]
     assert [row[2] for row in rows] == ["50.00", "*62.50", "*62.50", "*62.50"]
 
 
 def test_columns() -> None:
-    assert score_table(comparison(), "categories").header == ["method", "macro", "qa", "code"]
-    assert score_table(comparison(), "averages").header == ["method", "macro"]
+    assert score_table(comparison(), by_task=False).header == ["method", "macro", "qa", "code"]
     named = comparison(paper=("a_1", "c"), other=("c", "a_1"), whole=("c", "b", "a_1"))
-    assert score_table(named, "averages").header == ["method", "macro = whole", "paper = other"]
-    assert shown(score_table(named, "averages"))[1] == ["uniform", "29.17", "31.25"]
+    assert score_table(named, by_task=False).header == ["method", "macro = whole", "paper = other", "qa", "code"]
+    assert shown(score_table(named, by_task=False))[1][:3] == ["uniform", "29.17", "31.25"]
     alone = comparison(tasks={"a_1": "qa"})
-    for columns in ("tasks", "categories", "averages"):
-        assert score_table(alone, columns).header == ["method", "a_1"]
-    assert tables(comparison())[0].header == score_table(comparison(), "tasks").header
+    for by_task in (True, False):
+        assert score_table(alone, by_task=by_task).header == ["method", "a_1"]
+    assert tables(comparison(), on_screen=True)[0].header == score_table(comparison()).header
     many = comparison(tasks={f"t{n}": "qa" for n in range(13)})
-    assert tables(many)[0].header == ["method", "macro"]
+    assert tables(many, on_screen=True)[0].header == ["method", "macro"]
+    assert len(tables(many)[0].header) == 15
 
 
 def test_differences_to_the_subject() -> None:
-    table = difference_table(comparison(), "tasks")
+    table = difference_table(comparison())
     assert "paired difference to uniform" in table.title
     (full, lava), (_, other) = (group.rows for group in table.groups)
     assert [cell.text for cell in lava] == [
-        "lava", MACRO_DIFFERENCE, "+12.50 [2 contexts: no interval] 2 / 0 / 0",
-        "+0.00 [2 contexts: no interval] 0 / 2 / 0", "-12.50 [2 contexts: no interval] 0 / 0 / 2",
+        "lava", MACRO_DIFFERENCE,
         "+6.25 [4 contexts: no interval] 2 / 2 / 0", "-12.50 [2 contexts: no interval] 0 / 0 / 2", "1 / 1 / 1",
     ]  # fmt: skip
-    assert (full[0].text, full[2].text) == ("full", "+50.00 [2 contexts: no interval] 2 / 0 / 0")
-    assert other[2].text == "-25.00 [2 contexts: no interval] 0 / 0 / 2"
-    to_full = difference_table(comparison("full"), "tasks")
+    assert (full[0].text, full[3].text) == ("full", "+47.50 [2 contexts: no interval] 2 / 0 / 0")
+    assert other[2].text == "-12.50 [4 contexts: no interval] 0 / 2 / 2"
+    to_full = difference_table(comparison("full"))
     assert [[row[0].text for row in group.rows] for group in to_full.groups] == [["uniform", "lava"]] * 2
 
 
