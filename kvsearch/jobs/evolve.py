@@ -133,13 +133,10 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
 def remarks(options: EvolveOptions, result: SearchResult) -> Iterator[str]:
     """Say what was chosen and why, what it took, and where it was written."""
     yield from decisions(result)
-    first = options.plan_file(next(iter(result.found)))
-    written = f"{first} and {options.output / REPORT}"
-    if len(result.found) > 1:
-        written = f"{options.output / FRONT} and a plan for each budget"
-    yield f"{result.evaluations} candidates, {result.tokens:,} tokens; wrote {written}"
-    yield following("show", first)
-    yield following(*evaluation(options, options.model, first))
+    files = [options.plan_file(budget) for budget in result.found]
+    yield f"{result.evaluations} candidates, {result.tokens:,} tokens; wrote {', '.join(map(str, files))}"
+    yield following("show", files[0])
+    yield following(*evaluation(options, options.model, files[0]))
 
 
 def dry_run(options: EvolveOptions, reporter: Reporter) -> Forecast:

@@ -41,22 +41,20 @@ def decision(result: PhaseResult) -> str:
     if leader is None:
         return f"{result.best}, the best of {baselines}, is written: every strategy is a baseline, too"
     lead = _lead_words(leader, result)
-    lower = lower_words(result)
-    if result.verdict == "beats":
-        left = f"; {result.available - result.asked.contexts} more were not needed"
-        over = left if result.available > result.asked.contexts else ""
-        return f"{leader.name} beats {result.best}, the best of {baselines}: {lead}, on {asked_about}{over}{lower}"
-    few = "; with fewer than 8 contexts no lead is beyond chance" if result.asked.contexts < LEAST_CONTEXTS else ""
-    if result.verdict == "likely":
-        return (
-            f"{leader.name} is likely better than {result.best}, the best of {baselines}: {lead}, on {asked_about}"
-            f"{few}{lower}"
-        )
+    note = "; with fewer than 8 contexts no lead is beyond chance" if result.asked.contexts < LEAST_CONTEXTS else ""
+    if result.verdict != "baseline":
+        is_better = "is likely better than"
+        if result.verdict == "beats":
+            is_better = "beats"
+            left = result.available - result.asked.contexts
+            note = f"; {left} more were not needed" if left else ""
+        said = f"{leader.name} {is_better} {result.best}, the best of {baselines}: {lead}, on {asked_about}{note}"
+        return said + lower_words(result)
     wanted = "likely better" if result.sure < 1 - Rule.level else "better beyond chance"
     candidates = counted(result.count("candidate"), "candidate")
     return (
         f"{result.best}, the best of {baselines}, is written: none of {candidates} is {wanted} on {asked_about}; the "
-        f"nearest is {leader.name}, {lead}{few}"
+        f"nearest is {leader.name}, {lead}{note}"
     )
 
 

@@ -28,6 +28,7 @@ from kvsearch.calibration.steps import StepCache
 from kvsearch.core.progress import Progress
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
+from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
 from kvsearch.policies.probe import METHOD, SINKS, SPREAD, Coefficients, Weights, columns_of
 
@@ -47,6 +48,7 @@ FLOOR = 1e-3  # of a head's largest importance: what lies below is not told apar
 
 LayerSample = tuple[Tensor, Tensor, Tensor]  # features [Hkv, N, F], targets [Hkv, N], unseen heads [Hkv]
 FEW = 4  # contexts to fit on, below which there is strong shrinkage alone
+FITTED = 9  # passes that a step of the network takes as long as, in all layers: benchmarks/said_and_taken.py, on a CPU
 
 
 class ProbeCalibration(RankingCalibration[ProbeOptions]):
@@ -57,6 +59,10 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
     variation), on every text. Policies are the setting "rankings" of the provenance, the probe first; all protect the
     same entries.
     """
+
+    def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
+        work = super().estimate(prompts)
+        return work + Work(FITTED * STEPS) if self.options.form == "network" else work
 
     @torch.no_grad()
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
