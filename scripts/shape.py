@@ -31,17 +31,17 @@ from pathlib import Path
 GATES = {
     "code lines": 35_579,
     "files": 320,
-    "records": 430,
+    "records": 423,
     "public class names used twice": 0,
     "module names used more than twice": 3,
     "private helpers of at most 6 lines with one caller": 42,
-    "imports inside functions of jobs, commands and cli": 105,
+    "imports inside functions of jobs, commands and cli": 104,
     "assignments of a tuple to a tuple": 68,
     "lists repeated by a condition": 0,
     "docstrings that only say See": 0,
-    "places that raise UsageError": 417,
+    "places that raise UsageError": 416,
     "import circles": 0,
-    "test lines": 48_941,
+    "test lines": 47_544,
 }
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
