@@ -286,8 +286,8 @@ def _listed(entries: Mapping[str, float | None]) -> str:
 def replies_cost(name: str, encoded: Sequence[TaskPrompts], asked: Settings, programs: Sequence[Program]) -> StageCost:
     """Return what the stage `name` costs that asks under some programs.
 
-    A prompt is read once for all of them, and compressed for each. They reply side by side, but for those that evict
-    while they reply.
+    A prompt is read once for all of them, and compressed for each. Replies are decoded in one batch, but for programs
+    that evict while they reply.
     """
     work = Work()
     contexts = questions = 0

@@ -30,7 +30,7 @@ from kvsearch.tasks.encode import Reading, TaskPrompts, readings
 from kvsearch.tasks.metrics import is_right, score
 from kvsearch.tasks.prompts import PromptFormat, cut, stop_at
 
-TOGETHER = 8  # sequences that reply side by side
+TOGETHER = 8  # sequences that are decoded in one batch
 PAD = 0  # any token will do: nothing sees it
 
 Asked = tuple[str, str, int]  # a question by its task, the key of its example and its number there
@@ -136,7 +136,7 @@ def own_replies(
 def parted_replies(
     loaded: LoadedModel, parts: Sequence[Sequence[ForcedQuestions]], progress: Progress | None = None
 ) -> Iterator[list[list[list[int]]]]:
-    """Yield the `own_replies` of each part; sequences of different parts do not reply side by side."""
+    """Yield the `own_replies` of each part; sequences of different parts are not decoded in one batch."""
     apart = has_windows(loaded.model)  # on sliding windows no padding may come before questions
 
     def alike(one: ForcedQuestions) -> object:
