@@ -252,6 +252,6 @@ def _find_policies(space: str, names: str | None, params: Mapping[str, Any], pla
         return []
     name, fitted = parse_policy(names or DEFAULT_POLICY)
     policy = create_policy(name, {**fitted, **params})
-    if policy.exempt(1, 2):
+    if policy.exempt(1, 2):  # even a head whose budget is below the length
         raise UsageError(f"--policy {name} never evicts, so that no budget matters: search another policy")
     return [policy]

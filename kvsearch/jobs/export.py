@@ -312,10 +312,10 @@ def write_files(found: Exported, path: Path, force: bool) -> None:
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is a file, and the target is a folder: choose another path")
     with locked(path):
-        taken = [name for name in found.files if name not in found.updated and (path / name).exists()]
+        sealed = tuple(name for name in found.files if name not in found.updated)
+        taken = [name for name in sealed if (path / name).exists()]
         if taken and not force:
             raise UsageError(f"{path / taken[0]} exists: choose another folder, or --force to replace it")
-        sealed = tuple(name for name in found.files if name not in found.updated)
         unfinish(path, sealed)
         for name, data in found.files.items():
             (path / name).parent.mkdir(exist_ok=True)
