@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kvsearch.policies import scoring
 from kvsearch.policies.cam import CaM
-from kvsearch.policies.decoding import Cached, State, Step
+from kvsearch.policies.decoding import Cached, State
 from kvsearch.policies.h2o import MASS
 from kvsearch.policies.random import uniform
 from tests.policies.contract import Case, cases, observe, properties
-from tests.policies.course import arrive, at_start, cloned, decode, leaving_slots, merged, some_slots
+from tests.policies.course import decode, merged, some_slots
 from tests.policies.examples import NAN, scattered, step_at
 
 
@@ -40,31 +40,6 @@ def test_the_expected_value() -> None:
     """Mass .2 against a mean of .4: half of the value, 4, goes to the next two, in equal parts."""
     values = values_after(CaM(merge_next=2, expectation=True), ENTRY, [[1]])
     torch.testing.assert_close(values[0, :, 0], torch.tensor([100.0, 4.0, NAN, 11.0, 1.0, 21.0]), equal_nan=True)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_all_or_nothing_as_drawn(seed: int) -> None:
-    values = values_after(CaM(merge_next=2, seed=seed), ENTRY, [[1]])[0, :, 0]
-    gain = 2.0 * (float(uniform(seed, 0, 0, 7)) < 0.5)
-    torch.testing.assert_close(values, torch.tensor([100.0, 4.0, NAN, 10.0 + gain, 1.0, 20.0 + gain]), equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    ("merge_next", "gains"),
-    [
-        (1, [0.0, 0.0, 4 * 0.2 / 0.3]),
-        (3, [4 * (0.2 / (1.7 / 3)) / 3] * 3),
-        (32, [4 * (0.2 / (1.7 / 3)) / 3] * 3),  # three are all there are
-    ],
-)
-def test_how_many_are_next(merge_next: int, gains: list[float]) -> None:
-    values = values_after(CaM(merge_next=merge_next, expectation=True), ENTRY, [[1]])[0, [3, 4, 5], 0]
-    torch.testing.assert_close(values - torch.tensor([10.0, 1.0, 20.0]), torch.tensor(gains), rtol=1e-4, atol=1e-5)
-
-
-def test_nothing_follows_the_newest() -> None:
-    values = values_after(CaM(base="h2o", sinks=0), ENTRY, [[4]])
-    torch.testing.assert_close(values, ENTRY.values, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -153,22 +128,3 @@ def test_decoding(case: Case, budget: int, policy: CaM) -> None:
                 column = position + pads
                 total = float(prompt[segment, column]) if column < case.length else 0.0
                 assert value == pytest.approx(total + sum(row.get(position, 0.0) for row in rows), rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize("base", ["streaming", "h2o"])
-def test_the_first_step_after_a_long_prompt_merges_one_value(base: str) -> None:
-    """All that is too much of a prompt leaves at once: no entry gains more than one value in m parts."""
-    policy = CaM(base=base, merge_next=8, expectation=True)
-    observation = observe(policy, Case(heads=2, group=2, length=400, pads=(0, 3), seed=1))
-    generator = torch.Generator().manual_seed(0)
-    cached, seen = at_start(policy, observation, 500, 1, generator)
-    newest = arrive(cached, seen, generator)
-    row = torch.rand(cached.positions.shape, generator=generator).masked_fill(~cached.held, 0.0)
-    step = Step(cached, newest, seen + 1, row)
-    leaving = leaving_slots(policy, step, policy.step(step), 16)
-    assert (leaving >= 0).sum(-1).min() > 380
-    before = cloned(cached)
-    policy.merge(cached, leaving)
-    moved = (cached.values - before.values).norm(dim=-1)
-    assert (moved > 0).sum(-1).max() == 8
-    assert float(moved.max()) <= float((before.values.norm(dim=-1) * before.held).max()) / 8 + 1e-6

@@ -55,13 +55,6 @@ def test_the_most_similar_entry_takes_it_in(merging: str, key: list[float], valu
     torch.testing.assert_close(after.state.heads[TAU], torch.tensor([0.96]))
 
 
-def test_frozen_keys() -> None:
-    before = holding(FOUR, [1.0, 2.0, 10.0, 30.0])
-    after = merged(D2O(keys_frozen=True), before, [[3]])
-    torch.testing.assert_close(after.keys, before.keys, rtol=0, atol=0, equal_nan=True)
-    assert float(after.values[0, 4, 0]) == pytest.approx(30 * 0.51 + 10 * 0.49, abs=5e-3)
-
-
 @pytest.mark.parametrize(
     ("tau", "ema", "later", "merges"),
     [
@@ -80,24 +73,6 @@ def test_the_threshold(tau: float, ema: float, later: float, merges: bool) -> No
     after = merged(D2O(ema=ema), before, [[3]])
     torch.testing.assert_close(after.state.heads[TAU], torch.tensor([later]))
     assert (float(after.values[0, 4, 0]) != 30.0) == merges
-
-
-@pytest.mark.parametrize("merging", ["paper", "code"])
-def test_several_entries_with_one_target(merging: str) -> None:
-    """Cosines .8, .6 and 1 to [1, 0], mean .8: the first and the last go there, the other nowhere."""
-    keys = [[2.0, 0.0], [0.8, 0.6], [0.6, -0.8], [3.0, 0.0], [-1.0, 0.0]]
-    after = merged(D2O(merging=merging), holding(keys, [1.0, 10.0, 100.0, 1000.0, 7.0]), [[2, 3, 4]])
-    torch.testing.assert_close(after.state.heads[TAU], torch.tensor([0.8]))
-    if merging == "paper":
-        weights = [math.exp(0.8), math.exp(1.0)]
-        total = sum(weights) + math.e
-        value = (math.e * 1 + weights[0] * 10 + weights[1] * 1000) / total
-        key = [(math.e * 2 + weights[0] * 0.8 + weights[1] * 3) / total, weights[0] * 0.6 / total]
-    else:
-        value = (1 + 0.8 * 10 + 1.0 * 1000) / 3
-        key = [(2 + 0.8 * 0.8 + 3) / 3, 0.8 * 0.6 / 3]
-    torch.testing.assert_close(after.values[0, 1:, 0], torch.tensor([value, 10.0, 100.0, 1000.0, 7.0]))
-    torch.testing.assert_close(after.keys[0, 1], torch.tensor(key))
 
 
 def many(seed: int, share: float) -> tuple[Cached, list[list[int]]]:

@@ -20,13 +20,6 @@ def test_the_least_similar_keys_stay() -> None:
     assert kept(KeyDiff(), observation, 2) == {2, 3}
 
 
-def test_the_length_of_a_key_does_not_matter() -> None:
-    keys = torch.tensor([[[[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.9, -0.3]]]])
-    longer = keys * torch.tensor([1.0, 100.0, 0.01, 5.0])[:, None]
-    first, second = (KeyDiff().score(dataclasses.replace(plain(4), keys=k)) for k in (keys, longer))
-    torch.testing.assert_close(first, second)
-
-
 def test_opposite_and_zero_keys_are_not_nan() -> None:
     keys = torch.tensor([[[[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]]]])
     assert KeyDiff().score(dataclasses.replace(plain(3), keys=keys)).isfinite().all()

@@ -53,12 +53,6 @@ def test_an_even_share_is_not_low() -> None:
     assert Scissorhands().start(flat).entries[LOW].sum() == 0
 
 
-def test_the_group_is_averaged_before_the_threshold() -> None:
-    """Means .45, .45, .1 against 1/3: entry 1 is low under one query head, and not in the mean."""
-    state = Scissorhands(history=1).start(attending([[0.8, 0.1, 0.1]], [[0.1, 0.8, 0.1]]))
-    assert state.entries[LOW].tolist() == [[[0, 0, 1]]]
-
-
 def dense_rows(observation: Observation, row: int, head: int, history: int) -> list[Row]:
     """The last prompt rows of one head as attention by position, mean over the group, by plain softmax."""
     assert observation.queries is not None
@@ -210,15 +204,6 @@ def test_full_segments_are_those_without_an_empty_slot(history: int) -> None:
     assert found[0][0] == found[1][0]
     for name, tensor in found[0][1].items():
         assert torch.equal(tensor, found[1][1][name]), name
-
-
-def test_a_row_that_falls_out_of_the_history_no_longer_counts() -> None:
-    """A history of 2: the row of token 3 leaves it, in which 2 was low."""
-    step = arriving()
-    step.cached.state.entries[RING][0, 0] = 0b10
-    Scissorhands(history=2).step(step)
-    assert step.cached.state.entries[LOW].tolist() == [[1, 0, 0, 0, 1]]
-    assert step.cached.state.entries[RING][0, :, 0].tolist() == [0b10, 0, 0, 0, 0b10]
 
 
 @properties
