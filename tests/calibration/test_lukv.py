@@ -15,7 +15,7 @@ from kvsearch.calibration.analysis import lost_mass
 from kvsearch.calibration.data import CalibrationData, Context, Pair
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.calibration.lukv import KEPT_POINTS, LukvCalibration, MeasuredQuestion, measure_importance
-from kvsearch.calibration.options import STABILITY_RATIOS, LukvOptions, Normalization
+from kvsearch.calibration.options import LukvOptions, Normalization
 from kvsearch.calibration.prompts import prompts_of, with_own_replies
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
@@ -25,6 +25,7 @@ from kvsearch.runtime.attention import NAME
 from kvsearch.signals.predictions import divergence
 from tests import tiny
 from tests.calibrations import calibrate_lukv
+from tests.combinations import every_value
 from tests.runtime.helpers import feed, reference, running
 
 POLICY: Policy = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
@@ -87,20 +88,6 @@ def test_what_a_profile_holds(profile: Profile, data: CalibrationData) -> None:
     assert metadata.provenance.data_sha256 == data.sha256
     assert metadata.provenance.settings["normalization"] == "integrated"
     assert "seed" not in metadata.provenance.settings
-
-
-def test_rows_average_to_the_global_ratio(profile: Profile) -> None:
-    table, length = profile.arrays["evicted_ratio"], profile.metadata.length
-    assert_rows_average_to_their_ratio(table, length, PROTECTED)
-    for row in profile.arrays["question_ratio"]:
-        np.testing.assert_allclose(row.mean((1, 2)), STABILITY_RATIOS, atol=0.5 / (8 * length) + 1e-6)
-
-
-def test_budgets_lose_less_than_uniform_ones(model: LoadedModel, data: CalibrationData) -> None:
-    one = calibrate_lukv(model, data.limited(1), POLICY)
-    for ratio in (0.3, 0.5, 0.8):
-        planned = lost_mass(one, 1 - one.local_ratios(ratio)).sum()
-        assert planned < lost_mass(one, np.full((4, 2), 1 - ratio)).sum()
 
 
 CHOICES = [
@@ -244,19 +231,6 @@ def test_an_empty_own_reply_is_replaced_by_the_given_answer(data: CalibrationDat
     ]
 
 
-def test_contexts_of_different_lengths(model: LoadedModel) -> None:
-    """Short contexts have nothing to say about ratios that would cut into their protected entries."""
-    data = tiny.calibration_data(60, 300, 120)
-    made = calibrate_lukv(model, data, POLICY, LAYER)
-    lengths = [length_of(data, index) for index in range(3)]
-    assert made.metadata.length == max(lengths)
-    assert made.metadata.floor == PROTECTED
-    heads = 8
-    reachable = np.minimum(GRID, 1 - PROTECTED / max(lengths))
-    means = made.arrays["evicted_ratio"].mean((1, 2), dtype=np.float64)
-    assert np.abs(means - reachable).max() <= 0.5 / (heads * min(lengths)) + 1e-6
-
-
 @pytest.mark.parametrize(
     ("family", "layers"),
     [
@@ -299,8 +273,10 @@ def test_an_answer_without_a_token(model: LoadedModel, data: CalibrationData) ->
     assert "the answer ' ' is empty" in refusal(model, broken)
 
 
-@pytest.mark.parametrize("where", ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj", "lm_head"])
-@pytest.mark.parametrize("normalization", ["effect", "layer"])
+@every_value(
+    where=["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj", "lm_head"],
+    normalization=["effect", "layer"],
+)
 def test_a_model_that_computes_nan(where: str, normalization: Any, data: CalibrationData) -> None:
     model = tiny.loaded()
     with torch.no_grad():

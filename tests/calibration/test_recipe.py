@@ -208,10 +208,3 @@ def test_what_a_run_resolved_is_a_recipe(method: str, tmp_path: Path) -> None:
 def test_options_that_cannot_be_typed(method: str, options: list[str], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         typed(method=method, options=tuple(options)).make_policy()
-
-
-def test_policies_whose_entries_cannot_be_shared() -> None:
-    for method in ("lava", "cake"):
-        with pytest.raises(UsageError, match=f"^method {method}: d2o merges what it evicts"):
-            dynamic(method, policy="d2o").make_policy()
-    assert dynamic("adakv", policy="d2o").make_policy().name == "d2o"

@@ -24,7 +24,6 @@ from kvsearch.calibration.polykv.tree import shared_attention
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.architecture import describe
-from kvsearch.models.loading import load
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.logits import Logits
@@ -123,15 +122,6 @@ def test_all_patterns_agree_with_the_naive_procedure(family: str) -> None:
     assert_same(swept, naive)
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_the_bundled_model_agrees_with_the_naive_procedure() -> None:
-    model = load("bundled").model
-    prompts = batch((300, (10,)), (280, (7,)), vocabulary=300)
-    swept, naive, _ = both(model, tried(model, small(("snapkv", "scissorhands", "cam", "d2o")), 32), prompts)
-    assert_same(swept, naive)
-
-
 @pytest.mark.parametrize("at_once", [AtOnce(1, 1), AtOnce(5, 2), AtOnce(7, 3)])
 def test_a_sweep_in_chunks_measures_the_same(at_once: AtOnce) -> None:
     model = build("llama")
@@ -200,27 +190,6 @@ def test_logits_that_are_made_in_another_way_are_refused() -> None:
     assert model.lm_head.forward == head
     with running(model), pytest.raises(IncompatibleError, match="makes its logits in a way that is not known here"):
         LayerSweep(model, tried(model, small(("snapkv",)), 9), prompts, EVERYTHING, ALL).measure(first_of(prompts))
-
-
-def test_mean_rows_are_those_of_the_attention_matrix() -> None:
-    model = build("llama")
-    prompts = batch((40, (9,)), (33, (9,)))
-    after = first_of(prompts)
-    with running(model):
-        measured = LayerSweep(model, tried(model, small(("snapkv",)), 9), prompts, ("entropy",), ALL).measure(after)
-    rows = measured.attention
-    assert rows is not None
-    for row, prompt in enumerate(prompts.prompts):
-        whole = torch.cat([prompt.ids, prompt.continuations[0].tokens], 1)
-        with torch.no_grad(), running(model):
-            model.set_attn_implementation("eager")
-            maps = model(whole, output_attentions=True).attentions
-        length = prompt.length
-        for phase, (first, last) in enumerate(((0, length), (length, length + 9))):
-            for layer, attention in enumerate(maps):
-                mean = torch.zeros(rows.shape[-1], dtype=torch.float64)  # of all rows of the phase, by position
-                mean[: length + 9] = attention[0, :, first:last].double().mean((0, 1))
-                np.testing.assert_allclose(rows[row, phase, layer], mean, atol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
