@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
@@ -14,23 +13,14 @@ from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, Split,
 from kvsearch.evaluation.statistics import contrast
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
-from kvsearch.tasks.base import Query
 from tests import tiny
 from tests.evaluation.test_statistics import samples
 
 FLAT, STEEP = [[15, 15]] * 4, [[9, 9], [21, 21]] * 2
 
 
-@dataclass(frozen=True)
-class Lottery(tiny.Listed):
-    """Any reply has some score: a random model's are never right."""
-
-    def score(self, reply: str, query: Query) -> float:
-        return sum(map(ord, reply)) % 11 / 10
-
-
-def lottery(name: str, *shapes: tuple[int, int]) -> Lottery:
-    return Lottery(name, tiny.listed(*shapes, name=name).rows)
+def lottery(name: str, *shapes: tuple[int, int]) -> tiny.Lottery:
+    return tiny.Lottery(name, tiny.listed(*shapes, name=name).rows)
 
 
 TASKS = [lottery("one", (60, 2), (48, 1), (70, 3)), lottery("two", (66, 2), (52, 1))]

@@ -13,7 +13,7 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.search.space.group import Group, Layers, Parity
 from kvsearch.search.space.multipliers import Heads, Joint, placed
-from kvsearch.search.stages import Frame, SearchStage, groups_of, stages_of
+from kvsearch.search.stages import Frame, SearchStage, stages_of
 from tests.search.searching import BUDGET, frame_of, settings_of, starts_of
 
 FRAME = frame_of()
@@ -23,22 +23,6 @@ PROFILE: Ints = np.array([[8, 24], [12, 20], [30, 2 + 4], [18, 10]], dtype=np.in
 
 def stages(starts: dict[str, Ints] | None = None, **changes: Any) -> list[SearchStage]:
     return list(stages_of(settings_of(**changes), FRAME, starts or {"uniform": UNIFORM}, lambda: UNIFORM))
-
-
-@pytest.mark.parametrize(
-    ("layers", "size", "expected"),
-    [
-        (4, 2, [(0, 2), (2, 4)]),
-        (5, 2, [(0, 2), (2, 4), (4, 5)]),
-        (3, 1, [(0, 1), (1, 2), (2, 3)]),
-        (3, 3, [(0, 3)]),
-        (36, 8, [(0, 8), (8, 16), (16, 24), (24, 32), (32, 36)]),
-    ],
-)
-def test_groups_go_from_the_bottom_up_and_the_last_may_be_smaller(
-    layers: int, size: int, expected: list[tuple[int, int]]
-) -> None:
-    assert [(rows.start, rows.stop) for rows in groups_of(layers, size)] == expected
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
+from kvsearch.core.errors import EnvironmentFault, IncompatibleError
 from kvsearch.search.trials import (
     Candidate,
     JobOutcome,
@@ -25,7 +25,7 @@ from kvsearch.search.trials import (
     candidate_key,
 )
 from kvsearch.workers.base import SerialExecutor
-from tests.runs.sealing import lines_of, sealed
+from tests.runs.sealing import lines_of
 from tests.search.searching import Measure, generations_of
 from tests.workers.fakes import BROKEN, INFINITE, NAN, NO_MEMORY, Fake, table
 
@@ -163,24 +163,6 @@ def test_what_is_spent_is_counted_over_sessions(tmp_path: Path, monkeypatch: pyt
 
 
 # --- files that are damaged ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{}", "there is no kind None"),
-        ('{"kind": "stage", "name": "x"}', "at: is missing"),
-        ('{"kind": "stage", "at": 1, "name": "x", "more": 1}', "more: unknown key"),
-        ('{"kind": "result", "at": 1, "keys": ["x"], "outcome": "ok", "seconds": 1, "tokens": 1}', "keys.0: "),
-    ],
-)
-def test_a_whole_line_with_other_content_is_refused(tmp_path: Path, line: str, words: str) -> None:
-    path = tmp_path / "l"
-    path.write_text(sealed(['{"kind": "stage", "at": 1, "name": "x"}', line]))
-    with pytest.raises(UsageError, match="line 2 is damaged") as found:
-        TrialLog(path)
-    assert words in str(found.value)
-    assert "\n" not in str(found.value)
 
 
 # --- what candidates are worth ----------------------------------------------------------------------------------------

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,11 +13,9 @@ from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.search.evolve import PreparedSearch
 from kvsearch.search.trials import Evaluator
 from kvsearch.search.workers import make_executor, worker_factory
-from kvsearch.workers.cluster import RayWorkers, import_ray
-from kvsearch.workers.models import ModelSource, ModelWorkers
-from tests.search.evolving import CONTEXTS, QUESTIONS, evolve, prepare
-from tests.search.searching import timeless, told
-from tests.workers.fakes import AGES
+from kvsearch.workers.cluster import import_ray
+from kvsearch.workers.models import ModelSource
+from tests.search.evolving import CONTEXTS, QUESTIONS, prepare
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +49,3 @@ def test_another_model_is_refused(loaded: LoadedModel) -> None:
     other = source.fingerprint.model_copy(update={"weights_sha256": "0" * 64})
     with pytest.raises(IncompatibleError, match="this job was made for another model"):
         worker_bank(prepare(loaded), replace(source, fingerprint=other))
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.usefixtures("kept_workers")
-def test_two_workers_find_what_this_process_finds(loaded: LoadedModel, tmp_path: Path) -> None:
-    alone = evolve(prepare(loaded, generations=1), tmp_path / "alone")
-    workers = ModelWorkers(loaded, LoadOptions(), RayWorkers(2, cpus=0.5, start_timeout=AGES))
-    with closing(workers):
-        prepared = prepare(replace(loaded, workers=workers), generations=1)
-        both = evolve(prepared, tmp_path / "both")
-    assert told(both.outcome) == told(alone.outcome)
-    assert both.choice.plan == alone.choice.plan
-    # jobs of a generation end in any order
-    both_lines, alone_lines = (
-        sorted(str({**line, "line": None}) for line in timeless(tmp_path / name)) for name in ("both", "alone")
-    )
-    assert both_lines == alone_lines

@@ -22,6 +22,7 @@ from kvsearch.selection.signal_candidates import (
 from kvsearch.strategies.from_signals import Strategy, strategy_plan
 from kvsearch.strategies.names import METHODS
 from tests import tiny
+from tests.combinations import every_value
 from tests.signals.profiles import make_signals, signal_metadata
 
 LAYERS, HEADS, LENGTH = 4, 2, 60
@@ -136,8 +137,7 @@ def test_a_policy_is_set_as_the_profile_has_it(model: LoadedModel) -> None:
     assert tuned_policy("streaming", profile).parameters() == {"sinks": 4}
 
 
-@pytest.mark.parametrize("route", ["cosine", "ppl", "error"])
-@pytest.mark.parametrize("signal", ["uniform", "entropy", "ppl", "nll-chosen", "error-mean"])
+@every_value(route=["cosine", "ppl", "error"], signal=["uniform", "entropy", "ppl", "nll-chosen", "error-mean"])
 def test_plain_candidates_are_the_strategies_of_the_paper(model: LoadedModel, route: str, signal: str) -> None:
     profile = profile_of(model)
     found = found_in(model, profile, [route], ["uniform", signal])

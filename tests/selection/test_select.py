@@ -332,17 +332,6 @@ def test_a_selection_needs_something_to_evict(model: LoadedModel, profile: Profi
     assert re.search(r"4 of 4 prompts .* that \d+ of \d+ strategies evict nothing", one.candidate_set.notes[-1])
 
 
-def test_another_batch_goes_on_with_the_same_replies(model: LoadedModel, profile: Profile) -> None:
-    questions = (Split([questions_of(*range(4))], HOW), Split([questions_of(*range(4, 8))], HOW))
-    one, other, third = (
-        prepare_selection(model, profile, SIZE, *(replace(split, settings=how) for split in questions))
-        for how in (HOW, replace(HOW, batch=1, max_memory=10**9), replace(HOW, seed=4))
-    )
-    first, again, elsewhere = (each.config(each.race.prepared) for each in (one, other, third))
-    assert first.difference(again) is None
-    assert first.difference(elsewhere) == "seed is 4 there, 3 here"
-
-
 def test_a_profile_of_another_model(model: LoadedModel) -> None:
     other = make_signals(signal_metadata(None, PATTERNS))
     with pytest.raises(IncompatibleError, match="this profile was made for another model"):

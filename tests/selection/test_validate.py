@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ from kvsearch.selection.verdicts import (
 )
 from kvsearch.signals.table import SignalTable
 from kvsearch.strategies.from_signals import Strategy
-from kvsearch.tasks.base import Query
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 from tests import tiny
 from tests.plan.builders import model as toy
@@ -50,15 +48,7 @@ SIZE = Size(budget=16)
 HOW = Settings(3, seed=4, batch=4)
 
 
-@dataclass(frozen=True)
-class Lottery(tiny.Listed):
-    """Any reply has some score: a random model's are never right."""
-
-    def score(self, reply: str, query: Query) -> float:
-        return sum(map(ord, reply)) % 11 / 10
-
-
-TASKS = [Lottery("one", tiny.listed((60, 1), (48, 2), (70, 1)).rows)]
+TASKS = [tiny.Lottery("one", tiny.listed((60, 1), (48, 2), (70, 1)).rows)]
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +114,7 @@ def test_draws_are_counted_by_their_scores() -> None:
     assert RandomControls.of(forward, random) == (4, 2, 3, False)
 
 
-@pytest.mark.parametrize(("spread", "count"), [(0.02, 5), (0.05, 5), (0.1, 5), (0.1, 20)])
+@pytest.mark.parametrize(("spread", "count"), [(0.02, 5), (0.1, 20)])
 def test_signals_that_say_nothing_are_rarely_useful(spread: float, count: int) -> None:
     """Forward, inverse, uniform and random strategies drawn alike: 40 questions, scores that differ by `spread`."""
     rng, verdicts = np.random.default_rng(0), list[str]()

@@ -16,6 +16,7 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.strategies.compared import BASELINES, baselines, equal_uniform
 from tests import tiny
+from tests.combinations import every_value
 from tests.families import prompts
 from tests.runtime.helpers import feed, running
 
@@ -37,9 +38,7 @@ def held(model: LoadedModel, program: Program, length: int) -> int:
     return sum(int(cache.planned[i].holder.entries().sum()) if i in cache.planned else 2 * length for i in range(4))
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("scaling", ["proportional", "fixed"])
-@pytest.mark.parametrize("budgets", [RAGGED, PARTIAL])
+@every_value(budgets=[RAGGED, PARTIAL], scaling=["proportional", "fixed"], length=LENGTHS)
 def test_equal_entries_at_every_length(budgets: Any, scaling: str, length: int, model: LoadedModel) -> None:
     plan = tiny.plan_for(model, budgets, scaling=scaling)
     program = Program.from_plan(model.model, plan)

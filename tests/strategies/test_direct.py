@@ -87,9 +87,3 @@ def test_the_total_is_that_of_the_only_phase() -> None:
     plan = build_plan(MODEL, (1, 2), {"decode": CHOSEN}, ORIGIN, 3, "proportional", 9, LAVaAllocation(floor_share=0.5))
     assert (plan.total, plan.prefill, plan.scaling, plan.length) == (18, None, "proportional", 9)
     assert (plan.allocation.name, plan.allocation.params["floor_share"]) == ("lava", 0.5)
-
-
-@pytest.mark.parametrize("layers", [(1,), (0, 1, 2)])
-def test_every_row_needs_a_layer(layers: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="zip"):
-        build_plan(MODEL, layers, {"prefill": CHOSEN}, ORIGIN, 3)
