@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.evaluation import answer as replies
 from kvsearch.evaluation.answer import Reply
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from tests import tiny
-from tests.plan.builders import make_plan
 
 PLAN = [[14, 7], [25, 6], [31, 12], [9, 16]]
 CONTEXT = " ".join(tiny.document(64).words[1:])
@@ -69,8 +68,3 @@ def test_nothing_to_compress(model: LoadedModel) -> None:
     with pytest.raises(UsageError, match="nothing to compress"):
         answer(model, None, "", "", "{question}", 6)
     assert answer(model, None, "", "? vote", "{question}", 6).context_tokens == 1  # <bos> alone
-
-
-def test_a_plan_of_another_model(model: LoadedModel) -> None:
-    with pytest.raises(IncompatibleError, match="made for another model"):
-        answer(model, make_plan([[10, 6]] * 4), CONTEXT, "? vote", " {question}", 6)

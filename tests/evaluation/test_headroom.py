@@ -40,7 +40,7 @@ TASK = tiny.listed((60, 2), (75, 1))
 METHODS = ["full", BEST, EVEN, AGNOSTIC, "snapkv", "keydiff", "kvzip", "streaming", "random"]
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("gemma3", marks=pytest.mark.nightly)])
 def model(request: pytest.FixtureRequest) -> LoadedModel:
     return tiny.loaded(request.param)
 

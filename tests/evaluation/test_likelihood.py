@@ -15,9 +15,9 @@ from kvsearch.models.architecture import describe
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.decode.replies import NonFiniteError
 from kvsearch.runtime.program import full_cache
 from kvsearch.strategies.compared import equal_uniform
+from tests.combinations import every_value
 from tests.families import EACH_FAMILY, build, prompts
 from tests.runtime.helpers import feed, one_by_one, random_eviction, reference, running
 
@@ -98,8 +98,7 @@ def test_a_full_cache_agrees_with_one_dense_pass(family: str) -> None:
             assert_same(answer, told(logits[0], text))
 
 
-@pytest.mark.parametrize("program", [third, both_phases])
-@families
+@every_value(family=EACH_FAMILY, program=[third, both_phases])
 def test_a_batch_scores_as_its_contexts_do_alone(family: str, program: Callable[[Any], Program]) -> None:
     model = build(family)
     together = scored(model, program(model), CONTEXTS, TEXTS)
@@ -152,20 +151,3 @@ def test_a_context_is_read_once_and_texts_with_one_beginning_too() -> None:
     fed.clear()
     scored(model, third(model), [ids(1, 0)], [letters])
     assert fed == [1]
-
-
-@pytest.mark.parametrize("row", [0, 2])
-@pytest.mark.parametrize("where", ["context", "text"])
-def test_the_context_that_breaks_a_model_is_known(row: int, where: str) -> None:
-    model = build("llama", tie_word_embeddings=False)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[96] = float("nan")
-    contexts = [tuple(min(token, 95) for token in context) for context in CONTEXTS]
-    texts: list[list[tuple[int, ...]]] = [[(5,)], [(5,)], [(6,)], [(7,)]]
-    if where == "context":
-        contexts[row] = (96, *contexts[row][1:])
-    else:
-        texts[row] = [(5,), (96, 5)]
-    with pytest.raises(NonFiniteError) as caught:
-        scored(model, full_cache(model), contexts, texts)
-    assert caught.value.row == row

@@ -8,7 +8,7 @@ import pytest
 
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Settings, Split, prepare
-from kvsearch.evaluation.reply_store import check_place, open_stage
+from kvsearch.evaluation.reply_store import open_stage
 from kvsearch.runs.identity import CONFIG, LEDGER, RunConfig
 from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.method_list import find_methods
@@ -53,15 +53,6 @@ def test_without_force_nothing_is_thrown_away(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=words), open_stage(place, ONE):
             pass
         assert {path.name: path.read_bytes() for path in place.iterdir()} == before
-
-
-def test_places_that_are_no_directories(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    check_place(tmp_path)
-    check_place(tmp_path / "new" / "deeper")
-    for place in (tmp_path / "file", tmp_path / "file" / "deeper"):
-        with pytest.raises(UsageError, match=r"cannot keep replies in .*: .*file is a file, name a directory$"):
-            check_place(place)
 
 
 def test_what_changes_replies_by_rounding_alone() -> None:

@@ -14,11 +14,12 @@ from kvsearch.models.architecture import describe
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.decode.replies import Finished, NonFiniteError, Replies, left_padded
+from kvsearch.runtime.decode.replies import Finished, NonFiniteError, Replies
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import read
 from kvsearch.strategies.compared import equal_uniform
 from tests import families as all_families
+from tests.combinations import every_value
 from tests.families import EACH_FAMILY, FAMILIES, prompts
 from tests.runtime.helpers import feed, running
 from tests.runtime.recorder import Recorder, capturing
@@ -76,8 +77,7 @@ def plain(model: Any, ids: Tensor, count: int) -> list[int]:
     return [int(token) for token in out[0, len(ids) :]]
 
 
-@pytest.mark.parametrize("program", [third, both_phases])
-@families
+@every_value(family=EACH_FAMILY, program=[third, both_phases])
 def test_a_batch_replies_as_its_contexts_do_alone(family: str, program: Callable[[Any], Program]) -> None:
     model, questions = build(family), QUESTIONS[family]
     with running(model, NAME):
@@ -137,8 +137,7 @@ def test_replies_end_before_a_stop_token() -> None:
         assert cut == [whole[0], whole[1][: whole[1].index(stop)], whole[2]]
 
 
-@pytest.mark.parametrize("program", [third, both_phases])
-@families
+@every_value(family=EACH_FAMILY, program=[third, both_phases])
 def test_a_batch_continues_as_its_prompts_do_alone(family: str, program: Callable[[Any], Program]) -> None:
     model = build(family)
     limits = [NEW, NEW + 3, NEW - 2]
@@ -215,9 +214,3 @@ def test_a_prompt_longer_than_the_model_takes() -> None:
     model = build("llama", max_position_embeddings=40)
     with running(model, NAME), pytest.raises(IncompatibleError, match="has 40 tokens, the model takes at most 40"):
         replies_of(model, third(model), CONTEXTS)
-
-
-def test_left_padded() -> None:
-    ids, mask = left_padded([torch.tensor([5, 6]), torch.tensor([7]), torch.tensor([8, 9, 10])], 4, "cpu")
-    assert ids.tolist() == [[4, 5, 6], [4, 4, 7], [8, 9, 10]]
-    assert mask.tolist() == [[0, 1, 1], [0, 0, 1], [1, 1, 1]]
