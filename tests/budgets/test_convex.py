@@ -52,12 +52,6 @@ def test_gains_are_the_slopes_of_the_concave_majorant(table: Floats) -> None:
         assert np.allclose(above[ends], true[ends])
 
 
-def test_the_raw_loss_would_already_be_monotone() -> None:
-    # Regressing the loss itself, as the paper's wording suggests, changes nothing: it never rises.
-    loss = 10 - np.cumsum([0.0, 1, 5, 3, 1])
-    assert (marginal_gains(loss) == loss).all()
-
-
 def test_blocks_sort_by_slope_then_size_then_head() -> None:
     rows = np.array([[2.0, 2, 2, 0], [1, 3, 1, 1], [2, 0, 0, 0]])
     blocks = sorted_blocks(rows, np.zeros(3, dtype=np.int64), np.full(3, 4))

@@ -6,14 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.policies import scoring
 from kvsearch.signals import attention_rows
-from kvsearch.signals.attention_rows import mean_entropy, score_rows
-from tests.examples import at_most
+from kvsearch.signals.attention_rows import mean_entropy
 
 SURE = 200.0  # a logit that leaves nothing for the others
 
@@ -90,31 +87,3 @@ def test_it_is_the_mean_of_every_row(pads: int, monkeypatch: pytest.MonkeyPatch)
     mean = mean_row(query, keys, 0.3, valid=valid)
     for sequence in range(2):
         torch.testing.assert_close(mean[sequence], by_hand(query[sequence], keys[sequence], 0.3, valid[sequence]))
-
-
-def test_padding_changes_nothing() -> None:
-    query, keys = observe(batch=1)
-    junk = torch.cat([torch.full((1, 2, 5, 8), 9.0), keys], 2)
-    valid = torch.ones(1, 14, dtype=torch.bool)
-    valid[:, :5] = False
-    torch.testing.assert_close(mean_row(query, junk, 0.3, valid=valid)[:, 5:], mean_row(query, keys, 0.3))
-    assert not mean_row(query, junk, 0.3, valid=valid)[:, :5].any()
-
-
-def test_keys_that_are_not_valid_are_hidden_like_later_ones() -> None:
-    query, keys = observe()
-    valid = padded(2, 9, 3)
-    parts = [scores for _, scores in score_rows(query, keys, 0.3, None, tables=1, valid=valid)]
-    hidden = torch.cat(parts, 1).isinf()
-    assert hidden[0, 0, 0].tolist() == [[key > 5 + row for key in range(9)] for row in range(4)]
-    assert hidden[1, 1, 2].tolist() == [[key > 5 + row or key < 3 for key in range(9)] for row in range(4)]
-
-
-@at_most(30)
-@given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 4), st.integers(0, 5))
-def test_bounds(seed: int, rows: int, heads: int, pads: int) -> None:
-    query, keys = observe(heads=heads, rows=rows, length=7, seed=seed)
-    valid = padded(2, 7, pads)
-    mean = mean_row(query, keys, 2.0, valid=valid)
-    torch.testing.assert_close(mean.sum(-1), torch.ones(2))
-    assert 0 <= mean_entropy(mean[0]) <= math.log(7) + 1e-6

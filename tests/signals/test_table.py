@@ -161,16 +161,6 @@ def test_without_losses_or_other_patterns_nothing_explodes() -> None:
     assert SignalTable(make_signals(alone)).explosions("prefill", 32) == []
 
 
-@pytest.mark.parametrize("name", SENSITIVITIES)
-def test_every_sensitivity_has_a_value_for_every_layer(name: str) -> None:
-    found = SignalTable(make_signals())
-    for phase in ("prefill", "decode"):
-        values = found.sensitivity(name, phase, 32, [0, 1, 2, 0])
-        assert values.shape == (4,)
-        assert values.dtype == np.float64
-        assert np.isfinite(values).all()
-
-
 @given(st.integers(0, 1000), st.sampled_from(sorted(set(SENSITIVITIES) - {ENTROPY})))
 def test_more_harm_is_more_sensitive(seed: int, name: str) -> None:
     plain = make_signals(seed=seed)

@@ -12,7 +12,6 @@ import pytest
 from kvsearch.core.errors import KvsearchWarning
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.gsm8k import CUE, INSTRUCTION, SHOTS, Gsm8kTask
-from kvsearch.tasks.splits import SPLITS
 
 ROW = {"question": "Ann has 2 hens and buys 3. How many?", "answer": "Ann has 2 + 3 = <<2+3=5>>5 hens.\n#### 5"}
 
@@ -84,11 +83,3 @@ def test_rows_that_are_left_out_are_counted(tmp_path: Path) -> None:
         KvsearchWarning, match="2 of 3 rows left out: 1 without a last line '#### number', 1 without a qu"
     ):
         assert [example.key for example in task.rows] == ["1"]
-
-
-def test_splits(tmp_path: Path) -> None:
-    path = write(tmp_path, *({"question": f"q{n}", "answer": f"#### {n}"} for n in range(50)))
-    keys = [{example.key for example in Gsm8kTask(source=path, split=split).rows} for split in SPLITS]
-    assert [len(some) for some in keys] == [10, 10, 30]
-    assert set.union(*keys) == {example.key for example in Gsm8kTask(source=path).rows} == {str(n) for n in range(50)}
-    assert len(Gsm8kTask(source=path, split="train").examples(4, 0)) == 4

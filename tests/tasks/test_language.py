@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from kvsearch.tasks.synthetic import vocabulary as v
 from kvsearch.tasks.synthetic.language import (
     Document,
-    Evidence,
     Names,
     chains,
     code_facts,
-    code_pairs,
     compose,
     item_facts,
     votes,
@@ -77,40 +75,6 @@ def test_documents_of_the_suite(task: str, seed: int, length: int) -> None:
         assert question.answer == right_answer(task, document.words, question.prompt)
         assert question.task == task
     assert len({question.prompt for question in document.questions}) == len(document.questions)
-
-
-def needles(kind: str, rng: random.Random, names: Names) -> Evidence:
-    count = rng.randint(1, 6)
-    return {
-        "code": lambda: code_facts(rng, names, count),
-        "pairs": lambda: code_pairs(rng, names, count),
-        "item": lambda: item_facts(rng, names, count),
-        "whole": lambda: whole_items(rng, names, count),
-        "chain": lambda: chains(rng, names, count, rng.randint(2, 4)),
-        "vote": lambda: votes(rng, rng.randint(3, 10), rng.randint(2, 4)),
-    }[kind]()
-
-
-@few
-@given(
-    seed=seeds,
-    kinds=st.sets(st.sampled_from(["code", "pairs", "item", "whole", "chain", "vote"]), min_size=1),
-    mentions=st.integers(0, 5),
-    tail=st.integers(0, 3),
-)
-def test_mixed_documents(seed: int, kinds: set[str], mentions: int, tail: int) -> None:
-    rng = random.Random(seed)
-    names = Names(rng)
-    groups = [needles(kind, rng, names) for kind in sorted(kinds)]
-    length = 1 + sum(group.tokens for group in groups) + 6 * (mentions + tail) + rng.randint(0, 99)
-    document = compose(rng, length, groups, mentions, tail)
-    assert_sound(document, length)
-    told = sentences(document.words)
-    for group in groups:  # in order, all of them
-        order = iter(told)
-        assert all(part in order for sentence in group.sentences for part in sentences(sentence))
-    assert len(document.questions) == sum(len(group.questions) for group in groups)
-    assert all(question.answer == answer(document.words, question.prompt) for question in document.questions)
 
 
 @few

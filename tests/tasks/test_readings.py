@@ -105,7 +105,7 @@ def comparable(samples: Sequence[Sample]) -> list[Sample]:
     return [replace(sample, bytes=0.0) for sample in ordered]
 
 
-@every_value(family=["llama", "gemma3"], protocol=PROTOCOLS)
+@every_value(family=["llama", pytest.param("gemma3", marks=pytest.mark.nightly)], protocol=PROTOCOLS)
 def test_the_size_of_a_batch_changes_nothing(family: str, protocol: Protocol) -> None:
     model = build(family)
     alone = run(model, programs(model), [PREFIX], 4, batch=1, protocol=protocol)

@@ -12,10 +12,9 @@ from typing import Any
 import datasets
 import huggingface_hub
 import pytest
-from pydantic import BaseModel
 
-from kvsearch.core.errors import EnvironmentFault, KvsearchWarning, UsageError
-from kvsearch.tasks.rows import Dataset, Row, check_rows, load_rows, usable
+from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.tasks.rows import Dataset, Row, load_rows
 
 ROWS: list[Row] = [
     {"question": "Wo?", "answers": ["Köln", "b"], "length": 3},
@@ -207,38 +206,6 @@ def test_what_the_hub_refuses(
     if isinstance(error, ConnectionError):
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         assert "cannot be fetched: check the network" in refusal(DATA, None, EnvironmentFault)
-
-
-class Model(BaseModel):
-    question: str
-    answers: tuple[str, ...]
-    length: int = 0
-
-
-def test_missing_columns_and_wrong_values() -> None:
-    with pytest.raises(UsageError) as caught:
-        check_rows([ROWS[0], {"query": "q", "answers": []}], Model, "my.jsonl")
-    assert str(caught.value) == "row 2 of my.jsonl has no column 'question' (found: query, answers)"
-    with pytest.raises(UsageError) as caught:
-        check_rows([{"question": None, "answers": "Ann"}, {"question": "q", "answers": [1]}], Model, "my.jsonl")
-    head, *problems = str(caught.value).splitlines()
-    assert head == "my.jsonl is not valid, 3 problems:"
-    assert [problem.strip().partition(": must")[0] for problem in problems] == [
-        "row 1: question",
-        "row 1: answers",
-        "row 2: answers.0",
-    ]
-
-
-def test_rows_that_are_left_out_are_counted() -> None:
-    rows = check_rows(ROWS * 2, Model, "here")
-    with pytest.warns(KvsearchWarning, match="here: 2 of 4 rows left out: 2 without an answer"):
-        kept = usable(rows, lambda row: None if row.answers else "without an answer", "here")
-    assert kept == [(0, rows[0]), (2, rows[2])]
-    with pytest.raises(UsageError, match="here has no usable row: 4 too old"):
-        usable(rows, lambda row: "too old", "here")
-    with pytest.raises(UsageError, match=r"^here has no usable row$"):
-        usable([], lambda row: None, "here")
 
 
 def test_the_one_file_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

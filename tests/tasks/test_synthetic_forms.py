@@ -5,19 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.tasks.synthetic.language import (
     Document,
     Haystack,
-    Names,
-    chains,
-    code_facts,
     paragraphs,
     prose,
-    repetition,
 )
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS, FORMS, SUITES, SyntheticTask
 from tests.examples import fixed
@@ -122,20 +117,6 @@ def test_paragraphs_are_asked_in_one_and_in_two_hops(seed: int, length: int) -> 
     for question in two.questions:
         middle = links[question.prompt[2]]
         assert question.answer == (middle, "set", middle, "=", links[middle])
-
-
-@pytest.mark.parametrize("count", [0, 1, 5, 40])
-def test_haystacks_tell_all_they_are_given(count: int) -> None:
-    names = Names(random.Random(1))
-    groups = [chains(random.Random(2), names, 2).sentences, code_facts(random.Random(3), names, 4).sentences]
-    for haystack in (prose, repetition, paragraphs):
-        told = haystack(random.Random(0))(count, groups)
-        assert sum(s[0] == "the" for s in told) == count
-        for group in groups:
-            order = iter(told)
-            assert all(sentence in order for sentence in group)
-        assert len(told) == count + 10
-        assert told == haystack(random.Random(0))(count, groups)
 
 
 def test_paragraphs_have_nouns_of_their_own() -> None:

@@ -10,8 +10,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvsearch.core.resources import resource
 from kvsearch.models.loading import BUNDLED
@@ -19,7 +17,6 @@ from kvsearch.tasks.synthetic.language import Document
 from kvsearch.tasks.synthetic.suite import FORMS, SPLITS, SyntheticTask
 from scripts.bundled_calibration import calibration_file
 from scripts.train_bundled import CONTEXTS, TOKENS_PER_STEP, training_document
-from tests.examples import fixed
 
 DOCUMENTS = 80
 TRAINING_SEED = 0  # the default of the training script
@@ -60,19 +57,6 @@ def test_no_split_shares_a_document_with_another_one_or_with_the_models_training
     """The same seed in all splits, and the seed of the training stream."""
     splits = [hashes(task, split, 512, TRAINING_SEED) for split in SPLITS]
     assert_disjoint([*splits, trained_on(512, TRAINING_SEED)])
-
-
-@pytest.mark.slow
-@fixed(6)
-@given(
-    task=st.sampled_from(list(FORMS)),
-    length=st.integers(512, 1024),
-    seeds=st.tuples(*[st.integers(0, 2**32)] * len(SPLITS)),
-    training=st.integers(0, 2**32),
-)
-def test_no_seeds_make_splits_overlap(task: str, length: int, seeds: tuple[int, ...], training: int) -> None:
-    splits = [hashes(task, split, length, seed) for split, seed in zip(SPLITS, seeds, strict=True)]
-    assert_disjoint([*splits, trained_on(length, training)])
 
 
 def test_splits_seeds_tasks_and_lengths_share_no_document() -> None:

@@ -57,14 +57,3 @@ def test_files_of_no_use(name: str, content: bytes, problem: str, tmp_path: Path
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=problem):
         PerplexityText.load(tmp_path / name)
-
-
-def test_windows_that_are_none(tmp_path: Path) -> None:
-    text = PerplexityText("t", "abc")
-    with pytest.raises(UsageError, match=r"t has 3 tokens, a window of 2 \+ 2 needs 4: give a longer text"):
-        text.windows(encode, 2, 2)
-    for numbers in ((0, 1, None), (1, 0, None), (1, 1, 0)):
-        with pytest.raises(UsageError, match="windows need lengths and a stride of at least 1"):
-            text.windows(encode, *numbers)
-    with pytest.raises(UsageError, match="there is no file"):
-        PerplexityText.load(tmp_path / "gone.txt")
