@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from kvsearch.benchmark.cache_costs import CacheCosts
 from kvsearch.core.errors import EnvironmentFault
 from kvsearch.models import shapes
 from kvsearch.models.architecture import describe
-from kvsearch.report.costs import SpeedView
 from tests.cli.conftest import Run
 
 SHORT = ("--new-tokens", 2, "--rounds", 1)
@@ -44,23 +40,6 @@ def test_a_plan_beside_the_full_cache(run: Run, tmp_path: Path) -> None:
     assert foretold["bytes"][str(plan)] == held[str(plan)] // 40 * 42
     assert foretold["memory"]["cache"] == sum(foretold["bytes"].values())
     assert foretold["needed_bytes"] == sum(foretold["memory"].values()) - foretold["memory"]["weights"]  # it is loaded
-
-
-def test_the_table_has_a_part_for_every_batch_and_length() -> None:
-    costs = [
-        CacheCosts(name, batch, 1024, 51.25, 10**6, 2 * 10**6, 0.5, 1.0, 0.002, 500.0 * batch, 1.25, 0.001, 0.36)
-        for batch in (1, 4)
-        for name in ("DynamicCache", "plan.json")
-    ]
-    machine = {"model": "m", "dtype": "float32", "device": "cpu", "threads": 1, "torch": "2", "transformers": "5"}
-    page = Console(record=True, width=160, file=io.StringIO())
-    for part in SpeedView({**machine, "rounds": 5, "new_tokens": 32}, tuple(costs)).parts():
-        page.print(part)
-    text = page.export_text()
-    assert text.count("plan.json") == 2
-    assert "batch 4, 1,024 tokens" in text
-    for cell in ("51.2", "1.00", "2.00", "0.5000", "2.000", "2,000.0", "1.25x", "50%", "0.3600", "72%"):
-        assert cell in text
 
 
 def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

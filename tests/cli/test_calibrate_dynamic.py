@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from kvsearch.cli.console import Console
-from kvsearch.core.errors import UsageError
 from kvsearch.plan import Profile, load_plan, load_profile
 from kvsearch.plan.origin import context_hash
 from kvsearch.report.profile import profile_parts
 from tests import tiny
 from tests.cli.conftest import Run
-from tests.families import build
 from tests.robustness.inputs import calibration_file
-from tests.tasks.ruler.helpers import bpe_tokenizer
 
-METHODS = ("lava", "cake", "adakv")
 CONTEXTS = 3
-methods = pytest.mark.parametrize("method", METHODS)
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +33,9 @@ def shown(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@methods
+@pytest.mark.parametrize(
+    "method", ["lava", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("cake", "adakv"))]
+)
 def test_calibrate_export_and_show(
     method: str, run: Run, short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,7 +66,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "method",
     [
-        ("lukv",),
+        pytest.param(("lukv",), marks=pytest.mark.nightly),
         ("lava",),
         pytest.param(("cake",), marks=pytest.mark.nightly),
         pytest.param(("adakv",), marks=pytest.mark.nightly),
@@ -94,34 +89,3 @@ def test_every_method_takes_tasks(run: Run, questions: Path, tmp_path: Path, met
     assert (config["options"]["tasks"], config["content"]["data"]) == (tasks[1], "mine+multikey")
     code, _, talk = run("show", tmp_path / "p")
     assert code == 0, talk
-
-
-def test_a_model_with_fewer_positions_than_the_texts(run: Run, tmp_path: Path) -> None:
-    """They are cut, and the remark names the options that bring others; `show` tells how far texts agree."""
-    model, made = tmp_path / "model", tmp_path / "p"
-    shape = {"num_hidden_layers": 2, "hidden_size": 32, "max_position_embeddings": 512}
-    build("llama", vocab_size=3000, **shape).save_pretrained(model)
-    PreTrainedTokenizerFast(tokenizer_object=bpe_tokenizer(), eos_token="0").save_pretrained(model)
-    code, _, talk = run("calibrate", model, "--method", "lava", "-o", made)
-    assert code == 0, talk
-    assert "the middle of 5 of 5 calibration contexts was cut out, so that context, question and answer fit 512" in talk
-    assert "--data" in talk
-    assert "--tasks" in talk
-    profile = load_profile(made / "profile.safetensors")
-    assert 350 < profile.metadata.length < 512
-    code, out, _ = run("show", made, "--json")
-    assert code == 0
-    found = next(table for table in json.loads(out)["tables"] if table["title"].startswith("rank correlation"))
-    assert found["header"][3] == "halves of the texts"
-    assert -1 <= found["rows"][0][3] <= 1
-
-
-def test_a_policy_that_does_not_suit_the_model_is_warned_of(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvsearch.runtime.program.normalises_keys", lambda model: True)
-    monkeypatch.setattr("kvsearch.calibration.lukv.measure_importance", Mock(side_effect=UsageError("far enough")))
-    _, _, talk = run("calibrate", "bundled", "-o", tmp_path / "run", "--policy", "knorm", "--questions", 1)
-    (line,) = [line for line in talk.splitlines() if "warning" in line]
-    assert line.startswith("kvsearch: warning: ")
-    assert "knorm" in line

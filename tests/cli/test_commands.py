@@ -84,18 +84,6 @@ def test_show_a_plan_and_a_profile(run: Run, calibrated: Path) -> None:
     assert own < even
 
 
-@pytest.mark.nightly
-def test_headroom_orders_the_methods(run: Run) -> None:
-    arguments = ("--tasks", "synthetic:multikey,chain", "--samples", 3, "--length", 512)
-    code, out, _ = run("headroom", "bundled", *arguments, "--json")
-    assert code == 0
-    share = json.loads(out)["share_of_full"]
-    assert share["full"] == 1
-    assert share["best tried"] > share["snapkv"] > share["streaming"]
-    code, out, _ = run("headroom", "bundled", *arguments)
-    assert "share of the full-cache score" in out
-
-
 def test_doctor_is_content_here(run: Run) -> None:
     code, out, _ = run("doctor", "--json")
     assert code == 0

@@ -12,7 +12,7 @@ import pytest
 
 from kvsearch.models.loading import VARIABLES
 from tests.cli.conftest import Run
-from tests.cli.test_bad_input import INCOMPATIBLE, refused
+from tests.cli.test_bad_input import refused
 from tests.tiny import task_file
 
 SHORT = ("--tasks", "synthetic:multikey", "--length", 512)
@@ -85,26 +85,6 @@ def test_a_sweep_writes_everything(run: Run, calibrated: Path, tmp_path: Path) -
     code, again, talk = run("evaluate", "bundled", *names, "--budgets", 64, "--ratios", 0.8, *tasks, *files)
     assert (code, again) == (0, out)
     assert "replies are there" in talk
-
-
-def test_needles_are_shown_as_grids(run: Run) -> None:
-    arguments = (
-        "--methods",
-        "streaming,uniform",
-        "--budgets",
-        64,
-        "--tasks",
-        "niah",
-        "--length",
-        "300",
-        "--depths",
-        "0,50",
-    )
-    code, out, talk = run("evaluate", "bundled", *arguments, "--json")
-    assert code == INCOMPATIBLE, talk  # the bundled model knows no English
-    needle = json.loads(out)["needle"]
-    assert set(needle) == {"full", "streaming@64", "uniform@64"}
-    assert needle["full"]["depths"] == [0, 50]
 
 
 def test_perplexity_of_a_text(run: Run, tmp_path: Path) -> None:
