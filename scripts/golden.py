@@ -160,9 +160,6 @@ evaluate-profiles
     -o runs/profiles
 evaluate-again
     evaluate bundled --methods uniform,h2o,cam,d2o,cake,lava --phases both --budgets 48 $window $pair -o runs/both
-evaluate-reuse
-    evaluate bundled --methods uniform,h2o,tova --phases both --budgets 48 $window $pair --reuse runs/both
-    -o runs/reuse
 evolve-resume
     evolve bundled --budget 64 --parity --objective metric $window --group-size 3 $search --population 4
     -o runs/evolve-parity

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -25,13 +25,12 @@ from typing import Any
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.core.limits import MOST_NUMBER
 from kvsearch.evaluation.samples import Place, Sample
-from kvsearch.runs.identity import LEDGER, LOSSES, METRICS, REPORT, SAMPLES, TABLES, Job, RunConfig, read_config
+from kvsearch.runs.identity import LEDGER, LOSSES, METRICS, REPORT, SAMPLES, TABLES, RunConfig
 from kvsearch.runs.ledger import Ledger, LedgerFormatError, read_lines
 from kvsearch.runs.lock import locked
 from kvsearch.runs.run import Run, run_in
 
 FILES = (REPORT, SAMPLES, TABLES, LOSSES)
-_KEEP_REPLIES: tuple[Job, ...] = ("evaluate", "validate", "select")
 _KEY = "id"  # in place of what the author calls the question, which is looked up again
 _FIELDS = {field.name: str(field.type) for field in fields(Sample)}
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
@@ -40,10 +39,9 @@ Keyed = Sequence[tuple[str, Sample]]  # samples that were finished together, wit
 
 
 class ReplyStore(Ledger[Keyed]):
-    """The finished replies of one run, by place and key; `lent` are replies of another run by their keys."""
+    """The finished replies of one run, by place and key."""
 
-    def __init__(self, path: Path, identity: str = "", lent: Mapping[str, Sample] | None = None) -> None:
-        self.lent = lent or {}
+    def __init__(self, path: Path, identity: str = "") -> None:
         self.samples: dict[tuple[Place, str], Sample] = {}
         super().__init__(path, identity)
 
@@ -85,46 +83,23 @@ def read_replies(path: Path) -> dict[str, Sample]:
     return dict(pair for line in read_lines(path, ReplyStore.parse) for pair in line)
 
 
-def check_run(output: Path | None, reuse: Path | None) -> None:
-    """Find out, before a model is loaded, whether a run can be kept in `output` and take replies from `reuse`.
-
-    Raises:
-        UsageError: it cannot, see also `kvsearch.runs.run.run_in`.
-    """
-    if reuse is not None:
-        if output is None:
-            raise UsageError("--reuse needs --output: what is taken over is kept with the new run")
-        if output.resolve() == reuse.resolve():
-            raise UsageError("--reuse and --output are the same directory: a run goes on by itself, leave --reuse out")
-        there = read_config(reuse)
-        if there is None or there.job not in _KEEP_REPLIES:
-            raise UsageError(f"{reuse} is no directory of an evaluation: --reuse takes an --output of another run")
-    if output is not None:
-        run_in(output, "evaluate")
-
-
 @contextmanager
-def open_run(
-    directory: Path, config: RunConfig, force: bool = False, reuse: Path | None = None
-) -> Iterator[tuple[Run, ReplyStore]]:
+def open_run(directory: Path, config: RunConfig, force: bool = False) -> Iterator[tuple[Run, ReplyStore]]:
     """Begin a run that keeps replies, or go on with one: what is finished of it.
 
     Other metrics make no other run: a `KvsearchWarning` says that the replies that are there are scored anew.
 
-    `force` starts anew whatever is there. `reuse` is the directory of another run to take equal replies from.
+    `force` starts anew whatever is there.
 
     Raises:
         UsageError: another run is there, a damaged ledger, or another process writes to it; see `run_in`.
         EnvironmentFault: the disk is full, permissions are missing.
     """
-    with locked(directory):
-        run_in(directory, config.job)
-        lent = None if reuse is None or not (reuse / LEDGER).exists() else read_replies(reuse / LEDGER)
-        reads = {LOSSES: "delete it, and give --losses to measure them again"}
-        with Run.open(directory, config, force=force, files=FILES, reads=reads) as run:
-            _warn_of_metrics(run)
-            with run.open_ledger(ReplyStore, lent) as store:
-                yield run, store
+    reads = {LOSSES: "delete it, and give --losses to measure them again"}
+    with Run.open(directory, config, force=force, files=FILES, reads=reads) as run:
+        _warn_of_metrics(run)
+        with run.open_ledger(ReplyStore) as store:
+            yield run, store
 
 
 @contextmanager

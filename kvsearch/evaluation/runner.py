@@ -99,15 +99,13 @@ def run_encoded(
 class _Batch(NamedTuple):
     """What is read together, of the task of that number, and what is known of it.
 
-    `samples` are those of the `finished` methods, with scores that were computed earlier. Of these, `lent` were done by
-    another run, so what is left does not share its arithmetic with them.
+    `samples` are those of the `finished` methods, with scores that were computed earlier.
     """
 
     task: int
     readings: Sequence[Reading]
     samples: Sequence[Sample] = ()
     finished: frozenset[str] = frozenset()
-    lent: frozenset[str] = frozenset()
 
 
 class _Answering:
@@ -119,9 +117,8 @@ class _Answering:
 
     def __call__(self, loaded: LoadedModel, batch: _Batch) -> Iterator[list[Sample]]:
         """Yield the replies of methods that reply together; they are not scored."""
-        wanted = {method: program for method, program in self.programs.items() if method not in batch.lent}
         with running(loaded.model):
-            yield from self._that_fit(loaded, self.tasks[batch.task], batch.readings, wanted, batch.finished)
+            yield from self._that_fit(loaded, self.tasks[batch.task], batch.readings, self.programs, batch.finished)
 
     def _that_fit(
         self,
@@ -155,7 +152,7 @@ class _Answering:
 
 
 class KeptReplies:
-    """The replies of an evaluation in a store: those that are there, or in another run where keys say so, are known.
+    """The replies of an evaluation in a store: those that are there are known.
 
     The key of a reply is the SHA-256 of all that decides its text.
     """
@@ -170,27 +167,15 @@ class KeptReplies:
         self._methods = {method.label: sha256_of({**shared, "method": method.definition}) for method in methods}
 
     def recall(self, task: TaskPrompts, batch: _Batch, methods: Iterable[str]) -> _Batch:
-        """Return a batch with the methods all of whose replies are known. Lent ones are written down."""
+        """Return a batch with the methods all of whose replies are known."""
         samples: list[Sample] = []
         finished = set()
-        lent = set()
         for method in methods:
             keyed = self.keys(task, batch.readings, method)
-            is_lent = all(key in self.store.lent for key in keyed.values())
-            if any(pair not in self.store.samples for pair in keyed.items()):
-                if not is_lent:
-                    continue
-                self.store.add(
-                    [
-                        (key, replace(self.store.lent[key], category=task.task.category, **place._asdict()))
-                        for place, key in keyed.items()
-                    ]
-                )
-            samples += [self.store.samples[pair] for pair in keyed.items()]
-            finished.add(method)
-            if is_lent:
-                lent.add(method)
-        return batch._replace(samples=samples, finished=frozenset(finished), lent=frozenset(lent))
+            if all(pair in self.store.samples for pair in keyed.items()):
+                samples += [self.store.samples[pair] for pair in keyed.items()]
+                finished.add(method)
+        return batch._replace(samples=samples, finished=frozenset(finished))
 
     def keep(self, task: TaskPrompts, batch: Sequence[Reading], samples: Sequence[Sample]) -> None:
         """Write samples that were finished together; errors as for `ReplyStore.add`."""
@@ -235,7 +220,6 @@ def _scored(task: TaskPrompts, batch: Sequence[Reading], replies: Iterable[Sampl
             score=score(task.task, reading.prompt.key, question.number, question.query, reply.reply),
             category=question.query.category or task.task.category,
             id=question.query.id,
-            truncated=reading.prompt.truncated,  # of a reply that another run lent
         )
         for reply, reading, question in found
     ]

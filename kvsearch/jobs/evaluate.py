@@ -14,7 +14,6 @@ from kvsearch.core.fields import Samples
 from kvsearch.core.files import check_output
 from kvsearch.core.parsing import read_json, validated
 from kvsearch.core.progress import Progress
-from kvsearch.evaluation.reply_store import check_run
 from kvsearch.evaluation.samples import LayerLoss, write_samples
 from kvsearch.jobs.groups import (
     ASKED,
@@ -34,7 +33,7 @@ from kvsearch.report.evaluation import write_tables
 from kvsearch.report.table import check_table_file
 from kvsearch.results.evaluation import EvaluationResult, PerplexityResult
 from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES
-from kvsearch.runs.run import write_json
+from kvsearch.runs.run import run_in, write_json
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.windows import PerplexityText
 
@@ -47,7 +46,7 @@ PERPLEXITY = "ppl:"  # what a spec of tasks begins with that asks for the perple
 CONTEXT = 1024  # tokens, of a text
 CONTINUATION = 128
 NOT_OF_TEXTS = (
-    "subject", "protocol", "max_length", "max_memory", "output", "force", "reuse", "table", "losses",
+    "subject", "protocol", "max_length", "max_memory", "output", "force", "table", "losses",
 )  # fmt: skip
 
 
@@ -128,15 +127,6 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
     force: Annotated[bool, Option("Start the run in --output anew; replace --table.", panel=KEPT, recorded=False)] = (
         False
     )
-    reuse: Annotated[
-        Path | None,
-        Option(
-            "Take finished replies from the --output of another run where they would be the same.",
-            metavar="DIR",
-            panel=KEPT,
-            recorded=False,
-        ),
-    ] = None
     table: Annotated[
         Path | None,
         Option(
@@ -168,7 +158,8 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
 
         A finished run that is repeated finds the table that it has written itself.
         """
-        check_run(self.output, self.reuse)
+        if self.output is not None:
+            run_in(self.output, "evaluate")
         if self.force and self.output is self.table is None:
             raise UsageError("--force is for --output and --table: there is nothing to replace")
         if self.table is None:
@@ -216,7 +207,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult |
     config = evaluation.config().changed(options=options.recorded())
     tasks = [task.task for task in evaluation.encoded]
     with (
-        open_replies(directory, config, evaluation.replies, reporter, options.force, options.reuse) as (run, store),
+        open_replies(directory, config, evaluation.replies, reporter, options.force) as (run, store),
         reporter.progress("batches") as progress,
     ):
         earlier = 0 if store is None else store.count

@@ -176,12 +176,7 @@ def going_on(place: Path, store: ReplyStore, replies: int, reporter: Reporter) -
 
 @contextmanager
 def open_replies(
-    directory: Path | None,
-    config: RunConfig,
-    replies: int,
-    reporter: Reporter,
-    force: bool = False,
-    reuse: Path | None = None,
+    directory: Path | None, config: RunConfig, replies: int, reporter: Reporter, force: bool = False
 ) -> Iterator[tuple[Run, ReplyStore] | tuple[None, None]]:
     """Open a run and the finished ones of its `replies`, if they are kept; see `open_run` and `going_on`."""
     if directory is None:
@@ -189,7 +184,7 @@ def open_replies(
         with on_interruption(reporter, lambda: unkept):
             yield None, None
         return
-    with open_run(directory, config, force, reuse) as (run, store), going_on(directory, store, replies, reporter):
+    with open_run(directory, config, force) as (run, store), going_on(directory, store, replies, reporter):
         yield run, store
 
 

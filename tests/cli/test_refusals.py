@@ -51,7 +51,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--methods lava --budgets 64 --subject lav", "unknown subject 'lav'; did you mean 'lava'"),
         ("--methods probe --budgets 9", "policy probe is fitted: give probe=DIR"),
         ("--methods lava --budgets 64 --table NEW.html", "name a .md, .csv or .tex file"),
-        ("--methods lava --budgets 64 --reuse nowhere", "--reuse needs --output"),
         ("--methods lava --budgets 64 --force", "--force is for --output"),
         ("--methods lava --budgets 64 --stride 9", "--stride is for --tasks ppl:FILE"),
         ("--methods lava --budgets 64 --tasks ppl:x -o NEW", "ppl:FILE takes no --output"),

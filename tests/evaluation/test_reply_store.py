@@ -14,13 +14,14 @@ import pytest
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, Split, prepare
-from kvsearch.evaluation.reply_store import ReplyStore, check_run, open_run, read_replies
+from kvsearch.evaluation.reply_store import ReplyStore, open_run, read_replies
 from kvsearch.evaluation.runner import KeptReplies, environment, rows_hash, tokenizer_hash
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.runs.identity import CONFIG, LEDGER, SCHEMA
+from kvsearch.runs.run import run_in
 from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.tasks.base import Query
@@ -182,36 +183,11 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "full" / "config.json").write_text('{"method": "lukv"}')
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / ".kvsearch-12.tmp").write_text("{")
-    for output, reuse, words in (
-        ("file", None, "is a file"),
-        ("full", None, "holds something else than an evaluation"),
-        ("new", "full", "is no directory of an evaluation"),
-        ("new", "new", "are the same directory"),
-        (None, "full", "--reuse needs --output"),
-    ):
+    for name, words in (("file", "is a file"), ("full", "holds something else than an evaluation")):
         with pytest.raises(UsageError, match=words):
-            check_run(output and tmp_path / output, reuse and tmp_path / reuse)
-    check_run(tmp_path / "torn", None)
-    check_run(tmp_path / "new", None)
-
-
-# --- replies of another run ------------------------------------------------------------------------------------------
-
-
-def test_replies_of_another_run_are_taken_over(model: LoadedModel, tmp_path: Path) -> None:
-    """One more method, one more task, other names and another order of tasks: only what is new is done."""
-    kept(evaluation(model, "pyramid,lava", tasks=TASKS[:1], batch=1), tmp_path / "old")
-    renamed = tiny.Listed("renamed", tuple(replace(row, key=f"k{row.key}") for row in TASKS[0].rows))
-    more = evaluation(model, "streaming,pyramid,lava", tasks=[TASKS[1], renamed])
-    comparison = kept(more, tmp_path / "new", reuse=tmp_path / "old")
-    fresh = more.run()
-    assert [replace(s, bytes=0.0) for s in comparison.samples] == [replace(s, bytes=0.0) for s in fresh.samples]
-    calls: list[int] = []
-    handle = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    again = evaluation(model, "pyramid,lava", tasks=[renamed])
-    kept(again, tmp_path / "less", reuse=tmp_path / "old")
-    handle.remove()
-    assert calls == []
+            run_in(tmp_path / name, "evaluate")
+    for name in ("torn", "new"):
+        run_in(tmp_path / name, "evaluate")
 
 
 def test_a_key_depends_on_everything_that_decides_a_reply(model: LoadedModel) -> None:
