@@ -191,7 +191,8 @@ def generate(options: GenerateOptions, replies: Sequence[Reply]) -> Output:
         return answers if len(options.prompt) > 1 else answers[0]
 
     def show(console: Console) -> None:
-        for prompt, reply in zip(options.read().prompts, replies, strict=True):
+        _, _, prompts, _ = options.read()
+        for prompt, reply in zip(prompts, replies, strict=True):
             console.say(f"context: {reply.context_tokens} tokens; prompt: {prompt.strip() or '(none)'}")
             console.print_reply(reply.text)
         if options.context is None and not options.prompt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -32,15 +32,6 @@ if TYPE_CHECKING:
 CHUNK = Option("Read the context so many tokens at a time, in less memory for what the model computes with.")
 
 
-class Texts(NamedTuple):
-    """What is read and asked: `plain` is how a prompt follows the context without a chat template."""
-
-    plan: Plan | None
-    context: str
-    prompts: list[str]
-    plain: str
-
-
 class GenerateOptions(WithModel, Seeded):
     """What to read, what to ask, and under which plan."""
 
@@ -60,8 +51,12 @@ class GenerateOptions(WithModel, Seeded):
     chunk: Annotated[int | None, Field(ge=1), CHUNK] = None
     exact: Annotated[bool, Option("Layers that lose nothing decode bit-identically.")] = False
 
-    def read(self) -> Texts:
-        """Return what is read and asked, and under which plan; UsageError if a file or a text is missing."""
+    def read(self) -> tuple[Plan | None, str, list[str], str]:
+        """Return the plan, the context, the prompts, and how one follows the context without a chat template.
+
+        Raises:
+            UsageError: a file or a text is missing.
+        """
         for name in ("context", "chunk"):
             if self.cache is not None and getattr(self, name) is not None:
                 raise UsageError(f"--cache holds a context that is read already: leave --{name} out, or --cache")
@@ -79,7 +74,7 @@ class GenerateOptions(WithModel, Seeded):
         given = "" if self.cache is not None and prompts else self.context
         context = None if given is None else given_text(given)
         context, first, plain = example_for(self.model, context, prompts[0] if prompts else None, self.seed)
-        return Texts(plan, context, [first, *prompts[1:]], plain)
+        return plan, context, [first, *prompts[1:]], plain
 
     def plan_for(self, loaded: LoadedModel, plan: Plan | None) -> Plan | None:
         """Return the plan that is read, else the one beside the model, None: the full cache; errors as `load_plan`."""

@@ -24,7 +24,7 @@ from kvsearch.papers.tables import ASKING, STAGES, Ask, PaperTable, Scale, Stage
 from kvsearch.plan.saved import PROFILE
 from kvsearch.report.artifacts import open_path
 from kvsearch.report.costs import Forecast
-from kvsearch.report.paper_table import FinishedStage, Reproduced, reproduced
+from kvsearch.report.paper_table import Reproduced, reproduced
 from kvsearch.report.table import latex, markdown
 from kvsearch.results.validation import FILE as VALIDATION
 from kvsearch.runs.identity import PLAN, REPORT, SELECTION
@@ -153,7 +153,7 @@ class Stages:
         self.options = options
         self.all = tuple(stages)
         self.keys: dict[str, str] = {}
-        self.finished: list[FinishedStage] = []
+        self.finished: list[Stage] = []
         self.impossible: dict[str, str] = {}
         for stage in self.all:
             self.keys[stage.name] = self._key(stage)
@@ -258,7 +258,7 @@ class Stages:
                 self.impossible[stage.name] = str(error)
                 return
         result = open_path(place / RESULTS.get(stage.job, "")).content
-        self.finished.append(FinishedStage(stage, result, left_out, remarks))
+        self.finished.append(replace(stage, result=result, left_out=left_out, remarks=remarks))
 
     def _lost(self, value: object) -> str | None:
         """Return why the model has none of an earlier stage that options name; None: it has them all."""

@@ -13,8 +13,8 @@ directory of an earlier stage. A mapping of `each` and `item` is a list: the ite
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from string import Template
@@ -41,7 +41,9 @@ class Stage:
     """A job under a name that is unique in its table; `words` say what it does.
 
     `methods` are those that an evaluation compares, one by one, so that one that a model cannot run is left out.
-    `block` is that of what is asked.
+    `block` is that of what is asked. A finished stage has a `result`, the plan, profile or record that it has written;
+    `left_out` says which methods the model cannot run, and why; `remarks` are what the job says of its options, such as
+    patterns that cannot be tried.
     """
 
     name: str
@@ -50,6 +52,9 @@ class Stage:
     options: Mapping[str, Any]
     methods: tuple[str, ...] = ()
     block: str = ""
+    result: Any = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -150,8 +155,8 @@ def _read_tables(paper: str) -> Iterator[PaperTable]:
         fields = dict(table)
         for form in ("paper", "bundled"):
             fields[form] = {"asks": [], "searches": [], "budgets": [], "ratios": [], **table[form]}
-        for field in ("columns", "changed", "smaller"):
-            fields[field] = tuple(_flat(table[field]))
+        for part in ("columns", "changed", "smaller"):
+            fields[part] = tuple(_flat(table[part]))
         yield PaperTable(name=name, source=described["paper"], templates=tuple(fields.pop("stages")), **fields)
 
 

@@ -84,6 +84,8 @@ def plan_beside(model: Any, size: str | float | None = None) -> Path:
         UsageError: there is none, several and no size that says which, or another one than its configuration names.
         EnvironmentFault: the model is of the hub, which cannot be reached.
     """
+    if model is None:
+        raise UsageError('"auto" is the plan beside a model: give that model, too')
     config = getattr(model, "config", None)
     name: Any = getattr(config, "name_or_path", None)
     listed = check_listing(getattr(config, MODEL_KEY, None), name)

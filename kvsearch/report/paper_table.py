@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
@@ -149,22 +149,8 @@ def list_tables(name: str = "") -> Table:
     return Table.plain("tables of kvsearch reproduce", columns, rows, words=columns, notes=tuple(notes))
 
 
-@dataclass(frozen=True)
-class FinishedStage:
-    """A finished stage, with what it has written: a plan, a profile, or a result.
-
-    `left_out` says which methods a model cannot run, and why; `remarks` are what the job says of its options, such as
-    patterns that cannot be tried.
-    """
-
-    stage: Stage
-    result: Any
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    remarks: Sequence[str] = ()
-
-
 def reproduced(
-    table: PaperTable, stages: Sequence[FinishedStage], content: Mapping[str, Any], *, short: bool, own_tasks: bool
+    table: PaperTable, stages: Sequence[Stage], content: Mapping[str, Any], *, short: bool, own_tasks: bool
 ) -> Reproduced:
     """Return a table of what its stages found; `content` is what it is made of: model, options, stages.
 
@@ -193,15 +179,14 @@ def reproduced(
     if own_tasks and named:
         notes.append(OTHER_TASKS)
     title = f"{table.source}, {table.where}, on {model}: {table.shows}"
-    asked = dict.fromkeys(", ".join(_asked(finished)) for finished in stages if "tasks" in finished.stage.options)
+    asked = dict.fromkeys(", ".join(_asked(stage)) for stage in stages if "tasks" in stage.options)
     return Reproduced(table=table.name, title=title, caption=tuple(asked), notes=tuple(notes), cells=cells, **content)
 
 
-def _asked(finished: FinishedStage) -> Iterator[str]:
+def _asked(stage: Stage) -> Iterator[str]:
     """Say of a search, evaluation or selection what was asked, how, and of which split."""
     from kvsearch.tasks.catalog import describe_tasks
 
-    stage = finished.stage
     options = stage.options
     what = "searched" if stage.job == "evolve" else stage.block or "asked"
     length = f" of {', '.join(f'{tokens:,}' for tokens in options['length'])} tokens" if "length" in options else ""
@@ -210,49 +195,47 @@ def _asked(finished: FinishedStage) -> Iterator[str]:
     yield f"split {SPLITS.get(stage.job) or options.get('split') or default}"
     yield options["protocol"]
     if stage.job == "evaluate":
-        tasks = finished.result.tasks
-        yield f"evicting in {finished.result.phases}"
+        tasks = stage.result.tasks
+        yield f"evicting in {stage.result.phases}"
         contexts = counted(sum(task.contexts for task in tasks), "context")
         yield f"{contexts} with {counted(sum(task.questions for task in tasks), 'question')}"
 
 
-def _notes_of_stages(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[str]:
+def _notes_of_stages(table: PaperTable, stages: Sequence[Stage]) -> Iterator[str]:
     """Say what is left out, and what stages say of their own results."""
-    for finished in stages:
-        yield from finished.remarks
-        yield from (f"{table.rows.get(name, name)} is left out: {why}" for name, why in finished.left_out.items())
-        if finished.stage.job == "select" and finished.result.chosen.winner is None:
-            name = finished.result.chosen.written
-            yield f"{finished.stage.block}: no strategy beats the best single policy beyond doubt, the plan is {name}"
-        if finished.stage.job == "evaluate":
-            yield from finished.result.notes
-            yield from filter(None, [finished.result.different])
+    for stage in stages:
+        yield from stage.remarks
+        yield from (f"{table.rows.get(name, name)} is left out: {why}" for name, why in stage.left_out.items())
+        if stage.job == "select" and stage.result.chosen.winner is None:
+            name = stage.result.chosen.written
+            yield f"{stage.block}: no strategy beats the best single policy beyond doubt, the plan is {name}"
+        if stage.job == "evaluate":
+            yield from stage.result.notes
+            yield from filter(None, [stage.result.different])
 
 
-def _results(stages: Sequence[FinishedStage], job: StageJob) -> Iterator[tuple[str, Any]]:
-    """Yield what the stages of a job have found, after what the paper calls that which they ask."""
-    yield from ((finished.stage.block, finished.result) for finished in stages if finished.stage.job == job)
+def _of_job(stages: Sequence[Stage], job: StageJob) -> list[Stage]:
+    """Return the stages of a job."""
+    return [stage for stage in stages if stage.job == job]
 
 
 # --- scores of evaluations --------------------------------------------------------------------------------------------
 
 
-def _sizes(stages: Sequence[FinishedStage]) -> Iterator[tuple[FinishedStage, SizeScores]]:
+def _sizes(stages: Sequence[Stage]) -> Iterator[tuple[Stage, SizeScores]]:
     """Yield every evaluation with its scores, size by size."""
-    for finished in stages:
-        if finished.stage.job == "evaluate":
-            yield from ((finished, sized) for sized in finished.result.blocks)
+    yield from ((stage, sized) for stage in _of_job(stages, "evaluate") for sized in stage.result.blocks)
 
 
-def _methods(table: PaperTable, finished: FinishedStage, sized: SizeScores) -> dict[str, str]:
+def _methods(table: PaperTable, stage: Stage, sized: SizeScores) -> dict[str, str]:
     """Return the names of the methods of rows in an evaluation at one size."""
-    return {row: row.format(size=sized.size, block=finished.stage.block) for row in table.rows}
+    return {row: row.format(size=sized.size, block=stage.block) for row in table.rows}
 
 
-def _scores(table: PaperTable, finished: FinishedStage, sized: SizeScores) -> dict[str, dict[str, Estimate]]:
+def _scores(table: PaperTable, stage: Stage, sized: SizeScores) -> dict[str, dict[str, Estimate]]:
     """Return the scores of rows at one size, by column."""
-    columns = _columns(table, finished.result)
-    found = {row: sized.method(name) for row, name in _methods(table, finished, sized).items()}
+    columns = _columns(table, stage.result)
+    found = {row: sized.method(name) for row, name in _methods(table, stage, sized).items()}
     return {
         row: {column: score.of(method.scores) for column, score in columns.items()}
         for row, method in found.items()
@@ -286,32 +269,32 @@ def _share(row: str, column: str, share: Estimate, block: str = "", key: str = "
     return MeasuredCell(row, column, mean, block, key or block, low, high, **details)
 
 
-def scores(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
+def scores(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield the scores of all rows at all sizes, after those of the full cache."""
-    for finished, sized in _sizes(stages):
-        block = finished.stage.block
+    for stage, sized in _sizes(stages):
+        block = stage.block
         heading = ", ".join(filter(None, (block, sized.heading)))
         key = f"{block} {sized.size}".strip()
-        if sized is finished.result.blocks[0]:
-            for column, score in _columns(table, finished.result).items():
-                yield _share(FULL_CACHE, column, score.of(finished.result.full.scores), block)
-        measured = _scores(table, finished, sized)
-        for row, method in _methods(table, finished, sized).items():
-            if method in finished.left_out:
+        if sized is stage.result.blocks[0]:
+            for column, score in _columns(table, stage.result).items():
+                yield _share(FULL_CACHE, column, score.of(stage.result.full.scores), block)
+        measured = _scores(table, stage, sized)
+        for row, method in _methods(table, stage, sized).items():
+            if method in stage.left_out:
                 yield MeasuredCell(table.rows[row], AVERAGE, None, heading, text=LEFT_OUT)
             for column, share in measured.get(row, {}).items():
                 yield _share(table.rows[row], column, share, heading, key, ranked=True)
 
 
-def beside_best(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
+def beside_best(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield PolyKV's Table 2: the best single policy, strategies, and the better one's lead."""
-    for finished, sized in _sizes(stages):
+    for stage, sized in _sizes(stages):
         size = str(sized.size)
-        measured = _scores(table, finished, sized)
+        measured = _scores(table, stage, sized)
         mean = {row: 100 * columns[AVERAGE].mean for row, columns in measured.items()}
         best = _best_baseline(measured)
         strategies = [row for row in measured if "{" in row]
-        full = _columns(table, finished.result)[AVERAGE].of(finished.result.full.scores)
+        full = _columns(table, stage.result)[AVERAGE].of(stage.result.full.scores)
         yield MeasuredCell(size, FULL_CACHE, 100 * full.mean, key=size)
         yield MeasuredCell(size, "Baseline", mean[best], key=size, text=f"{mean[best]:.2f} ({table.rows[best]})")
         yield from (MeasuredCell(size, table.rows[row], mean[row], key=size) for row in strategies)
@@ -320,28 +303,28 @@ def beside_best(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[
             yield MeasuredCell(size, "delta", lead, key=size, text=f"{lead:+.2f}")
 
 
-def by_category(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
+def by_category(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield PolyKV's Table 4: the strategy minus the best single policy, by category."""
-    for finished, sized in _sizes(stages):
-        block = finished.stage.block
-        measured = _scores(table, finished, sized)
+    for stage, sized in _sizes(stages):
+        measured = _scores(table, stage, sized)
         best = _best_baseline(measured)
         strategy = next(row for row in measured if "{" in row)
         for column, share in measured[strategy].items():
             lead = 100 * (share.mean - measured[best][column].mean)
-            heading = f"{block}: minus {table.rows[best]}"
-            yield MeasuredCell(column, "delta", lead, heading, block, text=f"{lead:+.2f}")
+            heading = f"{stage.block}: minus {table.rows[best]}"
+            yield MeasuredCell(column, "delta", lead, heading, stage.block, text=f"{lead:+.2f}")
 
 
 # --- selections, signals, plans, losses -------------------------------------------------------------------------------
 
 
-def selections(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
+def selections(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
     """Yield PolyKV's Table 1, a row per benchmark: all scores are of split report."""
-    for row, result in _results(stages, "select"):
-        outcome = result.chosen
+    for stage in _of_job(stages, "select"):
+        row = stage.block
+        outcome = stage.result.chosen
         best = outcome.best
-        mean = {name: 100 * score.mean for name, score in result.report.scores.items()}
+        mean = {name: 100 * score.mean for name, score in stage.result.report.scores.items()}
         yield MeasuredCell(row, "FullKV", mean[FULL], key=row)
         yield MeasuredCell(row, "Best baseline", mean[best], key=row, text=f"{mean[best]:.2f} ({best})")
         if outcome.leader is None:
@@ -356,10 +339,10 @@ def selections(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[M
         yield MeasuredCell(row, "accepted", None, key=row, text=outcome.verdict)
 
 
-def signals(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
+def signals(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield PolyKV's Table 3: forward, inverse and their difference, of all that the last validation has judged."""
-    validations = [result for _, result in _results(stages, "validate")]
-    for signal in (signal for result in validations[-1:] for at in result.budgets for signal in at.signals):
+    validations = _of_job(stages, "validate")[-1:]
+    for signal in (signal for stage in validations for at in stage.result.budgets for signal in at.signals):
         row = f"{table.rows.get(signal.signal, signal.signal)}, {signal.phases}"
         heading = KINDS[signal.kind]
         gain = signal.gains.inverse
@@ -370,26 +353,26 @@ def signals(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[Meas
         yield MeasuredCell(row, "verdict", None, heading, text=signal.verdict)
 
 
-def layers(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
+def layers(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
     """Yield the mean budget of every layer of every plan, and its pattern where a plan has several."""
-    for finished in stages:
-        if not isinstance(finished.result, Plan):
+    for stage in stages:
+        if not isinstance(stage.result, Plan):
             continue
-        phase, *_ = finished.result.phases.values()
-        size = finished.stage.options["budget"]
+        phase, *_ = stage.result.phases.values()
+        size = stage.options["budget"]
         for index, layer in enumerate(phase.layers):
             if layer is not None:
                 budget = fmean(layer.budget)
-                if len(finished.result.policies) > 1:
+                if len(stage.result.policies) > 1:
                     yield MeasuredCell(f"layer {index}", f"pattern at {size}", None, text=layer.policy.name)
                 yield MeasuredCell(f"layer {index}", f"entries at {size}", budget, text=f"{budget:.0f}")
 
 
-def losses(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
+def losses(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield LAVa's Table 14: the loss of the first and of the last layer's output."""
-    for _, result in _results(stages, "evaluate"):
-        measured = result.losses
-        known = [method for block in result.blocks for method in block.methods]
+    for stage in _of_job(stages, "evaluate"):
+        measured = stage.result.losses
+        known = [method for block in stage.result.blocks for method in block.methods]
         depths = [loss.layer for loss in measured]
         for layer, key in dict(zip((min(depths), max(depths)), table.columns, strict=True)).items():
             for row, label in table.rows.items():
@@ -402,10 +385,10 @@ def losses(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[Measu
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 
-def profiles(table: PaperTable, stages: Sequence[FinishedStage]) -> Iterator[MeasuredCell]:
+def profiles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield what LU-KV's figures show: recall by budget, eviction loss by layer, stability of local ratios."""
     ratio = table.paper["ratios"][0]
-    known = {finished.stage.name: finished.result for finished in stages}
+    known = {stage.name: stage.result for stage in stages}
     shared = known.pop("adakv", None)
     named = [(table.rows[stage], profile) for stage, profile in known.items()]
     for metric, profile in named:
@@ -440,7 +423,7 @@ def _eviction_losses(profile: Profile, ratio: float, shared: Profile | None) -> 
     return {name: lost_mass(profile, share) for name, share in kept.items()}
 
 
-VIEWS: Mapping[View, Callable[[PaperTable, Sequence[FinishedStage]], Iterator[MeasuredCell]]] = {
+VIEWS: Mapping[View, Callable[[PaperTable, Sequence[Stage]], Iterator[MeasuredCell]]] = {
     "scores": scores, "best": beside_best, "categories": by_category, "selections": selections, "signals": signals,
     "layers": layers, "losses": losses, "profiles": profiles,
 }  # fmt: skip

@@ -118,7 +118,7 @@ def test_what_is_not_there_or_damaged_is_one_line(folder: Path) -> None:
     model = of(folder)
     with pytest.raises(UsageError, match="there is no plan beside the model"):
         kvsearch.attach(model)
-    with pytest.raises(UsageError, match="there is no plan beside the model None"):
+    with pytest.raises(UsageError, match="give that model, too"):
         kvsearch.load_plan("auto")
     code, _, error = invoke("export", folder.parent / "small.json", "--to", "model", "-o", folder.parent / "none")
     assert code == 2

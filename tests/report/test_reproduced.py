@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 
 from kvsearch.core.errors import UsageError
 from kvsearch.papers.tables import find_table
-from kvsearch.report.paper_table import FinishedStage, MeasuredCell, Reproduced, reproduced
+from kvsearch.report.paper_table import MeasuredCell, Reproduced, reproduced
 from kvsearch.report.table import markdown
 from kvsearch.results.base import read_content
 from kvsearch.runs.estimates import Estimate
@@ -68,7 +69,6 @@ def test_blocks_without_a_common_column_are_tables_of_their_own() -> None:
 
 def test_a_selection_is_beside_the_papers() -> None:
     table = find_table("polykv-table1")
-    stage = table.stages(table.bundled)[1]
     finalists = [SimpleNamespace(name="cosine"), SimpleNamespace(name="ppl")]
     scores = {"full": 0.9, "cake": 0.5, "cosine": 0.6, "ppl": 0.4}
     chosen = {"best": "cake", "winner": None, "written": "cake", "verdict": "baseline", "leader": finalists[0]}
@@ -76,7 +76,7 @@ def test_a_selection_is_beside_the_papers() -> None:
         chosen=SimpleNamespace(**chosen, foremost=lambda kind: finalists),
         report=SimpleNamespace(scores={name: Estimate(mean, mean, mean) for name, mean in scores.items()}),
     )
-    finished = FinishedStage(stage, selection, remarks=("d2o is left out: why",))
+    finished = replace(table.stages(table.bundled)[1], result=selection, remarks=("d2o is left out: why",))
     content = {"model": "Qwen/Qwen3-8B", "options": {}, "stages": ()}
     found = reproduced(table, [finished], content, short=False, own_tasks=False)
     assert all(cell.paper is None for cell in reproduced(table, [finished], {**content, "model": "m"}, short=False,
