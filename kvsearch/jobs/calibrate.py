@@ -42,7 +42,7 @@ from kvsearch.plan.saved import PROFILE
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
 from kvsearch.report.profile import remarks as profile_remarks
-from kvsearch.report.ranking import RankingView
+from kvsearch.report.ranking import find_losses
 from kvsearch.runs.identity import CONFIG, CONTEXTS, RunConfig
 from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, run_in, write_contexts
 from kvsearch.tasks.catalog import describe_tasks
@@ -312,12 +312,13 @@ def following_commands(options: CalibrateOptions, profile: Profile) -> Iterator[
     if options.method == QUERIES:
         yield ["export", place, "--to", "kvpress-ea", "-o", f"{place.rstrip('/')}-kvpress"]
     elif options.method in FITTED:
-        view = RankingView(profile)
-        policy = view.preferred or f"{options.method}={place}"
+        losses = find_losses(profile)
+        preferred = None if losses is None else losses.preferred
+        policy = preferred or f"{options.method}={place}"
         asked = [*asked_flags(options)]
         if options.tasks is not None:  # budgets are measured on others than the ranking was fitted on
             asked += ["--split", "select"]
-        elif not view.settings.get("without_questions"):
+        elif not profile.metadata.provenance.settings.get("without_questions"):
             asked += flags_of(options, ("data",))
         yield ["calibrate", options.model, "--policy", policy, "-o", f"{place.rstrip('/')}-budgets", *asked]
     elif isinstance(options, PolykvOptions):

@@ -48,10 +48,10 @@ from kvsearch.models.speed import StageCost
 from kvsearch.plan import Size, save_plan
 from kvsearch.plan.origin import ContextSet, joined
 from kvsearch.policies import create_policy
-from kvsearch.policies.fitted import Fitted, profile_of
+from kvsearch.policies.fitted import Fitted, is_last, profile_of
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
-from kvsearch.report.ranking import RankingView
+from kvsearch.report.ranking import find_losses
 from kvsearch.report.selections import run_result, smallest_words
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
@@ -550,7 +550,8 @@ class RunStages:
         for name, fit in self.fits.items():
             with display.stage(f"fit ranking {name}") as stage:
                 profile = calibrate(fit.with_model(self.loaded), reporter=stage)
-                if RankingView(profile).is_last:
+                losses = find_losses(profile)
+                if losses is not None and is_last(losses.values):
                     stage.warn(f"the ranking {name} is left out: every built-in one is better on held-out contexts")
                 else:
                     rankings[name] = profile

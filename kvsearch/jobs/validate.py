@@ -220,7 +220,7 @@ def validate(options: ValidateOptions, reporter: Reporter) -> ValidationResult:
             place = run.directory / f"{name}-{protocol}"
             with kept_replies(place, validation.config(), replies, reporter) as (store, progress):
                 validation.evaluation.require_answers(progress, store)
-                result = ValidationResult.of(conditions, validation.run(progress, store))
+                result = ValidationResult(**dict(conditions), budgets=(validation.run(progress, store),))
             found = result if found is None else result.merged(found)
             run.write(path.name, found.as_json())
         run.finish()

@@ -7,9 +7,9 @@ beside its report, such as the ledger; any other file stands for itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,12 @@ from kvsearch.report.paper_table import Reproduced
 from kvsearch.report.plans import cache_parts, plan_headline, plan_parts
 from kvsearch.report.profile import caption, profile_parts
 from kvsearch.report.table import Table, markdown
-from kvsearch.results.base import read_content, telling_damage
+from kvsearch.results.base import Result, read_content, telling_damage
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult, PerplexityResult
-from kvsearch.results.search import SearchResult, StoredSearch, read_trace
+from kvsearch.results.search import SearchResult, read_trace
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.results.validation import FILE as VALIDATION
-from kvsearch.results.validation import read_validation
+from kvsearch.results.validation import ValidationResult
 from kvsearch.runs.identity import CONFIG, CONTEXTS, LEDGER, REPORT, SELECTION, SUMS, RunConfig, read_config
 from kvsearch.runs.identity import SCHEMA as RUN
 from kvsearch.runs.run import CONTEXTS_FORMAT, read_contexts
@@ -56,7 +56,6 @@ KNOWN = (
     "evaluate, bench and others print with --json"
 )
 UNFINISHED = "this run is not finished: give its command again to go on"
-Reader = Callable[[dict[str, Any], Path], Any]
 
 
 @dataclass(frozen=True)
@@ -65,21 +64,17 @@ class ArtifactKind:
 
     Args:
         parts: what `show` prints of it.
-        readers: of JSON, by the name of its schema.
+        records: what a file of JSON may hold, told by its schema.
         model: the name of the model that it is about.
         figures: those of the page beside the maps among its parts.
         headline: what was found, in a sentence; empty: the first line among its parts says it.
     """
 
     parts: Callable[[Any], Iterable[Part]]
-    readers: Mapping[str, Reader] = field(default_factory=dict)
+    records: tuple[type[Result], ...] = ()
     model: Callable[[Any], Any] = lambda content: content.model
     figures: Callable[[Any], Iterable[Figure]] = lambda _: ()
     headline: Callable[[Any], str] = lambda _: ""
-
-
-def _read_search(data: dict[str, Any], path: Path) -> StoredSearch:
-    return StoredSearch(read_content(SearchResult, data, path), None)
 
 
 KINDS: Mapping[str, ArtifactKind] = {
@@ -92,48 +87,38 @@ KINDS: Mapping[str, ArtifactKind] = {
     ),
     "evaluation": ArtifactKind(
         evaluation.parts,
-        {"kvsearch.evaluation": partial(read_content, EvaluationResult)},
+        (EvaluationResult,),
         figures=charts.score_figures,
         headline=evaluation.headline,
     ),
     "perplexity": ArtifactKind(
         lambda result: [scores.perplexity_table(result)],
-        {"kvsearch.perplexity": partial(read_content, PerplexityResult)},
+        (PerplexityResult,),
         headline=scores.perplexity_headline,
     ),
-    "headroom": ArtifactKind(
-        scores.headroom_parts,
-        {"kvsearch.headroom": partial(read_content, HeadroomResult)},
-    ),
+    "headroom": ArtifactKind(scores.headroom_parts, (HeadroomResult,)),
     "speed": ArtifactKind(
         SpeedView.parts,
-        {"kvsearch.speed": partial(read_content, SpeedView)},
+        (SpeedView,),
         model=lambda view: view.machine.get("model"),
         figures=charts.speed_figures,
     ),
-    "validation": ArtifactKind(
-        scores.validation_parts,
-        {"kvsearch.validation": read_validation},
-        model=lambda result: result.model.name,
-    ),
+    "validation": ArtifactKind(scores.validation_parts, (ValidationResult,), model=lambda result: result.model.name),
     "selection": ArtifactKind(
         lambda result: selections.tables(*result.choices),
-        {
-            "kvsearch.selection": partial(read_content, SelectionResult),
-            "kvsearch.selections": partial(read_content, SelectionsResult),
-        },
+        (SelectionResult, SelectionsResult),
         figures=charts.selection_figures,
         headline=selections.headline,
     ),
     "search": ArtifactKind(
         search.parts,
-        dict.fromkeys(("kvsearch.evolution", "kvsearch.front"), _read_search),
-        model=lambda content: content.result and content.result.model,
+        (SearchResult,),
+        model=lambda content: getattr(content, "model", None),
         figures=charts.search_figures,
     ),
     "run": ArtifactKind(
         selections.run_parts,
-        {"kvsearch.run-report": partial(read_content, RunResult)},
+        (RunResult,),
         figures=charts.selection_figures,
         headline=selections.headline,
     ),
@@ -143,10 +128,14 @@ KINDS: Mapping[str, ArtifactKind] = {
         model=lambda _: None,
     ),
     "recipe": ArtifactKind(lambda options: [options], model=lambda options: options.get("model")),
-    "reproduction": ArtifactKind(Reproduced.tables, {"kvsearch.reproduction": partial(read_content, Reproduced)}),
+    "reproduction": ArtifactKind(Reproduced.tables, (Reproduced,)),
     "runs": ArtifactKind(lambda runs: [_runs_table(runs)], model=lambda _: None),
     "cache": ArtifactKind(cache_parts, model=lambda header: header.plan.model.name),
 }
+RECORDS = {
+    record.SCHEMA.partition("/")[0]: (kind, record) for kind, artifact in KINDS.items() for record in artifact.records
+}
+RECORDS["kvsearch.front"] = RECORDS["kvsearch.evolution"]  # its name in earlier versions
 
 
 @dataclass(frozen=True, eq=False)
@@ -365,8 +354,8 @@ def _search(path: Path) -> Opened:
         if (path / name).exists():
             opened = _json(path / name)
             plans = _existing(sorted(path.glob("plan*.json")))
-            return replace(opened, content=replace(opened.content, trace=trace), places=plans)
-    return Opened(path, "search", StoredSearch(None, trace), note=UNFINISHED)
+            return replace(opened, content=opened.content.model_copy(update={"trace": trace}), places=plans)
+    return Opened(path, "search", trace, note=UNFINISHED)
 
 
 def _existing(places: list[Path]) -> tuple[Path, ...]:
@@ -406,10 +395,10 @@ def _json(path: Path) -> Opened:
         assert config is not None
         return Opened(path, "recipe", {"recipe of": config.job, **config.options}, data, config)
     name, _, _ = str(schema).partition("/")
-    for kind, artifact in KINDS.items():
-        if name in artifact.readers:
-            return Opened(path, kind, artifact.readers[name](data, path), data)
-    raise _unknown(path)
+    if name not in RECORDS:
+        raise _unknown(path)
+    kind, record = RECORDS[name]
+    return Opened(path, kind, read_content(record, data, path), data)
 
 
 def _unknown(path: Path) -> UsageError:

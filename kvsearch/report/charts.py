@@ -14,7 +14,7 @@ from kvsearch.report.figures import Figure, HeatMap, LineChart, Role, Series, ce
 from kvsearch.report.numbers import asked, asked_words
 from kvsearch.report.profile import RATIO, TITLES, caption, eviction_losses, shown_measures
 from kvsearch.results.evaluation import EvaluationResult
-from kvsearch.results.search import SearchResult, StoredSearch, Trace
+from kvsearch.results.search import SearchResult, Trace
 from kvsearch.results.selection import SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Estimate
 from kvsearch.signals.table import SignalTable
@@ -94,20 +94,20 @@ def speed_figures(view: SpeedView) -> Iterator[Figure]:
             yield Figure(f"{stem}-over-{name}", f"{title}, {fixed} {largest:,}", view.measured(), body)
 
 
-def search_figures(content: StoredSearch) -> Iterator[Figure]:
+def search_figures(content: SearchResult | Trace) -> Iterator[Figure]:
     """Yield convergence and, of a finished search at several budgets, score against size."""
-    if content.trace is not None and content.trace.steps:
-        yield _convergence(content.trace, content.result)
-    if (result := content.result) is None:
-        return
+    is_finished = isinstance(content, SearchResult)
+    trace = content.trace if isinstance(content, SearchResult) else content
+    if trace is not None and trace.steps:
+        yield _convergence(trace, is_finished)
+    if isinstance(content, SearchResult) and len(content.found) > 1:
+        yield _front(content)
+
+
+def _front(result: SearchResult) -> Figure:
+    """Return score against size: searched, the smallest plan scaled, and baselines (EvolKV, Figure 1)."""
     told = f", {asked_words(result.asked['report'])}" if "report" in result.asked else ""
     caption = f"{result.model}: {result.settings.get('protocol')}{told}; 95% intervals"
-    if len(result.found) > 1:
-        yield _front(result, caption)
-
-
-def _front(result: SearchResult, caption: str) -> Figure:
-    """Return score against size: searched, the smallest plan scaled, and baselines (EvolKV, Figure 1)."""
     first = next(iter(result.found.values()))
     names = dict.fromkeys(name for found in result.found.values() for name in found.report if name != FULL)
     kept = [name for name in (EVOLVED, EXPANDED, *names) if name in names and not name.startswith("#")]
@@ -123,7 +123,7 @@ def _front(result: SearchResult, caption: str) -> Figure:
     return Figure("front", "Score against size: searched at every budget", caption, body, leads=True)
 
 
-def _convergence(trace: Trace, result: SearchResult | None) -> Figure:
+def _convergence(trace: Trace, is_finished: bool) -> Figure:
     """Return the best value so far after every generation of each search."""
     searches: dict[str, list[tuple[int, float]]] = {}
     for count, line in trace.generations:
@@ -137,7 +137,7 @@ def _convergence(trace: Trace, result: SearchResult | None) -> Figure:
     reached = [y for one in series for y in one.y]
     wide = min(reached) > 0 and max(reached) > WIDE * min(reached)
     body = LineChart("candidates evaluated", "value that is minimised", tuple(series), log_y=wide)
-    unfinished = "" if result is not None else ", not finished"
+    unfinished = "" if is_finished else ", not finished"
     caption = f"{trace.evaluations} candidates, {trace.tokens:,} tokens, {trace.seconds:.0f} s{unfinished}"
     return Figure("convergence", "How the search converged", caption, body)
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvsearch.benchmark.cache_costs import CacheCosts, Roofline
 from kvsearch.core.progress import clock_words
 from kvsearch.models.speed import Speed, StageCost
 from kvsearch.report.table import Cell, Table
+from kvsearch.results.base import Result
 
 if TYPE_CHECKING:
     from kvsearch.models.loading import LoadedModel
 
-SCHEMA = "kvsearch.speed/1"
 MEANING = (
     "speed: how many times as fast as DynamicCache, median of the rounds. held: the cache after the prompt. peak: all "
     "that is allocated beyond the weights.",
@@ -79,9 +79,10 @@ def time_words(seconds: float | None) -> str:
     return "-" if seconds is None else clock_words(seconds)
 
 
-@dataclass(frozen=True)
-class SpeedView:
+class SpeedView(Result):
     """Costs of caches, and where and how they were measured."""
+
+    SCHEMA: ClassVar[str] = "kvsearch.speed/1"
 
     machine: dict[str, Any]
     costs: tuple[CacheCosts, ...]
@@ -106,7 +107,7 @@ class SpeedView:
             "rounds": rounds,
             **asdict(roofline),
         }
-        return cls(machine, tuple(costs))
+        return cls(machine=machine, costs=tuple(costs))
 
     def as_json(self) -> dict[str, Any]:
         """Return the machine and all costs, for programs."""
@@ -114,7 +115,7 @@ class SpeedView:
             {**asdict(one), "floor_share": one.floor_share, "prefill_floor_share": one.prefill_floor_share}
             for one in self.costs
         ]
-        return {"schema": SCHEMA, "machine": self.machine, "costs": costs}
+        return {**super().as_json(), "costs": costs}
 
     def parts(self) -> Iterator[str | Table]:
         """Yield on what it was measured, a table for every batch and length, and what its columns mean."""

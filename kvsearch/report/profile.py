@@ -15,7 +15,7 @@ from kvsearch.plan import Phase, Profile, ProfileMetadata
 from kvsearch.plan.profile_arrays import QUERIES, QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.figures import Figure, Part, layer_map
-from kvsearch.report.ranking import RankingView
+from kvsearch.report.ranking import ranking_parts, ranking_remarks
 from kvsearch.report.table import Cell, Table
 from kvsearch.signals.table import ENTROPY, Explosion, SignalTable, is_constant
 
@@ -40,7 +40,7 @@ def profile_parts(profile: Profile, ratio: float = RATIO) -> Iterator[Part]:
     method = profile.metadata.method
     yield _origin(profile.metadata)
     if method in FITTED:
-        yield from RankingView(profile).parts()
+        yield from ranking_parts(profile)
     elif method == QUERIES:
         yield _query_table(profile)
     elif profile.metadata.signals is not None:
@@ -60,7 +60,7 @@ def is_dynamic(profile: Profile) -> bool:
 def remarks(profile: Profile) -> Iterator[str]:
     """Yield what there is to say about a profile before it is used, one line each."""
     if profile.metadata.method in FITTED:
-        yield from RankingView(profile).remarks()
+        yield from ranking_remarks(profile)
     if profile.metadata.method == "cake":
         yield _exponents(profile)
 

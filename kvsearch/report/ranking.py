@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -65,78 +65,63 @@ class TextLosses:
             said.append(f"{share:.0%}: {mine.mean():.3f}, under {self.rankings[self.best]} {other.mean():.3f}, {lead}")
         return f"replies move at {'; '.join(said)} (mean and 95% interval over {counted(len(self.values), 'text')})"
 
-
-@dataclass(frozen=True, eq=False)
-class RankingView:
-    """The recall of a fitted ranking and of the policies that it was compared with, on contexts it never saw."""
-
-    profile: Profile
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What the fit was told, and what it was compared with."""
-        return self.profile.metadata.provenance.settings
-
-    @property
-    def losses(self) -> TextLosses | None:
-        """How far replies move by policy and budget; None: not measured, as by older fits."""
-        losses = self.profile.arrays.get("text_loss")
-        if losses is None:
-            return None
-        return TextLosses(losses.astype(np.float64), self.settings["rankings"], self.settings["at"])
-
-    @property
-    def is_last(self) -> bool:
-        """Whether replies move less under every other policy, mean over budgets."""
-        return self.losses is not None and is_last(self.losses.values)
-
     @property
     def preferred(self) -> str | None:
         """The built-in ranking to use in place of the fit; None where the fit may be as good."""
-        losses = self.losses
-        is_behind = losses is not None and (self.is_last or losses.is_better is False)
-        return losses.rankings[losses.best] if losses is not None and is_behind else None
+        return self.rankings[self.best] if is_last(self.values) or self.is_better is False else None
 
-    def remarks(self) -> Iterator[str]:
-        """Yield what to know before the ranking is used."""
-        fit, choose, report = self.settings["contexts"]
-        yield f"fitted on {counted(fit, 'context')}, chosen on {choose}, reported on {report}"
-        if self.settings.get("few_contexts"):
-            yield f"{counted(fit, 'context')} to fit on are few: regressions with strong shrinkage alone were tried"
-        if bare := self.settings.get("without_questions"):
-            which = "the" if bare == fit + choose + report else f"{bare} of the {fit + choose + report}"
-            yield f"{which} contexts have no questions, and are asked for themselves alone (reconstruction)"
-        if unseen := self.settings.get("unseen_heads"):
-            listed = ", ".join(unseen if len(unseen) <= 8 else [*unseen[:8], "..."])
-            heads = f"{counted(len(unseen), 'kv head')} ({listed} by layer)"
-            yield f"nothing that was asked looks at the context in {heads}: even ranking there"
-        if (losses := self.losses) is None:
-            return
-        best = losses.rankings[losses.best]
-        if self.is_last:
-            yield f"on average over sizes every other ranking is better than the fit, {losses.words}: it is not used"
-        elif losses.is_better:
-            yield f"the fit ranks better than each of {len(losses.rankings) - 1} others: {losses.words}"
-        elif losses.is_better is False:
-            yield f"{best} ranks better than the fit: {losses.words}; use {best}, or fit on more"
 
-    def parts(self) -> Iterator[str | Table]:
-        """Yield tables of how replies move and of recall, by budget and by layer."""
-        at = self.settings["at"]
-        names = self.settings["rankings"]
-        lost = "how far replies move with even budgets (total variation)"
-        kept = "importance kept, of what the oracle keeps"
-        tables = [(f"{kept}; mean over heads and layers", names, self.profile.arrays["recall"].mean((2, 3)))]
-        if self.losses is not None:
-            tables.insert(0, (lost, names, self.losses.mean))
-        columns = ["ranking", *(f"{budget:.0%}" for budget in at)]
-        for title, rankings, values in tables:
-            yield Table.numbers(title, columns, zip(rankings, values, strict=True), ".3f")
-        layers = self.profile.arrays["recall"].mean(3)[:, 0]  # [P, L]
-        rows = []
-        for row, layer in enumerate(self.profile.metadata.layers):
-            best = int(layers[1:, row].argmax()) + 1
-            other = Cell(f"{layers[best, row]:.3f} ({names[best]})", value=float(layers[best, row]))
-            rows.append([layer, Cell.number(float(layers[0, row]), ".3f"), other])
-        columns = ["layer", self.profile.metadata.method, "the best other policy"]
-        yield Table.plain(f"by layer at {at[0]:.0%}", columns, rows)
+def find_losses(profile: Profile) -> TextLosses | None:
+    """Return how far replies move under a fitted ranking and others; None: not measured, as by older fits."""
+    values = profile.arrays.get("text_loss")
+    settings = profile.metadata.provenance.settings
+    return None if values is None else TextLosses(values.astype(np.float64), settings["rankings"], settings["at"])
+
+
+def ranking_remarks(profile: Profile) -> Iterator[str]:
+    """Yield what to know before a fitted ranking is used."""
+    settings = profile.metadata.provenance.settings
+    fit, choose, report = settings["contexts"]
+    yield f"fitted on {counted(fit, 'context')}, chosen on {choose}, reported on {report}"
+    if settings.get("few_contexts"):
+        yield f"{counted(fit, 'context')} to fit on are few: regressions with strong shrinkage alone were tried"
+    if bare := settings.get("without_questions"):
+        which = "the" if bare == fit + choose + report else f"{bare} of the {fit + choose + report}"
+        yield f"{which} contexts have no questions, and are asked for themselves alone (reconstruction)"
+    if unseen := settings.get("unseen_heads"):
+        listed = ", ".join(unseen if len(unseen) <= 8 else [*unseen[:8], "..."])
+        heads = f"{counted(len(unseen), 'kv head')} ({listed} by layer)"
+        yield f"nothing that was asked looks at the context in {heads}: even ranking there"
+    if (losses := find_losses(profile)) is None:
+        return
+    best = losses.rankings[losses.best]
+    if is_last(losses.values):
+        yield f"on average over sizes every other ranking is better than the fit, {losses.words}: it is not used"
+    elif losses.is_better:
+        yield f"the fit ranks better than each of {len(losses.rankings) - 1} others: {losses.words}"
+    elif losses.is_better is False:
+        yield f"{best} ranks better than the fit: {losses.words}; use {best}, or fit on more"
+
+
+def ranking_parts(profile: Profile) -> Iterator[str | Table]:
+    """Yield tables of how replies move and of recall, by budget and by layer, on contexts that were not fitted on."""
+    settings = profile.metadata.provenance.settings
+    losses = find_losses(profile)
+    at = settings["at"]
+    names = settings["rankings"]
+    lost = "how far replies move with even budgets (total variation)"
+    kept = "importance kept, of what the oracle keeps"
+    tables = [(f"{kept}; mean over heads and layers", names, profile.arrays["recall"].mean((2, 3)))]
+    if losses is not None:
+        tables.insert(0, (lost, names, losses.mean))
+    columns = ["ranking", *(f"{budget:.0%}" for budget in at)]
+    for title, rankings, values in tables:
+        yield Table.numbers(title, columns, zip(rankings, values, strict=True), ".3f")
+    layers = profile.arrays["recall"].mean(3)[:, 0]  # [P, L]
+    rows = []
+    for row, layer in enumerate(profile.metadata.layers):
+        best = int(layers[1:, row].argmax()) + 1
+        other = Cell(f"{layers[best, row]:.3f} ({names[best]})", value=float(layers[best, row]))
+        rows.append([layer, Cell.number(float(layers[0, row]), ".3f"), other])
+    columns = ["layer", profile.metadata.method, "the best other policy"]
+    yield Table.plain(f"by layer at {at[0]:.0%}", columns, rows)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvsearch.report.numbers import asked_words, chance_of, counted, interval, percent
 from kvsearch.report.selections import ahead_words, best_first, gap_bounds, lead_cells, lower_words
 from kvsearch.report.table import Cell, Table
-from kvsearch.results.search import SearchResult, StoredSearch, Trace
+from kvsearch.results.search import SearchResult, Trace
 from kvsearch.runs.estimates import Estimate
 from kvsearch.search.trials import Spent
 from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL, UNIFORM
@@ -24,13 +24,18 @@ def search_result(found: Sequence[Evolved], spent: Spent) -> SearchResult:
     return SearchResult.of(found, spent, list(map(decision, found)))
 
 
-def parts(content: StoredSearch) -> Iterator[str | Table]:
-    """Yield what was chosen and why, the finalists and the report beside its baselines, and how the search went."""
-    if content.result is not None:
-        yield from decisions(content.result)
-        yield from tables(content.result)
-    if content.trace is not None:
-        yield convergence(content.trace)
+def parts(content: SearchResult | Trace) -> Iterator[str | Table]:
+    """Yield what was chosen and why, the finalists and the report beside its baselines, and how the search went.
+
+    Of one that is not finished there is how it goes.
+    """
+    trace = content
+    if isinstance(content, SearchResult):
+        yield from decisions(content)
+        yield from tables(content)
+        trace = content.trace
+    if trace is not None:
+        yield convergence(trace)
 
 
 def decisions(result: SearchResult) -> Iterator[str]:

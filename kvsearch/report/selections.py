@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from kvsearch.report.numbers import asked, bounds, chance_of, counted, interval, outcomes, percent
 from kvsearch.report.table import Cell, RowGroup, Table
@@ -23,14 +24,9 @@ from kvsearch.strategies.names import FULL
 SHOWN = 16  # rows of the table of a race
 
 
-def selection_result(selection: Selection, plan: str | None = None) -> SelectionResult:
-    """Return everything that a selection found, with the file of its plan."""
-    return SelectionResult.of(selection, *told(selection), plan=plan)
-
-
-def told(selection: Selection) -> tuple[str, str]:
-    """Say what was decided, and what the report split says of the choice."""
-    return decision(selection.chosen), gap(selection)
+def selection_result(selection: Selection, plan: str | None = None, **more: Any) -> SelectionResult:
+    """Return everything that a selection found, with the file of its plan; `more` are the fields that not all have."""
+    return SelectionResult.of(selection, decision(selection.chosen), gap(selection), plan=plan, **more)
 
 
 def decision(result: PhaseResult) -> str:
@@ -185,7 +181,7 @@ def _lead_words(method: MethodResult, result: PhaseResult) -> str:
 def run_result(found: Sequence[Selection], files: Sequence[str], tried: Sequence[TriedBudget] = ()) -> RunResult:
     """Return everything by size; `files` are the names of the plans, budgets were `tried` where one was to be found."""
     sizes = {
-        str(one.size): SelectionResult.of(one, *told(one), loss=one.loss, plan=file, words=tuple(sentences(one)))
+        str(one.size): selection_result(one, file, loss=one.loss, words=tuple(sentences(one)))
         for one, file in zip(found, files, strict=True)
     }
     return RunResult(sizes=sizes, tried=tuple(tried))

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.parsing import problems_of, shown
 
-Content = TypeVar("Content")
+Content = TypeVar("Content", bound="Result")
 
 
 class Stored(BaseModel):
@@ -46,22 +46,22 @@ def telling_damage(path: Path) -> Iterator[None]:
         raise damaged(path, f"{first} is missing" if isinstance(error, KeyError) else first) from error
 
 
-def read_content(kind: type[Content], data: Any, path: Path) -> Content:
-    """Return the content of a file as a record or a dataclass.
+def read_content(record: type[Content], data: Any, path: Path) -> Content:
+    """Return the content of a file as a record.
 
     Raises:
         UsageError: the file at `path` is damaged, and the message says where, or of another version.
     """
-    if isinstance(kind, type) and issubclass(kind, Result) and isinstance(data, dict):
-        schema = data.get("schema", kind.SCHEMA)
-        if schema != kind.SCHEMA:
-            versions = f"{shown(schema)}, this one reads {kind.SCHEMA}"
+    if isinstance(data, dict):
+        schema = data.get("schema", record.SCHEMA)
+        if schema != record.SCHEMA:
+            versions = f"{shown(schema)}, this one reads {record.SCHEMA}"
             raise UsageError(
                 f"{path} is of another version of kvsearch ({versions}): read it with that one, or delete it and run "
                 "its command again"
             )
         data = {name: value for name, value in data.items() if name != "schema"}
     try:
-        return TypeAdapter(kind).validate_python(data)
+        return record.model_validate(data)
     except (ValidationError, UsageError) as error:  # a dataclass that checks its own numbers raises the second one
         raise damaged(path, problems_of(error)[0] if isinstance(error, ValidationError) else str(error)) from error

@@ -88,10 +88,25 @@ class FoundAtBudget(Stored):
         )
 
 
+@dataclass(frozen=True)
+class Trace:
+    """How a search went: every new best candidate and every generation, each after so many evaluations, in order.
+
+    Values are what the search minimises; tokens were read under candidates, seconds are of work, in all sessions.
+    """
+
+    steps: tuple[tuple[int, BestLine], ...]
+    generations: tuple[tuple[int, ToldLine], ...]
+    evaluations: int
+    tokens: int
+    seconds: float
+
+
 class SearchResult(Result):
     """A finished search at one or several budgets: `found` says at each what was found.
 
-    `asked` says what was asked of each split, `questions` count them.
+    `asked` says what was asked of each split, `questions` count them. `trace` is how it went, None where its ledger is
+    not at hand.
     """
 
     SCHEMA: ClassVar[str] = "kvsearch.evolution/3"
@@ -105,6 +120,7 @@ class SearchResult(Result):
     found: Annotated[dict[int, FoundAtBudget], AfterValidator(lambda found: dict(sorted(found.items())))] = Field(
         min_length=1
     )
+    trace: Trace | None = Field(default=None, exclude=True)
 
     @classmethod
     def of(cls, found: Sequence[Evolved], spent: Spent, decisions: Sequence[str]) -> SearchResult:
@@ -121,20 +137,6 @@ class SearchResult(Result):
             settings=first.settings.as_json(),
             found={one.budget: FoundAtBudget.at(one, decision) for one, decision in zip(found, decisions, strict=True)},
         )
-
-
-@dataclass(frozen=True)
-class Trace:
-    """How a search went: every new best candidate and every generation, each after so many evaluations, in order.
-
-    Values are what the search minimises; tokens were read under candidates, seconds are of work, in all sessions.
-    """
-
-    steps: tuple[tuple[int, BestLine], ...]
-    generations: tuple[tuple[int, ToldLine], ...]
-    evaluations: int
-    tokens: int
-    seconds: float
 
 
 def read_trace(path: Path) -> Trace:
@@ -159,14 +161,6 @@ def read_trace(path: Path) -> Trace:
         elif isinstance(line, ToldLine):
             generations.append((len(keys), line))
     return Trace(tuple(steps), tuple(generations), len(keys), tokens, seconds)
-
-
-@dataclass(frozen=True, eq=False)
-class StoredSearch:
-    """What a search found, None before it is finished, and how it went, None where its ledger is not at hand."""
-
-    result: SearchResult | None
-    trace: Trace | None
 
 
 def _finalist(choice: Choice, name: str) -> Finalist:

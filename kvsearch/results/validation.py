@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from pydantic import Field
 
@@ -29,11 +29,6 @@ class ValidationResult(Result, Conditions):
     SCHEMA: ClassVar[str] = "kvsearch.validation/3"
     budgets: tuple[AtBudget, ...] = Field(min_length=1)
 
-    @classmethod
-    def of(cls, conditions: Conditions, *judged: AtBudget) -> ValidationResult:
-        """Return what was judged under some conditions."""
-        return cls(**dict(conditions), budgets=judged)
-
     def merged(self, other: ValidationResult) -> ValidationResult:
         """Return all of this validation, and what only the other one, of the same conditions, has judged."""
         by_size = {(at.budget, at.ratio or 0.0): at for at in other.budgets}
@@ -45,19 +40,14 @@ class ValidationResult(Result, Conditions):
         return self.model_copy(update={"budgets": tuple(by_size[size] for size in sorted(by_size))})
 
 
-def read_validation(data: Any, path: Path) -> ValidationResult:
-    """Return the content of a file; UsageError if the file at `path` is damaged, or of another version."""
-    return read_content(ValidationResult, data, path)
-
-
 def load_validation(path: Path) -> ValidationResult | None:
     """Read a file; None if there is none.
 
     Raises:
-        UsageError: see `read_validation`.
+        UsageError: see `read_content`.
         EnvironmentFault: it cannot be read.
     """
-    return read_validation(read_json(path), path) if path.exists() else None
+    return read_content(ValidationResult, read_json(path), path) if path.exists() else None
 
 
 def harmful(directory: Path, strategy: Strategy, budget: float) -> str | None:

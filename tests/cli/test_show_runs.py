@@ -10,7 +10,7 @@ import pytest
 
 from kvsearch.plan import save_plan
 from kvsearch.report.artifacts import open_path
-from kvsearch.results.search import StoredSearch, read_trace
+from kvsearch.results.search import SearchResult, read_trace
 from tests.cli.conftest import Run
 from tests.plan.builders import make_plan, model_dict, phase_dict
 
@@ -75,8 +75,8 @@ def test_a_search(run: Run, tmp_path: Path) -> None:
     assert "convergence: " in out
     assert f"next: kvsearch show {tmp_path / 'run' / 'plan.json'}" in out
     content = open_path(tmp_path / "run").content
-    assert isinstance(content, StoredSearch)
-    assert content.result is not None
+    assert isinstance(content, SearchResult)
+    assert content.trace is not None
     assert content.trace == read_trace(tmp_path / "run" / "ledger.jsonl")
     values = [line.value for _, line in content.trace.steps]
     assert values == sorted(values, reverse=True)

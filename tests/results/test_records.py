@@ -13,7 +13,7 @@ from kvsearch.results.base import Result, read_content
 from kvsearch.results.evaluation import EvaluationResult, HeadroomResult, PerplexityResult
 from kvsearch.results.search import SearchResult
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
-from kvsearch.results.validation import read_validation
+from kvsearch.results.validation import ValidationResult
 
 FILES = Path(__file__).parents[1] / "robustness" / "seeds"
 RECORDS: dict[str, type[Result]] = {
@@ -52,7 +52,7 @@ def test_selections_at_several_budgets_are_written_again() -> None:
 def test_a_validation_is_written_again() -> None:
     path = FILES / "validation.json"
     data = read_json(path)
-    assert canonical_json(read_validation(data, path).as_json()) == canonical_json(data)
+    assert canonical_json(read_content(ValidationResult, data, path).as_json()) == canonical_json(data)
 
 
 def test_results_of_another_version_are_refused_by_their_name() -> None:

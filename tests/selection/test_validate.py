@@ -347,7 +347,7 @@ def test_prompts_that_nothing_is_evicted_from_are_noted(model: LoadedModel) -> N
 @pytest.fixture(scope="module")
 def found(model: LoadedModel) -> ValidationResult:
     validation = prepared(model, ["cosine", "entropy"], ["prefill", "both"])
-    return ValidationResult.of(validation.conditions, validation.run())
+    return ValidationResult(**dict(validation.conditions), budgets=(validation.run(),))
 
 
 def test_scores_and_gains(found: ValidationResult, model: LoadedModel) -> None:

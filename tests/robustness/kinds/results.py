@@ -38,5 +38,6 @@ def speeds() -> list[bytes]:
     ]
     more = {"prefill_floor_seconds": 0.1, "kernels": 80.0, "waits": 0.5, "largest_batch": 8}
     on_gpu = [replace(one, **more, largest_tokens_per_second=512.0) for one in costs]
-    views = SpeedView(machine, tuple(costs)), SpeedView({**machine, "bandwidth": 1e9, "flops": 1e12}, tuple(on_gpu))
+    of_gpu = {**machine, "bandwidth": 1e9, "flops": 1e12}
+    views = SpeedView(machine=machine, costs=tuple(costs)), SpeedView(machine=of_gpu, costs=tuple(on_gpu))
     return [json.dumps(view.as_json()).encode() for view in views]
