@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from kvsearch.policies import Policy
     from kvsearch.results.selection import RunResult
     from kvsearch.selection.candidates import CalibratedPolicies
-    from kvsearch.selection.selection import PhaseResult, Rule, Selection, TriedBudget
+    from kvsearch.selection.selection import Rule, Selection, TriedBudget
     from kvsearch.selection.selection_job import SelectionJob
     from kvsearch.tasks.base import TokenCount
     from kvsearch.tasks.encode import TaskPrompts
@@ -331,7 +331,7 @@ def remarks(options: RunOptions, result: RunResult) -> Iterator[str]:
 def dry_run(options: RunOptions, reporter: Reporter) -> Forecast:
     """Return the stages with their costs; errors as `run` before anything is measured."""
     stages = prepare_run(options, reporter)
-    content = {"model": options.model, "sizes": [size.as_json() for size in stages.sizes]}
+    content = {"model": options.model, "sizes": [size.as_json() for size in options.sizes]}
     return Forecast(content, stages.costs, stages.loaded.speed)
 
 
@@ -349,7 +349,7 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
         EnvironmentFault: the disk is full, or the model cannot be loaded here.
     """
     stages = prepare_run(options, reporter)
-    directory = stages.directory
+    directory = options.output
     recorded = options.recorded()
     config = RunConfig(job="run", options=recorded, content=stages.content(recorded))
     again = f"what is finished is kept in {directory}: give the same command again to go on"
@@ -364,8 +364,8 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
             refined = stages.refine(calibrated, display)
             selections = stages.select(calibrated, refined, display)
             tried: Sequence[TriedBudget] = ()
-            if stages.within is not None:
-                selection, tried = stages.find_smallest(calibrated, stages.within, display)
+            if options.smallest:
+                selection, tried = stages.find_smallest(calibrated, display)
                 selections.append(selection)
         files = tuple(options.plan_file(selection.size) for selection in selections)
         for selection, file in zip(selections, files, strict=True):
@@ -385,8 +385,7 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
 def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     """Check all that can be before anything is measured; the sizes against the longest context."""
     sizes = options.sizes
-    directory = options.output
-    run_in(directory, "run")
+    run_in(options.output, "run")
     tasks = {name: options.find_tasks(options.model, name) for name in ("select", "report")}
     options.check_names()
     rule = options.rule
@@ -423,7 +422,6 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     fits = options.fits()
     curves = options.curves()
     refinement = options.refinement(loaded) if options.refine and sizes else None
-    within = options.within if options.smallest else None
     least = min(policy.least for policy in curves.policies())
     asked = {}
     for size in sizes:
@@ -454,9 +452,7 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
         programs = [full_cache(loaded.model)] * METHODS_ASKED
         tried = replies_cost(SMALLEST, encoded["select"], splits["select"].settings, programs)
         costs.append(replace(tried, work=tried.work * 4))
-    return RunStages(
-        loaded, directory, sizes, within, splits, encoded, rule, fits, curves, usable, refinement, costs
-    )  # fmt: skip
+    return RunStages(options, rule, loaded, splits, encoded, usable, refinement, costs)
 
 
 def find_doubts(options: RunOptions, asked: Sequence[TaskPrompts], count: TokenCount) -> Iterator[str]:
@@ -491,29 +487,21 @@ class RunStages:
     """The stages of a run whose model and questions fit together.
 
     Args:
+        options: of the run, with how many contexts are fitted and measured on.
+        rule: how sure to be of what is written.
         loaded: the model.
-        directory: of the run; every stage has one below it.
-        sizes: of the plans, none if one is to be found.
-        within: what of the score, in points, the smallest budget may lose; None: sizes were given.
         splits: select and report.
         encoded: their questions, before anything was fitted.
-        rule: how sure to be of what is written.
-        fits: the calibration of every ranking that is fitted, by its name.
-        curves: the measurement of what policies keep.
         policies: the built-in ones that can be used on this model.
         refinement: the search that begins at the solved plans, None where that is not wanted.
         costs: of the stages, in their order, as far as they can be told before the first one has run.
     """
 
+    options: RunOptions
+    rule: Rule
     loaded: LoadedModel
-    directory: Path
-    sizes: Sequence[Size]
-    within: float | None
     splits: Mapping[str, Split]
     encoded: Mapping[str, list[TaskPrompts]]
-    rule: Rule
-    fits: Mapping[str, CalibrateOptions]
-    curves: Curves
     policies: Sequence[str]
     refinement: Refinement | None
     costs: Sequence[StageCost]
@@ -547,7 +535,7 @@ class RunStages:
         from kvsearch.selection.candidates import CalibratedPolicies
 
         rankings = {}
-        for name, fit in self.fits.items():
+        for name, fit in self.options.fits().items():
             with display.stage(f"fit ranking {name}") as stage:
                 profile = calibrate(fit.with_model(self.loaded), reporter=stage)
                 losses = find_losses(profile)
@@ -556,8 +544,8 @@ class RunStages:
                 else:
                     rankings[name] = profile
         with display.stage(MEASURING) as stage:
-            fitted = [f"{name}={self.directory / FIT / name}" for name in rankings]
-            curves = self.curves.with_policies((*self.policies, *fitted)).with_model(self.loaded)
+            fitted = [f"{name}={self.options.output / FIT / name}" for name in rankings]
+            curves = self.options.curves().with_policies((*self.policies, *fitted)).with_model(self.loaded)
             return CalibratedPolicies(policy_curves(calibrate(curves, reporter=stage)), rankings)
 
     def refine(self, calibrated: CalibratedPolicies, display: Overall) -> RefinedPlans | None:
@@ -569,7 +557,7 @@ class RunStages:
             return None
         with display.stage(SEARCHING) as stage:
             starts = {}
-            for size in self.sizes:
+            for size in self.options.sizes:
                 planned = planned_size(size, calibrated.length, self.longest)
                 plans = find_policy_candidates(self.loaded, calibrated, planned).plans
                 starts[planned] = calibrated.select_plans(plans)
@@ -577,28 +565,29 @@ class RunStages:
 
     def select(self, calibrated: CalibratedPolicies, refined: RefinedPlans | None, display: Overall) -> list[Selection]:
         """Choose at every size; then report, as sizes share the chance of a wrong choice."""
-        shared = SharedLevel(self.rule.level, len(self.sizes))
+        sizes = self.options.sizes
+        shared = SharedLevel(self.rule.level, len(sizes))
         decided = []
-        for size in self.sizes:
+        for size in sizes:
             with display.stage(f"choose at {size.words}") as stage:
                 selection = self._prepare_selection(calibrated, size, refined)
                 stage.part = ROUND
                 result = selection.race.decide(self._reply_store(selection, stage), shared, answered=True)
                 decided.append((selection, result))
-        return [self._report(selection, result.at_level(shared.part), display) for selection, result in decided]
-
-    def _report(self, selection: SelectionJob, result: PhaseResult, display: Overall) -> Selection:
-        """Report what was chosen at a size."""
-        with display.stage(f"report at {selection.size.words}") as stage:
-            return selection.report(result, self._reply_store(selection, stage))
+        selections = []
+        for selection, result in decided:
+            with display.stage(f"report at {selection.size.words}") as stage:
+                store = self._reply_store(selection, stage)
+                selections.append(selection.report(result.at_level(shared.part), store))
+        return selections
 
     def find_smallest(
-        self, calibrated: CalibratedPolicies, within: float, display: Overall
+        self, calibrated: CalibratedPolicies, display: Overall
     ) -> tuple[Selection, Sequence[TriedBudget]]:
         """Find the smallest budget, between what policies always keep and the longest context, and report."""
         from kvsearch.selection.selection_job import find_smallest, ladder
 
-        least = min(policy.least for policy in self.curves.with_policies(self.policies).policies())
+        least = min(policy.least for policy in self.options.curves().with_policies(self.policies).policies())
         with display.stage(SMALLEST) as stage:
             budgets = ladder(least + 1, self.longest - 1)
             stage.part = ROUND
@@ -607,7 +596,7 @@ class RunStages:
                 selection = self._prepare_selection(calibrated, Size(budget), None)
                 return selection, self._reply_store(selection, stage)
 
-            return find_smallest(budgets, within / 100, selection_at)
+            return find_smallest(budgets, self.options.within / 100, selection_at)
 
     def _prepare_selection(
         self, calibrated: CalibratedPolicies, size: Size, refined: RefinedPlans | None
@@ -621,8 +610,9 @@ class RunStages:
         more: Mapping[str, Plan] = {}
         planned = planned_size(size, calibrated.length, self.longest)
         if refined is not None:
-            known = joined([known, refined.contexts])
-            more = refined.plans[planned]
+            found, searched = refined
+            known = joined([known, searched])
+            more = found[planned]
         used = None if known is None else known.used
         plans = find_policy_candidates(self.loaded, calibrated, planned, more)
         race = prepare_race(self.loaded, plans, self.splits["select"].without(used), self.rule, size, name="")
@@ -632,4 +622,4 @@ class RunStages:
 
     def _reply_store(self, selection: SelectionJob, reporter: StageReporter) -> StageStore:
         """Return what keeps the replies of all rounds and of the report at a size."""
-        return stage_store(self.directory / CHOICE / str(selection.size), selection.config, reporter)
+        return stage_store(self.options.output / CHOICE / str(selection.size), selection.config, reporter)

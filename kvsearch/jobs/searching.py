@@ -187,12 +187,8 @@ def watching(reporter: Reporter, log: TrialLog, most: int) -> Iterator[SearchPro
 # --- the refinement of a run -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RefinedPlans:
-    """Plans that were found, by size and name, and what they were searched on."""
-
-    plans: Mapping[Size, Mapping[str, Plan]]
-    contexts: ContextRecord
+# what was found, by size and name, and what it was searched on
+RefinedPlans = tuple[Mapping[Size, Mapping[str, Plan]], ContextRecord]
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,7 +242,7 @@ class Refinement:
         else:
             self._search(searches, reporter)
         plans = {size: _read_plans(self.directory, size) for size in starts}
-        return RefinedPlans(plans, searches[0].record(searched=True))
+        return plans, searches[0].record(searched=True)
 
     def _prepare(
         self, calibrated: CalibratedPolicies, starts: Mapping[Size, Mapping[str, Plan]]
