@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_a
 
 from pydantic import Field, model_validator
 
-from kvsearch.config.options import SIZE, Names, Option, Params, Seeded, with_params
+from kvsearch.config.options import SIZE, Names, Option, Params, Seeded, option, with_params
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import refuse
 from kvsearch.core.naming import suggest
@@ -93,38 +93,32 @@ class CalibrationOptions(Seeded):
     bare: ClassVar[bool] = False
     protection: ClassVar[dict[str, dict[str, Any]]] = {}
 
-    method: Annotated[
-        str, Option("Calibration method: lukv, lava, cake, adakv, polykv, probe, query_bank or query_statistics.", SIZE)
-    ] = "lukv"
-    policy: Annotated[
-        str,
-        Option(
-            "Eviction policy the budgets are for, or probe=DIR, query_bank=DIR or kvzap=DIR, a fitted one; polykv: of "
-            "strategies without a route.",
-            SIZE,
-            shown="lukv, adakv, polykv: snapkv; lava, cake: their own",
-            completes="kvsearch.policies.registry:policy_names",
-        ),
-    ] = "snapkv"
-    params: Annotated[
-        Params,
-        Option(
-            "A policy parameter, as in --set window=16; polykv: of all patterns that have it, or of one, as in --set "
-            "snapkv.window=16; repeatable.",
-            flag="--set",
-            metavar="KEY=VALUE",
-            repeated=True,
-        ),
-    ] = Field(default_factory=dict)
+    method: str = option(
+        "lukv", "Calibration method: lukv, lava, cake, adakv, polykv, probe, query_bank or query_statistics.", SIZE
+    )
+    policy: str = option(
+        "snapkv",
+        "Eviction policy the budgets are for, or probe=DIR, query_bank=DIR or kvzap=DIR, a fitted one; polykv: of "
+        "strategies without a route.",
+        SIZE,
+        shown="lukv, adakv, polykv: snapkv; lava, cake: their own",
+        completes="kvsearch.policies.registry:policy_names",
+    )
+    params: Params = option(
+        {},
+        "A policy parameter, as in --set window=16; polykv: of all patterns that have it, or of one, as in --set "
+        "snapkv.window=16; repeatable.",
+        flag="--set",
+        metavar="KEY=VALUE",
+        repeated=True,
+    )
 
-    max_length: Annotated[
-        int | None,
-        Field(ge=1),
-        Option(
-            "Most tokens of a context with its question and answer; the middle of longer contexts is cut out. At most, "
-            "and by default, what the model takes."
-        ),
-    ] = None
+    max_length: int | None = option(
+        None,
+        "Most tokens of a context with its question and answer; the middle of longer contexts is cut out. At most, "
+        "and by default, what the model takes.",
+        ge=1,
+    )
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -190,9 +184,9 @@ class CalibrationOptions(Seeded):
 class AnsweredOptions(CalibrationOptions):
     """What methods have that measure importance: what is forced after a question, and how query heads add up."""
 
-    answers: Annotated[Answers, ANSWERS] = "own"
+    answers: Answers = option("own", ANSWERS)
     answer_tokens: AnswerTokens = ANSWER_TOKENS
-    group: Annotated[Group, Option("How the query heads of a kv head are combined: sum or max.")] = "sum"
+    group: Group = option("sum", "How the query heads of a kv head are combined: sum or max.")
 
 
 class LukvOptions(AnsweredOptions):
@@ -218,30 +212,26 @@ class LukvOptions(AnsweredOptions):
 
     method: Literal["lukv"] = "lukv"
     policy: str = "snapkv"
-    normalization: Annotated[
-        Normalization,
-        Option("What makes layers comparable: integrated, layer (the usual reading of the paper), effect or none."),
-    ] = "integrated"
-    gap: Annotated[bool, Option("Ablation: trust the policy's ranking.", flag="--no-gap", negated=True)] = True
+    normalization: Normalization = option(
+        "integrated",
+        "What makes layers comparable: integrated, layer (the usual reading of the paper), effect or none.",
+    )
+    gap: bool = option(True, "Ablation: trust the policy's ranking.", flag="--no-gap", negated=True)
     minimum: Minimum = 0.01
     check: Check = True
-    shrink: Annotated[
-        bool,
-        Option(
-            "Write the measured budgets as they are, also where a mixture with even ones keeps more answers.",
-            flag="--no-shrink",
-            negated=True,
-        ),
-    ] = True
-    rivals: Annotated[
-        Names,
-        Option(
-            "Policies that are measured in the same pass, beside --policy and protecting the same entries: `export` "
-            "then chooses one for every layer.",
-            metavar="NAME,...",
-            shown="none",
-        ),
-    ] = ()
+    shrink: bool = option(
+        True,
+        "Write the measured budgets as they are, also where a mixture with even ones keeps more answers.",
+        flag="--no-shrink",
+        negated=True,
+    )
+    rivals: Names = option(
+        (),
+        "Policies that are measured in the same pass, beside --policy and protecting the same entries: `export` "
+        "then chooses one for every layer.",
+        metavar="NAME,...",
+        shown="none",
+    )
 
     def make_rivals(self) -> list[Policy]:
         """Return the policies that are measured beside `make_policy`.
@@ -286,10 +276,10 @@ class RankingOptions(AnsweredOptions):
     bare: ClassVar[bool] = True
     named: ClassVar[dict[str, tuple[str, ...]]] = {"targets": TARGETS}  # options that are names, and which there are
 
-    targets: Annotated[
-        Names, Option("What entries are important for: answers, reconstruction or both.", metavar="NAME,...")
-    ] = TARGETS
-    protect: Annotated[Whole, Field(ge=0), Option("Recent entries that are never ranked.")] = RECENT
+    targets: Names = option(
+        TARGETS, "What entries are important for: answers, reconstruction or both.", metavar="NAME,..."
+    )
+    protect: Whole = option(RECENT, "Recent entries that are never ranked.", ge=0)
 
     @model_validator(mode="after")
     def _known_names(self) -> Self:
@@ -336,7 +326,7 @@ class QueryBankOptions(RankingOptions):
 
     method: Literal["query_bank"] = "query_bank"
     policy: str = "query_bank"
-    bank: Annotated[Whole, Field(ge=1), Option("query_bank: queries to store for every head.")] = 64
+    bank: Whole = option(64, "query_bank: queries to store for every head.", ge=1)
 
 
 class ProbeOptions(RankingOptions):
@@ -350,11 +340,9 @@ class ProbeOptions(RankingOptions):
 
     method: Literal["probe"] = "probe"
     policy: str = "probe"
-    features: Annotated[
-        Names, Option("What the fit looks at of an entry.", metavar="NAME,...", shown="all there are")
-    ] = FEATURES
-    form: Annotated[Literal["network", "linear"], Option("The largest fit that is tried.")] = "network"
-    entries: Annotated[Whole, Field(ge=100), Option("Entries of every head to fit on.")] = 20_000
+    features: Names = option(FEATURES, "What the fit looks at of an entry.", metavar="NAME,...", shown="all there are")
+    form: Literal["network", "linear"] = option("network", "The largest fit that is tried.")
+    entries: Whole = option(20_000, "Entries of every head to fit on.", ge=100)
 
     @property
     def looked_at(self) -> tuple[str, ...]:
@@ -412,11 +400,10 @@ class LavaOptions(DynamicOptions):
     method: Literal["lava"] = "lava"
     policy: str = "lava"
     floor_share: FloorShare = 0.2
-    layers: Annotated[
-        Literal["dynamic", "planned", "scores"],
-        Option("lava: budgets of layers, dynamic, planned, or by where the highest scores of all are (scores)."),
-    ] = "dynamic"
-    heads: Annotated[Literal["dynamic", "equal"], Option("lava: budgets of heads, dynamic or equal.")] = "dynamic"
+    layers: Literal["dynamic", "planned", "scores"] = option(
+        "dynamic", "lava: budgets of layers, dynamic, planned, or by where the highest scores of all are (scores)."
+    )
+    heads: Literal["dynamic", "equal"] = option("dynamic", "lava: budgets of heads, dynamic or equal.")
 
 
 class AdakvOptions(DynamicOptions):
@@ -425,7 +412,7 @@ class AdakvOptions(DynamicOptions):
     method: Literal["adakv"] = "adakv"
     policy: str = "snapkv"
     floor_share: FloorShare = 0.2
-    variant: Annotated[Literal["exact", "kvpress"], Option("adakv: exact, or what kvpress computes.")] = "exact"
+    variant: Literal["exact", "kvpress"] = option("exact", "adakv: exact, or what kvpress computes.")
 
 
 class CakeOptions(DynamicOptions):
@@ -437,13 +424,11 @@ class CakeOptions(DynamicOptions):
 
     method: Literal["cake"] = "cake"
     policy: str = "cake"
-    tau1: Annotated[Exponent, Option("cake: temperature of the dispersion.", shown="its authors' for the model")] = None
-    tau2: Annotated[Exponent, Option("cake: temperature of the shift.", shown="its authors' for the model")] = None
-    window: Annotated[
-        Whole,
-        Field(ge=0),
-        Option("Last queries whose attention is looked at.", flag="--cake-window", shown="the policy's"),
-    ] = 0
+    tau1: Exponent = option(None, "cake: temperature of the dispersion.", shown="its authors' for the model")
+    tau2: Exponent = option(None, "cake: temperature of the shift.", shown="its authors' for the model")
+    window: Whole = option(
+        0, "Last queries whose attention is looked at.", flag="--cake-window", shown="the policy's", ge=0
+    )
 
     def make_allocation(self, model: str = "") -> Allocation:
         from kvsearch.budgets.cake import CAKEAllocation, exponents

@@ -75,6 +75,21 @@ class Option:
         return name.upper() if self.argument else self.flag or f"--{name.replace('_', '-')}"
 
 
+BOUNDS = ("ge", "gt", "le", "lt", "min_length", "strict", "allow_inf_nan")  # of a value, as pydantic calls them
+
+
+def option(default: Any, about: str | Option, essential: int | None = None, **details: Any) -> Any:
+    """Return a field of options with its default; `...`: it has to be given.
+
+    `about` is the help, of which `essential` and `details` are the rest of an `Option`, or an `Option` that several
+    fields have. Among the `details` may be `BOUNDS` of the value.
+    """
+    bounds = {name: details.pop(name) for name in BOUNDS if name in details}
+    field = Field(default, **bounds)
+    field.metadata.append(about if isinstance(about, Option) else Option(about, essential, **details))
+    return field
+
+
 class JobOptions(Record):
     """All options of a job, checked as a whole.
 
@@ -228,7 +243,7 @@ class JobOptions(Record):
 class Seeded(JobOptions):
     """The seed of everything random."""
 
-    seed: Annotated[int, Field(ge=0, le=MOST_NUMBER), Option("Seed of everything random.", panel="Options")] = 0
+    seed: int = option(0, "Seed of everything random.", panel="Options", ge=0, le=MOST_NUMBER)
 
 
 # what may be the path of a file: after the kind of a task, or a whole value with a slash or a point
@@ -311,11 +326,6 @@ def one_of(stated: dict[str, Any], given: Mapping[str, Any], names: Sequence[str
     if not any(name in given for name in names):
         return stated
     return {name: value for name, value in stated.items() if name not in names}
-
-
-def bytes_of(gigabytes: float | None) -> int | None:
-    """Return gigabytes in bytes; None stays None."""
-    return None if gigabytes is None else int(gigabytes * 10**9)
 
 
 Listed = BeforeValidator(_listed)

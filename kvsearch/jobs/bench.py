@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from kvsearch.config.options import QUESTIONS, SIZE, Listed, Option, Repeated
+from kvsearch.config.options import QUESTIONS, SIZE, Listed, Repeated, option
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.jobs.groups import MODEL, Loading
 from kvsearch.jobs.plan import checked_plan
@@ -33,39 +33,28 @@ Sizes = Annotated[tuple[Annotated[int, Field(ge=1, strict=True)], ...], Listed, 
 class BenchOptions(Loading):
     """What is measured, and on which prompts."""
 
-    model: Annotated[
-        str | None,
-        replace(MODEL, help="A hub id, a local directory, `bundled` or `bundled-redundant`; none with --shape."),
-    ] = None
-    shape: Annotated[
-        str | None,
-        Option(
-            "In place of a model: random weights in the shape of llama-3.1-8b, llama-3.1-70b or qwen3-8b, bfloat16."
-        ),
-    ] = None
-    layers: Annotated[int | None, Field(ge=1), Option("With --shape: its first layers only.")] = None
-    plan: Annotated[tuple[Path, ...], Repeated, Option("A plan file; repeatable.", SIZE, repeated=True)] = ()
-    policy: Annotated[str, Option("With --budget: the policy that keeps so many entries.", SIZE)] = "snapkv"
-    budget: Annotated[int | None, Field(ge=1), Option("Entries per kv head, in place of a plan.", SIZE)] = None
-    ratio: Annotated[
-        float | None,
-        Option("In place of --budget: share of the cache to evict, at every length.", SIZE),
-    ] = None
-    phases: Annotated[str, Option("With --policy: when to evict, prefill, decode or both.")] = "prefill"
-    skewed: Annotated[
-        bool, Option("With --policy: budgets of kv heads that differ as calibrated ones do, from a fifth to 2.5 times.")
-    ] = False
-    largest_batch: Annotated[
-        bool, Option("Also measure the largest batch that fits, for every cache and length, and its tokens per second.")
-    ] = False
-    batch: Annotated[
-        Sizes, Option("Prompts at a time; several are measured in turn.", QUESTIONS, metavar="N[,N...]")
-    ] = (1,)
-    length: Annotated[
-        Sizes, Option("Tokens of a prompt; several are measured in turn.", QUESTIONS, metavar="N[,N...]")
-    ] = (1024,)
-    new_tokens: Annotated[int, Field(ge=1), Option("Tokens that are decoded in every round.", QUESTIONS)] = 32
-    rounds: Annotated[int, Field(ge=1), Option("Rounds that are counted; one more warms up.")] = 5
+    model: str | None = option(
+        None, replace(MODEL, help="A hub id, a local directory, `bundled` or `bundled-redundant`; none with --shape.")
+    )
+    shape: str | None = option(
+        None, "In place of a model: random weights in the shape of llama-3.1-8b, llama-3.1-70b or qwen3-8b, bfloat16."
+    )
+    layers: int | None = option(None, "With --shape: its first layers only.", ge=1)
+    plan: Annotated[tuple[Path, ...], Repeated] = option((), "A plan file; repeatable.", SIZE, repeated=True)
+    policy: str = option("snapkv", "With --budget: the policy that keeps so many entries.", SIZE)
+    budget: int | None = option(None, "Entries per kv head, in place of a plan.", SIZE, ge=1)
+    ratio: float | None = option(None, "In place of --budget: share of the cache to evict, at every length.", SIZE)
+    phases: str = option("prefill", "With --policy: when to evict, prefill, decode or both.")
+    skewed: bool = option(
+        False, "With --policy: budgets of kv heads that differ as calibrated ones do, from a fifth to 2.5 times."
+    )
+    largest_batch: bool = option(
+        False, "Also measure the largest batch that fits, for every cache and length, and its tokens per second."
+    )
+    batch: Sizes = option((1,), "Prompts at a time; several are measured in turn.", QUESTIONS, metavar="N[,N...]")
+    length: Sizes = option((1024,), "Tokens of a prompt; several are measured in turn.", QUESTIONS, metavar="N[,N...]")
+    new_tokens: int = option(32, "Tokens that are decoded in every round.", QUESTIONS, ge=1)
+    rounds: int = option(5, "Rounds that are counted; one more warms up.", ge=1)
 
     @property
     def size(self) -> Size | None:

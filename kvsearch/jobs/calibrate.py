@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from pydantic import Field, create_model
+from pydantic import create_model
 from pydantic.fields import FieldInfo
 
 from kvsearch.calibration.data import default_data, load_calibration_data
@@ -17,7 +17,7 @@ from kvsearch.calibration.options import CalibrationOptions, RankingOptions
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.steps import SAMPLES, StepCache, count_steps, step_identity
 from kvsearch.calibration.tables import HELD_OUT, LEAST_CONTEXTS
-from kvsearch.config.options import QUESTIONS, JobOptions, Option, Specs
+from kvsearch.config.options import QUESTIONS, JobOptions, Option, Specs, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.naming import suggest, unknown
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from kvsearch.plan import Profile
     from kvsearch.plan.origin import ContextSet
     from kvsearch.plan.profile import TableCheck
-    from kvsearch.policies import Policy
 
 DEFAULT_METHOD = "lukv"
 FILES = (CONTEXTS, SAMPLES, "*.safetensors")  # the last: the profile, and weights of policies
@@ -65,33 +64,26 @@ OF_TASKS = {"split", "samples", *TASK_DETAILS} - {"data"}  # what only --tasks r
 class CalibrateOptions(WithModel, WithWorkers, WithRun, WithTasks, CalibrationOptions):
     """Where a profile goes and what it is measured on; what is measured is the method's to say."""
 
-    data: Annotated[
-        str | None,
-        Option(
-            "Calibration file; of probe and query_bank also FILE.txt,... or a folder of these, a context each; with "
-            "--tasks longbench or gsm8k their file, folder or dataset id, as for evaluate.",
-            QUESTIONS,
-            shown="the shipped one for this model",
-        ),
-    ] = None
-    tasks: Annotated[
-        Specs | None,
-        Option(
-            "Calibrate on the questions of tasks, and their right answers, in place of a file: KIND or KIND:NAME,NAME, "
-            "several joined by +, as for evaluate.",
-            QUESTIONS,
-            metavar="SPEC",
-            panel=TASKS,
-            completes="kvsearch.tasks.catalog:SPECS",
-        ),
-    ] = None
-    split: Annotated[
-        str, Option("--tasks: part of the examples, train or select, never what is reported on.", panel=TASKS)
-    ] = "train"
-    samples: Annotated[Samples, Option("--tasks: contexts per task.", panel=TASKS)] = 10
-    questions: Annotated[
-        int | None, Field(ge=1), Option("Use only so many questions, and their contexts.", QUESTIONS)
-    ] = None
+    data: str | None = option(
+        None,
+        "Calibration file; of probe and query_bank also FILE.txt,... or a folder of these, a context each; with "
+        "--tasks longbench or gsm8k their file, folder or dataset id, as for evaluate.",
+        QUESTIONS,
+        shown="the shipped one for this model",
+    )
+    tasks: Specs | None = option(
+        None,
+        "Calibrate on the questions of tasks, and their right answers, in place of a file: KIND or KIND:NAME,NAME, "
+        "several joined by +, as for evaluate.",
+        QUESTIONS,
+        metavar="SPEC",
+        completes="kvsearch.tasks.catalog:SPECS",
+    )
+    split: str = option(
+        "train", "--tasks: part of the examples, train or select, never what is reported on.", panel=TASKS
+    )
+    samples: Samples = option(10, "--tasks: contexts per task.", panel=TASKS)
+    questions: int | None = option(None, "Use only so many questions, and their contexts.", QUESTIONS, ge=1)
 
     @classmethod
     def offered(cls) -> dict[str, tuple[FieldInfo, Option]]:
@@ -165,23 +157,19 @@ def dry_run(options: CalibrateOptions, reporter: Reporter) -> Forecast:
 
     Whatever would stop the calibration at its start is found out; errors as `calibrate`.
     """
-    policies = _policies(options, reporter)
-    data, loaded = _data(options, reporter)
-    config = options.configuration(data)
-    if _is_finished(options.output, config, options.force):
+    config, calibration = _prepare(options, reporter)
+    if calibration is None:
         reporter.say(FINISHED)
         return Forecast(config.content)
-    loaded = loaded or options.load(options.model, reporter)
-    settings = options.method_settings
-    calibration = _create(loaded, data, policies, settings)
     prompts = calibration.prepare()
     work = calibration.estimate(prompts)
-    if getattr(settings, "check", False):
+    if getattr(calibration.options, "check", False):
         from kvsearch.selection.table_check import estimate_check
 
-        work += estimate_check(prompts, settings)
+        work += estimate_check(prompts, calibration.options)
+    data = calibration.data
     cost = StageCost(f"calibrate by {options.method}", len(data.contexts), data.questions, work)
-    return Forecast(config.content, [cost], loaded.speed)
+    return Forecast(config.content, [cost], calibration.loaded.speed)
 
 
 @job(CalibrateOptions)
@@ -200,20 +188,17 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
         EnvironmentFault: the disk is full, or the model cannot be loaded here.
     """
     directory = options.output
-    policies = _policies(options, reporter)
-    data, loaded = _data(options, reporter)
-    config = options.configuration(data)
-    if _is_finished(directory, config, options.force):
+    config, calibration = _prepare(options, reporter)
+    if calibration is None:
         require_unchanged(directory, PROFILE, "restore it, or start anew with --force")
         reporter.say(FINISHED)
         return load_profile(directory / PROFILE)
     from kvsearch.evaluation.runner import environment
 
-    loaded = loaded or options.load(options.model, reporter)
-    settings = options.method_settings
-    calibration = _create(loaded, data, policies, settings)
-    names = ", ".join(policy.name for policy in policies)
-    among = "beside" if isinstance(settings, RankingOptions) else "for"  # a ranking is compared with others
+    loaded = calibration.loaded
+    data = calibration.data
+    names = ", ".join(policy.name for policy in calibration.policies)
+    among = "beside" if isinstance(options, RankingOptions) else "for"  # a ranking is compared with others
     count = f"{len(data.contexts)} contexts with {data.questions} questions"
     reporter.say(f"calibrating {options.model} by {options.method} {among} {names} on {count} from {data.name}")
     prompts = calibration.prepare()
@@ -231,10 +216,10 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
     with (
         Run.open(directory, config, force=options.force, files=FILES) as run,
         on_interruption(reporter, words_to_go_on),
-        reporter.progress(settings.unit) as progress,
+        reporter.progress(options.unit) as progress,
     ):
         profile = calibration.measure(prompts, progress)
-        profile = _checked_table(settings, loaded, data, profile, reporter)
+        profile = _checked_table(calibration, profile, reporter)
         save_profile(profile, directory / PROFILE, overwrite=True)
         write_contexts(directory, {"fitted": data.hashes})
         shutil.rmtree(directory / SAMPLES, ignore_errors=True)
@@ -242,47 +227,44 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
     return profile
 
 
-def _policies(options: CalibrateOptions, reporter: Reporter) -> list[Policy]:
-    """Return the policies that are measured; a warning of those that are left out."""
+def _prepare(options: CalibrateOptions, reporter: Reporter) -> tuple[RunConfig, Calibration[Any] | None]:
+    """Return the configuration of the run, and its calibration once the policies are known to suit the model.
+
+    There is no calibration where it is finished.
+
+    Raises:
+        UsageError: another calibration is in the directory, or something else.
+    """
     policies = options.policies()
     if isinstance(options, PolykvOptions):
         for remark in options.remarks():
             reporter.warn(remark)
-    return policies
-
-
-def _is_finished(directory: Path, config: RunConfig, force: bool) -> bool:
-    """Return True if this calibration is there, and finished; UsageError if another one or something else is."""
-    if force:
-        run_in(directory, config.job)
-        return False
-    return require_same(directory, config) is not None and CONFIG in read_sums(directory)
-
-
-def _create(
-    loaded: LoadedModel, data: CalibrationData, policies: Sequence[Policy], settings: CalibrationOptions
-) -> Calibration[Any]:
-    """Return the calibration by the settings of its method, once the policies are known to suit the model."""
+    data, loaded = _data(options, reporter)
+    config = options.configuration(data)
+    if options.force:
+        run_in(options.output, config.job)
+    elif require_same(options.output, config) is not None and CONFIG in read_sums(options.output):
+        return config, None
     from kvsearch.runtime.program import warn_unfit
 
+    loaded = loaded or options.load(options.model, reporter)
     for policy in policies:
         policy.check_model(loaded.fingerprint)
     warn_unfit(loaded.model, policies)
-    return create_calibration(loaded, data, policies, settings)
+    return config, create_calibration(loaded, data, policies, options.method_settings)
 
 
-def _checked_table(
-    settings: CalibrationOptions, loaded: LoadedModel, data: CalibrationData, profile: Profile, reporter: Reporter
-) -> Profile:
+def _checked_table(calibration: Calibration[Any], profile: Profile, reporter: Reporter) -> Profile:
     """Return the profile with what its table is worth beside even budgets, and say that; as it is where it has none."""
     from kvsearch.selection.table_check import check_table, shrink_table
 
+    settings = calibration.options
     if not getattr(settings, "check", False):
         return profile
     checks: tuple[TableCheck, ...] = ()
     if HELD_OUT in profile.arrays:
         with reporter.progress("contexts checked") as progress:
-            checks = check_table(loaded, data, settings, profile, progress)
+            checks = check_table(calibration.loaded, calibration.data, settings, profile, progress)
     if not checks:
         reporter.say(
             f"the table was not checked against even budgets: that takes {LEAST_CONTEXTS} different contexts with "

@@ -6,9 +6,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 
-from kvsearch.config.options import RULE, SIZE, Commas, Option, Repeated
+from kvsearch.config.options import RULE, SIZE, Commas, Repeated, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.files import check_output
@@ -57,88 +57,69 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
     recipes: ClassVar[bool] = True
     panel: ClassVar[str] = "What is compared"
 
-    plan: Annotated[tuple[Path, ...], Repeated, Option("A plan file; repeatable.", SIZE, repeated=True)] = ()
-    samples: Annotated[Samples, SAMPLES_OPTION] = 20
-    methods: Annotated[
-        Commas | None,
-        Option(
-            "Methods to compare: uniform, pyramid, adakv, ada-pyramid, cake, lava, lava-uniform, lava-pyramid, "
-            "lava-equal-heads, defensivekv, layer-defensivekv, any policy (with even budgets), random; METHOD:POLICY "
-            "puts another policy under a method's budgets, NAME=DIR looks budgets up in a profile of `calibrate`.",
-            SIZE,
-            metavar="NAME,...",
-            completes="kvsearch.strategies.names:method_names",
-        ),
-    ] = None
-    budgets: Annotated[
-        Commas | None, Option("Sizes of the methods: entries per kv head, on average.", SIZE, metavar="N,...")
-    ] = None
-    ratios: Annotated[
-        Commas | None, Option("Sizes of the methods: shares of the prompt to evict.", SIZE, metavar="R,...")
-    ] = None
-    phases: Annotated[
-        str | None, Option("When the methods evict, all alike: prefill, decode or both.", shown="prefill")
-    ] = None
-    settings: Annotated[
-        tuple[str, ...],
-        Repeated,
-        Option(
-            "A setting of all methods that have it (window=8), or of one (lava.window=8); repeatable.",
-            flag="--set",
-            metavar="KEY=VALUE",
-            repeated=True,
-        ),
-    ] = ()
-    baselines: Annotated[
-        Commas | None,
-        Option(
-            "What plans are compared with, at their entries: uniform, snapkv, streaming, random.",
-            RULE,
-            shown="uniform,snapkv,streaming",
-        ),
-    ] = None
-    subject: Annotated[
-        str | None,
-        Option(
-            "The method (or plan, by its file's name) that all others are compared with.",
-            metavar="NAME",
-            shown="the first",
-        ),
-    ] = None
-    split: Annotated[
-        str | None,
-        Option(
-            "Part of the examples: train, select, report or all; synthetic has calibrate in place of all.",
-            panel=ASKED,
-            shown="synthetic and ruler: report, others: all",
-        ),
-    ] = None
-    continuation: Annotated[
-        int | None,
-        Field(ge=1),
-        Option("--tasks ppl:FILE: tokens to predict after each context.", panel=ASKED, shown="128"),
-    ] = None
-    stride: Annotated[
-        int | None,
-        Field(ge=1),
-        Option("--tasks ppl:FILE: tokens from one context's beginning to the next.", panel=ASKED, shown="no overlap"),
-    ] = None
-    output: Annotated[Path | None, replace(OUTPUT_OPTION, panel=KEPT)] = None
-    force: Annotated[bool, Option("Start the run in --output anew; replace --table.", panel=KEPT, recorded=False)] = (
-        False
+    plan: Annotated[tuple[Path, ...], Repeated] = option((), "A plan file; repeatable.", SIZE, repeated=True)
+    samples: Samples = option(20, SAMPLES_OPTION)
+    methods: Commas | None = option(
+        None,
+        "Methods to compare: uniform, pyramid, adakv, ada-pyramid, cake, lava, lava-uniform, lava-pyramid, "
+        "lava-equal-heads, defensivekv, layer-defensivekv, any policy (with even budgets), random; METHOD:POLICY "
+        "puts another policy under a method's budgets, NAME=DIR looks budgets up in a profile of `calibrate`.",
+        SIZE,
+        metavar="NAME,...",
+        completes="kvsearch.strategies.names:method_names",
     )
-    table: Annotated[
-        Path | None,
-        Option(
-            "Write the tables to this .md or .tex file, or every number of them to this .csv file.",
-            metavar="FILE",
-            panel=KEPT,
-            recorded=False,
-        ),
-    ] = None
-    losses: Annotated[
-        bool, Option("Also measure what every layer's attention output loses under every method.", panel=KEPT)
-    ] = False
+    budgets: Commas | None = option(
+        None, "Sizes of the methods: entries per kv head, on average.", SIZE, metavar="N,..."
+    )
+    ratios: Commas | None = option(None, "Sizes of the methods: shares of the prompt to evict.", SIZE, metavar="R,...")
+    phases: str | None = option(None, "When the methods evict, all alike: prefill, decode or both.", shown="prefill")
+    settings: Annotated[tuple[str, ...], Repeated] = option(
+        (),
+        "A setting of all methods that have it (window=8), or of one (lava.window=8); repeatable.",
+        flag="--set",
+        metavar="KEY=VALUE",
+        repeated=True,
+    )
+    baselines: Commas | None = option(
+        None,
+        "What plans are compared with, at their entries: uniform, snapkv, streaming, random.",
+        RULE,
+        shown="uniform,snapkv,streaming",
+    )
+    subject: str | None = option(
+        None,
+        "The method (or plan, by its file's name) that all others are compared with.",
+        metavar="NAME",
+        shown="the first",
+    )
+    split: str | None = option(
+        None,
+        "Part of the examples: train, select, report or all; synthetic has calibrate in place of all.",
+        panel=ASKED,
+        shown="synthetic and ruler: report, others: all",
+    )
+    continuation: int | None = option(
+        None, "--tasks ppl:FILE: tokens to predict after each context.", panel=ASKED, shown="128", ge=1
+    )
+    stride: int | None = option(
+        None,
+        "--tasks ppl:FILE: tokens from one context's beginning to the next.",
+        panel=ASKED,
+        shown="no overlap",
+        ge=1,
+    )
+    output: Path | None = option(None, replace(OUTPUT_OPTION, panel=KEPT))
+    force: bool = option(False, "Start the run in --output anew; replace --table.", panel=KEPT, recorded=False)
+    table: Path | None = option(
+        None,
+        "Write the tables to this .md or .tex file, or every number of them to this .csv file.",
+        metavar="FILE",
+        panel=KEPT,
+        recorded=False,
+    )
+    losses: bool = option(
+        False, "Also measure what every layer's attention output loses under every method.", panel=KEPT
+    )
 
     @property
     def is_of_text(self) -> bool:

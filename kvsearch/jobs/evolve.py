@@ -7,9 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
-
-from kvsearch.config.options import RULE, Listed, Option, Params, Repeated, one_of, with_params
+from kvsearch.config.options import RULE, Listed, Params, Repeated, one_of, option, with_params
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries
 from kvsearch.core.limits import MOST_NUMBER
@@ -60,38 +58,28 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
     alternatives: ClassVar[tuple[str, ...]] = ("budget", "budgets")
     panel: ClassVar[str] = WHAT
 
-    budget: Annotated[Entries | None, BUDGET] = None
-    budgets: Annotated[
-        tuple[Entries, ...] | None,
-        Listed,
-        Option(
-            "Several budgets in one run, each searched by itself and compared with the smallest one's plan, scaled. "
-            "Writes plan-N.json and front.json.",
-            metavar="N,N...",
-        ),
-    ] = None
-    start: Annotated[
-        tuple[Path, ...],
-        Repeated,
-        Option(
-            "A plan to start from; repeatable. The policies of the first one are searched, unless --policy is given.",
-            RULE,
-            repeated=True,
-        ),
-    ] = ()
-    policy: Annotated[
-        str | None,
-        Option(
-            "Eviction policy of all layers; joint: more that a layer may have, joined by commas.",
-            RULE,
-            shown="snapkv, or those of the first --start",
-            completes="kvsearch.policies.registry:policy_names",
-        ),
-    ] = None
-    params: Annotated[
-        Params, Option("A policy parameter, as in --set window=16; repeatable.", flag="--set", repeated=True)
-    ] = Field(default_factory=dict)
-    max_evals: Annotated[int | None, Field(ge=1), Option("Different candidates.", RULE, panel=LIMITS)] = None
+    budget: Entries | None = option(None, BUDGET)
+    budgets: Annotated[tuple[Entries, ...] | None, Listed] = option(
+        None,
+        "Several budgets in one run, each searched by itself and compared with the smallest one's plan, scaled. "
+        "Writes plan-N.json and front.json.",
+        metavar="N,N...",
+    )
+    start: Annotated[tuple[Path, ...], Repeated] = option(
+        (),
+        "A plan to start from; repeatable. The policies of the first one are searched, unless --policy is given.",
+        RULE,
+        repeated=True,
+    )
+    policy: str | None = option(
+        None,
+        "Eviction policy of all layers; joint: more that a layer may have, joined by commas.",
+        RULE,
+        shown="snapkv, or those of the first --start",
+        completes="kvsearch.policies.registry:policy_names",
+    )
+    params: Params = option({}, "A policy parameter, as in --set window=16; repeatable.", flag="--set", repeated=True)
+    max_evals: int | None = option(None, "Different candidates.", RULE, panel=LIMITS, ge=1)
     method: Literal["evolkv"] = "evolkv"
 
     @classmethod

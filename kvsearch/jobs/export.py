@@ -5,13 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import Field
+from typing import TYPE_CHECKING
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.calibration.steps import profile_file
-from kvsearch.config.options import RULE, JobOptions, Names, Option
+from kvsearch.config.options import RULE, JobOptions, Names, option
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.files import atomic_write
 from kvsearch.core.parsing import read_json
@@ -43,74 +41,61 @@ PLAN = "plan"  # the target of every other kind of export: one plan file
 class ExportOptions(PlanOptions, Sized, Loading):
     """The profile, the size of the plan, how PolyKV's signals become one, and who it is for."""
 
-    profile: Annotated[Path, Option("Directory or file that `calibrate` wrote; with --to also a plan.", argument=True)]
-    budget: Annotated[int | None, Field(ge=1), replace(BUDGET, shown="polykv: that of the calibration")] = None
-    route: Annotated[
-        str | None,
-        Option(
-            "The signal that chooses every layer's pattern: cosine, error, ppl or nll; none: --policy everywhere.",
-            panel=PANEL,
-            shown="the first that was measured",
-        ),
-    ] = None
-    budget_signal: Annotated[
-        str | None,
-        Option(
-            "What divides the budget among layers: uniform, entropy, ppl, error, cosine, nll or one of these "
-            "with -chosen or -mean.",
-            panel=PANEL,
-            shown="uniform",
-        ),
-    ] = None
-    phases: Annotated[
-        str | None, Option("When to evict: prefill, decode or both.", panel=PANEL, shown="prefill, if measured")
-    ] = None
-    policy: Annotated[
-        str | None,
-        Option(
-            "With --route none: the pattern of all layers; of a lukv profile with --rivals: only this one.",
-            panel=PANEL,
-            shown="as calibrated",
-        ),
-    ] = None
-    exclude: Annotated[Names | None, Option("Patterns that no layer may take.", metavar="NAME,...", panel=PANEL)] = None
-    least: Annotated[
-        int | None,
-        Field(ge=0),
-        Option("Entries per kv head that every layer gets.", panel=PANEL, shown="a tenth of the mean"),
-    ] = None
-    allow_harmful: Annotated[
-        bool, Option("Use signals that `validate` judged harmful, or a table that loses to even budgets.")
-    ] = False
-    to: Annotated[
-        str,
-        Option(
-            "plan: a plan file; model: beside the model in the folder --output; or the files of another tool: folder, "
-            "kvpress-lukv, kvpress-layers, kvpress-kvzap, kvpress-ea, triattention, duo, headkv, attention-matching, "
-            "sparse-vllm, spectralkv, trtllm-windows, vllm-windows, openvino.",
-            RULE,
-            metavar="TARGET",
-            panel=TOOLS_PANEL,
-            recorded=False,
-            completes="kvsearch.exporters:TARGETS",
-        ),
-    ] = PLAN
-    lossy: Annotated[
-        bool, Option("Write it even if the target cannot express all of the plan.", panel=TOOLS_PANEL, recorded=False)
-    ] = False
-    model: Annotated[
-        str | None,
-        Option("The model, for targets that need its query heads or weights.", panel=TOOLS_PANEL, recorded=False),
-    ] = None
-    scores: Annotated[
-        Path | None,
-        Option(
-            "--to folder: directory of `evaluate -o` or `run` with what the plan scores, for its card.",
-            shown="the run that is exported",
-            panel=TOOLS_PANEL,
-            recorded=False,
-        ),
-    ] = None
+    profile: Path = option(..., "Directory or file that `calibrate` wrote; with --to also a plan.", argument=True)
+    budget: int | None = option(None, replace(BUDGET, shown="polykv: that of the calibration"), ge=1)
+    route: str | None = option(
+        None,
+        "The signal that chooses every layer's pattern: cosine, error, ppl or nll; none: --policy everywhere.",
+        panel=PANEL,
+        shown="the first that was measured",
+    )
+    budget_signal: str | None = option(
+        None,
+        "What divides the budget among layers: uniform, entropy, ppl, error, cosine, nll or one of these "
+        "with -chosen or -mean.",
+        panel=PANEL,
+        shown="uniform",
+    )
+    phases: str | None = option(
+        None, "When to evict: prefill, decode or both.", panel=PANEL, shown="prefill, if measured"
+    )
+    policy: str | None = option(
+        None,
+        "With --route none: the pattern of all layers; of a lukv profile with --rivals: only this one.",
+        panel=PANEL,
+        shown="as calibrated",
+    )
+    exclude: Names | None = option(None, "Patterns that no layer may take.", metavar="NAME,...", panel=PANEL)
+    least: int | None = option(
+        None, "Entries per kv head that every layer gets.", panel=PANEL, shown="a tenth of the mean", ge=0
+    )
+    allow_harmful: bool = option(
+        False, "Use signals that `validate` judged harmful, or a table that loses to even budgets."
+    )
+    to: str = option(
+        PLAN,
+        "plan: a plan file; model: beside the model in the folder --output; or the files of another tool: folder, "
+        "kvpress-lukv, kvpress-layers, kvpress-kvzap, kvpress-ea, triattention, duo, headkv, attention-matching, "
+        "sparse-vllm, spectralkv, trtllm-windows, vllm-windows, openvino.",
+        RULE,
+        metavar="TARGET",
+        panel=TOOLS_PANEL,
+        recorded=False,
+        completes="kvsearch.exporters:TARGETS",
+    )
+    lossy: bool = option(
+        False, "Write it even if the target cannot express all of the plan.", panel=TOOLS_PANEL, recorded=False
+    )
+    model: str | None = option(
+        None, "The model, for targets that need its query heads or weights.", panel=TOOLS_PANEL, recorded=False
+    )
+    scores: Path | None = option(
+        None,
+        "--to folder: directory of `evaluate -o` or `run` with what the plan scores, for its card.",
+        shown="the run that is exported",
+        panel=TOOLS_PANEL,
+        recorded=False,
+    )
 
     def asked(self) -> JobOptions:
         """Return the options of the calibration, where its directory has them."""

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
-
-from kvsearch.config.options import QUESTIONS, RESULT, RULE, SIZE, Option, Repeated, Seeded
+from kvsearch.config.options import QUESTIONS, RESULT, RULE, SIZE, Option, Repeated, Seeded, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import CACHE_FILE, check_output
 from kvsearch.jobs.groups import Loading, WithModel, flags_of, following
@@ -35,21 +33,15 @@ CHUNK = Option("Read the context so many tokens at a time, in less memory for wh
 class GenerateOptions(WithModel, Seeded):
     """What to read, what to ask, and under which plan."""
 
-    plan: Annotated[Path | None, Option("A plan file.", SIZE, shown="beside the model, or the full cache")] = None
-    context: Annotated[
-        str | None, Option("The context, or @FILE; compressed before the prompt is read.", QUESTIONS)
-    ] = None
-    cache: Annotated[
-        Path | None, Option("In place of a context: a file that `kvsearch compress` wrote.", QUESTIONS)
-    ] = None
-    prompt: Annotated[
-        tuple[str, ...],
-        Repeated,
-        Option("The question or prompt, or @FILE; repeatable, and none sees another.", QUESTIONS, repeated=True),
-    ] = ()
-    max_new_tokens: Annotated[int, Field(ge=1), Option("Longest reply, in tokens.", RULE)] = 64
-    chunk: Annotated[int | None, Field(ge=1), CHUNK] = None
-    exact: Annotated[bool, Option("Layers that lose nothing decode bit-identically.")] = False
+    plan: Path | None = option(None, "A plan file.", SIZE, shown="beside the model, or the full cache")
+    context: str | None = option(None, "The context, or @FILE; compressed before the prompt is read.", QUESTIONS)
+    cache: Path | None = option(None, "In place of a context: a file that `kvsearch compress` wrote.", QUESTIONS)
+    prompt: Annotated[tuple[str, ...], Repeated] = option(
+        (), "The question or prompt, or @FILE; repeatable, and none sees another.", QUESTIONS, repeated=True
+    )
+    max_new_tokens: int = option(64, "Longest reply, in tokens.", RULE, ge=1)
+    chunk: int | None = option(None, CHUNK, ge=1)
+    exact: bool = option(False, "Layers that lose nothing decode bit-identically.")
 
     def read(self) -> tuple[Plan | None, str, list[str], str]:
         """Return the plan, the context, the prompts, and how one follows the context without a chat template.
@@ -157,13 +149,13 @@ class SavedContext:
 class CompressOptions(WithModel, Seeded):
     """What to read, under which plan, and where to."""
 
-    plan: Annotated[Path, Option("A plan file.", SIZE)]
-    context: Annotated[
-        str | None, Option("The context, or @FILE.", QUESTIONS, shown="of bundled models a text of their own")
-    ] = None
-    output: Annotated[Path, Option("The file for the compressed cache.", RESULT, short="-o", recorded=False)]
-    chunk: Annotated[int | None, Field(ge=1), CHUNK] = None
-    force: Annotated[bool, Option("Replace the file.", recorded=False)] = False
+    plan: Path = option(..., "A plan file.", SIZE)
+    context: str | None = option(
+        None, "The context, or @FILE.", QUESTIONS, shown="of bundled models a text of their own"
+    )
+    output: Path = option(..., "The file for the compressed cache.", RESULT, short="-o", recorded=False)
+    chunk: int | None = option(None, CHUNK, ge=1)
+    force: bool = option(False, "Replace the file.", recorded=False)
 
     def read(self) -> tuple[Plan, str]:
         """Return plan and context; UsageError if a file is missing, or there is nothing to read."""

@@ -21,7 +21,7 @@ from kvsearch.config.options import (
     Seeded,
     Specs,
     WholeNumbers,
-    bytes_of,
+    option,
 )
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
@@ -60,16 +60,6 @@ OUTPUT_OPTION = Option(
     recorded=False,
     locked=True,
 )
-TASKS_OPTION = Option(
-    "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, synthetic:sparse, ruler, "
-    "ruler:no-qa, longbench, longbench:english, longbench:e, infinitebench, gsm8k, niah, jsonl:FILE; see "
-    "`kvsearch tasks`.",
-    FIRST,
-    metavar="SPEC",
-    panel=TASKS,
-    shown=DEFAULT_TASKS,
-    completes="kvsearch.tasks.catalog:SPECS",
-)
 
 
 class Loading(JobOptions):
@@ -77,12 +67,12 @@ class Loading(JobOptions):
 
     panel: ClassVar[str] = "The model"
 
-    device: Annotated[str, Option("auto, cpu, cuda or cuda:1.", MACHINE)] = "auto"
-    device_map: Annotated[str | None, Option("Spread the model over several GPUs: auto, balanced, sequential.")] = None
-    dtype: Annotated[str, Option("auto, float32, bfloat16 or float16.")] = "auto"
-    revision: Annotated[str | None, Option("Branch, tag or commit of a hub model.")] = None
-    trust_remote_code: Annotated[bool, Option("Run code that a model brings along.", recorded=False)] = False
-    offline: Annotated[bool, Option("Never touch the network.", recorded=False)] = False
+    device: str = option("auto", "auto, cpu, cuda or cuda:1.", MACHINE)
+    device_map: str | None = option(None, "Spread the model over several GPUs: auto, balanced, sequential.")
+    dtype: str = option("auto", "auto, float32, bfloat16 or float16.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    trust_remote_code: bool = option(False, "Run code that a model brings along.", recorded=False)
+    offline: bool = option(False, "Never touch the network.", recorded=False)
 
     def loading(self) -> LoadOptions:
         """Return the options of `kvsearch.models.loading.load`; UsageError if they contradict each other."""
@@ -119,18 +109,16 @@ class WithWorkers(Loading):
 
     panel: ClassVar[str] = "Who does the work"
 
-    workers: Annotated[
-        int | None,
-        Field(ge=1),
-        Option(
-            "Divide the work among so many Ray workers, with a GPU each if the model is on one.",
-            shown="this process",
-            recorded=False,
-        ),
-    ] = None
-    ray_address: Annotated[
-        str | None, Option("A running Ray cluster: auto, or host:port.", shown="one is started here", recorded=False)
-    ] = None
+    workers: int | None = option(
+        None,
+        "Divide the work among so many Ray workers, with a GPU each if the model is on one.",
+        shown="this process",
+        recorded=False,
+        ge=1,
+    )
+    ray_address: str | None = option(
+        None, "A running Ray cluster: auto, or host:port.", shown="one is started here", recorded=False
+    )
 
     _opened: list[ModelWorkers] = PrivateAttr(default_factory=list)  # copies of the options have the same list
 
@@ -169,14 +157,14 @@ class WithWorkers(Loading):
 class WithModel(Loading):
     """A model, by name, and how it is loaded."""
 
-    model: Annotated[str, MODEL]
+    model: str = option(..., MODEL)
 
 
 class WithRun(JobOptions):
     """A directory in which a run is kept."""
 
-    output: Annotated[Path, Option("Directory of the run.", RESULT, short="-o", recorded=False, locked=True)]
-    force: Annotated[bool, Option("Start anew, whatever run is in the directory.", recorded=False)] = False
+    output: Path = option(..., "Directory of the run.", RESULT, short="-o", recorded=False, locked=True)
+    force: bool = option(False, "Start anew, whatever run is in the directory.", recorded=False)
 
 
 def default_tasks(model: str | None) -> str:
@@ -192,46 +180,45 @@ class WithTasks(JobOptions):
 
     panel: ClassVar[str] = TASKS
 
-    tasks: Annotated[Specs | None, TASKS_OPTION] = None
-    length: Annotated[
-        WholeNumbers | None,
-        Option(
-            "Tokens of a context (synthetic, niah) or of a whole prompt (ruler); several for niah.",
-            QUESTIONS,
-            metavar="N[,N...]",
-            shown="synthetic 1024, ruler 4096, niah 1000,2000,4000,8000",
-        ),
-    ] = None
-    data: Annotated[
-        str | None,
-        Option("longbench, infinitebench, gsm8k: a file or folder, or a dataset id of the hub.", shown="the hub's own"),
-    ] = None
-    data_revision: Annotated[str | None, Option("Branch, tag or commit of a dataset of the hub.")] = None
-    prompts: Annotated[
-        Path | None, Option("longbench, infinitebench: a JSON file of prompts in place of kvsearch's.")
-    ] = None
-    haystack: Annotated[
-        Path | None,
-        Option("niah, ruler: the text file in which needles are hidden.", shown="a story that kvsearch brings along"),
-    ] = None
-    squad: Annotated[Path | None, Option("ruler:qa_1: questions, a JSON file in SQuAD's format.")] = None
-    hotpot: Annotated[Path | None, Option("ruler:qa_2: questions, a JSON file in HotpotQA's format.")] = None
-    depths: Annotated[
-        WholeNumbers | None,
-        Option(
-            "niah: where the needle is, in percent of the context.",
-            metavar="N[,N...]",
-            shown="ten even steps from 0 to 100",
-        ),
-    ] = None
-    shots: Annotated[int | None, Option("gsm8k: how many worked examples.", shown="4")] = None
-    metric: Annotated[
-        str | None,
-        Option(
-            "gsm8k: gsm8k or gsm8k_official; niah: niah_recall, niah_recall_lava, niah_rouge1 or another.",
-            shown="gsm8k, niah_recall",
-        ),
-    ] = None
+    tasks: Specs | None = option(
+        None,
+        "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, synthetic:sparse, ruler, "
+        "ruler:no-qa, longbench, longbench:english, longbench:e, infinitebench, gsm8k, niah, jsonl:FILE; see "
+        "`kvsearch tasks`.",
+        FIRST,
+        metavar="SPEC",
+        shown=DEFAULT_TASKS,
+        completes="kvsearch.tasks.catalog:SPECS",
+    )
+    length: WholeNumbers | None = option(
+        None,
+        "Tokens of a context (synthetic, niah) or of a whole prompt (ruler); several for niah.",
+        QUESTIONS,
+        metavar="N[,N...]",
+        shown="synthetic 1024, ruler 4096, niah 1000,2000,4000,8000",
+    )
+    data: str | None = option(
+        None, "longbench, infinitebench, gsm8k: a file or folder, or a dataset id of the hub.", shown="the hub's own"
+    )
+    data_revision: str | None = option(None, "Branch, tag or commit of a dataset of the hub.")
+    prompts: Path | None = option(None, "longbench, infinitebench: a JSON file of prompts in place of kvsearch's.")
+    haystack: Path | None = option(
+        None, "niah, ruler: the text file in which needles are hidden.", shown="a story that kvsearch brings along"
+    )
+    squad: Path | None = option(None, "ruler:qa_1: questions, a JSON file in SQuAD's format.")
+    hotpot: Path | None = option(None, "ruler:qa_2: questions, a JSON file in HotpotQA's format.")
+    depths: WholeNumbers | None = option(
+        None,
+        "niah: where the needle is, in percent of the context.",
+        metavar="N[,N...]",
+        shown="ten even steps from 0 to 100",
+    )
+    shots: int | None = option(None, "gsm8k: how many worked examples.", shown="4")
+    metric: str | None = option(
+        None,
+        "gsm8k: gsm8k or gsm8k_official; niah: niah_recall, niah_recall_lava, niah_rouge1 or another.",
+        shown="gsm8k, niah_recall",
+    )
 
     def task_options(self, split: str | None = None) -> TaskOptions:
         """Return what tasks are made with, of one split (None: the default of each)."""
@@ -251,29 +238,25 @@ class Batches(Seeded):
 
     panel: ClassVar[str] = ASKED
 
-    max_length: Annotated[
-        int | None,
-        Field(ge=1),
-        Option(
-            "Most tokens of prompt and reply together; the middle of longer contexts is cut out. At most, and by "
-            "default, what the model takes."
-        ),
-    ] = None
-    batch: Annotated[int, Field(ge=1), Option("Prompts per forward pass.")] = 8
-    max_memory: Annotated[
-        float | None,
-        Field(gt=0),
-        Option(
-            "Most memory for compressed caches at a time; prompts are read again for methods that do not fit.",
-            metavar="GB",
-            shown="8.6, of a GPU half of what is free",
-        ),
-    ] = None
+    max_length: int | None = option(
+        None,
+        "Most tokens of prompt and reply together; the middle of longer contexts is cut out. At most, and by "
+        "default, what the model takes.",
+        ge=1,
+    )
+    batch: int = option(8, "Prompts per forward pass.", ge=1)
+    max_memory: float | None = option(
+        None,
+        "Most memory for compressed caches at a time; prompts are read again for methods that do not fit.",
+        metavar="GB",
+        shown="8.6, of a GPU half of what is free",
+        gt=0,
+    )
 
     @property
     def memory_bytes(self) -> int | None:
         """`max_memory` in bytes."""
-        return bytes_of(self.max_memory)
+        return None if self.max_memory is None else int(self.max_memory * 10**9)
 
     def asked_of(self, tasks: Sequence[Task], samples: int, protocol: Protocol) -> Split:
         """Return tasks that are asked about up to `samples` contexts each, under a protocol."""
@@ -287,22 +270,18 @@ class Deciding(Batches):
 
     panel: ClassVar[str] = ASKED
 
-    samples: Annotated[
-        Annotated[Samples, Field(ge=2)] | None,
-        Option(
-            "Contexts per task to choose by, at most, and as many others to report on.",
-            QUESTIONS,
-            shown=f"{CONTEXTS['select']} to choose by and {CONTEXTS['report']} to report on, of all tasks together",
-        ),
-    ] = None
-    sure: Annotated[
-        float,
-        Option(
-            "How sure to be that what is written is better than the best baseline: 0.9 takes what is likely better, "
-            "0.95 or more only what beats it.",
-            RULE,
-        ),
-    ] = Rule.sure
+    samples: Annotated[Samples, Field(ge=2)] | None = option(
+        None,
+        "Contexts per task to choose by, at most, and as many others to report on.",
+        QUESTIONS,
+        shown=f"{CONTEXTS['select']} to choose by and {CONTEXTS['report']} to report on, of all tasks together",
+    )
+    sure: float = option(
+        Rule.sure,
+        "How sure to be that what is written is better than the best baseline: 0.9 takes what is likely better, "
+        "0.95 or more only what beats it.",
+        RULE,
+    )
 
     @property
     def rule(self) -> Rule:
@@ -317,14 +296,12 @@ class Deciding(Batches):
 class WithProtocol(Batches):
     """What is compressed before a question is asked."""
 
-    protocol: Annotated[
-        Protocol,
-        Option(
-            "question-agnostic: the context is compressed first, then the questions are asked; question-aware: "
-            "context and question are compressed as one.",
-            panel=ASKED,
-        ),
-    ] = QUESTION_AGNOSTIC
+    protocol: Protocol = option(
+        QUESTION_AGNOSTIC,
+        "question-agnostic: the context is compressed first, then the questions are asked; question-aware: "
+        "context and question are compressed as one.",
+        panel=ASKED,
+    )
 
 
 # --- commands that naturally follow another one, quoted: whoever pastes the line goes on ------------------------------

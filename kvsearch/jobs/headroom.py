@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator
 
-from kvsearch.config.options import Option, Seeded
+from kvsearch.config.options import Seeded, option
 from kvsearch.core.fields import Samples
 from kvsearch.evaluation.statistics import summarize
 from kvsearch.jobs.groups import OUTPUT_OPTION, RATIO, SAMPLES_OPTION, WithModel, WithTasks, WithWorkers
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class HeadroomOptions(WithModel, WithWorkers, WithTasks, Seeded):
     """At which ratio is evicted, and what is asked."""
 
-    ratio: Annotated[float, AfterValidator(lambda ratio: Size(ratio=ratio).ratio), RATIO] = 0.8
-    samples: Annotated[Samples, SAMPLES_OPTION] = 20
-    output: Annotated[Path | None, OUTPUT_OPTION] = None
-    force: Annotated[bool, Option("Start the run in --output anew.", recorded=False)] = False
+    ratio: Annotated[float, AfterValidator(lambda ratio: Size(ratio=ratio).ratio)] = option(0.8, RATIO)
+    samples: Samples = option(20, SAMPLES_OPTION)
+    output: Path | None = option(None, OUTPUT_OPTION)
+    force: bool = option(False, "Start the run in --output anew.", recorded=False)
 
 
 def dry_run(options: HeadroomOptions, reporter: Reporter) -> Forecast:

@@ -7,9 +7,9 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from kvsearch.config.options import JobOptions, Option, Seeded
+from kvsearch.config.options import JobOptions, Seeded, option
 from kvsearch.config.recipes import JOBS, about, shipped_recipe, shipped_recipes
 from kvsearch.jobs.groups import Loading
 from kvsearch.jobs.public import job
@@ -60,7 +60,7 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
 class PoliciesOptions(JobOptions):
     """Which policy to show."""
 
-    name: Annotated[str | None, Option("Show this one in full.", argument=True)] = None
+    name: str | None = option(None, "Show this one in full.", argument=True)
 
 
 @job(PoliciesOptions)
@@ -107,9 +107,7 @@ def _decode_rule(policy: PolicyFacts) -> str:
 class TasksOptions(JobOptions):
     """Which tasks to show."""
 
-    spec: Annotated[
-        str | None, Option("Show these only, as for --tasks of evaluate; a single one in full.", argument=True)
-    ] = None
+    spec: str | None = option(None, "Show these only, as for --tasks of evaluate; a single one in full.", argument=True)
 
 
 @job(TasksOptions)
@@ -143,10 +141,9 @@ def _task_lines(task: Entry) -> Iterator[str]:
 class RecipesOptions(JobOptions):
     """Which recipes to list, or which one to show."""
 
-    name: Annotated[
-        str | None,
-        Option("Print this one, or list those of a command: calibrate, evaluate, evolve, run.", argument=True),
-    ] = None
+    name: str | None = option(
+        None, "Print this one, or list those of a command: calibrate, evaluate, evolve, run.", argument=True
+    )
 
 
 @job(RecipesOptions)

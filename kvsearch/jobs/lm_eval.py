@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
-
-from kvsearch.config.options import QUESTIONS, SIZE, Commas, Option, Repeated, Seeded
+from kvsearch.config.options import QUESTIONS, SIZE, Commas, Repeated, Seeded, option
 from kvsearch.core.files import atomic_write, check_output
 from kvsearch.jobs.groups import WithModel
 from kvsearch.jobs.plan import checked_plan
@@ -28,27 +26,23 @@ if TYPE_CHECKING:
 class LmEvalOptions(WithModel, Seeded):
     """Which tasks of the harness are run under which plan."""
 
-    plan: Annotated[Path, Option("A plan file.", SIZE)]
-    tasks: Annotated[Commas, Option("Tasks, groups and tags of the harness, with commas; wildcards too.", QUESTIONS)]
-    limit: Annotated[int | None, Field(ge=1), Option("Documents per task; by default all.", QUESTIONS)] = None
-    num_fewshot: Annotated[
-        int | None, Field(ge=0), Option("Examples before each question; by default what the task says.")
-    ] = None
-    include_path: Annotated[
-        tuple[Path, ...], Repeated, Option("A folder with tasks of your own; repeatable.", repeated=True)
-    ] = ()
-    apply_chat_template: Annotated[bool, Option("Put prompts into the tokenizer's chat template.")] = False
-    max_length: Annotated[
-        int | None,
-        Field(ge=1),
-        Option(
-            "Most tokens of prompt and reply together; longer prompts lose their beginning. At most, and by default, "
-            "what the model takes."
-        ),
-    ] = None
-    batch: Annotated[int, Field(ge=1), Option("Prompts per forward pass.")] = 8
-    log_samples: Annotated[Path | None, Option("Write every document to this JSONL file.", metavar="FILE")] = None
-    force: Annotated[bool, Option("Replace the file of --log-samples.", recorded=False)] = False
+    plan: Path = option(..., "A plan file.", SIZE)
+    tasks: Commas = option(..., "Tasks, groups and tags of the harness, with commas; wildcards too.", QUESTIONS)
+    limit: int | None = option(None, "Documents per task; by default all.", QUESTIONS, ge=1)
+    num_fewshot: int | None = option(None, "Examples before each question; by default what the task says.", ge=0)
+    include_path: Annotated[tuple[Path, ...], Repeated] = option(
+        (), "A folder with tasks of your own; repeatable.", repeated=True
+    )
+    apply_chat_template: bool = option(False, "Put prompts into the tokenizer's chat template.")
+    max_length: int | None = option(
+        None,
+        "Most tokens of prompt and reply together; longer prompts lose their beginning. At most, and by default, "
+        "what the model takes.",
+        ge=1,
+    )
+    batch: int = option(8, "Prompts per forward pass.", ge=1)
+    log_samples: Path | None = option(None, "Write every document to this JSONL file.", metavar="FILE")
+    force: bool = option(False, "Replace the file of --log-samples.", recorded=False)
 
 
 def dry_run(options: LmEvalOptions, reporter: Reporter) -> Forecast:  # noqa: ARG001 - as others have it

@@ -5,14 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import Field
 
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.budgets.pyramidkv import Pyramid
-from kvsearch.config.options import RESULT, RULE, SIZE, JobOptions, Option, Params
+from kvsearch.config.options import RESULT, RULE, SIZE, JobOptions, Params, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import PLAN_FILE, STRATEGY_FILE, atomic_write, check_output, read_bytes
 from kvsearch.core.limits import MOST_YAML
@@ -29,9 +26,9 @@ from kvsearch.report.plans import DifferenceView
 class Sized(JobOptions):
     """How much a plan keeps."""
 
-    ratio: Annotated[float | None, RATIO] = None
-    budget: Annotated[int | None, Field(ge=1), BUDGET] = None
-    length: Annotated[int | None, Field(ge=1), Option("Prompt length that a ratio's integer budgets are for.")] = None
+    ratio: float | None = option(None, RATIO)
+    budget: int | None = option(None, BUDGET, ge=1)
+    length: int | None = option(None, "Prompt length that a ratio's integer budgets are for.", ge=1)
 
     @property
     def size(self) -> Size:
@@ -42,8 +39,8 @@ class Sized(JobOptions):
 class PlanOptions(JobOptions):
     """Where a plan is written to."""
 
-    output: Annotated[Path, Option("The plan file.", RESULT, short="-o", recorded=False)]
-    force: Annotated[bool, Option("Replace the plan file.", recorded=False)] = False
+    output: Path = option(..., "The plan file.", RESULT, short="-o", recorded=False)
+    force: bool = option(False, "Replace the plan file.", recorded=False)
 
     @abstractmethod
     def compute(self, reporter: Reporter) -> Plan:
@@ -91,21 +88,18 @@ def checked_plan(path: Path) -> Plan:
 class UniformOptions(PlanOptions, Sized, WithModel):
     """One policy, how much it keeps, and when."""
 
-    policy: Annotated[
-        str,
-        Option("Eviction policy; see `kvsearch policies`.", SIZE, completes="kvsearch.policies.registry:policy_names"),
-    ]
-    settings: Annotated[
-        Params | None, Option("A policy parameter, as in --set window=16; repeatable.", flag="--set", repeated=True)
-    ] = None
-    phases: Annotated[str, Option("When to evict: prefill, decode or both.", RULE)] = "prefill"
-    allocation: Annotated[
-        str,
-        Option(
-            "Static budgets, or adakv, cake or lava, which divide their total for each "
-            "prompt. With options: lava:layers=planned,floor_share=0."
-        ),
-    ] = "static"
+    policy: str = option(
+        ..., "Eviction policy; see `kvsearch policies`.", SIZE, completes="kvsearch.policies.registry:policy_names"
+    )
+    settings: Params | None = option(
+        None, "A policy parameter, as in --set window=16; repeatable.", flag="--set", repeated=True
+    )
+    phases: str = option("prefill", "When to evict: prefill, decode or both.", RULE)
+    allocation: str = option(
+        "static",
+        "Static budgets, or adakv, cake or lava, which divide their total for each "
+        "prompt. With options: lava:layers=planned,floor_share=0.",
+    )
 
     def compute(self, reporter: Reporter) -> Plan:
         """Return the plan; what can be checked without a model is checked before one is loaded."""
@@ -128,9 +122,7 @@ class UniformOptions(PlanOptions, Sized, WithModel):
 class PyramidOptions(UniformOptions):
     """One policy, how much it keeps, when, and how steep the pyramid is."""
 
-    beta: Annotated[float, Option("The mean budget divided by that of the last layer, without protected entries.")] = (
-        20.0
-    )
+    beta: float = option(20.0, "The mean budget divided by that of the last layer, without protected entries.")
 
     def allocator(self, policy: Policy) -> Uniform | Pyramid:
         """Return a pyramid; UsageError if beta is below 1."""
@@ -140,10 +132,8 @@ class PyramidOptions(UniformOptions):
 class ScaleOptions(PlanOptions, Sized):
     """The plan, and its new size."""
 
-    plan: Annotated[Path, Option("The plan to scale.", argument=True)]
-    length: Annotated[
-        int | None, Field(ge=1), Option("Prompt length the integer budgets are for.", shown="that of the plan")
-    ] = None
+    plan: Path = option(..., "The plan to scale.", argument=True)
+    length: int | None = option(None, "Prompt length the integer budgets are for.", shown="that of the plan", ge=1)
 
     def compute(self, reporter: Reporter) -> Plan:  # noqa: ARG002
         """Return the scaled plan."""
@@ -154,7 +144,7 @@ class ScaleOptions(PlanOptions, Sized):
 class BuildOptions(PlanOptions):
     """The plan as people edit it."""
 
-    strategy: Annotated[Path, Option("A YAML file as `plan yaml` writes it.", argument=True)]
+    strategy: Path = option(..., "A YAML file as `plan yaml` writes it.", argument=True)
 
     def compute(self, reporter: Reporter) -> Plan:  # noqa: ARG002
         """Return the plan of the YAML; UsageError says all that is wrong with it."""
@@ -166,9 +156,9 @@ class BuildOptions(PlanOptions):
 class YamlOptions(JobOptions):
     """The plan, and where its YAML is written to."""
 
-    plan: Annotated[Path, Option("The plan file.", argument=True)]
-    output: Annotated[Path, Option("The YAML file.", short="-o", recorded=False)]
-    force: Annotated[bool, Option("Replace the YAML file.", recorded=False)] = False
+    plan: Path = option(..., "The plan file.", argument=True)
+    output: Path = option(..., "The YAML file.", short="-o", recorded=False)
+    force: bool = option(False, "Replace the YAML file.", recorded=False)
 
     def make(self) -> str:
         """Return the text of the file; UsageError if it cannot be written."""
@@ -186,8 +176,8 @@ class YamlOptions(JobOptions):
 class DiffOptions(JobOptions):
     """The plans to compare."""
 
-    before: Annotated[Path, Option("A plan.", metavar="A", argument=True)]
-    after: Annotated[Path, Option("Another plan.", metavar="B", argument=True)]
+    before: Path = option(..., "A plan.", metavar="A", argument=True)
+    after: Path = option(..., "Another plan.", metavar="B", argument=True)
 
 
 @job(UniformOptions)

@@ -7,9 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
-
-from kvsearch.config.options import JobOptions, Option, Repeated
+from kvsearch.config.options import JobOptions, Repeated, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import atomic_write, check_target, read_bytes, require_directory
 from kvsearch.jobs.public import job
@@ -24,11 +22,10 @@ if TYPE_CHECKING:
 class ShowOptions(JobOptions):
     """What to show."""
 
-    path: Annotated[
-        Path,
-        Option("A plan, a profile, the directory of a run, or any other file that kvsearch wrote.", argument=True),
-    ]
-    ratio: Annotated[float, Option("Global eviction ratio at which a profile is shown.")] = 0.8
+    path: Path = option(
+        ..., "A plan, a profile, the directory of a run, or any other file that kvsearch wrote.", argument=True
+    )
+    ratio: float = option(0.8, "Global eviction ratio at which a profile is shown.")
 
 
 @job(ShowOptions)
@@ -57,13 +54,14 @@ def show(options: ShowOptions, reporter: Reporter) -> View:  # noqa: ARG001 - th
 class VerifyOptions(JobOptions):
     """What is verified."""
 
-    paths: Annotated[
-        tuple[Path, ...],
-        Repeated,
-        Field(min_length=1),
-        Option("Directories of runs, with all that is in them, or any file that kvsearch wrote.", metavar="PATH...",
-               argument=True, repeated=True),
-    ]  # fmt: skip
+    paths: Annotated[tuple[Path, ...], Repeated] = option(
+        ...,
+        "Directories of runs, with all that is in them, or any file that kvsearch wrote.",
+        metavar="PATH...",
+        argument=True,
+        repeated=True,
+        min_length=1,
+    )
 
 
 @job(VerifyOptions)
@@ -84,19 +82,19 @@ def verify(options: VerifyOptions, reporter: Reporter) -> Verification:  # noqa:
 class ReportOptions(JobOptions):
     """What is in the report, and where it is written to."""
 
-    runs: Annotated[
-        tuple[Path, ...],
-        Repeated,
-        Field(min_length=1),
-        Option("Whatever `show` reads: directories of runs, plans, profiles, results.", metavar="RUN...", argument=True,
-               repeated=True),
-    ]  # fmt: skip
-    output: Annotated[Path, Option("The HTML file.", short="-o", recorded=False)] = Path("report.html")
-    figures: Annotated[
-        Path | None,
-        Option("A directory for every figure as PDF, PNG and CSV.", recorded=False, locked=True),
-    ] = None
-    force: Annotated[bool, Option("Replace a file that is no report of kvsearch.", recorded=False)] = False
+    runs: Annotated[tuple[Path, ...], Repeated] = option(
+        ...,
+        "Whatever `show` reads: directories of runs, plans, profiles, results.",
+        metavar="RUN...",
+        argument=True,
+        repeated=True,
+        min_length=1,
+    )
+    output: Path = option(Path("report.html"), "The HTML file.", short="-o", recorded=False)
+    figures: Path | None = option(
+        None, "A directory for every figure as PDF, PNG and CSV.", recorded=False, locked=True
+    )
+    force: bool = option(False, "Replace a file that is no report of kvsearch.", recorded=False)
 
     def check_output(self) -> None:
         """Raise UsageError if the page cannot be written, or would replace what is no page of ours."""

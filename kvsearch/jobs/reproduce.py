@@ -10,12 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvsearch.config.options import QUESTIONS, RESULT, Listed, Option, Specs
+from kvsearch.config.options import QUESTIONS, RESULT, Listed, Specs, option
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Entries, Samples
 from kvsearch.core.files import atomic_write
-from kvsearch.jobs.groups import ASKED, BUDGET, MODEL, TASK_DETAILS, TASKS, Batches, Loading, WithTasks, WithWorkers
+from kvsearch.jobs.groups import ASKED, BUDGET, MODEL, TASK_DETAILS, Batches, Loading, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption, overall
 from kvsearch.models.loading import BUNDLED, LoadedModel
@@ -50,37 +50,31 @@ LAST = {**RESULTS, "evolve": REPORT}  # the last file that it writes
 class ReproduceOptions(WithTasks, WithWorkers, Batches):
     """Which table, of which model, and what is not as in the paper."""
 
-    table: Annotated[
-        str, Option("A table, such as lukv-table1; --list has them all.", metavar="TABLE", argument=True)
-    ] = ""
-    model: Annotated[str, MODEL] = ""
-    output: Annotated[
-        Path | None,
-        Option(
-            "Directory of the tables and their stages, which tables share.",
-            RESULT,
-            short="-o",
-            metavar="DIR",
-            shown=f"{RUNS}/MODEL",
-            recorded=False,
-        ),
-    ] = None
-    listed: Annotated[
-        bool, Option("List the tables, or describe one, and stop.", QUESTIONS, flag="--list", recorded=False)
-    ] = False
-    tasks: Annotated[
-        Specs | None,
-        Option("Ask these, and search on them, in place of the table's own: as for evaluate.", QUESTIONS,
-               metavar="SPEC", panel=TASKS, shown="those of the table"),
-    ] = None  # fmt: skip
-    samples: Annotated[
-        Samples | None, Option("Contexts per task.", QUESTIONS, panel=ASKED, shown="those of the table")
-    ] = None
-    budgets: Annotated[
-        tuple[Entries, ...] | None,
-        Listed,
-        replace(BUDGET, help="Entries per kv head.", metavar="N,N...", panel=ASKED, shown="those of the table"),
-    ] = None
+    table: str = option("", "A table, such as lukv-table1; --list has them all.", metavar="TABLE", argument=True)
+    model: str = option("", MODEL)
+    output: Path | None = option(
+        None,
+        "Directory of the tables and their stages, which tables share.",
+        RESULT,
+        short="-o",
+        metavar="DIR",
+        shown=f"{RUNS}/MODEL",
+        recorded=False,
+    )
+    listed: bool = option(
+        False, "List the tables, or describe one, and stop.", QUESTIONS, flag="--list", recorded=False
+    )
+    tasks: Specs | None = option(
+        None,
+        "Ask these, and search on them, in place of the table's own: as for evaluate.",
+        QUESTIONS,
+        metavar="SPEC",
+        shown="those of the table",
+    )
+    samples: Samples | None = option(None, "Contexts per task.", QUESTIONS, panel=ASKED, shown="those of the table")
+    budgets: Annotated[tuple[Entries, ...] | None, Listed] = option(
+        None, replace(BUDGET, help="Entries per kv head.", metavar="N,N...", panel=ASKED, shown="those of the table")
+    )
 
     @property
     def place(self) -> Path:

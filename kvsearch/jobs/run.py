@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.calibration.options import OBSERVING, RECENT, LukvOptions
-from kvsearch.config.options import RULE, SIZE, Listed, Names, Option, one_of
+from kvsearch.config.options import RULE, SIZE, Listed, Names, one_of, option
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Entries, Samples, refuse
 from kvsearch.core.naming import require_known
@@ -143,58 +143,42 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
     alternatives: ClassVar[tuple[str, ...]] = SIZES
     panel: ClassVar[str] = "What is fitted"
 
-    budget: Annotated[Entries | None, replace(BUDGET, panel=SIZES_PANEL)] = None
-    ratio: Annotated[float | None, replace(RATIO, panel=SIZES_PANEL)] = None
-    budgets: Annotated[
-        tuple[Entries, ...] | None,
-        Listed,
-        Option("Several budgets, each with a plan of its own: plan-N.json.", metavar="N,N...", panel=SIZES_PANEL),
-    ] = None
-    smallest: Annotated[
-        bool,
-        Option(
-            "Find the smallest budget that loses at most --within of the full cache's score.", SIZE, panel=SIZES_PANEL
-        ),
-    ] = False
-    within: Annotated[
-        float, Field(gt=0, lt=100), Option("--smallest: points of 100 that may be lost.", panel=SIZES_PANEL)
-    ] = 1.0
-    policies: Annotated[
-        Names,
-        Option(
-            "Built-in policies to measure budgets for.",
-            RULE,
-            metavar="NAME,...",
-            completes="kvsearch.policies.registry:policy_names",
-        ),
-    ] = ("snapkv", "keydiff", "expected_attention", "cake")
-    rankings: Annotated[Names, Option("Rankings to fit, and to measure budgets for, too.", metavar="NAME,...")] = tuple(
-        RANKINGS
+    budget: Entries | None = option(None, replace(BUDGET, panel=SIZES_PANEL))
+    ratio: float | None = option(None, replace(RATIO, panel=SIZES_PANEL))
+    budgets: Annotated[tuple[Entries, ...] | None, Listed] = option(
+        None, "Several budgets, each with a plan of its own: plan-N.json.", metavar="N,N...", panel=SIZES_PANEL
     )
-    form: Annotated[Literal["network", "linear"], Option("probe: the largest fit that is tried.")] = "network"
-    fit: Annotated[
-        Samples | None,
-        Option(
-            "Contexts per task to fit rankings on.",
-            shown="half of what there is to calibrate on, up to 36,000 tokens of all tasks",
-        ),
-    ] = None
-    measure: Annotated[
-        Samples | None,
-        Option(
-            "Contexts per task to measure budgets on, and as many others to search on.",
-            shown="a quarter of what there is, up to 24,000 tokens",
-        ),
-    ] = None
-    protect: Annotated[
-        int | None,
-        Field(ge=0),
-        Option("Recent entries that always stay.", shown="a sixth of the smallest size, at most 8"),
-    ] = None
-    refine: Annotated[
-        bool, Option("Leave out the search from the best solved plan.", flag="--no-refine", negated=True)
-    ] = True
-    evaluations: Annotated[int, Field(ge=1), Option("Plans that the search tries at each size, cheaply.")] = 200
+    smallest: bool = option(
+        False,
+        "Find the smallest budget that loses at most --within of the full cache's score.",
+        SIZE,
+        panel=SIZES_PANEL,
+    )
+    within: float = option(1.0, "--smallest: points of 100 that may be lost.", panel=SIZES_PANEL, gt=0, lt=100)
+    policies: Names = option(
+        ("snapkv", "keydiff", "expected_attention", "cake"),
+        "Built-in policies to measure budgets for.",
+        RULE,
+        metavar="NAME,...",
+        completes="kvsearch.policies.registry:policy_names",
+    )
+    rankings: Names = option(tuple(RANKINGS), "Rankings to fit, and to measure budgets for, too.", metavar="NAME,...")
+    form: Literal["network", "linear"] = option("network", "probe: the largest fit that is tried.")
+    fit: Samples | None = option(
+        None,
+        "Contexts per task to fit rankings on.",
+        shown="half of what there is to calibrate on, up to 36,000 tokens of all tasks",
+    )
+    measure: Samples | None = option(
+        None,
+        "Contexts per task to measure budgets on, and as many others to search on.",
+        shown="a quarter of what there is, up to 24,000 tokens",
+    )
+    protect: int | None = option(
+        None, "Recent entries that always stay.", shown="a sixth of the smallest size, at most 8", ge=0
+    )
+    refine: bool = option(True, "Leave out the search from the best solved plan.", flag="--no-refine", negated=True)
+    evaluations: int = option(200, "Plans that the search tries at each size, cheaply.", ge=1)
 
     @model_validator(mode="after")
     def _one_size(self) -> RunOptions:

@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import Field
-
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.config.options import RESULT, Listed, Names, Option
+from kvsearch.config.options import RESULT, Listed, Names, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries
 from kvsearch.core.files import PLAN_FILE, check_output, read_bytes
@@ -19,9 +17,8 @@ from kvsearch.jobs.groups import BUDGET, Deciding, evaluation, following
 from kvsearch.jobs.plan import size_or_measured
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_coverage
-from kvsearch.jobs.validate import OnSignals, load_signals
+from kvsearch.jobs.validate import OnSignals
 from kvsearch.plan import Size, canonical_json, phases_of, save_plan
-from kvsearch.plan.origin import ContextRecord
 from kvsearch.report.costs import Forecast
 from kvsearch.report.selections import ahead_words, selection_result
 from kvsearch.results.selection import SelectionsResult
@@ -29,10 +26,8 @@ from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
 from kvsearch.selection.selection import SharedLevel
 from kvsearch.selection.verdicts import SETTINGS
-from kvsearch.signals.table import SignalTable
 
 if TYPE_CHECKING:
-    from kvsearch.plan import Profile
     from kvsearch.results.selection import SelectionResult
     from kvsearch.selection.selection import Selection
     from kvsearch.selection.selection_job import SelectionJob
@@ -46,80 +41,67 @@ class SelectOptions(OnSignals, Deciding):
     job: ClassVar[str] = "select"
     alternatives: ClassVar[tuple[str, ...]] = ("budget", "ratio", "budgets")
 
-    output: Annotated[Path, Option("The plan file.", RESULT, short="-o", recorded=False)]
-    budget: Annotated[int | None, Field(ge=1), replace(BUDGET, shown="the one that was measured")] = None
-    budgets: Annotated[
-        tuple[Entries, ...] | None,
-        Listed,
-        Option(
-            "Several budgets, a plan chosen for each, all reported on the same questions: writes PLAN-N.json.",
-            metavar="N,N...",
-        ),
-    ] = None
-    phases: Annotated[
-        str,
-        Option(
-            "When to evict: prefill, decode or both.",
-            panel=CHOICE,
-        ),
-    ] = "prefill"
-    routes: Annotated[
-        Names | None,
-        Option(
-            "Only these routes: cosine, error, ppl, nll, a pattern (in all layers), none (every pattern alone).",
-            metavar="NAME,...",
-            panel=CHOICE,
-            shown="all that were measured",
-        ),
-    ] = None
-    allocators: Annotated[
-        Names | None,
-        Option(
-            "Only these budgets: uniform, pyramid, curves, curves-joint, or a signal such as entropy or nll-chosen.",
-            metavar="NAME,...",
-            panel=CHOICE,
-            shown="uniform, entropy, pyramid, curves and what the chosen pattern loses",
-        ),
-    ] = None
-    run: Annotated[
-        Path | None,
-        Option(
-            "Keep replies and selection.json here; the same command goes on where it stopped.",
-            metavar="DIR2",
-            shown="DIR/selection/SIZE-PROTOCOL-PHASES",
-            recorded=False,
-        ),
-    ] = None
-    force: Annotated[
-        bool, Option("Replace the plan file, and start anew, whatever run is in the directory.", recorded=False)
-    ] = False
+    output: Path = option(..., "The plan file.", RESULT, short="-o", recorded=False)
+    budget: int | None = option(None, replace(BUDGET, shown="the one that was measured"), ge=1)
+    budgets: Annotated[tuple[Entries, ...] | None, Listed] = option(
+        None,
+        "Several budgets, a plan chosen for each, all reported on the same questions: writes PLAN-N.json.",
+        metavar="N,N...",
+    )
+    phases: str = option("prefill", "When to evict: prefill, decode or both.", panel=CHOICE)
+    routes: Names | None = option(
+        None,
+        "Only these routes: cosine, error, ppl, nll, a pattern (in all layers), none (every pattern alone).",
+        metavar="NAME,...",
+        panel=CHOICE,
+        shown="all that were measured",
+    )
+    allocators: Names | None = option(
+        None,
+        "Only these budgets: uniform, pyramid, curves, curves-joint, or a signal such as entropy or nll-chosen.",
+        metavar="NAME,...",
+        panel=CHOICE,
+        shown="uniform, entropy, pyramid, curves and what the chosen pattern loses",
+    )
+    run: Path | None = option(
+        None,
+        "Keep replies and selection.json here; the same command goes on where it stopped.",
+        metavar="DIR2",
+        shown="DIR/selection/SIZE-PROTOCOL-PHASES",
+        recorded=False,
+    )
+    force: bool = option(
+        False, "Replace the plan file, and start anew, whatever run is in the directory.", recorded=False
+    )
 
     @property
     def directories(self) -> tuple[Path, ...]:
         """The directories of the runs; the profile says where they are if the options do not."""
-        places = self.places(load_signals(self.directory))
-        for place in places:
+        for place in self.places:
             check_place(place)
-        return places
+        return self.places
 
-    def places(self, profile: Profile) -> tuple[Path, ...]:
-        """Return where replies and results are kept, by size; errors as for `sizes`."""
-        names = [f"{size}-{self.protocol_of(profile)}-{self.phases}" for size in self.sizes(profile)]
+    @property
+    def places(self) -> tuple[Path, ...]:
+        """Where replies and results are kept, by size; errors as for `sizes`."""
+        names = [f"{size}-{self.asked_protocol}-{self.phases}" for size in self.sizes]
         if self.run is None:
             return tuple(self.directory / "selection" / name for name in names)
         return (self.run,) if self.budgets is None else tuple(self.run / name for name in names)
 
-    def outputs(self, profile: Profile) -> tuple[Path, ...]:
-        """Return the plan files, by size."""
+    @property
+    def outputs(self) -> tuple[Path, ...]:
+        """The plan files, by size."""
         if self.budgets is None:
             return (self.output,)
-        return tuple(self.output.with_stem(f"{self.output.stem}-{size}") for size in self.sizes(profile))
+        return tuple(self.output.with_stem(f"{self.output.stem}-{size}") for size in self.sizes)
 
-    def sizes(self, profile: Profile) -> list[Size]:
-        """Return the sizes that were given, or the one that was measured; UsageError if there are several of these."""
+    @property
+    def sizes(self) -> list[Size]:
+        """The sizes that were given, or the one that was measured; UsageError if there are several of these."""
         if self.budgets is not None:
             return [Size(budget) for budget in self.budgets]
-        return [size_or_measured(self.budget, self.ratio, None, SignalTable(profile).axes.budgets)]
+        return [size_or_measured(self.budget, self.ratio, None, self.table.axes.budgets)]
 
 
 def remarks(options: SelectOptions, result: SelectionResult | SelectionsResult) -> Iterator[str]:
@@ -195,25 +177,24 @@ def _write(run: Run, selection: SelectionJob, found: Selection, output: Path, fo
 
 def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Path, SelectionJob]]:
     """Check everything and load the model; return where each selection is kept, its plan file, and the selection."""
-    profile = load_signals(options.directory)
+    profile = options.table.profile
     rule = options.rule
-    sizes = options.sizes(profile)
+    sizes = options.sizes
     phases_of(options.phases)
     tasks = {name: options.find_tasks(options.measured, name) for name in ("select", "report")}
     from kvsearch.selection.selection_job import prepare_selection
     from kvsearch.selection.signal_candidates import explore
 
     explored = [explore(profile, size, options.routes, options.allocators) for size in sizes]
-    used = (profile.metadata.provenance.contexts or ContextRecord()).used
-    protocol = options.protocol_of(profile)
-    choice, reported = (options.split(name, asked, protocol).without(used) for name, asked in tasks.items())
-    places = options.places(profile)
-    outputs = options.outputs(profile)
+    protocol = options.asked_protocol
+    choice, reported = (options.split(name, asked, protocol).without(options.used) for name, asked in tasks.items())
+    places = options.places
+    outputs = options.outputs
     for place, output in zip(places, outputs, strict=True):
         run_in(place, "select")
         if options.force or not (place / SELECTION).exists():
             check_output(output, options.force, PLAN_FILE)
-    loaded = options.load_calibrated(profile, reporter)
+    loaded = options.load_calibrated(reporter)
     selections = [
         prepare_selection(loaded, profile, size, choice, reported, options.phases, candidates, rule)
         for size, candidates in zip(sizes, explored, strict=True)

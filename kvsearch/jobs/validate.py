@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvsearch.calibration.steps import calibration_content
-from kvsearch.config.options import RULE, Names, Option
+from kvsearch.config.options import RULE, Names, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.jobs.groups import (
@@ -30,8 +29,8 @@ from kvsearch.jobs.groups import (
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, kept_replies, warn_of_coverage
 from kvsearch.plan import Size
-from kvsearch.plan.origin import ContextRecord
-from kvsearch.plan.profile import Profile, load_profile
+from kvsearch.plan.origin import ContextRecord, ContextSet
+from kvsearch.plan.profile import load_profile
 from kvsearch.plan.saved import PROFILE
 from kvsearch.plan.schema import Protocol
 from kvsearch.report.costs import Forecast
@@ -53,24 +52,42 @@ class OnSignals(WithTasks, WithWorkers, Batches):
 
     recipes: ClassVar[bool] = True
 
-    directory: Annotated[
-        Path, Option("Directory that `calibrate --method polykv` wrote.", metavar="DIR", argument=True)
-    ]
-    model: Annotated[str | None, replace(MODEL, argument=False, metavar="MODEL", shown="as calibrated")] = None
-    ratio: Annotated[float | None, RATIO] = None
-    protocol: Annotated[
-        Protocol | None,
-        Option("question-agnostic or question-aware; see `evaluate`.", panel=ASKED, shown="that of the calibration"),
-    ] = None
+    directory: Path = option(..., "Directory that `calibrate --method polykv` wrote.", metavar="DIR", argument=True)
+    model: str | None = option(None, replace(MODEL, argument=False, metavar="MODEL", shown="as calibrated"))
+    ratio: float | None = option(None, RATIO)
+    protocol: Protocol | None = option(
+        None, "question-agnostic or question-aware; see `evaluate`.", panel=ASKED, shown="that of the calibration"
+    )
 
     @property
     def measured(self) -> str | None:
         """The name of the model; None where it cannot be told."""
         return _stated(self.directory, "model") if self.model is None else self.model
 
-    def protocol_of(self, profile: Profile) -> Protocol:
-        """Return the protocol in which questions are asked, by default that of the calibration."""
-        return self.protocol or SignalTable(profile).axes.protocol
+    @cached_property
+    def table(self) -> SignalTable:
+        """The signals that were measured.
+
+        Raises:
+            UsageError: there is no such directory or no profile in it, or the profile is damaged or has no signals.
+        """
+        path = self.directory / PROFILE
+        if not path.exists():
+            what = "does not exist"
+            if self.directory.exists():
+                what = f"has no {PROFILE}" if self.directory.is_dir() else "is a file"
+            raise UsageError(f"{self.directory} {what}: give the directory of a finished calibration, or {HOW}")
+        return SignalTable(load_profile(path))
+
+    @property
+    def used(self) -> ContextSet:
+        """The contexts that were fitted on."""
+        return (self.table.profile.metadata.provenance.contexts or ContextRecord()).used
+
+    @property
+    def asked_protocol(self) -> Protocol:
+        """The protocol in which questions are asked, by default that of the calibration."""
+        return self.protocol or self.table.axes.protocol
 
     def stated_loading(self) -> dict[str, Any]:
         """Return the dtype and revision that were measured, as far as no others are given."""
@@ -79,7 +96,7 @@ class OnSignals(WithTasks, WithWorkers, Batches):
         stated = {"dtype": dtype, "revision": None if is_other else _stated(self.directory, "revision")}
         return {name: value for name, value in stated.items() if value is not None}
 
-    def load_calibrated(self, profile: Profile, reporter: Reporter) -> LoadedModel:
+    def load_calibrated(self, reporter: Reporter) -> LoadedModel:
         """Load the model of the calibration, in the dtype and revision that were measured unless others are given.
 
         Raises:
@@ -90,7 +107,7 @@ class OnSignals(WithTasks, WithWorkers, Batches):
         if self.measured is None:
             raise UsageError(f"{self.directory / CONFIG} does not say which model was calibrated: give --model")
         loaded = self.load(self.measured, reporter, **self.stated_loading())
-        profile.metadata.model.require(loaded.fingerprint, f"the profile in {self.directory}")
+        self.table.profile.metadata.model.require(loaded.fingerprint, f"the profile in {self.directory}")
         return loaded
 
 
@@ -100,61 +117,38 @@ def _stated(directory: Path, name: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def load_signals(directory: Path) -> Profile:
-    """Read the profile of a PolyKV calibration.
-
-    Raises:
-        UsageError: there is no such directory or no profile in it, or the profile is damaged or has no signals.
-    """
-    path = directory / PROFILE
-    if not path.exists():
-        what = "does not exist"
-        if directory.exists():
-            what = f"has no {PROFILE}" if directory.is_dir() else "is a file"
-        raise UsageError(f"{directory} {what}: give the directory of a finished calibration, or {HOW}")
-    return SignalTable(load_profile(path)).profile
-
-
 class ValidateOptions(OnSignals):
     """Which signals are judged, at which sizes, and by which questions."""
 
     job: ClassVar[str] = "validate"
     alternatives: ClassVar[tuple[str, ...]] = ("budget", "ratio")
 
-    budget: Annotated[int | None, Field(ge=1), replace(BUDGET, shown="those that were measured, one by one")] = None
-    phases: Annotated[
-        Names | None,
-        Option(
-            "When strategies evict: prefill, decode, both; each is judged by itself.",
-            metavar="NAME,...",
-            panel=JUDGED,
-            shown="all that were measured",
-        ),
-    ] = None
-    signals: Annotated[
-        Names | None,
-        Option(
-            "Signals to judge, as routes or for budgets: cosine, ppl, entropy, error, nll, ppl-chosen and others; "
-            "route:NAME and budgets:NAME say which of the two.",
-            RULE,
-            metavar="NAME,...",
-            panel=JUDGED,
-            shown="routes cosine,ppl and budgets entropy,ppl-chosen, as far as they were measured",
-        ),
-    ] = None
-    permutations: Annotated[
-        int,
-        Option(
-            "Random controls of every signal, at least 5; for budgets all other orders of the layers, if there are "
-            "fewer. From 19 on the rank among them decides.",
-            panel=JUDGED,
-        ),
-    ] = 5
-    split: Annotated[str, Option("Part of the examples: select or train, never what is reported on.", panel=TASKS)] = (
-        "select"
+    budget: int | None = option(None, replace(BUDGET, shown="those that were measured, one by one"), ge=1)
+    phases: Names | None = option(
+        None,
+        "When strategies evict: prefill, decode, both; each is judged by itself.",
+        metavar="NAME,...",
+        panel=JUDGED,
+        shown="all that were measured",
     )
-    samples: Annotated[Samples, SAMPLES_OPTION] = 20
-    force: Annotated[bool, Option("Start anew, whatever was found before.", recorded=False)] = False
+    signals: Names | None = option(
+        None,
+        "Signals to judge, as routes or for budgets: cosine, ppl, entropy, error, nll, ppl-chosen and others; "
+        "route:NAME and budgets:NAME say which of the two.",
+        RULE,
+        metavar="NAME,...",
+        panel=JUDGED,
+        shown="routes cosine,ppl and budgets entropy,ppl-chosen, as far as they were measured",
+    )
+    permutations: int = option(
+        5,
+        "Random controls of every signal, at least 5; for budgets all other orders of the layers, if there are "
+        "fewer. From 19 on the rank among them decides.",
+        panel=JUDGED,
+    )
+    split: str = option("select", "Part of the examples: select or train, never what is reported on.", panel=TASKS)
+    samples: Samples = option(20, SAMPLES_OPTION)
+    force: bool = option(False, "Start anew, whatever was found before.", recorded=False)
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -249,16 +243,14 @@ def _prepare(options: ValidateOptions, reporter: Reporter) -> list[PreparedValid
 
     check_permutations(options.permutations)
     refuse_reported(tasks)
-    profile = load_signals(options.directory)
-    table = SignalTable(profile)
+    table = options.table
     uses = find_uses(table, options.signals, options.phases)
     sizes = [Size(budget=measured) for measured in table.axes.budgets]
     if options.budget is not None or options.ratio is not None:
         sizes = [Size(options.budget, options.ratio)]
-    used = (profile.metadata.provenance.contexts or ContextRecord()).used
-    asked = options.asked_of(tasks, options.samples, options.protocol_of(profile)).without(used)
-    loaded = options.load_calibrated(profile, reporter)
-    prepared = [prepare_validation(loaded, profile, size, asked, uses, options.permutations) for size in sizes]
+    asked = options.asked_of(tasks, options.samples, options.asked_protocol).without(options.used)
+    loaded = options.load_calibrated(reporter)
+    prepared = [prepare_validation(loaded, table.profile, size, asked, uses, options.permutations) for size in sizes]
     warn_of_coverage(reporter, prepared[0].evaluation.encoded)
     for note in dict.fromkeys(note for validation in prepared for note in validation.notes):
         reporter.warn(note)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -74,13 +74,13 @@ class TextLosses:
 def find_losses(profile: Profile) -> TextLosses | None:
     """Return how far replies move under a fitted ranking and others; None: not measured, as by older fits."""
     values = profile.arrays.get("text_loss")
-    settings = profile.metadata.provenance.settings
+    settings: dict[str, Any] = profile.metadata.provenance.settings
     return None if values is None else TextLosses(values.astype(np.float64), settings["rankings"], settings["at"])
 
 
 def ranking_remarks(profile: Profile) -> Iterator[str]:
     """Yield what to know before a fitted ranking is used."""
-    settings = profile.metadata.provenance.settings
+    settings: dict[str, Any] = profile.metadata.provenance.settings
     fit, choose, report = settings["contexts"]
     yield f"fitted on {counted(fit, 'context')}, chosen on {choose}, reported on {report}"
     if settings.get("few_contexts"):
@@ -105,7 +105,7 @@ def ranking_remarks(profile: Profile) -> Iterator[str]:
 
 def ranking_parts(profile: Profile) -> Iterator[str | Table]:
     """Yield tables of how replies move and of recall, by budget and by layer, on contexts that were not fitted on."""
-    settings = profile.metadata.provenance.settings
+    settings: dict[str, Any] = profile.metadata.provenance.settings
     losses = find_losses(profile)
     at = settings["at"]
     names = settings["rankings"]

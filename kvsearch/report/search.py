@@ -29,11 +29,10 @@ def parts(content: SearchResult | Trace) -> Iterator[str | Table]:
 
     Of one that is not finished there is how it goes.
     """
-    trace = content
     if isinstance(content, SearchResult):
         yield from decisions(content)
         yield from tables(content)
-        trace = content.trace
+    trace = content.trace if isinstance(content, SearchResult) else content
     if trace is not None:
         yield convergence(trace)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from kvsearch.calibration.options import ANSWERS
-from kvsearch.config.options import Option
+from kvsearch.config.options import option
 from kvsearch.core.fields import Record, refuse
 from kvsearch.plan import PhaseNames
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
@@ -31,65 +31,46 @@ class EvolveSettings(Record):
 
     panel: ClassVar[str] = WHAT
 
-    space: Annotated[
-        SpaceName,
-        Option(
-            "groups: one group of layers after the other; layers: all at once; heads: multipliers around the first "
-            "--start; joint: the policy of every layer, of those of the --start plans and --policy, and multipliers "
-            "around the best start."
-        ),
-    ] = "groups"
-    phases: Annotated[
-        PhaseNames,
-        Option(
-            "When to evict: prefill, decode or both, each phase with the budget as its size. Prefill candidates share "
-            "one reading of every prompt; with decode each is run whole, exact and slower."
-        ),
-    ] = "prefill"
-    group_size: Annotated[int, Field(ge=1), Option("Layers of a group.", shown="8, or all")] = 8
-    objective: Annotated[
-        ObjectiveName,
-        Option(
-            "What the search lowers or raises: nll of teacher-forced answers (cheap), or metric, the task's own of "
-            "free replies. The best are judged by the metric in any case."
-        ),
-    ] = "nll"
-    answers: Annotated[Answers, replace(ANSWERS)] = "own"
-    generations: Annotated[int, Field(ge=1), Option("Of each group.")] = 10
-    population: Annotated[int | None, Field(ge=FEWEST), Option("Of each generation.", shown="4 + 3 ln dimension")] = (
-        None
+    space: SpaceName = option(
+        "groups",
+        "groups: one group of layers after the other; layers: all at once; heads: multipliers around the first "
+        "--start; joint: the policy of every layer, of those of the --start plans and --policy, and multipliers "
+        "around the best start.",
     )
-    sigma: Annotated[float, Field(gt=0, allow_inf_nan=False), Option("First step, in units of the budget.")] = 0.3
-    parity: Annotated[bool, Option("The paper's literal choices (soft total, cache term).")] = False
-    lam: Annotated[
-        float,
-        Field(ge=0, allow_inf_nan=False),
-        Option("With --parity: weight of the cache term (Eq. 1).", flag="--lambda"),
-    ] = 0.3
-    gamma: Annotated[
-        float,
-        Field(gt=0, le=1),
-        Option("With --parity: penalty for unused budget in the cache term (Eq. 2)."),
-    ] = 0.2
+    phases: PhaseNames = option(
+        "prefill",
+        "When to evict: prefill, decode or both, each phase with the budget as its size. Prefill candidates share "
+        "one reading of every prompt; with decode each is run whole, exact and slower.",
+    )
+    group_size: int = option(8, "Layers of a group.", shown="8, or all", ge=1)
+    objective: ObjectiveName = option(
+        "nll",
+        "What the search lowers or raises: nll of teacher-forced answers (cheap), or metric, the task's own of "
+        "free replies. The best are judged by the metric in any case.",
+    )
+    answers: Answers = option("own", replace(ANSWERS))
+    generations: int = option(10, "Of each group.", ge=1)
+    population: int | None = option(None, "Of each generation.", shown="4 + 3 ln dimension", ge=FEWEST)
+    sigma: float = option(0.3, "First step, in units of the budget.", gt=0, allow_inf_nan=False)
+    parity: bool = option(False, "The paper's literal choices (soft total, cache term).")
+    lam: float = option(
+        0.3, "With --parity: weight of the cache term (Eq. 1).", flag="--lambda", ge=0, allow_inf_nan=False
+    )
+    gamma: float = option(0.2, "With --parity: penalty for unused budget in the cache term (Eq. 2).", gt=0, le=1)
     protocol: Protocol = QUESTION_AGNOSTIC
-    hard_below: Annotated[
-        float | None,
-        Field(gt=0, le=100),
-        Option(
-            "Search only on questions that the full cache answers right and that score below so many percent under "
-            "even budgets (the paper's needles: 60).",
-            metavar="PERCENT",
-            shown="all questions",
-        ),
-    ] = None
-    hard_most: Annotated[
-        int | None,
-        Field(ge=2),
-        Option("With --hard-below: at most so many of them (the paper's needles: 35).", shown="all"),
-    ] = None
-    finalists: Annotated[
-        int, Field(ge=1, le=MAX_POOL), Option("Candidates that are judged by the metric at the end.")
-    ] = 8
+    hard_below: float | None = option(
+        None,
+        "Search only on questions that the full cache answers right and that score below so many percent under "
+        "even budgets (the paper's needles: 60).",
+        metavar="PERCENT",
+        shown="all questions",
+        gt=0,
+        le=100,
+    )
+    hard_most: int | None = option(
+        None, "With --hard-below: at most so many of them (the paper's needles: 35).", shown="all", ge=2
+    )
+    finalists: int = option(8, "Candidates that are judged by the metric at the end.", ge=1, le=MAX_POOL)
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")

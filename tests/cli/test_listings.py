@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, fields
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kvsearch.cli.command import describe, make_group
 from kvsearch.cli.console import Console
 from kvsearch.cli.registry import Verb
-from kvsearch.config.options import Option
+from kvsearch.config.options import option
 from kvsearch.config.recipes import shipped_recipes
 from kvsearch.jobs.groups import TASK_DETAILS, WithTasks
 from kvsearch.policies import registry
@@ -92,7 +92,7 @@ class Probe(WithTasks):
 
     job: ClassVar[str] = "probe"
 
-    split: Annotated[str | None, Option("Part of the examples.")] = None
+    split: str | None = option(None, "Part of the examples.")
 
 
 def probe(options: Probe, console: Console) -> None:

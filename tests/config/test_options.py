@@ -9,14 +9,23 @@ from typing import Annotated, ClassVar, Literal
 from unittest import mock
 
 import pytest
-from pydantic import Field
 from typer.testing import CliRunner
 
 from kvsearch.cli import registry
 from kvsearch.cli.command import describe, load, make_group
 from kvsearch.cli.console import Console
 from kvsearch.cli.registry import Verb
-from kvsearch.config.options import SIZE, JobOptions, Listed, Option, Params, Repeated, Seeded, one_of, with_params
+from kvsearch.config.options import (
+    SIZE,
+    JobOptions,
+    Listed,
+    Params,
+    Repeated,
+    Seeded,
+    one_of,
+    option,
+    with_params,
+)
 from kvsearch.core.errors import UsageError
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter, Silent
@@ -28,7 +37,7 @@ class Shared(JobOptions):
 
     job: ClassVar[str] = "evaluate"
 
-    colour: Annotated[str, Option("Which colour.", panel="Looks")] = "red"
+    colour: str = option("red", "Which colour.", panel="Looks")
 
 
 class Brewing(Shared, Seeded):
@@ -36,15 +45,15 @@ class Brewing(Shared, Seeded):
 
     recipes: ClassVar[bool] = True
 
-    leaf: Annotated[str, Option("Which leaf.", argument=True)]
-    cups: Annotated[int, Field(ge=1), Option("How many.", SIZE, short="-c")] = 2
-    heat: Annotated[Literal["low", "high"], Option("How hot.")] = "low"
-    stir: Annotated[bool, Option("Leave it alone.", flag="--no-stir", negated=True)] = True
-    sizes: Annotated[tuple[int, ...], Listed, Option("Sizes.", metavar="N,...", shown="1")] = (1,)
-    plan: Annotated[tuple[Path, ...], Repeated, Option("A plan; repeatable.", repeated=True)] = ()
-    params: Annotated[Params, Option("A setting.", flag="--set", repeated=True)] = Field(default_factory=dict)
-    output: Annotated[Path | None, Option("Where.", short="-o", recorded=False)] = None
-    strength: Annotated[float | None, Option("How strong.")] = None
+    leaf: str = option(..., "Which leaf.", argument=True)
+    cups: int = option(2, "How many.", SIZE, short="-c", ge=1)
+    heat: Literal["low", "high"] = option("low", "How hot.")
+    stir: bool = option(True, "Leave it alone.", flag="--no-stir", negated=True)
+    sizes: Annotated[tuple[int, ...], Listed] = option((1,), "Sizes.", metavar="N,...", shown="1")
+    plan: Annotated[tuple[Path, ...], Repeated] = option((), "A plan; repeatable.", repeated=True)
+    params: Params = option({}, "A setting.", flag="--set", repeated=True)
+    output: Path | None = option(None, "Where.", short="-o", recorded=False)
+    strength: float | None = option(None, "How strong.")
 
 
 class Narrower(Brewing):

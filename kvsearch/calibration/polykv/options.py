@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, model_validator
 
 from kvsearch.calibration.options import (
     ANSWER_TOKENS,
@@ -15,7 +15,7 @@ from kvsearch.calibration.options import (
     ProtocolChoice,
     Whole,
 )
-from kvsearch.config.options import Listed, Option
+from kvsearch.config.options import Listed, option
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.fields import Entries, Scalar, refuse
 from kvsearch.core.naming import check_unique, require_known, suggest
@@ -45,31 +45,24 @@ class PolykvOptions(CalibrationOptions):
 
     method: Literal["polykv"] = "polykv"
     policy: str = "snapkv"
-    patterns: Annotated[
-        tuple[str | PolicySpec, ...],
-        Listed,
-        Option("Patterns that are tried; paper: its nine, all: every policy.", metavar="NAME,...", shown="paper"),
-    ] = ("paper",)
-    budgets: Annotated[
-        tuple[Entries, ...],
-        Listed,
-        AfterValidator(lambda budgets: tuple(sorted(budgets))),
-        Option("Entries per kv head that patterns are tried at.", metavar="N,...", shown="512"),
-    ] = (512,)
-    phases: Annotated[PhaseNames, Option("When patterns are tried: prefill, decode or both.")] = "both"
+    patterns: Annotated[tuple[str | PolicySpec, ...], Listed] = option(
+        ("paper",), "Patterns that are tried; paper: its nine, all: every policy.", metavar="NAME,...", shown="paper"
+    )
+    budgets: Annotated[tuple[Entries, ...], Listed, AfterValidator(lambda budgets: tuple(sorted(budgets)))] = option(
+        (512,), "Entries per kv head that patterns are tried at.", metavar="N,...", shown="512"
+    )
+    phases: PhaseNames = option("both", "When patterns are tried: prefill, decode or both.")
     signals: Annotated[
-        tuple[Signal, ...],
-        Listed,
-        AfterValidator(lambda signals: tuple(sorted(signals, key=SIGNALS.index))),
-        Option(
-            "What is measured: cosine (and relative error) of attention outputs, ppl of the answers, entropy.",
-            metavar="NAME,...",
-            shown="cosine,ppl,entropy",
-        ),
-    ] = SIGNALS
+        tuple[Signal, ...], Listed, AfterValidator(lambda signals: tuple(sorted(signals, key=SIGNALS.index)))
+    ] = option(
+        SIGNALS,
+        "What is measured: cosine (and relative error) of attention outputs, ppl of the answers, entropy.",
+        metavar="NAME,...",
+        shown="cosine,ppl,entropy",
+    )
     answer_tokens: AnswerTokens = ANSWER_TOKENS
     protocol: ProtocolChoice = QUESTION_AGNOSTIC
-    batch: Annotated[Whole, Field(ge=1), Option("Prompts at a time.")] = 8
+    batch: Whole = option(8, "Prompts at a time.", ge=1)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
