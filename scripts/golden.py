@@ -114,7 +114,7 @@ evaluate-ruler
     evaluate bundled --methods uniform --budgets 64 $window --tasks ruler:vt,cwe,niah_multikey_1 $few -o runs/ruler
 evaluate-ppl
     evaluate bundled --methods uniform,lava,random --ratios 0.8 $window --tasks ppl:inputs/text.txt --length 256
-    --continuation 32 --samples 3
+    --samples 3
 evolve
     evolve bundled --recipe bundled $search --population 4 --generations 2 -o runs/evolve
 evolve-two-budgets
@@ -234,7 +234,7 @@ evaluate-plans-both
     evaluate bundled --plan plans/polykv-entropy.json --plan plans/h2o-both.json --baselines streaming $pair --json
 evaluate-ppl-plan
     evaluate bundled --plan plans/h2o-both.json --baselines streaming --tasks ppl:inputs/text.txt --length 256
-    --continuation 32 --stride 100 --samples 2 --json
+    --samples 2 --json
 evolve-heads
     evolve bundled --budget 48 --space heads --start plans/lukv-budget.json --group-size 3 $search -o runs/evolve-heads
 yaml

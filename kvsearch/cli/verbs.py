@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvsearch.report.costs import SpeedView
     from kvsearch.report.integrity import Verification
     from kvsearch.report.screen import View
-    from kvsearch.results.evaluation import EvaluationResult, HeadroomResult, PerplexityResult
+    from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
     from kvsearch.results.search import SearchResult
     from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
     from kvsearch.results.validation import ValidationResult
@@ -129,21 +129,18 @@ def export(options: ExportOptions, console: Console) -> None:
 
 
 @job_verb("kvsearch.jobs.evaluate:EvaluateOptions")
-def evaluate(options: EvaluateOptions, result: EvaluationResult | PerplexityResult) -> Output:
+def evaluate(options: EvaluateOptions, result: EvaluationResult) -> Output:
     """Score methods or plans on the same questions as the full cache, all at the same size.
 
     With --output, a run that is interrupted goes on where it stopped when the same command is given again. --tasks
-    ppl:FILE measures perplexity: contexts of --length tokens are compressed, what follows them is predicted. Where the
+    ppl:FILE asks nothing: contexts of --length tokens are compressed, and what follows them is predicted. Where the
     full cache itself scores next to nothing, the exit code is 4: nothing is shown by such questions.
 
     Example: kvsearch evaluate bundled --methods uniform,pyramid,adakv,lava --budgets 64,128 -o runs/table
     """
     from kvsearch.report.evaluation import parts
-    from kvsearch.results.evaluation import PerplexityResult
 
     remarks = [] if options.output is None else [f"kept in {options.output}"]
-    if isinstance(result, PerplexityResult):
-        return Output(result.as_json, shown_as("perplexity", result), remarks)
     problem = None if result.doubt is None else IncompatibleError(result.doubt)
     return Output(result.as_json, shown_parts(lambda: parts(result)), remarks, problem)
 

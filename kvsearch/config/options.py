@@ -247,7 +247,7 @@ class Seeded(JobOptions):
 
 
 # what may be the path of a file: after the kind of a task, or a whole value with a slash or a point
-_PATH = re.compile(r"(?<=jsonl:)[^+]+|(?<=ppl:).+|^[^+:=,]*[/.][^+:=,]*$")
+_PATH = re.compile(r"(?<=jsonl:)[^+]+|(?<=ppl:)[^+]+|^[^+:=,]*[/.][^+:=,]*$")
 
 
 def _from_root(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,6 +35,7 @@ from kvsearch.strategies.compared import ReadyMethod, different_settings, full_m
 from kvsearch.strategies.names import FULL as FULL
 from kvsearch.tasks.base import Coverage, Task
 from kvsearch.tasks.encode import TaskPrompts, contexts_of, encode_tasks, listed, most_tokens, questions_of, readings
+from kvsearch.tasks.metrics.likelihood import likelihood, read_losses
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 
 OpenStage = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
@@ -216,6 +218,7 @@ class Comparison:
             *(f"{name}: {note}" for name, seen in self.seen.items() for note in seen.notes),
             *self.told,
             *self._hopeless_notes(),
+            *self._loss_notes(),
             *(note for covered in self.coverage for note in self._coverage_notes(covered)),
             *(note for block in self.blocks for note in self._size_notes(block)),
         ]
@@ -247,6 +250,17 @@ class Comparison:
             yield (
                 f"{', '.join(alike)}: the evidence looks like the haystack, so no ranking that does not know the "
                 "question can keep it where most entries go"
+            )
+
+    def _loss_notes(self) -> Iterator[str]:
+        for task, metric in self.metrics.items():
+            if metric != likelihood.__name__:
+                continue
+            losses = [read_losses(sample.reply) for sample in self.samples if sample.task == task]
+            full = fmean(loss[1] for loss in losses if loss is not None)
+            yield (
+                f"{task}: the full cache has a perplexity of {math.exp(full):.4g}, {full:.4f} nats per token; a point "
+                "less than 100 is a hundredth of a nat more"
             )
 
     def _coverage_notes(self, covered: Coverage) -> Iterator[str]:

@@ -27,12 +27,14 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import NonFiniteError, has_windows, stop_tokens
-from kvsearch.runtime.program import require_room
+from kvsearch.runtime.program import full_cache, require_room
 from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
 from kvsearch.strategies.compared import ReadyMethod
+from kvsearch.strategies.names import FULL
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import Question, Reading, TaskPrompts, questions_of, readings, token_hash
-from kvsearch.tasks.metrics import score
+from kvsearch.tasks.metrics import is_forced, score
+from kvsearch.tasks.metrics.likelihood import loss_words
 from kvsearch.tasks.prompts import cut
 
 PACKAGES = ("kvsearch", "torch", "transformers")
@@ -249,20 +251,32 @@ def answer_joints(
     ids, where, tokenizer = [reading.ids for reading in batch], f"task {prompts.task.name}", loaded.tokenizer
     ended = prompts.format.ended(prompts.task.stops)
     pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
+    asked = programs.keys() - set(finished)
+    if is_forced(prompts.task):  # first of all: what others lose is compared with what it loses
+        programs = {FULL: full_cache(loaded.model), **programs}
+    full_losses: dict[tuple[int, int], float] = {}
     joints = compressed(loaded.model, programs, ids, pad, stop_tokens(loaded), ended, memory)
     while True:
         with _naming(where, batch, [reading.questions[0] for reading in batch]):
             joint = next(joints, None)
         if joint is None:
             return
-        if not set(joint.methods) <= set(finished):
-            yield list(_replied(prompts, batch, joint, where))
+        if asked & set(joint.methods) or (is_forced(prompts.task) and FULL in joint.methods):
+            samples = _replied(prompts, batch, joint, where, full_losses)
+            yield [sample for sample in samples if sample.method in asked]
 
 
-def _replied(prompts: TaskPrompts, batch: Sequence[Reading], joint: JointReplies, where: str) -> Iterator[Sample]:
+def _replied(
+    prompts: TaskPrompts,
+    batch: Sequence[Reading],
+    joint: JointReplies,
+    where: str,
+    full_losses: dict[tuple[int, int], float],
+) -> Iterator[Sample]:
     """Return replies of the methods that reply together to all questions of the batch.
 
-    Questions in turns follow those before them and the replies to them, which are read again with them.
+    Questions in turns follow those before them and the replies to them, which are read again with them. Where answers
+    are teacher-forced, `full_losses` are those under the full cache, by sequence and question; they are put there.
     """
     task = prompts.task
     earlier: list[list[Tensor]] = [[] for _ in range(len(batch) * len(joint.methods))]
@@ -274,11 +288,20 @@ def _replied(prompts: TaskPrompts, batch: Sequence[Reading], joint: JointReplies
         limits = [question.query.max_new_tokens for question in everyone]
         started = perf_counter()
         with _naming(where, list(batch) * len(joint.methods), everyone):
-            if batch[0].protocol == QUESTION_AGNOSTIC:
-                texts = [torch.cat([*before, one.ids]) for before, one in zip(earlier, everyone, strict=True)]
-                answered = joint.replies.ask(texts, limits)
+            if is_forced(task):
+                answered = [question.right.tolist() for question in everyone]
+                losses = joint.replies.predict([question.ids for question in everyone], answered)
+                if FULL in joint.methods:
+                    first = joint.methods.index(FULL) * len(batch)
+                    full_losses |= {(row, asked): losses[first + row] for row in range(len(batch))}
+                replies = [loss_words(loss, full_losses[row % len(batch), asked]) for row, loss in enumerate(losses)]
             else:
-                answered = joint.replies.reply(limits)
+                if batch[0].protocol == QUESTION_AGNOSTIC:
+                    texts = [torch.cat([*before, one.ids]) for before, one in zip(earlier, everyone, strict=True)]
+                    answered = joint.replies.ask(texts, limits)
+                else:
+                    answered = joint.replies.reply(limits)
+                replies = [cut(prompts.format.decode(tokens), task.stops) for tokens in answered]
         seconds = perf_counter() - started  # replies have waited for the device: each looks at its logits
         for row, (tokens, most) in enumerate(zip(answered, joint.replies.most, strict=True)):
             method, sequence = joint.methods[row // len(batch)], row % len(batch)
@@ -290,7 +313,7 @@ def _replied(prompts: TaskPrompts, batch: Sequence[Reading], joint: JointReplies
                     earlier[row] += [question.ids, torch.tensor(tokens, dtype=torch.long)]
                 yield Sample(
                     task.name, question.query.category or task.category, method, batch[sequence].protocol, prompt.key,
-                    question.number, cut(prompts.format.decode(tokens), task.stops), UNSCORED, token_hash(whole),
+                    question.number, replies[row], UNSCORED, token_hash(whole),
                     prompt.truncated, len(prompt.context), len(whole), len(tokens), joint.entries[method][sequence],
                     joint.nbytes[method] / len(batch), most, joint.seconds / len(batch), seconds / len(answered),
                 )  # fmt: skip

@@ -1,8 +1,7 @@
-"""What evaluations measure: replies with all that is known of them and their file, what layers and windows lose."""
+"""What evaluations measure: replies with all that is known of them and their file, what layers lose."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -104,25 +103,3 @@ class LayerLoss:
     def ratio(self) -> float | None:
         """The loss in parts of its bound; None without a bound, or where it is 0."""
         return self.loss / self.bound if self.bound else None
-
-
-@dataclass(frozen=True)
-class WindowLoss:
-    """What one method loses on one window, and what its cache takes.
-
-    `losses` are nats per token of the continuation, `start` is the place of the context in the text, in tokens.
-    `entries` and `bytes` are held once the context is compressed, `most` is the most entries held at a time until the
-    last token of the continuation.
-    """
-
-    method: str
-    start: int
-    losses: tuple[float, ...]
-    entries: int
-    bytes: float
-    most: int
-
-    @property
-    def nll(self) -> float:
-        """Mean negative log-likelihood of a token, in nats."""
-        return math.fsum(self.losses) / len(self.losses)

@@ -31,23 +31,15 @@ from kvsearch.plan import load_plan
 from kvsearch.report.costs import Forecast
 from kvsearch.report.evaluation import write_tables
 from kvsearch.report.table import check_table_file
-from kvsearch.results.evaluation import EvaluationResult, PerplexityResult
+from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES
 from kvsearch.runs.run import run_in, write_json
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.windows import PerplexityText
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
     from kvsearch.strategies.compared import Request
     from kvsearch.tasks.base import Task
-
-PERPLEXITY = "ppl:"  # what a spec of tasks begins with that asks for the perplexity of a text
-CONTEXT = 1024  # tokens, of a text
-CONTINUATION = 128
-NOT_OF_TEXTS = (
-    "subject", "protocol", "max_length", "max_memory", "output", "force", "table", "losses",
-)  # fmt: skip
 
 
 class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
@@ -98,16 +90,6 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
         panel=ASKED,
         shown="synthetic and ruler: report, others: all",
     )
-    continuation: int | None = option(
-        None, "--tasks ppl:FILE: tokens to predict after each context.", panel=ASKED, shown="128", ge=1
-    )
-    stride: int | None = option(
-        None,
-        "--tasks ppl:FILE: tokens from one context's beginning to the next.",
-        panel=ASKED,
-        shown="no overlap",
-        ge=1,
-    )
     output: Path | None = option(None, replace(OUTPUT_OPTION, panel=KEPT))
     force: bool = option(False, "Start the run in --output anew; replace --table.", panel=KEPT, recorded=False)
     table: Path | None = option(
@@ -120,11 +102,6 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
     losses: bool = option(
         False, "Also measure what every layer's attention output loses under every method.", panel=KEPT
     )
-
-    @property
-    def is_of_text(self) -> bool:
-        """Whether the perplexity of a text is asked for, and no replies."""
-        return self.tasks is not None and self.tasks.startswith(PERPLEXITY)
 
     def request(self) -> Request:
         """Return what is compared, checked; see `read_request` for the errors."""
@@ -152,14 +129,7 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
 
 
 def dry_run(options: EvaluateOptions, reporter: Reporter) -> Forecast:
-    """Return what would be compared and asked, and what that costs; errors as `evaluate` before it asks.
-
-    Perplexity is checked without the model.
-    """
-    if options.is_of_text:
-        request, text, context, continuation = _read_text(options)
-        content = {"text": text.name, "context": context, "continuation": continuation, **request.as_json()}
-        return Forecast(content)
+    """Return what would be compared and asked, and what that costs; errors as `evaluate` before it asks."""
     request, evaluation = _prepare(options, reporter)
     content = {
         "tasks": [task.task.name for task in evaluation.encoded], "protocol": options.protocol, **request.as_json(),
@@ -170,19 +140,16 @@ def dry_run(options: EvaluateOptions, reporter: Reporter) -> Forecast:
 
 
 @job(EvaluateOptions)
-def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult | PerplexityResult:
+def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult:
     """Score methods or plans on the same questions as the full cache, all at the same size.
 
-    With `output`, a run that is interrupted goes on where it stopped when the same call is repeated. Tasks "ppl:FILE"
-    measure perplexity: contexts are compressed, what follows them is predicted. The first of `notes` says so where the
-    full cache itself scores next to nothing.
+    With `output`, a run that is interrupted goes on where it stopped when the same call is repeated. The
+    first of `notes` says so where the full cache itself scores next to nothing.
 
     Raises:
         UsageError: options that do not go together, or files that cannot be read or written.
         IncompatibleError: plans, profiles or questions do not fit the model.
     """
-    if options.is_of_text:
-        return _measure_text(options, reporter)
     _, evaluation = _prepare(options, reporter)
     directory = options.output
     config = evaluation.config().changed(options=options.recorded())
@@ -210,9 +177,6 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult |
 
 def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Evaluation]:
     """Return what is compared, and the evaluation with its model; warns of what makes it say little."""
-    for name in ("continuation", "stride"):
-        if getattr(options, name) is not None:
-            raise UsageError(f"--{name} is for --tasks ppl:FILE")
     options.check_files()
     tasks = options.find_tasks(options.model, options.split)
     for path in options.plan:
@@ -260,54 +224,3 @@ def _output_losses(
 def read_losses(path: Path) -> list[LayerLoss]:
     """Return the losses that a run has kept; UsageError if the file is damaged."""
     return validated(TypeAdapter(list[LayerLoss]).validate_python, read_json(path), str(path))
-
-
-# --- perplexity of a text ---------------------------------------------------------------------------------------------
-
-
-def _read_text(options: EvaluateOptions) -> tuple[Request, PerplexityText, int, int]:
-    """Return what is compared, the text, and tokens of a context and of its continuation."""
-    others = [name for name in options.task_options(options.split).given if name != "lengths"]
-    unread = [name for name in NOT_OF_TEXTS if name in options.model_fields_set] + others
-    if unread:
-        raise UsageError(f"ppl:FILE takes no --{unread[0].replace('_', '-')}: it prints its result")
-    request = options.request()
-    lengths = options.length or (CONTEXT,)
-    if len(lengths) > 1:
-        raise UsageError("ppl:FILE takes one --length, the tokens of a context: measure one after the other")
-    text = PerplexityText.load(Path(str(options.tasks).removeprefix(PERPLEXITY)))
-    return request, text, lengths[0], options.continuation or CONTINUATION
-
-
-def _measure_text(options: EvaluateOptions, reporter: Reporter) -> PerplexityResult:
-    """Return the loss of `options.samples` windows of a text under every method."""
-    request, text, context, continuation = _read_text(options)
-    from kvsearch.evaluation.perplexity import measure_perplexity
-    from kvsearch.evaluation.runner import environment
-    from kvsearch.evaluation.totals import check_totals
-    from kvsearch.strategies.compared import different_settings
-
-    loaded = options.load(options.model, reporter)
-    methods = request.ready(loaded)
-    if remark := different_settings(methods):
-        reporter.say(remark)
-    check_totals(loaded, methods, [context + len(loaded.tokenizer("")["input_ids"])])
-    evicting = [method for method in methods if method.name != FULL]
-    with reporter.progress("batches") as progress:
-        losses = measure_perplexity(
-            loaded, {method.label: method.program for method in evicting}, text, context, continuation,
-            stride=options.stride, windows=options.samples, batch=options.batch, seed=options.seed, progress=progress,
-        )  # fmt: skip
-    return PerplexityResult.of(
-        losses,
-        model=loaded.name,
-        text=text.name,
-        context=context,
-        continuation=continuation,
-        stride=options.stride or context + continuation,
-        wanted=options.samples,
-        seed=options.seed,
-        phases=", ".join(sorted({method.phases for method in evicting})),
-        batch=options.batch,
-        environment=environment(loaded),
-    )

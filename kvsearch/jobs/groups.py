@@ -33,6 +33,7 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.selection.selection import Rule
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.catalog import NO_QA, SYNTHETIC, TaskOptions, find_tasks
+from kvsearch.tasks.metrics import is_forced
 from kvsearch.workers.cluster import RayWorkers, import_ray
 from kvsearch.workers.models import ModelWorkers
 
@@ -183,7 +184,7 @@ class WithTasks(JobOptions):
     tasks: Specs | None = option(
         None,
         "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, synthetic:sparse, ruler, "
-        "ruler:no-qa, longbench, longbench:english, longbench:e, infinitebench, gsm8k, niah, jsonl:FILE; see "
+        "ruler:no-qa, longbench, longbench:english, longbench:e, infinitebench, gsm8k, niah, jsonl:FILE, ppl:FILE; see "
         "`kvsearch tasks`.",
         FIRST,
         metavar="SPEC",
@@ -192,10 +193,10 @@ class WithTasks(JobOptions):
     )
     length: WholeNumbers | None = option(
         None,
-        "Tokens of a context (synthetic, niah) or of a whole prompt (ruler); several for niah.",
+        "Tokens of a context (synthetic, niah, ppl) or of a whole prompt (ruler); several for niah.",
         QUESTIONS,
         metavar="N[,N...]",
-        shown="synthetic 1024, ruler 4096, niah 1000,2000,4000,8000",
+        shown="synthetic 1024, ruler 4096, niah 1000,2000,4000,8000, ppl 512",
     )
     data: str | None = option(
         None, "longbench, infinitebench, gsm8k: a file or folder, or a dataset id of the hub.", shown="the hub's own"
@@ -259,7 +260,10 @@ class Batches(Seeded):
         return None if self.max_memory is None else int(self.max_memory * 10**9)
 
     def asked_of(self, tasks: Sequence[Task], samples: int, protocol: Protocol) -> Split:
-        """Return tasks that are asked about up to `samples` contexts each, under a protocol."""
+        """Return tasks that are asked about up to `samples` contexts each, under a protocol that they all have."""
+        for task in tasks:
+            if is_forced(task) and protocol != QUESTION_AGNOSTIC:
+                raise UsageError(f"--protocol {protocol}: task {task.name} is text without questions: leave it out")
         from kvsearch.evaluation.compare import Settings, Split
 
         return Split(tasks, Settings(samples, protocol, self.seed, self.batch, self.memory_bytes, self.max_length))

@@ -37,7 +37,7 @@ from kvsearch.report.plans import cache_parts, plan_headline, plan_parts
 from kvsearch.report.profile import caption, profile_parts
 from kvsearch.report.table import Table, markdown
 from kvsearch.results.base import Result, read_content, telling_damage
-from kvsearch.results.evaluation import EvaluationResult, HeadroomResult, PerplexityResult
+from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.results.search import SearchResult, read_trace
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.results.validation import FILE as VALIDATION
@@ -90,11 +90,6 @@ KINDS: Mapping[str, ArtifactKind] = {
         (EvaluationResult,),
         figures=charts.score_figures,
         headline=evaluation.headline,
-    ),
-    "perplexity": ArtifactKind(
-        lambda result: [scores.perplexity_table(result)],
-        (PerplexityResult,),
-        headline=scores.perplexity_headline,
     ),
     "headroom": ArtifactKind(scores.headroom_parts, (HeadroomResult,)),
     "speed": ArtifactKind(

@@ -1,4 +1,4 @@
-"""What else was scored: headroom, perplexity, signals, replies so far, and lm-evaluation-harness."""
+"""What else was scored: headroom, signals, replies so far, and lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -9,22 +9,17 @@ from typing import Any
 
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import Row
-from kvsearch.report.numbers import asked_words, bounds, interval, percent
+from kvsearch.report.numbers import asked_words, bounds, percent
 from kvsearch.report.table import Cell, Table
-from kvsearch.results.evaluation import HeadroomResult, PerplexityResult
+from kvsearch.results.evaluation import HeadroomResult
 from kvsearch.results.validation import ValidationResult
 from kvsearch.selection.verdicts import AtBudget
-from kvsearch.strategies.names import FULL
 
 HEADROOM = {
     "best tried": "what scores highest on a context of all that was tried, so it can be kept; more may be possible",
     "true importance, even": "what the questions to come look at, with even budgets",
     "agnostic importance": "what up to 24 questions about other contexts look at, in the allocation that is best there",
 }
-PERPLEXITY = (
-    "method", "perplexity", "nats per token", "minus full", "better / equal / worse windows", "entries", "share", "KiB",
-    "most entries",
-)  # fmt: skip
 SCORES = ("signal", "kind", "phases", "forward", "inverse", "uniform", "random", "verdict")
 GAINS = ("signal", "kind", "phases", "forward minus", "difference", "95% interval")
 WORDS = ("signal", "kind", "phases", "verdict", "forward minus")
@@ -46,43 +41,6 @@ def plain_scores(title: str, methods: Sequence[str], rows: Sequence[Row]) -> Tab
         label = f"{row.task} (mean)" if row.kind == "category" else row.task
         lines.append([label, str(row.questions), *(Cell.number(row.scores[name].mean, ".2f") for name in methods)])
     return Table.plain(title, ["task", "questions", *methods], lines)
-
-
-def perplexity_table(result: PerplexityResult) -> Table:
-    """Return a row per method, with 95% intervals over windows."""
-    what = f"{result.windows} windows of {result.context} + {result.continuation} tokens"
-    if result.phases:
-        what += f", phases: {result.phases}"
-    full = result.methods[0].held
-    rows: list[Sequence[str | Cell]] = []
-    for method in result.methods:
-        lost: list[str | Cell] = ["-", "-"]
-        if (found := method.difference) is not None:
-            windows = f"{method.better} / {method.equal} / {method.worse}"
-            lost = [Cell(interval(found, "+.4f", unit=1), value=found.mean), windows]
-        held = method.held
-        rows.append([
-            method.name, Cell(interval(method.perplexity, ".3f", unit=1), value=method.perplexity.mean),
-            Cell(interval(method.nll, ".4f", unit=1), value=method.nll.mean), *lost, Cell.number(held.entries, ".0f"),
-            Cell.number(held.entries / full.entries, ".3f"), Cell.number(held.bytes / 1024, ".1f"),
-            Cell.number(held.most, ".0f"),
-        ])  # fmt: skip
-    notes = (
-        "entries and KiB: held once a context is compressed; most entries: at a time until its continuation ends",
-        *result.notes,
-    )
-    return Table.plain(
-        f"{result.model}: perplexity of {result.text}, {what}, 95% interval", PERPLEXITY, rows, notes=notes
-    )
-
-
-def perplexity_headline(result: PerplexityResult) -> str:
-    """Say which method loses least per token."""
-    losses = {method.name: method.nll.mean for method in result.methods if method.name != FULL}
-    if not losses:
-        return ""
-    best = min(losses, key=lambda name: losses[name])
-    return f"{best} loses least: {losses[best]:.4f} nats per token"
 
 
 def progress_table(samples: Collection[Sample]) -> Table:

@@ -1,4 +1,4 @@
-"""Results of an evaluation, of `headroom`, and of the perplexity of a text: several methods on the same questions."""
+"""Results of an evaluation and of `headroom`: several methods on the same questions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 from pydantic import FailFast, Field, PlainSerializer, model_validator
 
 from kvsearch.evaluation.samples import Footprint, LayerLoss
-from kvsearch.evaluation.statistics import MACRO, Kind, Row, student_estimate
+from kvsearch.evaluation.statistics import MACRO, Kind, Row
 from kvsearch.plan import Size
 from kvsearch.plan.schema import Protocol
 from kvsearch.results.base import Result, Stored
@@ -26,7 +25,7 @@ from kvsearch.tasks.niah import GridCell, NiahTask
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Comparison
-    from kvsearch.evaluation.samples import Sample, WindowLoss
+    from kvsearch.evaluation.samples import Sample
     from kvsearch.evaluation.statistics import SizeBlock
 
 SECTIONS: dict[Kind, str] = {"task": "tasks", "category": "categories", "average": "averages"}
@@ -207,82 +206,6 @@ class EvaluationResult(Result):
             if difference is not None:
                 return difference.wins + difference.ties + difference.losses
         return 0
-
-
-class MethodPerplexity(Stored):
-    """One method: its loss per token in nats, in the mean and of every window, and what it held, means over windows.
-
-    `difference` is what it loses more than the full cache, `better`, `equal` and `worse` count the windows on which it
-    loses less, as much and more; None for the full cache itself.
-    """
-
-    name: str
-    nll: Estimate
-    perplexity: Estimate
-    difference: Estimate | None = None
-    better: int | None = None
-    equal: int | None = None
-    worse: int | None = None
-    held: Footprint
-    by_window: tuple[float, ...]
-
-
-class PerplexityResult(Result):
-    """Losses of several methods, the full cache first, on the same windows of a text.
-
-    Lengths and `stride` are in tokens, special ones not counted; `wanted` is how many windows were asked for (None:
-    all), `windows` how many there are. `phases` are those in which the methods evict; `starts` are the places of
-    windows in the text.
-    """
-
-    SCHEMA: ClassVar[str] = "kvsearch.perplexity/2"
-
-    model: str
-    text: str
-    context: int
-    continuation: int
-    stride: int
-    wanted: int | None
-    windows: int
-    seed: int
-    phases: str
-    batch: int | None = None
-    environment: dict[str, Any] = Field(default_factory=dict)
-    starts: tuple[int, ...]
-    methods: tuple[MethodPerplexity, ...] = Field(min_length=1)
-
-    @classmethod
-    def of(cls, losses: Sequence[WindowLoss], **more: Any) -> Self:
-        """Return everything but the losses of single tokens; `more` are the other fields."""
-        names = list(dict.fromkeys(sample.method for sample in losses))
-        measured = {name: [sample for sample in losses if sample.method == name] for name in names}
-        full = np.array([sample.nll for sample in measured[FULL]])
-        methods = []
-        for name, samples in measured.items():
-            nll = np.array([sample.nll for sample in samples])
-            mean = student_estimate(nll)
-            ends = (math.exp(end) for end in (mean.mean, mean.low, mean.high))
-            lost: dict[str, Any] = {}
-            if name != FULL:
-                minus_full = nll - full
-                counts = {"better": minus_full < 0, "equal": minus_full == 0, "worse": minus_full > 0}
-                lost = {word: int(windows.sum()) for word, windows in counts.items()}
-                lost["difference"] = student_estimate(minus_full)
-            held = (fmean(getattr(sample, field) for sample in samples) for field in ("entries", "bytes", "most"))
-            method = MethodPerplexity(
-                name=name, nll=mean, perplexity=Estimate(*ends, contexts=mean.contexts), held=Footprint(*held),
-                by_window=tuple(nll.tolist()), **lost,
-            )  # fmt: skip
-            methods.append(method)
-        starts = tuple(sample.start for sample in measured[FULL])
-        return cls(windows=len(starts), starts=starts, methods=tuple(methods), **more)
-
-    @property
-    def notes(self) -> list[str]:
-        """What to know before the numbers are trusted."""
-        if self.wanted is None or self.windows >= self.wanted:
-            return []
-        return [f"{self.wanted} windows were asked for, {self.text} has {self.windows}"]
 
 
 class HeadroomResult(Result):

@@ -29,6 +29,7 @@ from kvsearch.tasks.ruler.task import QA_FORMATS, RULER_KINDS
 from kvsearch.tasks.splits import ALL, SPLITS
 from kvsearch.tasks.synthetic.suite import FORMS, SUITES, SyntheticTask
 from kvsearch.tasks.synthetic.suite import SPLITS as SYNTHETIC_SPLITS
+from kvsearch.tasks.text import TextTask
 
 SYNTHETIC = "synthetic"
 RULER = "ruler"
@@ -37,7 +38,8 @@ INFINITEBENCH = "infinitebench"
 GSM8K = "gsm8k"
 NEEDLE = "niah"
 JSONL = "jsonl"
-KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, NEEDLE, JSONL)
+TEXT = "ppl"
+KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, NEEDLE, JSONL, TEXT)
 QA_OPTIONS: Final = {"qa_1": "squad", "qa_2": "hotpot"}  # the options that bring the files of RULER's qa tasks
 NO_QA: Final = f"{RULER}:no-qa"
 MANY = "several tasks are joined by +"
@@ -45,6 +47,7 @@ GENERATED = "generated"
 STORY = "generated in a story, or --haystack"
 YOURS = "your file"
 FILE = "FILE"
+OF_FILES: Final = (JSONL, TEXT)  # kinds that are given with a file of the user's own
 
 _GENERATED: Final = {"lengths": "length", "split": "split"}
 _ROWS: Final = {"data": "source", "data_revision": "revision", "split": "split"}
@@ -116,8 +119,12 @@ def flag(option: str) -> str:
     return "--length" if option == "lengths" else "--" + option.replace("_", "-")
 
 
-def own_file(path: str) -> Entry:
+def own_file(path: str, kind: str = JSONL) -> Entry:
     """Return the task of a user's file."""
+    if kind == TEXT:
+        needs = f"{FILE}, plain text or rows with text"
+        load = partial(TextTask.load, path)
+        return Entry(f"{TEXT}:{path}", TextTask.category, TextTask.metric, YOURS, load, _GENERATED, needs)
     needs = f"{FILE}, rows with context, question, answers; they may name id, category and metric"
     make = partial(JsonlTask.load, path)
     return Entry(f"{JSONL}:{path}", jsonl.CATEGORY, jsonl.METRIC, YOURS, make, {"split": "split"}, needs)
@@ -183,12 +190,12 @@ SETS: Final[dict[str, tuple[str, ...]]] = {
     INFINITEBENCH: _specs(INFINITEBENCH, INFINITEBENCH_TASKS),
     f"{INFINITEBENCH}:lava": _specs(INFINITEBENCH, INFINITEBENCH_LAVA),
 }  # specs that stand for several tasks
-SPECS: Final = (*SETS, *ENTRIES, f"{JSONL}:")  # as they are typed
+SPECS: Final = (*SETS, *ENTRIES, *(f"{kind}:" for kind in OF_FILES))  # as they are typed
 
 
 def describe_tasks(spec: str | None = None) -> list[Entry]:
     """Return the tasks of a spec, or all there are; UsageError for an unknown kind or name."""
-    return [*ENTRIES.values(), own_file(FILE)] if spec is None else find_entries(spec)
+    return [*ENTRIES.values(), *(own_file(FILE, kind) for kind in OF_FILES)] if spec is None else find_entries(spec)
 
 
 def find_tasks(spec: str, options: TaskOptions | int | None = None) -> list[Task]:
@@ -217,7 +224,7 @@ def _split(spec: str) -> list[str]:
     """Return the specs that are joined by +. A file's name may have one, too, if no kind of task follows it."""
     specs: list[str] = []
     for piece in spec.split("+"):
-        if specs and specs[-1].startswith(f"{JSONL}:") and piece.partition(":")[0] not in KINDS:
+        if specs and specs[-1].partition(":")[0] in OF_FILES and piece.partition(":")[0] not in KINDS:
             specs[-1] += f"+{piece}"
         else:
             specs.append(piece)
@@ -226,10 +233,10 @@ def _split(spec: str) -> list[str]:
 
 def _find_kind(spec: str) -> list[Entry]:
     kind, _, rest = spec.partition(":")
-    if kind == JSONL:
+    if kind in OF_FILES:
         if not rest:
-            raise UsageError(f"task {spec!r} names no file: a file is given as jsonl:FILE")
-        return [own_file(rest)]
+            raise UsageError(f"task {spec!r} names no file: a file is given as {kind}:FILE")
+        return [own_file(rest, kind)]
     if kind not in KINDS:
         near = [known for known in (*ENTRIES, *SETS) if known.endswith(f":{kind}")]
         if near:

@@ -26,7 +26,7 @@ CATEGORY = "own"
 SEVERAL = "several"  # the category of a file whose rows have several
 TURNS = "turns"
 OF_TURN = {"question", "answers", "max_new_tokens", "prefix", "options"}
-PLAIN_TEXT = "is plain text, as for perplexity: a task asks, give context, question and answers"
+PLAIN_TEXT = "is plain text: give it as ppl:FILE, or give context, question and answers"
 
 
 class JsonlRow(BaseModel):

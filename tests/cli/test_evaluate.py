@@ -1,4 +1,4 @@
-"""kvsearch evaluate, end to end on the bundled model: plans, sweeps, runs that are kept, losses and perplexity."""
+"""kvsearch evaluate, end to end on the bundled model: plans, sweeps, runs that are kept, losses and texts."""
 
 from __future__ import annotations
 
@@ -87,23 +87,21 @@ def test_a_sweep_writes_everything(run: Run, calibrated: Path, tmp_path: Path) -
     assert "replies are there" in talk
 
 
-def test_perplexity_of_a_text(run: Run, tmp_path: Path) -> None:
+def test_a_text_is_predicted(run: Run, tmp_path: Path) -> None:
     text = tmp_path / "story.txt"
-    text.write_text("the calm fox greets the nurse in barn . " * 80)
-    arguments = ("--methods", "streaming,tova", "--budgets", 40, "--tasks", f"ppl:{text}")
-    lengths = ("--length", 200, "--continuation", 20, "--samples", 2)
-    code, out, talk = run("evaluate", "bundled", *arguments, *lengths, "--json")
+    text.write_text("the calm fox greets the nurse in barn . " * 200)
+    arguments = ("--methods", "streaming,tova", "--budgets", 40, "--tasks", f"ppl:{text}", "--length", 200)
+    code, out, talk = run("evaluate", "bundled", *arguments, "--samples", 3, "-o", tmp_path / "run", "--json")
     assert code == 0, talk
-    found = json.loads(out)
-    assert (found["schema"], found["phases"]) == ("kvsearch.perplexity/2", "prefill")
-    assert set(found["environment"]["versions"]) == {"kvsearch", "torch", "transformers"}
-    assert (found["context"], found["continuation"], found["windows"]) == (200, 20, 2)
-    assert [method["name"] for method in found["methods"]] == ["full", "streaming@40", "tova@40"]
-    code, out, _ = run("evaluate", "bundled", *arguments, *lengths)
-    assert "perplexity of story" in out
-    assert "phases: prefill" in out
-    code, out, _ = run("evaluate", "bundled", *arguments, "--dry-run", "--json")
-    assert (json.loads(out)["context"], json.loads(out)["continuation"]) == (1024, 128)
+    result = json.loads(out)
+    (task,) = result["tasks"]
+    assert (task["task"], task["metric"], task["contexts"]) == ("story", "likelihood", 3)
+    assert result["full"]["scores"]["tasks"]["story"]["mean"] == 1
+    for method in result["blocks"][0]["methods"]:
+        assert 0 < method["scores"]["tasks"]["story"]["mean"] <= 1
+    assert any("the full cache has a perplexity of" in note for note in result["notes"])
+    again = run("evaluate", "bundled", *arguments, "--samples", 3, "-o", tmp_path / "run", "--json")
+    assert (again[0], again[1]) == (0, out)
 
 
 @pytest.fixture

@@ -40,8 +40,8 @@ COMMANDS = {
     "bench": ("bench", "bundled", "--plan", "{}/plan.json", "--length", 64, "--rounds", 1, "--new-tokens", 2),
     "evaluate": ("evaluate", "bundled", "--methods", "uniform,h2o,lava,probe={}/probe", "--phases", "both",
                  "--budgets", 48, *ASKED, "--losses", "-o", "{}/evaluation"),
-    "perplexity": ("evaluate", "bundled", "--methods", "uniform", "--ratios", 0.8, *WINDOW, "--length", 256,
-                   "--tasks", "ppl:data/calibration/novel.txt", "--continuation", 16, "--samples", 1),
+    "text": ("evaluate", "bundled", "--methods", "uniform", "--ratios", 0.8, *WINDOW, "--length", 256,
+                   "--tasks", "ppl:data/calibration/novel.txt", "--samples", 1),
     "headroom": ("headroom", "bundled", *ASKED),
     "evolve": ("evolve", "bundled", "--budget", 48, *WINDOW, "--generations", 1, "--finalists", 1, "--population", 4,
                *ASKED, "--group-size", 6, "-o", "{}/evolve"),
@@ -49,7 +49,7 @@ COMMANDS = {
     "validate": ("validate", "{}/polykv", "--budget", 64, *ASKED, "--phases", "prefill", "--signals", "route:cosine"),
 }  # fmt: skip
 WITH_DATA = ("lukv", "lava", "cake", "probe")
-BEFORE_EVERY_COMMIT = "perplexity"
+BEFORE_EVERY_COMMIT = "text"
 
 
 PLACES = {"cpu": ("--device", "cpu"), "second": ("--device", f"{NAME}:1"), "both": ("--device-map", "auto")}

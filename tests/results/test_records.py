@@ -10,7 +10,7 @@ from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.core.parsing import read_json
 from kvsearch.results.base import Result, read_content
-from kvsearch.results.evaluation import EvaluationResult, HeadroomResult, PerplexityResult
+from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.results.search import SearchResult
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.results.validation import ValidationResult
@@ -22,7 +22,6 @@ RECORDS: dict[str, type[Result]] = {
     "evaluation-needle": EvaluationResult,
     "headroom": HeadroomResult,
     "front": SearchResult,
-    "perplexity": PerplexityResult,
     "run": RunResult,
     "search": SearchResult,
     "selection": SelectionResult,

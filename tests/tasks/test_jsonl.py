@@ -88,7 +88,10 @@ def test_rows_have_categories_and_ids_of_their_own(tmp_path: Path) -> None:
         ([row(answers="x")], "line 1: answers: must be a list, not 'x'"),
         ([row(answers={"text": "x"})], "line 1: answers: must be a list, not an object"),
         ([row(answers=["a", "\u200b\ufeff"])], "line 1: answers.1: must not be blank"),
-        ([{"text": "Once upon a time."}], "line 1: is plain text, as for perplexity: a task asks, give context, quest"),
+        (
+            [{"text": "Once upon a time."}],
+            "line 1: is plain text: give it as ppl:FILE, or give context, question and answers",
+        ),
         ([row(text="more")], "line 1: text: unknown key"),
         (['{"context": "a", "context": "b"}'], "the key 'context' occurs twice"),
         (['{"context": NaN}'], "a number in it is NaN or infinite"),

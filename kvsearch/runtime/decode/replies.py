@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from kvsearch.runtime.cache import CacheMark, PlanCache
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.steps import DecodeSteps, stepping
 from kvsearch.runtime.stock import CACHE
+from kvsearch.signals.predictions import token_losses
 
 Finished = Callable[[list[int]], bool]
 
@@ -109,6 +111,23 @@ class Replies:
         logits = self._forward(self.model, ids, seen, positions, rows)
         self.cache.rewind(mark)
         return logits
+
+    def predict(self, questions: Sequence[Tensor], answers: Sequence[Sequence[int]]) -> list[float]:
+        """Return the mean loss of the tokens of an answer to one question per sequence, in nats per token.
+
+        Answers, and questions, have at least one token. Questions and answers are forgotten again; errors as for `ask`.
+        """
+        rows = [torch.tensor(answer) for answer in answers]
+        asked = [torch.cat([question, row[:-1]]) for question, row in zip(questions, rows, strict=True)]
+        held = self._peak()
+        logits = self.force(asked, max(map(len, rows)))
+        held.step(np.array([len(tokens) for tokens in asked]))
+        self.most = held.most.tolist()
+        losses = [float(token_losses(logits[place, -len(row) :], row).mean()) for place, row in enumerate(rows)]
+        for place, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                raise NonFiniteError(place)
+        return losses
 
     def reply(self, max_new_tokens: Sequence[int]) -> list[list[int]]:
         """Continue the prompts themselves, once; their last logits give the first token."""

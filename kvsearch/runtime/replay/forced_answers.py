@@ -27,7 +27,7 @@ from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import batches, compressed
 from kvsearch.tasks.base import Answers, Query, Task
 from kvsearch.tasks.encode import Reading, TaskPrompts, readings
-from kvsearch.tasks.metrics import is_right, score
+from kvsearch.tasks.metrics import is_forced, is_right, score
 from kvsearch.tasks.prompts import PromptFormat, cut, stop_at
 
 TOGETHER = 8  # sequences that are decoded in one batch
@@ -60,15 +60,17 @@ class Judge:
 
     @cached_property
     def ended(self) -> Finished | None:
-        """Whether a reply has come to a stop text; None where the task has none."""
-        return self.format.ended(self.task.stops)
+        """Whether a reply has come to a stop text; None where the task has none. One that is not taken ends at once."""
+        return _at_once if is_forced(self.task) else self.format.ended(self.task.stops)
 
     def right(self, key: str, number: int, query: Query, reply: list[int]) -> list[int]:
-        """Return a reply up to the stop text that ended it, in whole tokens; nothing if it is not right.
+        """Return a reply up to the stop text that ended it, in whole tokens; nothing if it is not right, or not scored.
 
         Raises:
             UsageError: the metric cannot judge it.
         """
+        if is_forced(self.task):
+            return []
         decode = self.format.decode
         stops = self.task.stops
         said = list(reply)
@@ -78,6 +80,10 @@ class Judge:
         if said and is_right(score(self.task, key, number, query, cut(decode(said), stops))):
             return said
         return []
+
+
+def _at_once(reply: list[int]) -> bool:  # noqa: ARG001 - whatever was replied
+    return True
 
 
 class ForcedAnswer(NamedTuple):

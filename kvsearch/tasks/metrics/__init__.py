@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.naming import require_known
-from kvsearch.tasks.metrics import gsm8k, infinitebench, longbench, strings
+from kvsearch.tasks.metrics import gsm8k, infinitebench, likelihood, longbench, strings
 from kvsearch.tasks.metrics.packages import optional
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ _OF_ANSWERS = (
     infinitebench.first_integer, infinitebench.first_number, infinitebench.contains_word,
     infinitebench.character_f1_zh, infinitebench.rouge_l_sum,
     gsm8k.gsm8k, gsm8k.gsm8k_official,
+    likelihood.likelihood,
 )  # fmt: skip
 # scores of a reply and its whole question
 _OF_QUESTION = (longbench.classification, infinitebench.choice, infinitebench.choice_of_function)
@@ -85,6 +86,11 @@ def score(task: Task, key: str, number: int, query: Query, reply: str) -> float:
     if not -ROUNDING <= value <= 1 + ROUNDING:
         raise UsageError(f"{place}: its metric gives {value:g}, scores are from 0 to 1")
     return value
+
+
+def is_forced(task: Task) -> bool:
+    """Tell whether answers are teacher-forced, and how well they are predicted is scored: nothing is replied."""
+    return getattr(task, "metric", None) == likelihood.likelihood.__name__
 
 
 def is_right(value: float) -> bool:

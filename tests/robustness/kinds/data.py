@@ -75,25 +75,23 @@ def _plain_text(path: Path) -> None:
     from kvsearch.calibration.data import load_calibration_data
     from kvsearch.tasks.niah import NiahTask
     from kvsearch.tasks.ruler.needles import Essay
-    from kvsearch.tasks.windows import PerplexityText
+    from kvsearch.tasks.text import TextTask
 
     def words(text: str) -> list[int]:
         return list(_tokenizer()(text)["input_ids"])
 
     for context in load_calibration_data(path, bare=True).contexts:
         words(context.text)
-    text = PerplexityText.load(path)
+    text = TextTask.load(path, length=2)
     words(text.text)
-    if len(words(text.text)) >= 4:
-        text.windows(words, 2, 2)
     Essay.load(path).sentences(30)
     _ask(NiahTask(lengths=(300,), depths=(0, 50), haystack=path))
 
 
 def _text_rows(path: Path) -> None:
-    from kvsearch.tasks.windows import PerplexityText
+    from kvsearch.tasks.text import TextTask
 
-    _tokenizer()(PerplexityText.load(path).text)
+    _tokenizer()(TextTask.load(path).text)
 
 
 def _qa(name: str, path: Path) -> None:

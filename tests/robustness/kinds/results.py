@@ -18,7 +18,7 @@ def kinds() -> Iterator[Kind]:
     """Return these kinds."""
     results = {
         "evaluation": ("evaluation.json", "evaluation-needle.json", "evaluation-losses.json"),
-        "perplexity": ("perplexity.json",), "headroom": ("headroom.json",), "selection": ("selection.json",),
+        "headroom": ("headroom.json",), "selection": ("selection.json",),
         "search": ("search.json", "front.json"), "run": ("run.json",),
         "reproduction": ("reproduction.json", "reproduction-2.json"),
     }  # fmt: skip

@@ -51,7 +51,7 @@ def texts() -> list[bytes]:
 
 
 def text_rows() -> list[bytes]:
-    """Rows of text, for perplexity."""
+    """Rows of text without questions."""
     return [_rows({"text": "the jolly fox"}, {"text": "chases the guard .", "id": 3})]
 
 

@@ -1,0 +1,32 @@
+"""The score where answers are teacher-forced: nothing is replied, and how well the answer is predicted counts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_LOSSES = re.compile(r"([\d.]+) nats per token, ([\d.]+) under the full cache")
+
+
+def loss_words(loss: float, full: float) -> str:
+    """Return what stands in place of a reply: the mean loss of the answer's tokens, and that under the full cache."""
+    return f"{loss:.6f} nats per token, {full:.6f} under the full cache"
+
+
+def read_losses(words: str) -> tuple[float, float] | None:
+    """Return the losses that `loss_words` says; None where it says something else."""
+    losses = _LOSSES.fullmatch(words)
+    return None if losses is None else (float(losses[1]), float(losses[2]))
+
+
+def likelihood(reply: str, answers: Sequence[str]) -> float:  # noqa: ARG001 - they were predicted already
+    """Return 1 minus the nats per token of the answer that are lost to the full cache, between 0 and 1.
+
+    A point of 100 is a hundredth of a nat. Who predicts better than the full cache scores 1, as it does. `reply` is
+    what `loss_words` says; any other scores 0.
+    """
+    losses = read_losses(reply)
+    if losses is None:
+        return 0.0
+    loss, full = losses
+    return min(max(1 - (loss - full), 0.0), 1.0)

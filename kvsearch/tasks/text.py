@@ -1,0 +1,96 @@
+"""Text without questions: how well what follows a part of it is predicted once that part is compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvsearch.core.errors import UsageError
+from kvsearch.core.files import read_bytes, read_text
+from kvsearch.tasks.base import Example, Query, Task, TokenCount
+from kvsearch.tasks.prompts import PLACE
+from kvsearch.tasks.rows import parse_rows
+from kvsearch.tasks.splits import ALL, OWN_SHARES, check_split, draw, part
+
+LENGTH = 512
+LEAD = 8  # tokens that follow a context where other tasks have a question
+CONTINUATION = 64  # tokens after these, which are predicted
+SPARE = 1.25  # times as much text is taken for a continuation, so that it has so many tokens
+COUNTED = 100_000  # characters that tell how long a token is
+LONGEST_WORD = 40  # characters to look for a space in; some scripts have none
+
+
+@dataclass(frozen=True)
+class TextTask(Task):
+    """Windows of a text, one after the other: about `length` tokens of context, a few more, and what is predicted.
+
+    A continuation begins with a word, so that it has the same tokens by itself as in the text.
+    """
+
+    name: str
+    text: str
+    length: int = LENGTH
+    split: str = ALL
+    metric = "likelihood"
+    prompt = PLACE
+    category = "text"
+    chat = False
+
+    def __post_init__(self) -> None:
+        check_split(self.split)
+
+    @classmethod
+    def load(cls, path: str | Path, length: int = LENGTH, split: str = ALL) -> TextTask:
+        """Read a text file, or a .jsonl file of `{"text": ...}` rows, which are joined by blank lines.
+
+        Raises:
+            UsageError: there is no such file, it is not UTF-8 text, it is empty, or a row has no text.
+        """
+        if Path(path).suffix == ".jsonl":
+            rows = [row.get("text") for row in parse_rows(read_bytes(path), str(path))]
+            if not all(isinstance(row, str) for row in rows):
+                raise UsageError(f'{path} has rows without a text: give rows such as {{"text": "..."}}')
+            text = "\n\n".join(map(str, rows))
+        else:
+            text = read_text(path)
+        if not text.strip():
+            raise UsageError(f"{path} is empty: give text")
+        return cls(Path(path).stem, text, length, split)
+
+    def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
+        """Return up to `samples` windows of the split, drawn without replacement if it has more.
+
+        Raises:
+            UsageError: the text is shorter than a window.
+        """
+        sample = self.text[:COUNTED]
+        characters = len(sample) / max(count(sample), 1)
+        windows = list(self._windows(characters))
+        if not windows:
+            raise UsageError(
+                f"{self.name} has about {round(len(self.text) / characters)} tokens, and a window needs "
+                f"{self.length + LEAD + round(SPARE * CONTINUATION)}: give more text, or lower --length"
+            )
+        return draw(part(windows, self.split, lambda window: window.key, self.name, OWN_SHARES), samples, seed)
+
+    def _windows(self, characters: float) -> Iterator[Example]:
+        """Yield the windows of the text, whose tokens have so many `characters`; a rest that is too short is left."""
+        start = 0
+        while True:
+            lead = self._space_after(start + self.length * characters)
+            gap = self._space_after(lead + LEAD * characters)
+            end = self._space_after(gap + SPARE * CONTINUATION * characters)
+            if end > len(self.text):
+                return
+            continuation = self.text[gap:end].strip()
+            if continuation:
+                query = Query(self.text[lead:gap], (continuation,), max_new_tokens=CONTINUATION)
+                yield Example(self.name, str(start), self.text[start:lead], (query,))
+            start = end
+
+    def _space_after(self, place: float) -> int:
+        """Return where the next word ends, or the place itself where no word does."""
+        at = round(place)
+        space = self.text.find(" ", at, at + LONGEST_WORD)
+        return at if space < 0 else space

@@ -1,0 +1,120 @@
+"""Texts without questions: windows, what they are read from, and what predicts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvsearch.core.errors import UsageError
+from kvsearch.evaluation.runner import run_encoded
+from kvsearch.models.architecture import describe
+from kvsearch.models.loading import LoadedModel
+from kvsearch.plan.schema import QUESTION_AGNOSTIC
+from kvsearch.runtime import Program
+from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.replay.forced_answers import forced_answers
+from kvsearch.signals.predictions import token_losses
+from kvsearch.strategies.names import FULL
+from kvsearch.tasks.base import Query
+from kvsearch.tasks.encode import encode_tasks
+from kvsearch.tasks.metrics import METRICS
+from kvsearch.tasks.metrics.likelihood import loss_words, read_losses
+from kvsearch.tasks.text import CONTINUATION, TextTask
+from tests import tiny
+
+WORDS = " ".join(f"w{number}" for number in range(2000))
+
+
+TEXT = " ".join(tiny.document(900).words[1:])
+
+
+def letters(text: str) -> int:
+    return len(text)
+
+
+def test_windows_follow_each_other_and_end_with_words() -> None:
+    windows = TextTask("t", WORDS, length=100).examples(1000, 0, letters)
+    whole = ""
+    for window in windows:
+        (query,) = window.queries
+        assert len(window.context) >= 100
+        assert query.question.startswith(" ") and not query.answers[0].startswith(" ")
+        whole += f"{window.context}{query.question} {query.answers[0]}"
+    assert WORDS.startswith(whole)
+    assert len(WORDS) - len(whole) < 300
+
+
+def test_a_text_without_spaces_is_cut_anywhere() -> None:
+    windows = TextTask("t", "好" * 1000, length=100).examples(1000, 0, letters)
+    assert [len(window.context) for window in windows] == [100] * 5
+
+
+def test_splits_share_no_window() -> None:
+    drawn = [TextTask("t", WORDS, 100, split).examples(1000, 0, letters) for split in ("train", "select", "report")]
+    keys = [window.key for part in drawn for window in part]
+    assert len(set(keys)) == len(keys) == len(TextTask("t", WORDS, 100).examples(1000, 0, letters))
+
+
+def test_a_short_text_is_refused() -> None:
+    with pytest.raises(UsageError, match="t has about 3 tokens, and a window needs 188: give more text, or lower"):
+        TextTask("t", "abc", length=100).examples(1, 0, letters)
+
+
+def test_rows_are_joined(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Köln\n", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert TextTask.load(tmp_path / "a.txt").text == "Köln\n"
+    assert TextTask.load(tmp_path / "b.jsonl").text == "one\n\ntwo"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [("a.txt", " \n", "is empty"), ("a.jsonl", '{"question": "x"}', "rows without a text")],
+)
+def test_files_without_text_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UsageError, match=message):
+        TextTask.load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("loss", "full", "score"), [(1.25, 1.0, 0.75), (1.0, 1.0, 1.0), (0.5, 1.0, 1.0), (3.0, 1.0, 0.0)]
+)
+def test_a_point_is_a_hundredth_of_a_nat(loss: float, full: float, score: float) -> None:
+    query = Query("", ("answer",))
+    assert METRICS["likelihood"](loss_words(loss, full), query) == pytest.approx(score)
+    assert METRICS["likelihood"]("an answer", query) == 0
+
+
+def test_losses_are_those_of_the_continuation_after_what_is_kept() -> None:
+    """Nothing is generated; under the full cache the loss is that of one dense pass over context and continuation."""
+    loaded: LoadedModel = tiny.loaded()
+    task = TextTask("t", TEXT, length=60)
+    (encoded,) = encode_tasks(loaded, [task], samples=3)
+    few = Program.from_plan(loaded.model, tiny.plan_for(loaded, [[12, 12]] * describe(loaded.model).layers))
+    programs: dict[str, Program] = {"few": few, FULL: full_cache(loaded.model)}
+    samples = run_encoded(loaded, programs, [encoded], QUESTION_AGNOSTIC, batch=2)
+    by_method = {name: [sample for sample in samples if sample.method == name] for name in programs}
+    assert [sample.score for sample in by_method[FULL]] == [1.0] * 3
+    for prompt, full, sample in zip(encoded.prompts, by_method[FULL], by_method["few"], strict=True):
+        (question,) = prompt.questions
+        assert len(question.right) == CONTINUATION == full.reply_tokens
+        ids = torch.cat([prompt.context, question.ids, question.right])[None]
+        with torch.no_grad():
+            logits = loaded.model(input_ids=ids).logits[0]
+        dense = float(token_losses(logits[-CONTINUATION - 1 : -1], question.right).mean())
+        assert read_losses(full.reply) == pytest.approx((dense, dense), abs=1e-4)
+        lost = read_losses(sample.reply)
+        assert lost is not None
+        assert lost[1] == pytest.approx(dense, abs=1e-4)
+    alone = run_encoded(loaded, {"few": few}, [encoded], QUESTION_AGNOSTIC, batch=2)
+    assert [sample.reply for sample in alone] == [sample.reply for sample in by_method["few"]]
+
+
+def test_what_is_forced_is_the_text_itself() -> None:
+    loaded = tiny.loaded()
+    (encoded,) = encode_tasks(loaded, [TextTask("t", TEXT, length=60)], samples=2)
+    forced = forced_answers(loaded, [encoded], QUESTION_AGNOSTIC, "own")
+    assert [answer.own for answer in forced.values()] == [False, False]
