@@ -37,6 +37,7 @@ from kvsearch.runs.ledger import read_lines
 from kvsearch.runs.run import run_in, write_contexts
 from kvsearch.search.settings import WHAT, EvolveSettings
 from kvsearch.search.trials import TrialLog
+from kvsearch.tasks.metrics import is_forced
 
 if TYPE_CHECKING:
     from kvsearch.plan import Plan
@@ -195,6 +196,8 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
     if not budgets:
         raise UsageError("how many entries may a kv head keep on average? Give --budget, or several with --budgets")
     tasks = {name: options.find_tasks(options.model, name) for name in SPLITS.values()}
+    if options.settings.objective == "metric" and any(map(is_forced, tasks["train"])):
+        raise UsageError("--objective metric judges replies, and nothing replies to a text (ppl:FILE): leave it out")
     run_in(options.output, "evolve")
     if not options.force and (options.output / LEDGER).exists():
         list(read_lines(options.output / LEDGER, TrialLog.parse))  # a damaged one is told before a model is loaded

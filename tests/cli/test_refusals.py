@@ -54,6 +54,10 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--methods lava --budgets 64 --force", "--force is for --output"),
         ("--methods lava --budgets 64 --tasks ppl:", "a file is given as ppl:FILE"),
         ("--methods lava --budgets 64 --tasks ppl:x", "no file x"),
+        (
+            "--methods lava --budgets 64 --tasks ppl:data/calibration/story.txt --protocol question-aware",
+            "text without questions",
+        ),
         ("--methods uniform --ratios 0.99 --tasks synthetic:single --length 512 --samples 1", "ratio 0.99 leaves 5."),
         ("--plan CAL/plan.json --tasks synthetic:multkey", "did you mean 'multikey'?"),
         ("--plan CAL/plan.json --length 100", "at least 512"),
@@ -73,6 +77,9 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--budget 3", "a budget of 3 is below the 4 entries that snapkv always keeps"),
     ],
     f"evolve bundled -o NEW {TASKS}": [("--budget 12 --policy full", "--policy full never evicts")],
+    "evolve bundled -o NEW --tasks ppl:data/calibration/story.txt": [
+        ("--budget 12 --objective metric", "nothing replies to a text"),
+    ],
     f"run bundled -o NEW {RUN}": [
         ("", "how much may be kept? Give --budget"),
         ("--budget 40 --ratio 0.9", "--ratio: cannot be given with --budget: leave one of them out"),

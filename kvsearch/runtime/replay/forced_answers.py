@@ -61,7 +61,7 @@ class Judge:
     @cached_property
     def ended(self) -> Finished | None:
         """Whether a reply has come to a stop text; None where the task has none. One that is not taken ends at once."""
-        return _at_once if is_forced(self.task) else self.format.ended(self.task.stops)
+        return (lambda _: True) if is_forced(self.task) else self.format.ended(self.task.stops)
 
     def right(self, key: str, number: int, query: Query, reply: list[int]) -> list[int]:
         """Return a reply up to the stop text that ended it, in whole tokens; nothing if it is not right, or not scored.
@@ -80,10 +80,6 @@ class Judge:
         if said and is_right(score(self.task, key, number, query, cut(decode(said), stops))):
             return said
         return []
-
-
-def _at_once(reply: list[int]) -> bool:  # noqa: ARG001 - whatever was replied
-    return True
 
 
 class ForcedAnswer(NamedTuple):
