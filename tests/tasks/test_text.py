@@ -17,10 +17,8 @@ from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.signals.predictions import token_losses
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import encode_tasks
-from kvsearch.tasks.metrics import METRICS
-from kvsearch.tasks.metrics.likelihood import loss_words, read_losses
+from kvsearch.tasks.metrics.likelihood import read_losses
 from kvsearch.tasks.text import CONTINUATION, TextTask
 from tests import tiny
 
@@ -77,15 +75,6 @@ def test_files_without_text_are_refused(tmp_path: Path, name: str, content: str,
     (tmp_path / name).write_text(content)
     with pytest.raises(UsageError, match=message):
         TextTask.load(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("loss", "full", "score"), [(1.25, 1.0, 0.75), (1.0, 1.0, 1.0), (0.5, 1.0, 1.0), (3.0, 1.0, 0.0)]
-)
-def test_a_point_is_a_hundredth_of_a_nat(loss: float, full: float, score: float) -> None:
-    query = Query("", ("answer",))
-    assert METRICS["likelihood"](loss_words(loss, full), query) == pytest.approx(score)
-    assert METRICS["likelihood"]("an answer", query) == 0
 
 
 def test_losses_are_those_of_the_continuation_after_what_is_kept() -> None:
