@@ -184,8 +184,8 @@ class WithTasks(JobOptions):
     tasks: Specs | None = option(
         None,
         "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, synthetic:sparse, ruler, "
-        "ruler:no-qa, longbench, longbench:english, longbench:e, infinitebench, gsm8k, niah, jsonl:FILE, ppl:FILE; see "
-        "`kvsearch tasks`.",
+        "ruler:no-qa, longbench, longbench:english, longbench:e, longbench:v2, infinitebench, gsm8k, niah, jsonl:FILE, "
+        "ppl:FILE; see `kvsearch tasks`.",
         FIRST,
         metavar="SPEC",
         shown=DEFAULT_TASKS,

@@ -20,6 +20,7 @@ from kvsearch.tasks.gsm8k import Gsm8kTask
 from kvsearch.tasks.infinitebench import INFINITEBENCH_LAVA, INFINITEBENCH_TASKS, InfiniteBenchTask
 from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask
+from kvsearch.tasks.longbench_v2 import LONGBENCH_V2, LongBenchV2Task
 from kvsearch.tasks.metrics import NEEDS
 from kvsearch.tasks.metrics.packages import PACKAGES
 from kvsearch.tasks.niah import NiahTask
@@ -149,11 +150,11 @@ def _ruler(name: str) -> Entry:
     )
 
 
-def _dataset(benchmark: str, name: str, task: type[LongBenchTask | InfiniteBenchTask]) -> Entry:
-    spec = task.specs[name.removesuffix("_e")]
+def _dataset(benchmark: str, name: str, task: type[LongBenchTask | LongBenchV2Task | InfiniteBenchTask]) -> Entry:
+    made = task(name)
     reads = _ROWS | {"prompts": "prompts"}
     source = f"{task.source}, or --data"
-    return Entry(f"{benchmark}:{name}", spec.category, spec.metric, source, partial(task, name), reads)
+    return Entry(f"{benchmark}:{name}", made.category, made.metric, source, partial(task, name), reads)
 
 
 def _entries() -> Iterator[Entry]:
@@ -166,6 +167,8 @@ def _entries() -> Iterator[Entry]:
     yield from map(_ruler, RULER_TASKS)
     for name in (*LONGBENCH_TASKS, *LONGBENCH_E):
         yield _dataset(LONGBENCH, name, LongBenchTask)
+    for name in LONGBENCH_V2:
+        yield _dataset(LONGBENCH, name, LongBenchV2Task)
     for name in INFINITEBENCH_TASKS:
         yield _dataset(INFINITEBENCH, name, InfiniteBenchTask)
     reads = _ROWS | {"shots": "shots", "metric": "metric"}
@@ -187,6 +190,7 @@ SETS: Final[dict[str, tuple[str, ...]]] = {
     LONGBENCH: _specs(LONGBENCH, LONGBENCH_TASKS),
     f"{LONGBENCH}:english": _specs(LONGBENCH, LONGBENCH_ENGLISH),
     f"{LONGBENCH}:e": _specs(LONGBENCH, LONGBENCH_E),
+    f"{LONGBENCH}:v2": _specs(LONGBENCH, LONGBENCH_V2),
     INFINITEBENCH: _specs(INFINITEBENCH, INFINITEBENCH_TASKS),
     f"{INFINITEBENCH}:lava": _specs(INFINITEBENCH, INFINITEBENCH_LAVA),
 }  # specs that stand for several tasks

@@ -91,7 +91,7 @@ def test_any_specs_joined(specs: list[str]) -> None:
         ("longbench:musique_e", "unknown longbench task 'musique_e'; did you mean 'musique'"),
         ("ruler:niah_single_4", "unknown ruler task 'niah_single_4'; did you mean"),
         ("synthetic:multikey_1", "unknown synthetic task 'multikey_1'; did you mean"),
-        ("longbench:chinese", r"unknown longbench task 'chinese'.*english, e\)"),
+        ("longbench:chinese", r"unknown longbench task 'chinese'.*english, e, v2\)"),
         ("hotpotqa", "unknown task 'hotpotqa'; did you mean 'longbench:hotpotqa'"),
         ("qa_1", "unknown task 'qa_1'; did you mean 'synthetic:qa_1' or 'ruler:qa_1'"),
         ("gsm8k:easy", "unknown task 'gsm8k:easy': gsm8k is a single task, name it alone"),

@@ -25,7 +25,7 @@ _OF_ANSWERS = (
     strings.exact, strings.contains, strings.string_match_all, strings.string_match_part, strings.niah_recall,
     strings.niah_recall_lava, strings.niah_rouge1,
     longbench.qa_f1, longbench.qa_f1_zh, longbench.rouge_l, longbench.rouge_l_zh, longbench.retrieval,
-    longbench.retrieval_zh, longbench.count, longbench.edit_similarity,
+    longbench.retrieval_zh, longbench.count, longbench.edit_similarity, longbench.longbench_v2,
     infinitebench.first_integer, infinitebench.first_number, infinitebench.contains_word,
     infinitebench.character_f1_zh, infinitebench.rouge_l_sum,
     gsm8k.gsm8k, gsm8k.gsm8k_official,

@@ -26,6 +26,7 @@ FULL_WIDTH = "！＂＃＄％＆＇（）＊＋，－／：；＜＝＞？＠［
 _NO_ASCII = str.maketrans("", "", string.punctuation)
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation + CHINESE_PUNCTUATION + FULL_WIDTH)
 _NUMBER = re.compile(r"\d+")
+_CHOSEN = (re.compile(r"The correct answer is \(([A-D])\)"), re.compile(r"The correct answer is ([A-D])"))
 _COMMENT = ("`", "#", "//")
 
 
@@ -136,6 +137,17 @@ def edit_similarity(reply: str, answers: Sequence[str]) -> float:
     line = next((line for line in lines if not any(mark in line for mark in _COMMENT)), "")
     best: float = max(optional("rapidfuzz.fuzz").ratio(line, answer) for answer in answers)
     return round(best) / 100
+
+
+def longbench_v2(reply: str, answers: Sequence[str]) -> float:
+    """Return 1 if the reply says "The correct answer is (A)" with the letter that is right; brackets may be missing.
+
+    The first such sentence with brackets counts, else the first without; asterisks are left out. Tables: LongBench v2
+    (arXiv 2412.15204).
+    """
+    text = reply.replace("*", "")
+    chosen = next(filter(None, (pattern.search(text) for pattern in _CHOSEN)), None)
+    return float(chosen is not None and chosen[1] in answers)
 
 
 def _share_of_classes(reply: str, answer: str, classes: Sequence[str]) -> float:
