@@ -72,7 +72,7 @@ class TextTask(Task):
                 f"{self.name} has about {round(len(self.text) / characters)} tokens, and a window needs "
                 f"{self.length + LEAD + round(SPARE * CONTINUATION)}: give more text, or lower --length"
             )
-        return draw(part(windows, self.split, lambda window: window.key, self.name, OWN_SHARES), samples, seed)
+        return draw(part(windows, self.split, lambda window: window.context, self.name, OWN_SHARES), samples, seed)
 
     def _windows(self, characters: float) -> Iterator[Example]:
         """Yield the windows of the text, whose tokens have so many `characters`; a rest that is too short is left."""

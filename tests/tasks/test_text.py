@@ -49,10 +49,12 @@ def test_a_text_without_spaces_is_cut_anywhere() -> None:
     assert [len(window.context) for window in windows] == [100] * 5
 
 
-def test_splits_share_no_window() -> None:
-    drawn = [TextTask("t", WORDS, 100, split).examples(1000, 0, letters) for split in ("train", "select", "report")]
-    keys = [window.key for part in drawn for window in part]
-    assert len(set(keys)) == len(keys) == len(TextTask("t", WORDS, 100).examples(1000, 0, letters))
+@pytest.mark.parametrize("text", [WORDS, f"{WORDS} " * 3])
+def test_splits_share_no_window_even_where_a_text_repeats_itself(text: str) -> None:
+    drawn = [TextTask("t", text, 100, split).examples(1000, 0, letters) for split in ("train", "select", "report")]
+    contexts = [{window.context for window in part} for part in drawn]
+    assert sum(map(len, contexts)) == len(set.union(*contexts))
+    assert sum(map(len, drawn)) == len(TextTask("t", text, 100).examples(1000, 0, letters))
 
 
 def test_a_short_text_is_refused() -> None:
