@@ -40,7 +40,7 @@ class BlockSizes(NamedTuple):
         most = MOST_ROWS if dtype.itemsize == 2 else LEAST  # fp32 is not for tensor cores
         rows = min(most, power_of_two(queries))
         columns = 64 if widest <= 256 else 32
-        warps = 8 if rows > 32 or widest > 512 else 4
+        warps = 8 if rows > 32 or (most == LEAST and widest > 256) else 4  # with 4, fp32 of 128 numbers spills
         return cls(rows, columns, padded, padded_values, warps, 3 if widest <= 256 else 2)
 
 

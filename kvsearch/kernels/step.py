@@ -65,7 +65,7 @@ def step(
         query: [S, G, D].
         key: [S, D], stored in the slot where the token goes.
         value: [S, Dv].
-        slots: free slots are those behind the entries but one, where the next token goes.
+        slots: the next token goes to one without an entry, the first of them if none leaves now.
         width: slots in use, the token's own among them.
         rule: the entry that leaves has the lowest priority, and of equal ones the latest position: "position" itself,
             "mass", the attention received so far (mean over the group), as it is "stored" when entries arrive, the
@@ -94,7 +94,7 @@ def step(
     segments = len(query)
     parts, chunk = chunks(width, segments, RANKED, keys.device)
     done = torch.empty(segments, dtype=torch.int32, device=keys.device)
-    found = torch.empty(segments, parts, 4, dtype=torch.int64, device=keys.device)
+    found = torch.empty(segments, parts, 5, dtype=torch.int64, device=keys.device)
     made.launch(
         keys, values, (keys, keys, positions), (keys.stride(0), values.stride(0), positions.stride(0)),
         (key.contiguous(), value.contiguous(), slots.slot, slots.clock, paused, done),

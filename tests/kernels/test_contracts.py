@@ -69,6 +69,22 @@ def test_decode_rules_over_several_chunks(name: str) -> None:
     assert held(holder) == held(expected)
 
 
+@pytest.mark.parametrize("budgets", [(8, 8), (8, 11)])
+def test_tokens_go_to_empty_slots_where_several_entries_left_at_once(budgets: tuple[int, int]) -> None:
+    """Also before the next ones leave, and where a sequence gets padding meanwhile."""
+    policy = create_policy("scissorhands", {"window": 1, "drop": 4})
+    layer = Layer(Scene(2, 2, 12, (0, 4), 12, budgets, 3))
+    valid = torch.ones(2, 12, dtype=torch.bool)
+    valid[0, 3:5] = False
+    with interpreted(False):
+        expected = begin(layer, policy, policy)
+        outputs = feed(layer, expected, 0, 12, valid)
+    holder = begin(layer, policy, policy)
+    real = valid[:, None, :, None]
+    torch.testing.assert_close(feed(layer, holder, 0, 12, valid) * real, outputs * real, atol=1e-5, rtol=1e-5)
+    assert held(holder) == held(expected)
+
+
 @pytest.mark.parametrize(
     ("settings", "budgets"),
     [

@@ -57,7 +57,7 @@ class Head:
         over = (held.sum(-1) > self.budgets) & active
         gone = rows[over], leaving[over]
         self.positions[gone], self.state[gone] = -1, 0.0
-        following = held.sum(-1).clamp(max=self.positions.shape[1] - 1)
+        following = torch.where(held.all(-1), self.positions.shape[1] - 1, held.int().argmin(-1))
         self.slot = torch.where(active, torch.where(over, leaving, following), self.slot)
         return output
 
@@ -79,6 +79,23 @@ def test_many_slots_are_looked_at_by_several_programs(monkeypatch: pytest.Monkey
     (_, splits, _), (segments, programs) = grids
     assert segments == S
     assert programs - G >= splits // 2
+
+
+def test_the_next_token_takes_no_slot_of_an_entry_where_several_left_at_once() -> None:
+    """Entries are left of slots without one then, and right of them."""
+    head = Head(9, [8, 7, 5], sinks=1, recent=1)
+    head.positions[:, 1:3] = -1
+    head.state[:, 1:3] = 0.0
+    head.slot = torch.full((S,), 1)
+    slots = head.slots("mass")
+    active = torch.ones(S, dtype=torch.bool)
+    for token in range(4):
+        query, key, value = head.normal(S, G, D), head.normal(S, D), head.normal(S, DV)
+        output = step(query, key, value, slots, 9, "mass", D**-0.5)
+        expected = head.step(query, key, value, "mass", head.state[:, 0], active)
+        torch.testing.assert_close(output, expected.float(), atol=1e-5, rtol=1e-5)
+        assert torch.equal(slots.positions, head.positions), token
+        assert torch.equal(slots.slot, head.slot), token
 
 
 @pytest.mark.parametrize(("capacity", "pauses"), [(9, True), pytest.param(600, False, marks=pytest.mark.nightly)])

@@ -50,6 +50,18 @@ def choose(value, position, free, n, lowest, latest, place):
 
 
 @triton.jit
+def count_entries(Positions, begin, stop, empty, BN: tl.constexpr):
+    """Return how many entries slots begin to stop have, and the first slot without one, or `empty` if it is lower."""
+    held = begin - begin
+    for c in range(begin, stop, BN):
+        n = c + tl.arange(0, BN)
+        entry = tl.load(Positions + n, mask=n < stop, other=-1) >= 0
+        held += tl.sum(entry.to(tl.int32), 0)
+        empty = tl.minimum(empty, tl.min(tl.where(entry, empty, n), 0))
+    return held, empty
+
+
+@triton.jit
 def rank_persistent(
     Stat, Logit, Sinks, Positions, Mass, Low, Ring,
     seg, begin, stop, arrived, seen, first, recent, width, M, splits, l_col, s_seg, nothing,
@@ -63,14 +75,11 @@ def rank_persistent(
     """
     m = tl.arange(0, BM)
     peak, total = normalisers(Stat, Sinks, seg, m, M, splits, SP, BM, SINKS)
-    held_in_all = nothing
-    for c in range(0, width, BN):
-        n = c + tl.arange(0, BN)
-        held_in_all += tl.sum((tl.load(Positions + n, mask=n < width, other=-1) >= 0).to(tl.int64), 0)
+    held_in_all, _ = count_entries(Positions, 0, width, width, BN)
     even = 1.0 / held_in_all.to(tl.float32)
     at = ((seen - 1) % HISTORY).to(tl.int32)
     bit = 1 << (at % 8)
-    lowest, latest, place, count = nothing, nothing - 1, nothing - 1, nothing
+    lowest, latest, place = nothing, nothing - 1, nothing - 1
     for c in range(begin, stop, BN):
         n = c + tl.arange(0, BN)
         there = n < stop
@@ -93,10 +102,9 @@ def rank_persistent(
         ratio = (low.to(tl.int64) << 31) // visible
         bits = mass.to(tl.int32, bitcast=True).to(tl.int64)  # in the order of the masses, which are not negative
         free = held & (position >= first) & (position < seen - recent)
-        count += tl.sum(held.to(tl.int64), 0)
         value = ((2147483648 - ratio) << 31) | bits
         lowest, latest, place = choose(value, position, free, n, lowest, latest, place)
-    return lowest, latest, place, count
+    return lowest, latest, place
 
 
 @triton.jit
@@ -113,7 +121,7 @@ def rank_pooled(
     """
     m = tl.arange(0, BM)
     peak, total = normalisers(Stat, Sinks, seg, m, M, splits, SP, BM, SINKS)
-    lowest, latest, place, count = nothing, nothing - 1, nothing - 1, nothing
+    lowest, latest, place = nothing, nothing - 1, nothing - 1
     for c in range(begin, stop, BN):
         n = c + tl.arange(0, BN)
         position = tl.load(Positions + n, mask=n < stop, other=-1)
@@ -134,10 +142,9 @@ def rank_pooled(
         if POOLING == "avg":
             pooled = pooled / KERNEL
         free = (position >= first) & (position < seen - recent)
-        count += tl.sum((position >= 0).to(tl.int64), 0)
         value = ordered(tl.where(candidate, pooled, float("inf")))
         lowest, latest, place = choose(value, position, free, n, lowest, latest, place)
-    return lowest, latest, place, count
+    return lowest, latest, place
 
 
 @triton.jit
@@ -161,12 +168,12 @@ def rank(
     seg, begin, stop, arrived, seen, first, recent, M, splits, l_col, s_seg, cells, nothing,
     SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr, RULE: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
-    """Update the state of slots, and return the lowest of their entries and how many there are: see `finish_step`."""
+    """Update the state of slots, and return the lowest of their entries: see `finish_step`."""
     slot = tl.where(arrived != 0, tl.load(Slot + seg), -1)
     m = tl.arange(0, BM)
     if RULE == "mass":
         peak, total = normalisers(Stat, Sinks, seg, m, M, splits, SP, BM, SINKS)
-    lowest, latest, place, count = nothing, nothing - 1, nothing - 1, nothing
+    lowest, latest, place = nothing, nothing - 1, nothing - 1
     for c in range(begin, stop, BN):
         n = c + tl.arange(0, BN)
         position = tl.load(Positions + n, mask=n < stop, other=-1)
@@ -190,10 +197,9 @@ def rank(
             priority = tl.load(cell, mask=held, other=0.0) / tl.load(cell + cells, mask=held, other=1.0)
         else:
             priority = position.to(tl.float32)
-        count += tl.sum(held.to(tl.int64), 0)
         free = held & (position >= first) & (position < seen - recent)
         lowest, latest, place = choose(ordered(priority), position, free, n, lowest, latest, place)
-    return lowest, latest, place, count
+    return lowest, latest, place
 
 
 @triton.jit
@@ -238,7 +244,7 @@ def finish_step(
     added), "stored" in `State`, for the new entry from `Given` [S] where SCORED, else +inf, or the mean "row" of the
     layer: `More` [2, cells] at `Given` [S] + position, see `spread_row`. For "persistence" and "pooled" see
     `rank_persistent` and `rank_pooled`, whose slots before and behind are `Given` [2, S, capacity]. `Found`
-    [S, parts, 4] is what parts found, `Done` [S] how many are done, 0.
+    [S, parts, 5] is what parts found, `Done` [S] how many are done, 0.
     """
     seg = tl.program_id(0).to(tl.int64)
     job = tl.program_id(1)
@@ -253,40 +259,43 @@ def finish_step(
         stop = tl.minimum(begin + chunk, width)
         nothing = seen - seen
         if RULE == "persistence":
-            lowest, latest, place, count = rank_persistent(
+            lowest, latest, place = rank_persistent(
                 Stat, Logit, Sinks, Positions, State, More, Ring, seg, begin, stop, arrived, seen, first, recent, width,
                 M, splits, l_col, s_seg, nothing, SP, BM, BN, SINKS, HISTORY, BYTES)  # fmt: skip
         elif RULE == "pooled":
-            lowest, latest, place, count = rank_pooled(
+            lowest, latest, place = rank_pooled(
                 Stat, Logit, Sinks, Positions, Given + seg * capacity, tl.num_programs(0) * capacity, seg, begin, stop,
                 seen, first, recent, width, M, splits, l_col, nothing, SP, BM, BN, SINKS, KERNEL, POOLING,
                 PROTECT)  # fmt: skip
         else:
-            lowest, latest, place, count = rank(
+            lowest, latest, place = rank(
                 Stat, Logit, Sinks, Positions, State, More, Given, Slot, seg, begin, stop, arrived, seen, first, recent,
                 M, splits, l_col, s_seg, cells, nothing, SP, BM, BN, SINKS, RULE, SCORED)  # fmt: skip
-        found = Found + (seg * parts + part) * 4
+        held, empty = count_entries(Positions, begin, stop, capacity - 1, BN)
+        found = Found + (seg * parts + part) * 5
         tl.store(found, lowest)
         tl.store(found + 1, latest)
         tl.store(found + 2, place)
-        tl.store(found + 3, count)
+        tl.store(found + 3, held)
+        tl.store(found + 4, empty)
         tl.debug_barrier()  # all threads have written before others are told, and the state before a slot is cleared
         if tl.atomic_add(Done + seg, 1, sem="acq_rel") == parts - 1:
             n = tl.arange(0, PARTS)
-            each = Found + (seg * parts + n) * 4  # past the cache, as other programs have written it
+            each = Found + (seg * parts + n) * 5  # past the cache, as other programs have written it
             values = tl.load(each, mask=n < parts, other=0, cache_modifier=".cg")
             positions = tl.load(each + 1, mask=n < parts, other=-1, cache_modifier=".cg")
             places = tl.load(each + 2, mask=n < parts, other=-1, cache_modifier=".cg")
-            held = tl.sum(tl.load(each + 3, mask=n < parts, other=0, cache_modifier=".cg"), 0)
+            held_in_all = tl.sum(tl.load(each + 3, mask=n < parts, other=0, cache_modifier=".cg"), 0)
+            first_empty = tl.min(tl.load(each + 4, mask=n < parts, other=HIGHEST, cache_modifier=".cg"), 0)
             _, _, lowest_of_all = choose(values, positions, places >= 0, places, nothing, nothing - 1, nothing - 1)
             if arrived != 0:
                 tl.store(Clock + seg, seen)
                 tl.store(Clock + tl.num_programs(0) + seg, seen - recent - 1)
-                gone = tl.where(held > budget, lowest_of_all, -1)
+                gone = tl.where(held_in_all > budget, lowest_of_all, -1)
                 tl.store(Positions + gone, -1, mask=gone >= 0)
                 if RULE == "pooled":
                     relink(Given + seg * capacity, tl.num_programs(0) * capacity, gone, tl.load(Slot + seg))
-                tl.store(Slot + seg, tl.where(gone >= 0, gone, tl.minimum(held, capacity - 1)))
+                tl.store(Slot + seg, tl.where(gone >= 0, gone, first_empty))
                 entry = seg * s_seg + gone
                 if RULE == "mass" or RULE == "stored" or RULE == "persistence":
                     tl.store(State + entry, 0.0, mask=gone >= 0)
