@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvsearch.kernels.blocks import Chunked, chunks, power_of_two, whole_blocks
+from kvsearch.kernels.attention import Chunked, Entries
+from kvsearch.kernels.blocks import chunks, power_of_two
 from kvsearch.kernels.dispatch import launch
 
 RANKED = 512  # slots that a program looks at together
@@ -85,23 +86,21 @@ def step(
     from kvsearch.kernels.jit.step import finish_step
 
     keys = slots.keys
-    values = slots.values
     positions = slots.positions
-    weighs = rule in WEIGHING
-    made = Chunked(query.contiguous(), values.shape[-1], width, scaling, softcap, sinks, weighs)
+    entries = Entries(keys, slots.values, width, positions)
+    made = Chunked(query.contiguous(), entries, scaling, softcap, sinks, rule in WEIGHING)
     output = made.output
     paused = slots.slot if active is None else active
     segments = len(query)
     parts, chunk = chunks(width, segments, RANKED, keys.device)
     done = torch.empty(segments, dtype=torch.int32, device=keys.device)
     found = torch.empty(segments, parts, 5, dtype=torch.int64, device=keys.device)
-    made.launch(
-        keys, values, (keys, keys, positions), (keys.stride(0), values.stride(0), positions.stride(0)),
-        (key.contiguous(), value.contiguous(), slots.slot, slots.clock, paused, done),
-        HOLES=True, APPEND=True, PAUSES=active is not None,
-    )  # fmt: skip
+    made.attend(
+        arriving=(key.contiguous(), value.contiguous(), slots.slot, slots.clock, paused, done),
+        pauses=active is not None,
+    )
     if layer is not None:
-        _spread(made, positions, width, layer)
+        made.merge(layer.sums, places=(positions, layer.first))
     scores = None if arriving is None else arriving()
     given = output if scores is None else scores.contiguous()
     more = output
@@ -115,21 +114,9 @@ def step(
     launch(finish_step, (segments, parts + (query.shape[1] if merges else 0)),
         made.partial, made.statistics, made.logits, made.beside, output, positions, state, more, ring, given,
         slots.slot, slots.clock, slots.budgets, slots.sinks, slots.recent, paused, found, done,
-        width, chunk, parts, positions.shape[1], query.shape[1], made.splits, width, positions.stride(0),
+        width, chunk, parts, positions.shape[1], query.shape[1], made.splits, positions.stride(0),
         state.stride(0), more.shape[-1], **made.merging, BN=RANKED, PARTS=power_of_two(parts), SINKS=sinks is not None,
         OUTPUT=merges, PAUSES=active is not None, RULE=rule, SCORED=scores is not None, BYTES=ring.shape[-1],
         **(constants or {}), num_warps=4,
     )  # fmt: skip
     return output
-
-
-def _spread(made: Chunked, positions: Tensor, width: int, layer: LayerSums) -> None:
-    """Add up the rows of all segments, and merge the output."""
-    from kvsearch.kernels.jit.step import spread_row
-
-    count = made.query.shape[1]
-    launch(spread_row, (len(made.query), (0 if made.whole else count) + whole_blocks(width, RANKED)),
-        made.partial, made.statistics, made.logits, made.beside, made.output, positions, layer.sums, layer.first,
-        width, layer.sums.shape[-1], count, made.splits, width, positions.stride(0), **made.merging, BN=RANKED,
-        SINKS=made.sinks is not None, OUTPUT=not made.whole, num_warps=4,
-    )  # fmt: skip

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core import errors
 from kvsearch.core.errors import KvsearchWarning
-from kvsearch.kernels import blocks, dispatch
+from kvsearch.kernels import attention, blocks, dispatch
 from kvsearch.kernels.attention import Entries, attend
 from kvsearch.kernels.dispatch import serves
 from tests.examples import at_most
@@ -114,9 +114,11 @@ def test_segments_of_a_flat_store_have_as_many_chunks_as_they_need(
 ) -> None:
     """Programs are as many as chunks are, up to one a segment: not as the longest segment has, for each of them."""
     programs = []
-    launch = blocks.launch
+    launch = attention.launch
     monkeypatch.setattr(
-        blocks, "launch", lambda kernel, grid, *args, **how: (programs.append(grid), launch(kernel, grid, *args, **how))
+        attention,
+        "launch",
+        lambda kernel, grid, *args, **how: (programs.append(grid), launch(kernel, grid, *args, **how)),
     )
     monkeypatch.setattr(blocks, "processors", lambda _: 8)
     longest = max(lengths)
@@ -130,8 +132,8 @@ def test_segments_of_a_flat_store_have_as_many_chunks_as_they_need(
     packed = Entries(flat.keys[rows], flat.values[rows], longest, None, case.lengths, starts)
     output, _ = attend(case.query, packed, case.scaling)
     assert relative_error(output, case.expected()[0]) < BOUNDS[fp32]
-    [(count, beside, tiles)] = programs
-    chunk = blocks.Chunked(case.query, 32, longest, 1.0, None, None, False, sum(lengths)).chunk
+    (count, beside, tiles), *_ = programs
+    chunk = attention.Chunked(case.query, packed, 1.0, None, None, False).chunk
     needed = sum(max(1, -(-length // chunk)) for length in lengths)
     assert (beside, tiles) == (1, 1)
     assert needed <= count <= needed + len(lengths)
@@ -185,6 +187,11 @@ class TestServed:
             assert not serves(*states)
         assert not serves(*states)
         assert not recwarn.list
+
+    def test_an_older_gpu_is_done_without(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+        said = dispatch.lacking.__wrapped__.__wrapped__(torch.device("cuda"))  # type: ignore[attr-defined]
+        assert said == "they need compute capability 8.0, and this GPU has 7.5"
 
     @pytest.mark.parametrize(
         ("what", "why"),

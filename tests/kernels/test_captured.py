@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.kernels import blocks
+from kvsearch.kernels import attention
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attach import PlannedModel
@@ -40,7 +40,7 @@ def test_what_is_replayed_says_what_the_plain_loop_does(
     name: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched, done = [], {"steps": 0}
-    launch, step = blocks.Chunked.launch, decoding.fused_step
+    launch, step = attention.Chunked.attend, decoding.fused_step
 
     def counted(*args: object, **kwargs: object) -> None:
         launched.append(name)
@@ -51,7 +51,7 @@ def test_what_is_replayed_says_what_the_plain_loop_does(
         done["steps"] += found is not None
         return found
 
-    monkeypatch.setattr(blocks.Chunked, "launch", counted)
+    monkeypatch.setattr(attention.Chunked, "attend", counted)
     monkeypatch.setattr(decoding, "fused_step", stepped)
     model, (ids, mask) = build("llama", num_hidden_layers=1), prompts(2, 20, pads=5)
     # rows of a layer are added up in one block; elsewhere one head is over its budget before the other
@@ -89,13 +89,13 @@ class TestFlat:
     def widths(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """The columns of every launch of attention that was not a replay."""
         found: list[int] = []
-        launch = blocks.Chunked.launch
+        launch = attention.Chunked.attend
 
-        def noted(made: blocks.Chunked, *args: Any, **kwargs: Any) -> None:
+        def noted(made: attention.Chunked, *args: Any, **kwargs: Any) -> None:
             found.append(made.columns)
             launch(made, *args, **kwargs)
 
-        monkeypatch.setattr(blocks.Chunked, "launch", noted)
+        monkeypatch.setattr(attention.Chunked, "attend", noted)
         return found
 
     def planned(self) -> PlannedModel:

@@ -71,7 +71,7 @@ class Head:
 def test_many_slots_are_looked_at_by_several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of one alone would take longer than attention; the number of launches stays two."""
     grids: list[tuple[int, ...]] = []
-    monkeypatch.setattr("kvsearch.kernels.blocks.launch", lambda _, grid, *__, **___: grids.append(grid))
+    monkeypatch.setattr("kvsearch.kernels.attention.launch", lambda _, grid, *__, **___: grids.append(grid))
     monkeypatch.setattr("kvsearch.kernels.step.launch", lambda _, grid, *__, **___: grids.append(grid))
     monkeypatch.setattr("kvsearch.kernels.blocks.processors", lambda _: 132)
     head = Head(12_800, [12_799] * 3, sinks=2, recent=1)

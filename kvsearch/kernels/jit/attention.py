@@ -14,7 +14,7 @@ from kvsearch.kernels.jit.common import LOG2E, finite, logits_of, product, scale
 def attend_chunks(
     Q, K, V, Starts, Lengths, Positions, Sinks, Out, Acc, Stat, Logit, NewKeys, NewValues, Slot, Seen, Active, Done,
     scale, softcap, columns, chunk, M, splits, segments,
-    q_seg, q_row, k_seg, k_col, v_seg, v_col, p_seg, l_col,
+    q_seg, q_row, k_seg, k_col, v_seg, v_col, p_seg,
     ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
     FLAT: tl.constexpr, HOLES: tl.constexpr,
@@ -24,7 +24,7 @@ def attend_chunks(
     """Attend to one chunk of one segment; grid (S, splits, tiles of queries), or FLAT: (all chunks or more, 1, tiles).
 
     WHOLE: there is one chunk, and the output is written at once; else `Acc` [chunks, M, DV] and `Stat` [chunks, 2, M]
-    (maximum, sum) are. LOGITS, of a block: `Logit` [S, M, l_col] gets the logits, -inf where hidden.
+    (maximum, sum) are. LOGITS, of a block: `Logit` [S, M, columns] gets the logits, -inf where hidden.
     APPEND, of a block with HOLES, for one token: `NewKeys` [S, D] and `NewValues` [S, DV] are attended to as if they
     were in slot `Slot` [S], and written there by the program whose chunk it is in, with position `Seen` [S]; where
     PAUSES, only for segments that are `Active` [S]. `Done` [S] becomes 0, for `finish_step`.
@@ -77,7 +77,7 @@ def attend_chunks(
         s = logits_of(q, k, scale, softcap, SOFTCAP)
         s = tl.where(there[None, :] & ((c + n)[None, :] < limit[:, None]), s, float("-inf"))
         if LOGITS:
-            tl.store(Logit + (seg * M + m[:, None]) * l_col + (c + n)[None, :], s,
+            tl.store(Logit + (seg * M + m[:, None]) * columns + (c + n)[None, :], s,
                      mask=(m < M)[:, None] & wrote[None, :])  # fmt: skip
         now = tl.maximum(peak, tl.max(s, 1))
         p = tl.exp2(s - finite(now)[:, None])
@@ -94,7 +94,7 @@ def attend_chunks(
             v = tl.load(NewValues + seg * DV + dv, mask=dv < DV, other=0.0)
             s = scaled(tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1), scale, softcap, SOFTCAP)
             if LOGITS:
-                tl.store(Logit + (seg * M + m) * l_col + slot, s, mask=m < M)
+                tl.store(Logit + (seg * M + m) * columns + slot, s, mask=m < M)
             now = tl.maximum(peak, s)
             p = tl.exp2(s - now)
             shrink = tl.exp2(peak - now)
@@ -137,15 +137,17 @@ def chunks_before(counts, seg, BS: tl.constexpr):
 
 @triton.jit
 def merge_chunks(
-    Acc, Stat, Logit, Sinks, Out, Row, Lengths,
-    columns, chunk, M, splits, segments, l_col, r_seg, r_col,
+    Acc, Stat, Logit, Sinks, Out, Row, Lengths, Positions, First,
+    columns, chunk, M, splits, segments, r_seg, p_seg, cells,
     ROWS: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BS: tl.constexpr, FLAT: tl.constexpr, SINKS: tl.constexpr, OUTPUT: tl.constexpr, LOGITS: tl.constexpr,
+    LAYER: tl.constexpr,
 ):  # fmt: skip
     """Merge the chunks of a segment; grid (S, M + blocks of columns): one query's output, or a block of the row.
 
     OUTPUT: the first M programs of a segment write `Out` [S, M, DV]. LOGITS, of a block: the others write the mean
-    softmax of all M queries to `Row`, BN columns each, 0 where hidden.
+    softmax of all M queries to `Row`, BN columns each, 0 where hidden; or, of a LAYER, add it, and 1, to `Row`
+    [2, cells] where the entries are: those at position i of `Positions` have cell `First` [S] + i.
     """
     seg = tl.program_id(0).to(tl.int64)
     job = tl.program_id(1)
@@ -161,7 +163,17 @@ def merge_chunks(
     if LOGITS:
         block = job - M if OUTPUT else job
         if block >= 0:
-            merge_row(Stat, Logit, Sinks, Row, seg, block, columns, M, splits, l_col, r_seg, r_col, SP, BM, BN, SINKS)
+            m = tl.arange(0, BM)
+            c = block * BN + tl.arange(0, BN)
+            peak, total = normalisers(Stat, Sinks, seg, m, M, splits, SP, BM, SINKS)
+            row = mean_row(Logit, peak, total, seg, m, c, columns, M)
+            if LAYER:
+                position = tl.load(Positions + seg * p_seg + c, mask=c < columns, other=-1)
+                cell = Row + tl.load(First + seg) + position
+                tl.atomic_add(cell, row, mask=position >= 0)
+                tl.atomic_add(cell + cells, row * 0.0 + 1.0, mask=position >= 0)
+            else:
+                tl.store(Row + seg * r_seg + c, row, mask=c < columns)
 
 
 @triton.jit
@@ -213,14 +225,8 @@ def normalisers(
 
 
 @triton.jit
-def merge_row(
-    Stat, Logit, Sinks, Row, seg, block, columns, M, splits, l_col, r_seg, r_col,
-    SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Write one block of the mean softmax of a segment's M queries."""
-    m, c = tl.arange(0, BM), block * BN + tl.arange(0, BN)
-    peak, total = normalisers(Stat, Sinks, seg, m, M, splits, SP, BM, SINKS)
-    s = tl.load(Logit + (seg * M + m[:, None]) * l_col + c[None, :], mask=(m < M)[:, None] & (c < columns)[None, :],
+def mean_row(Logit, peak, total, seg, m, n, columns, M):
+    """Return the mean softmax of a segment's M queries in columns n [BN]."""
+    s = tl.load(Logit + (seg * M + m[:, None]) * columns + n[None, :], mask=(m < M)[:, None] & (n < columns)[None, :],
                 other=float("-inf"))  # fmt: skip
-    row = tl.sum(tl.exp2(s - peak[:, None]) / total[:, None], 0) / M
-    tl.store(Row + seg * r_seg + c * r_col, row, mask=c < columns)
+    return tl.sum(tl.exp2(s - peak[:, None]) / total[:, None], 0) / M

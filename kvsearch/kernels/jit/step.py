@@ -8,27 +8,9 @@ of an order, than a number per entry. Priorities are compared as whole numbers o
 import triton
 import triton.language as tl
 
-from kvsearch.kernels.jit.attention import merge_output, normalisers
+from kvsearch.kernels.jit.attention import mean_row, merge_output, normalisers
 
 HIGHEST = tl.constexpr(2**63 - 1)
-
-
-@triton.jit
-def limits_of(Clock, Budgets, First, Recent, Active, seg, PAUSES: tl.constexpr):
-    """Return whether a token comes to a segment, its tokens with that one, first and recent ones that stay, budget."""
-    arrived = 1
-    if PAUSES:
-        arrived = (tl.load(Active + seg) != 0).to(tl.int32)
-    seen = tl.load(Clock + seg) + arrived
-    return arrived, seen, tl.load(First + seg), tl.load(Recent + seg), tl.load(Budgets + seg)
-
-
-@triton.jit
-def mean_row(Logit, peak, total, seg, m, n, width, M, l_col):
-    """Return the mean softmax of a segment's M queries in slots n [BN]."""
-    s = tl.load(Logit + (seg * M + m[:, None]) * l_col + n[None, :], mask=(m < M)[:, None] & (n < width)[None, :],
-                other=float("-inf"))  # fmt: skip
-    return tl.sum(tl.exp2(s - peak[:, None]) / total[:, None], 0) / M
 
 
 @triton.jit
@@ -50,106 +32,65 @@ def choose(value, position, free, n, lowest, latest, place):
 
 
 @triton.jit
-def count_entries(Positions, begin, stop, empty, BN: tl.constexpr):
-    """Return how many entries slots begin to stop have, and the first slot without one, or `empty` if it is lower."""
-    held = begin - begin
-    for c in range(begin, stop, BN):
-        n = c + tl.arange(0, BN)
-        entry = tl.load(Positions + n, mask=n < stop, other=-1) >= 0
-        held += tl.sum(entry.to(tl.int32), 0)
-        empty = tl.minimum(empty, tl.min(tl.where(entry, empty, n), 0))
-    return held, empty
-
-
-@triton.jit
-def rank_persistent(
-    Stat, Logit, Sinks, Positions, Mass, Low, Ring,
-    seg, begin, stop, arrived, seen, first, recent, width, M, splits, l_col, s_seg, nothing,
-    SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr,
-    HISTORY: tl.constexpr, BYTES: tl.constexpr,
+def persistence(
+    p, position, even, n, there, Mass, Low, Ring, arrived, seen, HISTORY: tl.constexpr, BYTES: tl.constexpr
 ):  # fmt: skip
-    """Order by 1 - low / seen, then by the attention received (Scissorhands): see `policies.scissorhands`.
+    """Return the order by 1 - low / seen, then by the attention received (Scissorhands), of slots n [BN].
 
-    `Low` [S, C] int16 counts the rows of the last HISTORY in which an entry got less than an even share, `Ring`
-    [S, C, BYTES] uint8 has a bit for each of them, `Mass` [S, C] fp32 the attention received.
+    See `policies.scissorhands`. `Low` [C] int16 counts the rows of the last HISTORY in which an entry got less than an
+    even share, `Ring` [C, BYTES] uint8 has a bit for each of them, `Mass` [C] fp32 the attention received. All take the
+    row p [BN] of a token that arrived in.
     """
-    m = tl.arange(0, BM)
-    peak, total = normalisers(Stat, Sinks, seg, m, M, splits, SP, BM, SINKS)
-    held_in_all, _ = count_entries(Positions, 0, width, width, BN)
-    even = 1.0 / held_in_all.to(tl.float32)
     at = ((seen - 1) % HISTORY).to(tl.int32)
     bit = 1 << (at % 8)
-    lowest, latest, place = nothing, nothing - 1, nothing - 1
-    for c in range(begin, stop, BN):
-        n = c + tl.arange(0, BN)
-        there = n < stop
-        position = tl.load(Positions + n, mask=there, other=-1)
-        held = position >= 0
-        p = mean_row(Logit, peak, total, seg, m, n, stop, M, l_col)
-        entry = seg * s_seg + n
-        byte = Ring + entry * BYTES + at // 8
-        marks = tl.load(byte, mask=there, other=0).to(tl.int32)
-        low = tl.load(Low + entry, mask=there, other=0).to(tl.int32)
-        mass = tl.load(Mass + entry, mask=there, other=0.0)
-        if arrived != 0:
-            is_low = (held & (p < even)).to(tl.int32)
-            low += is_low - ((marks & bit) != 0).to(tl.int32)
-            mass += p
-            tl.store(byte, ((marks & (255 - bit)) | (is_low * bit)).to(tl.uint8), mask=there)
-            tl.store(Low + entry, low.to(tl.int16), mask=there)
-            tl.store(Mass + entry, mass, mask=there)
-        visible = tl.maximum(tl.minimum(seen - position, HISTORY), 1)
-        ratio = (low.to(tl.int64) << 31) // visible
-        bits = mass.to(tl.int32, bitcast=True).to(tl.int64)  # in the order of the masses, which are not negative
-        free = held & (position >= first) & (position < seen - recent)
-        value = ((2147483648 - ratio) << 31) | bits
-        lowest, latest, place = choose(value, position, free, n, lowest, latest, place)
-    return lowest, latest, place
+    byte = Ring + n * BYTES + at // 8
+    marks = tl.load(byte, mask=there, other=0).to(tl.int32)
+    low = tl.load(Low + n, mask=there, other=0).to(tl.int32)
+    mass = tl.load(Mass + n, mask=there, other=0.0)
+    if arrived != 0:
+        is_low = ((position >= 0) & (p < even)).to(tl.int32)
+        low += is_low - ((marks & bit) != 0).to(tl.int32)
+        mass += p
+        tl.store(byte, ((marks & (255 - bit)) | (is_low * bit)).to(tl.uint8), mask=there)
+        tl.store(Low + n, low.to(tl.int16), mask=there)
+        tl.store(Mass + n, mass, mask=there)
+    visible = tl.maximum(tl.minimum(seen - position, HISTORY), 1)
+    ratio = (low.to(tl.int64) << 31) // visible
+    bits = mass.to(tl.int32, bitcast=True).to(tl.int64)  # in the order of the masses, which are not negative
+    return ((2147483648 - ratio) << 31) | bits
 
 
 @triton.jit
-def rank_pooled(
-    Stat, Logit, Sinks, Positions, Before, behind,
-    seg, begin, stop, seen, first, recent, width, M, splits, l_col, nothing,
-    SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr,
-    KERNEL: tl.constexpr, POOLING: tl.constexpr, PROTECT: tl.constexpr,
+def pooled(
+    Logit, peak, total, Positions, Before, behind, seg, m, n, stop, seen, width, M,
+    BN: tl.constexpr, KERNEL: tl.constexpr, POOLING: tl.constexpr, PROTECT: tl.constexpr,
 ):  # fmt: skip
-    """Order by the row, pooled over KERNEL neighbours in the order of positions (CAKE): see `policies.cake`.
+    """Return the row in slots n [BN], pooled over KERNEL neighbours in the order of positions (CAKE).
 
-    `Before` [capacity] are the slots whose entries came before those of each slot, -1 for none, `behind` numbers later
-    the slots of those that came next. The last PROTECT tokens are no neighbours, and have no priority.
+    See `policies.cake`. `Before` [capacity] are the slots whose entries came before those of each slot, -1 for none,
+    `behind` numbers later the slots of those that came next. The last PROTECT tokens are no neighbours.
     """
-    m = tl.arange(0, BM)
-    peak, total = normalisers(Stat, Sinks, seg, m, M, splits, SP, BM, SINKS)
-    lowest, latest, place = nothing, nothing - 1, nothing - 1
-    for c in range(begin, stop, BN):
-        n = c + tl.arange(0, BN)
-        position = tl.load(Positions + n, mask=n < stop, other=-1)
-        candidate = (position >= 0) & (position < seen - PROTECT)
-        pooled = tl.zeros((BN,), tl.float32)
-        for offset in range(-(KERNEL // 2), KERNEL // 2 + 1):
-            link = Before + tl.where(offset < 0, 0, behind)
-            beside = tl.where(n < stop, n, -1)
-            for _ in range(tl.abs(offset)):
-                beside = tl.load(link + beside, mask=beside >= 0, other=-1)
-            there = tl.load(Positions + beside, mask=beside >= 0, other=-1)
-            shown = tl.where((there >= 0) & (there < seen - PROTECT), beside, width)
-            p = mean_row(Logit, peak, total, seg, m, shown, width, M, l_col)
-            if POOLING == "max":  # attention is not negative
-                pooled = tl.maximum(pooled, p)
-            else:
-                pooled += p
-        if POOLING == "avg":
-            pooled = pooled / KERNEL
-        free = (position >= first) & (position < seen - recent)
-        value = ordered(tl.where(candidate, pooled, float("inf")))
-        lowest, latest, place = choose(value, position, free, n, lowest, latest, place)
-    return lowest, latest, place
+    row = tl.zeros((BN,), tl.float32)
+    for offset in range(-(KERNEL // 2), KERNEL // 2 + 1):
+        link = Before + tl.where(offset < 0, 0, behind)
+        beside = tl.where(n < stop, n, -1)
+        for _ in range(tl.abs(offset)):
+            beside = tl.load(link + beside, mask=beside >= 0, other=-1)
+        there = tl.load(Positions + beside, mask=beside >= 0, other=-1)
+        shown = tl.where((there >= 0) & (there < seen - PROTECT), beside, width)
+        p = mean_row(Logit, peak, total, seg, m, shown, width, M)
+        if POOLING == "max":  # attention is not negative
+            row = tl.maximum(row, p)
+        else:
+            row += p
+    if POOLING == "avg":
+        row = row / KERNEL
+    return row
 
 
 @triton.jit
 def relink(Before, behind, gone, newest):
-    """Let slot `gone` come behind that of the newest entry, as it is the next token's; see `rank_pooled`."""
+    """Let slot `gone` come behind that of the newest entry, as it is the next token's; see `pooled`."""
     moves = (gone >= 0) & (gone != newest)
     left = tl.load(Before + gone, mask=moves, other=-1)
     right = tl.load(Before + behind + gone, mask=moves, other=-1)
@@ -163,76 +104,9 @@ def relink(Before, behind, gone, newest):
 
 
 @triton.jit
-def rank(
-    Stat, Logit, Sinks, Positions, State, Sums, Given, Slot,
-    seg, begin, stop, arrived, seen, first, recent, M, splits, l_col, s_seg, cells, nothing,
-    SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SINKS: tl.constexpr, RULE: tl.constexpr, SCORED: tl.constexpr,
-):  # fmt: skip
-    """Update the state of slots, and return the lowest of their entries: see `finish_step`."""
-    slot = tl.where(arrived != 0, tl.load(Slot + seg), -1)
-    m = tl.arange(0, BM)
-    if RULE == "mass":
-        peak, total = normalisers(Stat, Sinks, seg, m, M, splits, SP, BM, SINKS)
-    lowest, latest, place = nothing, nothing - 1, nothing - 1
-    for c in range(begin, stop, BN):
-        n = c + tl.arange(0, BN)
-        position = tl.load(Positions + n, mask=n < stop, other=-1)
-        held = position >= 0
-        state = State + seg * s_seg + n
-        if RULE == "mass":
-            p = mean_row(Logit, peak, total, seg, m, n, stop, M, l_col)
-            priority = tl.load(state, mask=n < stop, other=0.0)
-            if arrived != 0:
-                priority += p
-                tl.store(state, priority, mask=n < stop)
-        elif RULE == "stored":
-            new = n == slot
-            score = float("inf")
-            if SCORED:
-                score = tl.load(Given + seg)
-            priority = tl.where(new, score, tl.load(state, mask=n < stop, other=0.0))
-            tl.store(state, priority, mask=new & (n < stop))
-        elif RULE == "row":
-            cell = Sums + tl.load(Given + seg) + position
-            priority = tl.load(cell, mask=held, other=0.0) / tl.load(cell + cells, mask=held, other=1.0)
-        else:
-            priority = position.to(tl.float32)
-        free = held & (position >= first) & (position < seen - recent)
-        lowest, latest, place = choose(ordered(priority), position, free, n, lowest, latest, place)
-    return lowest, latest, place
-
-
-@triton.jit
-def spread_row(
-    Acc, Stat, Logit, Sinks, Out, Positions, Sums, First,
-    width, cells, M, splits, l_col, p_seg,
-    DV: tl.constexpr, BDV: tl.constexpr, SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SINKS: tl.constexpr, OUTPUT: tl.constexpr,
-):  # fmt: skip
-    """Add the mean softmax of a segment, and 1, to `Sums` [2, cells] where its entries are; grid as `merge_chunks`.
-
-    The entry at position i of a segment has cell `First` [S] + i.
-    """
-    seg = tl.program_id(0).to(tl.int64)
-    job = tl.program_id(1)
-    if OUTPUT:
-        if job < M:
-            merge_output(Acc, Stat, Sinks, Out, seg, seg * splits, splits, job, M, 1, DV, BDV, SP, SINKS)
-    block = job - M if OUTPUT else job
-    if block >= 0:
-        m, n = tl.arange(0, BM), block * BN + tl.arange(0, BN)
-        peak, total = normalisers(Stat, Sinks, seg, m, M, splits, SP, BM, SINKS)
-        position = tl.load(Positions + seg * p_seg + n, mask=n < width, other=-1)
-        row = mean_row(Logit, peak, total, seg, m, n, width, M, l_col)
-        cell = Sums + tl.load(First + seg) + position
-        tl.atomic_add(cell, row, mask=position >= 0)
-        tl.atomic_add(cell + cells, row * 0.0 + 1.0, mask=position >= 0)
-
-
-@triton.jit
 def finish_step(
     Acc, Stat, Logit, Sinks, Out, Positions, State, More, Ring, Given, Slot, Clock, Budgets, First, Recent, Active,
-    Found, Done, width, chunk, parts, capacity, M, splits, l_col, p_seg, s_seg, cells,
+    Found, Done, width, chunk, parts, capacity, M, splits, p_seg, s_seg, cells,
     DV: tl.constexpr, BDV: tl.constexpr, SP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr,
     SINKS: tl.constexpr, OUTPUT: tl.constexpr, PAUSES: tl.constexpr, RULE: tl.constexpr, SCORED: tl.constexpr,
     HISTORY: tl.constexpr = 0, BYTES: tl.constexpr = 0,
@@ -242,8 +116,8 @@ def finish_step(
 
     RULE: an entry's priority is its "position", its "mass" (`State`, to which the mean softmax of the M queries is
     added), "stored" in `State`, for the new entry from `Given` [S] where SCORED, else +inf, or the mean "row" of the
-    layer: `More` [2, cells] at `Given` [S] + position, see `spread_row`. For "persistence" and "pooled" see
-    `rank_persistent` and `rank_pooled`, whose slots before and behind are `Given` [2, S, capacity]. `Found`
+    layer: `More` [2, cells] at `Given` [S] + position, see `merge_chunks`. For "persistence" and "pooled" see the
+    functions of these names; slots before and behind are `Given` [2, S, capacity]. `Found`
     [S, parts, 5] is what parts found, `Done` [S] how many are done, 0.
     """
     seg = tl.program_id(0).to(tl.int64)
@@ -253,25 +127,67 @@ def finish_step(
             merge_output(Acc, Stat, Sinks, Out, seg, seg * splits, splits, job, M, 1, DV, BDV, SP, SINKS)
     part = job - M if OUTPUT else job
     if part >= 0:
-        arrived, seen, first, recent, budget = limits_of(Clock, Budgets, First, Recent, Active, seg, PAUSES)
+        arrived = 1
+        if PAUSES:
+            arrived = (tl.load(Active + seg) != 0).to(tl.int32)
+        seen = tl.load(Clock + seg) + arrived
+        first = tl.load(First + seg)
+        recent = tl.load(Recent + seg)
+        nothing = seen - seen
+        slot = tl.where(arrived != 0, tl.load(Slot + seg), -1)
         Positions += seg * p_seg
+        State += seg * s_seg
         begin = part * chunk
         stop = tl.minimum(begin + chunk, width)
-        nothing = seen - seen
+        m = tl.arange(0, BM)
+        if RULE == "mass" or RULE == "persistence" or RULE == "pooled":
+            peak, total = normalisers(Stat, Sinks, seg, m, M, splits, SP, BM, SINKS)
         if RULE == "persistence":
-            lowest, latest, place = rank_persistent(
-                Stat, Logit, Sinks, Positions, State, More, Ring, seg, begin, stop, arrived, seen, first, recent, width,
-                M, splits, l_col, s_seg, nothing, SP, BM, BN, SINKS, HISTORY, BYTES)  # fmt: skip
-        elif RULE == "pooled":
-            lowest, latest, place = rank_pooled(
-                Stat, Logit, Sinks, Positions, Given + seg * capacity, tl.num_programs(0) * capacity, seg, begin, stop,
-                seen, first, recent, width, M, splits, l_col, nothing, SP, BM, BN, SINKS, KERNEL, POOLING,
-                PROTECT)  # fmt: skip
-        else:
-            lowest, latest, place = rank(
-                Stat, Logit, Sinks, Positions, State, More, Given, Slot, seg, begin, stop, arrived, seen, first, recent,
-                M, splits, l_col, s_seg, cells, nothing, SP, BM, BN, SINKS, RULE, SCORED)  # fmt: skip
-        held, empty = count_entries(Positions, begin, stop, capacity - 1, BN)
+            More += seg * s_seg
+            Ring += seg * s_seg * BYTES
+            count = nothing
+            for c in range(0, width, BN):
+                n = c + tl.arange(0, BN)
+                count += tl.sum((tl.load(Positions + n, mask=n < width, other=-1) >= 0).to(tl.int64), 0)
+            even = 1.0 / count.to(tl.float32)
+        lowest, latest, place = nothing, nothing - 1, nothing - 1
+        held = nothing
+        empty = nothing + capacity - 1
+        for c in range(begin, stop, BN):
+            n = c + tl.arange(0, BN)
+            there = n < stop
+            position = tl.load(Positions + n, mask=there, other=-1)
+            entry = position >= 0
+            if RULE == "persistence":
+                p = mean_row(Logit, peak, total, seg, m, n, width, M)
+                value = persistence(p, position, even, n, there, State, More, Ring, arrived, seen, HISTORY, BYTES)
+            else:
+                if RULE == "mass":
+                    priority = tl.load(State + n, mask=there, other=0.0)
+                    if arrived != 0:
+                        priority += mean_row(Logit, peak, total, seg, m, n, width, M)
+                        tl.store(State + n, priority, mask=there)
+                elif RULE == "stored":
+                    new = n == slot
+                    score = float("inf")
+                    if SCORED:
+                        score = tl.load(Given + seg)
+                    priority = tl.where(new, score, tl.load(State + n, mask=there, other=0.0))
+                    tl.store(State + n, priority, mask=new & there)
+                elif RULE == "row":
+                    cell = More + tl.load(Given + seg) + position
+                    priority = tl.load(cell, mask=entry, other=0.0) / tl.load(cell + cells, mask=entry, other=1.0)
+                elif RULE == "pooled":
+                    row = pooled(Logit, peak, total, Positions, Given + seg * capacity, tl.num_programs(0) * capacity,
+                                 seg, m, n, stop, seen, width, M, BN, KERNEL, POOLING, PROTECT)  # fmt: skip
+                    priority = tl.where(entry & (position < seen - PROTECT), row, float("inf"))
+                else:
+                    priority = position.to(tl.float32)
+                value = ordered(priority)
+            free = entry & (position >= first) & (position < seen - recent)
+            lowest, latest, place = choose(value, position, free, n, lowest, latest, place)
+            held += tl.sum(entry.to(tl.int64), 0)
+            empty = tl.minimum(empty, tl.min(tl.where(entry, empty, n), 0))  # behind the last slots is one, too
         found = Found + (seg * parts + part) * 5
         tl.store(found, lowest)
         tl.store(found + 1, latest)
@@ -289,6 +205,7 @@ def finish_step(
             first_empty = tl.min(tl.load(each + 4, mask=n < parts, other=HIGHEST, cache_modifier=".cg"), 0)
             _, _, lowest_of_all = choose(values, positions, places >= 0, places, nothing, nothing - 1, nothing - 1)
             if arrived != 0:
+                budget = tl.load(Budgets + seg)
                 tl.store(Clock + seg, seen)
                 tl.store(Clock + tl.num_programs(0) + seg, seen - recent - 1)
                 gone = tl.where(held_in_all > budget, lowest_of_all, -1)
@@ -296,12 +213,11 @@ def finish_step(
                 if RULE == "pooled":
                     relink(Given + seg * capacity, tl.num_programs(0) * capacity, gone, tl.load(Slot + seg))
                 tl.store(Slot + seg, tl.where(gone >= 0, gone, first_empty))
-                entry = seg * s_seg + gone
                 if RULE == "mass" or RULE == "stored" or RULE == "persistence":
-                    tl.store(State + entry, 0.0, mask=gone >= 0)
+                    tl.store(State + gone, 0.0, mask=gone >= 0)
                 if RULE == "persistence":
-                    tl.store(More + entry, 0, mask=gone >= 0)
+                    tl.store(More + gone, 0, mask=gone >= 0)
                     end = tl.where(gone >= 0, BYTES, 0)
                     for b in range(0, BYTES, BN):
                         byte = b + tl.arange(0, BN)
-                        tl.store(Ring + entry * BYTES + byte, tl.zeros((BN,), tl.uint8), mask=byte < end)
+                        tl.store(Ring + gone * BYTES + byte, tl.zeros((BN,), tl.uint8), mask=byte < end)
