@@ -28,7 +28,7 @@ class CacheCosts:
     was allocated at a time beyond the weights while the prompt was read and a few tokens came. `floor_seconds` is the
     floor of a token on this machine, `prefill_floor_seconds` that of the prompts (None: a file of an older version).
     Only on a GPU are `kernels` launched, and `waits` of the host, per step; the largest batch is that of
-    `kvsearch.benchmark.capacity`, where it was asked for.
+    `kvsearch.benchmark.capacity`, where it was asked for, and `compiled_seconds` those of a token in compiled steps.
     """
 
     cache: str
@@ -48,6 +48,7 @@ class CacheCosts:
     waits: float | None = None
     largest_batch: Count | None = None
     largest_tokens_per_second: float | None = None
+    compiled_seconds: float | None = None
 
     @property
     def floor_share(self) -> float:

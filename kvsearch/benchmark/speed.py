@@ -33,7 +33,7 @@ from kvsearch.plan.size import Size
 from kvsearch.policies import Policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.decode.steps import FEWEST, stepping
+from kvsearch.runtime.decode.steps import FEWEST, CompiledModel, stepping
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import held_entries, prefill_all
@@ -126,12 +126,21 @@ def program_at(model: Any, policy: Policy, size: Size, phases: tuple[Phase, ...]
 
 
 def measure(
-    model: Any, kinds: Sequence[CacheKind], work: Workload, roofline: Roofline, progress: Progress | None = None
+    model: Any,
+    kinds: Sequence[CacheKind],
+    work: Workload,
+    roofline: Roofline,
+    progress: Progress | None = None,
+    compiled: CompiledModel | None = None,
 ) -> list[CacheCosts]:
-    """Measure kinds of caches, the first of which all are compared with, beside the `roofline` of the machine."""
+    """Measure kinds of caches, the first of which all are compared with, beside the `roofline` of the machine.
+
+    With a `compiled` model decode steps of ours are measured a second time, by it.
+    """
     ids = random_prompts(model, work.batch, work.length)
     prefill: dict[str, list[float]] = {kind.name: [] for kind in kinds}
     token: dict[str, list[float]] = {kind.name: [] for kind in kinds}
+    compiled_token: dict[str, list[float]] = {kind.name: [] for kind in kinds}
     before = model.config._attn_implementation
     caches: dict[str, Any] = {}
     steps = iter(range(1, (2 * (work.rounds + 1) + 1) * len(kinds) + 1))
@@ -154,8 +163,11 @@ def measure(
         held = {name: _held(model, cache, work) for name, cache in caches.items()}
         for kind in _turns(kinds, work.rounds):
             turn(kind)
-            seconds = decode_seconds(model, caches[kind.name], work.batch, work.steps)
-            token[kind.name].append(seconds / work.steps)
+            cache = caches[kind.name]
+            token[kind.name].append(decode_seconds(model, cache, work.batch, work.steps) / work.steps)
+            if compiled is not None and not compiled.failed and isinstance(cache, PlanCache):
+                seconds = decode_seconds(model, cache, work.batch, work.steps, compiled)
+                compiled_token[kind.name].append(seconds / work.steps)
         launched = {}
         for kind in kinds:
             model.set_attn_implementation(kind.implementation)
@@ -165,6 +177,7 @@ def measure(
         model.set_attn_implementation(before)
     prefill = {name: seconds[1:] for name, seconds in prefill.items()}  # the first round warms up
     token = {name: seconds[1:] for name, seconds in token.items()}
+    compiled_token = {name: seconds[1:] for name, seconds in compiled_token.items()}
     first = kinds[0].name
     costs = []
     for name in prefill:
@@ -187,6 +200,7 @@ def measure(
                 prefill_floor_seconds=roofline.floor(*prompt_work(model, work.batch, work.length)),
                 kernels=kernels,
                 waits=waits,
+                compiled_seconds=statistics.median(compiled_token[name]) if compiled_token[name] else None,
             )
         )
     return costs
@@ -221,21 +235,21 @@ def prefill_seconds(model: Any, cache: Any, ids: Tensor) -> float:
 
 
 @torch.no_grad()
-def decode_seconds(model: Any, cache: Any, batch: int, steps: int) -> float:
+def decode_seconds(model: Any, cache: Any, batch: int, steps: int, compiled: CompiledModel | None = None) -> float:
     """Return the seconds that `steps` greedy decode steps of a batch take; the cache forgets them again."""
     with _forgotten(cache):
-        return step_seconds(model, cache, batch, steps)
+        return step_seconds(model, cache, batch, steps, compiled)
 
 
 @torch.no_grad()
-def step_seconds(model: Any, cache: Any, batch: int, steps: int) -> float:
+def step_seconds(model: Any, cache: Any, batch: int, steps: int, compiled: CompiledModel | None = None) -> float:
     """Return the seconds that `steps` greedy decode steps of a batch take; the cache keeps the tokens.
 
-    Where steps are captured, as `generate` does on CUDA, some that are not counted come before: these are captured.
+    Where steps are captured, as `generate` does on CUDA, or `compiled`, some that are not counted come before.
     """
     token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
     planned = isinstance(cache, PlanCache)
-    with stepping(model, cache, FEWEST + steps) if planned else nullcontext(model) as stepped:
+    with stepping(model, cache, FEWEST + steps, compiled=compiled) if planned else nullcontext(model) as stepped:
         if stepped is not model:
             token = _decoded(stepped, cache, token, FEWEST)
         synchronise(model.device)

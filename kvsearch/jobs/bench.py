@@ -51,6 +51,9 @@ class BenchOptions(Loading):
     largest_batch: bool = option(
         False, "Also measure the largest batch that fits, for every cache and length, and its tokens per second."
     )
+    compile: bool = option(
+        False, "Also measure tokens with decode steps compiled by torch.compile, which takes a minute or more."
+    )
     batch: Sizes = option((1,), "Prompts at a time; several are measured in turn.", QUESTIONS, metavar="N[,N...]")
     length: Sizes = option((1024,), "Tokens of a prompt; several are measured in turn.", QUESTIONS, metavar="N[,N...]")
     new_tokens: int = option(32, "Tokens that are decoded in every round.", QUESTIONS, ge=1)
@@ -120,16 +123,19 @@ def bench(options: BenchOptions, reporter: Reporter) -> SpeedView:
     loaded, programs, _ = _load(options, reporter)
     from kvsearch.benchmark.capacity import largest_batches
     from kvsearch.benchmark.speed import Workload, cache_kinds, measure, measure_roofline
+    from kvsearch.runtime.decode.steps import CompiledModel
 
     steps = options.new_tokens
     rounds = options.rounds
     costs: list[CacheCosts] = []
     roofline = measure_roofline(loaded.model.device, loaded.model.dtype)
+    compiled = CompiledModel(loaded.model) if options.compile else None
     with reporter.progress("measurements") as progress:
         for length in options.length:
             kinds = cache_kinds(loaded.model, programs, length + steps)
             for batch in options.batch:
-                costs += measure(loaded.model, kinds, Workload(batch, length, steps, rounds), roofline, progress)
+                work = Workload(batch, length, steps, rounds)
+                costs += measure(loaded.model, kinds, work, roofline, progress, compiled)
     if options.largest_batch:
         prompts = [Workload(1, length, steps, rounds) for length in options.length]
         with reporter.progress("largest batches") as progress:

@@ -157,6 +157,7 @@ def _cells(costs: CacheCosts) -> dict[str, Cell]:
         "speed ": Cell.number(costs.token_speedup, ".2f", "x"),
         "floor ms": Cell.number(1e3 * costs.floor_seconds, ".3f"),
         "floor ": Cell.number(costs.floor_share, ".0%"),
+        "compiled ms": Cell.number(costs.compiled_seconds and 1e3 * costs.compiled_seconds, ".3f"),
         "kernels": Cell.number(costs.kernels, ",.0f"),
         "waits": Cell.number(costs.waits, ",.1f"),
         "largest batch": Cell.number(costs.largest_batch, ","),

@@ -63,6 +63,18 @@ def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
         shapes.random_model("llama-3.1-8b")
 
 
+def test_compiled_steps_beside_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(
+        "torch.compile", lambda call, fullgraph: lambda **given: (called.append("compiled"), call(**given))[1]
+    )
+    code, out, talk = run("bench", "bundled", "--budget", 40, "--length", 64, *SHORT, "--compile", "--json")
+    assert code == 0, talk
+    costs = {row["cache"]: row["compiled_seconds"] for row in json.loads(out)["costs"]}
+    assert [cache for cache, seconds in costs.items() if seconds] == ["kvsearch, full", "snapkv, 40 per head"]
+    assert called
+
+
 @pytest.mark.nightly
 def test_the_largest_batch_and_what_show_and_report_read(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
