@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvsearch.calibration.lukv import LukvCalibration, measure_importance
+from kvsearch.calibration.options import LukvOptions
+from kvsearch.calibration.probe.rankings import recalls
 from kvsearch.kernels import attention, blocks, rows, step
 from kvsearch.kernels.jit import attention as attention_kernels
+from kvsearch.policies import create_policy
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.shared_prefill import compressed
 from kvsearch.search.bank.bank import CandidateBank
+from kvsearch.search.bank.layer import PrefixLayer, SuffixTokens
 from tests import tiny
-from tests.device.accelerator import backend, device, spread
+from tests.device.accelerator import backend, device, events, recording, spread
 from tests.families import FAMILIES, build, prompts
 from tests.runtime.helpers import running
 from tests.runtime.test_fork import programs
@@ -79,6 +85,34 @@ def test_prompts_of_unequal_length_are_read_without_padding(family: str) -> None
     half = len(found) // 2
     for mine, expected in zip(found[half:], found[:half], strict=True):
         assert mine == expected
+
+
+def test_masks_of_the_bank_are_made_on_the_device() -> None:
+    entries = torch.tensor([[[[1, 3]], [[2, 2]]]])  # of one candidate, two samples, one policy and two heads
+    there, states = entries.to(device(1)), torch.zeros(2, 2, 4, 8, device=device(1))
+    suffix = SuffixTokens(there[0, :, 0, 0])
+    with recording():
+        [prefix] = PrefixLayer([(states, states)], suffix, entries, there).shared()
+    assert {kind for kind, _ in events()} == {"kernel"}
+    assert prefix.seen is not None
+    assert prefix.seen.device == device(1)
+
+
+@pytest.mark.nightly
+def test_entries_are_ranked_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host sorting the entries of a long context takes longer than the pass that they are measured in."""
+    places: list[torch.device] = []
+    argsort = Tensor.argsort
+    monkeypatch.setattr(
+        Tensor, "argsort", lambda x, *args, **how: (places.append(x.device), argsort(x, *args, **how))[1]
+    )
+    loaded = tiny.wrap(build("llama", vocab_size=len(tiny.WORDS)).to(device(1)))
+    snapkv = create_policy("snapkv", {"window": 4})
+    calibration = LukvCalibration(loaded, tiny.calibration_data(110), [snapkv], LukvOptions(answers="given"))
+    assert list(measure_importance(loaded, calibration.prepare(), snapkv, LukvOptions(answers="given")))
+    context_pass: Any = SimpleNamespace(passed=SimpleNamespace(model=loaded.model), largest=torch.rand(1, 2, 40))
+    recalls([torch.rand(1, 2, 40)], context_pass)
+    assert places == [device(1)] * 2
 
 
 @pytest.mark.nightly

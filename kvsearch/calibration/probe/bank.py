@@ -92,7 +92,7 @@ def _chosen(contexts: FitContexts, options: QueryBankOptions) -> Bank:
 
     def measure(context_pass: ContextPass) -> dict[str, Tensor]:
         scores = [by_policy(number)(context_pass) for number in range(len(tried))]
-        gain = recalls(scores, context_pass.largest).mean(1)
+        gain = recalls(scores, context_pass).mean(1)
         return {"gain": gain, "unseen": (context_pass.largest == 0).all(-1)}
 
     found = list(contexts.read(parts.choose, measure, policies))

@@ -94,7 +94,7 @@ def _chosen(
 
     def gains(context_pass: ContextPass) -> dict[str, Tensor]:
         scores = [scores_of(candidate, context_pass) for candidate in tried]
-        return {"gain": recalls(scores, context_pass.largest).mean(1)}
+        return {"gain": recalls(scores, context_pass).mean(1)}
 
     best = torch.from_numpy(np.mean([arrays["gain"] for arrays in read(gains)], axis=0).argmax(0))
     if SPREAD not in options.features:

@@ -81,10 +81,11 @@ def losses(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:
     return context_pass.losses(keeps).view(-1, len(scores), len(BUDGETS))
 
 
-def recalls(scores: Sequence[Tensor], importance: Tensor) -> Tensor:
+def recalls(scores: Sequence[Tensor], context_pass: ContextPass) -> Tensor:
     """Return the recall of several rankings by their scores [L, Hkv, T], [R, B, L, Hkv]."""
-    orders = [ranked.argsort(dim=-1, descending=True, stable=True) for ranked in scores]
-    return torch.from_numpy(np.stack([recall_of(importance.gather(-1, order).numpy()) for order in orders]))
+    device = context_pass.passed.model.device
+    orders = [ranked.to(device).argsort(dim=-1, descending=True, stable=True).cpu() for ranked in scores]
+    return torch.from_numpy(np.stack([recall_of(context_pass.largest.gather(-1, order).numpy()) for order in orders]))
 
 
 def reported(fit: Ranking, read: Measured, first: int = 0) -> dict[str, Floats]:
@@ -99,7 +100,7 @@ def reported(fit: Ranking, read: Measured, first: int = 0) -> dict[str, Floats]:
         scores = [ranking(context_pass) for ranking in rankings]
         return {
             "text": torch.tensor([context_pass.prompt.text]),
-            "recall": recalls(scores, context_pass.largest),
+            "recall": recalls(scores, context_pass),
             "loss": losses(scores, context_pass).mean(0),
         }
 
