@@ -51,11 +51,9 @@ class Rows:
             found = torch.logaddexp(found, beside)
         return found.masked_fill(~seen, float("inf")).contiguous()
 
-    def received(self, how: Literal["heads", "mean", "max"]) -> Tensor:
-        """Return what every entry receives from all rows, fp32: [B, Hq, T], or [B, Hkv, T] over the query group."""
-        batch, heads, length, _ = self.keys.shape
-        of_group = (batch, heads, length) if how in ("mean", "max") else (batch, heads * self.group, length)
-        found = self.keys.new_empty(of_group, dtype=torch.float32)
+    def received(self, how: Literal["mean", "max"]) -> Tensor:
+        """Return what every entry receives from all rows, over the query group, [B, Hkv, T] fp32."""
+        found = self.keys.new_empty(self.keys.shape[:3], dtype=torch.float32)
         self._add(self.normalisers(), found, found, found, how)
         return found
 

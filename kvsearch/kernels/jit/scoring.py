@@ -73,9 +73,9 @@ def add_columns(
 ):  # fmt: skip
     """Add up what a block of entries receives from all rows; grid (B * Hkv, blocks of columns).
 
-    `Lse` [B * Hkv, G, rows], +inf where a row sees nothing. HOW: "heads" writes sums [B * Hkv, G, T], "mean" and "max"
-    those over the query group [B * Hkv, T], "moments" the mean over `Counts` [B * Hkv] rows and `Scatter`, the sum of
-    squares about it, [B * Hkv, G, T] each. All in fp32.
+    `Lse` [B * Hkv, G, rows], +inf where a row sees nothing. HOW: "mean" and "max" write sums
+    over the query group [B * Hkv, T], "moments" the mean over `Counts` [B * Hkv] rows and `Scatter`, the sum of squares
+    about it, [B * Hkv, G, T] each. All in fp32.
     """
     segment = tl.program_id(0).to(tl.int64)
     batch, head = segment // heads, segment % heads
@@ -100,8 +100,6 @@ def add_columns(
             found += one / G
         elif HOW == "max":
             found = tl.maximum(found, one)
-        elif HOW == "heads":
-            tl.store(Out + (segment * G + g) * length + c, one, mask=c < length)
         else:
             one = one / tl.load(Counts + segment)
             squares = tl.zeros((BM, BN), tl.float32)
