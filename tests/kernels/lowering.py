@@ -1,7 +1,8 @@
 """Compile every launch of the kernels to machine code for GPUs, without one: a program, run without the interpreter.
 
 The launchers run as they are on CPU tensors; what they would launch is compiled with the same arguments and blocks.
-Writes a line of JSON for each launch: kernel, architecture, numbers, head size, shared memory, registers, spills.
+Writes a line of JSON for each launch: kernel, architecture, numbers, head size, shared memory, registers, spills, and
+how often the threads of a program add up what they have in its inner loop.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ def compiling(architecture: int) -> Iterator[list[dict[str, Any]]]:
             sizes = {"kernel": made.metadata.name, "arch": architecture, "shared": made.metadata.shared}
             dtype = TYPES[next(value.dtype for value in args if isinstance(value, torch.Tensor))]
             dim = kwargs.get("D", kwargs.get("DV"))
-            found.append({**sizes, "dtype": dtype, "dim": dim, **assembled(made, architecture)})
+            # of numbers between programs' threads, in the last of the innermost loops
+            loop, _, _ = made.asm["ttir"].split("scf.for")[-1].partition("scf.yield")
+            numbers = {"dtype": dtype, "dim": dim, "reductions": loop.count("tt.reduce")}
+            found.append({**sizes, **numbers, **assembled(made, architecture)})
 
         return run
 
@@ -89,10 +93,10 @@ def compiling(architecture: int) -> Iterator[list[dict[str, Any]]]:
         JITFunction.__getitem__ = before  # type: ignore[method-assign]
 
 
-HALVES = (torch.bfloat16, torch.float16)
+NUMBERS = [(dtype, dim) for dim in (64, 96, 128, 256) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 # the decode step of a flat store, which is what CUDA runs by default, and several tokens at once
 ATTENTION = [
-    *(Case(8, 4, dim, dim, 4096, dtype=dtype) for dim in (64, 96, 128, 256) for dtype in (*HALVES, torch.float32)),
+    *(Case(8, 4, dim, dim, 4096, dtype=dtype) for dtype, dim in NUMBERS),
     Case(2, 4, 80, 96, 4096, dtype=torch.float16, holes=True, softcap=30.0, sinks=True),
     *(Case(2, 8, dim, dim, 4096, rows=8, dtype=torch.bfloat16) for dim in (128, 256)),
 ]
@@ -100,7 +104,10 @@ BLOCKS = [
     Case(8, 4, 128, 128, 4096, dtype=torch.bfloat16, holes=True),
     Case(1, 4, 64, 64, 128, dtype=torch.float16),
 ]
-SCORING = [Prompt(8, 4, 32, 4096, 128, dtype=torch.bfloat16), Prompt(1, 2, 256, 256, 256, softcap=30.0)]
+SCORING = [
+    *(Prompt(8, 4, 32, 4096, dim, dtype=dtype) for dtype, dim in NUMBERS),
+    Prompt(1, 2, 256, 256, 256, softcap=30.0),
+]
 
 
 def main() -> None:
@@ -115,6 +122,8 @@ def main() -> None:
                 rows = prompt.given(causal=prompt.rows == prompt.length)
                 rows.received("mean")
                 rows.moments()
+            for dtype, dim in NUMBERS:
+                lower_step("mass", dtype, dim)
             for rule in rules:
                 lower_step(rule)
         for each in found:
@@ -126,8 +135,8 @@ def lower_flat(case: Case) -> None:
     attend(case.query, case.flat(), case.scaling, case.softcap, case.sink, case.rows)
 
 
-def lower_step(rule: Rule) -> None:
-    case = Case(2, 4, 128, 128, 4096, dtype=torch.bfloat16)
+def lower_step(rule: Rule, dtype: torch.dtype = torch.bfloat16, dim: int = 128) -> None:
+    case = Case(2, 4, dim, dim, 4096, dtype=dtype)
     numbers = [torch.zeros(size, dtype=torch.int64) for size in (2, (2, 2), 2, 2, 2)]
     positions, state = torch.zeros(2, 4096, dtype=torch.int64), torch.zeros(2, 4096)
     slots = Slots(case.keys, case.values, positions, (state,), *numbers)

@@ -16,7 +16,7 @@ from tests.docs.test_links import DOCS
 
 CONSUMER = 99 * 1024  # bytes of shared memory that a block has on GPUs of compute capability 8.6, 8.9 and 12.0
 ARCHITECTURES = (80, 89, 90)
-KERNELS = {"attend_chunks", "merge_chunks", "normalise_rows", "add_columns", "spread_row", "finish_step"}
+KERNELS = {"attend_chunks", "merge_chunks", "normalise_rows", "add_columns", "finish_step"}
 WIDE = ("attend_chunks", 90, "bf16", 128)  # 64 rows: see `BlockSizes.of`
 PAGE = DOCS / "kernels.md"
 
@@ -50,8 +50,8 @@ def page(found: list[dict[str, Any]]) -> str:
 def test_every_launch_compiles_and_fits_a_gpu() -> None:
     found = compiled()
     assert {(each["kernel"], each["arch"]) for each in found} == {(k, a) for k in KERNELS for a in ARCHITECTURES}
-    assert not [each for each in found if each["spilled"] and each["dtype"] != "fp32"]
-    assert max(each["spilled"] for each in found) <= 8
+    assert not [each for each in found if each["spilled"]]
+    assert not [each for each in found if each["kernel"] == "add_columns" and each["reductions"]]
     wide = [each for each in found if each["shared"] > CONSUMER]
     assert {(each["kernel"], each["arch"], each["dtype"], each["dim"]) for each in wide} <= {WIDE}
     written = PAGE.read_text(encoding="utf-8")
