@@ -33,31 +33,7 @@ class Gsm8kRow(BaseModel):
     answer: str
 
 
-@dataclass(frozen=True)
-class Shot:
-    """A worked example."""
-
-    question: str
-    solution: str
-    answer: str
-
-    @classmethod
-    def of(cls, row: Gsm8kRow) -> Shot:
-        """Return a row as an example, without the calculator annotations."""
-        solution = _CALCULATOR.sub("", _FINAL.sub("", row.answer)).strip()
-        final = _FINAL.search(row.answer)
-        return cls(row.question.strip(), solution, final.group(1).replace(",", "") if final else "")
-
-    @property
-    def reply(self) -> str:
-        """The solution as a reply tells it, up to the answer."""
-        return f"{self.solution}\nThe answer is {self.answer}."
-
-    def __str__(self) -> str:
-        return f"{_asked(self.question)}\n{self.reply}"
-
-
-SHOTS = tuple(Shot(**shot) for shot in read_shipped("gsm8k"))
+SHOTS: tuple[dict[str, str], ...] = tuple(read_shipped("gsm8k"))  # worked examples: question, solution, answer
 
 
 @dataclass(frozen=True)
@@ -88,7 +64,9 @@ class Gsm8kTask(DatasetTask[Gsm8kRow]):
     @cached_property
     def context(self) -> str:
         """What all problems follow: the instruction and the worked examples."""
-        return "\n\n".join([INSTRUCTION, *map(str, SHOTS[: self.shots])])
+        shots = SHOTS[: self.shots]
+        worked = [f"{_asked(shot['question'])}\n{_reply(shot['solution'], shot['answer'])}" for shot in shots]
+        return "\n\n".join([INSTRUCTION, *worked])
 
     @property
     def dataset(self) -> Dataset:
@@ -104,10 +82,16 @@ class Gsm8kTask(DatasetTask[Gsm8kRow]):
         return row.question
 
     def example(self, position: int, row: Gsm8kRow) -> Example:
-        solved = Shot.of(row)
-        query = Query(_asked(row.question), (solved.answer,), MAX_NEW_TOKENS, written=solved.reply)
+        [number] = _FINAL.findall(row.answer)
+        solution = _CALCULATOR.sub("", _FINAL.sub("", row.answer)).strip()
+        answer = number.replace(",", "")
+        query = Query(_asked(row.question), (answer,), MAX_NEW_TOKENS, written=_reply(solution, answer))
         return Example(self.name, str(position), self.context, (query,))
 
 
 def _asked(question: str) -> str:
     return f"Question: {question.strip()}\n{CUE}"
+
+
+def _reply(solution: str, answer: str) -> str:
+    return f"{solution}\nThe answer is {answer}."

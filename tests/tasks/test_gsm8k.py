@@ -30,7 +30,7 @@ def test_an_example(tmp_path: Path) -> None:
     assert (example.key, query.answers, query.max_new_tokens) == ("0", ("5",), 512)
     assert query.question == f"Question: {ROW['question']}\n{CUE}"
     assert example.context.startswith(
-        f"{INSTRUCTION}\n\nQuestion: {SHOTS[0].question}\n{CUE}\n{SHOTS[0].solution}\nThe answer is"
+        f"{INSTRUCTION}\n\nQuestion: {SHOTS[0]['question']}\n{CUE}\n{SHOTS[0]['solution']}\nThe answer is"
     )
     assert example.context.endswith("The answer is 18.")
     whole = example.context + task.prompt.replace("{question}", query.question)
@@ -47,13 +47,13 @@ def test_the_number_of_worked_examples(shots: int, tmp_path: Path) -> None:
 
 def test_the_worked_examples_are_right() -> None:
     for shot in SHOTS:
-        sums = re.findall(r"([\d.]+) ([-+*/]) ([\d.]+) = ([\d.]+)", shot.solution)
+        sums = re.findall(r"([\d.]+) ([-+*/]) ([\d.]+) = ([\d.]+)", shot["solution"])
         assert len(sums) >= 2
         for one, sign, two, result in sums:
             value = {"+": float(one) + float(two), "-": float(one) - float(two), "*": float(one) * float(two)}
             assert value.get(sign, float(one) / float(two)) == float(result.rstrip("."))
-        assert sums[-1][-1].rstrip(".") == shot.answer
-    assert len({shot.question for shot in SHOTS}) == len(SHOTS)
+        assert sums[-1][-1].rstrip(".") == shot["answer"]
+    assert len({shot["question"] for shot in SHOTS}) == len(SHOTS)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 DEPTHS = 40  # how many evenly spaced places needles have, 0 and 1 included
 FULL = 0.98  # a context that fills this share of its room is not searched further
@@ -45,15 +44,6 @@ class Draft:
     written: str = ""
     least: int = 1
     most: int | None = None
-
-
-class Source(Protocol):
-    """What a task draws its examples from. `size` is how many there are, None where they never end."""
-
-    @property
-    def size(self) -> int | None: ...
-
-    def draft(self, stream: Stream) -> Draft: ...
 
 
 def largest(size: Callable[[int], int], room: int, least: int, most: int | None = None) -> int:

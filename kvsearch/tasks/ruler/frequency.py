@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
-from typing import ClassVar
 
 from kvsearch.tasks.ruler.draft import Draft, Stream, listed, worked_example
 from kvsearch.tasks.ruler.words import Fresh, coded, vocabulary
@@ -32,81 +30,50 @@ _CODE_QUESTION = (
 _CODE_PREFIX = "Answer: The three most frequent coded words of the text above are:"
 
 
-@dataclass(frozen=True)
-class Repeats:
-    """How often each common and each rare word comes, in the worked example too, and the example's rare words."""
-
-    common: int
-    rare: int
-    example_common: int
-    example_rare: int
-    example_words: int
-
-
-SHORT = Repeats(common=6, rare=1, example_common=3, example_rare=1, example_words=10)
-LONG = Repeats(common=30, rare=3, example_common=10, example_rare=3, example_words=30)
-
-
-@dataclass(frozen=True)
-class CommonWords:
-    """Examples of cwe: a worked example, then a numbered list in which ten words come far more often than the others.
+def draft_common_words(length: int, stream: Stream) -> Draft:
+    """Return an example of cwe: a worked example, then a numbered list with ten words far more often than the others.
 
     One unit is one rare word, with all its repeats.
     """
+    # how often words come: common and rare ones, common ones in the worked example, and how many rare words it has
+    common_times, rare_times, shown_times, shown_rare = (30, 3, 10, 30) if length >= 4096 else (6, 1, 3, 10)
+    rng = stream.rng()
+    # a numbered word has two tokens or more, and a few words are dropped
+    pool = vocabulary(int(0.55 * length / rare_times))
+    words = [word for word in rng.sample(pool, len(pool)) if word not in (_LIST_INTRO + _LIST_QUESTION).lower()]
+    common, words = _distinct(words)
+    shown, words = _distinct(words)
+    rare = words[shown_rare:]
+    solved = _listed([*shown * shown_times, *words[:shown_rare] * rare_times], rng)
+    example = worked_example(solved, _LIST_QUESTION, _LIST_PREFIX, _numbered(shown))
 
-    length: int
-    size: ClassVar[int | None] = None
+    def context(units: int) -> str:
+        return example + _listed([*common * common_times, *rare[:units] * rare_times], stream.rng("order"))
 
-    @property
-    def repeats(self) -> Repeats:
-        return LONG if self.length >= 4096 else SHORT
-
-    def draft(self, stream: Stream) -> Draft:
-        repeats = self.repeats
-        rng = stream.rng()
-        # a numbered word has two tokens or more, and a few words are dropped
-        pool = vocabulary(int(0.55 * self.length / repeats.rare))
-        words = [word for word in rng.sample(pool, len(pool)) if word not in (_LIST_INTRO + _LIST_QUESTION).lower()]
-        common, words = _distinct(words)
-        shown, words = _distinct(words)
-        shown_rare = words[: repeats.example_words]
-        rare = words[repeats.example_words :]
-        example = worked_example(
-            _listed([*shown * repeats.example_common, *shown_rare * repeats.example_rare], rng),
-            _LIST_QUESTION,
-            _LIST_PREFIX,
-            _numbered(shown),
-        )
-
-        def context(units: int) -> str:
-            return example + _listed([*common * repeats.common, *rare[:units] * repeats.rare], stream.rng("order"))
-
-        answers = tuple(common)
-        written = _numbered(common)
-        return Draft(context, _LIST_QUESTION, _LIST_PREFIX, answers, written, least=COMMON, most=len(rare))
+    answers = tuple(common)
+    written = _numbered(common)
+    return Draft(context, _LIST_QUESTION, _LIST_PREFIX, answers, written, least=COMMON, most=len(rare))
 
 
-@dataclass(frozen=True)
-class CodedWords:
-    """Examples of fwe: coded words in random order, the one of rank r n / (zeta(2) r^2) times, rank 1 being dots.
+# so many coded words that ranks 4 and 5, the last that counts and the first that does not, differ by one whole word
+LEAST_CODED = math.ceil(ZETA / (1 / (TOP + 1) ** 2 - 1 / (TOP + 2) ** 2))
+
+
+def draft_coded_words(stream: Stream) -> Draft:
+    """Return an example of fwe: coded words in random order, that of rank r n / (zeta(2) r^2) times, rank 1 being dots.
 
     One unit is one more in n.
     """
 
-    size: ClassVar[int | None] = None
-    # so many that ranks 4 and 5, the last that counts and the first that does not, differ by one whole word
-    LEAST: ClassVar[int] = math.ceil(ZETA / (1 / (TOP + 1) ** 2 - 1 / (TOP + 2) ** 2))
+    def context(units: int) -> str:
+        counts = word_counts(units)
+        words = (DOTS, *_code(stream, len(counts) - 1))
+        text = [word for word, times in zip(words, counts, strict=True) for _ in range(times)]
+        stream.rng("order").shuffle(text)
+        return f"{_CODE_INTRO}\n{' '.join(text)}"
 
-    def draft(self, stream: Stream) -> Draft:
-        def context(units: int) -> str:
-            counts = word_counts(units)
-            words = (DOTS, *_code(stream, len(counts) - 1))
-            text = [word for word, times in zip(words, counts, strict=True) for _ in range(times)]
-            stream.rng("order").shuffle(text)
-            return f"{_CODE_INTRO}\n{' '.join(text)}"
-
-        answers = tuple(_code(stream, TOP))
-        return Draft(context, _CODE_QUESTION, _CODE_PREFIX, answers, listed(answers), least=self.LEAST)
+    answers = tuple(_code(stream, TOP))
+    return Draft(context, _CODE_QUESTION, _CODE_PREFIX, answers, listed(answers), least=LEAST_CODED)
 
 
 def word_counts(n: int) -> list[int]:

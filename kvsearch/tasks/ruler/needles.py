@@ -6,7 +6,7 @@ import re
 from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Final
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import read_text
@@ -36,17 +36,10 @@ def read_haystack(path: Path | None) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class Noise:
-    """Five short sentences to a line, over and over. One unit is one sentence."""
-
-    text: ClassVar[str] = "\n".join(NOISE)
-    separator: ClassVar[str] = "\n"
-
-    def sentences(self, units: int) -> list[str]:
-        """Return the lines of `units` sentences, of which the last one may be short."""
-        lines, rest = divmod(units, len(NOISE))
-        return [" ".join(NOISE)] * lines + ([" ".join(NOISE[:rest])] if rest else [])
+def noise_sentences(units: int) -> list[str]:
+    """Return lines of five short sentences, over and over: `units` sentences, the last line may be short."""
+    lines, rest = divmod(units, len(NOISE))
+    return [" ".join(NOISE)] * lines + ([" ".join(NOISE[:rest])] if rest else [])
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,6 @@ class Essay:
     words: tuple[str, ...]
     ends: tuple[int, ...]  # after how many words each sentence ends
     text: str
-    separator: ClassVar[str] = " "
 
     @classmethod
     def load(cls, path: Path | None) -> Essay:
@@ -119,46 +111,40 @@ NIAH: Final[dict[str, NeedleSpec]] = {
 }
 
 
-@dataclass(frozen=True)
-class Needles:
-    """Examples of one niah task; without an essay or noise the haystack is made of needles."""
+def draft_needles(spec: NeedleSpec, essay: Essay | None, stream: Stream) -> Draft:
+    """Return an example of one niah task; without an `essay` the haystack is noise, or made of needles."""
+    among_needles = spec.haystack == "needles"
+    haystack = "" if among_needles else essay.text if essay else "\n".join(NOISE)
+    fresh = Fresh(stream.rng(), haystack)
+    make_key = _MAKERS[spec.key]
+    make_value = _MAKERS[spec.value]
 
-    spec: NeedleSpec
-    haystack: Essay | Noise | None
-    size: ClassVar[int | None] = None
+    def needle(key: str, value: str) -> str:
+        return f"One secret {spec.value} of {key} is {value}."
 
-    def draft(self, stream: Stream) -> Draft:
-        spec = self.spec
-        fresh = Fresh(stream.rng(), self.haystack.text if self.haystack else "")
-        keys = [fresh.draw(_MAKERS[spec.key]) for _ in range(spec.keys)]
-        facts = [(key, fresh.draw(_MAKERS[spec.value])) for key in keys for _ in range(spec.values)]
-        told = list(zip(stream.depths(len(facts)), [self._needle(*fact) for fact in facts], strict=True))
-        answers = tuple(value for key, value in facts if key in keys[: spec.queries])
-        many = len(answers) > 1
-        intro = _INTROS[many].format(kind=spec.value)
-        asked = f"{spec.value}{'s' if many else ''} of {listed(keys[: spec.queries])}"
-        verb = "are" if many else "is"
+    keys = [fresh.draw(make_key) for _ in range(spec.keys)]
+    facts = [(key, fresh.draw(make_value)) for key in keys for _ in range(spec.values)]
+    told = list(zip(stream.depths(len(facts)), [needle(*fact) for fact in facts], strict=True))
+    answers = tuple(value for key, value in facts if key in keys[: spec.queries])
+    many = len(answers) > 1
+    intro = _INTROS[many].format(kind=spec.value)
+    asked = f"{spec.value}{'s' if many else ''} of {listed(keys[: spec.queries])}"
+    verb = "are" if many else "is"
 
-        def context(units: int) -> str:
-            if self.haystack is None:
-                return "\n".join((intro, *insert(self._others(units, stream, fresh.taken), told)))
-            return f"{intro}\n{self.haystack.separator.join(insert(self.haystack.sentences(units), told))}"
+    def context(units: int) -> str:
+        if among_needles:
+            others = Fresh(stream.rng("haystack"), taken=fresh.taken)
+            sentences = [needle(others.draw(make_key), others.draw(make_value)) for _ in range(units)]
+        else:
+            sentences = essay.sentences(units) if essay else noise_sentences(units)
+        separator = " " if essay else "\n"
+        return f"{intro}\n{separator.join(insert(sentences, told))}"
 
-        return Draft(
-            context,
-            f"What {verb} the secret {asked} that the text above tells?",
-            f"The secret {asked} that the text above tells {verb}",
-            answers,
-            listed(answers) if many else "",
-            most=most_words() if self.haystack is None and spec.key == "word" else None,
-        )
-
-    def _needle(self, key: str, value: str) -> str:
-        return f"One secret {self.spec.value} of {key} is {value}."
-
-    def _others(self, units: int, stream: Stream, taken: set[str]) -> list[str]:
-        """Return needles with keys and values of their own."""
-        fresh = Fresh(stream.rng("haystack"), taken=taken)
-        key = _MAKERS[self.spec.key]
-        value = _MAKERS[self.spec.value]
-        return [self._needle(fresh.draw(key), fresh.draw(value)) for _ in range(units)]
+    return Draft(
+        context,
+        f"What {verb} the secret {asked} that the text above tells?",
+        f"The secret {asked} that the text above tells {verb}",
+        answers,
+        listed(answers) if many else "",
+        most=most_words() if among_needles and spec.key == "word" else None,
+    )

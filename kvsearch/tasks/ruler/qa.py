@@ -109,13 +109,9 @@ class QaDocuments:
         """Return the questions of one split, which shares no document that is asked about with another one."""
         return replace(self, questions=tuple(part(self.questions, split, lambda asked: asked.own, source)))
 
-    @property
-    def size(self) -> int:
-        return len(self.questions)
-
     def draft(self, stream: Stream) -> Draft:
         """Return the question's own documents, then those of the same article, then any others, all in random order."""
-        order = Stream(stream.name, 0).rng("questions").sample(range(self.size), self.size)
+        order = Stream(stream.name, 0).rng("questions").sample(range(len(self.questions)), len(self.questions))
         question = self.questions[order[stream.index]]
 
         def context(units: int) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -11,11 +11,11 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.ruler.draft import Draft, Source, Stream, largest
-from kvsearch.tasks.ruler.frequency import CodedWords, CommonWords
-from kvsearch.tasks.ruler.needles import NIAH, Essay, Needles, Noise
+from kvsearch.tasks.ruler.draft import Draft, Stream, largest
+from kvsearch.tasks.ruler.frequency import draft_coded_words, draft_common_words
+from kvsearch.tasks.ruler.needles import NIAH, Essay, draft_needles
 from kvsearch.tasks.ruler.qa import read_hotpot, read_squad
-from kvsearch.tasks.ruler.tracing import Tracing
+from kvsearch.tasks.ruler.tracing import draft_tracing
 from kvsearch.tasks.splits import check_split
 
 FILLED = 0.95  # the least share of its length that an example has
@@ -27,11 +27,10 @@ QA_FORMATS: Final = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What tasks of one kind have in common: category, tokens to generate, metric, and how examples are made."""
+    """What tasks of one kind have in common: category, tokens to generate, metric."""
 
     category: str
     tokens: int
-    source: Callable[[RulerTask, TokenCount], Source]
     metric: str = "string_match_all"
 
 
@@ -93,10 +92,22 @@ class RulerTask(Task):
         return examples
 
     def _drafts(self, samples: int, seed: int, count: TokenCount) -> list[Draft]:
-        source = RULER_KINDS[self.name].source(self, count)
-        made = samples if source.size is None else min(samples, source.size)
-        name = f"{self.split}/{self.name}/{self.length}/{seed}"
-        return [source.draft(Stream(name, index)) for index in range(made)]
+        if self.name in NIAH:
+            spec = NIAH[self.name]
+            draft = partial(draft_needles, spec, Essay.load(self.haystack) if spec.haystack == "essay" else None)
+        elif self.name == "vt":
+            draft = partial(draft_tracing, self.length, count)
+        elif self.name == "cwe":
+            draft = partial(draft_common_words, self.length)
+        elif self.name == "fwe":
+            draft = draft_coded_words
+        else:
+            assert self.qa_file is not None  # see `__post_init__`
+            file = QA_FORMATS[self.name][2](self.qa_file).of_split(self.split, f"{self.name} of {self.qa_file}")
+            samples = min(samples, len(file.questions))
+            draft = file.draft
+        stream = partial(Stream, f"{self.split}/{self.name}/{self.length}/{seed}")
+        return [draft(stream(index)) for index in range(samples)]
 
     def _context(self, draft: Draft, count: TokenCount) -> str:
         """Return the context of a draft, filled up to the length."""
@@ -112,24 +123,11 @@ class RulerTask(Task):
         return count(self.prompt.replace(PLACE, draft.question) + draft.prefix) + RULER_KINDS[self.name].tokens
 
 
-def _needles(task: RulerTask, count: TokenCount) -> Source:  # noqa: ARG001
-    spec = NIAH[task.name]
-    if spec.haystack == "needles":
-        return Needles(spec, None)
-    return Needles(spec, Essay.load(task.haystack) if spec.haystack == "essay" else Noise())
-
-
-def _questions(task: RulerTask, count: TokenCount) -> Source:  # noqa: ARG001
-    assert task.qa_file is not None  # as `RulerTask` has seen to
-    read = QA_FORMATS[task.name][2]
-    return read(task.qa_file).of_split(task.split, f"{task.name} of {task.qa_file}")
-
-
 RULER_KINDS: Final[dict[str, Kind]] = {
-    **{name: Kind("RULER retrieval", 128, _needles) for name in NIAH},
-    "vt": Kind("RULER tracing", 30, lambda task, count: Tracing(task.length, count)),
-    "cwe": Kind("RULER aggregation", 120, lambda task, _: CommonWords(task.length)),
-    "fwe": Kind("RULER aggregation", 50, lambda *_: CodedWords()),
-    **{name: Kind("RULER QA", 32, _questions, "string_match_part") for name in QA_FORMATS},
+    **dict.fromkeys(NIAH, Kind("RULER retrieval", 128)),
+    "vt": Kind("RULER tracing", 30),
+    "cwe": Kind("RULER aggregation", 120),
+    "fwe": Kind("RULER aggregation", 50),
+    **dict.fromkeys(QA_FORMATS, Kind("RULER QA", 32, "string_match_part")),
 }
 RULER_TASKS: Final = tuple(RULER_KINDS)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kvsearch.tasks.base import TokenCount
 from kvsearch.tasks.ruler.draft import Draft, Stream, insert, largest, worked_example
-from kvsearch.tasks.ruler.needles import Noise
+from kvsearch.tasks.ruler.needles import NOISE, noise_sentences
 from kvsearch.tasks.ruler.words import Fresh, amount, variable
 
 HOPS = 4
@@ -47,37 +46,31 @@ class Chain:
         """Return the instruction and `units` sentences of noise, with the assignments in order at the depths."""
         sides = (self.value, *self.names)
         told = [f"LET {left} = {right}" for left, right in zip(self.names, sides, strict=False)]
-        lines = insert(Noise().sentences(units), list(zip(sorted(depths), told, strict=True)))
+        lines = insert(noise_sentences(units), list(zip(sorted(depths), told, strict=True)))
         return "\n".join((_INTRO, *lines))
 
 
-@dataclass(frozen=True)
-class Tracing:
-    """Examples of vt: a worked example with a chain of its own, then the chain that is asked for."""
+def draft_tracing(length: int, count: TokenCount, stream: Stream) -> Draft:
+    """Return an example of vt: a worked example with a chain of its own, then the chain that is asked for.
 
-    length: int
-    count: TokenCount
-    size: ClassVar[int | None] = None
+    The worked example has at most 500 tokens, or a quarter of the length; its assignments are evenly spread.
+    """
+    fresh = Fresh(stream.rng(), "\n".join((*NOISE, _INTRO)))
+    chain = Chain.draw(fresh, letters=5)
+    shown = Chain.draw(fresh, letters=3)
+    shift = stream.rng("example").random()
+    even = [(place + shift) / VARIABLES for place in range(VARIABLES)]
 
-    def draft(self, stream: Stream) -> Draft:
-        fresh = Fresh(stream.rng(), f"{Noise.text}\n{_INTRO}")
-        chain = Chain.draw(fresh, letters=5)
-        example = self._example(Chain.draw(fresh, letters=3), stream.rng("example").random())
-        depths = stream.depths(VARIABLES)
-        return Draft(
-            lambda units: example + chain.hidden(depths, units),
-            chain.question,
-            chain.prefix,
-            tuple(chain.names),
-            chain.reply,
-        )
+    def example(units: int) -> str:
+        return worked_example(shown.hidden(even, units), shown.question, shown.prefix, shown.reply)
 
-    def _example(self, chain: Chain, shift: float) -> str:
-        """Return a solved chain of at most 500 tokens or a quarter of the length; its assignments are evenly spread."""
-        depths = [(place + shift) / VARIABLES for place in range(VARIABLES)]
-
-        def example(units: int) -> str:
-            return worked_example(chain.hidden(depths, units), chain.question, chain.prefix, chain.reply)
-
-        room = min(LONGEST_EXAMPLE, self.length // 4)
-        return example(largest(lambda units: self.count(example(units)), room, least=0))
+    room = min(LONGEST_EXAMPLE, length // 4)
+    solved = example(largest(lambda units: count(example(units)), room, least=0))
+    depths = stream.depths(VARIABLES)
+    return Draft(
+        lambda units: solved + chain.hidden(depths, units),
+        chain.question,
+        chain.prefix,
+        tuple(chain.names),
+        chain.reply,
+    )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.ruler import RulerTask
-from kvsearch.tasks.ruler.frequency import CodedWords, word_counts
+from kvsearch.tasks.ruler.frequency import LEAST_CODED, word_counts
 from tests.tasks.ruler.helpers import bpe, whole, words
 
 
@@ -83,7 +83,7 @@ def test_the_third_and_the_fourth_word_differ(n: int) -> None:
     counts = word_counts(n)
     assert all(times >= 1 for times in counts)
     assert counts == sorted(counts, reverse=True)
-    if n >= CodedWords.LEAST:
+    if n >= LEAST_CODED:
         assert counts[0] > counts[1] > counts[2] > counts[3] > (*counts[4:], 0)[0]
 
 
