@@ -29,7 +29,7 @@ from kvsearch.models.architecture import describe, rotary
 from kvsearch.policies import Policy, keep_under, policy_names
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.collector import Collector
+from kvsearch.runtime.collector import DensePrompt
 from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.runtime.logits import Logits, OutputProjection
 from kvsearch.runtime.program import PhaseProgram
@@ -110,9 +110,9 @@ def scratch(model: Any, policy: Policy, length: int, budget: int) -> float:
     budgets = torch.full((1, shape.kv_heads), budget)
 
     def work() -> None:
-        collector = Collector([policy.needs(), decode_needs(policy)], rotary(model, 0))
-        collector.add(query, key, positions, valid, logits)
-        observation = collector.observation(key, value, valid, positions, logits)
+        prompt = DensePrompt([policy.needs(), decode_needs(policy)], rotary(model, 0), layer=0)
+        prompt.add(query, (key, value), positions, valid, logits)
+        observation = prompt.observation()
         keep_under(policy, observation, budgets)
         policy.start(observation)
 

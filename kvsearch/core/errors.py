@@ -49,6 +49,13 @@ def given(value: Value | None, problem: str) -> Value:
     return value
 
 
+def present(value: Value | None, problem: str) -> Value:
+    """Return a value that is there unless kvsearch has a bug; InternalError with the problem where it is None."""
+    if value is None:
+        raise InternalError(problem)
+    return value
+
+
 _said: set[str] = set()
 
 

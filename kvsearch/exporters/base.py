@@ -21,6 +21,7 @@ from kvsearch.plan import ModelFingerprint, Plan, PolicySpec, Profile
 from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.plan.schema import STATIC
 
+WEIGHTS = "model.safetensors"
 SINGLE = ""  # the name of the one file of a target that is no folder
 
 
@@ -134,14 +135,13 @@ class Inputs:
 NOTHING = Inputs()
 
 
-class Exporter(ABC):
+class Exporter:
     """A target: another tool, or a form in which a plan is handed on."""
 
-    name: ClassVar[str]
     needs_model: ClassVar[bool] = False
 
 
-class PlanExporter(Exporter):
+class PlanExporter(Exporter, ABC):
     """A target that is told a plan."""
 
     @abstractmethod
@@ -189,8 +189,10 @@ class BudgetExporter(PlanExporter):
         """Return the files that say these budgets, and what is lost besides; errors as for `export`."""
 
 
-class ProfileExporter(Exporter):
+class ProfileExporter(Exporter, ABC):
     """A target that is told what was measured, for all sizes at once."""
+
+    name: ClassVar[str]
 
     @abstractmethod
     def export(self, profile: Profile, inputs: Inputs = NOTHING) -> Exported:

@@ -34,7 +34,6 @@ class AttentionMatching(BudgetExporter):
     Attention Matching makes its own entries; what it takes from a plan is how they are shared out.
     """
 
-    name: ClassVar[str] = "attention-matching"
     proportional: ClassVar[bool | None] = None
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
@@ -61,7 +60,6 @@ class HeadKV(BudgetExporter):
     `--max_capacity_prompts` and beta its `--head_beta`. With beta 1 the scores are the budgets.
     """
 
-    name: ClassVar[str] = "headkv"
     needs_model: ClassVar[bool] = True
     coarser: ClassVar[str] = "the tool has a mean of whole entries, {at} per head"
     ranks: ClassVar[tuple[str, ...]] = ("snapkv",)
@@ -97,7 +95,6 @@ class DuoAttentionGates(BudgetExporter):
     the share of the prompt that the plan keeps, so that other shares of streaming heads can be asked for, too.
     """
 
-    name: ClassVar[str] = "duo"
     coarser: ClassVar[str] = "heads keep everything or first and recent entries only"
     ranks: ClassVar[tuple[str, ...]] = ("duo_attention", "streaming")
     proportional: ClassVar[bool | None] = None
@@ -148,7 +145,6 @@ class SparseVLLM(BudgetExporter):
     Layer l keeps sink_keep_tokens + int(decode_keep_tokens * ratio_l / ratio_0) + recent_keep_tokens entries.
     """
 
-    name: ClassVar[str] = "sparse-vllm"
     coarser: ClassVar[str] = "a layer has one budget for all heads"
     ranks: ClassVar[tuple[str, ...]] = ("snapkv", "pyramidkv")
 
@@ -184,7 +180,6 @@ class SparseVLLM(BudgetExporter):
 class SpectralKV(BudgetExporter):
     """A profile of layer weights that add up to 1: the layers' shares of all entries."""
 
-    name: ClassVar[str] = "spectralkv"
     needs_model: ClassVar[bool] = True
     proportional: ClassVar[bool | None] = None
 
@@ -232,8 +227,6 @@ class Windows(BudgetExporter):
 class TensorRTLLM(Windows):
     """TensorRT-LLM's `kv_cache_config` with a window per layer, as YAML."""
 
-    name: ClassVar[str] = "trtllm-windows"
-
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Give every layer the mean of its heads, and the sinks of its policy."""
         cache = {"max_attention_window": budgets.per_layer, "sink_token_length": policy_of(budgets.policy).sink_count}
@@ -248,8 +241,6 @@ class TensorRTLLM(Windows):
 
 class VLLM(Windows):
     """vLLM's overrides of a model's configuration: which layers have a sliding window, and the one size of it."""
-
-    name: ClassVar[str] = "vllm-windows"
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Choose the layers that keep everything so that the fewest entries are in the wrong place."""
@@ -282,7 +273,6 @@ class VLLM(Windows):
 class OpenVINO(BudgetExporter):
     """OpenVINO GenAI's `CacheEvictionConfig`: three sizes for all layers and heads, in whole blocks."""
 
-    name: ClassVar[str] = "openvino"
     coarser: ClassVar[str] = f"one budget for all layers and heads, in blocks of {BLOCK}"
     ranks: ClassVar[tuple[str, ...]] = ("h2o",)
 

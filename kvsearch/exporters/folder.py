@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -32,8 +32,6 @@ from kvsearch.plan.saved import (
 class Folder(PlanExporter):
     """Everything of a plan in one folder, which `load_plan` reads; nothing is lost."""
 
-    name: ClassVar[str] = "folder"
-
     def export(self, plan: Plan, inputs: Inputs = NOTHING) -> Exported:
         """Make the folder; UsageError if the weights of a fitted ranking are not here."""
         places = with_weights(plan.policies, FOLDER_PLAN)
@@ -55,8 +53,6 @@ class Folder(PlanExporter):
 
 class ModelFolder(Folder):
     """A plan and its weights in the folder of its model, whose `config.json` names it by its size."""
-
-    name: ClassVar[str] = "model"
 
     def export(self, plan: Plan, inputs: Inputs = NOTHING) -> Exported:
         """Make what lies beside the model; UsageError if the weights of a fitted ranking are not here."""

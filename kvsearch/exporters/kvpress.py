@@ -66,7 +66,6 @@ class KvpressLukv(ProfileExporter):
 class KvpressLayers(BudgetExporter):
     """The list of L evicted shares for `PerLayerCompressionPress`, as JSON."""
 
-    name: ClassVar[str] = "kvpress-layers"
     proportional: ClassVar[bool | None] = True
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002

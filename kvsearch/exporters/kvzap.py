@@ -14,13 +14,12 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from kvsearch.core.errors import IncompatibleError, UsageError, given
-from kvsearch.exporters.base import NOTHING, Exported, Inputs, ProfileExporter
+from kvsearch.exporters.base import NOTHING, WEIGHTS, Exported, Inputs, ProfileExporter
 from kvsearch.models.architecture import attention_modules
+from kvsearch.models.loading import CONFIG
 from kvsearch.plan import Profile, canonical_json
 from kvsearch.policies.probe import ARRAYS, METHOD, SPREAD
 
-WEIGHTS = "model.safetensors"
-CONFIG = "config.json"
 HeadMaps = tuple[Tensor, Tensor]  # z = weight h + bias of each head: [Hkv, F, d_model], [Hkv, F]
 LINEAR = ("key", "value")  # features that are linear in hidden states
 CHANGED = ("k_norm", "k_layernorm", "key_layernorm", "qk_norm", "v_norm")  # of an attention that makes them non-linear

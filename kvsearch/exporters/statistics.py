@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.printed import markdown_text
-from kvsearch.exporters.base import NOTHING, Exported, Inputs, ProfileExporter
+from kvsearch.exporters.base import NOTHING, WEIGHTS, Exported, Inputs, ProfileExporter
+from kvsearch.models.loading import CONFIG
 from kvsearch.plan import Profile, canonical_json
 from kvsearch.plan.profile_arrays import QUERIES, QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.registry import policy_of
 
-WEIGHTS = "model.safetensors"
-CONFIG = "config.json"
 CARD = "README.md"
 STATISTICS = "statistics.safetensors"
 
@@ -73,11 +71,6 @@ class KvpressEA(ProfileExporter):
             f"epsilon={policy.epsilon}, stats_folder={{path!r}})",
         )
         return Exported(files, usage)
-
-    def read(self, files: Mapping[str, bytes]) -> dict[str, Floats]:
-        """Return mean [L, Hq, D] and covariance [L, Hq, D, D]."""
-        found: dict[str, Floats] = load(files[WEIGHTS])
-        return found
 
 
 class TriAttention(ProfileExporter):

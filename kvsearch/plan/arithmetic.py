@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -166,20 +165,10 @@ class SettingChange(NamedTuple):
     layers: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class PlanDiff:
-    """All differences of two plans; false if there are none. Where the plans come from is not compared."""
-
-    settings: tuple[SettingChange, ...] = ()
-    budgets: tuple[BudgetChange, ...] = ()
-
-    def __bool__(self) -> bool:
-        """Whether the plans differ."""
-        return bool(self.settings or self.budgets)
-
-
-def diff(a: Plan, b: Plan) -> PlanDiff:
+def diff(a: Plan, b: Plan) -> tuple[list[SettingChange], list[BudgetChange]]:
     """Compare two plans: settings of the whole, then of each phase (prefill first), and budgets by layer and kv head.
+
+    Where the plans come from is not compared.
 
     Plans of models that differ in more than their name but have the same layers and kv heads can be compared; that
     they do is one of the differences.
@@ -209,7 +198,7 @@ def diff(a: Plan, b: Plan) -> PlanDiff:
                 BudgetChange(phase, layer, head, *both) for head, both in enumerate(heads) if len(set(both)) > 1
             ]
         settings += [SettingChange(*change, phase, tuple(layers)) for change, layers in changed_in.items()]
-    return PlanDiff(tuple(settings), tuple(budgets))
+    return settings, budgets
 
 
 def _whole(plan: Plan) -> dict[str, Scalar | None]:

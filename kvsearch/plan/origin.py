@@ -5,16 +5,13 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from kvsearch.core.fields import Count, Index, Record, SettingField, Sha256, Text, is_none, refuse
 from kvsearch.core.limits import MOST_SETTINGS
 from kvsearch.core.resources import version
-
-if TYPE_CHECKING:
-    pass
 
 DIGITS = 16
 Use = Literal["fitted", "chosen", "reported"]
@@ -174,8 +171,4 @@ def changed(provenance: Provenance, change: str) -> Provenance:
     """Add a line on what was done to `settings["changes"]`, the oldest first."""
     before = provenance.settings.get(CHANGES, ())
     changes = (*before, change) if isinstance(before, tuple) else (before, change)
-    return _with_settings(provenance, {**provenance.settings, CHANGES: changes})
-
-
-def _with_settings(provenance: Provenance, settings: Mapping[str, Any]) -> Provenance:
-    return Provenance(**{**dict(provenance), "settings": dict(settings)})
+    return Provenance(**{**dict(provenance), "settings": {**provenance.settings, CHANGES: changes}})

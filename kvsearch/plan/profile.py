@@ -100,11 +100,6 @@ class ProfileMetadata(Record):
         return policies
 
     @property
-    def seed(self) -> int:
-        """The seed of the calibration, as kept in `provenance`."""
-        return self.provenance.seed
-
-    @property
     def shape(self) -> tuple[int, int]:
         """(profile layers, kv heads)."""
         return len(self.layers), self.model.kv_heads

@@ -29,7 +29,6 @@ QUERY_COVARIANCE = "query_cov"
 QUERY_ABS = "query_abs"
 QUERIES = "query_statistics"  # the method whose profiles have them
 SIGNALLED = "polykv"  # the method whose profiles have signals by pattern
-BY_PATTERN = ("cosine", "relative_error", "nll")
 FULL_NLL = "full_nll"  # mean nats per token under the full cache
 MEAN_ENTROPY = "mean_entropy"  # nats, of the mean attention row over all samples (PolyKV, Eq. 4)
 TOKENS = "sample_tokens"  # tokens whose loss counts

@@ -36,7 +36,7 @@ def load_plan(path: str | Path, model: Any = None, size: str | float | None = No
     path = plan_beside(model, size) if path == AUTO else _located(path)
     name = str(path)
     data = require_header(read_json(path), PLAN_FORMAT, PLAN_VERSION, name)
-    plan = _checked(data, name)
+    plan = validated(Plan.model_validate, data, name)
     find_weights(plan.policies, path)
     return plan
 
@@ -48,7 +48,7 @@ def save_plan(plan: Plan, path: str | Path, overwrite: bool = False) -> None:
         UsageError: `path` exists and `overwrite` is off, is no regular file, or `model_copy` made the plan invalid.
         EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
     """
-    checked = _checked(plan.model_dump(), f"the plan for {path}")
+    checked = validated(Plan.model_validate, plan.model_dump(), f"the plan for {path}")
     check_target(path)
     put_weights(checked.policies, path)
     atomic_write(path, canonical_json(checked), overwrite)
@@ -126,10 +126,6 @@ def _downloaded(name: str, patterns: list[str], **revision: Any) -> Path:
             f"there is no file or folder {name}, and the hub has no such plan or cannot be reached: "
             f"{describe_fault(error)}"
         ) from error
-
-
-def _checked(data: dict[str, object], name: str) -> Plan:
-    return validated(Plan.model_validate, data, name)
 
 
 WEIGHTS = "weights"  # the parameter

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from kvsearch.core.errors import InternalError, UsageError
+from kvsearch.core.errors import InternalError, UsageError, present
 from kvsearch.plan.schema import ModelFingerprint, PolicySpec
 from kvsearch.policies.decoding import Cached, State, Step
 from kvsearch.policies.tensors import Tensor
@@ -134,6 +134,11 @@ class Observation:
         count: Tensor = self.lengths if self.token_count is None else self.token_count
         return count
 
+    @property
+    def following(self) -> Tensor:
+        """Rotary position of the token that comes next, [B]."""
+        return self.seen if self.next_position is None else self.next_position
+
     def candidates(self, sinks: int, recent: int) -> Tensor:
         """Mark the real entries that are neither among the first `sinks` nor the last `recent`, [B, T] bool."""
 
@@ -145,9 +150,7 @@ class Observation:
     @property
     def last_queries(self) -> Tensor:
         """The last query rows, [B, Hq, rows, D]."""
-        if self.queries is None:
-            raise InternalError("a policy asked for query rows but did not declare that it needs them")
-        return self.queries
+        return present(self.queries, "a policy asked for query rows but did not declare that it needs them")
 
     @property
     def group(self) -> int:
@@ -175,9 +178,8 @@ class Observation:
 
     def projected_norms(self, order: Norm) -> Tensor:
         """Return |v_i W_O[q]| of every entry under every query head of its group, [B, Hkv, G, T] fp32."""
-        project = self.projection
-        if project is None:
-            raise InternalError("a policy asked for projected value norms but did not declare that it needs them")
+        undeclared = "a policy asked for projected value norms but did not declare that it needs them"
+        project = present(self.projection, undeclared)
         return self.shared(("projected_norms", order), lambda: project(self.values, order))
 
     def of_hidden(self, what: OfHidden) -> Tensor:
@@ -197,9 +199,8 @@ class Observation:
 
     def received(self) -> Tensor:
         """Return the attention each entry received from all queries so far, [B, Hkv, T] fp32, mean over the group."""
-        if self.column_sums is None:
-            raise InternalError("a policy asked for attention column sums but did not declare that it needs them")
-        return self.column_sums
+        undeclared = "a policy asked for attention column sums but did not declare that it needs them"
+        return present(self.column_sums, undeclared)
 
 
 @dataclass(frozen=True)

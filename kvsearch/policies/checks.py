@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvsearch.core.errors import IncompatibleError, KvsearchError, UsageError
+from kvsearch.core.errors import IncompatibleError, KvsearchError
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.policies.registry import fault, is_ours
 from kvsearch.policies.tensors import Tensor, torch
@@ -28,18 +28,6 @@ class DeferredCheck(NamedTuple):
 
     wrong: Tensor
     error: Callable[[], KvsearchError]
-
-
-def ends_padded(wrong: Tensor) -> DeferredCheck:
-    """Return the check of whether a prompt ends with padding."""
-    problem = "a prompt ends with padding: pad batches on the left (padding_side='left')"
-    return DeferredCheck(wrong, partial(UsageError, problem))
-
-
-def reads_padding(wrong: Tensor) -> DeferredCheck:
-    """Return the check of whether padding was read again as part of a prompt."""
-    problem = "padding was read again as part of a prompt (kvzip): give `generate` the attention_mask"
-    return DeferredCheck(wrong, partial(UsageError, problem))
 
 
 def not_finite(policy: Policy, layer: int, wrong: Tensor) -> DeferredCheck:

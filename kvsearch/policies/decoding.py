@@ -5,12 +5,12 @@ A segment is one kv head of one sequence. Its entries sit in slots in any order;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvsearch.core.errors import InternalError
+from kvsearch.core.errors import present
 from kvsearch.policies.tensors import Tensor, torch
 
 if TYPE_CHECKING:
@@ -29,6 +29,15 @@ class State:
     def changed(self, entries: Change, heads: Change) -> State:
         """Return the state with every tensor replaced."""
         return State({k: entries(v) for k, v in self.entries.items()}, {k: heads(v) for k, v in self.heads.items()})
+
+    @classmethod
+    def joined(cls, states: Sequence[State]) -> State:
+        """Return the states of several parts as one, segment after segment."""
+        first = states[0]
+        return cls(
+            {name: torch.cat([state.entries[name] for state in states]) for name in first.entries},
+            {name: torch.cat([state.heads[name] for state in states]) for name in first.heads},
+        )
 
     def restore(self, before: State, rows: Tensor) -> None:
         """Take the segments `rows` [S] bool back to `before`, in place."""
@@ -101,9 +110,7 @@ class Step:
     @property
     def row(self) -> Tensor:
         """The attention row, [S, C] fp32."""
-        if self.attention is None:
-            raise InternalError("a policy read an attention row that it did not declare")
-        return self.attention
+        return present(self.attention, "a policy read an attention row that it did not declare")
 
     @property
     def arrived(self) -> Observation:
@@ -111,9 +118,7 @@ class Step:
 
         Where the segments are all heads of their sequences, in order, these are rows of it, keys [B, Hkv, K, D].
         """
-        if self.look is None:
-            raise InternalError("a policy looked at the step's token where it cannot be seen")
-        return self.look()
+        return present(self.look, "a policy looked at the step's token where it cannot be seen")()
 
     def at_newest(self, values: Tensor) -> Tensor:
         """Return the entry of `values` [S, C, ...] that belongs to the step's own token, [S, ...]."""

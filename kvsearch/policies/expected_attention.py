@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvsearch.core.errors import InternalError
+from kvsearch.core.errors import present
 from kvsearch.policies.base import Needs, Observation, Policy
 from kvsearch.policies.scoring import softmax
 from kvsearch.policies.tensors import Tensor, torch
@@ -53,9 +53,8 @@ class ExpectedAttention(Policy):
         return scores.masked_fill(hidden[:, :, 0], 0.0)
 
     def _logits(self, observation: Observation) -> Tensor:
-        statistics = observation.statistics.get(self.sinks)
-        if statistics is None:
-            raise InternalError("ExpectedAttention was not given the query statistics it declares")
+        declared = observation.statistics.get(self.sinks)
+        statistics = present(declared, "ExpectedAttention was not given the query statistics it declares")
         keys = observation.keys.float()
         batch, heads, _, dim = keys.shape
         rotation = self._mean_rotation(observation, dim)  # [B, D, D]
@@ -71,11 +70,10 @@ class ExpectedAttention(Policy):
 
     def _mean_rotation(self, observation: Observation, dim: int) -> Tensor:
         """Return the mean RoPE matrix over the `future` positions after each sequence, [B, D, D]."""
-        if observation.rotary is None:
-            raise InternalError("ExpectedAttention was not given the model's rotary embedding")
-        following = observation.seen if observation.next_position is None else observation.next_position
+        rotary = present(observation.rotary, "ExpectedAttention was not given the model's rotary embedding")
+        following = observation.following
         positions = following[:, None] + torch.arange(self.future, device=following.device)
-        tables = observation.rotary(positions.flatten())
+        tables = rotary(positions.flatten())
         cos, sin = (table.float().view(*positions.shape, -1).mean(1) for table in tables)  # [B, rotary dims]
         width = cos.shape[1]
         half = cos.shape[1] // 2

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvsearch.config.options import parse_setting
-from kvsearch.core.errors import InternalError, UsageError
+from kvsearch.core.errors import UsageError, present
 from kvsearch.core.files import read_bytes
 from kvsearch.core.naming import check_unique
 from kvsearch.core.parsing import shown
@@ -244,9 +244,8 @@ def plain_keys(observation: Observation) -> Tensor:
     """Return the keys at position 0 (un-rotated), [B, Hkv, T, D] fp32, computed once per observation."""
     from kvsearch.models.architecture import unrotate
 
-    rotary = observation.rotary
-    if rotary is None:
-        raise InternalError("a policy turns keys back and was not given the model's rotary embedding")
+    unknown = "a policy turns keys back and was not given the model's rotary embedding"
+    rotary = present(observation.rotary, unknown)
 
     def compute() -> Tensor:
         positions = observation.index.clamp(min=0)

@@ -72,26 +72,26 @@ class DifferenceView:
     def __init__(self, plans: tuple[Plan, Plan], names: tuple[str, str]) -> None:
         self.plans = plans
         self.names = names
-        self.differences = diff(*plans)
+        self.settings, self.budgets = diff(*plans)
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, for programs."""
         totals = {phase: self._totals(phase) for phase in PHASES["both"]}
         return {
-            "equal": not self.differences,
-            "settings": [change._asdict() for change in self.differences.settings],
-            "budgets": [change._asdict() for change in self.differences.budgets],
+            "equal": not (self.settings or self.budgets),
+            "settings": [change._asdict() for change in self.settings],
+            "budgets": [change._asdict() for change in self.budgets],
             "totals": {phase: values for phase, values in totals.items() if values != [None, None]},
         }
 
     def parts(self) -> Iterator[Part]:
         """Yield the names of the plans, a table of settings, and one of budgets for each phase."""
-        if not self.differences:
+        if not (self.settings or self.budgets):
             yield "the plans are equal"
             return
         yield dict(zip("AB", self.names, strict=True))
         # totals are with the budgets
-        settings = [change for change in self.differences.settings if change.name != "total"]
+        settings = [change for change in self.settings if change.name != "total"]
         if settings:
             columns = ("phase", "layers", "setting", "A", "B")
             rows = []
@@ -100,7 +100,7 @@ class DifferenceView:
                 rows.append([change.phase or "", ", ".join(layer_ranges(change.layers)), change.name, *values])
             yield Table.plain("settings", columns, rows, words=columns)
         for phase in PHASES["both"]:
-            layers = sorted({change.layer for change in self.differences.budgets if change.phase == phase})
+            layers = sorted({change.layer for change in self.budgets if change.phase == phase})
             if layers:
                 yield self._budgets(phase, layers)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,9 +56,7 @@ class PlannedModel:
         self.model.set_attn_implementation(NAME)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.model.set_attn_implementation(self._before.pop())
 
     def new_cache(self, prompt_length: int | None = None) -> PlanCache:

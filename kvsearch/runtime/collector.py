@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from kvsearch.core.errors import IncompatibleError, InternalError
+from kvsearch.core.errors import IncompatibleError, UsageError, present
 from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import attention_modules, require_continuation, unrotate
 from kvsearch.policies.base import Needs, Observation, OfHidden, QueryStatistics
-from kvsearch.policies.checks import ends_padded, require_finite
+from kvsearch.policies.checks import DeferredCheck, require_finite
 from kvsearch.policies.scoring import column_sums
 from kvsearch.runtime.attention import (
     Output,
@@ -27,96 +28,34 @@ from kvsearch.runtime.logits import Logits
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
+ENDS_PADDED = "a prompt ends with padding: pad batches on the left (padding_side='left')"
 CHUNK = 4096  # query rows turned back at a time, which bounds the scratch memory
 
 
-class Collector:
-    """Keeps the last query rows, moments of the unrotated queries and attention column sums, as far as asked for.
+class DensePrompt:
+    """A prompt on its way through one layer, whole or in chunks: seen by the model's own attention, and gathered.
 
-    `needs` are those of all policies that will look at the prompt: what several need is computed once.
+    Keeps the last query rows, moments of the unrotated queries and attention column sums, as far as `needs` say, which
+    are those of all policies that will look at the prompt: what several need is computed once. Where its `length` is
+    known, chunks are put into memory for all of it.
     """
 
-    def __init__(self, needs: Sequence[Needs], rotary: Rotary) -> None:
+    def __init__(self, needs: Sequence[Needs], rotary: Rotary, layer: int, length: int | None = None) -> None:
         self.rotary = rotary
+        self.layer = layer
+        self.length = length
+        self.states: tuple[Tensor, Tensor] | None = None  # keys [B, Hkv, T, D] and values [B, Hkv, T, Dv] so far
+        self.rows: Tensor | None = None
         self._rows_wanted = max((need.query_rows for need in needs), default=0)
         starts = {need.query_statistics_from for need in needs}
         self._starts = sorted(start for start in starts if start is not None)
         self._wants_sums = any(need.column_sums for need in needs)
         self._wants_projection = any(need.projection for need in needs)
         self._hidden: dict[OfHidden, list[Tensor]] = {need.hidden: [] for need in needs if need.hidden is not None}
-        self.rows: Tensor | None = None
         self._seen: Tensor | None = None  # [B] real tokens so far
         self._moments: dict[int, Moments] = {}
         self._sums: Tensor | None = None
-
-    def add(self, query: Tensor, keys: Tensor, positions: Tensor, valid: Tensor, logits: Logits) -> None:
-        """Take in one chunk of the prompt.
-
-        `query` [B, Hq, q, D] as attention sees it, `keys` [B, Hkv, T, D] up to its last token, `positions` [B, q]
-        (rotary), `valid` [B, T] bool.
-        """
-        count = query.shape[2]
-        if self._rows_wanted:
-            self.rows = query if self.rows is None else torch.cat([self.rows, query], 2)
-            # a copy, so that the rest of the prompt's queries can be freed
-            self.rows = self.rows[:, :, -self._rows_wanted :].clone()
-        if self._wants_sums:
-            sums = column_sums(query, keys, valid, logits.scaling, logits.softcap, logits.sinks)
-            if self._sums is not None:
-                sums[..., :-count] += self._sums
-            self._sums = sums
-        if self._starts:
-            self._add_moments(query, positions, valid[:, -count:])
-
-    def add_hidden(self, module: nn.Module, count: int, layer: int) -> None:
-        """Take in the hidden states of the first `count` tokens that an attention layer is given now, if wanted."""
-        for what, found in self._hidden.items():
-            found.append(what(entering(module, slice(count)), layer))
-
-    def _add_moments(self, query: Tensor, positions: Tensor, valid: Tensor) -> None:
-        index = valid.cumsum(-1) - 1 if self._seen is None else self._seen[:, None] + valid.cumsum(-1) - 1
-        self._seen = index[:, -1] + 1
-        for start in range(0, query.shape[2], CHUNK):
-            part = slice(start, start + CHUNK)
-            plain = plain_queries(query[:, :, part], positions[:, part], self.rotary)
-            for first in self._starts:
-                moments = Moments.of(plain, valid[:, part] & (index[:, part] >= first))
-                before = self._moments.get(first)
-                self._moments[first] = moments if before is None else before.merged(moments)
-
-    def observation(
-        self, key: Tensor, value: Tensor, valid: Tensor, positions: Tensor, logits: Logits, layer: int = 0
-    ) -> Observation:
-        """Return the layer as policies see it after the whole prompt; `positions` [B, q] are the last chunk's."""
-        return Observation(
-            key,
-            value,
-            valid,
-            logits.scaling,
-            queries=self.rows,
-            softcap=logits.softcap,
-            statistics={first: found.statistics() for first, found in self._moments.items()},
-            rotary=self.rotary,
-            next_position=positions[:, -1] + 1,
-            column_sums=self._sums,
-            projection=logits.projection if self._wants_projection else None,
-            hidden={what: torch.cat(parts, -1) for what, parts in self._hidden.items()},
-            layer=layer,
-            sinks=logits.sinks,
-        )
-
-
-class DensePrompt:
-    """A prompt on its way through one layer, whole or in chunks: seen by the model's own attention, and gathered.
-
-    Where its `length` is known, chunks are put into memory for all of it.
-    """
-
-    def __init__(self, needs: Sequence[Needs], rotary: Rotary, layer: int, length: int | None = None) -> None:
-        self.collector = Collector(needs, rotary)
-        self.layer = layer
-        self.length = length
-        self.states: tuple[Tensor, Tensor] | None = None  # keys [B, Hkv, T, D] and values [B, Hkv, T, Dv] so far
+        self._masked = False
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
@@ -125,17 +64,17 @@ class DensePrompt:
         continues = self.states is not None
         if continues:
             require_continuation(module, query.shape[2])
-        self.states = key, value = self._with(key, value)
-        self._logits = Logits.of_call(module, query, key, kwargs)
-        self._valid = valid_keys(mask, key.shape[0], key.shape[2], key.device)
-        if continues and self._logits.plain and flash_serves(query, key, value) and bool(self._valid.all()):
-            output: Output = flash_attention(query, key, value, self._logits.scaling), None
+        key, value = self._with(key, value)
+        logits = Logits.of_call(module, query, key, kwargs)
+        valid = valid_keys(mask, key.shape[0], key.shape[2], key.device)
+        if continues and logits.plain and flash_serves(query, key, value) and bool(valid.all()):
+            output: Output = flash_attention(query, key, value, logits.scaling), None
         else:
             output = dense_attention(module, query, key, value, mask, **kwargs)
         self._masked = mask is not None
-        self._positions = rotary_positions(kwargs, self._valid, query.shape[2])
-        self.collector.add(query, key, self._positions, self._valid, self._logits)
-        self.collector.add_hidden(module, query.shape[2], self.layer)
+        self.add(query, (key, value), rotary_positions(kwargs, valid, query.shape[2]), valid, logits)
+        for what, parts in self._hidden.items():
+            parts.append(what(entering(module, slice(query.shape[2])), self.layer))
         return output
 
     def _with(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,16 +95,66 @@ class DensePrompt:
             whole[:, :, first:stop] = new
         return self._whole[0][:, :, :stop], self._whole[1][:, :, :stop]
 
+    def add(
+        self, query: Tensor, states: tuple[Tensor, Tensor], positions: Tensor, valid: Tensor, logits: Logits
+    ) -> None:
+        """Gather one chunk of the prompt.
+
+        `query` [B, Hq, q, D] as attention sees it, `states` keys [B, Hkv, T, D] and values [B, Hkv, T, Dv] up to its
+        last token, `positions` [B, q] (rotary), `valid` [B, T] bool.
+        """
+        self.states = states
+        self._positions = positions
+        self._valid = valid
+        self._logits = logits
+        count = query.shape[2]
+        if self._rows_wanted:
+            self.rows = query if self.rows is None else torch.cat([self.rows, query], 2)
+            # a copy, so that the rest of the prompt's queries can be freed
+            self.rows = self.rows[:, :, -self._rows_wanted :].clone()
+        if self._wants_sums:
+            sums = column_sums(query, states[0], valid, logits.scaling, logits.softcap, logits.sinks)
+            if self._sums is not None:
+                sums[..., :-count] += self._sums
+            self._sums = sums
+        if self._starts:
+            self._add_moments(query, positions, valid[:, -count:])
+
+    def _add_moments(self, query: Tensor, positions: Tensor, valid: Tensor) -> None:
+        index = valid.cumsum(-1) - 1 if self._seen is None else self._seen[:, None] + valid.cumsum(-1) - 1
+        self._seen = index[:, -1] + 1
+        for start in range(0, query.shape[2], CHUNK):
+            part = slice(start, start + CHUNK)
+            plain = plain_queries(query[:, :, part], positions[:, part], self.rotary)
+            for first in self._starts:
+                moments = Moments.of(plain, valid[:, part] & (index[:, part] >= first))
+                before = self._moments.get(first)
+                self._moments[first] = moments if before is None else before.merged(moments)
+
     def observation(self) -> Observation:
         """Return the layer as policies see it after all chunks.
 
         Whether a prompt ends with padding is noted, for `lengths_after` and `require_finite`; a CPU is asked at once.
         """
-        if self.states is None:
-            raise InternalError("a prompt was asked for before it passed")
-        seen = self.collector.observation(*self.states, self._valid, self._positions, self._logits, self.layer)
+        states = present(self.states, "a prompt was asked for before it passed")
+        logits = self._logits
+        seen = Observation(
+            *states,
+            self._valid,
+            logits.scaling,
+            queries=self.rows,
+            softcap=logits.softcap,
+            statistics={first: found.statistics() for first, found in self._moments.items()},
+            rotary=self.rotary,
+            next_position=self._positions[:, -1] + 1,
+            column_sums=self._sums,
+            projection=logits.projection if self._wants_projection else None,
+            hidden={what: torch.cat(parts, -1) for what, parts in self._hidden.items()},
+            layer=self.layer,
+            sinks=logits.sinks,
+        )
         if self._masked and seen.checks is not None:
-            seen.checks.append(ends_padded(~self._valid[:, -1].all()))
+            seen.checks.append(DeferredCheck(~self._valid[:, -1].all(), partial(UsageError, ENDS_PADDED)))
             if seen.keys.device.type == "cpu":
                 require_finite(seen.checks)
                 seen.checks.clear()

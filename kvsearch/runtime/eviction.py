@@ -16,7 +16,6 @@ from kvsearch.policies.base import Needs
 from kvsearch.policies.checks import lengths_after, lengths_of, start_state
 from kvsearch.policies.decoding import State, slots_of
 from kvsearch.policies.ranking import at_each, first_staged, keep_at, limits_under, scored
-from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import UNBOUNDED, Limits, StepRule, decode_needs
 from kvsearch.runtime.store.slots import segments_of
@@ -48,13 +47,13 @@ class Kept(NamedTuple):
     state: State  # tensors [B, Hkv, T, ...] and [B, Hkv, ...]
 
 
-def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule | None, rotary: Rotary) -> Kept:
+def select(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule | None) -> Kept:
     """Decide what is kept of a dense prompt, everything without a prefill phase; its tensors stay as they are."""
     if prefill is not None:  # first, so that the host reads lengths and whether scores are finite in one go
         scored(prefill.policy, observation)
         first_staged(prefill.policy, observation)
     lengths = lengths_after(observation)
-    rule = None if decode is None else StepRule.after(decode.policy, limits_of(decode, lengths), observation, rotary)
+    rule = None if decode is None else StepRule.after(decode.policy, limits_of(decode, lengths), observation)
     limits = None if prefill is None else limits_under(prefill.policy, prefill.budgets(lengths), lengths)
     tables = ([] if limits is None else [limits]) + ([] if rule is None else [Limits.table(rule.policy, rule.budgets)])
     placed = _placed(tables, observation.keys.device)
@@ -85,11 +84,9 @@ def _placed(tables: list[Tensor], device: torch.device) -> list[Tensor]:
     return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]
 
 
-def evict(
-    observation: Observation, prefill: PhaseRule | None, decode: PhaseRule | None, rotary: Rotary
-) -> RaggedStore | Decoding:
+def evict(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule | None) -> RaggedStore | Decoding:
     """Pack what is kept of a dense prompt; with a decode phase its rule is ready for the next token."""
-    left = select(observation, prefill, decode, rotary)
+    left = select(observation, prefill, decode)
     if left.rule is not None:
         return Decoding.begin(left.observation, left.keep, left.counts, left.rule, left.state)
     states = (left.observation.keys, left.observation.values)

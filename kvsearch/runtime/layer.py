@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvsearch.core.errors import InternalError, KvsearchError, UsageError
+from kvsearch.core.errors import KvsearchError, UsageError, present
 from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import require_continuation
 from kvsearch.policies.base import Needs, Observation, Rereading
-from kvsearch.policies.checks import lengths_of, reads_padding
+from kvsearch.policies.checks import DeferredCheck, lengths_of
 from kvsearch.runtime.attention import (
     NO_SHARED_DRAFTS,
     Output,
@@ -32,6 +33,7 @@ from kvsearch.runtime.read_mask import ReadMask
 from kvsearch.runtime.sharing import Sharing
 from kvsearch.runtime.store.storage import RaggedStore
 
+READS_PADDING = "padding was read again as part of a prompt (kvzip): give `generate` the attention_mask"
 States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some tokens
 
 
@@ -280,9 +282,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self._whole().finish_step()
 
     def _whole(self) -> RaggedStore | Decoding:
-        if self.holder is None:
-            raise InternalError("a cache layer was asked to continue a prompt that it has not seen")
-        return self.holder
+        return present(self.holder, "a cache layer was asked to continue a prompt that it has not seen")
 
     def _step(
         self, ahead: Tensor, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
@@ -385,15 +385,16 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         for how, scores in self.rereads.items():
             rereads[how] = scores.repeat_interleave(len(valid) // len(scores), 0)  # beams are copies of a prompt
             if observation.checks is not None:
-                observation.checks.append(reads_padding(rereads[how].masked_fill(valid[:, None], 0).any()))
+                wrong = rereads[how].masked_fill(valid[:, None], 0).any()
+                observation.checks.append(DeferredCheck(wrong, partial(UsageError, READS_PADDING)))
         return replace(observation, rereads=rereads)
 
     def conclude(self, observation: Observation) -> None:
         """Evict, or state what this layer wants of what all layers share: the prompt has passed."""
         if self.sharing is None:
-            self.holder = evict(observation, self.prefill, self.decode, self.rotary)
+            self.holder = evict(observation, self.prefill, self.decode)
         else:
-            self.sharing.end(self.index, observation, self.rotary)
+            self.sharing.end(self.index, observation)
         if not self.read_mask.begun:
             self.read_mask.begin(observation.valid, lengths_of(observation))
 

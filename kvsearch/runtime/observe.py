@@ -8,28 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Generic, TypeVar
+from dataclasses import replace
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kvsearch.core.errors import IncompatibleError, InternalError
-from kvsearch.models.architecture import describe, output_weight, require_continuation, rotary
+from kvsearch.core.errors import IncompatibleError, present
+from kvsearch.models.architecture import describe, require_continuation, rotary
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs, Rereading
 from kvsearch.runtime.attention import Output, causal_mask, dense_attention, gated_attention, require_attention, tag
 from kvsearch.runtime.collector import DensePrompt, Rotary, entering, watch
-from kvsearch.runtime.eviction import PhaseRule
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.program import full_cache, require_room
-from kvsearch.runtime.replay.replay import Followed, Replay, at_rows, replay
+from kvsearch.runtime.replay.replay import LayerContinuation, Noted, at_rows
 from kvsearch.runtime.stock import CACHE, cache_class, layer_state, stock_layers
 from kvsearch.signals.attention_rows import importance_rows, residual_weights
 
-Noted = TypeVar("Noted")
 Rereads = Mapping[int, Mapping[Rereading, Tensor]]  # by model layer: what entries got of each rereading, [B, Hkv, T]
 States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some tokens
 LED_BY = 8  # tokens before a chunk that is read again
@@ -61,9 +58,7 @@ class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
     @property
     def noted(self) -> Noted:
         """What `look` made of the prompt."""
-        if self._noted is None:
-            raise InternalError(f"layer {self.index} has noted no prompt")
-        return self._noted
+        return present(self._noted, f"layer {self.index} has noted no prompt")
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         tag(key_states, self)
@@ -78,64 +73,12 @@ class PromptLayer(DynamicLayer, Generic[Noted]):  # type: ignore[misc]
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         """Attend to the prompt, and look at it when it is complete."""
-        if self._prompt is None:
-            raise InternalError(f"layer {self.index} is given a second prompt")
-        output = self._prompt.attend(module, query, key, value, mask, **kwargs)
+        prompt = present(self._prompt, f"layer {self.index} is given a second prompt")
+        output = prompt.attend(module, query, key, value, mask, **kwargs)
         if self.length is None or self._passed >= self.length:
-            self._noted = self.look(self._prompt.observation())
+            self._noted = self.look(prompt.observation())
             self._prompt = None
         return output
-
-
-@dataclass(frozen=True, eq=False)
-class LayerContinuation(Generic[Noted]):
-    """One layer with B prompts of T tokens, and K tokens that follow one of them, M times; all under the full cache."""
-
-    index: int  # of the model layer
-    noted: Noted  # what the pass made of the prompts
-    prompt: tuple[Tensor, Tensor]  # keys [B, Hkv, T, D], values [B, Hkv, T, Dv]
-    tokens: tuple[Tensor, Tensor, Tensor]  # queries [M, Hq, K, D], keys [M, Hkv, K, D], values [M, Hkv, K, Dv]
-    output: Tensor  # of the tokens' attention, [M, K, Hq, Dv]
-    module: nn.Module
-    logits: Logits
-    hidden: Tensor | None = None  # hidden states that entered the attention at the tokens, [M, K, d_model]
-    rows: Tensor | None = None  # [M] the prompt that each row of tokens follows, on the host; None: one each, in order
-
-    @property
-    def query(self) -> Tensor:
-        """Queries of the tokens, [M, Hq, K, D]."""
-        return self.tokens[0]
-
-    @cached_property
-    def keys(self) -> Tensor:
-        """Keys of prompts and tokens, [M, Hkv, T + K, D]."""
-        return torch.cat([at_rows(self.prompt[0], self.rows), self.tokens[1]], 2)
-
-    @cached_property
-    def values(self) -> Tensor:
-        """Values of prompts and tokens, [M, Hkv, T + K, Dv]."""
-        return torch.cat([at_rows(self.prompt[1], self.rows), self.tokens[2]], 2)
-
-    @cached_property
-    def output_weight(self) -> Tensor:
-        """W_O per query head, [Hq, Dv, d_model] fp32."""
-        return output_weight(self.module, self.query.shape[1])
-
-    def replay(self: LayerContinuation[Observation], prefill: PhaseRule | None, decode: PhaseRule | None) -> Replay:
-        """Return what the tokens attend to in this layer under these rules, its input as under the full cache."""
-        return replay(self.followed, prefill, decode)
-
-    @cached_property
-    def full_outputs(self: LayerContinuation[Observation]) -> Tensor:
-        """Attention outputs under the full cache as a replay computes them, [M, Hq, K, Dv]."""
-        return self.replay(None, None).outputs
-
-    @property
-    def followed(self: LayerContinuation[Observation]) -> Followed:
-        """The layer as it is replayed."""
-        if self.noted.rotary is None:
-            raise InternalError("a prompt was observed without rotary tables")
-        return Followed(self.noted, self.tokens, self.logits, self.noted.rotary, self.rows, self.hidden)
 
 
 class ObservedLayer(PromptLayer[Noted]):
@@ -187,7 +130,7 @@ class ObservedLayer(PromptLayer[Noted]):
             mask = torch.cat([prompt, own], -1)[None]  # kept entries, and the later tokens' own causally
         followed = self.follow(module, (query, key, value), mask, **kwargs)
         self.continuation = LayerContinuation(
-            self.index, self.noted, (self.keys, self.values), (query, key, value), followed, module, logits,
+            self.index, self.noted, (self.keys, self.values), (query, key, value), module, logits,
             entering(module, slice(-query.shape[2], None)) if self.wants_hidden else None, self.rows,
         )  # fmt: skip
         return followed, None

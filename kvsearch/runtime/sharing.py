@@ -22,7 +22,6 @@ from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.policies.checks import lengths_after, lengths_of
 from kvsearch.policies.ranking import rank_scored, scored
-from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import StepRule
 from kvsearch.runtime.eviction import PhaseRule, evict
@@ -98,7 +97,7 @@ class Sharing:
         policy = self._policy(layer)
         return [policy.needs(), self.allocation.needs(policy)]
 
-    def end(self, index: int, observation: Observation, rotary: Rotary) -> None:
+    def end(self, index: int, observation: Observation) -> None:
         """Take in the prompt of a layer; `take` has its entries then, where layers share a pool after the last one."""
         layers = self.program.layers
         if index == layers[0]:
@@ -115,13 +114,13 @@ class Sharing:
             if index in phase.rows:
                 phase.add(index, demands)
         if not self.waits:
-            self._ready[index] = self._now(index, observation, rotary)
+            self._ready[index] = self._now(index, observation)
             return
         shared = self._phases.get("prefill")
         for earlier, (pool, _, _) in self.waiting.items():  # first, so that this layer's entries find room
             if shared is not None and earlier in shared.rows:
                 pool.trim(shared.most(earlier))
-        self.waiting[index] = self._pool(index, observation, demands, rotary)
+        self.waiting[index] = self._pool(index, observation, demands)
         if index == layers[-1]:
             self._finish()
 
@@ -143,7 +142,7 @@ class Sharing:
         policies = [phase.policies[layer] for phase in self.program.phases if layer in phase.policies]
         return policies[0]
 
-    def _now(self, index: int, observation: Observation, rotary: Rotary) -> RaggedStore | Decoding:
+    def _now(self, index: int, observation: Observation) -> RaggedStore | Decoding:
         """Evict at once."""
 
         def rule(name: Phase) -> PhaseRule | None:
@@ -153,17 +152,17 @@ class Sharing:
             budgets = torch.from_numpy(phase.of_layer(index))
             return PhaseRule(phase.policies[index], lambda _: budgets)
 
-        return evict(observation, rule("prefill"), rule("decode"), rotary)
+        return evict(observation, rule("prefill"), rule("decode"))
 
     def _pool(
-        self, index: int, observation: Observation, demands: LayerDemands, rotary: Rotary
+        self, index: int, observation: Observation, demands: LayerDemands
     ) -> tuple[EntryPool, StepRule | None, int]:
         rule = state = None
         prefill = self._phases.get("prefill")
         decode = self._phases.get("decode")
         if decode is not None and index in decode.rows:
             unknown = torch.full(observation.keys.shape[:2], NO_CAP)  # binds nothing
-            rule = StepRule.after(decode.policies[index], unknown, observation, rotary)
+            rule = StepRule.after(decode.policies[index], unknown, observation)
             state = rule.start(observation)
         lengths = np.array(lengths_of(observation))[:, None]
         whole = np.repeat(lengths, observation.keys.shape[1], 1)

@@ -28,15 +28,14 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.eviction import rules_need
 from kvsearch.runtime.observe import DensePass
-from kvsearch.runtime.replay.forced_answers import ForcedQuestions, own_replies
-from kvsearch.runtime.replay.replay import Followed, replay
+from kvsearch.runtime.replay.forced_answers import ForcedQuestions, parted_replies
 from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.attention_rows import attention_change
 from kvsearch.tasks.base import Query
 from tests import tiny
 from tests.combinations import every_value
 from tests.families import EACH_FAMILY, build, prompts
-from tests.policies.contract import properties, rope
+from tests.policies.contract import properties
 from tests.runtime.helpers import feed, one_by_one, random_eviction, running
 from tests.runtime.layers import Layer, Scene, scenes
 from tests.runtime.policies import SMALL
@@ -207,8 +206,8 @@ def test_what_a_replay_shows_its_tokens_gives_its_outputs(name: str, phases: str
     def same(scene: Scene) -> None:
         layer = Layer(scene)
         prefill, decode = (layer.rule(policy) if phases in (phase, "both") else None for phase in ("prefill", "decode"))
-        followed = Followed(layer.observation(policy), layer.tokens(), layer.logits, rope)
-        found, full = replay(followed, prefill, decode), replay(followed, None, None)
+        followed = layer.followed(layer.observation(policy))
+        found, full = followed.replay(prefill, decode), followed.replay(None, None)
         length, count = scene.length, scene.tokens
         assert found.shown.shape == (len(scene.pads), scene.heads, count, length + count)
         assert torch.equal(full.shown[0, 0], torch.ones(count, length + count).tril(length).bool())
@@ -321,9 +320,8 @@ def test_means_over_the_tokens_that_follow(protocol: Any, model: LoadedModel) ->
 def test_the_models_own_reply_is_followed_where_it_is_right(model: LoadedModel) -> None:
     """An answer that begins the reply is one: the losses are those of the whole reply, not of that answer."""
     row = dataclasses.replace(TASK.rows[0], queries=(Query("recall", ("x",), 5),))
-    ((reply,),) = own_replies(
-        model, [ForcedQuestions(tiny.ids_of(row.context)[0], (tiny.ids_of("recall")[0, 1:],), (5,), "")]
-    )
+    question = ForcedQuestions(tiny.ids_of(row.context)[0], (tiny.ids_of("recall")[0, 1:],), (5,), "")
+    [((reply,),)] = parted_replies(model, [[question]])
     said = [model.tokenizer.decode(reply[:count]) for count in (1, 5)]
     tasks = [tiny.Listed("x", (dataclasses.replace(row, queries=(Query("recall", (text,), 5),)),)) for text in said]
     plan = {"snapkv": program(model.model, "snapkv")}

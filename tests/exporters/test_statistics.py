@@ -12,12 +12,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load
 
 from kvsearch.calibration.options import QueryStatisticsOptions
 from kvsearch.calibration.query_statistics import QueryMoments
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.exporters.statistics import CONFIG, STATISTICS, KvpressEA, TriAttention
+from kvsearch.exporters.base import WEIGHTS
+from kvsearch.exporters.statistics import STATISTICS, KvpressEA, TriAttention
 from kvsearch.models.architecture import attention_modules
+from kvsearch.models.loading import CONFIG
 from kvsearch.plan import Profile
 from tests.calibrations import calibrate_query_statistics
 from tests.plan.builders import make_profile
@@ -78,7 +81,7 @@ def test_parts_add_up(count: int, cut: int, seed: int) -> None:
 def test_the_folder_of_kvpress(llama: tuple[Any, Profile]) -> None:
     _, profile = llama
     exported = KvpressEA().export(profile)
-    read = KvpressEA().read(exported.files)
+    read = load(exported.files[WEIGHTS])
     assert not exported.losses
     for name in ("query_mean", "query_cov"):
         np.testing.assert_array_equal(read[name], profile.arrays[name])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.plan.arithmetic import BudgetChange, PlanDiff, SettingChange, diff
+from kvsearch.plan.arithmetic import BudgetChange, SettingChange, diff
 from tests.plan.builders import PROVENANCE, make_plan, model_dict, phase_dict
 
 
@@ -22,20 +22,20 @@ def with_policies(*policies: tuple[str, dict[str, Any]] | None) -> dict[str, Any
 def test_budgets_are_compared_head_by_head() -> None:
     before = make_plan([[10, 6], None, [4, 12]])
     after = make_plan([[10, 7], [5, 5], [4, 12]], decode=phase_dict([None, None, [8, 8]]))
-    assert diff(before, after).budgets == (
+    assert diff(before, after)[1] == [
         BudgetChange("prefill", 0, 1, 6, 7),
         BudgetChange("prefill", 1, 0, None, 5),
         BudgetChange("prefill", 1, 1, None, 5),
         BudgetChange("decode", 2, 0, None, 8),
         BudgetChange("decode", 2, 1, None, 8),
-    )
-    values = [change[3:] for change in diff(after, before).budgets]
+    ]
+    values = [change[3:] for change in diff(after, before)[1]]
     assert values == [(7, 6), (5, None), (5, None), (8, None), (8, None)]
 
 
 def test_totals_of_each_phase() -> None:
     after = make_plan([[10, 7], None, [4, 12]], decode=phase_dict([None, None, [8, 8]]))
-    totals = [change for change in diff(make_plan(), after).settings if change.name == "total"]
+    totals = [change for change in diff(make_plan(), after)[0] if change.name == "total"]
     assert totals == [SettingChange("total", 32, 33, "prefill"), SettingChange("total", None, 16, "decode")]
 
 
@@ -57,34 +57,33 @@ def test_totals_of_each_phase() -> None:
 )
 def test_settings_of_the_whole_plan(changes: dict[str, Any], expected: list[tuple[Any, ...]]) -> None:
     found = diff(make_plan(), make_plan(**changes))
-    assert found == PlanDiff(tuple(SettingChange(*change) for change in expected))
-    assert found
+    assert found == ([SettingChange(*change) for change in expected], [])
 
 
 def test_policies_and_parameters_are_grouped_by_layers() -> None:
     snapkv, wider, h2o = ("snapkv", {"window": 4}), ("snapkv", {"window": 8}), ("h2o", {"sinks": 1})
     before = make_plan([[4, 4]] * 4, prefill=with_policies(snapkv, snapkv, snapkv, snapkv))
     after = make_plan([[4, 4]] * 4, prefill=with_policies(wider, h2o, snapkv, wider))
-    assert diff(before, after).settings == (
+    assert diff(before, after)[0] == [
         SettingChange("policy.window", 4, 8, "prefill", (0, 3)),
         SettingChange("policy", "snapkv", "h2o", "prefill", (1,)),
         SettingChange("policy.window", 4, None, "prefill", (1,)),
         SettingChange("policy.sinks", None, 1, "prefill", (1,)),
-    )
+    ]
 
 
 def test_the_policy_of_a_layer_that_only_one_plan_has() -> None:
-    found = diff(make_plan(), make_plan(decode=with_policies(None, ("tova", {"sinks": 0}), None)))
-    assert found.settings == (
+    settings, _ = diff(make_plan(), make_plan(decode=with_policies(None, ("tova", {"sinks": 0}), None)))
+    assert settings == [
         SettingChange("total", None, 8, "decode"),
         SettingChange("policy", None, "tova", "decode", (1,)),
         SettingChange("policy.sinks", None, 0, "decode", (1,)),
-    )
+    ]
 
 
 def test_names_and_provenance_do_not_matter() -> None:
     other = make_plan(model=model_dict(name="other", revision="main"), provenance={**PROVENANCE, "seed": 8})
-    assert not diff(make_plan(), other)
+    assert diff(make_plan(), other) == ([], [])
 
 
 def test_models_of_another_shape_are_not_compared() -> None:

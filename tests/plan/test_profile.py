@@ -42,7 +42,7 @@ def test_round_trip_is_byte_stable(path: Path) -> None:
     assert loaded.metadata == profile.metadata
     assert np.array_equal(loaded.arrays["evicted_ratio"], profile.arrays["evicted_ratio"])
     assert loaded.to_bytes() == path.read_bytes() == make_profile().to_bytes()
-    assert loaded.metadata.seed == 7
+    assert loaded.metadata.provenance.seed == 7
 
 
 def test_bytes_do_not_depend_on_order_or_memory_layout() -> None:

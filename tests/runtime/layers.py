@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kvsearch.policies import Observation, Policy
-from kvsearch.runtime.collector import Collector
+from kvsearch.runtime.collector import DensePrompt
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.runtime.eviction import PhaseRule, evict
 from kvsearch.runtime.logits import Logits, OutputProjection
 from kvsearch.runtime.read_mask import Visible
+from kvsearch.runtime.replay.replay import Continuation, LayerContinuation
 from tests.policies.contract import DIM, rope
 
 WIDTH = 6  # of the model, behind the output projection
@@ -72,21 +73,24 @@ class Layer:
     def observation(self, *policies: Policy, chunk: int | None = None) -> Observation:
         """What the runtime gathers of the prompt for the prefill needs and the decode needs of the policies."""
         needs = [need for policy in policies for need in (policy.needs(), decode_needs(policy))]
-        collector = Collector(needs, rope)
+        prompt = DensePrompt(needs, rope, layer=3)
         positions = (self.valid.cumsum(-1) - 1).clamp(min=0)
         for first in range(0, self.scene.length, chunk or self.scene.length):
             last = min(self.scene.length, first + (chunk or self.scene.length))
-            collector.add(
-                self.query[:, :, first:last], self.key[:, :, :last], positions[:, first:last], self.valid[:, :last],
-                self.logits,
-            )  # fmt: skip
-        return collector.observation(
-            self.prompt(self.key), self.prompt(self.value), self.valid, positions, self.logits, layer=3
-        )
+            states = (self.key[:, :, :last], self.value[:, :, :last])
+            prompt.add(
+                self.query[:, :, first:last], states, positions[:, first:last], self.valid[:, :last], self.logits
+            )
+        return prompt.observation()
 
     def rule(self, policy: Policy) -> PhaseRule:
         budgets = torch.tensor(self.scene.budgets)
         return PhaseRule(policy, lambda lengths: budgets.expand(len(lengths), -1))
+
+    def followed(self, observation: Observation) -> Continuation:
+        """The layer with the tokens that follow, to be replayed."""
+        states = (observation.keys, observation.values)
+        return LayerContinuation(observation.layer, observation, states, self.tokens(), self.module, self.logits)
 
     def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
         first = self.scene.length
@@ -95,11 +99,13 @@ class Layer:
     def decode(self, prefill: Policy | None, decode: Policy) -> tuple[Tensor, Decoding]:
         """Token by token: outputs [B, Hq, K, D], and what is held at the end."""
         used = [policy for policy in (prefill, decode) if policy is not None]
-        holder = evict(self.observation(*used), prefill and self.rule(prefill), self.rule(decode), rope)
+        holder = evict(self.observation(*used), prefill and self.rule(prefill), self.rule(decode))
         assert isinstance(holder, Decoding)
         outputs = []
+        self.seen = []  # what each token found held, per sequence and head
         for index, (query, key, value) in enumerate(zip(*(t.split(1, 2) for t in self.tokens()), strict=True)):
             positions = self.valid.sum(-1, keepdim=True) + index
+            self.seen.append(held(holder))
             outputs.append(holder.attend(query, key, value, Visible(), positions, self.logits))
         return torch.cat(outputs, 2), holder
 

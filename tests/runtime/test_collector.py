@@ -11,7 +11,7 @@ from kvsearch.models.architecture import attention_modules, decoder
 from kvsearch.policies import Needs, Observation, Policy
 from kvsearch.runtime import PlanCache, Program, collector
 from kvsearch.runtime.attention import NAME, flash_attention
-from kvsearch.runtime.collector import Collector, DensePrompt
+from kvsearch.runtime.collector import DensePrompt
 from kvsearch.runtime.logits import Logits
 from tests.families import DEVICES, build, prompts
 from tests.runtime.helpers import feed, running
@@ -173,12 +173,11 @@ def test_a_large_mean_does_not_drown_the_covariance(monkeypatch: pytest.MonkeyPa
     """Qwen2's query biases reach hundreds; second moments minus squared means would lose the difference in fp32."""
     monkeypatch.setattr(collector, "CHUNK", 64)
     query = torch.randn(1, 2, 1000, 4, generator=torch.Generator().manual_seed(0)) + 300.0
-    gathered = Collector([Needs(query_statistics_from=0)], turned_by_nothing)
+    gathered = DensePrompt([Needs(query_statistics_from=0)], turned_by_nothing, layer=0)
     for part in query.split(300, 2):
         real = torch.ones(1, part.shape[2], dtype=torch.bool)
-        gathered.add(part, part, torch.arange(part.shape[2])[None], real, Logits(1.0))
-    whole = torch.ones(1, 1000, dtype=torch.bool)
-    statistics = gathered.observation(query, query, whole, torch.arange(1000)[None], Logits(1.0)).statistics[0]
+        gathered.add(part, (part, part), torch.arange(part.shape[2])[None], real, Logits(1.0))
+    statistics = gathered.observation().statistics[0]
     exact = query[0].double() - query[0].double().mean(1, keepdim=True)
     covariance = exact.transpose(-1, -2) @ exact / 1000
     torch.testing.assert_close(statistics.covariance[0].double(), covariance, atol=1e-4, rtol=1e-4)

@@ -19,7 +19,6 @@ from kvsearch.runtime.eviction import evict
 from kvsearch.runtime.store.flat import FlatBlock
 from tests.device import counting
 from tests.families import build, prompts
-from tests.policies.contract import rope
 from tests.policies.probes import example, zap
 from tests.runtime.layers import Layer, Scene, held
 from tests.runtime.policies import FIRST, SMALL
@@ -40,7 +39,7 @@ def shapes() -> Iterator[Any]:
 def steps(name: str, budgets: tuple[int, int], made: Callable[..., Callable[..., Tensor]]) -> tuple[Tensor, object]:
     """Outputs of some tokens whose steps are run by what is made of a function, and what is held at the end."""
     layer, policy = Layer(Scene(2, 2, 14, (0, 3), 6, budgets, 0)), SMALL[name]
-    holder = evict(layer.observation(policy), layer.rule(policy), layer.rule(policy), rope)
+    holder = evict(layer.observation(policy), layer.rule(policy), layer.rule(policy))
     assert isinstance(holder, Decoding)
     holder.reserve(6)  # so that steps are alike
     run, outputs = made(lambda *states: holder.step(*states, layer.logits)), []
@@ -126,7 +125,7 @@ def test_room_that_is_reserved_changes_nothing(name: str) -> None:
     found = []
     for reserved in (False, True):
         layer, policy = Layer(Scene(2, 2, 14, (0, 3), 8, (7, 10), 0)), SMALL[name]
-        holder = evict(layer.observation(policy), layer.rule(policy), layer.rule(policy), rope)
+        holder = evict(layer.observation(policy), layer.rule(policy), layer.rule(policy))
         assert isinstance(holder, Decoding)
         parts = list(zip(*(t.split(1, 2) for t in layer.tokens()), strict=True))
         if reserved:

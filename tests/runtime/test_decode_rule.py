@@ -19,10 +19,9 @@ from kvsearch.policies.registry import BUILT_IN
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
 from kvsearch.runtime.read_mask import Visible
-from kvsearch.runtime.replay.replay import Followed, replay
 from tests.combinations import every_value
 from tests.examples import fixed
-from tests.policies.contract import DIM, properties, rope
+from tests.policies.contract import DIM, properties
 from tests.policies.probes import example
 from tests.runtime.layers import Layer, Scene, held, scenes
 from tests.runtime.policies import SMALL, policies_of
@@ -32,7 +31,7 @@ every_policy = pytest.mark.parametrize("name", policies_of())
 
 def begin(layer: Layer, prefill: Policy | None, decode: Policy) -> Decoding:
     used = [policy for policy in (prefill, decode) if policy is not None]
-    holder = evict(layer.observation(*used), prefill and layer.rule(prefill), layer.rule(decode), rope)
+    holder = evict(layer.observation(*used), prefill and layer.rule(prefill), layer.rule(decode))
     assert isinstance(holder, Decoding)
     return holder
 
@@ -111,7 +110,7 @@ def batches_and_chunks_change_nothing(
 def a_prompt_in_chunks_starts_from_the_same_state(
     layer: Layer, policy: Policy, one_by_one: Tensor, end: Decoding
 ) -> None:
-    holder = evict(layer.observation(policy, chunk=3), layer.rule(policy), layer.rule(policy), rope)
+    holder = evict(layer.observation(policy, chunk=3), layer.rule(policy), layer.rule(policy))
     assert isinstance(holder, Decoding)
     output = feed(layer, holder, 0, layer.scene.tokens)
     torch.testing.assert_close(output, one_by_one, atol=1e-5, rtol=1e-5)
@@ -234,12 +233,15 @@ def test_replay_equals_token_by_token(name: str, phases: str) -> None:
 def check(scene: Scene, prefill: Policy | None, decode: Policy) -> None:
     layer = Layer(scene)
     before = [tensor.clone() for tensor in (layer.query, layer.key, layer.value)]
-    outputs, holder = layer.decode(prefill, decode)
+    outputs, _ = layer.decode(prefill, decode)
     used = [policy for policy in (prefill, decode) if policy is not None]
-    followed = Followed(layer.observation(*used), layer.tokens(), layer.logits, rope)
-    found = replay(followed, prefill and layer.rule(prefill), layer.rule(decode))
-    assert found.kept == held(holder)
-    assert torch.equal(found.most, holder.most_entries())
+    followed = layer.followed(layer.observation(*used))
+    found = followed.replay(prefill and layer.rule(prefill), layer.rule(decode))
+    for token in range(scene.tokens):
+        for row, pad in enumerate(scene.pads):
+            own = scene.length - pad + token
+            shown = [(columns.nonzero()[:, 0] - pad).tolist() for columns in found.shown[row, :, token]]
+            assert shown == [[*entries, own] for entries in layer.seen[token][row]]
     torch.testing.assert_close(found.outputs, outputs, atol=1e-5, rtol=1e-5)
     for tensor, same in zip((layer.query, layer.key, layer.value), before, strict=True):
         assert torch.equal(tensor, same)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +17,9 @@ from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
 from kvsearch.runtime.logits import Logits, products
 from kvsearch.runtime.read_mask import Visible
-from kvsearch.runtime.replay.replay import Followed, replay
 from kvsearch.search.bank.layer import VisibleKV, prefix_attention
 from tests.combinations import every_value
-from tests.policies.contract import DIM, rope
+from tests.policies.contract import DIM
 from tests.runtime.layers import Layer, Scene
 from tests.runtime.policies import SMALL
 
@@ -79,7 +77,7 @@ def test_products_on_cuda_ask_for_what_torch_2_8_has(monkeypatch: pytest.MonkeyP
 def test_outputs_while_decoding(name: str, dtype: torch.dtype) -> None:
     policy, made = SMALL[name], layer(dtype)
     observation = made.observation(policy)
-    holder = evict(observation, made.rule(policy), made.rule(policy), rope)
+    holder = evict(observation, made.rule(policy), made.rule(policy))
     assert isinstance(holder, Decoding)
     for index, (query, key, value) in enumerate(zip(*(t.split(1, 2) for t in made.tokens()), strict=True)):
         expected = _next_outputs(holder, query, key, value, made.logits)
@@ -119,7 +117,7 @@ def test_scores_of_a_prompt(name: str, dtype: torch.dtype) -> None:
 def test_nothing_evicted_is_sdpa(name: str, dtype: torch.dtype) -> None:
     scene = replace(SCENE, budgets=(40, 40), pads=(0,))
     made, policy = layer(dtype, scene), SMALL[name]
-    observation, tokens = made.observation(policy), made.tokens()
+    observation = made.observation(policy)
     states = [tensor.repeat_interleave(heads, 1) for tensor, heads in ((made.query, 1), (made.key, 2), (made.value, 2))]
     mask = causal_mask(scene.tokens, scene.length + scene.tokens, made.key.device)
     query = states[0][:, :, scene.length :]
@@ -127,16 +125,16 @@ def test_nothing_evicted_is_sdpa(name: str, dtype: torch.dtype) -> None:
     exact = F.scaled_dot_product_attention(
         *(tensor.double() for tensor in (query, *states[1:])), attn_mask=mask, scale=made.logits.scaling
     )
-    found = made.decode(policy, policy)[0], *_replayed(made, observation, policy, tokens)
+    found = made.decode(policy, policy)[0], *_replayed(made, observation, policy)
     for outputs in found:
         assert error(outputs, exact) < EXACT[dtype]
         assert error(outputs, expected) < 2 * EXACT[dtype]
 
 
-def _replayed(made: Layer, observation: Observation, policy: Policy, tokens: Any) -> list[Tensor]:
+def _replayed(made: Layer, observation: Observation, policy: Policy) -> list[Tensor]:
     rule = made.rule(policy)
-    followed = Followed(observation, tokens, made.logits, rope)
-    return [replay(followed, rule, decode).outputs for decode in (rule, None)]
+    followed = made.followed(observation)
+    return [followed.replay(rule, decode).outputs for decode in (rule, None)]
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -86,9 +86,9 @@ class Recorded:
         self.held: list[Tensor] = []
         end = Sharing.end
 
-        def recording(sharing: Sharing, index: int, observation: Observation, rotary: Any) -> None:
+        def recording(sharing: Sharing, index: int, observation: Observation) -> None:
             self.observations[index] = observation
-            end(sharing, index, observation, rotary)
+            end(sharing, index, observation)
             pools = [entries_of(pool) for pool, _, _ in sharing.waiting.values()]
             if pools:
                 self.held.append(torch.stack(pools).sum((0, 2)))
@@ -252,9 +252,9 @@ def test_at_no_time_more_than_the_pool_is_there(monkeypatch: pytest.MonkeyPatch)
     end, take, held = Sharing.end, EntryPool.take, []
     sharings: list[Sharing] = []
 
-    def ending(sharing: Sharing, index: int, observation: Observation, rotary: Any) -> None:
+    def ending(sharing: Sharing, index: int, observation: Observation) -> None:
         sharings.append(sharing)
-        end(sharing, index, observation, rotary)
+        end(sharing, index, observation)
 
     def taking(*given: Any) -> EntryPool:
         pool = take(*given)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.arrays import Bools, Ints
-from kvsearch.core.errors import InternalError
+from kvsearch.core.errors import present
 from kvsearch.kernels.dispatch import needs_gradients, serves
 from kvsearch.kernels.step import LayerSums, Slots, step
 from kvsearch.policies import Observation
@@ -304,9 +304,7 @@ def cached_bias(cached: Cached, dtype: torch.dtype) -> Tensor:
 
 
 def _planned_step(block: SlotBlock) -> StepPlan:
-    if block.step_plan is None:
-        raise InternalError("a step was run that was not foreseen")
-    return block.step_plan
+    return present(block.step_plan, "a step was run that was not foreseen")
 
 
 def fused_step(

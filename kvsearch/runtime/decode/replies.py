@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.arrays import Ints
-from kvsearch.core.errors import IncompatibleError, InternalError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError, present
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime.cache import CacheMark, PlanCache
@@ -131,9 +131,8 @@ class Replies:
 
     def reply(self, max_new_tokens: Sequence[int]) -> list[list[int]]:
         """Continue the prompts themselves, once; their last logits give the first token."""
-        if self.first is None:
-            raise InternalError("a cache whose last logits are not known was to go on by itself")
-        return self._generate(self.first, self.mask, self.lengths - 1, max_new_tokens, self._peak())
+        first = present(self.first, "a cache whose last logits are not known was to go on by itself")
+        return self._generate(first, self.mask, self.lengths - 1, max_new_tokens, self._peak())
 
     def _mark(self) -> CacheMark:
         """Return where the prompts end."""

@@ -150,7 +150,7 @@ class StepRule:
         self,
         policy: Policy,
         budgets: Ints,
-        rotary: Rotary,
+        rotary: Rotary | None,
         layer: int,
         heads: int,
         queries: Tensor | None,
@@ -160,7 +160,6 @@ class StepRule:
         if budgets.min() < 1:
             raise UsageError(f"policy {policy.name}: while decoding every head keeps at least 1 entry, not 0")
         self.policy = policy
-        self.budgets = budgets
         self.rotary = rotary
         self.layer = layer
         self.heads = heads
@@ -170,10 +169,8 @@ class StepRule:
         # `running` holds of the `step` beside it: a subclass that overrides `step` alone has no kernel
         rules = [vars(kind) for kind in type(policy).__mro__ if "step" in vars(kind) or "running" in vars(kind)]
         self._running = None if policy.merges or "running" not in rules[0] else policy.running
-        self.there: Tensor | None = None  # `Limits.table` of all segments, where it is on the device already
         self.hidden: Tensor | None = None  # what the policy makes of the hidden states of a step's tokens, [B, Hkv]
-        self.interval = self._intervals()
-        self.together = self._together()
+        self.bound(budgets)
         # steps since the last scoring (-1: never), per sequence, so that none depends on its neighbours
         self.scored = np.full(len(self.interval), -1) if scored is None else scored
         self.due = ""  # whether "all" sequences are scored anew in this step, "some" of them, or none
@@ -188,7 +185,7 @@ class StepRule:
         return None if self.ring is None else self.ring.rows()
 
     @classmethod
-    def after(cls, policy: Policy, budgets: Tensor, observation: Observation, rotary: Rotary) -> StepRule:
+    def after(cls, policy: Policy, budgets: Tensor, observation: Observation) -> StepRule:
         """Make the rule that holds after a prompt, at `budgets` [B, Hkv] int64."""
         queries = None
         wanted = decode_needs(policy).query_rows
@@ -196,15 +193,14 @@ class StepRule:
             rows = observation.queries[:, :, -wanted:] if wanted else observation.queries[:, :, :0]
             # zeros in front of a shorter prompt
             queries = torch.nn.functional.pad(rows, (0, 0, wanted - rows.shape[2], 0)).clone()
-        following = observation.next_position
-        position = observation.seen if following is None else following
         flat: Ints = budgets.flatten().cpu().numpy().astype(np.int64)
-        return cls(policy, flat, rotary, observation.layer, observation.keys.shape[1], queries, position)
+        heads = observation.keys.shape[1]
+        return cls(policy, flat, observation.rotary, observation.layer, heads, queries, observation.following)
 
     def bound(self, budgets: Ints) -> None:
-        """Set the budgets [B, Hkv] that were not known when the prompt passed."""
-        self.budgets = budgets.flatten()
-        self.there = None
+        """Set the budgets [B * Hkv] or [B, Hkv], known from the beginning or once all layers' prompts have passed."""
+        self.budgets: Ints = budgets.flatten()
+        self.there: Tensor | None = None  # `Limits.table` of all segments, where it is on the device already
         self.interval = self._intervals()
         self.together = self._together()
 
@@ -422,8 +418,8 @@ class StepRule:
         start = self.policy.needs().query_statistics_from
         if start is None or self.policy.online:
             return {}
-        if queries is None:
-            raise InternalError("query statistics without the rows behind them")
+        if queries is None or self.rotary is None:
+            raise InternalError("query statistics without the rows behind them, or what turned these")
         batch, query_heads, rows, dim = queries.shape
         back = torch.arange(rows, device=row.device) - rows
         plain = plain_queries(queries, (self.next_position[:, None] + back).clamp(min=0), self.rotary)

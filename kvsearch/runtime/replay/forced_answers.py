@@ -113,7 +113,8 @@ def forced_answers(
     if answers == "given":
         return found
     judges = {task.task.name: Judge(task.task, task.format) for task in tasks}
-    made = own_replies(loaded, [_asking(task, one, judges[task.task.name].ended) for task, one in asked], progress)
+    questions = [_asking(task, one, judges[task.task.name].ended) for task, one in asked]
+    [made] = parted_replies(loaded, [questions], progress)
     for (task, reading), replies in zip(asked, made, strict=True):
         name = task.task.name
         key = reading.prompt.key
@@ -123,22 +124,16 @@ def forced_answers(
     return found
 
 
-def own_replies(
-    loaded: LoadedModel, asked: Sequence[ForcedQuestions], progress: Progress | None = None
-) -> list[list[list[int]]]:
-    """Return the greedy replies of the model under its full cache, token ids by prompt and question.
+def parted_replies(
+    loaded: LoadedModel, parts: Sequence[Sequence[ForcedQuestions]], progress: Progress | None = None
+) -> Iterator[list[list[list[int]]]]:
+    """Yield the model's greedy replies under its full cache, token ids by prompt and question, of each part.
+
+    Sequences of different parts are not decoded in one batch.
 
     Raises:
         IncompatibleError: see `forced_answers`.
     """
-    [found] = parted_replies(loaded, [asked], progress)
-    return found
-
-
-def parted_replies(
-    loaded: LoadedModel, parts: Sequence[Sequence[ForcedQuestions]], progress: Progress | None = None
-) -> Iterator[list[list[list[int]]]]:
-    """Yield the `own_replies` of each part; sequences of different parts are not decoded in one batch."""
     apart = has_windows(loaded.model)  # on sliding windows no padding may come before questions
 
     def alike(one: ForcedQuestions) -> object:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import KvsearchError
+from kvsearch.models.architecture import output_weight
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.decoding import Cached, State
-from kvsearch.runtime.collector import Rotary
 from kvsearch.runtime.decode.rule import StepRule, same_in_layers
 from kvsearch.runtime.eviction import Kept, PhaseRule, select
 from kvsearch.runtime.logits import Logits
@@ -32,28 +33,15 @@ class Replay:
     """What came of K tokens in one layer."""
 
     outputs: Tensor  # [M, Hq, K, Dv] attention outputs
-    most: Tensor  # [M, Hkv] int64, the most entries held at a time
     stretches: tuple[Stretch, ...]
-    positions: Tensor  # [M * Hkv, C] index of the token in every slot that is there at the end, -1 for none
-    columns: Tensor | None  # [M * Hkv, C] column of each; None: a slot for every column
     width: int  # T + K
-
-    @property
-    def held(self) -> Tensor:
-        """Indices of the tokens held at the end, -1 elsewhere, [M, Hkv, T + K] int64."""
-        positions = spread(self.positions[:, None], self.columns, self.width, -1)
-        return positions.view(*self.most.shape, -1)
 
     @property
     def shown(self) -> Tensor:
         """What each token attended to: the prompt's entries, then the tokens', [M, Hkv, K, T + K] bool."""
+        batch, _, count, _ = self.outputs.shape
         parts = [spread(stretch.held, stretch.columns, self.width) for stretch in self.stretches]
-        return torch.cat(parts, 1).view(*self.most.shape, -1, self.width)
-
-    @property
-    def kept(self) -> list[list[list[int]]]:
-        """Per sequence and kv head: token indices held at the end, ascending."""
-        return [[sorted(row[row >= 0].tolist()) for row in heads] for heads in self.held]
+        return torch.cat(parts, 1).view(batch, -1, count, self.width)
 
 
 class Replays:
@@ -63,7 +51,7 @@ class Replays:
     changed. Scratch memory is that of one token's logits, M * Hq * (T + K) fp32 a few times for each layer.
     """
 
-    def __init__(self, layers: Sequence[Followed]) -> None:
+    def __init__(self, layers: Sequence[Continuation]) -> None:
         self.layers = layers
         alike: dict[object, list[int]] = {}
         for place, layer in enumerate(layers):
@@ -82,15 +70,10 @@ class Replays:
         return [replays[place] for place in range(len(self.layers))]
 
 
-def replay(layer: Followed, prefill: PhaseRule | None, decode: PhaseRule | None) -> Replay:
-    """Replay one layer; see `Replays`."""
-    return Replays([layer]).under(prefill, decode)[0]
-
-
 class _Stack:
     """Layers that are alike."""
 
-    def __init__(self, layers: Sequence[Followed]) -> None:
+    def __init__(self, layers: Sequence[Continuation]) -> None:
         self.layers = layers
         self._whole: States | None = None
 
@@ -102,10 +85,10 @@ class _Stack:
                 return self._together(prefill, decode)
             except KvsearchError:  # what is wrong is told of the layer that it is wrong in
                 pass
-        return [replay(layer, prefill, decode) for layer in self.layers]
+        return [layer.replay(prefill, decode) for layer in self.layers]
 
     def _together(self, prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Replay]:
-        left = [select(layer.observation, prefill, decode, layer.rotary) for layer in self.layers]
+        left = [select(layer.noted, prefill, decode) for layer in self.layers]
         state = start_of(self.layers, left, self._states)
         if decode is not None:
             state.hidden = self._hidden(decode.policy)
@@ -118,10 +101,7 @@ class _Stack:
             replays.append(
                 Replay(
                     outputs[segments_of].reshape(segments // heads, -1, *outputs.shape[2:]),
-                    torch.from_numpy(state.most[segments_of].reshape(-1, heads)),
                     tuple(stretch.of(segments_of) for stretch in state.stretches),
-                    state.cached.positions[segments_of],
-                    None if state.columns is None else state.columns[segments_of],
                     state.width,
                 )
             )
@@ -130,7 +110,7 @@ class _Stack:
     def _states(self) -> States:
         """Return keys and values of all prompts and tokens; made once."""
         if self._whole is None:
-            keys, values = zip(*(layer.whole for layer in self.layers), strict=True)
+            keys, values = zip(*(layer.states for layer in self.layers), strict=True)
             alone = len(keys) == 1
             self._whole = (keys[0], values[0]) if alone else (torch.cat(keys), torch.cat(values))
         return self._whole
@@ -142,45 +122,83 @@ class _Stack:
         for layer in self.layers:
             if of_hidden is None or layer.hidden is None:
                 return None
-            parts.append(of_hidden(layer.hidden, layer.observation.layer))
+            parts.append(of_hidden(layer.hidden, layer.noted.layer))
         return torch.cat(parts)
 
 
 States = tuple[Tensor, Tensor]  # keys [S, C, D] and values [S, C, Dv]
 
 
-@dataclass(frozen=True, eq=False)
-class Followed:
-    """One layer with B prompts of T tokens, and K tokens that follow one of them, M times."""
+Noted = TypeVar("Noted")
 
-    observation: Observation  # the dense prompts, with what the policies need of them
+
+@dataclass(frozen=True, eq=False)
+class LayerContinuation(Generic[Noted]):
+    """One layer with B prompts of T tokens, and K tokens that follow one of them, M times; all under the full cache.
+
+    Layers are replayed whose prompts were noted as they are: with what the policies need of them.
+    """
+
+    index: int  # of the model layer
+    noted: Noted  # what the pass made of the prompts
+    prompt: States  # keys [B, Hkv, T, D], values [B, Hkv, T, Dv]
     tokens: tuple[Tensor, Tensor, Tensor]  # queries [M, Hq, K, D], keys [M, Hkv, K, D], values [M, Hkv, K, Dv]
+    module: nn.Module
     logits: Logits
-    rotary: Rotary
-    rows: Tensor | None = None  # [M] the prompt that each row of tokens follows, on the host; None: one each, in order
     hidden: Tensor | None = None  # hidden states that entered the attention at the tokens, [M, K, d_model]
+    rows: Tensor | None = None  # [M] the prompt that each row of tokens follows, on the host; None: one each, in order
+
+    @property
+    def query(self) -> Tensor:
+        """Queries of the tokens, [M, Hq, K, D]."""
+        return self.tokens[0]
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """Keys of prompts and tokens, [M, Hkv, T + K, D]."""
+        return torch.cat([self.of_rows(self.prompt[0]), self.tokens[1]], 2)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """Values of prompts and tokens, [M, Hkv, T + K, Dv]."""
+        return torch.cat([self.of_rows(self.prompt[1]), self.tokens[2]], 2)
+
+    @cached_property
+    def output_weight(self) -> Tensor:
+        """W_O per query head, [Hq, Dv, d_model] fp32."""
+        return output_weight(self.module, self.query.shape[1])
 
     def of_rows(self, prompts: Tensor) -> Tensor:
         """Return something of the prompts [B, ...] for every row of tokens, [M, ...]."""
         return at_rows(prompts, self.rows)
 
-    @property
-    def whole(self) -> States:
-        """Keys and values of prompts and tokens, by segment, [M * Hkv, T + K, D] each."""
-        seen = self.observation
-        _, keys, values = self.tokens
-        pairs = ((seen.keys, keys), (seen.values, values))
-        states = [torch.cat([self.of_rows(prompt), own], 2).flatten(0, 1) for prompt, own in pairs]
-        return states[0], states[1]
+    def replay(self: LayerContinuation[Observation], prefill: PhaseRule | None, decode: PhaseRule | None) -> Replay:
+        """Return what the tokens attend to in this layer under these rules, its input as under the full cache."""
+        return Replays([self]).under(prefill, decode)[0]
+
+    @cached_property
+    def full_outputs(self: LayerContinuation[Observation]) -> Tensor:
+        """Attention outputs under the full cache as a replay computes them, [M, Hq, K, Dv]."""
+        return self.replay(None, None).outputs
 
     @property
-    def kind(self) -> tuple[object, ...]:
+    def states(self) -> States:
+        """Keys and values of prompts and tokens, by segment, [M * Hkv, T + K, D] each; a copy."""
+        pairs = zip(self.prompt, self.tokens[1:], strict=True)
+        keys, values = (torch.cat([self.of_rows(prompt), own], 2).flatten(0, 1) for prompt, own in pairs)
+        return keys, values
+
+    @property
+    def kind(self: LayerContinuation[Observation]) -> tuple[object, ...]:
         """What layers have in common whose segments can stand side by side."""
-        keys = self.observation.keys
+        keys = self.prompt[0]
         logits = self.logits
-        shapes = (keys.shape, self.tokens[0].shape, self.tokens[2].shape)
-        own = None if logits.sinks is None else self.observation.layer
+        shapes = (keys.shape, self.query.shape, self.tokens[2].shape)
+        own = None if logits.sinks is None else self.noted.layer
         return (*shapes, keys.dtype, keys.device, logits.scaling, logits.softcap, own)
+
+
+Continuation = LayerContinuation[Observation]  # of prompts that were noted as they are
 
 
 def at_rows(prompts: Tensor, rows: Tensor | None) -> Tensor:
@@ -188,7 +206,7 @@ def at_rows(prompts: Tensor, rows: Tensor | None) -> Tensor:
     return prompts if rows is None else prompts[rows.to(prompts.device)]
 
 
-def start_of(layers: Sequence[Followed], left: Sequence[Kept], whole: Callable[[], States]) -> ReplayState:
+def start_of(layers: Sequence[Continuation], left: Sequence[Kept], whole: Callable[[], States]) -> ReplayState:
     """Put what is left of the prompts of layers that are alike side by side, with slots for the tokens behind it.
 
     `whole` are keys and values of all that there is, for where nearly all of it is left.
@@ -208,26 +226,22 @@ def start_of(layers: Sequence[Followed], left: Sequence[Kept], whole: Callable[[
         if one.rule is not None
     ]
     rule = StepRule.joined(rules) if rules else None
-    if few or any(one.observation is not layer.observation for layer, one in pairs):
+    if few or any(one.observation is not layer.noted for layer, one in pairs):
         keys, values = (torch.cat(states) for states in zip(*(part.states() for part in parts), strict=True))
     else:
         keys, values = whole()
         if rule is not None and rule.policy.merges:
             keys = keys.clone()
             values = values.clone()
-    numbers: Any = layers[0].observation.layer
+    numbers: Any = layers[0].noted.layer
     if len(layers) > 1:  # the number of the layer of every segment, [S, 1]
-        each = torch.tensor([layer.observation.layer for layer in layers], device=keys.device)
+        each = torch.tensor([layer.noted.layer for layer in layers], device=keys.device)
         numbers = each.repeat_interleave(len(used) // len(layers))[:, None]
-    coming = [
-        layer.observation.seen if layer.observation.next_position is None else layer.observation.next_position
-        for layer in layers
-    ]
     cached = Cached(
         keys,
         values,
         torch.cat([part.positions() for part in parts]),
-        joined([part.state() for part in parts]),
+        State.joined([part.state() for part in parts]),
         numbers,
         torch.arange(heads, device=keys.device).repeat(len(used) // heads),
     )
@@ -236,20 +250,11 @@ def start_of(layers: Sequence[Followed], left: Sequence[Kept], whole: Callable[[
         cached,
         torch.cat([part.columns() for part in parts]) if few else None,
         used,
-        torch.cat([layer.of_rows(layer.observation.seen) for layer in layers]).repeat_interleave(heads),
-        torch.cat([layer.of_rows(positions) for layer, positions in zip(layers, coming, strict=True)]),
+        torch.cat([layer.of_rows(layer.noted.seen) for layer in layers]).repeat_interleave(heads),
+        torch.cat([layer.of_rows(layer.noted.following) for layer in layers]),
         rule,
         layers[0].logits,
         length + count,
-    )
-
-
-def joined(states: Sequence[State]) -> State:
-    """Join the states of segments."""
-    first = states[0]
-    return State(
-        {name: torch.cat([state.entries[name] for state in states]) for name in first.entries},
-        {name: torch.cat([state.heads[name] for state in states]) for name in first.heads},
     )
 
 
@@ -259,7 +264,7 @@ class _Prompts:
     With `most`, the most entries that a segment has left, there are as many slots for them; else one for every column.
     """
 
-    def __init__(self, layer: Followed, left: Kept, most: int | None) -> None:
+    def __init__(self, layer: Continuation, left: Kept, most: int | None) -> None:
         self.layer = layer
         self.left = left
         self.count = layer.tokens[0].shape[2]

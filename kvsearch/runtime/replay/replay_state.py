@@ -61,7 +61,6 @@ class ReplayState:
         self.limits = None if self.rule is None else self.rule.limits(np.arange(segments), self.query.device)
         self.averages: AttentionAverages | None = None
         self.own = self.cached.positions.shape[1] - self.count  # slot of the first token
-        self.most = self.used
         self.waiting: list[Tensor] = []  # what the tokens of this stretch attended to, [S, C] bool each
         self.stretches: list[Stretch] = []
         self.outputs: list[Tensor] = []  # [S, G, k, Dv]
@@ -83,7 +82,6 @@ class ReplayState:
         self.cached.positions[:, self.own + token] = self.seen
         self.seen = self.seen + 1
         self.used = self.used + 1
-        self.most = np.maximum(self.most, self.used)
         held = self.cached.held
         row = None
         self.waiting.append(held)
@@ -101,7 +99,6 @@ class ReplayState:
         own = causal_mask(self.count, self.count, held.device).expand(len(held), -1, -1)
         arrived = torch.arange(self.count, device=held.device)
         self.cached.positions[:, self.own :] = self.seen[:, None] + arrived
-        self.most = self.used + self.count
         return torch.cat([held[:, None].expand(-1, self.count, -1), own], -1)
 
     def _close(self) -> None:
@@ -180,9 +177,9 @@ def _clear(cached: Cached) -> None:
         tensor.masked_fill_(empty.view(*empty.shape, *[1] * (tensor.dim() - 2)), 0)
 
 
-def spread(slots: Tensor, columns: Tensor | None, width: int, empty: int = 0) -> Tensor:
-    """Spread values of slots [S, k, C] by column, [S, k, width], `empty` where a column has no slot."""
+def spread(slots: Tensor, columns: Tensor | None, width: int) -> Tensor:
+    """Spread marks of slots [S, k, C] bool by column, [S, k, width], False where a column has no slot."""
     if columns is None:
         return slots
-    table = slots.new_full((*slots.shape[:2], width), empty)
+    table = slots.new_zeros((*slots.shape[:2], width))
     return table.scatter_(2, columns[:, None].expand(-1, slots.shape[1], -1), slots)

@@ -347,16 +347,12 @@ def _joined(parts: list[Cached], back: Ints) -> Cached:
     def both(tensors: list[Tensor]) -> Tensor:
         return torch.cat(tensors)[order]
 
-    states = [part.state for part in parts]
     return replace(
         parts[0],
         keys=both([part.keys for part in parts]),
         values=both([part.values for part in parts]),
         positions=both([part.positions for part in parts]),
-        state=State(
-            {name: both([state.entries[name] for state in states]) for name in states[0].entries},
-            {name: both([state.heads[name] for state in states]) for name in states[0].heads},
-        ),
+        state=State.joined([part.state for part in parts]).changed(lambda t: t[order], lambda t: t[order]),
         heads=both([part.heads for part in parts]),
     )
 

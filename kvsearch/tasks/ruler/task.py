@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,7 @@ class RulerTask(Task):
         return examples
 
     def _drafts(self, samples: int, seed: int, count: TokenCount) -> list[Draft]:
+        draft: Callable[[Stream], Draft]
         if self.name in NIAH:
             spec = NIAH[self.name]
             draft = partial(draft_needles, spec, Essay.load(self.haystack) if spec.haystack == "essay" else None)
