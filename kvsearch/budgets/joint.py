@@ -13,7 +13,6 @@ that, so it is optimal; inside of one it is the best of those described at `Join
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -41,22 +40,13 @@ class _Curve(NamedTuple):
     size: Ints  # [blocks]
 
 
-@dataclass(frozen=True)
-class _Corners:
+class _Corners(NamedTuple):
     """The corners of a layer's envelope, in order: where they are, under which policy, after how many of its blocks."""
 
     entries: Ints
     kept: Floats
     policy: Ints
     blocks: Ints
-
-    @property
-    def size(self) -> Ints:
-        return np.diff(self.entries)
-
-    @property
-    def slope(self) -> Floats:
-        return np.diff(self.kept) / np.diff(self.entries)
 
 
 class JointSolver:
@@ -81,9 +71,9 @@ class JointSolver:
         curves = [_curves(solver) for solver in self.singles]
         self._curves = [[curves[policy][layer] for policy in range(len(rows))] for layer in range(self.shape[0])]
         self._corners = [_envelope(layer) for layer in self._curves]
-        size = np.concatenate([corners.size for corners in self._corners])
-        slope = np.concatenate([corners.slope for corners in self._corners])
-        layer = np.repeat(np.arange(self.shape[0]), [len(corners.size) for corners in self._corners])
+        size = np.concatenate([np.diff(corners.entries) for corners in self._corners])
+        slope = np.concatenate([np.diff(corners.kept) for corners in self._corners]) / size
+        layer = np.repeat(np.arange(self.shape[0]), [len(corners.entries) - 1 for corners in self._corners])
         order = np.lexsort((layer, size, -slope))
         self._layer = layer[order]
         self._slope = slope[order]

@@ -32,7 +32,7 @@ from kvsearch.models.loading import BUNDLED, LoadedModel, LoadOptions
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.selection.selection import Rule
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.catalog import NO_QA, SYNTHETIC, TaskOptions, find_tasks
+from kvsearch.tasks.catalog import NO_QA, SYNTHETIC, find_tasks
 from kvsearch.tasks.metrics import is_forced
 from kvsearch.workers.cluster import RayWorkers, import_ray
 from kvsearch.workers.models import ModelWorkers
@@ -221,10 +221,10 @@ class WithTasks(JobOptions):
         shown="gsm8k, niah_recall",
     )
 
-    def task_options(self, split: str | None = None) -> TaskOptions:
+    def task_options(self, split: str | None = None) -> dict[str, Any]:
         """Return what tasks are made with, of one split (None: the default of each)."""
         details = {name: getattr(self, name) for name in TASK_DETAILS if name != "length"}
-        return TaskOptions(lengths=self.length, split=split, **details)
+        return {"lengths": self.length, "split": split, **details}
 
     def find_tasks(self, model: str | None, split: str | None = None) -> list[Task]:
         """Return the tasks for a model, of one split; see `kvsearch.tasks.catalog.find_tasks` for the errors."""

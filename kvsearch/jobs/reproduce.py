@@ -31,7 +31,7 @@ from kvsearch.runs.identity import PLAN, REPORT, SELECTION
 from kvsearch.runs.lock import require_lock
 from kvsearch.runs.run import finish, unfinish
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.catalog import TaskOptions, find_entries, find_tasks
+from kvsearch.tasks.catalog import find_entries, find_tasks
 
 RUNS = Path("runs") / "reproduce"
 FORMS = ".json", ".csv", ".md", ".tex"
@@ -166,7 +166,7 @@ class Stages:
     def tasks_of(self, stage: Stage) -> list[Task]:
         """Return what a stage asks: of its split, or of one where it has several."""
         options = stage.options
-        made_of = TaskOptions(options.get("length"), options.get("split"), **self._details(stage))
+        made_of = {"lengths": options.get("length"), "split": options.get("split"), **self._details(stage)}
         return find_tasks(options["tasks"], made_of)
 
     def _details(self, stage: Stage) -> dict[str, Any]:

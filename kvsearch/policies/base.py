@@ -45,11 +45,6 @@ class Needs:
     hidden: OfHidden | None = None  # what this makes of hidden states, which are not kept themselves
     reread: Rereading | None = None  # attention from the prompt when it is read again
 
-    @property
-    def of_prompt_alone(self) -> str | None:
-        """What cannot be kept up while decoding, in words; None: all can."""
-        return "attention column sums" if self.column_sums else "the prompt read again" if self.reread else None
-
     def describe(self) -> list[str]:
         """Return the needs in words, for people."""
         words: list[str] = []
@@ -295,9 +290,10 @@ class Policy(ABC):
 
     def no_decode_rule(self) -> str | None:
         """Say why the policy cannot decide anything while decoding; None: it can."""
-        missing = None if self.online else self.needs().of_prompt_alone
-        if missing is None:
+        needs = Needs() if self.online else self.needs()
+        if not needs.column_sums and needs.reread is None:
             return None
+        missing = "attention column sums" if needs.column_sums else "the prompt read again"
         return f"policy {self.name} needs {missing} and has no decode rule: use it in prefill"
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvsearch.core.errors import KvsearchError, UsageError, present
+from kvsearch.core.errors import InternalError, KvsearchError, UsageError
 from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import require_continuation
 from kvsearch.policies.base import Needs, Observation, Rereading
@@ -282,7 +282,9 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self._whole().finish_step()
 
     def _whole(self) -> RaggedStore | Decoding:
-        return present(self.holder, "a cache layer was asked to continue a prompt that it has not seen")
+        if self.holder is None:
+            raise InternalError("a cache layer was asked to continue a prompt that it has not seen")
+        return self.holder
 
     def _step(
         self, ahead: Tensor, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
@@ -317,7 +319,7 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self, length: int, module: nn.Module, states: States, mask: Tensor | None, **kwargs: Any
     ) -> Output:
         """Take in a prompt with the first draft of assisted decoding: the draft must see what eviction leaves."""
-        if self.sharing is not None and self.sharing.waits:
+        if self.sharing is not None and self.sharing.allocation.shares_layers:
             raise UsageError(NO_SHARED_DRAFTS)
         drafted = self.seen - length
         cut = states[0].shape[2] - drafted

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kvsearch.budgets.dynamic import Allocation, LayerDemand, Shares
 from kvsearch.core.arrays import Ints
@@ -87,11 +86,6 @@ class Sharing:
         self.waiting: dict[int, tuple[EntryPool, StepRule | None, int]] = {}
         self._ready: dict[int, RaggedStore | Decoding] = {}
 
-    @property
-    def waits(self) -> bool:
-        """Whether a layer's budgets are known only after the last layer."""
-        return self.allocation.shares_layers
-
     def needs(self, layer: int) -> list[Needs]:
         """Return what the demand of a layer must be given of its prompt."""
         policy = self._policy(layer)
@@ -113,14 +107,14 @@ class Sharing:
         for phase in self._phases.values():
             if index in phase.rows:
                 phase.add(index, demands)
-        if not self.waits:
+        if not self.allocation.shares_layers:  # else a layer's budgets are known only after the last one
             self._ready[index] = self._now(index, observation)
             return
         shared = self._phases.get("prefill")
         for earlier, (pool, _, _) in self.waiting.items():  # first, so that this layer's entries find room
             if shared is not None and earlier in shared.rows:
                 pool.trim(shared.most(earlier))
-        self.waiting[index] = self._pool(index, observation, demands)
+        self.waiting[index] = self._pool(index, observation)
         if index == layers[-1]:
             self._finish()
 
@@ -154,9 +148,7 @@ class Sharing:
 
         return evict(observation, rule("prefill"), rule("decode"))
 
-    def _pool(
-        self, index: int, observation: Observation, demands: LayerDemands
-    ) -> tuple[EntryPool, StepRule | None, int]:
+    def _pool(self, index: int, observation: Observation) -> tuple[EntryPool, StepRule | None, int]:
         rule = state = None
         prefill = self._phases.get("prefill")
         decode = self._phases.get("decode")
@@ -167,7 +159,8 @@ class Sharing:
         lengths = np.array(lengths_of(observation))[:, None]
         whole = np.repeat(lengths, observation.keys.shape[1], 1)
         most = prefill.most(index) if prefill is not None and index in prefill.rows else whole
-        return (EntryPool.take(observation, demands.ranks(), most, state), rule, observation.keys.shape[2])
+        ranks = rank_under(self._policy(index), observation)
+        return (EntryPool.take(observation, ranks, most, state), rule, observation.keys.shape[2])
 
     def _finish(self) -> None:
         budgets = {name: phase.budgets() for name, phase in self._phases.items()}
@@ -192,7 +185,6 @@ class LayerDemands:
     def __init__(self, allocation: Allocation, policy: Policy, observation: Observation) -> None:
         self.allocation = allocation
         self.policy = policy
-        self.observation = observation
         scores = scored(policy, observation)
         self.by_score = rank_scored(policy, observation)
         # [B, Hkv, T], protected entries first, then the candidates from the highest score on, then padding
@@ -221,7 +213,3 @@ class LayerDemands:
             order = self.allocation.order(ranked, free) if self.allocation.shares_heads else np.zeros(0, dtype=np.uint8)
             self._demands[key] = LayerDemand(self.weights[sequence], order, self.allocation.scores(ranked, free))
         return self._demands[key]
-
-    def ranks(self) -> Tensor:
-        """Return the rank of every entry in its head, [B, Hkv, T]."""
-        return rank_under(self.policy, self.observation)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from kvsearch.core.errors import UsageError
@@ -91,28 +90,6 @@ class Entry:
         """Return what there is to know as plain data."""
         names = ("spec", "category", "metric", "source", "needs", "packages", "options", "split", "splits")
         return {name: getattr(self, name) for name in names}
-
-
-@dataclass(frozen=True)
-class TaskOptions:
-    """What a user may say about the chosen tasks; None leaves it to each of them."""
-
-    lengths: tuple[int, ...] | None = None  # tokens of a context, of RULER's whole prompts; several for niah only
-    split: str | None = None
-    data: str | Path | None = None  # rows of datasets: a file, a folder or a dataset id of the hub
-    data_revision: str | None = None  # branch, tag or commit of a dataset of the hub
-    prompts: Path | None = None  # JSON file with prompts for LongBench or InfiniteBench
-    haystack: Path | None = None  # text file to hide needles in
-    squad: Path | None = None  # what RULER's qa_1 asks about
-    hotpot: Path | None = None  # what RULER's qa_2 asks about
-    depths: tuple[int, ...] | None = None  # where niah's needles are, in percent of a context
-    shots: int | None = None  # worked examples before a problem of GSM8K
-    metric: str | None = None  # of gsm8k or niah
-
-    @property
-    def given(self) -> tuple[str, ...]:
-        """The names of the options that are set."""
-        return tuple(name for name, value in vars(self).items() if value is not None)
 
 
 def flag(option: str) -> str:
@@ -202,8 +179,10 @@ def describe_tasks(spec: str | None = None) -> list[Entry]:
     return [*ENTRIES.values(), *(own_file(FILE, kind) for kind in OF_FILES)] if spec is None else find_entries(spec)
 
 
-def find_tasks(spec: str, options: TaskOptions | int | None = None) -> list[Task]:
-    """Return the tasks of a spec, each once. A plain number is a length, for those of them that have one.
+def find_tasks(spec: str, options: Mapping[str, Any] | int | None = None) -> list[Task]:
+    """Return the tasks of a spec, each once, made with options by name: those that `Entry.reads` has; None is no value.
+
+    A plain number is a length, for those of them that have one.
 
     Raises:
         UsageError: an unknown kind or name, an option that none of the tasks reads, or one that a task cannot take or
@@ -212,8 +191,8 @@ def find_tasks(spec: str, options: TaskOptions | int | None = None) -> list[Task
     """
     entries = find_entries(spec)
     if isinstance(options, int):
-        return [_make(entry, TaskOptions(lengths=(options,))) for entry in entries]
-    chosen = options or TaskOptions()
+        return [_make(entry, {"lengths": (options,)}) for entry in entries]
+    chosen = {name: value for name, value in (options or {}).items() if value is not None}
     _refuse_unread(chosen, entries)
     return [_make(entry, chosen) for entry in entries]
 
@@ -266,10 +245,10 @@ def _find_named(spec: str) -> list[Entry]:
     raise UsageError(f"unknown {kind} task {name!r}{suggest(name, known)}")
 
 
-def _refuse_unread(options: TaskOptions, entries: Sequence[Entry]) -> None:
+def _refuse_unread(options: Iterable[str], entries: Sequence[Entry]) -> None:
     """Refuse options that change nothing: the user expects them to."""
     read = {option for entry in entries for option in entry.reads}
-    unread = [option for option in options.given if option not in read]
+    unread = [option for option in options if option not in read]
     if unread:
         readers = []
         for option in unread:
@@ -281,12 +260,10 @@ def _refuse_unread(options: TaskOptions, entries: Sequence[Entry]) -> None:
         raise UsageError(f"none of the chosen tasks reads {', '.join(map(flag, unread))}: {'; '.join(readers)}")
 
 
-def _make(entry: Entry, options: TaskOptions) -> Task:
-    if entry.required is not None and entry.required not in options.given:
+def _make(entry: Entry, options: Mapping[str, Any]) -> Task:
+    if entry.required is not None and entry.required not in options:
         raise UsageError(f"{entry.spec} needs questions: give {entry.needs}, or choose {NO_QA}")
-    given = {
-        parameter: getattr(options, option) for option, parameter in entry.reads.items() if option in options.given
-    }
+    given = {parameter: options[option] for option, parameter in entry.reads.items() if option in options}
     if "length" in given:
         if len(given["length"]) != 1:
             lengths = ", ".join(map(str, given["length"])) or "none"

@@ -63,13 +63,13 @@ class DatasetTask(Task, Generic[Checked]):
     @cached_property
     def rows(self) -> tuple[Example, ...]:
         """All examples of the split."""
-        rows = usable(self.read(self.dataset, self.source, self.revision), self.fault, self.where)
+        rows = usable(self.read(), self.fault, self.where)
         chosen = part(rows, self.split, lambda item: self.document(item[1]), self.where)
         return tuple(self.example(position, row) for position, row in chosen)
 
-    def read(self, dataset: Dataset, source: str | Path, revision: str | None) -> Sequence[Checked]:
+    def read(self) -> Sequence[Checked]:
         """Return all rows; UsageError for other columns or values than those of the dataset."""
-        return check_rows(load_rows(dataset, source, revision), self.row, self.where)
+        return check_rows(load_rows(self.dataset, self.source, self.revision), self.row, self.where)
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
         """Return up to `samples` rows, drawn without replacement if the split has more."""

@@ -71,7 +71,7 @@ class Gsm8kTask(DatasetTask[Gsm8kRow]):
     @property
     def dataset(self) -> Dataset:
         files = ("test", "test-*", "main/test", "main/test-*", "data/test")
-        return Dataset(REPOSITORY, "main", "test", files)
+        return Dataset("main", "test", files)
 
     def fault(self, row: Gsm8kRow) -> str | None:
         if not row.question.strip():

@@ -52,7 +52,7 @@ class InfiniteBenchTask(BenchmarkTask[InfiniteBenchRow]):
     @property
     def dataset(self) -> Dataset:
         name = self.name
-        return Dataset(REPOSITORY, "default", name, (name, f"data/{name}"), file=f"{name}.jsonl")
+        return Dataset("default", name, (name, f"data/{name}"), file=f"{name}.jsonl")
 
     def fault(self, row: InfiniteBenchRow) -> str | None:
         if not self.spec.options or not row.context.strip():

@@ -74,11 +74,11 @@ class LongBenchTask(BenchmarkTask[LongBenchRow]):
     def dataset(self) -> Dataset:
         name = self.name
         files = (name, f"data/{name}", f"{name}/test", f"{name}/test-*")
-        return Dataset(REPOSITORY, name, "test", files, "data.zip", (f"data/{name}.jsonl", f"{name}.jsonl"))
+        return Dataset(name, "test", files, "data.zip", (f"data/{name}.jsonl", f"{name}.jsonl"))
 
-    def read(self, dataset: Dataset, source: str | Path, revision: str | None) -> Sequence[LongBenchRow]:
+    def read(self) -> Sequence[LongBenchRow]:
         """Refuse rows of another dataset: files are named by the user, and must not be scored as what they are not."""
-        rows = super().read(dataset, source, revision)
+        rows = super().read()
         for row in rows:
             found = (row.dataset or "").removesuffix("_e")
             if found != self.base_name and found in LONGBENCH_TASKS:

@@ -55,11 +55,11 @@ class LongBenchV2Task(BenchmarkTask[LongBenchV2Row]):
 
     @property
     def dataset(self) -> Dataset:
-        return Dataset(REPOSITORY, "default", "train", ("data", "LongBench-v2"), file="data.json")
+        return Dataset("default", "train", ("data", "LongBench-v2"), file="data.json")
 
-    def read(self, dataset: Dataset, source: str | Path, revision: str | None) -> Sequence[LongBenchV2Row]:
+    def read(self) -> Sequence[LongBenchV2Row]:
         """Return the rows of this length."""
-        return [row for row in super().read(dataset, source, revision) if self.name.endswith(f"_{row.length}")]
+        return [row for row in super().read() if self.name.endswith(f"_{row.length}")]
 
     def fault(self, row: LongBenchV2Row) -> str | None:
         if not all(choice.strip() for choice in row.choices):

@@ -34,7 +34,6 @@ class Dataset:
     `archive`, `members` are the names they may have in it; where it has them in one `file`, that is fetched.
     """
 
-    repo: str
     config: str
     split: str
     files: tuple[str, ...]
@@ -43,14 +42,13 @@ class Dataset:
     file: str | None = None
 
 
-def load_rows(dataset: Dataset, source: str | Path | None = None, revision: str | None = None) -> list[Row]:
-    """Return the rows of `dataset` from `source`: a file, a folder, or a dataset id of the hub (by default its own).
+def load_rows(dataset: Dataset, source: str | Path, revision: str | None = None) -> list[Row]:
+    """Return the rows of `dataset` from `source`: a file, a folder, or a dataset id of the hub.
 
     Raises:
         UsageError: there is no such file, folder, dataset or revision, or it does not hold this dataset.
         EnvironmentFault: the hub cannot be reached, or a file cannot be read.
     """
-    source = dataset.repo if source is None else source
     path = Path(source)
     if not path.exists():
         if not _HUB_ID.fullmatch(str(source)):

@@ -17,7 +17,7 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.catalog import TaskOptions, find_tasks
+from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.encode import asked_hashes, encode_tasks
 from tests import tiny
 
@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_contexts_and_questions_are_those_of_an_evaluation(model: LoadedModel, file: Path) -> None:
     """The same token ids before every answer, cut or not."""
-    tasks = find_tasks(f"jsonl:{file}+synthetic:multikey", TaskOptions(lengths=(512,), split="train"))
+    tasks = find_tasks(f"jsonl:{file}+synthetic:multikey", {"lengths": (512,), "split": "train"})
     data = data_of_tasks(model, tasks, 3, 1)
     assert (data.name, len(data.contexts)) == ("mine+multikey", 6)
     encoded = encode_tasks(model, tasks, 3, 1)
@@ -52,12 +52,12 @@ def test_other_splits_and_seeds_are_other_contexts(model: LoadedModel, file: Pat
     """What is trained on by default is disjoint from what an evaluation asks by default, or of its report split."""
 
     def texts(split: str | None, seed: int = 0) -> set[str]:
-        tasks = find_tasks(f"jsonl:{file}+synthetic:multikey", TaskOptions(lengths=(512,), split=split))
+        tasks = find_tasks(f"jsonl:{file}+synthetic:multikey", {"lengths": (512,), "split": split})
         return {context.text for context in data_of_tasks(model, tasks, 20, seed).contexts}
 
     train, report = texts("train"), texts("report")
     assert train and report and not train & report
-    synthetic = find_tasks("synthetic:multikey", TaskOptions(lengths=(512,)))
+    synthetic = find_tasks("synthetic:multikey", {"lengths": (512,)})
     assert not train & {context.text for context in data_of_tasks(model, synthetic, 20, 0).contexts}
     assert data_of_tasks(model, synthetic, 2, 0).sha256 != data_of_tasks(model, synthetic, 2, 1).sha256
 
@@ -76,7 +76,7 @@ def test_all_answers_are_forced_in_the_form_of_the_task(model: LoadedModel, tmp_
     for metric in ("string_match_all", "exact"):
         row = {"context": "the calm fox .", "question": "? vote", "answers": ["anchor", "green"], "metric": metric}
         (tmp_path / f"{metric}.jsonl").write_text(json.dumps(row))
-    tasks = find_tasks(f"jsonl:{tmp_path}/string_match_all.jsonl+jsonl:{tmp_path}/exact.jsonl", TaskOptions())
+    tasks = find_tasks(f"jsonl:{tmp_path}/string_match_all.jsonl+jsonl:{tmp_path}/exact.jsonl")
     encoded = encode_tasks(model, tasks, 2)
     right = [question.right.tolist() for task in encoded for prompt in task.prompts for question in prompt.questions]
     prompts = prompts_of(model, data_of_tasks(model, tasks, 2, 0))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.tasks.catalog import TaskOptions, find_tasks
+from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.longbench_v2 import LongBenchV2Task
 
 
@@ -27,7 +27,7 @@ def write(folder: Path, *rows: dict[str, Any]) -> Path:
 
 def test_a_question_has_its_choices_and_is_scored_by_the_letter(tmp_path: Path) -> None:
     write(tmp_path, row(), row(_id="2", length="long", context="Another."))
-    (short, medium, long) = find_tasks("longbench:v2", TaskOptions(data=tmp_path))
+    (short, medium, long) = find_tasks("longbench:v2", {"data": tmp_path})
     assert [task.name for task in (short, medium, long)] == ["v2_short", "v2_medium", "v2_long"]
     (example,) = short.examples(5, 0, len)
     (query,) = example.queries

@@ -21,8 +21,9 @@ ROWS: list[Row] = [
     {"question": "2", "answers": [], "length": 4},
 ]
 FLAT = [{"question": row["question"], "length": row["length"]} for row in ROWS]
-DATA = Dataset("owner/data", "small", "test", ("small", "data/small", "small/test", "small/test-*"))
-ZIPPED = Dataset(DATA.repo, DATA.config, DATA.split, DATA.files, "data.zip", ("data/small.jsonl", "small.jsonl"))
+REPO = "owner/data"
+DATA = Dataset("small", "test", ("small", "data/small", "small/test", "small/test-*"))
+ZIPPED = Dataset(DATA.config, DATA.split, DATA.files, "data.zip", ("data/small.jsonl", "small.jsonl"))
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ def archive(path: Path, member: str, content: str | None = None) -> Path:
     return path
 
 
-def refusal(dataset: Dataset, source: str | Path | None, kind: type[Exception] = UsageError, **options: Any) -> str:
+def refusal(dataset: Dataset, source: str | Path, kind: type[Exception] = UsageError, **options: Any) -> str:
     with pytest.raises(kind) as caught:
         load_rows(dataset, source, **options)
     message = str(caught.value)
@@ -130,7 +131,7 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
 
 def test_the_hub_out_of_reach() -> None:
     for dataset in (DATA, ZIPPED):
-        message = refusal(dataset, None)
+        message = refusal(dataset, REPO)
         assert message.startswith(
             "dataset 'owner/data' is not downloaded: leave --offline out (and HF_HUB_OFFLINE), or fetch its files"
         )
@@ -144,7 +145,7 @@ def test_what_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    assert load_rows(DATA) == load_rows(DATA, "my/copy", "v2") == ROWS
+    assert load_rows(DATA, REPO) == load_rows(DATA, "my/copy", "v2") == ROWS
     assert asked == [("owner/data", "small", "test", None), ("my/copy", "small", "test", "v2")]
 
 
@@ -154,8 +155,8 @@ def test_the_archive_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyP
     kept = tmp_path / "datasets--owner--data"
     archive(kept / "snapshots" / ("a" * 40) / "data.zip", "data/small.jsonl")
     write(kept / "refs" / "main", "a" * 40)
-    assert load_rows(ZIPPED) == load_rows(ZIPPED, revision="a" * 40) == ROWS
-    assert "is not downloaded" in refusal(ZIPPED, None, revision="b" * 40)
+    assert load_rows(ZIPPED, REPO) == load_rows(ZIPPED, REPO, revision="a" * 40) == ROWS
+    assert "is not downloaded" in refusal(ZIPPED, REPO, revision="b" * 40)
 
 
 def test_a_repository_without_the_archive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +165,7 @@ def test_a_repository_without_the_archive(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", missing)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(ROWS))
-    assert load_rows(ZIPPED) == ROWS
+    assert load_rows(ZIPPED, REPO) == ROWS
 
 
 def hub_error(name: str, message: str) -> Exception:
@@ -202,10 +203,10 @@ def test_what_the_hub_refuses(
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    assert problem in refusal(DATA, None, kind)
+    assert problem in refusal(DATA, REPO, kind)
     if isinstance(error, ConnectionError):
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        assert "cannot be fetched: check the network" in refusal(DATA, None, EnvironmentFault)
+        assert "cannot be fetched: check the network" in refusal(DATA, REPO, EnvironmentFault)
 
 
 def test_the_one_file_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,4 +214,4 @@ def test_the_one_file_of_a_repository(tmp_path: Path, monkeypatch: pytest.Monkey
     kept = tmp_path / "datasets--owner--data"
     write(kept / "snapshots" / ("a" * 40) / "small.jsonl", lines())
     write(kept / "refs" / "main", "a" * 40)
-    assert load_rows(dataclasses.replace(DATA, file="small.jsonl")) == ROWS
+    assert load_rows(dataclasses.replace(DATA, file="small.jsonl"), REPO) == ROWS
