@@ -44,6 +44,15 @@ from kvsearch.tasks.synthetic.language import (
     votes,
 )  # fmt: skip
 
+# tasks by the word that their questions begin with
+ASKED = {
+    "code": "multikey",
+    "both": "multiquery",
+    "item": "multivalue",
+    "set": "chain",
+    "vote": "vote",
+    "bell": "count",
+}
 HEAD_DIM = 16
 CONTEXTS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 TOKENS_PER_STEP = 4096
@@ -69,7 +78,7 @@ class Hidden(NamedTuple):
 
 def bells(count: int) -> Evidence:
     """Strike a bell `count` times, 1 to 6; the question asks how often (word counting)."""
-    return Evidence((("bell", "."),) * count, (WordQuestion("count", ("?", "bell"), (v.NUMBERS[count - 1], ".")),))
+    return Evidence((("bell", "."),) * count, (WordQuestion(("?", "bell"), (v.NUMBERS[count - 1], ".")),))
 
 
 def build(layers: int, heads: int, kv_heads: int, hidden: int) -> LlamaForCausalLM:
@@ -168,7 +177,7 @@ def encode(document: Document, questions: int) -> tuple[list[int], list[float], 
     spans = []
     for question in document.questions[:questions]:
         words += question.prompt
-        spans.append((question.task, len(words), len(words) + len(question.answer)))
+        spans.append((ASKED[question.prompt[1]], len(words), len(words) + len(question.answer)))
         words += question.answer
         weight += [TEXT_WEIGHT] * len(question.prompt) + [ANSWER_WEIGHT] * len(question.answer)
     return [v.TOKEN_ID[word] for word in words], weight, spans

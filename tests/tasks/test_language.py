@@ -73,7 +73,6 @@ def test_documents_of_the_suite(task: str, seed: int, length: int) -> None:
     assert document.questions
     for question in document.questions:
         assert question.answer == right_answer(task, document.words, question.prompt)
-        assert question.task == task
     assert len({question.prompt for question in document.questions}) == len(document.questions)
 
 

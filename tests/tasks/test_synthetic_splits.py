@@ -16,7 +16,7 @@ from kvsearch.models.loading import BUNDLED
 from kvsearch.tasks.synthetic.language import Document
 from kvsearch.tasks.synthetic.suite import FORMS, SPLITS, SyntheticTask
 from scripts.bundled_calibration import calibration_file
-from scripts.train_bundled import CONTEXTS, TOKENS_PER_STEP, training_document
+from scripts.train_bundled import ASKED, CONTEXTS, TOKENS_PER_STEP, training_document
 
 DOCUMENTS = 80
 TRAINING_SEED = 0  # the default of the training script
@@ -90,7 +90,7 @@ def test_the_bundled_models_never_read_a_document_of_the_suites(name: str) -> No
     for row in rows:
         if row["stage"] != "recall":
             read, scored = replayed(row, rng)
-            asked = {question.task for document in scored for question in document.questions[:6]}
+            asked = {ASKED[question.prompt[1]] for document in scored for question in document.questions[:6]}
             assert asked == set(row) - {"seconds", "step", "loss", "stage"}, f"another stream at step {row['step']}"
             known |= {digest(" ".join(document.words[1:])) for document in (*read, *scored)}
     assert len(known) > 8 * rows[-1]["step"]

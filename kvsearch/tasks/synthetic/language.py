@@ -83,9 +83,8 @@ def paragraphs(rng: random.Random) -> Tell:
 
 @dataclass(frozen=True)
 class WordQuestion:
-    """One question about a document: the task it belongs to, the words asked and the words of the one right answer."""
+    """One question about a document: the words asked and the words of the one right answer."""
 
-    task: str
     prompt: Sentence
     answer: Sentence
 
@@ -101,10 +100,6 @@ class Evidence:
     @property
     def tokens(self) -> int:
         return sum(len(sentence) for sentence in self.sentences)
-
-    def asked_in(self, task: str) -> Evidence:
-        """Return the same evidence with all its questions in `task`."""
-        return replace(self, questions=tuple(replace(question, task=task) for question in self.questions))
 
     def unasked(self) -> Evidence:
         """Return the same evidence as a distractor."""
@@ -137,12 +132,12 @@ class Names:
         return len(self._left.get(kind, pool))
 
 
-def code_facts(rng: random.Random, names: Names, count: int, task: str = "multikey") -> Evidence:
-    """Make `count` facts `code KEY VALUE VALUE .`; one question a fact, asked in the order of `task`."""
+def code_facts(rng: random.Random, names: Names, count: int) -> Evidence:
+    """Make `count` facts `code KEY VALUE VALUE .`; one question a fact."""
     facts = [(names.draw("key", v.KEYS), rng.choice(v.VALUES), rng.choice(v.VALUES)) for _ in range(count)]
     return Evidence(
         tuple(("code", key, a, b, ".") for key, a, b in facts),
-        tuple(WordQuestion(task, ("?", "code", key), (a, b, ".")) for key, a, b in facts),
+        tuple(WordQuestion(("?", "code", key), (a, b, ".")) for key, a, b in facts),
         tuple(("recall", "code", key, a, ".") for key, a, _ in facts),
     )
 
@@ -151,9 +146,7 @@ def code_pairs(rng: random.Random, names: Names, count: int) -> Evidence:
     """Make `count` code facts, asked two at a time in one question (multi-query)."""
     single = code_facts(rng, names, count)
     pairs = zip(single.sentences, single.sentences[1:] + single.sentences[:1], strict=True)
-    questions = [
-        WordQuestion("multiquery", ("?", "both", one[1], two[1], "="), (*one[:4], *two[:4], ".")) for one, two in pairs
-    ]
+    questions = [WordQuestion(("?", "both", one[1], two[1], "="), (*one[:4], *two[:4], ".")) for one, two in pairs]
     return Evidence(single.sentences, tuple(questions), single.mentions)
 
 
@@ -167,7 +160,7 @@ def item_facts(rng: random.Random, names: Names, count: int) -> Evidence:
         values = [rng.choice(v.VALUES) for _ in v.ORDINALS]
         parts = [(key, ordinal, value) for ordinal, value in zip(v.ORDINALS, values, strict=True)]
         answer = (*(word for part in parts for word in part), ".")[1:]
-        questions.append(WordQuestion("multivalue", ("?", "item", key), answer))
+        questions.append(WordQuestion(("?", "item", key), answer))
         mentions.append(("recall", "item", *parts[0], "."))
         sentences += [("item", *part, ".") for part in rng.sample(parts, len(parts))]
     return Evidence(tuple(rng.sample(sentences, len(sentences))), tuple(questions), tuple(mentions))
@@ -199,7 +192,7 @@ def chains(rng: random.Random, names: Names, count: int, links: int = 3) -> Evid
         )
         back = variables[-2::-1]
         answer = tuple(word for name in back for word in (name, "set", name, "="))
-        questions.append(WordQuestion("chain", ("?", "set", variables[-1], "="), (*answer, value, ".")))
+        questions.append(WordQuestion(("?", "set", variables[-1], "="), (*answer, value, ".")))
         mentions.append(("recall", "set", variables[-1], "=", variables[-2], "."))
     return Evidence(tuple(interleave(rng, told)), tuple(questions), tuple(mentions))
 
@@ -213,7 +206,7 @@ def votes(rng: random.Random, count: int, candidates: int = 3) -> Evidence:
         if tally[0] >= tally[1] + 2:
             break
     winner = max(names, key=cast.count)
-    return Evidence(tuple(("vote", name, ".") for name in cast), (WordQuestion("vote", ("?", "vote"), (winner, ".")),))
+    return Evidence(tuple(("vote", name, ".") for name in cast), (WordQuestion(("?", "vote"), (winner, ".")),))
 
 
 def compose(

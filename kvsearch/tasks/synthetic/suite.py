@@ -95,7 +95,7 @@ def codes_in(room: int, names: Names) -> int:
 
 
 def _single_3(rng: random.Random, names: Names, room: int) -> list[Evidence]:
-    fact = whole_items(rng, names, 1).asked_in("single_3")
+    fact = whole_items(rng, names, 1)
     return [fact, code_facts(rng, names, min(1, codes_in(room - fact.tokens, names))).unasked()]
 
 
@@ -105,13 +105,13 @@ def _multikey_2(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     # an item fills the room of three codes for one key: as many of them as make the keys last
     items = -(-(room - CODE_WORDS * keys) // (ITEM_WORDS - CODE_WORDS))
     others = whole_items(rng, names, max(0, min(items, keys - QUESTIONS_PER_CONTEXT)))
-    codes = code_facts(rng, names, codes_in(room - others.tokens, names), "multikey_2")
+    codes = code_facts(rng, names, codes_in(room - others.tokens, names))
     return [codes, others.unasked(), told]
 
 
 def _multikey_3(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     room -= (told := _many_chains(rng, names, room)).tokens
-    items = whole_items(rng, names, LONG_FACTS).asked_in("multikey_3")
+    items = whole_items(rng, names, LONG_FACTS)
     codes = code_facts(rng, names, codes_in(room - items.tokens, names))
     return [items, codes.unasked(), told]
 
@@ -127,25 +127,25 @@ def _common(rng: random.Random, names: Names, room: int) -> list[Evidence]:  # n
     winner, *others = rng.sample(CANDIDATES, min(2 * count // 3 + 1, len(CANDIDATES)))
     cast = [*others, *[winner] * (count - len(others))]
     rng.shuffle(cast)
-    question = WordQuestion("common", ("?", "vote"), (winner, "."))
+    question = WordQuestion(("?", "vote"), (winner, "."))
     return [Evidence(tuple(("vote", name, ".") for name in cast), (question,))]
 
 
 def _qa_1(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     others = chains(rng, names, 1, links=2)
-    return [code_facts(rng, names, codes_in(room - others.tokens, names), "qa_1"), others.unasked()]
+    return [code_facts(rng, names, codes_in(room - others.tokens, names)), others.unasked()]
 
 
 def _qa_2(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     told = chains(rng, names, TWO_HOP_CHAINS, links=2)
     # the model learnt chains of three links and reads on where a shorter one ends: the answer ends with the value
-    questions = tuple(WordQuestion("qa_2", question.prompt, question.answer[:-1]) for question in told.questions)
+    questions = tuple(WordQuestion(question.prompt, question.answer[:-1]) for question in told.questions)
     others = code_facts(rng, names, codes_in(room - told.tokens, names))
     return [replace(told, questions=questions), others.unasked()]
 
 
 def _single(rng: random.Random, names: Names, room: int) -> list[Evidence]:
-    fact = code_facts(rng, names, 1, "single")
+    fact = code_facts(rng, names, 1)
     others = item_facts(rng, names, 1) if room >= fact.tokens + 15 else Evidence()
     return [fact, others.unasked()]
 
@@ -164,14 +164,14 @@ FORMS: dict[str, Form] = {
         lambda rng, names, room: [chains(rng, names, min(room // 15, names.left("variable", VARIABLES) // 3))]
     ),
     "vote": Form(_vote),
-    "single_1": Form(lambda rng, names, _: [code_facts(rng, names, 1, "single_1")], repetition),
+    "single_1": Form(lambda rng, names, _: [code_facts(rng, names, 1)], repetition),
     "single_3": Form(_single_3),
     "multikey_2": Form(_multikey_2, share=FACT_SHARE),
     "multikey_3": Form(_multikey_3, share=FACT_SHARE),
     "common": Form(_common),
     "qa_1": Form(_qa_1, paragraphs),
     "qa_2": Form(_qa_2, paragraphs),
-    "turns": Form(lambda rng, names, room: [code_facts(rng, names, codes_in(room, names), "turns")], turns=True),
+    "turns": Form(lambda rng, names, room: [code_facts(rng, names, codes_in(room, names))], turns=True),
 }
 SUITES: dict[str, tuple[str, ...]] = {
     "core": ("single", "multikey", "multiquery", "multivalue", "chain", "vote"),
