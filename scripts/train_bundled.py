@@ -53,6 +53,7 @@ ASKED = {
     "vote": "vote",
     "bell": "count",
 }
+TOKEN_ID = {word: index for index, word in enumerate(v.WORDS)}
 HEAD_DIM = 16
 CONTEXTS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 TOKENS_PER_STEP = 4096
@@ -60,6 +61,29 @@ PASS_MARK = 0.9
 TEXT_WEIGHT, ANSWER_WEIGHT = 0.1, 1.0
 RETRIEVING = 3  # layers of the redundant model that retrieve
 HIDDEN_IN = (0, 1, 2, 2)  # of that many of them the context is hidden, one drawn for every document
+
+
+def tokenizer() -> Any:
+    """Return a fast tokenizer that splits at white space and puts `<bos>` in front; unknown words become `<unk>`."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel(dict(TOKEN_ID), unk_token=v.UNK))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.post_processor = TemplateProcessing(single=f"{v.BOS} $A", special_tokens=[(v.BOS, TOKEN_ID[v.BOS])])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token=v.PAD,
+        bos_token=v.BOS,
+        eos_token=v.EOS,
+        unk_token=v.UNK,
+        padding_side="left",
+        model_max_length=4096,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 class Batch(NamedTuple):
@@ -133,10 +157,10 @@ def grow(small: LlamaForCausalLM, layers: int, hidden: int) -> LlamaForCausalLM:
 
 def recall_batch(rng: np.random.Generator, rows: int, pairs: int, queries: int, names: int) -> Batch:
     """Make a batch of associative recall: `k v` pairs, then queries `k v` with every `v` supervised."""
-    keys = np.array([v.TOKEN_ID[word] for word in v.KEYS])[np.argsort(rng.random((rows, names)), 1)[:, :pairs]]
-    values = np.array([v.TOKEN_ID[word] for word in v.VALUES])[rng.integers(0, names, (rows, pairs))]
+    keys = np.array([TOKEN_ID[word] for word in v.KEYS])[np.argsort(rng.random((rows, names)), 1)[:, :pairs]]
+    values = np.array([TOKEN_ID[word] for word in v.VALUES])[rng.integers(0, names, (rows, pairs))]
     asked = rng.integers(0, pairs, (rows, queries))
-    ids = np.full((rows, 1 + 2 * pairs + 2 * queries), v.TOKEN_ID[v.BOS])
+    ids = np.full((rows, 1 + 2 * pairs + 2 * queries), TOKEN_ID[v.BOS])
     weight = np.zeros(ids.shape, dtype=np.float32)
     ids[:, 1 : 1 + 2 * pairs : 2], ids[:, 2 : 2 + 2 * pairs : 2] = keys, values
     ids[:, 1 + 2 * pairs :: 2] = np.take_along_axis(keys, asked, 1)
@@ -180,7 +204,7 @@ def encode(document: Document, questions: int) -> tuple[list[int], list[float], 
         spans.append((ASKED[question.prompt[1]], len(words), len(words) + len(question.answer)))
         words += question.answer
         weight += [TEXT_WEIGHT] * len(question.prompt) + [ANSWER_WEIGHT] * len(question.answer)
-    return [v.TOKEN_ID[word] for word in words], weight, spans
+    return [TOKEN_ID[word] for word in words], weight, spans
 
 
 def document_batch(rng: random.Random, length: int, questions: int) -> Batch:
@@ -329,7 +353,7 @@ def train(args: argparse.Namespace) -> None:
         if step % 400 == 0:
             model.save_pretrained(args.out)
     model.save_pretrained(args.out)
-    v.tokenizer().save_pretrained(args.out)
+    tokenizer().save_pretrained(args.out)
     log.close()
 
 

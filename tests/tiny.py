@@ -26,7 +26,8 @@ from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.metrics import METRICS
 from kvsearch.tasks.synthetic.language import Document, Names, code_facts, compose
-from kvsearch.tasks.synthetic.vocabulary import WORDS, tokenizer
+from kvsearch.tasks.synthetic.vocabulary import WORDS
+from scripts.train_bundled import tokenizer
 from tests.families import build
 from tests.plan.builders import PROVENANCE, make_plan
 

@@ -22,7 +22,7 @@ from kvsearch.tasks.synthetic.language import (
     whole_items,
 )
 from kvsearch.tasks.synthetic.suite import EVIDENCE_SHARE, FORMS, SyntheticTask
-from kvsearch.tasks.synthetic.vocabulary import tokenizer
+from scripts.train_bundled import tokenizer
 from tests.examples import fixed
 from tests.tasks.solver import Sentence, answer, sentences
 

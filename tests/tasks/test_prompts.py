@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, cut, stop_at
-from kvsearch.tasks.synthetic.vocabulary import BOS, TOKEN_ID, tokenizer
+from kvsearch.tasks.synthetic.vocabulary import BOS
+from scripts.train_bundled import TOKEN_ID, tokenizer
 from tests.tiny import CHAT_TEMPLATE, Listed, chat_tokenizer
 
 BOS_ID = TOKEN_ID[BOS]

@@ -16,7 +16,7 @@ from tests.robustness.valid import data as valid
 
 @cache
 def _tokenizer() -> Any:
-    from kvsearch.tasks.synthetic.vocabulary import tokenizer
+    from scripts.train_bundled import tokenizer
 
     return tokenizer()
 

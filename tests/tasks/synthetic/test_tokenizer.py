@@ -10,7 +10,8 @@ from kvsearch.models.loading import LoadOptions, load
 from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.program import full_cache
 from kvsearch.tasks.synthetic.suite import SUITES, SyntheticTask
-from kvsearch.tasks.synthetic.vocabulary import WORDS, tokenizer
+from kvsearch.tasks.synthetic.vocabulary import WORDS
+from scripts.train_bundled import tokenizer
 from tests.tiny import run
 
 
