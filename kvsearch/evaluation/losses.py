@@ -26,7 +26,7 @@ from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule, rules_need
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_answers
-from kvsearch.runtime.replay.replay import Continuation
+from kvsearch.runtime.replay.replay import FollowedLayer
 from kvsearch.runtime.stock import CACHE
 from kvsearch.runtime.store.storage import RaggedStore
 from kvsearch.signals.attention_rows import LossBounds, attention_change, loss_bounds, output_loss
@@ -179,7 +179,7 @@ def _fixed(rule: PhaseRule, budgets: Tensor) -> PhaseRule:
     return rule._replace(budgets=lambda _: budgets)
 
 
-def query_losses(layer: Continuation, rules: LayerRules) -> QueryLosses:
+def query_losses(layer: FollowedLayer, rules: LayerRules) -> QueryLosses:
     """Measure what the output of one layer loses for the tokens that followed a context, on the CPU."""
     plan = layer.replay(*rules)
     logits, weight = layer.logits, layer.output_weight

@@ -16,7 +16,7 @@ from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.runtime.eviction import PhaseRule, evict
 from kvsearch.runtime.logits import Logits, OutputProjection
 from kvsearch.runtime.read_mask import Visible
-from kvsearch.runtime.replay.replay import Continuation, LayerContinuation
+from kvsearch.runtime.replay.replay import FollowedLayer, LayerContinuation
 from tests.policies.contract import DIM, rope
 
 WIDTH = 6  # of the model, behind the output projection
@@ -87,7 +87,7 @@ class Layer:
         budgets = torch.tensor(self.scene.budgets)
         return PhaseRule(policy, lambda lengths: budgets.expand(len(lengths), -1))
 
-    def followed(self, observation: Observation) -> Continuation:
+    def followed(self, observation: Observation) -> FollowedLayer:
         """The layer with the tokens that follow, to be replayed."""
         states = (observation.keys, observation.values)
         return LayerContinuation(observation.layer, observation, states, self.tokens(), self.module, self.logits)

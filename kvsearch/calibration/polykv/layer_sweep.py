@@ -21,7 +21,7 @@ from kvsearch.calibration.polykv.ablations import (
 )
 from kvsearch.calibration.polykv.tree import BaselinePass, Tree
 from kvsearch.models.architecture import output_projection
-from kvsearch.runtime.replay.replay import Continuation, Replays, at_rows
+from kvsearch.runtime.replay.replay import FollowedLayer, Replays, at_rows
 from kvsearch.signals.attention_rows import Agreement, mean_row, output_agreement
 
 HEAD_BYTES = 64 * 2**20  # of logits over the vocabulary at a time
@@ -104,7 +104,7 @@ class LayerSweep:
             if layer.index in self.tried.layers
         }
 
-    def _rows(self, layer: Continuation, after: ContinuationBatch) -> Tensor:
+    def _rows(self, layer: FollowedLayer, after: ContinuationBatch) -> Tensor:
         """Return mean attention rows by position, [M, P, T + K] fp32 on the CPU.
 
         Of the phase "prefill" the mean is over the rows of the prompt, of "decode" over those of the tokens that
@@ -141,7 +141,7 @@ class _Replays:
     results: AblationResults | None
     together: int
     _first: int = 0  # of the layers that are side by side
-    _layers: list[Continuation] = field(default_factory=list)
+    _layers: list[FollowedLayer] = field(default_factory=list)
     _replays: Replays = field(default_factory=lambda: Replays([]))
     _full: list[Tensor] = field(default_factory=list)  # what the blocks put out under the full cache, [M, K, d_model]
     _ahead: dict[tuple[int, Ablation], Tensor] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class _Replays:
             self._full = [block_output(*pair) for pair in zip(self._layers, outputs, strict=True)]
 
 
-def block_output(layer: Continuation, outputs: Tensor) -> Tensor:
+def block_output(layer: FollowedLayer, outputs: Tensor) -> Tensor:
     """Return what an attention block adds to the residual stream, [..., K, d_model], of its heads' [..., Hq, K, Dv]."""
     projected: Tensor = output_projection(layer.module)(outputs.transpose(-2, -3).flatten(-2))
     return projected

@@ -24,7 +24,7 @@ from kvsearch.policies.base import Needs
 from kvsearch.runtime.attention import Output, additive_mask, causal_mask
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.observe import DensePass, ObservedLayer, States
-from kvsearch.runtime.replay.replay import Continuation, at_rows
+from kvsearch.runtime.replay.replay import FollowedLayer, at_rows
 from kvsearch.runtime.stock import stateful_layers, stock_layers
 
 SCRATCH_BYTES = 64 * 2**20  # of masks and attention logits at a time
@@ -172,7 +172,7 @@ class BaselinePass:
     entering: list[Tensor]
     arguments: list[dict[str, Any]]
     leaving: Tensor
-    layers: Mapping[int, Continuation]
+    layers: Mapping[int, FollowedLayer]
 
 
 class Tree(DensePass[Observation]):

@@ -51,7 +51,7 @@ class Replays:
     changed. Scratch memory is that of one token's logits, M * Hq * (T + K) fp32 a few times for each layer.
     """
 
-    def __init__(self, layers: Sequence[Continuation]) -> None:
+    def __init__(self, layers: Sequence[FollowedLayer]) -> None:
         self.layers = layers
         alike: dict[object, list[int]] = {}
         for place, layer in enumerate(layers):
@@ -73,7 +73,7 @@ class Replays:
 class _Stack:
     """Layers that are alike."""
 
-    def __init__(self, layers: Sequence[Continuation]) -> None:
+    def __init__(self, layers: Sequence[FollowedLayer]) -> None:
         self.layers = layers
         self._whole: States | None = None
 
@@ -198,7 +198,7 @@ class LayerContinuation(Generic[Noted]):
         return (*shapes, keys.dtype, keys.device, logits.scaling, logits.softcap, own)
 
 
-Continuation = LayerContinuation[Observation]  # of prompts that were noted as they are
+FollowedLayer = LayerContinuation[Observation]  # of prompts that were noted as they are
 
 
 def at_rows(prompts: Tensor, rows: Tensor | None) -> Tensor:
@@ -206,7 +206,7 @@ def at_rows(prompts: Tensor, rows: Tensor | None) -> Tensor:
     return prompts if rows is None else prompts[rows.to(prompts.device)]
 
 
-def start_of(layers: Sequence[Continuation], left: Sequence[Kept], whole: Callable[[], States]) -> ReplayState:
+def start_of(layers: Sequence[FollowedLayer], left: Sequence[Kept], whole: Callable[[], States]) -> ReplayState:
     """Put what is left of the prompts of layers that are alike side by side, with slots for the tokens behind it.
 
     `whole` are keys and values of all that there is, for where nearly all of it is left.
@@ -264,7 +264,7 @@ class _Prompts:
     With `most`, the most entries that a segment has left, there are as many slots for them; else one for every column.
     """
 
-    def __init__(self, layer: Continuation, left: Kept, most: int | None) -> None:
+    def __init__(self, layer: FollowedLayer, left: Kept, most: int | None) -> None:
         self.layer = layer
         self.left = left
         self.count = layer.tokens[0].shape[2]
