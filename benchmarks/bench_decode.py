@@ -68,7 +68,8 @@ def planned_cache(model: Any, prompt: list[tuple[torch.Tensor, torch.Tensor]], b
         keep = keep_mask(ranks, torch.tensor(budgets(index)).expand(batch, -1), valid)
         layer.lazy_initialization(keys, values)
         layer.seen = length
-        layer.holder = RaggedStore.pack(keys, values, keep, torch.arange(length, device=keys.device).expand(batch, -1))
+        places = torch.arange(length, device=keys.device).expand(batch, -1)
+        layer.holder = RaggedStore.pack(keys, values, keep, places, keep.sum(-1).cpu().numpy(), [length] * batch)
     return cache
 
 

@@ -90,8 +90,7 @@ def evict(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule
     if left.rule is not None:
         return Decoding.begin(left.observation, left.keep, left.counts, left.rule, left.state)
     states = (left.observation.keys, left.observation.values)
-    known = (left.counts, lengths_of(observation))
-    return RaggedStore.pack(*states, left.keep, observation.index, known)
+    return RaggedStore.pack(*states, left.keep, observation.index, left.counts, lengths_of(observation))
 
 
 def limits_of(decode: PhaseRule, lengths: list[int]) -> Tensor:

@@ -93,7 +93,7 @@ class ObservedLayer(PromptLayer[Noted]):
         needs: Sequence[Needs],
         rotary: Rotary,
         look: Callable[[Observation], Noted],
-        refusal: str | None = None,
+        refusal: str | None,
     ) -> None:
         super().__init__(index, needs, rotary, look)
         self.refusal = refusal

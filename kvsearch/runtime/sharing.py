@@ -186,9 +186,8 @@ class LayerDemands:
         self.allocation = allocation
         self.policy = policy
         scores = scored(policy, observation)
-        self.by_score = rank_scored(policy, observation)
         # [B, Hkv, T], protected entries first, then the candidates from the highest score on, then padding
-        self.ordered = torch.empty_like(scores).scatter_(-1, self.by_score.long(), scores)
+        self.ordered = torch.empty_like(scores).scatter_(-1, rank_scored(policy, observation).long(), scores)
         self.lengths = lengths_after(observation)
         self._demands: dict[tuple[int, int, int], LayerDemand] = {}
         self.weights = [1.0] * len(self.lengths)

@@ -52,6 +52,11 @@ def dense_attention(query: Tensor, keys: Tensor, values: Tensor, shown: Tensor, 
     return logits.masked_fill(~shown, float("-inf")).softmax(-1).nan_to_num(0.0) @ values
 
 
+def packed(keys: Tensor, values: Tensor, keep: Tensor, index: Tensor) -> RaggedStore:
+    """What `keep` leaves of a dense layer."""
+    return RaggedStore.pack(keys, values, keep, index, keep.sum(-1).cpu().numpy(), (index[:, -1] + 1).tolist())
+
+
 class Pair:
     """A ragged store beside the dense tensors and the mask it stands for."""
 
@@ -63,7 +68,7 @@ class Pair:
         self.held = (torch.rand(batch, heads, length, generator=self.generator) < share).to(device)
         self.index = torch.arange(length, device=device).expand(batch, -1)
         self.tokens = torch.full((batch,), length, device=device)
-        self.store = RaggedStore.pack(self.keys, self.values, self.held, self.index)
+        self.store = packed(self.keys, self.values, self.held, self.index)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(self.device)
@@ -212,7 +217,7 @@ def test_packing_leaves_the_dense_layer_alone(place: str) -> None:
     keys, values = torch.randn(2, 2, 8, 4), torch.randn(2, 2, 8, 4)
     before = keys.clone(), values.clone()
     with at(place):
-        store = RaggedStore.pack(keys, values, torch.ones(2, 2, 8) > 0.5, torch.arange(8).expand(2, -1))
+        store = packed(keys, values, torch.ones(2, 2, 8) > 0.5, torch.arange(8).expand(2, -1))
     for block in store.blocks:
         block.keys.zero_()
         block.values.zero_()
@@ -254,7 +259,7 @@ class TestFlat:
         for segment, length in enumerate([500, 0, 3, 77, 130, 1, 18, 250]):
             keep[segment // 4, segment % 4, :length] = True
         keys, values = torch.randn(2, 4, 500, 4), torch.randn(2, 4, 500, 6)
-        store = RaggedStore.pack(keys, values, keep, torch.arange(500).expand(2, -1))
+        store = packed(keys, values, keep, torch.arange(500).expand(2, -1))
         entries = int(keep.sum())
         assert [block.keys.shape for block in store.blocks] == [(entries, 4)]
         assert store.nbytes() <= entries * 4 * (4 + 6 + 1) + 8 * 8 * 4
@@ -309,5 +314,5 @@ class TestFlat:
         monkeypatch.setattr(errors, "_said", set())
         keys = torch.randn(1, 2, 5, 320)
         with pytest.warns(KvsearchWarning, match="heads of 320"):
-            store = RaggedStore.pack(keys, keys, torch.ones(1, 2, 5) > 0, torch.arange(5)[None])
+            store = packed(keys, keys, torch.ones(1, 2, 5) > 0, torch.arange(5)[None])
         assert not isinstance(store.blocks[0], flat.FlatBlock)

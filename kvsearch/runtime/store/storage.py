@@ -41,29 +41,21 @@ class RaggedStore(Segmented):
         values: Tensor,
         keep: Tensor,
         index: Tensor,
-        known: tuple[Ints, Sequence[int]] | None = None,
+        counts: Ints,
+        lengths: Sequence[int],
     ) -> RaggedStore:
         """Copy the kept entries out of a dense layer.
 
         `keys` [B, Hkv, T, D] and `values` [B, Hkv, T, Dv] are left untouched, `keep` is [B, Hkv, T] bool, `index`
-        [B, T] the index of each column's token in its sequence, -1 for padding. The host waits for the device once,
-        unless it is told what is `known`: entries kept, [B, Hkv], and the tokens of each sequence.
+        [B, T] the index of each column's token in its sequence, -1 for padding. `counts` [B, Hkv] are the entries that
+        are kept, `lengths` the tokens of each sequence, so that the host need not wait for the device.
         """
-        batch, heads = keys.shape[:2]
-        tokens = index[:, -1].int() + 1
-        if known is None:
-            counts = torch.cat([keep.flatten(0, 1).sum(-1), tokens]).tolist()
-            lengths = counts[: batch * heads]
-            lasting = counts[batch * heads :]
-        else:
-            lengths = known[0].flatten().tolist()
-            lasting = list(known[1])
         blocks: list[AnyBlock]
         if serves(keys, values):
-            blocks = [FlatBlock.pack(keys, values, keep, index, np.array(lengths))[0]]
+            blocks = [FlatBlock.pack(keys, values, keep, index, counts.flatten())[0]]
         else:
-            blocks = [block for block, _ in dense_blocks(keys, values, keep, index, lengths)]
-        return cls(blocks, heads, tokens, even=len(set(lasting)) == 1)
+            blocks = [block for block, _ in dense_blocks(keys, values, keep, index, counts.flatten().tolist())]
+        return cls(blocks, keys.shape[1], index[:, -1].int() + 1, even=len(set(lengths)) == 1)
 
     @classmethod
     def joined(cls, stores: Sequence[RaggedStore], even: bool) -> RaggedStore:
