@@ -205,10 +205,11 @@ def useless_weights(method: str, problem: str) -> UsageError:
     return UsageError(f"the weights of policy {method} cannot be used: {problem}; fit them again with this version")
 
 
-def require_layer(name: str, layers: Sequence[int], layer: int) -> None:
-    """Raise UsageError if the weights of a policy, which are for `layers`, are asked of another layer."""
+def row_of(layer: int, layers: Sequence[int], name: str) -> int:
+    """Return the row of a policy's weights, which are for `layers`, that a layer has; UsageError if it has none."""
     if layer not in layers:
         raise UsageError(f"policy {name}: its weights are for layers {layers}, not {layer}")
+    return layers.index(layer)
 
 
 def require_arrays(profile: Profile, tails: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> None:

@@ -19,7 +19,7 @@ from kvsearch.policies.fitted import (
     plain_keys,
     profile_of,
     require_arrays,
-    require_layer,
+    row_of,
     useless_weights,
 )
 from kvsearch.policies.ranking import scored
@@ -79,7 +79,7 @@ class Weights(NamedTuple):
 
     def of(self, array: Tensor, layer: int, seen: Observation | None = None) -> Tensor:
         """Return one of `arrays` in a model layer, by kv head [1, Hkv, ...], or as `seen` has its rows [B, 1, ...]."""
-        mine = array[self.layers.index(layer)]
+        mine = array[row_of(layer, self.layers, METHOD)]
         return mine[None] if seen is None else heads_of(mine, seen)
 
 
@@ -152,7 +152,7 @@ class Probe(CalibratedRanking):
 
     def score(self, observation: Observation) -> Tensor:
         """Return the fitted importance, [B, Hkv, T] fp32."""
-        fitted = self._on(observation)
+        fitted = _weights(self.weights, observation.keys.device)
         found = fitted.log_importance(features_of(observation, fitted.features), observation.layer, observation)
         return found.clamp(-MOST_LOG, MOST_LOG).exp()
 
@@ -166,7 +166,7 @@ class Probe(CalibratedRanking):
     def arriving(self, step: Step) -> Tensor:
         seen = step.arrived
         shape = seen.keys.shape[:3]
-        fitted = self._on(seen)
+        fitted = _weights(self.weights, seen.keys.device)
         first = 0
         parts: list[Tensor] = []
         average = fitted.of(fitted.arrays.center, seen.layer, seen)[..., None, :].expand(*shape, -1)
@@ -187,12 +187,6 @@ class Probe(CalibratedRanking):
     def fitted(self) -> Weights:
         """The weights; UsageError if they are not here."""
         return _weights(self.weights)
-
-    def _on(self, observation: Observation) -> Weights:
-        """Return the weights where an observation is; UsageError if they are not here, or not for its layer."""
-        found = _weights(self.weights, observation.keys.device)
-        require_layer(self.name, found.layers, observation.layer)
-        return found
 
 
 @constant

@@ -18,7 +18,7 @@ from kvsearch.policies.fitted import (
     plain_keys,
     profile_of,
     require_arrays,
-    require_layer,
+    row_of,
 )
 from kvsearch.policies.scoring import chunk_bytes
 from kvsearch.policies.tensors import Tensor, torch
@@ -97,8 +97,9 @@ class QueryBank(CalibratedRanking):
 
     def _evened(self, scores: Tensor, mean: Tensor, observation: Observation) -> Tensor:
         """Return scores [B, Hkv, T], in heads that are even those that places make of a `mean` [B, Hkv, 1]."""
-        weights = self._on(observation)
-        even = heads_of(weights.even[weights.layers.index(observation.layer)], observation)[..., None]
+        weights = _bank(self.weights, observation.keys.device)
+        row = row_of(observation.layer, weights.layers, METHOD)
+        even = heads_of(weights.even[row], observation)[..., None]
         return torch.where(even, 2 * mean * even_places(observation.index)[:, None], scores)
 
     def _attended(self, observation: Observation) -> tuple[Tensor, Tensor]:
@@ -121,10 +122,9 @@ class QueryBank(CalibratedRanking):
 
     def _logits(self, observation: Observation) -> Iterator[Tensor]:
         """Yield logits of a few queries at a time, -inf at padding, [B, Hkv, G, n, T] fp32."""
-        weights = self._on(observation)
-        queries = heads_of(
-            weights.queries[weights.layers.index(observation.layer)], observation
-        )  # [B or 1, Hkv, G, N, D]
+        weights = _bank(self.weights, observation.keys.device)
+        row = row_of(observation.layer, weights.layers, METHOD)
+        queries = heads_of(weights.queries[row], observation)  # [B or 1, Hkv, G, N, D]
         stored = queries.shape[2]
         group = observation.projected_norms("l2").shape[2]
         if stored not in (1, group):
@@ -141,12 +141,6 @@ class QueryBank(CalibratedRanking):
             if observation.softcap is not None:
                 logits = observation.softcap * torch.tanh(logits / observation.softcap)
             yield logits.masked_fill(hidden, float("-inf"))
-
-    def _on(self, observation: Observation) -> BankWeights:
-        """Return the weights where an observation is; UsageError if they are not here, or not for its layer."""
-        found = _bank(self.weights, observation.keys.device)
-        require_layer(self.name, found.layers, observation.layer)
-        return found
 
 
 def _amplitude(observation: Observation) -> Tensor:

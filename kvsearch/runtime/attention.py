@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,16 +52,8 @@ EAGER_LOGITS = 2**28  # 512 MiB in bf16
 Output = tuple[Tensor, Tensor | None]
 
 
-class TaggingLayer(Protocol):
-    """A cache layer that takes over attention for the keys it tagged."""
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-    ) -> Output: ...
-
-
-def tag(key: Tensor, layer: TaggingLayer) -> None:
-    """Mark `key` so that the registered attention function finds the cache layer it belongs to."""
+def tag(key: Tensor, layer: Any) -> None:
+    """Mark `key` so that the registered attention function leaves attention to the cache layer it belongs to."""
     setattr(key, TAG, layer)
 
 
@@ -69,14 +61,15 @@ def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> Output:
     """Serve as the attention function behind the name "kvsearch"."""
-    layer: TaggingLayer | None = getattr(key, TAG, None)
+    layer = getattr(key, TAG, None)
     if kwargs.pop("output_attentions", False):
         if getattr(layer, "drafts", False):
             raise UsageError(NO_DRAFTS)
         warnings.warn(NO_WEIGHTS, KvsearchWarning, stacklevel=2)
     if layer is None:
         return dense_attention(module, query, key, value, attention_mask, **kwargs)
-    return layer.attend(module, query, key, value, attention_mask, **kwargs)
+    attended: Output = layer.attend(module, query, key, value, attention_mask, **kwargs)
+    return attended
 
 
 def dense_attention(
