@@ -52,6 +52,7 @@ def loaded() -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore::kvsearch.core.errors.KvsearchWarning")
+@pytest.mark.slow
 def test_a_loaded_model_is_not_loaded_again(
     loaded: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def test_question_aware_with_two_plans(run: Run, calibrated: Path, tmp_path: Pat
     assert rows["prompt_tokens"].max() < 600
 
 
+@pytest.mark.slow
 def test_a_sweep_writes_everything(run: Run, calibrated: Path, tmp_path: Path) -> None:
     tasks = ("--tasks", "synthetic:single,multikey", "--length", 512, "--samples", 2)
     names = ("--methods", f"uniform,pyramid,lava,streaming,lukv={calibrated}", "--set", "window=8", "--subject", "lukv")

@@ -97,6 +97,7 @@ def test_several_budgets(questions: Path, run: Run, tmp_path: Path) -> None:
     assert "scaled from the smallest" in out
 
 
+@pytest.mark.nightly
 def test_budgets_of_the_decode_phase(questions: Path, run: Run, tmp_path: Path) -> None:
     small = (*SMALL, "--phases", "decode", "--generations", 1, "--group-size", 6, "--max-evals", 4)
     code, out, _ = run(*command(questions, tmp_path / "run", "--dry-run", "--json", small=small))

@@ -60,33 +60,40 @@ def test_the_options_of_a_method_are_shown_with_it(run: Run) -> None:
         assert "--rivals" not in run("calibrate", "--method=cake", *words)[1]
 
 
-@pytest.mark.parametrize(
-    ("typed", "expected"),
-    [
-        ("eval", "evaluate"),
-        ("run --sm", "--smallest"),
-        ("run ./m --policies snapkv,key", "snapkv,keydiff"),
-        ("plan uniform bundled --policy exp", "expected_attention"),
-        ("run bundled --tasks ruler:vt+ruler:no", "ruler:vt+ruler:no-qa"),
-        ("run --recipe run/b", "run/bundled"),
-        ("calibrate bundled --method query_b", "query_bank"),
-        ("calibrate bundled --normalization eff", "effect"),
-        ("evaluate bundled --methods lava-e", "lava-equal-heads"),
-        ("export runs/x --to kvpress-l", "kvpress-lukv"),
-        ("evolve bundled-r", "bundled-redundant"),
-    ],
-)
-def test_the_shell_completes(typed: str, expected: str) -> None:
-    code = "import atexit, sys; atexit.register(lambda: print([*sys.modules]))\nfrom kvsearch.cli import main; main()"
-    shell = {"_KVSEARCH_COMPLETE": "complete_bash", "COMP_WORDS": f"kvsearch {typed}"}
-    shell["COMP_CWORD"] = str(len(typed.split()))
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.argv = ['kvsearch']\n{code}"],
-        env={**shell, "PYTHONPATH": ":".join(filter(None, sys.path))}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    *found, modules = done.stdout.splitlines()
-    assert expected in found
-    assert "'torch'" not in modules
+COMPLETED = {
+    "eval": "evaluate",
+    "run --sm": "--smallest",
+    "run ./m --policies snapkv,key": "snapkv,keydiff",
+    "plan uniform bundled --policy exp": "expected_attention",
+    "run bundled --tasks ruler:vt+ruler:no": "ruler:vt+ruler:no-qa",
+    "run --recipe run/b": "run/bundled",
+    "calibrate bundled --method query_b": "query_bank",
+    "calibrate bundled --normalization eff": "effect",
+    "evaluate bundled --methods lava-e": "lava-equal-heads",
+    "export runs/x --to kvpress-l": "kvpress-lukv",
+    "evolve bundled-r": "bundled-redundant",
+}
+ONE_BY_ONE = """
+import os, sys
+from contextlib import suppress
+from kvsearch.cli import main
+sys.argv = ["kvsearch"]
+for typed in COMPLETED:
+    os.environ |= {"COMP_WORDS": f"kvsearch {typed}", "COMP_CWORD": str(len(typed.split()))}
+    print(f"> {typed}")
+    with suppress(SystemExit):
+        main()
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_shell_completes() -> None:
+    code = f"COMPLETED = {list(COMPLETED)}{ONE_BY_ONE}"
+    shell = {"_KVSEARCH_COMPLETE": "complete_bash", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=shell, capture_output=True, text=True, check=True)
+    for part in done.stdout.split("> ")[1:]:
+        typed, *found = part.splitlines()
+        assert COMPLETED[typed] in found
 
 
 if __name__ == "__main__":

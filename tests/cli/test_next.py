@@ -84,6 +84,7 @@ def test_from_a_calibration_to_an_evaluation_of_its_plan(run: Run, place: Path) 
     assert evaluate == ["evaluate", model, "--plan", str(place / "p.json")]
 
 
+@pytest.mark.slow
 def test_from_the_verdicts_on_signals_to_a_selection_and_on(run: Run, place: Path) -> None:
     options = typed(place)
     directory = place / "polykv"

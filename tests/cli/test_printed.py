@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from html.parser import HTMLParser
 from itertools import cycle
 from pathlib import Path
 from typing import IO
@@ -25,6 +24,7 @@ from kvsearch.report.table import Table
 from tests.cli.conftest import Run
 from tests.payloads import COUNT, file_name, passed, payloads, without_surrogates
 from tests.plan.builders import make_plan
+from tests.report.reader import Reader
 from tests.tiny import document
 
 PAYLOADS = payloads()
@@ -113,33 +113,17 @@ def test_show(run: Run, asked: Path, colour: bool, monkeypatch: pytest.MonkeyPat
     assert "[red]" in plain
 
 
-class Reader(HTMLParser):
-    """The elements of a page, and all that it says."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.names: list[str] = []
-        self.said: list[str] = []
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.append(tag)
-        self.said += [value or "" for _, value in attrs]
-        assert all(not name.startswith("on") for name, _ in attrs)
-
-    def handle_data(self, data: str) -> None:
-        self.said.append(data)
-
-
 def test_report(run: Run, asked: Path, tmp_path: Path) -> None:
     code, _, talk = run("report", asked, "-o", tmp_path / "report.html")
     assert code == 0, talk
     assert passed(talk) == set()
     page = Reader((tmp_path / "report.html").read_text())
-    assert page.names.count("script") == page.names.count("style") == 1
-    assert not {"img", "iframe"} & set(page.names)
-    assert passed("".join(page.said)) == set()
+    names = [name for name, _ in page.found]
+    assert names.count("script") == names.count("style") == 1
+    assert not {"img", "iframe"} & set(names)
+    attributes = [given for _, found in page.found for given in found.items()]
+    assert [name for name, _ in attributes if name.startswith("on")] == []
+    assert passed(page.text + "".join(value or "" for _, value in attributes)) == set()
 
 
 def test_names_in_plans(run: Run, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def result(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in (*(directory / n for n in names), *fits)}
 
 
+@pytest.mark.slow
 def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str]) -> None:
     directory, talk = finished
     verified = verify_paths([directory]).artefacts
@@ -98,6 +99,7 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
     assert "stage 1 of 8: fit ranking probe" in talk  # two fits, a measurement, a search, two choices, two reports
 
 
+@pytest.mark.slow
 def test_plans_are_searched_on_from_what_was_solved(finished: tuple[Path, str]) -> None:
     directory, _ = finished
     sizes = json.loads((directory / "run.json").read_bytes())["sizes"]
@@ -114,6 +116,7 @@ def test_plans_are_searched_on_from_what_was_solved(finished: tuple[Path, str]) 
     assert len(evaluated) <= 2 * EVALUATIONS
 
 
+@pytest.mark.slow
 def test_what_is_fitted_chosen_and_reported_on_is_never_the_same(finished: tuple[Path, str]) -> None:
     directory, _ = finished
     asked = read_contexts(directory)
@@ -135,6 +138,7 @@ def test_what_is_fitted_chosen_and_reported_on_is_never_the_same(finished: tuple
         assert all(map(record.fitted.has, fitted))
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_stays_as_it_is(run: Run, questions: Path, finished: tuple[Path, str]) -> None:
     directory, _ = finished
     before = result(directory)
@@ -183,6 +187,7 @@ def test_the_smallest_budget_that_loses_little(run: Run, questions: Path, tmp_pa
     assert (directory / "run.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_the_config_of_a_run_is_its_recipe(finished: tuple[Path, str]) -> None:
     options = json.loads((finished[0] / "config.json").read_bytes())["options"]
     again = RunOptions.of(finished[0] / "config.json", output=Path("elsewhere"))

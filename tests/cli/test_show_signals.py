@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +13,6 @@ from kvsearch.signals.table import SignalTable
 from tests.cli.conftest import Run
 from tests.plan.builders import model
 from tests.signals.profiles import make_signals, signal_metadata
-
-NINE: dict[str, dict[str, Any]] = {
-    "h2o": {"recent": 4}, "tova": {}, "cam": {}, "pyramidkv": {}, "snapkv": {}, "d2o": {}, "cake": {},
-    "scissorhands": {}, "streaming": {},
-}  # fmt: skip
-LONG: dict[str, dict[str, Any]] = {
-    "expected_attention": {}, "duo_attention": {}, "scissorhands": {}, "criticalkv": {}, "pyramidkv": {},
-    "streaming": {}, "keydiff": {}, "snapkv": {}, "full": {},
-}  # fmt: skip
 
 
 def saved(directory: Path, profile: Profile) -> Path:
@@ -69,21 +59,6 @@ def test_the_tables(run: Run, small: Path) -> None:
     ]
     assert "perplexity  2.71828 under the full cache" in out
     assert out.index("what perplexity gains") > out.index("cosine of attention")
-
-
-@pytest.mark.parametrize("patterns", [NINE, LONG], ids=["paper", "long names"])
-def test_nine_patterns_fit_on_a_page(run: Run, tmp_path: Path, patterns: dict[str, dict[str, Any]]) -> None:
-    metadata = signal_metadata(model(layers=32), patterns, budgets=(64, 512))
-    code, out, talk = run("show", saved(tmp_path, make_signals(metadata)))
-    assert (code, talk) == (0, "")
-    tables = out[out.index("prefill at 64") :]
-    assert max(len(line.rstrip()) for line in tables.splitlines()) <= 120
-    assert "…" not in tables
-    for phase in ("prefill", "decode"):
-        for budget in (64, 512):
-            assert f"{phase} at {budget} entries per kv head: cosine" in tables
-            assert f"{phase} at {budget} entries per kv head: what perplexity gains" in tables
-    assert tables.count("*") == 2 * 2 * 2 * 32 + 1  # one best pattern in every row, and what the star means
 
 
 def test_a_pattern_that_explodes_is_named_where_it_is_worst(run: Run, tmp_path: Path) -> None:

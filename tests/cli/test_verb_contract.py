@@ -22,6 +22,7 @@ from kvsearch.runs.lock import locked
 from kvsearch.runs.run import begin
 from tests.cli.conftest import Run, invoke
 from tests.cli.test_bad_input import INTERRUPTED, USAGE, refused
+from tests.combinations import every_value
 from tests.runs.locks import locked_elsewhere
 from tests.shared import Finished, finished_once
 
@@ -79,7 +80,6 @@ KEPT = {
         "--seed 1", ("run/plan.json", "run/run.json"), "run/run.json", 14,
     ),
 }  # fmt: skip
-kept = pytest.mark.parametrize("verb", KEPT)
 # for whole runs: `run` itself, which takes longest, has tests/cli/test_run.py before every commit
 finished = pytest.mark.parametrize(
     "verb", [pytest.param(verb, marks=[pytest.mark.nightly] if verb == "run" else []) for verb in KEPT]
@@ -124,26 +124,29 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("verb", [*KEPT, "generate", "bench"])
-def test_a_dry_run_is_a_table_and_writes_nothing(run: Run, inputs: Path, tmp_path: Path, verb: str) -> None:
+def test_a_dry_run_writes_nothing(run: Run, inputs: Path, tmp_path: Path, verb: str) -> None:
     others = {"bench": "bench bundled --budget 40 --length 64"}
     asked = KEPT.get(verb) or Kept(others.get(verb, "generate bundled"), "", (), None, 0)
     if verb in KEPT:
         prepare(verb, inputs, tmp_path)
     before = contents(tmp_path)
-    words = asked.words(inputs, tmp_path, "--dry-run")
-    code, out, talk = run(*words)
-    assert code == 0, talk
-    header, _, start, *stages = (line.split() for line in out.splitlines() if line.strip() and "measured" not in line)
-    assert (header, start[0], stages[-1][0]) == (["stage", "contexts", "questions", "time"], "load", "total")
-    code, out, talk = run(*words, "--json")
+    code, out, talk = run(*asked.words(inputs, tmp_path, "--dry-run", "--json"))
     assert code == 0, talk
     estimate = json.loads(out)["estimate"]
-    assert [stage["name"].split()[0] for stage in estimate["stages"]] == [stage[0] for stage in stages[:-1]]
     seconds = [stage["seconds"] for stage in estimate["stages"]]
     assert estimate["seconds"] == pytest.approx(estimate["start"] + sum(seconds))
     assert min(seconds) > 0
     assert contents(tmp_path) == before
     assert (tmp_path / "run").exists() == asked.reads_run
+
+
+def test_a_dry_run_is_a_table(run: Run) -> None:
+    _, out, _ = run("generate", "bundled", "--dry-run")
+    header, _, start, *stages = (line.split() for line in out.splitlines() if line.strip() and "measured" not in line)
+    assert (header, start[0], stages[-1][0]) == (["stage", "contexts", "questions", "time"], "load", "total")
+    _, out, _ = run("generate", "bundled", "--dry-run", "--json")
+    named = [stage["name"].split()[0] for stage in json.loads(out)["estimate"]["stages"]]
+    assert named == [stage[0] for stage in stages[:-1]]
 
 
 @finished
@@ -225,8 +228,7 @@ def test_force_starts_anew_and_comes_to_the_same(
 
 
 @pytest.mark.usefixtures("no_model")
-@pytest.mark.parametrize("more", [(), ("--force",)])
-@kept
+@every_value(verb=KEPT, more=[(), ("--force",)])
 def test_a_second_writer_is_refused(run: Run, inputs: Path, tmp_path: Path, verb: str, more: tuple[str, ...]) -> None:
     """At once, and nothing is touched."""
     prepare(verb, inputs, tmp_path)
@@ -258,9 +260,11 @@ def thesis(directory: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_model")
-@pytest.mark.parametrize("more", [(), ("--force",)])
-@pytest.mark.parametrize("occupy", [model_of_mine, run_of_another_job, thesis])
-@pytest.mark.parametrize("verb", [verb for verb in KEPT if verb not in ("validate", "select")])
+@every_value(
+    verb=[verb for verb in KEPT if verb not in ("validate", "select")],
+    occupy=[model_of_mine, run_of_another_job, thesis],
+    more=[(), ("--force",)],
+)
 def test_a_directory_of_something_else_is_kept(
     run: Run, inputs: Path, tmp_path: Path, verb: str, occupy: Callable[[Path], None], more: tuple[str, ...]
 ) -> None:

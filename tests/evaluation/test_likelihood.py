@@ -109,8 +109,7 @@ def test_a_batch_scores_as_its_contexts_do_alone(family: str, program: Callable[
             assert answers.entries == alone.entries
 
 
-@pytest.mark.parametrize("program", [third, both_phases])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+@every_value(family=["llama", "gemma2", "gemma3"], program=[third, both_phases])
 def test_texts_are_scored_as_if_fed_token_by_token(family: str, program: Callable[[Any], Program]) -> None:
     model = build(family)
     context, text = CONTEXTS[0], TEXTS[0][2]

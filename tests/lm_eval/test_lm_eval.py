@@ -24,6 +24,7 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import read
+from tests.combinations import every_value
 from tests.lm_eval.folder import DOCUMENTS, rows, write_folder
 from tests.tiny import chat_tokenizer, document, loaded, plan_for
 
@@ -90,8 +91,7 @@ def planned(model: LoadedModel, **options: Any) -> PlannedLM:
 # --- the harness' own model ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"batch": 1}, {"max_length": 70}], ids=str)
-@pytest.mark.parametrize("chat", [False, True])
+@every_value(options=[{}, {"batch": 1}, {"max_length": 70}], chat=[False, True])
 def test_a_full_plan_gives_what_the_harness_own_model_gives(
     model: LoadedModel, folder: Path, options: dict[str, int], chat: bool
 ) -> None:

@@ -22,10 +22,9 @@ def test_one_model_has_one_fingerprint_however_it_is_loaded(family: str, tmp_pat
     made = fingerprint(model, "here")
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model").rename(tmp_path / "moved")
-    for dtype in (torch.float32, torch.bfloat16):
-        for attention in (None, "eager"):
-            again = AutoModelForCausalLM.from_pretrained(tmp_path / "moved", dtype=dtype, attn_implementation=attention)
-            assert made.mismatch(fingerprint(again)) is None
+    for dtype, attention in ((torch.float32, "eager"), (torch.bfloat16, None)):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "moved", dtype=dtype, attn_implementation=attention)
+        assert made.mismatch(fingerprint(again)) is None
 
 
 def test_what_it_says() -> None:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvsearch.policies import rank_entries, scoring
 from kvsearch.policies.scoring import column_sums, mean_window_attention, window_rows
 from kvsearch.policies.snapkv import SnapKV
+from tests.combinations import every_value
 from tests.policies.contract import Case, observe
 
 CASE = Case(heads=6, group=2, length=40, pads=(0, 11), seed=1)
@@ -105,8 +106,7 @@ def test_soft_capped_logits() -> None:
     torch.testing.assert_close(probability[0, 0, 0, 1], expected)
 
 
-@pytest.mark.parametrize("cache", [1, 8 * 2 * 40 * 7, 10**9])
-@pytest.mark.parametrize(("rows", "softcap"), [(40, None), (9, None), (1, None), (40, 2.0)])
+@every_value(cache=[1, 8 * 2 * 40 * 7, 10**9], rows=[9, 40, 1], softcap=[None, 2.0])
 def test_column_sums_are_those_of_a_dense_softmax(
     monkeypatch: pytest.MonkeyPatch, rows: int, softcap: float | None, cache: int
 ) -> None:

@@ -24,6 +24,7 @@ from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.method_list import find_methods
 from kvsearch.strategies.methods import Size
 from tests import tiny
+from tests.combinations import every_value
 from tests.plan.builders import make_plan
 
 
@@ -83,10 +84,9 @@ def flipped(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", [CONFIG, LEDGER, "samples.csv", "report.json"])
-@pytest.mark.parametrize(
-    "damage",
-    [
+@every_value(
+    name=[CONFIG, LEDGER, "samples.csv", "report.json"],
+    damage=[
         lambda path: flipped(path, path.stat().st_size // 3),
         lambda path: flipped(path, path.stat().st_size - 1),
         lambda path: os.truncate(path, path.stat().st_size // 2),
@@ -94,7 +94,6 @@ def flipped(path: Path, at: int) -> None:
         lambda path: path.unlink(),
         lambda path: path.write_bytes(path.read_bytes() * 2),
     ],
-    ids=["changed", "end", "cut", "empty", "missing", "twice"],
 )
 def test_any_damage_to_any_file_is_found(run: Path, name: str, damage: Callable[[Path], None]) -> None:
     damage(run / name)

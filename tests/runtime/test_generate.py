@@ -78,8 +78,7 @@ def test_a_second_turn_through_generate(family: str, device: str) -> None:
         assert_close(actual, chat(model.generate, past_key_values=full))
 
 
-@some_families
-@pytest.mark.parametrize("tokens", [1, 3, 7])
+@every_value(family=SOME_FAMILIES, tokens=[1, 3, 7])
 def test_prompt_lookup_decoding_equals_plain_decoding(family: str, tokens: int, device: str) -> None:
     """A repetitive prompt is drafted from at once: the first forward pass holds more than the prompt."""
     model = build(family, device)

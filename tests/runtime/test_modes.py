@@ -178,8 +178,7 @@ def wrong_masks() -> Iterator[tuple[str, Any, str]]:
     yield "biases", torch.zeros(four.shape) - 0.5, "attention_mask adds numbers to logits"
 
 
-@pytest.mark.parametrize("phases", PHASES)
-@pytest.mark.parametrize("case", list(wrong_masks()), ids=lambda case: case[0])
+@every_value(case=wrong_masks(), phases=PHASES)
 @torch.no_grad()
 def test_masks_that_cannot_be(case: tuple[str, Any, str], phases: str) -> None:
     """One line each, and the cache goes on as if they had not been given."""

@@ -11,6 +11,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
+from tests.combinations import every_value
 from tests.families import DEVICES, build, prompts
 from tests.runtime.helpers import assert_close, feed, keep_everything, one_by_one, random_eviction, running
 
@@ -42,8 +43,7 @@ def step(model: Any, cache: PlanCache, ids: torch.Tensor, lengths: torch.Tensor)
     return logits
 
 
-@pytest.mark.parametrize("way", REARRANGED)
-@pytest.mark.parametrize("appended", [0, 3])
+@every_value(way=REARRANGED, appended=[0, 3])
 def test_rearranged_sequences_go_on_as_they_were(way: str, appended: int, device: str) -> None:
     model = build("llama", device)
     ids, mask = prompts(3, 30, pads=8, device=device)

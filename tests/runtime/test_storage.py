@@ -20,7 +20,7 @@ from kvsearch.runtime.store.cache_file import CacheShape, TensorReader, _of_ragg
 from kvsearch.runtime.store.storage import RaggedStore
 from tests.examples import fixed
 from tests.kernels.serving import interpreted
-from tests.runtime.places import INTERPRETER, PLACES, at
+from tests.runtime.places import INTERPRETER, PLACES, SLOW_PLACES, at
 
 CPU = torch.device("cpu")
 
@@ -177,6 +177,7 @@ def follow(pair: Pair, history: History, softcap: float | None) -> None:
     assert pair.store.batch == pair.batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @fixed(25)
 @given(
@@ -225,7 +226,7 @@ def test_packing_leaves_the_dense_layer_alone(place: str) -> None:
     assert torch.equal(values, before[1])
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", SLOW_PLACES)
 @fixed(15)
 @given(st.lists(st.integers(0, 99), min_size=2, max_size=3), st.integers(0, 3))
 def test_joined_stores_hold_what_each_did(place: str, seeds: list[int], forgotten: int) -> None:
@@ -271,6 +272,7 @@ class TestFlat:
 
     @fixed(25)
     @given(st.integers(0, 99), st.lists(steps, max_size=4))
+    @pytest.mark.slow
     def test_files_are_those_of_the_cpu(self, seed: int, history: History) -> None:
         """What is written of either form is the same to the bit, and can be read as either."""
         flat_pair = Pair(2, 2, 1 + seed % 40, seed)

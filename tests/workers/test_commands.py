@@ -98,6 +98,7 @@ def test_bad_input() -> None:
         refused(invoke, USAGE, words, "headroom", "bundled", *more)
 
 
+@pytest.mark.slow
 def test_without_ray(questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.ruler import RulerTask
 from kvsearch.tasks.ruler.frequency import LEAST_CODED, word_counts
+from tests.combinations import every_value
 from tests.tasks.ruler.helpers import bpe, whole, words
 
 
@@ -87,8 +88,7 @@ def test_the_third_and_the_fourth_word_differ(n: int) -> None:
         assert counts[0] > counts[1] > counts[2] > counts[3] > (*counts[4:], 0)[0]
 
 
-@pytest.mark.parametrize("length", [512, 2048, 8192])
-@pytest.mark.parametrize("count", [words, bpe()], ids=["words", "bpe"])
+@every_value(length=[512, 2048, 8192], count=[words, bpe()])
 def test_coded_words(length: int, count: object) -> None:
     for example in RulerTask("fwe", length).examples(4, 0, count):  # type: ignore[arg-type]
         (query,) = example.queries

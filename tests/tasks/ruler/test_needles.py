@@ -12,6 +12,7 @@ from kvsearch.core.resources import resource
 from kvsearch.tasks.base import Example
 from kvsearch.tasks.ruler import RulerTask
 from kvsearch.tasks.ruler.needles import NIAH, NOISE
+from tests.combinations import every_value
 from tests.tasks.ruler.helpers import STORY, whole, words
 
 NEEDLE = re.compile(r"One secret (number|uuid) of (\S+) is (\S+)\.(?=\s|$)")
@@ -40,8 +41,7 @@ def asked(example: Example) -> list[str]:
     return re.split(", | and ", found[1])
 
 
-@tasks
-@pytest.mark.parametrize("length", [512, 2048, 8192])
+@every_value(name=NIAH, length=[512, 2048, 8192])
 def test_what_is_hidden(name: str, length: int) -> None:
     needles, queries, key_form, value_form = EXPECTED[name]
     for example in RulerTask(name, length).examples(6, 0, words):
@@ -58,8 +58,7 @@ def test_what_is_hidden(name: str, length: int) -> None:
             assert sorted(query.answers[number * share : (number + 1) * share]) == sorted(right)
 
 
-@tasks
-@pytest.mark.parametrize("length", [512, 8192])
+@every_value(name=NIAH, length=[512, 8192])
 def test_nothing_is_there_by_accident(name: str, length: int) -> None:
     """Each value once, each key in its own needles only, no answer in the question, no key inside another one."""
     for example in RulerTask(name, length).examples(3, 1, words):

@@ -21,7 +21,6 @@ OFFICIAL = (
 TOO_SHORT = {("cwe", 512, "bpe")}
 generated = pytest.mark.parametrize("name", GENERATED)
 TOKENIZERS = ["words", "bpe", "bundled"]
-counts = pytest.mark.parametrize("tokenizer", TOKENIZERS)
 
 
 def digest(example: Example) -> str:
@@ -54,9 +53,7 @@ def test_lengths(name: str, length: int, tokenizer: str) -> None:
         assert length - spare <= used(example, count) <= length
 
 
-@pytest.mark.parametrize("name", ["qa_1", "qa_2"])
-@counts
-@pytest.mark.parametrize("length", [512, 1024])
+@every_value(name=["qa_1", "qa_2"], tokenizer=TOKENIZERS, length=[512, 1024])
 def test_lengths_of_questions(name: str, length: int, tokenizer: str, files: dict[str, Path]) -> None:
     """As many paragraphs as fit."""
     count = count_of(tokenizer)

@@ -10,6 +10,7 @@ from kvsearch.tasks.base import Example, TokenCount
 from kvsearch.tasks.ruler import RulerTask
 from kvsearch.tasks.ruler.needles import NOISE
 from kvsearch.tasks.ruler.tracing import LONGEST_EXAMPLE
+from tests.combinations import every_value
 from tests.tasks.ruler.helpers import bpe, whole, words
 
 LENGTHS = (512, 2048, 8192)
@@ -71,9 +72,9 @@ def test_names_occur_in_their_assignments_only(length: int) -> None:
         assert set(noise.split(". ")) <= {sentence.rstrip(".") for sentence in NOISE} | set(NOISE)
 
 
-@pytest.mark.parametrize("count", [words, bpe()], ids=["words", "bpe"])
-@pytest.mark.parametrize(("length", "longest"), [(512, 128), (1024, 256), (8192, LONGEST_EXAMPLE)])
-def test_the_length_of_the_example(length: int, longest: int, count: TokenCount) -> None:
+@every_value(sizes=[(512, 128), (1024, 256), (8192, LONGEST_EXAMPLE)], count=[words, bpe()])
+def test_the_length_of_the_example(sizes: tuple[int, int], count: TokenCount) -> None:
+    length, longest = sizes
     for example in made(length, count, 3):
         solved = halves(example)[0]
         bare = "\n".join(line for line in solved.split("\n") if not line.startswith(NOISE[0]))
