@@ -91,14 +91,6 @@ def test_what_is_wrong_is_told_in_the_words_of_python(loaded: dict[str, Any], tm
     loaded["model"].eval()
 
 
-def test_the_configuration_of_a_run_is_a_recipe(tmp_path: Path) -> None:
-    first = kvsearch.calibrate("bundled", output=tmp_path / "one", questions=2, normalization="layer")
-    again = kvsearch.calibrate(recipe=tmp_path / "one" / "config.json", output=tmp_path / "two")
-    assert again.to_bytes() == first.to_bytes()
-    with pytest.raises(UsageError, match="is of kvsearch calibrate, not of evaluate"):
-        kvsearch.evaluate(recipe=tmp_path / "one" / "config.json")
-
-
 def test_wrong_options_are_told_at_once() -> None:
     with pytest.raises(UsageError) as caught:
         kvsearch.evaluate("bundled", samples=0, batch=0, colour="red")

@@ -11,6 +11,7 @@ import kvsearch
 from kvsearch.core.resources import resource
 from tests import tiny
 from tests.cli.conftest import Run, invoke
+from tests.cli.test_bad_input import INCOMPATIBLE, USAGE, refused
 
 CONTEXT = " ".join(tiny.document(200, facts=3).words[1:])
 QUESTIONS = [" ".join(question.prompt) for question in tiny.document(200, facts=3).questions]
@@ -72,34 +73,30 @@ def test_a_file_is_shown(run: Run, saved: Path) -> None:
     assert json.loads(out)["plan"]["model"]["name"] == "bundled"
     (saved.parent / "cut.kv").write_bytes(saved.read_bytes()[:100])
     for command in ("show", "verify"):
-        refused(run, "or not all of one", command, saved.parent / "cut.kv")
+        refused(run, USAGE, "or not all of one", command, saved.parent / "cut.kv")
     data = saved.read_bytes()
     (saved.parent / "cut.kv").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    refused(run, "its content is not what was written", "verify", saved.parent / "cut.kv")
+    refused(run, USAGE, "its content is not what was written", "verify", saved.parent / "cut.kv")
     assert run("verify", saved)[0] == 0
-
-
-def refused(run: Run, words: str, *arguments: object, expected: int = 2) -> None:
-    code, _, talk = run(*arguments)
-    assert (code, talk.count("\n")) == (expected, 1), talk
-    assert words in talk
 
 
 def test_what_is_refused(run: Run, plan: Path, saved: Path, tmp_path: Path) -> None:
     asked = ("--prompt", "? vote")
     from_file = ("generate", "bundled", "--cache", saved)
-    refused(run, "leave --context out, or --cache", *from_file, *asked, "--context", "the fox .")
-    refused(run, "was made for another model", "generate", "bundled-redundant", "--cache", saved, *asked, expected=4)
-    refused(run, "holds float32 and the model runs in bfloat16", *from_file, *asked, "--dtype", "bfloat16", expected=4)
-    refused(run, "is no safetensors file", "generate", "bundled", "--cache", saved.parent / "plan.json", *asked)
-    refused(run, "there is no file", "generate", "bundled", "--cache", tmp_path / "nothing.kv", *asked)
-    refused(run, "give a --prompt with --cache", "generate", resource("data/bundled"), "--cache", saved)
-    refused(run, "several prompts are asked of one context", "generate", "bundled", *asked, *asked)
+    refused(run, USAGE, "leave --context out, or --cache", *from_file, *asked, "--context", "the fox .")
+    refused(run, INCOMPATIBLE, "was made for another model", "generate", "bundled-redundant", "--cache", saved, *asked)
+    refused(
+        run, INCOMPATIBLE, "holds float32 and the model runs in bfloat16", *from_file, *asked, "--dtype", "bfloat16"
+    )
+    refused(run, USAGE, "is no safetensors file", "generate", "bundled", "--cache", saved.parent / "plan.json", *asked)
+    refused(run, USAGE, "there is no file", "generate", "bundled", "--cache", tmp_path / "nothing.kv", *asked)
+    refused(run, USAGE, "give a --prompt with --cache", "generate", resource("data/bundled"), "--cache", saved)
+    refused(run, USAGE, "several prompts are asked of one context", "generate", "bundled", *asked, *asked)
     compress = ("compress", "bundled", "--plan", plan, "--context", "the fox .", "-o")
-    refused(run, "--force to replace it", *compress, saved)
-    refused(run, "its folder does not exist", *compress, tmp_path / "no" / "a.kv")
+    refused(run, USAGE, "--force to replace it", *compress, saved)
+    refused(run, USAGE, "its folder does not exist", *compress, tmp_path / "no" / "a.kv")
     copied = ("compress", resource("data/bundled"), "--plan", plan, "-o", tmp_path / "a.kv")
-    refused(run, "give --context TEXT or @FILE", *copied)
+    refused(run, USAGE, "give --context TEXT or @FILE", *copied)
     code, out, _ = run(*compress, tmp_path / "a.kv", "--dry-run", "--json")
     told = json.loads(out)
     assert (code, told["context"], told["output"]) == (0, "the fox .", str(tmp_path / "a.kv"))

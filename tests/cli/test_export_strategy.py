@@ -12,10 +12,10 @@ from kvsearch.plan import ModelFingerprint, Profile, Size, load_plan, load_profi
 from kvsearch.results import validation
 from kvsearch.strategies.from_signals import Strategy, strategy_plan
 from tests.cli.conftest import Run
+from tests.cli.test_bad_input import USAGE, refused
 from tests.plan.builders import PROVENANCE
 from tests.signals.profiles import make_signals, signal_metadata
 
-USAGE = 2
 PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 8}, "streaming": {"sinks": 4}, "tova": {}, "h2o": {}}
 
 
@@ -40,17 +40,6 @@ def calibrated_as(
 def polykv(tmp_path: Path, bundled: ModelFingerprint) -> Path:
     calibrated_as(tmp_path / "run", bundled)
     return tmp_path / "run"
-
-
-def refused(run: Run, words: str, *arguments: object) -> None:
-    """Run an export that must fail with one line and write nothing."""
-    output = Path(str(arguments[arguments.index("-o") + 1]))
-    code, out, talk = run("export", *arguments)
-    assert (code, out) == (USAGE, ""), talk
-    assert words in talk
-    assert talk.startswith("kvsearch: error: ")
-    assert talk.count("\n") == 1
-    assert not output.exists()
 
 
 def test_the_defaults_and_what_is_said(run: Run, polykv: Path, tmp_path: Path) -> None:
@@ -88,10 +77,9 @@ def test_a_budget_must_be_named_where_several_were_measured(
     run: Run, tmp_path: Path, bundled: ModelFingerprint
 ) -> None:
     calibrated_as(tmp_path / "run", bundled, budgets=(16, 32))
-    refused(
-        run, "signals were measured at 16, 32 entries per kv head: say how many to keep", tmp_path / "run", "-o",
-        tmp_path / "plan.json",
-    )  # fmt: skip
+    words = "signals were measured at 16, 32 entries per kv head: say how many to keep"
+    refused(run, USAGE, words, "export", tmp_path / "run", "-o", tmp_path / "plan.json")
+    assert not (tmp_path / "plan.json").exists()
 
 
 def test_harmful_signals_are_not_used_unless_allowed(
@@ -109,15 +97,9 @@ def test_harmful_signals_are_not_used_unless_allowed(
     assert not asked
     (polykv / "validation").mkdir(exist_ok=True)
     (polykv / "validation" / "validation.json").write_text("{}")
-    refused(
-        run,
-        "route cosine was judged harmful; give --allow-harmful to write it anyway",
-        polykv,
-        "-o",
-        path,
-        "--budget",
-        20,
-    )
+    words = "route cosine was judged harmful; give --allow-harmful to write it anyway"
+    refused(run, USAGE, words, "export", polykv, "-o", path, "--budget", 20)
+    assert not path.exists()
     assert asked == [(polykv, Strategy(), 20.0)]
     assert run("export", file, "-o", path, "--route", "ppl", "--ratio", 0.9, "--phases", "both")[0] == 0
     assert asked[1:] == [(polykv, Strategy("ppl", phases="both"), 20.0)]

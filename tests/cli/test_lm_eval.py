@@ -10,29 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from kvsearch.cli import app
+from tests.cli.conftest import invoke
+from tests.cli.test_bad_input import ENVIRONMENT, USAGE, refused
 from tests.lm_eval.folder import DOCUMENTS, write_folder
 
-USAGE, ENVIRONMENT = 2, 3
 installed = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the extra lm-eval")
 
 
-def call(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of the command."""
-    result = CliRunner().invoke(app, ["lm-eval", *map(str, arguments)])
-    return result.exit_code, result.stdout, result.stderr
-
-
-def refused(code: int, *arguments: object) -> str:
-    """What the command, which must fail with `code`, says in its one line about it."""
-    got, out, talk = call(*arguments)
-    assert got == code, talk
-    assert out == ""
-    line = talk[talk.index("kvsearch: error: ") :]
-    assert line.count("\n") == 1
-    return line
+call = partial(invoke, "lm-eval")
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +51,8 @@ def test_the_harness_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path:
     for module in [name for name in sys.modules if name.startswith("kvsearch.lm_eval.model")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    line = refused(ENVIRONMENT, "bundled", "--plan", tmp_path / "plan.json", "--tasks", "arc_easy")
-    assert line.startswith("kvsearch: error: lm-evaluation-harness cannot be imported")
+    asked = ("bundled", "--plan", tmp_path / "plan.json", "--tasks", "arc_easy")
+    line = refused(call, ENVIRONMENT, "lm-evaluation-harness cannot be imported", *asked)
     assert line.endswith("run `pip install kvsearch[lm-eval]`\n")
 
 
@@ -116,10 +102,10 @@ def test_a_dry_run_loads_neither_tasks_nor_model(request_of: partial[Any]) -> No
 
 @installed
 def test_bad_requests(request_of: partial[Any], tmp_path: Path) -> None:
-    assert "unknown task 'small_choos'; did you mean 'small_choose'?" in refused(USAGE, *request_of("small_choos"))
-    assert "its folder does not exist" in refused(
-        USAGE, *request_of("small_choose", "--log-samples", tmp_path / "no" / "samples.jsonl")
-    )
-    assert "the tokenizer has no chat template" in refused(USAGE, *request_of("small_choose", "--apply-chat-template"))
-    plan = ("bundled", "--plan", tmp_path / "plan.json", "--tasks", "small_choose")
-    assert "there is no file" in refused(USAGE, *plan)
+    for words, asked in (
+        ("unknown task 'small_choos'; did you mean 'small_choose'?", request_of("small_choos")),
+        ("its folder does not exist", request_of("small_choose", "--log-samples", tmp_path / "no" / "samples.jsonl")),
+        ("the tokenizer has no chat template", request_of("small_choose", "--apply-chat-template")),
+        ("there is no file", ("bundled", "--plan", tmp_path / "plan.json", "--tasks", "small_choose")),
+    ):
+        assert refused(call, USAGE, words, *asked).count("\n") == 1

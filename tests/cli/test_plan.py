@@ -14,7 +14,9 @@ from tests.cli.conftest import Run
 from tests.plan.builders import PROVENANCE, make_plan, phase_dict
 
 
-@pytest.mark.parametrize("phases", ["prefill", "decode", "both"])
+@pytest.mark.parametrize(
+    "phases", [*(pytest.param(phase, marks=pytest.mark.nightly) for phase in ("prefill", "decode")), "both"]
+)
 def test_a_plan_is_made_and_answers(run: Run, phases: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     making = ("plan", "uniform", "bundled", "--policy", "tova", "--budget", 300, "--phases", phases, "-o", path)

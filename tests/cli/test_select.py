@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.cli import app
 from kvsearch.jobs.select import SelectOptions
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan
@@ -26,12 +25,7 @@ PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 8}, "streaming": {"s
 RETRIEVING = 3  # the layer in which the bundled model retrieves
 CONTEXTS, SAMPLES = 92, 32
 FEW = ("--routes", "nll", "--allocators", "uniform,nll-chosen")
-
-
-def choose(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of one selection."""
-    result = CliRunner().invoke(app, ["select", *map(str, arguments)])
-    return result.exit_code, result.stdout, result.stderr
+choose = partial(invoke, "select")
 
 
 @pytest.fixture(scope="module")

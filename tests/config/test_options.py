@@ -186,7 +186,7 @@ def test_a_narrowed_field_is_offered_as_before() -> None:
         Narrower.of(leaf="assam", heat="high")
 
 
-def test_a_job_is_a_function_with_the_same_options() -> None:
+def test_a_job_is_a_function_with_the_same_options(tmp_path: Path) -> None:
     heard: list[Reporter] = []
 
     @job(Brewing)
@@ -196,6 +196,8 @@ def test_a_job_is_a_function_with_the_same_options() -> None:
 
     assert brewed("assam", cups=3) == Brewing(leaf="assam", cups=3)
     assert brewed(Brewing(leaf="green")) == Brewing(leaf="green")
+    (tmp_path / "tea.yaml").write_text("leaf: assam\ncups: 4\n")
+    assert brewed(recipe=tmp_path / "tea.yaml", cups=5) == Brewing(leaf="assam", cups=5)
     assert all(isinstance(reporter, Silent) for reporter in heard)
     with pytest.raises(TypeError, match="at most 1 positional"):
         brewed("assam", "green")
