@@ -72,11 +72,11 @@ def test_a_file_is_shown(run: Run, saved: Path) -> None:
     code, out, _ = run("show", saved, "--json")
     assert json.loads(out)["plan"]["model"]["name"] == "bundled"
     (saved.parent / "cut.kv").write_bytes(saved.read_bytes()[:100])
-    for command in ("show", "verify"):
-        refused(run, USAGE, "or not all of one", command, saved.parent / "cut.kv")
+    refused(run, USAGE, "or not all of one", "show", saved.parent / "cut.kv")
     data = saved.read_bytes()
     (saved.parent / "cut.kv").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    refused(run, USAGE, "its content is not what was written", "verify", saved.parent / "cut.kv")
+    code, _, talk = run("verify", saved.parent / "cut.kv")
+    assert (code, "its content is not what was written" in talk) == (USAGE, True)
     assert run("verify", saved)[0] == 0
 
 

@@ -161,10 +161,7 @@ USAGE = 2
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
     """A plan of three layers: 10 and 6 entries, the whole cache, 4 and 12 entries."""
-    phase = phase_dict([[10, 6], None, [4, 12]])
-    for layer in phase["layers"]:
-        if layer is not None:
-            layer["policy"] = {"name": "snapkv", "params": {"window": 4}}
+    phase = phase_dict([[10, 6], None, [4, 12]], {"name": "snapkv", "params": {"window": 4}})
     save_plan(make_plan(prefill=phase), tmp_path / "plan.json")
     return tmp_path / "plan.json"
 

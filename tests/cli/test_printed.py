@@ -23,7 +23,7 @@ from kvsearch.report.screen import listing
 from kvsearch.report.table import Table
 from tests.cli.conftest import Run
 from tests.payloads import COUNT, file_name, passed, payloads, without_surrogates
-from tests.plan.builders import make_plan
+from tests.plan.builders import make_plan, phase_dict
 from tests.report.reader import Reader
 from tests.tiny import document
 
@@ -127,8 +127,7 @@ def test_report(run: Run, asked: Path, tmp_path: Path) -> None:
 
 
 def test_names_in_plans(run: Run, tmp_path: Path) -> None:
-    layer = {"policy": {"name": "streaming", "params": {}}, "budget": [8, 8]}
-    made = make_plan([[8, 8]] * 3, prefill={"layers": [layer] * 3}).model_dump(mode="json")
+    made = make_plan([[8, 8]] * 3, prefill=phase_dict([[8, 8]] * 3, {"name": "streaming"})).model_dump(mode="json")
     plan = {**made, "model": {**made["model"], "name": without_surrogates("".join(PAYLOADS[:250]))}}
     plan["provenance"]["settings"] = {"of": without_surrogates("".join(PAYLOADS[250:]))}
     path = tmp_path / f"{file_name(PAYLOADS[5])}.json"

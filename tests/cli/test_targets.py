@@ -11,15 +11,14 @@ import pytest
 from kvsearch.plan import load_plan, save_plan
 from kvsearch.plan.profile import save_profile
 from tests.cli.conftest import Run
-from tests.plan.builders import make_plan, make_profile
+from tests.plan.builders import make_plan, make_profile, phase_dict
 from tests.tiny import task_file
 
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
     budgets = [[10, 6], [4, 12]]
-    layers = [{"policy": {"name": "keydiff", "params": {}}, "budget": budget} for budget in budgets]
-    save_plan(make_plan(budgets, prefill={"layers": layers}), tmp_path / "plan.json")
+    save_plan(make_plan(budgets, prefill=phase_dict(budgets, {"name": "keydiff"})), tmp_path / "plan.json")
     return tmp_path / "plan.json"
 
 

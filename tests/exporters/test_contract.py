@@ -15,7 +15,7 @@ from kvsearch.exporters import TARGETS, exporter_of
 from kvsearch.exporters.base import SINGLE, Budgets, Inputs, PlanExporter
 from kvsearch.models.architecture import Architecture
 from kvsearch.plan import Plan
-from tests.plan.builders import PROVENANCE, make_plan, model_dict
+from tests.plan.builders import make_plan, phase_dict
 
 HEADS, LENGTH = 2, 400
 TOLD_SHARES = ("attention-matching", "spectralkv")  # of a total that is told elsewhere
@@ -29,16 +29,8 @@ def architecture(layers: int, heads: int) -> Architecture:
 def plan_of(
     budgets: list[list[int] | None], policy: str = "knorm", params: dict[str, Any] | None = None, **changes: Any
 ) -> Plan:
-    spec = {"name": policy, "params": params or {}}
-    layers = [None if budget is None else {"policy": spec, "budget": budget} for budget in budgets]
-    total = sum(sum(budget) for budget in budgets if budget is not None)
-    settings = {"length": LENGTH, "scaling": "proportional", "floor": 1, **changes}
-    return Plan.model_validate(
-        {
-            "model": model_dict(layers=len(budgets), kv_heads=HEADS), "prefill": {"layers": layers},
-            "total": total, "provenance": PROVENANCE, **settings,
-        }
-    )  # fmt: skip
+    phase = phase_dict(budgets, {"name": policy, "params": params or {}})
+    return make_plan(budgets, **{"prefill": phase, "length": LENGTH, "floor": 1, **changes})
 
 
 def exported(name: str, plan: Plan, length: int | None = None) -> Any:

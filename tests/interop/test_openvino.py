@@ -11,6 +11,7 @@ import torch
 
 from kvsearch.exporters.base import SINGLE
 from kvsearch.exporters.budget_tables import BLOCK, OpenVINO
+from tests.plan.builders import phase_dict
 from tests.tiny import loaded, plan_for
 
 PYTHON = Path(__file__).parents[2] / ".venv-openvino" / "bin" / "python"
@@ -27,8 +28,8 @@ def test_it_holds_as_many_entries_as_the_plan(tmp_path: Path) -> None:
     made.model.save_pretrained(tmp_path / "model")
     shape = made.fingerprint
     budgets = [[BUDGET] * shape.kv_heads for _ in range(shape.layers)]
-    layers = [{"policy": {"name": "h2o", "params": {}}, "budget": budget} for budget in budgets]
-    exported = OpenVINO().export(plan_for(made, budgets, prefill={"layers": layers}, length=LENGTH, floor=1))
+    phase = phase_dict(budgets, {"name": "h2o"})
+    exported = OpenVINO().export(plan_for(made, budgets, prefill=phase, length=LENGTH, floor=1))
     (tmp_path / "sizes.json").write_bytes(exported.files[SINGLE])
     command = [str(PYTHON), str(SIDE), str(tmp_path / "model"), str(tmp_path / "sizes.json"), str(LENGTH)]
     done = subprocess.run([*command, str(tmp_path / "converted")], capture_output=True, text=True, check=False)

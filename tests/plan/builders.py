@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,14 @@ def model(**changes: Any) -> ModelFingerprint:
     return ModelFingerprint.model_validate(model_dict(**changes))
 
 
-def phase_dict(budgets: list[list[int] | None]) -> dict[str, Any]:
-    policy = {"name": "snapkv", "params": {"window": 4, "pool": "max", "exact": True, "decay": 0.5}}
+FOREIGN_POLICY: dict[str, Any] = {"name": "snapkv", "params": {"window": 4, "pool": "max", "exact": True, "decay": 0.5}}
+
+
+def phase_dict(budgets: Sequence[list[int] | None], policy: dict[str, Any] = FOREIGN_POLICY) -> dict[str, Any]:
     return {"layers": [None if budget is None else {"policy": policy, "budget": budget} for budget in budgets]}
 
 
-def plan_dict(budgets: list[list[int] | None] | None = None, **changes: Any) -> dict[str, Any]:
+def plan_dict(budgets: Sequence[list[int] | None] | None = None, **changes: Any) -> dict[str, Any]:
     """The content of a plan file; `total` follows the budgets unless given. Layer 1 keeps its full cache."""
     budgets = [[10, 6], None, [4, 12]] if budgets is None else budgets
     planned = [budget for budget in budgets if budget is not None]
@@ -62,7 +65,7 @@ def plan_dict(budgets: list[list[int] | None] | None = None, **changes: Any) -> 
     }
 
 
-def make_plan(budgets: list[list[int] | None] | None = None, **changes: Any) -> Plan:
+def make_plan(budgets: Sequence[list[int] | None] | None = None, **changes: Any) -> Plan:
     return Plan.model_validate(plan_dict(budgets, **changes))
 
 

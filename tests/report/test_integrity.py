@@ -25,7 +25,7 @@ from kvsearch.strategies.method_list import find_methods
 from kvsearch.strategies.methods import Size
 from tests import tiny
 from tests.combinations import every_value
-from tests.plan.builders import make_plan
+from tests.plan.builders import make_plan, phase_dict
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +130,9 @@ def test_what_is_not_finished_is_not_damaged(run: Path) -> None:
 
 
 def test_files_that_stand_for_themselves(tmp_path: Path) -> None:
-    policy = {"name": "streaming", "params": {"sinks": 2}}
-    layers = [{"policy": policy, "budget": budget} for budget in ([10, 6], [8, 8], [4, 12])]
-    plan = make_plan([layer["budget"] for layer in layers], prefill={"layers": layers})
-    save_plan(plan, tmp_path / "mine.json")
+    budgets = [[10, 6], [8, 8], [4, 12]]
+    phase = phase_dict(budgets, {"name": "streaming", "params": {"sinks": 2}})
+    save_plan(make_plan(budgets, prefill=phase), tmp_path / "mine.json")
     assert verify_paths([tmp_path]).artefacts[0].what == "a plan of 48 entries"
     text = (tmp_path / "mine.json").read_text()
     for old, new, words in (
