@@ -81,12 +81,14 @@ BOUNDS = ("ge", "gt", "le", "lt", "min_length", "strict", "allow_inf_nan")  # of
 def option(default: Any, about: str | Option, essential: int | None = None, **details: Any) -> Any:
     """Return a field of options with its default; `...`: it has to be given.
 
-    `about` is the help, of which `essential` and `details` are the rest of an `Option`, or an `Option` that several
-    fields have. Among the `details` may be `BOUNDS` of the value.
+    `about` is the help, of which `essential` and `details` are the rest of an `Option`; or an `Option` that several
+    fields have, but for the `details`. Among these may be `BOUNDS` of the value.
     """
     bounds = {name: details.pop(name) for name in BOUNDS if name in details}
     field = Field(default, **bounds)
-    field.metadata.append(about if isinstance(about, Option) else Option(about, essential, **details))
+    field.metadata.append(
+        replace(about, **details) if isinstance(about, Option) else Option(about, essential, **details)
+    )
     return field
 
 

@@ -71,10 +71,10 @@ def read_recipe(path: Path, job: str) -> dict[str, Any]:
 
 
 def _of_run(config: dict[str, Any], path: Path, job: str) -> dict[str, Any]:
-    if config["schema"] != SCHEMA or not isinstance(config.get("options"), dict):
-        raise UsageError(f"{path} does not say the options of its run: it was written by another version of kvsearch")
-    if not config["options"]:
-        raise UsageError(f"{path} is of a part of a run: give the config.json of the whole one")
+    if config["schema"] != SCHEMA or not isinstance(config.get("options"), dict) or not config["options"]:
+        raise UsageError(
+            f"{path} does not say the options of its run: give the config.json of a whole one, of this version"
+        )
     if config.get("job") != job:
         raise UsageError(f"{path} is of kvsearch {config.get('job')}, not of {job}: give the file of another run")
     return dict(config["options"])

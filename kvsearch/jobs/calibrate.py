@@ -127,12 +127,6 @@ class CalibrateOptions(WithModel, WithWorkers, WithRun, WithTasks, CalibrationOp
         """Return contexts in whose place others are drawn from tasks."""
         return None
 
-    @property
-    def method_settings(self) -> CalibrationOptions:
-        """The settings of the method alone."""
-        kind = METHODS[self.method]
-        return kind(**{name: getattr(self, name) for name in kind.model_fields})
-
     def configuration(self, texts: CalibrationData) -> RunConfig:
         """Return the configuration of the run, on `texts`."""
         content: dict[str, Any] = {
@@ -142,14 +136,11 @@ class CalibrateOptions(WithModel, WithWorkers, WithRun, WithTasks, CalibrationOp
         return RunConfig(job="calibrate", options=self.recorded(), content=content)
 
 
-def options_of(method: str) -> type[CalibrateOptions]:
-    """Return the options of the job with those of a method."""
-    bases: Any = (METHODS[method], CalibrateOptions)
-    model: type[CalibrateOptions] = create_model(f"Calibrate{method.title().replace('_', '')}", __base__=bases)
-    return model
-
-
-OPTIONS: dict[str, type[CalibrateOptions]] = {name: options_of(name) for name in METHODS}
+# the options of the job with those of a method, by its name
+OPTIONS: dict[str, Any] = {
+    name: create_model(f"Calibrate{name.title().replace('_', '')}", __base__=(method, CalibrateOptions))
+    for name, method in METHODS.items()
+}
 
 
 def dry_run(options: CalibrateOptions, reporter: Reporter) -> Forecast:
@@ -251,7 +242,9 @@ def _prepare(options: CalibrateOptions, reporter: Reporter) -> tuple[RunConfig, 
     for policy in policies:
         policy.check_model(loaded.fingerprint)
     warn_unfit(loaded.model, policies)
-    return config, create_calibration(loaded, data, policies, options.method_settings)
+    method = METHODS[options.method]
+    settings = method(**{name: getattr(options, name) for name in method.model_fields})
+    return config, create_calibration(loaded, data, policies, settings)
 
 
 def _checked_table(calibration: Calibration[Any], profile: Profile, reporter: Reporter) -> Profile:

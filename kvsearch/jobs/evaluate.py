@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import TypeAdapter
 
 from kvsearch.config.options import RULE, SIZE, Commas, Repeated, option
-from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.files import check_output
 from kvsearch.core.parsing import read_json, validated
@@ -90,7 +89,7 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
         panel=ASKED,
         shown="synthetic and ruler: report, others: all",
     )
-    output: Path | None = option(None, replace(OUTPUT_OPTION, panel=KEPT))
+    output: Path | None = option(None, OUTPUT_OPTION, panel=KEPT)
     force: bool = option(False, "Start the run in --output anew; replace --table.", panel=KEPT, recorded=False)
     table: Path | None = option(
         None,
@@ -118,8 +117,6 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
         """
         if self.output is not None:
             run_in(self.output, "evaluate")
-        if self.force and self.output is self.table is None:
-            raise UsageError("--force is for --output and --table: there is nothing to replace")
         if self.table is None:
             return
         check_table_file(self.table)

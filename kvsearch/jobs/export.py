@@ -42,7 +42,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
     """The profile, the size of the plan, how PolyKV's signals become one, and who it is for."""
 
     profile: Path = option(..., "Directory or file that `calibrate` wrote; with --to also a plan.", argument=True)
-    budget: int | None = option(None, replace(BUDGET, shown="polykv: that of the calibration"), ge=1)
+    budget: int | None = option(None, BUDGET, shown="polykv: that of the calibration", ge=1)
     route: str | None = option(
         None,
         "The signal that chooses every layer's pattern: cosine, error, ppl or nll; none: --policy everywhere.",
@@ -154,10 +154,10 @@ class ExportOptions(PlanOptions, Sized, Loading):
         path = self.profile
         of_plan = plan_of_folder(path) is not None if path.is_dir() else path.suffix != ".safetensors"
         if isinstance(exporter, ProfileExporter):
-            if not path.exists():
-                raise UsageError(f"there is no file or directory {path}: check the path")
             if of_plan:
-                raise UsageError(f"target {self.to} is made of a profile: give the directory of one")
+                raise UsageError(
+                    f"target {self.to} is made of a profile, and {path} is none: give the directory of one"
+                )
             profile = load_profile(profile_file(path))
             found = exporter.export(profile, self.inputs(profile.metadata.model, self.length, reporter))
         else:
@@ -294,8 +294,6 @@ def write_files(found: Exported, path: Path, force: bool) -> None:
     if SINGLE in found.files:
         atomic_write(path, found.files[SINGLE], overwrite=force)
         return
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"{path} is a file, and the target is a folder: choose another path")
     with locked(path):
         sealed = tuple(name for name in found.files if name not in found.updated)
         taken = [name for name in sealed if (path / name).exists()]

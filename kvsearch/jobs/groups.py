@@ -254,11 +254,6 @@ class Batches(Seeded):
         gt=0,
     )
 
-    @property
-    def memory_bytes(self) -> int | None:
-        """`max_memory` in bytes."""
-        return None if self.max_memory is None else int(self.max_memory * 10**9)
-
     def asked_of(self, tasks: Sequence[Task], samples: int, protocol: Protocol) -> Split:
         """Return tasks that are asked about up to `samples` contexts each, under a protocol that they all have."""
         for task in tasks:
@@ -266,7 +261,8 @@ class Batches(Seeded):
                 raise UsageError(f"--protocol {protocol}: task {task.name} is text without questions: leave it out")
         from kvsearch.evaluation.compare import Settings, Split
 
-        return Split(tasks, Settings(samples, protocol, self.seed, self.batch, self.memory_bytes, self.max_length))
+        memory = None if self.max_memory is None else int(self.max_memory * 10**9)
+        return Split(tasks, Settings(samples, protocol, self.seed, self.batch, memory, self.max_length))
 
 
 class Deciding(Batches):

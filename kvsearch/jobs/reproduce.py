@@ -73,7 +73,7 @@ class ReproduceOptions(WithTasks, WithWorkers, Batches):
     )
     samples: Samples | None = option(None, "Contexts per task.", QUESTIONS, panel=ASKED, shown="those of the table")
     budgets: Annotated[tuple[Entries, ...] | None, Listed] = option(
-        None, replace(BUDGET, help="Entries per kv head.", metavar="N,N...", panel=ASKED, shown="those of the table")
+        None, BUDGET, help="Entries per kv head.", metavar="N,N...", panel=ASKED, shown="those of the table"
     )
 
     @property

@@ -143,8 +143,8 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
     alternatives: ClassVar[tuple[str, ...]] = SIZES
     panel: ClassVar[str] = "What is fitted"
 
-    budget: Entries | None = option(None, replace(BUDGET, panel=SIZES_PANEL))
-    ratio: float | None = option(None, replace(RATIO, panel=SIZES_PANEL))
+    budget: Entries | None = option(None, BUDGET, panel=SIZES_PANEL)
+    ratio: float | None = option(None, RATIO, panel=SIZES_PANEL)
     budgets: Annotated[tuple[Entries, ...] | None, Listed] = option(
         None, "Several budgets, each with a plan of its own: plan-N.json.", metavar="N,N...", panel=SIZES_PANEL
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -42,7 +41,7 @@ class SelectOptions(OnSignals, Deciding):
     alternatives: ClassVar[tuple[str, ...]] = ("budget", "ratio", "budgets")
 
     output: Path = option(..., "The plan file.", RESULT, short="-o", recorded=False)
-    budget: int | None = option(None, replace(BUDGET, shown="the one that was measured"), ge=1)
+    budget: int | None = option(None, BUDGET, shown="the one that was measured", ge=1)
     budgets: Annotated[tuple[Entries, ...] | None, Listed] = option(
         None,
         "Several budgets, a plan chosen for each, all reported on the same questions: writes PLAN-N.json.",

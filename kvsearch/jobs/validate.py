@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -53,7 +52,7 @@ class OnSignals(WithTasks, WithWorkers, Batches):
     recipes: ClassVar[bool] = True
 
     directory: Path = option(..., "Directory that `calibrate --method polykv` wrote.", metavar="DIR", argument=True)
-    model: str | None = option(None, replace(MODEL, argument=False, metavar="MODEL", shown="as calibrated"))
+    model: str | None = option(None, MODEL, argument=False, metavar="MODEL", shown="as calibrated")
     ratio: float | None = option(None, RATIO)
     protocol: Protocol | None = option(
         None, "question-agnostic or question-aware; see `evaluate`.", panel=ASKED, shown="that of the calibration"
@@ -123,7 +122,7 @@ class ValidateOptions(OnSignals):
     job: ClassVar[str] = "validate"
     alternatives: ClassVar[tuple[str, ...]] = ("budget", "ratio")
 
-    budget: int | None = option(None, replace(BUDGET, shown="those that were measured, one by one"), ge=1)
+    budget: int | None = option(None, BUDGET, shown="those that were measured, one by one", ge=1)
     phases: Names | None = option(
         None,
         "When strategies evict: prefill, decode, both; each is judged by itself.",

@@ -45,11 +45,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def or_dash(value: float | None, form: str) -> str:
-    """Write a number in a format, None and NaN as a dash."""
-    return "-" if value is None or value != value else f"{value:{form}}"
-
-
 def asked_words(coverage: Sequence[Coverage]) -> str:
     """Say what was asked of some tasks; lengths and splits as far as they are known."""
     lengths = [length for task in coverage for length in (task.shortest, task.longest)]

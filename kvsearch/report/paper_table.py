@@ -17,7 +17,7 @@ from kvsearch.core.arrays import Floats
 from kvsearch.core.printed import csv_text
 from kvsearch.papers.tables import TABLES, PaperTable, Stage, StageJob, View, find_table, model_of, numbers
 from kvsearch.plan import Plan, Profile
-from kvsearch.report.numbers import counted, or_dash
+from kvsearch.report.numbers import counted
 from kvsearch.report.table import Cell, RowGroup, Table
 from kvsearch.results.base import Result
 from kvsearch.results.evaluation import SECTIONS, EvaluationResult, ScoreRow, SizeScores
@@ -57,7 +57,7 @@ class MeasuredCell:
     @property
     def shown(self) -> str:
         """The cell as it is printed."""
-        return self.text or or_dash(self.value, ".2f")
+        return self.text or Cell.number(self.value, ".2f").text
 
 
 class Reproduced(Result):

@@ -48,13 +48,9 @@ def profile_parts(profile: Profile, ratio: float = RATIO) -> Iterator[Part]:
     else:
         body = layer_map({"": profile.local_ratios(ratio)}, profile.metadata.layers, "eviction ratio", "{:.2f}")
         yield Figure("local-ratios", f"local eviction ratio at {ratio:g}", caption(profile), body)
-        yield from _dynamic_parts(profile, ratio) if is_dynamic(profile) else _lukv_parts(profile, ratio)
+        is_dynamic = "ratio_deviation" in profile.arrays  # the mean of what a dynamic rule decided
+        yield from _dynamic_parts(profile, ratio) if is_dynamic else _lukv_parts(profile, ratio)
     yield from remarks(profile)
-
-
-def is_dynamic(profile: Profile) -> bool:
-    """Return whether a profile is the mean of what a dynamic rule decided."""
-    return "ratio_deviation" in profile.arrays
 
 
 def remarks(profile: Profile) -> Iterator[str]:

@@ -8,7 +8,6 @@ from statistics import fmean
 from typing import Any
 
 from kvsearch.evaluation.samples import Sample
-from kvsearch.evaluation.statistics import Row
 from kvsearch.report.numbers import asked_words, bounds, percent
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.evaluation import HeadroomResult
@@ -28,19 +27,15 @@ WORDS = ("signal", "kind", "phases", "verdict", "forward minus")
 def headroom_parts(result: HeadroomResult) -> Iterator[str | Table]:
     """Yield the table of scores, shares of the full cache's score, and what was tried."""
     title = f"{result.model}: score with {100 * result.ratio:g}% evicted, {asked_words(result.asked)}"
-    yield plain_scores(title, result.methods, result.rows)
+    lines = []
+    for row in result.rows:
+        label = f"{row.task} (mean)" if row.kind == "category" else row.task
+        scores = (Cell.number(row.scores[name].mean, ".2f") for name in result.methods)
+        lines.append([label, str(row.questions), *scores])
+    yield Table.plain(title, ["task", "questions", *result.methods], lines)
     listed = "; ".join(f"{method} {share:.2f}" for method, share in result.shares.items())
     yield f"share of the full-cache score: {listed}"
     yield from (f"{name}: {words}" for name, words in HEADROOM.items() if name in result.methods)
-
-
-def plain_scores(title: str, methods: Sequence[str], rows: Sequence[Row]) -> Table:
-    """Return mean scores only."""
-    lines = []
-    for row in rows:
-        label = f"{row.task} (mean)" if row.kind == "category" else row.task
-        lines.append([label, str(row.questions), *(Cell.number(row.scores[name].mean, ".2f") for name in methods)])
-    return Table.plain(title, ["task", "questions", *methods], lines)
 
 
 def progress_table(samples: Collection[Sample]) -> Table:

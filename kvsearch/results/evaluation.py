@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -55,13 +55,6 @@ class ScoreRow(NamedTuple):
     def of(self, sections: Mapping[str, Mapping[str, Found]]) -> Found:
         """Return the score or the difference of this row."""
         return sections[SECTIONS[self.kind]][self.name]
-
-
-@dataclass(frozen=True)
-class ScoredTask(Coverage):
-    """How much of a task was asked, and what its replies were scored by."""
-
-    metric: str | None = None
 
 
 class MethodScores(Stored):
@@ -149,7 +142,7 @@ class EvaluationResult(Result):
     phases: str
     environment: dict[str, Any] = Field(default_factory=dict)
     most_tokens: int | None = None
-    tasks: tuple[ScoredTask, ...]
+    tasks: tuple[Coverage, ...]
     averages: dict[str, tuple[str, ...]]
     full: FullScores
     blocks: tuple[SizeScores, ...] = Field(min_length=1)
@@ -161,7 +154,7 @@ class EvaluationResult(Result):
     @classmethod
     def of(cls, found: Comparison, losses: Sequence[LayerLoss] | None = None) -> EvaluationResult:
         """Return what a comparison found, with the output losses of layers where they were measured."""
-        tasks = [ScoredTask(**asdict(task), metric=found.metrics[task.task]) for task in found.coverage]
+        tasks = [replace(task, metric=found.metrics[task.task]) for task in found.coverage]
         full = FullScores(held=found.held[FULL], scores=_scores(found.blocks[0], FULL))
         return cls(
             model=found.model, **found.settings.as_json(), subject=found.subject, phases=found.phases,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -48,7 +47,7 @@ class EvolveSettings(Record):
         "What the search lowers or raises: nll of teacher-forced answers (cheap), or metric, the task's own of "
         "free replies. The best are judged by the metric in any case.",
     )
-    answers: Answers = option("own", replace(ANSWERS))
+    answers: Answers = option("own", ANSWERS)
     generations: int = option(10, "Of each group.", ge=1)
     population: int | None = option(None, "Of each generation.", shown="4 + 3 ln dimension", ge=FEWEST)
     sigma: float = option(0.3, "First step, in units of the budget.", gt=0, allow_inf_nan=False)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from kvsearch.core.fields import is_none
 from kvsearch.tasks.metrics import METRICS
 
 Answers = Literal["own", "given"]  # teacher-forced after a question, see `runtime.replay.forced_answers`
@@ -114,6 +117,7 @@ class Coverage:
     split: str | None = None  # part of the examples, of tasks that have parts
     shortest: int | None = None  # tokens of the shortest context, as asked
     longest: int | None = None
+    metric: Annotated[str | None, Field(exclude_if=is_none)] = None  # what replies were scored by, in an evaluation
 
     @property
     def shortfall(self) -> str | None:

@@ -172,7 +172,7 @@ def test_a_configuration_is_a_recipe(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is of kvsearch select, not of evaluate"):
         Brewing.of(config)
     config.write_text('{"schema": "kvsearch.evaluation.config/1"}')
-    with pytest.raises(UsageError, match="was written by another version of kvsearch"):
+    with pytest.raises(UsageError, match="does not say the options of its run"):
         Brewing.of(config)
     config.write_text("[")
     with pytest.raises(UsageError, match="is not valid JSON"):
