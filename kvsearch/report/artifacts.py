@@ -306,7 +306,7 @@ def _runs_table(runs: Sequence[Path]) -> Table:
         date = f"{datetime.fromtimestamp(written):%Y-%m-%d %H:%M}"
         try:
             opened = open_path(run)
-            rows.append([run.name, opened.kind, opened.model or "-", date, opened.headline or opened.note or ""])
+            rows.append([run.name, opened.kind, opened.model or "-", date, opened.note or opened.headline])
         except KvsearchError as error:
             rows.append([run.name, "-", "-", date, str(error)])
     columns = ["run", "kind", "model", "date", "result"]

@@ -98,7 +98,7 @@ def search_figures(content: SearchResult | Trace) -> Iterator[Figure]:
     """Yield convergence and, of a finished search at several budgets, score against size."""
     is_finished = isinstance(content, SearchResult)
     trace = content.trace if isinstance(content, SearchResult) else content
-    if trace is not None and trace.steps:
+    if trace is not None and trace.best is not None:
         yield _convergence(trace, is_finished)
     if isinstance(content, SearchResult) and len(content.found) > 1:
         yield _front(content)
@@ -138,8 +138,7 @@ def _convergence(trace: Trace, is_finished: bool) -> Figure:
     wide = min(reached) > 0 and max(reached) > WIDE * min(reached)
     body = LineChart("candidates evaluated", "value that is minimised", tuple(series), log_y=wide)
     unfinished = "" if is_finished else ", not finished"
-    caption = f"{trace.evaluations} candidates, {trace.tokens:,} tokens, {trace.seconds:.0f} s{unfinished}"
-    return Figure("convergence", "How the search converged", caption, body)
+    return Figure("convergence", "How the search converged", f"{trace.words}{unfinished}", body)
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------

@@ -16,8 +16,6 @@ from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL, UNIFORM
 if TYPE_CHECKING:
     from kvsearch.search.evolve import Choice, Evolved
 
-STEPS = 12  # of a search, the last ones
-
 
 def search_result(found: Sequence[Evolved], spent: Spent) -> SearchResult:
     """Return everything that a search found at one or at several budgets; `spent` is what its first part took."""
@@ -34,7 +32,8 @@ def parts(content: SearchResult | Trace) -> Iterator[str | Table]:
         yield from tables(content)
     trace = content.trace if isinstance(content, SearchResult) else content
     if trace is not None:
-        yield convergence(trace)
+        best = "" if trace.best is None else f"; best value {trace.best.value:.6g}, {trace.best.where}; less is better"
+        yield f"convergence: {trace.words}, {counted(len(trace.generations), 'generation')}{best}"
 
 
 def decisions(result: SearchResult) -> Iterator[str]:
@@ -42,15 +41,6 @@ def decisions(result: SearchResult) -> Iterator[str]:
     several = len(result.found) > 1
     for budget, found in result.found.items():
         yield f"{f'{budget} entries per kv head: ' if several else ''}{found.decision or found.ended}"
-
-
-def convergence(trace: Trace) -> Table:
-    """Return the best candidates of a search in the order in which they were found."""
-    steps = trace.steps[-STEPS:]
-    rows = [[count, f"{line.at:.0f}", Cell.number(line.value, ".6g"), line.where] for count, line in steps]
-    used = f"{trace.evaluations} candidates, {trace.tokens:,} tokens, {trace.seconds:.0f} s"
-    title = f"convergence: {used}, {counted(len(trace.generations), 'generation')}; less is better"
-    return Table.plain(title, ["candidates", "seconds", "best value", "found"], rows, words=("found",))
 
 
 def tables(result: SearchResult) -> list[Table]:

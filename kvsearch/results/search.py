@@ -90,16 +90,21 @@ class FoundAtBudget(Stored):
 
 @dataclass(frozen=True)
 class Trace:
-    """How a search went: every new best candidate and every generation, each after so many evaluations, in order.
+    """How a search went: every generation after so many evaluations, in order, and the best candidate of all.
 
     Values are what the search minimises; tokens were read under candidates, seconds are of work, in all sessions.
     """
 
-    steps: tuple[tuple[int, BestLine], ...]
     generations: tuple[tuple[int, ToldLine], ...]
+    best: BestLine | None
     evaluations: int
     tokens: int
     seconds: float
+
+    @property
+    def words(self) -> str:
+        """What it took."""
+        return f"{self.evaluations} candidates, {self.tokens:,} tokens, {self.seconds:.0f} s"
 
 
 class SearchResult(Result):
@@ -149,7 +154,7 @@ def read_trace(path: Path) -> Trace:
     keys = set[str]()
     tokens = 0
     seconds = 0.0
-    steps = list[tuple[int, BestLine]]()
+    best: BestLine | None = None
     generations = list[tuple[int, ToldLine]]()
     for line in read_lines(path, TrialLog.parse):
         seconds = line.at
@@ -157,10 +162,10 @@ def read_trace(path: Path) -> Trace:
             keys.update(line.keys)
             tokens += line.tokens
         elif isinstance(line, BestLine):
-            steps.append((len(keys), line))
+            best = line
         elif isinstance(line, ToldLine):
             generations.append((len(keys), line))
-    return Trace(tuple(steps), tuple(generations), len(keys), tokens, seconds)
+    return Trace(tuple(generations), best, len(keys), tokens, seconds)
 
 
 def _finalist(choice: Choice, name: str) -> Finalist:
