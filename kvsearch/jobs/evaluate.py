@@ -25,7 +25,7 @@ from kvsearch.jobs.groups import (
     WithWorkers,
 )
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, open_replies, warn_of_coverage
+from kvsearch.jobs.reporter import Reporter, open_replies, warn_of_coverage
 from kvsearch.plan import load_plan
 from kvsearch.report.costs import Forecast
 from kvsearch.report.evaluation import write_tables
@@ -152,10 +152,9 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult:
     config = evaluation.config().changed(options=options.recorded())
     tasks = [task.task for task in evaluation.encoded]
     with (
-        open_replies(directory, config, evaluation.replies, reporter, options.force) as (run, store),
+        open_replies(directory, config, evaluation.replies, reporter, options.force) as store,
         reporter.progress("batches") as progress,
     ):
-        earlier = 0 if store is None else store.count
         comparison = evaluation.run(progress, store)
         losses = _output_losses(evaluation, tasks, directory, options.losses, progress)
         result = EvaluationResult.of(comparison, losses)
@@ -165,10 +164,6 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult:
             write_json(directory / REPORT, result.as_json())
         if options.table is not None:
             write_tables(result, options.table, options.force)
-        if run is not None and store is not None:
-            run.finish()
-            if run.state == "finished" and store.count == earlier:
-                reporter.say(FINISHED)
     return result
 
 

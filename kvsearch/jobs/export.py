@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.calibration.steps import profile_file
 from kvsearch.config.options import RULE, JobOptions, Names, option
 from kvsearch.core.errors import IncompatibleError, UsageError
@@ -21,7 +20,7 @@ from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import CONFIG as MODEL_CONFIG
 from kvsearch.plan import ModelFingerprint, Plan, Profile, load_plan, load_profile
 from kvsearch.plan.saved import plan_of_folder
-from kvsearch.results import validation
+from kvsearch.results.validation import harmful
 from kvsearch.runs.identity import CONFIG
 from kvsearch.runs.lock import locked
 from kvsearch.runs.run import finish, unfinish
@@ -221,12 +220,8 @@ class ExportOptions(PlanOptions, Sized, Loading):
         size = size_or_measured(self.budget, self.ratio, self.length, SignalTable(profile).axes.budgets)
         strategy = self.strategy(profile)
         plan = strategy_plan(profile, strategy, size)
-        check_plan(plan, "the plan of this strategy")
         directory = self.profile if self.profile.is_dir() else self.profile.parent
-        warning = None
-        if (directory / validation.FILE).exists():
-            warning = validation.harmful(directory, strategy, size.pool(profile.metadata).mean)
-        self._refuse_harmful(warning, reporter)
+        self._refuse_harmful(harmful(directory, strategy, size.pool(profile.metadata).mean), reporter)
         return plan
 
     def strategy(self, profile: Profile) -> Strategy:

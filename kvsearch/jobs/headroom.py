@@ -12,12 +12,12 @@ from kvsearch.core.fields import Samples
 from kvsearch.evaluation.statistics import summarize
 from kvsearch.jobs.groups import OUTPUT_OPTION, RATIO, SAMPLES_OPTION, WithModel, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, open_replies, warn_of_coverage
+from kvsearch.jobs.reporter import Reporter, open_replies, warn_of_coverage
 from kvsearch.plan import Size
 from kvsearch.report.costs import Forecast
 from kvsearch.results.evaluation import HeadroomResult
 from kvsearch.runs.identity import REPORT
-from kvsearch.runs.run import run_in
+from kvsearch.runs.run import run_in, write_json
 from kvsearch.strategies.names import FULL
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
 
     tasks = [task.task for task in full.encoded]
     config = full.stage_config("headroom", ratio=options.ratio).changed(options=options.recorded())
-    with open_replies(options.output, config, (1 + PROGRAMS) * full.replies, reporter, options.force) as (run, store):
+    with open_replies(options.output, config, (1 + PROGRAMS) * full.replies, reporter, options.force) as store:
         with reporter.progress("batches of the full cache") as progress:
             full.require_answers(progress, store)
         with reporter.progress("contexts") as progress:
@@ -71,11 +71,8 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
         result = HeadroomResult(
             model=options.model, ratio=options.ratio, methods=tuple(rows[-1].scores), rows=tuple(rows), asked=asked
         )
-        if run is not None:
-            run.write(REPORT, result.as_json())
-            run.finish()
-            if run.state == "finished":
-                reporter.say(FINISHED)
+        if options.output is not None:
+            write_json(options.output / REPORT, result.as_json())
     return result
 
 

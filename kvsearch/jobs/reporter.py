@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation, OpenStage, StageStore
     from kvsearch.evaluation.reply_store import ReplyStore
     from kvsearch.runs.identity import RunConfig
-    from kvsearch.runs.run import Run
     from kvsearch.tasks.encode import TaskPrompts
 
 AGAIN = "give the same command again to go on"
@@ -177,15 +176,21 @@ def going_on(place: Path, store: ReplyStore, replies: int, reporter: Reporter) -
 @contextmanager
 def open_replies(
     directory: Path | None, config: RunConfig, replies: int, reporter: Reporter, force: bool = False
-) -> Iterator[tuple[Run, ReplyStore] | tuple[None, None]]:
-    """Open a run and the finished ones of its `replies`, if they are kept; see `open_run` and `going_on`."""
+) -> Iterator[ReplyStore | None]:
+    """Open the finished ones of the `replies` of a run, if they are kept; the run is sealed at the end.
+
+    See `open_run` and `going_on`.
+    """
     if directory is None:
         unkept = "nothing is kept without --output DIR, with which a run can go on where it stopped"
         with on_interruption(reporter, lambda: unkept):
-            yield None, None
+            yield None
         return
     with open_run(directory, config, force) as (run, store), going_on(directory, store, replies, reporter):
-        yield run, store
+        yield store
+        run.finish()
+    if run.state == "finished":
+        reporter.say(FINISHED)
 
 
 @contextmanager

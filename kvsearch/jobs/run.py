@@ -341,7 +341,6 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
         Run.open(directory, config, force=options.force, files=FILES) as opened,
         on_interruption(reporter, lambda: again),
     ):
-        was_finished = (directory / REPORT).exists()
         speed = stages.loaded.speed
         with overall(reporter, {cost.name: speed.seconds(cost.work) for cost in stages.costs}) as display:
             calibrated = stages.calibrate(display)
@@ -361,7 +360,7 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
         opened.finish()
     if tried:
         reporter.say(smallest_words(tried, stages.longest, options.within, selections[0].loss))
-    if was_finished:
+    if opened.state == "finished":
         reporter.say(FINISHED)
     return result
 

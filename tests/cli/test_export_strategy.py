@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvsearch.jobs import export as export_job
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.plan import ModelFingerprint, Profile, Size, load_plan, load_profile, save_profile
-from kvsearch.results import validation
 from kvsearch.strategies.from_signals import Strategy, strategy_plan
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import USAGE, refused
@@ -91,12 +91,9 @@ def test_harmful_signals_are_not_used_unless_allowed(
         asked.append((directory, strategy, budget))
         return "route cosine was judged harmful" if strategy.route == "cosine" else None
 
-    monkeypatch.setattr(validation, "harmful", harmful)
     path, file = tmp_path / "plan.json", polykv / "profile.safetensors"
     assert run("export", polykv, "-o", path, "--dry-run")[0] == 0  # not validated
-    assert not asked
-    (polykv / "validation").mkdir(exist_ok=True)
-    (polykv / "validation" / "validation.json").write_text("{}")
+    monkeypatch.setattr(export_job, "harmful", harmful)
     words = "route cosine was judged harmful; give --allow-harmful to write it anyway"
     refused(run, USAGE, words, "export", polykv, "-o", path, "--budget", 20)
     assert not path.exists()
