@@ -23,8 +23,7 @@ from kvsearch.policies import Observation, Policy, create_policy, rank_under
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
-from kvsearch.runtime.sharing import Sharing
-from kvsearch.runtime.store.pool import EntryPool
+from kvsearch.runtime.sharing import EntryPool, Sharing
 from kvsearch.signals.attention_rows import dispersion
 from tests.budgets.known import OfScores
 from tests.combinations import every_value
@@ -72,10 +71,10 @@ def shared(model: Any, policy: Policy, allocation: Allocation, budget: int, deco
 
 def entries_of(pool: EntryPool) -> Tensor:
     """Entries held per sequence and kv head, [B, Hkv]."""
-    held = torch.zeros(pool.batch * pool.heads, dtype=torch.int64)
+    held = torch.zeros(len(pool.tokens) * pool.heads, dtype=torch.int64)
     for part in pool.parts:
         held[part.block.segments] = torch.from_numpy(part.counts)
-    return held.view(pool.batch, pool.heads)
+    return held.view(len(pool.tokens), pool.heads)
 
 
 class Recorded:
