@@ -12,7 +12,6 @@ from kvsearch.core.errors import UsageError
 from kvsearch.plan.size import GUARD
 
 _DECIMALS = 9  # those that `GUARD` leaves: equal remainders tie despite float noise
-_LARGEST = 2.0**53
 _FAINTEST = 1e-200
 
 
@@ -32,11 +31,9 @@ def largest_remainder(ideal: ArrayLike, total: int, lower: ArrayLike = 0, upper:
         int64 array of `ideal`'s shape.
 
     Raises:
-        UsageError: a share is negative, not finite or above 2**53; bounds cross; `total` is outside the bounds' sums.
+        UsageError: a share is negative or not finite; bounds cross; `total` is outside the bounds' sums.
     """
     shares = _shares(ideal, "share")
-    if shares.size and shares.max() > _LARGEST:
-        raise UsageError(f"cannot round a share of {shares.max():g} exactly: the largest is 2**53")
     low, high = _bounds(shares.shape, total, lower, upper)
     kept = np.clip(np.floor(shares + GUARD), low, high).astype(np.int64)
     missing = total - int(kept.sum())
@@ -156,10 +153,8 @@ def _shares(values: ArrayLike, noun: str) -> Floats:
 def _bounds(shape: tuple[int, ...], total: int, lower: ArrayLike, upper: ArrayLike | None) -> tuple[Ints, Ints]:
     """Check the bounds and make them int64; the upper is cut to `total`: no result changes, no sum overflows."""
     wanted = operator.index(total)
-    low = _whole(lower, shape, "lower")
-    high = np.full(shape, max(wanted, 0)) if upper is None else _whole(upper, shape, "upper")
-    if low.size and low.min() < 0:
-        raise UsageError(f"a budget cannot be negative, got the lower bound {low.min()}")
+    low = np.broadcast_to(np.asarray(lower, dtype=np.int64), shape)
+    high = np.broadcast_to(np.asarray(max(wanted, 0) if upper is None else upper, dtype=np.int64), shape)
     crossed = np.flatnonzero((low > high).ravel()) if upper is not None else np.zeros(0, np.int64)
     if crossed.size:
         at = crossed[0]
@@ -169,13 +164,3 @@ def _bounds(shape: tuple[int, ...], total: int, lower: ArrayLike, upper: ArrayLi
         ceiling = "unbounded" if upper is None and low.size else f"at most {most}"
         raise UsageError(f"total {wanted} cannot be met by {low.size} budgets: at least {least}, {ceiling}")
     return low, np.minimum(high, wanted)
-
-
-def _whole(bound: ArrayLike, shape: tuple[int, ...], noun: str) -> Ints:
-    given = np.asarray(bound)
-    if given.dtype.kind not in "iu" and not np.array_equal(given, np.floor(given)):
-        raise UsageError(f"every {noun} bound must be a whole number of entries")
-    try:
-        return np.broadcast_to(given.astype(np.int64), shape)
-    except ValueError:
-        raise UsageError(f"{noun} bounds of shape {given.shape} do not fit budgets of shape {shape}") from None

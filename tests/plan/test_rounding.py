@@ -102,18 +102,12 @@ def test_water_fill_examples() -> None:
         ([1.0, float("inf")], 3, 0, None, "inf"),
         ([1.0, -0.5], 3, 0, None, "-0.5"),
         ([1.0, 2.0], 3, 5, 4, "lower bound 5 .* upper bound 4"),
-        ([1.0, 2.0], 3, -1, None, "lower bound -1"),
-        ([1.0, 2.0], 3, 0.5, None, "whole"),
-        ([1.0, 2.0], 3, [0, 0, 0], None, "shape"),
         ([], 1, 0, None, "total 1"),
-        ([1e300, 1.0], 3, 0, None, "1e\\+300"),
     ],
 )
 def test_refusals_name_the_numbers(
     round_to: Callable[..., Any], values: list[float], total: int, lower: Any, upper: Any, message: str
 ) -> None:
-    if round_to is water_fill and "300" in message:
-        pytest.skip("weights have no scale")
     with pytest.raises(UsageError, match=message) as caught:
         round_to(values, total, lower, upper)
     assert "\n" not in str(caught.value)
