@@ -39,26 +39,6 @@ class Allocator(Protocol):
         """
 
 
-def check_bounds(total: int, floors: Ints, caps: Ints) -> tuple[Ints, Ints]:
-    """Return int64 [L, Hkv] bounds that admit `total`; UsageError if they cross, or their sums do not enclose it."""
-    low = np.asarray(floors, dtype=np.int64)
-    high = np.asarray(caps, dtype=np.int64)
-    check_floors(low, high)
-    if not low.sum() <= total <= high.sum():
-        raise UsageError(
-            f"total {total} cannot be met by {low.size} budgets: at least {low.sum()}, at most {high.sum()}"
-        )
-    return low, high
-
-
-def check_floors(floors: Ints, caps: Ints) -> None:
-    """Raise UsageError that names the first head whose floor is negative or above its cap."""
-    wrong = np.argwhere((floors < 0) | (floors > caps))
-    if wrong.size:
-        at = tuple(wrong[0].tolist())
-        raise UsageError(f"a floor must be in [0, cap]: head {list(at)} has floor {floors[at]} and cap {caps[at]}")
-
-
 def lift_floors(least: int, total: int, floors: Ints, caps: Ints) -> Ints:
     """Raise floors to `least` entries where the caps permit; if `total` does not reach that far, as evenly as it can.
 

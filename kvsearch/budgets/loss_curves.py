@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Signals, check_bounds, check_signals, lift_floors
+from kvsearch.budgets.allocator import Signals, check_signals, lift_floors
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.plan.rounding import water_fill
+from kvsearch.plan.rounding import check_bounds, water_fill
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class LossCurves:
             UsageError: a loss is not finite or they have another shape; `total` is outside [sum of floors, sum of
                 caps].
         """
-        low, high = check_bounds(total, floors, caps)
+        low, high = check_bounds(np.shape(floors), total, floors, caps)
         losses = check_signals(signals, "losses")
         if not low.size:
             return low

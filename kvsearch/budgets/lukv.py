@@ -8,7 +8,7 @@ from copy import copy
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvsearch.budgets.allocator import check_floors, check_signals
+from kvsearch.budgets.allocator import check_signals
 from kvsearch.budgets.convex import merged, prefix_sums, sorted_blocks, spend_leftover
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
@@ -41,7 +41,10 @@ class MarginalSolver:
         low = np.broadcast_to(np.asarray(floors, dtype=np.int64), self.shape)
         high = np.broadcast_to(np.asarray(self.length if caps is None else caps, dtype=np.int64), self.shape)
         high = np.minimum(high, self.length)
-        check_floors(low, high)
+        wrong = np.argwhere((low < 0) | (low > high))
+        if wrong.size:
+            at = tuple(wrong[0].tolist())
+            raise UsageError(f"a floor must be in [0, cap]: head {list(at)} has floor {low[at]} and cap {high[at]}")
         self._floors = low.ravel()
         self._caps = high.ravel()
         self._prefix = prefix_sums(rows)

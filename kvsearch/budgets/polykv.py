@@ -10,14 +10,13 @@ import numpy as np
 from kvsearch.budgets.allocator import (
     Signals,
     check_at_least,
-    check_bounds,
     check_signals,
     lift_floors,
     share_above,
 )
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.naming import require_known
-from kvsearch.plan.rounding import largest_remainder
+from kvsearch.plan.rounding import check_bounds, largest_remainder
 from kvsearch.plan.size import round_half_up
 
 Direction = Literal["forward", "inverse"]
@@ -54,7 +53,7 @@ class Proportional:
             UsageError: a signal is not finite or they have another shape; `total` is outside [sum of floors, sum of
                 caps].
         """
-        low, high = check_bounds(total, floors, caps)
+        low, high = check_bounds(np.shape(floors), total, floors, caps)
         given = check_signals(signals, "sensitivities")
         if not low.size:
             return low

@@ -8,9 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvsearch.budgets.allocator import Signals, check_at_least, check_bounds, lift_floors, share_above
+from kvsearch.budgets.allocator import Signals, check_at_least, lift_floors, share_above
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
+from kvsearch.plan.rounding import check_bounds
 from kvsearch.plan.size import round_down
 
 
@@ -46,7 +47,7 @@ class Pyramid:
         Raises:
             UsageError: `total` is outside [sum of floors, sum of caps].
         """
-        low, high = check_bounds(total, floors, caps)
+        low, high = check_bounds(np.shape(floors), total, floors, caps)
         if not low.size:
             return low
         base = lift_floors(self.window, total, low, high)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -34,7 +32,8 @@ def largest_remainder(ideal: ArrayLike, total: int, lower: ArrayLike = 0, upper:
         UsageError: a share is negative or not finite; bounds cross; `total` is outside the bounds' sums.
     """
     shares = _shares(ideal, "share")
-    low, high = _bounds(shares.shape, total, lower, upper)
+    low, most = check_bounds(shares.shape, total, lower, upper)
+    high = np.minimum(most, total)  # no result changes, no sum overflows
     kept = np.clip(np.floor(shares + GUARD), low, high).astype(np.int64)
     missing = total - int(kept.sum())
     left = np.round(shares - kept, _DECIMALS)
@@ -74,7 +73,8 @@ def water_level(weights: ArrayLike, total: int, lower: ArrayLike = 0, upper: Arr
         float64 array of `weights`' shape that sums to `total`; arguments and errors are those of `water_fill`.
     """
     scaled = _shares(weights, "weight")
-    low, high = _bounds(scaled.shape, total, lower, upper)
+    low, most = check_bounds(scaled.shape, total, lower, upper)
+    high = np.minimum(most, total)
     if scaled.size and scaled.max() > 0:
         scaled = scaled / scaled.max()
     flat = scaled.ravel()
@@ -150,17 +150,16 @@ def _shares(values: ArrayLike, noun: str) -> Floats:
     return np.maximum(shares, 0.0)
 
 
-def _bounds(shape: tuple[int, ...], total: int, lower: ArrayLike, upper: ArrayLike | None) -> tuple[Ints, Ints]:
-    """Check the bounds and make them int64; the upper is cut to `total`: no result changes, no sum overflows."""
-    wanted = operator.index(total)
+def check_bounds(shape: tuple[int, ...], total: int, lower: ArrayLike, upper: ArrayLike | None) -> tuple[Ints, Ints]:
+    """Return int64 bounds that admit `total`; UsageError if they cross, or their sums do not enclose it."""
     low = np.broadcast_to(np.asarray(lower, dtype=np.int64), shape)
-    high = np.broadcast_to(np.asarray(max(wanted, 0) if upper is None else upper, dtype=np.int64), shape)
+    high = np.broadcast_to(np.asarray(max(total, 0) if upper is None else upper, dtype=np.int64), shape)
     crossed = np.flatnonzero((low > high).ravel()) if upper is not None else np.zeros(0, np.int64)
     if crossed.size:
         at = crossed[0]
         raise UsageError(f"lower bound {low.ravel()[at]} exceeds upper bound {high.ravel()[at]} at index {at}")
     least, most = (sum(bound.ravel().tolist()) for bound in (low, high))
-    if wanted < least or wanted > most:
+    if total < least or total > most:
         ceiling = "unbounded" if upper is None and low.size else f"at most {most}"
-        raise UsageError(f"total {wanted} cannot be met by {low.size} budgets: at least {least}, {ceiling}")
-    return low, np.minimum(high, wanted)
+        raise UsageError(f"total {total} cannot be met by {low.size} budgets: at least {least}, {ceiling}")
+    return low, high

@@ -9,11 +9,11 @@ import torch
 from numpy.typing import ArrayLike
 
 from kvsearch.budgets.adakv import AdaKVAllocation, Variant, head_order, split_heads
-from kvsearch.budgets.allocator import Signals, check_bounds
+from kvsearch.budgets.allocator import Signals
 from kvsearch.budgets.dynamic import LayerDemand, shared_budgets
 from kvsearch.budgets.lava import LAVaAllocation, layer_entropy
 from kvsearch.core.arrays import Floats, Ints
-from kvsearch.plan.rounding import water_fill
+from kvsearch.plan.rounding import check_bounds, water_fill
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class OfScores:
         return self.allocation.name
 
     def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
-        low, high = check_bounds(total, floors, np.minimum(caps, floors + signals.shape[2]))
+        low, high = check_bounds(floors.shape, total, floors, np.minimum(caps, floors + signals.shape[2]))
         layers = water_fill(np.ones(len(low)), total, low.sum(1), high.sum(1)).tolist()
         even = np.array([water_fill(np.ones(low.shape[1]), layer, 0) for layer in layers], dtype=np.int64)
         ranked = torch.from_numpy(-np.sort(-signals.astype(np.float64), axis=2))
