@@ -53,8 +53,6 @@ class LossCurves:
         """
         low, high = check_bounds(np.shape(floors), total, floors, caps)
         losses = check_signals(signals, "losses")
-        if not low.size:
-            return low
         knots, curves = self.curves(losses)
         have = lift_floors(int(knots[0]), total, low, high)
         gain = np.diff(-curves, axis=1) / np.diff(knots)
@@ -81,7 +79,7 @@ class LossCurves:
 
 def convex(at: Floats, values: Floats) -> Floats:
     """Return the largest convex curves below `values` [L, N] at the places `at` [N], read there again."""
-    return np.stack([_hull(at, row) for row in values]) if len(values) else values
+    return np.stack([_hull(at, row) for row in values])
 
 
 def _hull(at: Floats, values: Floats) -> Floats:

@@ -55,8 +55,6 @@ class Proportional:
         """
         low, high = check_bounds(np.shape(floors), total, floors, caps)
         given = check_signals(signals, "sensitivities")
-        if not low.size:
-            return low
         least = round_half_up(total / low.size / 10) if self.least is None else self.least
         scale = np.abs(given).max(initial=0.0)
         size = np.abs(given / scale).mean() * scale if scale > 0 else 0.0  # the sum of huge values would overflow

@@ -48,8 +48,6 @@ class Pyramid:
             UsageError: `total` is outside [sum of floors, sum of caps].
         """
         low, high = check_bounds(np.shape(floors), total, floors, caps)
-        if not low.size:
-            return low
         base = lift_floors(self.window, total, low, high)
         mean = (total - int(base.sum())) / base.size
         room = (high - base)[0].mean()
