@@ -21,6 +21,7 @@ from steps import ROOT, Settings, Step, main, run, said_by
 
 from kvsearch.kernels.attention import attend
 from kvsearch.policies import Policy, create_policy
+from kvsearch.policies.fitted import parse_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.stock import CACHE
@@ -29,7 +30,10 @@ from tests.kernels.reference import Case, relative_error
 from tests.kernels.test_rows import Prompt
 
 # a policy for every step rule: position, mass, stored, row, persistence, pooled; and scoring anew
-RULES = ("streaming", "h2o", "keydiff", "tova", "scissorhands", "cake", "snapkv")
+RULES = (
+    "streaming", "h2o", "keydiff", "tova", "scissorhands", "scissorhands:drop=8", "cake:window=8",
+    "snapkv:window=8:refresh=8",
+)  # fmt: skip
 BUDGETS = np.array([[40, 56], [56, 40]])  # by layer and kv head
 TOKENS = 64  # of a prompt
 TOOLS = ("memcheck", "racecheck")  # of compute-sanitizer
@@ -105,8 +109,7 @@ def rules(where: Settings) -> list[dict[str, Any]]:
     """Steps of every rule: the largest error of logits, and heads that hold other entries than in fp64."""
     found = []
     for name in RULES:
-        settings = {"cake": {"window": 8}, "snapkv": {"window": 8, "refresh": 8}}
-        policy = create_policy(name, settings.get(name, {}))
+        policy = create_policy(*parse_policy(name))
         logits, kept = steps_of(policy, where, where.kernels, torch.float32)
         expected, expected_kept = steps_of(policy, where, "cpu", torch.float64)
         other = sum(mine != theirs for mine, theirs in zip(kept, expected_kept, strict=True))

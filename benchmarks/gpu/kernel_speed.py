@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvsearch.benchmark.speed import measure_roofline, skewed_budgets
 from kvsearch.kernels.attention import Entries, attend
-from kvsearch.kernels.step import LayerSums, Rule, Slots, step
+from kvsearch.kernels.step import Rule, Slots, step
 
 HEADS, GROUP, DIM = 8, 4, 128
 SCALING = DIM**-0.5
@@ -179,17 +179,15 @@ def step_of(rule: Rule, decoding: Decoding) -> Callable[[], object]:
     slots = Slots(keys, values, positions, state, counts.clone(), clock, counts, protected, protected, links)
     if rule == "position":
         slots = replace(slots, state=())
-    arriving = state[0][:, 0].clone if rule == "stored" else None
-    sums = None
     if rule == "row":  # positions go on while the same step is timed
         span = decoding.mean + 2**16
         first = torch.arange(heads, device=place) // HEADS * span
-        sums = LayerSums(torch.zeros(2, decoding.batch * span, device=place), first)
+        slots = replace(slots, sums=(torch.zeros(2, decoding.batch * span, device=place), first))
+    arriving = state[0][:, 0].clone if rule == "stored" else None
     token = decoding.made(heads, DIM), decoding.made(heads, DIM)
     return partial(
-        step, decoding.query(), *token, slots, width, rule, SCALING, arriving=arriving, constants=CONSTANTS.get(rule),
-        layer=sums,
-    )  # fmt: skip
+        step, decoding.query(), *token, slots, width, rule, SCALING, arriving=arriving, constants=CONSTANTS.get(rule)
+    )
 
 
 if __name__ == "__main__":

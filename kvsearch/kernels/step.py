@@ -32,17 +32,11 @@ class Slots:
     budgets: Tensor  # [S] int64; a segment that holds more gives one entry up
     sinks: Tensor  # [S] int64, how many of the first tokens always stay
     recent: Tensor  # [S] int64, and of the last
-    links: Tensor | None = (
-        None  # [2, S, C] int32, for "pooled": slots whose entries came before and behind, -1 for none
-    )
-
-
-@dataclass(frozen=True)
-class LayerSums:
-    """Where the heads of a layer add up their rows: attention, and how many heads hold the entry."""
-
-    sums: Tensor  # [2, N] fp32, zeros
-    first: Tensor  # [S] int64, the place of position 0 of each segment
+    # [2, S, C] int32, for "pooled": slots whose entries came before and behind, -1 for none
+    links: Tensor | None = None
+    # for "row", where all heads of a layer add theirs up: attention, and heads that hold the entry, [2, N] fp32, zeros;
+    # and the place of position 0 of each segment there, [S] int64
+    sums: tuple[Tensor, Tensor] | None = None
 
 
 def step(
@@ -58,7 +52,6 @@ def step(
     arriving: Callable[[], Tensor | None] | None = None,
     active: Tensor | None = None,
     constants: Mapping[str, int | str] | None = None,
-    layer: LayerSums | None = None,
 ) -> Tensor:
     """Take in one token per segment; see `attention.attend` for what is not said here.
 
@@ -70,7 +63,7 @@ def step(
         width: slots in use, the token's own among them.
         rule: the entry that leaves has the lowest priority, and of equal ones the latest position: "position" itself,
             "mass", the attention received so far (mean over the group), as it is "stored" when entries arrive, the
-            mean "row" of the layer, "persistence" (Scissorhands) or the row, "pooled" (CAKE).
+            mean "row" of the layer (one more launch), "persistence" (Scissorhands) or the row, "pooled" (CAKE).
         scaling: logits = scaling * q.k.
         softcap: see `attend`.
         sinks: [S, G] fp32, see `attend`.
@@ -78,7 +71,6 @@ def step(
             None, or nothing given: +inf.
         active: [S] bool, segments to which a token comes; None: all. The others stay as they are.
         constants: what the rule is compiled for: HISTORY of "persistence", KERNEL, POOLING and PROTECT of "pooled".
-        layer: where the "row" is made, of all segments of a layer; one more launch.
 
     Returns:
         The output [S, G, Dv].
@@ -99,18 +91,16 @@ def step(
         arriving=(key.contiguous(), value.contiguous(), slots.slot, slots.clock, paused, done),
         pauses=active is not None,
     )
-    if layer is not None:
-        made.merge(layer.sums, places=(positions, layer.first))
     scores = None if arriving is None else arriving()
     given = output if scores is None else scores.contiguous()
     more = output
-    if layer is not None:
-        given = layer.first
-        more = layer.sums
-    elif rule == "pooled":
-        given = output if slots.links is None else slots.links
+    if slots.sums is not None:
+        more, given = slots.sums
+        made.merge(more, places=(positions, given))
+    elif rule == "pooled" and slots.links is not None:
+        given = slots.links
     state, more, ring = (*slots.state, *(output, more, output)[len(slots.state) :])
-    merges = not made.whole and layer is None
+    merges = not made.whole and slots.sums is None
     launch(finish_step, (segments, parts + (query.shape[1] if merges else 0)),
         made.partial, made.statistics, made.logits, made.beside, output, positions, state, more, ring, given,
         slots.slot, slots.clock, slots.budgets, slots.sinks, slots.recent, paused, found, done,

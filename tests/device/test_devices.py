@@ -50,9 +50,10 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(what: str, monkeypa
     elif what == "scores":
         rows.Rows(query[None], states[None], positions[:1], positions[:1, :4], 1.0).received("mean")
     else:
-        slots = step.Slots(states, states, positions, (), number, positions[:, :2], number, number, number)
-        layer = step.LayerSums(states[..., 0], number) if what == "row" else None
-        step.step(query, query[:, 0], query[:, 0], slots, 600, "row" if layer else "position", 1.0, layer=layer)
+        sums = (states[..., 0], number) if what == "row" else None
+        given = (states, states, positions, (), number, positions[:, :2], number, number, number)
+        slots = step.Slots(*given, sums=sums)
+        step.step(query, query[:, 0], query[:, 0], slots, 600, "row" if sums else "position", 1.0)
     assert backend().current_device() == 0
     assert len(launched) == 2 + (what == "row")
     assert {index for _, index in launched} == {1}

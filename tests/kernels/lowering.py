@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kvsearch.kernels.attention import attend
-from kvsearch.kernels.step import LayerSums, Rule, Slots, step
+from kvsearch.kernels.step import Rule, Slots, step
 from tests.kernels.reference import Case
 from tests.kernels.test_rows import Prompt
 
@@ -142,6 +142,8 @@ def lower_step(rule: Rule, dtype: torch.dtype = torch.bfloat16, dim: int = 128) 
     slots = Slots(case.keys, case.values, positions, (state,), *numbers)
     if rule == "pooled":
         slots = replace(slots, links=torch.zeros(2, 2, 4096, dtype=torch.int32))
+    if rule == "row":
+        slots = replace(slots, sums=(torch.zeros(2, 5000), numbers[0]))
     if rule == "persistence":
         more = torch.zeros(2, 4096, dtype=torch.int16), torch.zeros(2, 4096, 50, dtype=torch.uint8)
         slots = replace(slots, state=(state, *more))
@@ -161,7 +163,6 @@ def lower_step(rule: Rule, dtype: torch.dtype = torch.bfloat16, dim: int = 128) 
         arriving=state[:, 0].clone,
         active=active,
         constants=constants.get(rule),
-        layer=LayerSums(torch.zeros(2, 5000), numbers[0]) if rule == "row" else None,
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvsearch.core.arrays import Bools, Ints
 from kvsearch.core.errors import present
 from kvsearch.kernels.dispatch import needs_gradients, serves
-from kvsearch.kernels.step import LayerSums, Slots, step
+from kvsearch.kernels.step import Slots, step
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import Cached, State, Step, slots_of
 from kvsearch.runtime.attention import slot_attention
@@ -329,9 +329,13 @@ def fused_step(
     if (running := rule.running) is None or (averages is not None and len(averages.parts) > 1):
         return None
     state = () if running in ("position", "row", "pooled") else tuple(cached.state.entries.values())
+    sums = None
+    if averages is not None:
+        averages.made_anew.zero_()
+        sums = averages.sums, averages.first[0][:, 0]
     slots = Slots(
         cached.keys, cached.values, cached.positions, state, block.slot, block.clock,
-        limits.budgets, limits.sinks, limits.recent, block.links,
+        limits.budgets, limits.sinks, limits.recent, block.links, sums,
     )  # fmt: skip
 
     def arriving() -> Tensor | None:
@@ -339,13 +343,9 @@ def fused_step(
         own = Step(block.first(step_plan.width), block.slot, seen, None)
         return rule.arriving(own, block.rows, limits.heads, logits)
 
-    sums = None
-    if averages is not None:
-        averages.made_anew.zero_()
-        sums = LayerSums(averages.sums, averages.first[0][:, 0])
     how = logits.scaling, logits.softcap, logits.sinks_of(cached.heads)
     constants = rule.policy.running_constants
-    return step(query, key, value, slots, step_plan.width, running, *how, arriving, active, constants, sums)
+    return step(query, key, value, slots, step_plan.width, running, *how, arriving, active, constants)
 
 
 class AttentionAverages:
