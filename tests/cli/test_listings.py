@@ -26,7 +26,7 @@ from tests.cli.test_bad_input import ENVIRONMENT, refused
     ("words", "names"),
     [
         (["policies"], [*registry.BUILT_IN]),
-        (["tasks"], [*ENTRIES, "jsonl:FILE"]),
+        (["tasks"], [*ENTRIES, "jsonl:FILE", "ppl:FILE"]),
         (["tasks", "longbench:trec,samsum+gsm8k"], ["longbench:trec", "longbench:samsum", "gsm8k"]),
         (["recipes"], [*shipped_recipes()]),
         (["recipes", "run"], [name for name in shipped_recipes() if name.startswith("run/")]),
