@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from kvsearch.jobs import plan as plans
     from kvsearch.jobs.bench import bench
     from kvsearch.jobs.calibrate import calibrate
-    from kvsearch.jobs.evaluate import evaluate
+    from kvsearch.jobs.evaluate import evaluate, headroom
     from kvsearch.jobs.evolve import evolve
     from kvsearch.jobs.export import export, export_to
     from kvsearch.jobs.generate import compress, generate
-    from kvsearch.jobs.headroom import headroom
     from kvsearch.jobs.listings import doctor
     from kvsearch.jobs.lm_eval import run_lm_eval
     from kvsearch.jobs.report import show, verify, write_report
@@ -41,13 +40,13 @@ _HOMES = {
     "KvsearchError": "kvsearch.core.errors", "Plan": "kvsearch.plan", "PlanCache": "kvsearch.runtime",
     "Profile": "kvsearch.plan", "attach": "kvsearch.runtime", "load_plan": "kvsearch.plan",
     "export_to": "kvsearch.jobs.export", "load_profile": "kvsearch.plan.profile",
-    "compress": "kvsearch.jobs.generate", "doctor": "kvsearch.jobs.listings", "run_lm_eval": "kvsearch.jobs.lm_eval",
+    "compress": "kvsearch.jobs.generate", "doctor": "kvsearch.jobs.listings", "headroom": "kvsearch.jobs.evaluate",
+    "run_lm_eval": "kvsearch.jobs.lm_eval",
     "show": "kvsearch.jobs.report", "verify": "kvsearch.jobs.report", "write_report": "kvsearch.jobs.report",
     **{
         verb: f"kvsearch.jobs.{verb}"
         for verb in (
-            "bench", "calibrate", "evaluate", "evolve", "export", "generate", "headroom", "reproduce",
-            "run", "select", "validate",
+            "bench", "calibrate", "evaluate", "evolve", "export", "generate", "reproduce", "run", "select", "validate",
         )
     },
 }  # fmt: skip

@@ -278,7 +278,7 @@ def report(options: ReportOptions, page: Report) -> Output:
     return Output(lambda: content, said(lines))
 
 
-@job_verb("kvsearch.jobs.headroom:HeadroomOptions")
+@job_verb("kvsearch.jobs.evaluate:HeadroomOptions", dry_run="estimate_headroom")
 def headroom(options: JobOptions, result: HeadroomResult) -> Output:
     """Evict by true importance, by simple policies and at random, and compare with the full cache.
 

@@ -30,7 +30,7 @@ def test_contexts_of_one_text_are_one(run: Run, tmp_path: Path, monkeypatch: pyt
         return summarize(samples, subject, contexts)
 
     summarize = statistics.summarize
-    monkeypatch.setattr("kvsearch.jobs.headroom.summarize", watched)
+    monkeypatch.setattr("kvsearch.jobs.evaluate.summarize", watched)
     code, _, talk = run("headroom", "bundled", "--tasks", f"jsonl:{tmp_path / 'mine.jsonl'}", "--samples", 3)
     assert code == 0, talk
     assert given[-1] == (3, 2)
