@@ -12,6 +12,7 @@ from kvsearch.kernels import attention
 from kvsearch.kernels.step import step
 from kvsearch.policies import create_policy
 from kvsearch.runtime.decode import decoding
+from kvsearch.runtime.decode.decoding import AttentionAverages
 from kvsearch.runtime.store.slots import SlotBlock
 from tests.kernels.serving import interpreted
 from tests.runtime.layers import Layer, Scene, held
@@ -67,6 +68,19 @@ def test_decode_rules_over_several_chunks(name: str) -> None:
         outputs = feed(layer, expected, 0, 3)
     torch.testing.assert_close(feed(layer, holder, 0, 3), outputs, atol=1e-5, rtol=1e-5)
     assert held(holder) == held(expected)
+
+
+def test_rows_of_a_layer_are_added_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a kernel, but in the first step, whose scores are looked at."""
+    added: list[int] = []
+    layer_rows = AttentionAverages.layer_rows
+    monkeypatch.setattr(
+        AttentionAverages, "layer_rows", lambda made, positions: (added.append(1), layer_rows(made, positions))[1]
+    )
+    policy = create_policy("tova")
+    layer = Layer(Scene(2, 2, 12, (0,), 4, (8, 8), 3))
+    feed(layer, begin(layer, policy, policy), 0, 4)
+    assert added == [1]
 
 
 @pytest.mark.parametrize("budgets", [(8, 8), (8, 11)])

@@ -200,7 +200,7 @@ class Decoding:
         parts = (store.split(states.reshape(segments, -1, states.shape[-1])) for states in (query, key, value))
         outputs: list[Tensor] = []
         rows: list[Tensor | None] = []
-        done: set[int] = set()
+        evicting: list[SlotBlock] = []  # blocks whose step is not done in one go
         for index, (block, own, keys, values) in enumerate(zip(store.blocks, *parts, strict=True)):
             step_plan = _planned_step(block)
             arriving = None if active is None else active[block.rows]
@@ -211,8 +211,6 @@ class Decoding:
                 )
             if fused is not None:
                 outputs.append(fused)
-                rows.append(None)
-                done.add(index)
                 continue
             block.put(keys[:, 0], values[:, 0], step_plan, arriving)
             into = None if self.averages is None else self.averages.parts[index][0, :, : step_plan.width]
@@ -226,14 +224,14 @@ class Decoding:
             output, row = slot_attention(own, cached, bias, logits, policy.row is not None, into, full)
             outputs.append(output)
             rows.append(row)
-        if self.averages is not None:
-            rows[:] = self.averages.layer_rows([b.first(_planned_step(b).width).positions for b in store.blocks])
+            evicting.append(block)
+        if self.averages is not None and evicting:  # all blocks of the layer
+            rows[:] = self.averages.layer_rows([b.first(_planned_step(b).width).positions for b in evicting])
         if learning:
             self._separate()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not learning):
-            for index, (block, row) in enumerate(zip(store.blocks, rows, strict=True)):
-                if index not in done:
-                    self._evict(block, row, active, logits)
+            for block, row in zip(evicting, rows, strict=True):
+                self._evict(block, row, active, logits)
         return store.join(outputs).view(store.batch, -1, 1, outputs[0].shape[-1])
 
     def _separate(self) -> None:
