@@ -53,8 +53,7 @@ def one_step(model: Any, cache: Any, mask: Tensor, step: int, token: Tensor) -> 
     return logits
 
 
-@pytest.mark.parametrize("prefilled", [False, True])
-@pytest.mark.parametrize("name", policies_of(REVERSIBLE))
+@every_value(name=policies_of(REVERSIBLE), prefilled=[False, True])
 def test_decoding_equals_masking(name: str, prefilled: bool, device: str) -> None:
     compare("llama", for_model(SMALL[name]), prefilled, device)
 
