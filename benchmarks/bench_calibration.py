@@ -18,7 +18,7 @@ from itertools import chain
 import numpy as np
 
 from kvsearch.calibration.data import default_data, load_calibration_data
-from kvsearch.calibration.polykv.ablations import batches_of
+from kvsearch.calibration.polykv.layer_sweep import batches_of
 from kvsearch.calibration.polykv.measure import PolykvCalibration
 from kvsearch.calibration.polykv.options import PolykvOptions, candidates
 from kvsearch.models.architecture import describe

@@ -31,7 +31,7 @@ from kvsearch.calibration.lukv import LukvCalibration
 from kvsearch.calibration.options import LukvOptions
 from kvsearch.calibration.polykv.measure import PolykvCalibration
 from kvsearch.calibration.polykv.options import PolykvOptions, candidates
-from kvsearch.calibration.task_data import data_of_tasks
+from kvsearch.calibration.prompts import data_of_tasks
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
 from kvsearch.models.memory import free_bytes

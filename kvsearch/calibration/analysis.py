@@ -46,29 +46,19 @@ class Stability:
 
 def stability(profile: Profile, ratio: float) -> Stability:
     """Measure stability at the stored ratio nearest to `ratio` (0.1 to 0.9)."""
-    nearest = _nearest(ratio)
+    nearest = int(np.argmin([abs(stored - ratio) for stored in STABILITY_RATIOS]))
     rows = _array(profile, "question_ratio")[:, nearest].reshape(profile.metadata.questions, -1).astype(np.float64)
     context = _array(profile, "question_context")
-    means = _by_text(rows, context)
+    texts = group_by_text(context.tolist())
+    means = [rows[text].mean(0) for text in texts]
     pairs = [(a, b) for a, b in combinations(range(len(rows)), 2) if context[a] == context[b]]
-    one, other = _halves(context)
+    one, other = (sorted(chain.from_iterable(half)) for half in (texts[::2], texts[1::2]))
     return Stability(
         STABILITY_RATIOS[nearest],
         _mean([spearman(rows[a], rows[b]) for a, b in pairs]),
         _mean([spearman(a, b) for a, b in combinations(means, 2)]),
         spearman(rows[one].mean(0), rows[other].mean(0)) if other else float("nan"),
     )
-
-
-def _by_text(rows: Floats, context: NDArray[Any]) -> list[Floats]:
-    """Return the mean row of every text, of `rows` [M, ...] that belong to `context` [M]."""
-    return [rows[text].mean(0) for text in group_by_text(context.tolist())]
-
-
-def _halves(context: NDArray[Any]) -> tuple[list[int], list[int]]:
-    """Return the rows of every other text, and those of the others, of rows that belong to `context` [M]."""
-    texts = group_by_text(context.tolist())
-    return sorted(chain.from_iterable(texts[::2])), sorted(chain.from_iterable(texts[1::2]))
 
 
 def spearman(a: Floats, b: Floats) -> float:
@@ -105,11 +95,6 @@ def ranking_gap(profile: Profile) -> Floats:
     """Return the mean recall the policy's ranking loses to the oracle's over all budgets (Figure 1), [L, Hkv]."""
     gap: Floats = (_array(profile, "oracle_recall").astype(np.float64) - _array(profile, "recall")).mean(-1)
     return gap
-
-
-def _nearest(ratio: float) -> int:
-    """Return which of the stored ratios is nearest."""
-    return int(np.argmin([abs(stored - ratio) for stored in STABILITY_RATIOS]))
 
 
 def _array(profile: Profile, name: str) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Calibration data: texts with questions and answers, from one JSON file; `task_data` has those of tasks.
+"""Calibration data: texts with questions and answers, from one JSON file; those of tasks are in `prompts`.
 
 What needs no questions also takes contexts without them, and plain text files.
 """
@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from kvsearch.core.errors import UsageError
+from kvsearch.core.fields import Record
 from kvsearch.core.files import read_text
 from kvsearch.core.limits import MOST_DATA, MOST_PATH
 from kvsearch.core.parsing import describe_validation_error, read_json
@@ -29,11 +30,7 @@ DEFAULT, OF_BUNDLED = "data/calibration/texts.json", "data/calibration/bundled.j
 TakenOf = Callable[[list[int]], list[int]]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Pair(_Record):
+class Pair(Record):
     """A question and the answer that is teacher-forced while importance is measured.
 
     `prefix` is how the reply begins; it is given to the model. `max_new_tokens`, if any, is how long a reply may be:
@@ -53,7 +50,7 @@ class Pair(_Record):
         return [self.question, self.answer, *(more if any(more) else ())]
 
 
-class Text(_Record):
+class Text(Record):
     """One context: its text, or the file it is in (relative to the JSON file), and what is asked of it."""
 
     text: Filled | None = None
@@ -87,7 +84,7 @@ class Text(_Record):
         return self
 
 
-class CalibrationFile(_Record):
+class CalibrationFile(Record):
     """The file format: a name, the prompt that puts a question after a context, and the contexts."""
 
     name: Filled

@@ -124,12 +124,7 @@ def decisions(allocation: Allocation, demands: Sequence[LayerDemands], length: i
 
     return np.stack(
         [
-            shared_budgets(allocation, even_budgets(total, floors, caps), floors, caps, demand)
+            shared_budgets(allocation, Uniform().allocate(np.zeros(shape), total, floors, caps), floors, caps, demand)
             for total in np.maximum(grid_totals(length * floors.size), floor * floors.size).tolist()
         ]
     )
-
-
-def even_budgets(total: int, floors: Ints, caps: Ints) -> Ints:
-    """Return what is shared out: the budgets of a plan that gives all heads the same, int64 [L, Hkv]."""
-    return Uniform().allocate(np.zeros(floors.shape), total, floors, caps)

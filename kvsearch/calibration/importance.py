@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,14 +28,6 @@ from kvsearch.signals.attention_rows import importance_rows
 from kvsearch.signals.predictions import divergence, token_losses
 
 NODES = 11  # of the quadrature along the path
-
-
-@dataclass
-class QuestionImportance:
-    """What one question revealed."""
-
-    importance: Tensor  # [L, Hkv, T] fp32, not normalised
-    logits: Tensor  # [K, vocabulary]
 
 
 Look = tuple[Needs, Callable[[Observation], Any]]
@@ -87,8 +78,11 @@ class ImportancePass(DensePass[RankedContext]):
         return torch.stack([context.ranks[policy][0].cpu() for context in self.noted])
 
     @torch.no_grad()
-    def ask(self, tokens: Tensor) -> QuestionImportance:
-        """Teacher-force `tokens` [1, K] (a question and its answer) after the context and measure what they look at."""
+    def ask(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Teacher-force `tokens` [1, K] (a question and its answer) after the context and measure what they look at.
+
+        Returns the importance of entries, [L, Hkv, T] fp32, not normalised, and the logits [K, vocabulary].
+        """
         importance = []
         with self.following(tokens) as output:
             for layer in self.continuations():
@@ -97,7 +91,7 @@ class ImportancePass(DensePass[RankedContext]):
                 rows = (layer.query, layer.keys, layer.noted.norms, length, how.scaling, how.softcap, self.group)
                 importance.append(importance_rows(*rows, sinks=how.sinks)[0].cpu())
             logits = output.logits[0]
-        return QuestionImportance(torch.stack(importance), logits)
+        return torch.stack(importance), logits
 
     def effects(self, tokens: Tensor, answer: int, logits: Tensor, protected: Tensor) -> Tensor:
         """Measure what the answer loses when one layer keeps only `protected` [L, Hkv, T] of the context, [L] nats.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvsearch.budgets.convex import oracle_recall_curve, prefix_sums, recall_curve, without_gap
 from kvsearch.budgets.lukv import MarginalSolver, profile_grid
-from kvsearch.calibration.importance import NODES, ImportancePass, QuestionImportance, integrated_gradients
+from kvsearch.calibration.importance import NODES, ImportancePass, integrated_gradients
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import (
     IN_NATS,
@@ -45,12 +45,9 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
-from kvsearch.plan.profile_arrays import KEPT
+from kvsearch.plan.profile_arrays import KEPT, Arrays
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import running
-
-if TYPE_CHECKING:
-    from kvsearch.calibration.steps import Arrays
 
 CURVE_POINTS = 101
 GATED = 5.0  # times that a pass through gates takes as long as one without: benchmarks/said_and_taken.py, on a CPU
@@ -181,32 +178,30 @@ def _measure_prompt(
         order, *compared_orders = (each.to(loaded.device).argsort(-1).cpu() for each in (ranks, *others))
         protected = ranks < policy.protected(prompt.length)
         for continuation in prompt.continuations:
-            question = context_pass.ask(continuation.tokens.to(loaded.device))
-            ordered = question.importance.gather(-1, order)
-            if not bool(ordered.isfinite().all()) or bool(question.logits.isnan().any()):
+            importance, logits = context_pass.ask(continuation.tokens.to(loaded.device))
+            ordered = importance.gather(-1, order)
+            if not bool(ordered.isfinite().all()) or bool(logits.isnan().any()):
                 raise IncompatibleError(refusal)
             yield MeasuredQuestion(
                 context=prompt.text,
                 importance=ordered.numpy(),
-                scale=_scale(question.importance, protected, options.normalization).double().numpy(),
-                effect=_effects(context_pass, continuation, question, protected, options.normalization),
-                curves=np.array(
-                    [_kept_curve(question.importance.gather(-1, order).numpy()) for order in compared_orders]
-                ),
+                scale=_scale(importance, protected, options.normalization).double().numpy(),
+                effect=_effects(context_pass, continuation, logits, protected, options.normalization),
+                curves=np.array([_kept_curve(importance.gather(-1, order).numpy()) for order in compared_orders]),
             )
 
 
 def _effects(
     context_pass: ImportancePass,
     continuation: Continuation,
-    question: QuestionImportance,
+    logits: Tensor,
     protected: Tensor,
     normalization: Normalization,
 ) -> Floats:
     """Return what each layer is worth to an answer in nats, [L]; ones where layers are not compared in nats."""
     if normalization == "effect":
         tokens = continuation.tokens.to(context_pass.model.device)
-        return context_pass.effects(tokens, continuation.answer, question.logits, protected).double().numpy()
+        return context_pass.effects(tokens, continuation.answer, logits, protected).double().numpy()
     if normalization == "integrated":
         entries = integrated_gradients(context_pass, continuation, protected)
         return entries.sum((1, 2), dtype=torch.float64).numpy()

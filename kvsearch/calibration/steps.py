@@ -12,21 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import atomic_write, read_bytes
 from kvsearch.core.parsing import read_json
 from kvsearch.core.resources import version
+from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.plan.saved import PROFILE
 from kvsearch.runs.identity import CONFIG
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from kvsearch.calibration.data import CalibrationData
     from kvsearch.calibration.prompts import CalibrationPrompt
     from kvsearch.models.loading import LoadedModel
-
-    Arrays = Mapping[str, NDArray[Any]]
 
 T = TypeVar("T")
 SAMPLES = "samples"  # folder of a calibration: its finished steps
@@ -72,7 +71,6 @@ class StepCache:
 
     def store(self, path: Path, arrays: Arrays) -> None:
         """Write a step; it is on the disk when this returns."""
-        import numpy as np
         from safetensors.numpy import save
 
         path.parent.mkdir(exist_ok=True)  # and none above it: a directory that was removed is not made again
@@ -125,8 +123,6 @@ def _damaged(path: Path, problem: str) -> UsageError:
 
 def _digest(file_name: str, arrays: Arrays) -> str:
     """Return the SHA-256 of a step: the name of its file, and its arrays by their names, shapes and types."""
-    import numpy as np
-
     digest = hashlib.sha256(file_name.encode())
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])

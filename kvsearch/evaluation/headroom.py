@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from statistics import fmean
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -71,29 +71,6 @@ class GivenScores(Policy):
         return self.scores.to(observation.keys.device)
 
 
-@dataclass(frozen=True)
-class Importance:
-    """True importance of one context's entries for some questions, [L, Hkv, T] fp32: the largest and the mean.
-
-    Layers become comparable by weights [L]: `effect` by what their entries do to the replies, `mass` by giving every
-    layer the same mass.
-    """
-
-    largest: Tensor
-    mean: Tensor
-    effect: Tensor
-    mass: Tensor
-
-
-class AskedContext(NamedTuple):
-    """A context of the task of that number, what is asked about it, and some of what is asked about others."""
-
-    task: int
-    reading: Reading
-    asked: Sequence[Replied]
-    others: Sequence[Replied]
-
-
 Replies = dict[str, list[Sample]]  # of one context, by method
 
 
@@ -118,23 +95,23 @@ def headroom(
             raise IncompatibleError(f"task {task.task.name}: {listed(task.coverage.excluded)}")
     forced = forced_answers(loaded, encoded, QUESTION_AGNOSTIC, "own")
     contexts = [
-        AskedContext(number, reading, replied(task, reading.prompt, forced), ())
+        (number, reading, replied(task, reading.prompt, forced))
         for number, task in enumerate(encoded)
         for reading in readings(task.prompts, QUESTION_AGNOSTIC)
     ]
-    texts = [context.reading.ids for context in contexts]
+    texts = [reading.ids for _, reading, _ in contexts]
     others_of = [[n for n, other in enumerate(texts) if not torch.equal(other, text)] for text in texts]
     kept: dict[str, Replies] = {}
     for (_, key), sample in store.samples.items() if store is not None else ():
         kept.setdefault(key, {}).setdefault(sample.method, []).append(sample)
     keys = [f"context {number}" for number in range(len(contexts))]
     items = []
-    for key, context, others in zip(keys, contexts, others_of, strict=True):
+    for key, (task_number, reading, own), others in zip(keys, contexts, others_of, strict=True):
         if key in kept:
             continue
-        own_first = sorted(others, key=lambda number: contexts[number].task != context.task)
-        questions = [question for number in own_first for question in contexts[number].asked]
-        items.append(context._replace(others=questions[:MANY]))
+        own_first = sorted(others, key=lambda number: contexts[number][0] != task_number)
+        questions = [question for number in own_first for question in contexts[number][2]]
+        items.append((task_number, reading, own, questions[:MANY]))
     asked = loaded.map(partial(_ask, tasks=[replace(task, prompts=()) for task in encoded], ratio=ratio), items)
     for key in counted((key for key in keys if key not in kept), len(items), progress):
         kept[key] = next(asked)
@@ -159,12 +136,21 @@ def importance_cost(loaded: LoadedModel, encoded: Sequence[TaskPrompts]) -> Stag
     return replace(cost, work=(cost.work + Work.over(lengths, times * (1 + layers))) * AROUND)
 
 
-def _ask(loaded: LoadedModel, context: AskedContext, tasks: Sequence[TaskPrompts], ratio: float) -> Replies:
-    """Return the replies of everything that is tried on one context."""
+def _ask(
+    loaded: LoadedModel,
+    item: tuple[int, Reading, Sequence[Replied], Sequence[Replied]],
+    tasks: Sequence[TaskPrompts],
+    ratio: float,
+) -> Replies:
+    """Return the replies of everything that is tried on one context.
+
+    The `item` is a context of the task of that number, what is asked about it, and some of what is asked about others.
+    """
+    number, reading, asked, others = item
     replies: Replies = {}
     with running(loaded.model):
-        programs = dict(_programs(loaded, context.reading.ids, context.asked, ratio, context.others))
-        for sample in answer_all(loaded, tasks[context.task], [context.reading], programs):
+        programs = dict(_programs(loaded, reading.ids, asked, ratio, others))
+        for sample in answer_all(loaded, tasks[number], [reading], programs):
             replies.setdefault(sample.method, []).append(sample)
     return replies
 
@@ -206,8 +192,8 @@ def _programs(
 ) -> Iterator[tuple[str, Program]]:
     """Yield what is tried on a context, token ids [T]."""
     passed = ImportancePass(loaded.model, [], context[None].to(loaded.device))
-    known = measure_importance(passed, asked)
-    layers, heads, length = known.largest.shape
+    known, weights = measure_importance(passed, asked)
+    _, layers, heads, length = known.shape
     total = int(round_half_up((1 - ratio) * layers * heads * length))
     even = {
         name: equal_uniform(loaded.model, create_policy(name, {"sinks": 4, **window}), {"prefill": lambda _: total})
@@ -215,19 +201,19 @@ def _programs(
     }
     uniform = even["snapkv"]
     yield FULL, full_cache(loaded.model)
-    for name, program in _allocations(loaded, known.largest, known, uniform, total):
+    for name, program in _allocations(loaded, known.amax(0), weights, uniform, total):
         yield f"{KNOWN}, {name}", program
     if others:
-        strange = measure_importance(passed, others)
-        for how, importance in (("mean", strange.mean), ("largest", strange.largest)):
-            for name, program in _allocations(loaded, importance, strange, uniform, total):
+        strange, weights = measure_importance(passed, others)
+        for how, importance in (("mean", strange.mean(0)), ("largest", strange.amax(0))):
+            for name, program in _allocations(loaded, importance, weights, uniform, total):
                 yield f"{AGNOSTIC}, {how}, {name}", program
     yield from even.items()
     yield from baselines(loaded.model, uniform, ("streaming", "random")).items()
 
 
 def _allocations(
-    loaded: LoadedModel, importance: Tensor, weights: Importance, uniform: Program, total: int
+    loaded: LoadedModel, importance: Tensor, weights: Mapping[str, Tensor], uniform: Program, total: int
 ) -> Iterator[tuple[str, Program]]:
     """Yield allocations of `total` entries that rank by `importance`.
 
@@ -244,7 +230,7 @@ def _allocations(
         order = rank_entries(importance, valid, policy.sink_count, policy.recent_count).argsort(-1)
         floor = min(policy.protected(length), total // (layers * heads))
         budgets = {}
-        for name, by_layer in (("effect", weights.effect), ("mass", weights.mass)):
+        for name, by_layer in weights.items():
             values = (importance * by_layer[:, None, None]).gather(-1, order).double().numpy()
             budgets[name] = MarginalSolver(values, floor).solve(total)
         equal = np.repeat(budgets["effect"].sum(-1, keepdims=True) / heads, heads, 1)
@@ -258,17 +244,20 @@ def _allocations(
             yield f"even, {recent} recent", Program(PhaseProgram(policies, uniform.prefill.table))
 
 
-def measure_importance(passed: ImportancePass, asked: Sequence[Replied]) -> Importance:
-    """Measure the importance of a context's entries for questions with their replies."""
+def measure_importance(passed: ImportancePass, asked: Sequence[Replied]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the importance of a context's entries for Q questions with their replies, [Q, L, Hkv, T] fp32.
+
+    Beside it weights [L] that make layers comparable: "effect" by what their entries do to the replies, "mass" by
+    giving every layer the same mass.
+    """
     importance: list[Tensor] = []
     mass = effect = torch.zeros(1)
     for question, reply in asked:
         tokens = torch.cat([question, reply])[None].to(passed.model.device)
-        looked = passed.ask(tokens)
-        nothing = torch.zeros_like(looked.importance, dtype=torch.bool)
-        effect = effect + passed.effects(tokens, len(question), looked.logits, nothing)
-        mass = mass + looked.importance.sum((1, 2))
-        importance.append(looked.importance)
+        looked_at, logits = passed.ask(tokens)
+        nothing = torch.zeros_like(looked_at, dtype=torch.bool)
+        effect = effect + passed.effects(tokens, len(question), logits, nothing)
+        mass = mass + looked_at.sum((1, 2))
+        importance.append(looked_at)
     mass = mass.clamp(min=1e-30)
-    every = torch.stack(importance)
-    return Importance(every.amax(0), every.mean(0), effect / mass, 1 / mass)
+    return torch.stack(importance), {"effect": effect / mass, "mass": 1 / mass}

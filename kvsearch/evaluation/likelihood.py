@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +15,7 @@ from kvsearch.runtime.shared_prefill import held_entries, read_prompts
 from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.predictions import token_losses
 
-
-class Likelihood(NamedTuple):
-    """The log-probability of a continuation, in nats, and whether greedy decoding would give just this one."""
-
-    logprob: float
-    greedy: bool
-
-
-@dataclass(frozen=True)
-class ScoredContext:
-    """The continuations of one context, in their order, and the entries held before they were read."""
-
-    likelihoods: list[Likelihood]
-    entries: int
+Likelihood = tuple[float, bool]  # log-probability in nats, and whether greedy decoding would give just this text
 
 
 def compressible(context: Sequence[int]) -> int:
@@ -47,10 +33,12 @@ def score(
     contexts: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[Sequence[int]]],
     pad: int,
-) -> list[ScoredContext]:
+) -> list[tuple[list[Likelihood], int]]:
     """Score continuations (token ids, at least one) of every context (token ids, at least one), one batch.
 
-    Contexts are read once. The model must run the attention implementation "kvsearch".
+    Returns for each context the likelihoods of its continuations, in their order, and the entries that were held before
+    they were read. Contexts are read once, and continuations that differ in their last token only are fed once. The
+    model must run the attention implementation "kvsearch".
 
     Raises:
         NonFiniteError: the model emits NaN; `row` is the context.
@@ -62,50 +50,35 @@ def score(
     first, mask = read_prompts(model, [cache], leads, pad)
     next_tokens(first)  # refuses NaN
     held = held_entries(model, cache, [len(lead) for lead in leads])
-    followers = [
-        _Followers(context[len(lead) :], texts)
-        for context, lead, texts in zip(contexts, leads, continuations, strict=True)
-    ]
+    followers: list[dict[tuple[int, ...], list[int]]] = [{} for _ in contexts]  # continuations by what is fed
+    for follower, context, lead, texts in zip(followers, contexts, leads, continuations, strict=True):
+        for index, text in enumerate(texts):
+            follower.setdefault((*context[len(lead) :], *text[:-1]), []).append(index)
     cache.activate_past_recording()  # sliding-window layers must be able to forget a text, too
     mark = cache.mark()
-    for number in range(max(len(found.fed) for found in followers)):
+    likelihoods: list[dict[int, Likelihood]] = [{} for _ in contexts]
+    for number in range(max(map(len, followers))):
         cache.rewind(mark)
         # a context without a text of that number repeats its last one, unheard
-        fed = [found.fed[min(number, len(found.fed) - 1)] for found in followers]
+        fed = [list(follower)[min(number, len(follower) - 1)] for follower in followers]
         logits = torch.cat([first, _forced(model, cache, mask, fed, pad)], 1) if any(fed) else first
-        for row, found in enumerate(followers):
-            if number < len(found.fed):
-                found.hear(number, logits[row], row)
-    return [ScoredContext(found.answers(), entries) for found, entries in zip(followers, held, strict=True)]
+        for row, follower in enumerate(followers):
+            for index in follower[fed[row]] if number < len(follower) else ():
+                predicting = logits[row, : 1 + len(fed[row])]
+                likelihoods[row][index] = _likelihood(predicting, continuations[row][index], row)
+    return [
+        ([found[index] for index in sorted(found)], entries) for found, entries in zip(likelihoods, held, strict=True)
+    ]
 
 
-class _Followers:
-    """What is fed after one compressed context: its `rest` and a continuation without its last token.
-
-    Continuations that differ in their last token only are fed once.
-    """
-
-    def __init__(self, rest: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
-        self.texts = texts
-        self._sharing: dict[tuple[int, ...], list[int]] = {}
-        for index, text in enumerate(texts):
-            self._sharing.setdefault((*rest, *text[:-1]), []).append(index)
-        self.fed = list(self._sharing)
-        self._found: dict[int, Likelihood] = {}
-
-    def hear(self, number: int, logits: Tensor, row: int) -> None:
-        """Take the predictions [1 + K, V] of the context's end and of the K tokens of `fed[number]` that follow it."""
-        fed = self.fed[number]
-        for index in self._sharing[fed]:
-            text = torch.tensor(self.texts[index], device=logits.device)
-            predicted = logits[: 1 + len(fed)][-len(text) :].float()
-            if not bool(predicted.isfinite().all()):
-                raise NonFiniteError(row)
-            greedy = bool((predicted.argmax(-1) == text).all())
-            self._found[index] = Likelihood(-float(token_losses(predicted, text).sum()), greedy)
-
-    def answers(self) -> list[Likelihood]:
-        return [self._found[index] for index in range(len(self.texts))]
+def _likelihood(logits: Tensor, text: Sequence[int], row: int) -> Likelihood:
+    """Return what logits [1 + K, V] of a context's end, and of the K tokens fed after it, say of a text."""
+    predicted = logits[-len(text) :].float()
+    if not bool(predicted.isfinite().all()):
+        raise NonFiniteError(row)
+    tokens = torch.tensor(text, device=logits.device)
+    is_greedy = bool((predicted.argmax(-1) == tokens).all())
+    return -float(token_losses(predicted, tokens).sum()), is_greedy
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsearch.core.errors import IncompatibleError, InternalError, UsageError
+from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.progress import Progress, counted
 from kvsearch.evaluation.samples import LayerLoss
 from kvsearch.models.loading import LoadedModel
@@ -29,37 +29,22 @@ from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_a
 from kvsearch.runtime.replay.replay import FollowedLayer
 from kvsearch.runtime.stock import CACHE
 from kvsearch.runtime.store.storage import RaggedStore
-from kvsearch.signals.attention_rows import LossBounds, attention_change, loss_bounds, output_loss
+from kvsearch.signals.attention_rows import attention_change, loss_bounds, output_loss
 from kvsearch.tasks.base import Answers, Task
 from kvsearch.tasks.encode import Reading, TaskPrompts, encode_tasks, readings
 
-
-class LayerRules(NamedTuple):
-    """What a program does in one layer, with budgets for the context at hand."""
-
-    prefill: PhaseRule | None
-    decode: PhaseRule | None
-
-    @property
-    def merges(self) -> bool:
-        """Whether what is evicted changes the keys or values that stay."""
-        in_prompt = self.prefill is not None and self.prefill.policy.merges_prompt
-        return in_prompt or (self.decode is not None and self.decode.policy.merges)
+# what a program does in a layer in prefill and while decoding, with budgets for the context at hand
+LayerRules = tuple[PhaseRule | None, PhaseRule | None]
+ForcedTokens = tuple[Tensor, str]  # ids [K] that are teacher-forced after what is compressed, and of which question
 
 
 class QueryLosses(NamedTuple):
-    """What the output of a layer loses for each of K queries; see `LayerLoss`."""
+    """What the output of a layer loses for each of K queries, [K] each; see `LayerLoss`."""
 
-    loss: Tensor  # [K]
-    evicted_mass: Tensor  # [K]
-    bounds: LossBounds | None  # of [K] each
-
-
-class ForcedTokens(NamedTuple):
-    """Token ids [K] to teacher-force after what is compressed, and the question that they belong to, for messages."""
-
-    ids: Tensor
-    place: str
+    loss: Tensor
+    evicted_mass: Tensor
+    bound: Tensor | None
+    bound_by_head: Tensor | None
 
 
 Measured = dict[tuple[int, str], list[QueryLosses]]  # by layer and method
@@ -92,13 +77,14 @@ def measure_losses(
     """
     encoded = encode_tasks(loaded, tasks, samples, seed, max_length)
     forced = forced_answers(loaded, encoded, protocol, answers)
-    names = [task.task.name for task in encoded for _ in readings(task.prompts, protocol)]
     work = [
-        (reading, _following(task, reading, forced)) for task in encoded for reading in readings(task.prompts, protocol)
+        (task.task.name, reading, _following(task, reading, forced))
+        for task in encoded
+        for reading in readings(task.prompts, protocol)
     ]
     found: dict[str, Measured] = {}
     losses_of = loaded.map(partial(_measure, programs=programs), work)
-    for name, some in zip(names, counted(losses_of, len(work), progress), strict=True):
+    for (name, *_), some in zip(work, counted(losses_of, len(work), progress), strict=True):
         measured = found.setdefault(name, {})
         for layer, method, losses in some:
             measured.setdefault((layer, method), []).append(losses)
@@ -120,16 +106,16 @@ def _following(task: TaskPrompts, reading: Reading, forced: Mapping[Asked, Force
         if not len(answer):
             raise UsageError(f"{place}: output losses are measured on a right answer, and there is none")
         apart = reading.protocol == QUESTION_AGNOSTIC
-        found.append(ForcedTokens(torch.cat([question.ids, answer]) if apart else answer, place))
+        found.append((torch.cat([question.ids, answer]) if apart else answer, place))
     return found
 
 
 @torch.no_grad()
 def _measure(
-    loaded: LoadedModel, item: tuple[Reading, Sequence[ForcedTokens]], programs: Mapping[str, Program]
+    loaded: LoadedModel, item: tuple[str, Reading, Sequence[ForcedTokens]], programs: Mapping[str, Program]
 ) -> Iterator[tuple[int, str, QueryLosses]]:
-    """Yield what every layer loses under every program; the `item` is a context with what follows it."""
-    reading, following = item
+    """Yield what every layer loses under every program; the `item` is a context of a task with what follows it."""
+    _, reading, following = item
     context = reading.ids[None].to(loaded.device)
     needs: dict[int, list[Needs]] = {}
     with running(loaded.model):
@@ -138,8 +124,8 @@ def _measure(
             for index, here in by_layer.items():
                 needs.setdefault(index, []).extend(rules_need(*here))
         passed = DensePass(loaded.model, needs, lambda prompt: prompt, context)
-        for answer in following:
-            with passed.following(answer.ids[None].to(loaded.device), logits_to_keep=1):
+        for ids, place in following:
+            with passed.following(ids[None].to(loaded.device), logits_to_keep=1):
                 for layer in passed.continuations():
                     for method in programs:
                         if layer.index not in rules[method]:
@@ -147,7 +133,7 @@ def _measure(
                         losses = query_losses(layer, rules[method][layer.index])
                         if not bool(losses.loss.isfinite().all()):
                             raise IncompatibleError(
-                                f"{answer.place}, method {method}: the output of layer {layer.index} is NaN or "
+                                f"{place}, method {method}: the output of layer {layer.index} is NaN or "
                                 "infinite: check the model's dtype and weights"
                             )
                         yield layer.index, method, losses
@@ -156,7 +142,7 @@ def _measure(
 def layer_rules(model: Any, program: Program, context: Tensor) -> dict[int, LayerRules]:
     """Return the rules of a program by layer; budgets made of the context [1, T] are read off a cache that saw it."""
     cache = PlanCache(model, program)
-    planned = {index: LayerRules(layer.prefill, layer.decode) for index, layer in cache.planned.items()}
+    planned = {index: (layer.prefill, layer.decode) for index, layer in cache.planned.items()}
     if program.allocation is None:
         return planned
     model(input_ids=context, logits_to_keep=1, **{CACHE: cache})
@@ -165,37 +151,39 @@ def layer_rules(model: Any, program: Program, context: Tensor) -> dict[int, Laye
 
 def _decided(rules: LayerRules, holder: RaggedStore | Decoding | None) -> LayerRules:
     """Return the rules with the budgets that `holder` was given."""
-    if holder is None or isinstance(holder, Decoding) != (rules.decode is not None):
-        raise InternalError("a layer does not hold what its program says")
+    assert holder is not None
     prefill, decode = rules
     if prefill is not None:
-        prefill = _fixed(prefill, holder.entries())
+        entries = holder.entries()
+        prefill = prefill._replace(budgets=lambda _: entries)
     if decode is not None and isinstance(holder, Decoding):
-        decode = _fixed(decode, torch.from_numpy(holder.rule.budgets)[None])
-    return LayerRules(prefill, decode)
-
-
-def _fixed(rule: PhaseRule, budgets: Tensor) -> PhaseRule:
-    return rule._replace(budgets=lambda _: budgets)
+        budgets = torch.from_numpy(holder.rule.budgets)[None]
+        decode = decode._replace(budgets=lambda _: budgets)
+    return prefill, decode
 
 
 def query_losses(layer: FollowedLayer, rules: LayerRules) -> QueryLosses:
     """Measure what the output of one layer loses for the tokens that followed a context, on the CPU."""
-    plan = layer.replay(*rules)
-    logits, weight = layer.logits, layer.output_weight
+    prefill, decode = rules
+    plan = layer.replay(prefill, decode)
+    logits = layer.logits
+    weight = layer.output_weight
     change, evicted = attention_change(
         layer.query, layer.keys, layer.values, plan.shown, logits.scaling, logits.softcap, logits.sinks
     )
-    mass, bounds = evicted.mean(1)[0].cpu(), None
-    if rules.merges:  # both outputs as decoding computes them, in the model's dtype
+    bound = by_head = None
+    merges_prompt = prefill is not None and prefill.policy.merges_prompt
+    if merges_prompt or (decode is not None and decode.policy.merges):
+        # both outputs as decoding computes them, in the model's dtype
         change = layer.full_outputs.float() - plan.outputs.float()
     else:
-        bounds = LossBounds(*(bound[0].cpu() for bound in loss_bounds(evicted, layer.values, weight)))
-    return QueryLosses(output_loss(change, weight)[0].cpu(), mass, bounds)
+        bound, by_head = (each[0].cpu() for each in loss_bounds(evicted, layer.values, weight))
+    return QueryLosses(output_loss(change, weight)[0].cpu(), evicted.mean(1)[0].cpu(), bound, by_head)
 
 
 def _mean(task: str, method: str, layer: int, parts: Sequence[QueryLosses]) -> LayerLoss:
-    bounds = [part.bounds for part in parts if part.bounds is not None]
+    bounds = [part.bound for part in parts if part.bound is not None]
+    by_head = [part.bound_by_head for part in parts if part.bound_by_head is not None]
     return LayerLoss(
         task,
         method,
@@ -203,8 +191,8 @@ def _mean(task: str, method: str, layer: int, parts: Sequence[QueryLosses]) -> L
         queries=sum(len(part.loss) for part in parts),
         loss=_mean_of([part.loss for part in parts]),
         evicted_mass=_mean_of([part.evicted_mass for part in parts]),
-        bound=_mean_of([bound.by_layer for bound in bounds]) if bounds else None,
-        bound_by_head=_mean_of([bound.by_head for bound in bounds]) if bounds else None,
+        bound=_mean_of(bounds) if bounds else None,
+        bound_by_head=_mean_of(by_head) if by_head else None,
     )
 
 

@@ -319,7 +319,7 @@ def _data(options: CalibrateOptions, reporter: Reporter) -> tuple[CalibrationDat
         data = load_calibration_data(options.data or default_data(options.model), options.bare)
         return data.limited(options.questions), None
     tasks = options.find_tasks(options.model, options.split)
-    from kvsearch.calibration.task_data import data_of_tasks
+    from kvsearch.calibration.prompts import data_of_tasks
     from kvsearch.selection.splits import refuse_reported
 
     refuse_reported(tasks)

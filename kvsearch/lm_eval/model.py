@@ -300,9 +300,9 @@ class PlannedLM(LM):  # type: ignore[misc]
         self, batch: Sequence[HarnessText], texts: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[list[tuple[float, bool]]]:
         scored = score(self.loaded.model, self.program, [context.ids for context in batch], texts, self._pad)
-        for context, found in zip(batch, scored, strict=True):
-            self.holdings.append(Holding(context.task, compressible(context.ids), found.entries, context.truncated))
-        return [[(answer.logprob, answer.greedy) for answer in found.likelihoods] for found in scored]
+        for context, (_, entries) in zip(batch, scored, strict=True):
+            self.holdings.append(Holding(context.task, compressible(context.ids), entries, context.truncated))
+        return [likelihoods for likelihoods, _ in scored]
 
 
 @contextmanager

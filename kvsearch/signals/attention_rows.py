@@ -11,7 +11,6 @@ row, which is high for two heads that look at one place each) and CAKE's prefere
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,16 +88,10 @@ def residual_weights(states: Tensor) -> Tensor:
     return weights
 
 
-class Agreement(NamedTuple):
-    """How well two attention outputs agree, per token, [..., K] fp32 each."""
-
-    cosine: Tensor  # 1 where they point the same way
-    error: Tensor  # |full - changed| / |full|, 0 where they are equal
-
-
-def output_agreement(full: Tensor, changed: Tensor) -> Agreement:
+def output_agreement(full: Tensor, changed: Tensor) -> tuple[Tensor, Tensor]:
     """Compare attention outputs [..., K, d_model] after W_O, which broadcast: cosine (Eq. 2) and relative L2 distance.
 
+    Both are per token, [..., K] fp32; the distance is |full - changed| / |full|.
     Outputs are compared before the residual is added: it would make every cosine nearly 1. All is computed in fp32.
     Equal vectors have cosine 1 and error 0 exactly, two zero vectors too. Of one zero vector the cosine is 0; the error
     is 1 whichever of the two is zero, as there is nothing to measure a change of nothing against.
@@ -116,21 +109,7 @@ def output_agreement(full: Tensor, changed: Tensor) -> Agreement:
     cosine = cosine.masked_fill(nothing | gone, 0.0)
     error = torch.where(nothing, 1.0, error)
     equal = (distance == 0) | (nothing & gone)
-    return Agreement(cosine.masked_fill(equal, 1.0), error.masked_fill(equal, 0.0))
-
-
-class AttentionChange(NamedTuple):
-    """What eviction takes from the attention of K queries."""
-
-    outputs: Tensor  # [B, Hq, K, Dv] fp32, A V - Ahat V of every query head
-    evicted: Tensor  # [B, Hq, K] fp32, attention on entries that are hidden
-
-
-class LossBounds(NamedTuple):
-    """Upper bounds of the loss of K queries, [B, K] fp32 each."""
-
-    by_layer: Tensor
-    by_head: Tensor
+    return cosine.masked_fill(equal, 1.0), error.masked_fill(equal, 0.0)
 
 
 def attention_change(
@@ -141,9 +120,10 @@ def attention_change(
     scaling: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> AttentionChange:
-    """Subtract renormalised attention to those `shown` from attention to all; return it with what the others had.
+) -> tuple[Tensor, Tensor]:
+    """Return A V - Ahat V of every query head, [B, Hq, K, Dv], and the attention on hidden entries, [B, Hq, K]; fp32.
 
+    Ahat is the attention to those `shown` alone.
     `query` [B, Hq, K, D] are the last K tokens, `keys` [B, Hkv, N, D] and `values` [B, Hkv, N, Dv] are of all N tokens,
     `shown` [B, Hkv, K, N] bool has what each query attends to, itself at least; what comes after a query is hidden
     anyway. Softmax is fp32, over a few kv heads at a time. The change is exactly 0 where nothing is hidden.
@@ -159,7 +139,7 @@ def attention_change(
         change = torch.where(hidden, attention, -mass * kept)
         outputs.append(change @ values[:, part, None].float())
         evicted.append(mass[..., 0])
-    return AttentionChange(torch.cat(outputs, 1).flatten(1, 2), torch.cat(evicted, 1).flatten(1, 2))
+    return torch.cat(outputs, 1).flatten(1, 2), torch.cat(evicted, 1).flatten(1, 2)
 
 
 def output_loss(change: Tensor, weight: Tensor) -> Tensor:
@@ -171,9 +151,10 @@ def output_loss(change: Tensor, weight: Tensor) -> Tensor:
     return moved.abs().sum(-1)
 
 
-def loss_bounds(evicted: Tensor, values: Tensor, weight: Tensor) -> LossBounds:
+def loss_bounds(evicted: Tensor, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return 2 C sum_h Vmax_h m_h (LAVa Theorem 1), and with each head's own C_h 2 sum_h C_h Vmax_h m_h, which is less.
 
+    Both bound the loss of each query, [B, K] fp32.
     m_h is `evicted` [B, Hq, K], the attention that query head h loses. Vmax_h is the largest L1 norm among the values
     [B, Hkv, N, Dv] that the query sees, the K queries being the last tokens. C_h is the most that W_O, `weight`
     [Hq, Dv, d_model], makes of a unit of L1 norm in head h: the largest L1 norm of a row. C is the largest C_h.
@@ -182,7 +163,7 @@ def loss_bounds(evicted: Tensor, values: Tensor, weight: Tensor) -> LossBounds:
     largest = norms.cummax(-1).values[..., values.shape[2] - evicted.shape[2] :]
     moved = 2 * evicted * largest.repeat_interleave(evicted.shape[1] // largest.shape[1], 1)
     gains = weight.abs().sum(-1).amax(-1)
-    return LossBounds(gains.amax() * moved.sum(1), (gains[:, None] * moved).sum(1))
+    return gains.amax() * moved.sum(1), (gains[:, None] * moved).sum(1)
 
 
 def mean_row(

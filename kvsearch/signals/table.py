@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import require_known
-from kvsearch.plan import Phase, Profile
+from kvsearch.plan import Phase, PolicySpec, Profile
 from kvsearch.plan.profile_arrays import FULL_NLL, MEAN_ENTROPY, TOKENS, SignalAxes
 
 # the array that each measure is computed from
@@ -81,6 +81,11 @@ class SignalTable:
     def patterns(self) -> tuple[str, ...]:
         """Names of the patterns, in the order of the last dimension."""
         return tuple(pattern.name for pattern in self.axes.patterns)
+
+    @property
+    def evicting(self) -> tuple[PolicySpec, ...]:
+        """The patterns but the full cache: those that a layer may take."""
+        return tuple(pattern for pattern in self.axes.patterns if pattern.name != "full")
 
     @property
     def routes(self) -> tuple[str, ...]:

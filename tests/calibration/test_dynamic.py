@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from kvsearch.budgets.adakv import AdaKVAllocation
+from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.dynamic import Allocation
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.calibration.data import CalibrationData
-from kvsearch.calibration.dynamic import decisions, even_budgets, observe_demands
+from kvsearch.calibration.dynamic import decisions, observe_demands
 from kvsearch.calibration.options import STABILITY_RATIOS, DynamicOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.core.errors import IncompatibleError
@@ -94,7 +95,7 @@ def even_program(model: LoadedModel, how: tuple[Policy, Allocation], total: int,
     policy, allocation = how
     layers = tuple(Program.uniform(model.model, policy, lambda _: 1).layers)
     shape = (len(layers), model.fingerprint.kv_heads)
-    table = even_budgets(total, np.full(shape, min(floor, length)), np.full(shape, length))
+    table = Uniform().allocate(np.zeros(shape), total, np.full(shape, min(floor, length)), np.full(shape, length))
     return Program(PhaseProgram(dict.fromkeys(layers, policy), lambda _: table, floor), allocation=allocation)
 
 

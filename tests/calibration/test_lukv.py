@@ -170,7 +170,7 @@ def test_importance_comes_in_the_order_of_the_ranking(model: LoadedModel, data: 
     tokens = torch.cat([tiny.ids_of(pair.question)[:, 1:], tiny.ids_of(pair.answer)[:, 1:]], 1)
     with running(model.model, NAME):
         passed = ImportancePass(model.model, [POLICY], ids)
-        plain, ranks = passed.ask(tokens).importance, passed.ranks()
+        plain, ranks = passed.ask(tokens)[0], passed.ranks()
     ranked = torch.from_numpy(measured(model, data, LAYER)[0].importance)
     last = ids.shape[1] - 1
     order = [last, 0, 1, last - 1, last - 2, last - 3]  # newest, sinks, window
@@ -203,7 +203,7 @@ def test_own_replies_are_what_importance_is_for(model: LoadedModel, data: Calibr
     own = LukvOptions(normalization="none", answer_tokens=5)
     with running(model.model, NAME):
         passed = ImportancePass(model.model, [POLICY], ids)
-        expected = passed.ask(tokens).importance.gather(-1, torch.argsort(passed.ranks(), dim=-1))
+        expected = passed.ask(tokens)[0].gather(-1, torch.argsort(passed.ranks(), dim=-1))
     np.testing.assert_allclose(measured(model, data, own)[0].importance, expected.numpy(), rtol=1e-5, atol=1e-7)
     assert own.settings()["answers"] == "own"
     given = calibrate_lukv(model, data, POLICY, GIVEN)

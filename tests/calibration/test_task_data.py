@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.calibration.prompts import prompts_of, with_own_replies
-from kvsearch.calibration.task_data import data_of_tasks
+from kvsearch.calibration.prompts import data_of_tasks, prompts_of, with_own_replies
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.origin import context_hash

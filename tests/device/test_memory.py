@@ -11,7 +11,7 @@ import torch
 from kvsearch.benchmark import speed
 from kvsearch.benchmark.capacity import require_memory
 from kvsearch.benchmark.speed import Roofline, Workload, cache_kinds, measure, peak_bytes, program_at
-from kvsearch.calibration.polykv.ablations import TextContinuation, needs_of
+from kvsearch.calibration.polykv.layer_sweep import needs_of
 from kvsearch.calibration.polykv.measure import replay_bytes
 from kvsearch.calibration.polykv.tree import Tree
 from kvsearch.core.errors import EnvironmentFault, KvsearchWarning
@@ -118,9 +118,9 @@ def test_replays_take_what_a_calibration_counts_on(together: int, monkeypatch: p
     taken = {}
     with using(model, NAME):
         tree = Tree(model, needs, *prompts.padded(model.device))
-        after = prompts.continuations([TextContinuation(row, 0) for row in range(3)], model.device)
-        with tree.baseline_pass(after.tokens, after.rows) as baseline:
-            layers = [baseline.layers[index].followed for index in what.layers[:together]]
+        after = prompts.continuations([(row, 0) for row in range(3)], model.device)
+        with tree.baseline_pass(after.tokens, after.rows) as continuations:
+            layers = [continuations[index].followed for index in what.layers[:together]]
             for item in what.of_layer:
                 rules = what.rules(item)
                 Replays(layers).under(*rules)  # scores and ranks of the prompts are kept, and counted elsewhere

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.core.errors import IncompatibleError
@@ -18,7 +19,6 @@ from kvsearch.evaluation.headroom import (
     EVEN,
     EVEN_ALLOCATION,
     KNOWN,
-    Importance,
     Replied,
     headroom,
     measure_importance,
@@ -56,9 +56,9 @@ def given(model: LoadedModel, example: Example, task: tiny.Listed = TASK) -> tup
 def importance_of(model: LoadedModel, example: Example) -> np.ndarray:
     with running(model.model, NAME):
         context, asked = given(model, example)
-        importance = measure_importance(ImportancePass(model.model, [], context[None]), asked)
-    assert importance.largest.dtype == torch.float32
-    return (importance.largest * importance.effect[:, None, None]).double().numpy()
+        importance, weights = measure_importance(ImportancePass(model.model, [], context[None]), asked)
+    assert importance.dtype == torch.float32
+    return (importance.amax(0) * weights["effect"][:, None, None]).double().numpy()
 
 
 def test_every_method_but_the_full_cache_holds_the_same(model: LoadedModel) -> None:
@@ -118,7 +118,7 @@ def test_the_importance_of_a_context_is_the_largest_of_its_questions(model: Load
         asked = []
         for query in whole.queries:
             words = f"{query.question} {query.answers[0]}"
-            asked.append(passed.ask(tiny.ids_of(words)[:, 1:]).importance.double().numpy())
+            asked.append(passed.ask(tiny.ids_of(words)[:, 1:])[0].double().numpy())
     for layer in range(len(together)):
         expected = np.maximum(*(values[layer] for values in asked))
         np.testing.assert_allclose(together[layer] / together[layer].max(), expected / expected.max(), rtol=1e-4)
@@ -155,7 +155,7 @@ def test_agnostic_importance_is_of_other_contexts_alone(model: LoadedModel, monk
     measured: list[list[Replied]] = []
     measure = module.measure_importance
 
-    def noted(passed: ImportancePass, asked: list[Replied]) -> Importance:
+    def noted(passed: ImportancePass, asked: list[Replied]) -> tuple[Tensor, dict[str, Tensor]]:
         measured.append(list(asked))
         return measure(passed, asked)
 
@@ -182,7 +182,7 @@ def test_what_is_important_is_so_for_the_reply_that_is_right(
     looked: list[list[Replied]] = []
     measure = module.measure_importance
 
-    def noted(passed: ImportancePass, asked: list[Replied]) -> Importance:
+    def noted(passed: ImportancePass, asked: list[Replied]) -> tuple[Tensor, dict[str, Tensor]]:
         looked.append(asked)
         return measure(passed, asked)
 

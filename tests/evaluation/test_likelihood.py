@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.evaluation.likelihood import Likelihood, ScoredContext, compressible, score
+from kvsearch.evaluation.likelihood import Likelihood, compressible, score
 from kvsearch.models.architecture import describe
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
@@ -55,7 +55,7 @@ def both_phases(model: Any) -> Program:
 
 def scored(
     model: Any, program: Program, contexts: Sequence[Sequence[int]], texts: Sequence[Sequence[Sequence[int]]]
-) -> list[ScoredContext]:
+) -> list[tuple[list[Likelihood], int]]:
     with running(model, NAME):
         return score(model, program, contexts, texts, 0)
 
@@ -65,12 +65,11 @@ def told(logits: Tensor, text: Sequence[int]) -> Likelihood:
     wanted = torch.tensor(text)
     predicted = logits.reshape(-1, logits.shape[-1])[-len(text) :]
     chosen = predicted.log_softmax(-1)[range(len(text)), wanted]
-    return Likelihood(float(chosen.sum()), bool((predicted.argmax(-1) == wanted).all()))
+    return float(chosen.sum()), bool((predicted.argmax(-1) == wanted).all())
 
 
 def assert_same(found: Likelihood, expected: Likelihood) -> None:
-    assert found.logprob == pytest.approx(expected.logprob, abs=CLOSE)
-    assert found.greedy == expected.greedy
+    assert found == (pytest.approx(expected[0], abs=CLOSE), expected[1])
 
 
 @pytest.mark.parametrize(("length", "count"), [(1, 0), (2, 1), (9, 8)])
@@ -82,17 +81,17 @@ def test_a_model_that_knows_nothing() -> None:
     """Each token is as likely as any other of the 97; greedy decoding takes the first of equals."""
     model = build("llama", tie_word_embeddings=False)
     torch.nn.init.zeros_(model.lm_head.weight)
-    found = scored(model, third(model), [ids(20, 0)], [[(5,), (5, 6, 7), (0, 0)]])[0].likelihoods
-    assert [answer.logprob for answer in found] == pytest.approx([-n * math.log(97) for n in (1, 3, 2)], rel=1e-6)
-    assert [answer.greedy for answer in found] == [False, False, True]
+    ((found, _),) = scored(model, third(model), [ids(20, 0)], [[(5,), (5, 6, 7), (0, 0)]])
+    assert [logprob for logprob, _ in found] == pytest.approx([-n * math.log(97) for n in (1, 3, 2)], rel=1e-6)
+    assert [is_greedy for _, is_greedy in found] == [False, False, True]
 
 
 @families
 def test_a_full_cache_agrees_with_one_dense_pass(family: str) -> None:
     model = build(family)
     found = scored(model, full_cache(model), CONTEXTS, TEXTS)
-    for context, texts, answers in zip(CONTEXTS, TEXTS, found, strict=True):
-        for text, answer in zip(texts, answers.likelihoods, strict=True):
+    for context, texts, (answers, _) in zip(CONTEXTS, TEXTS, found, strict=True):
+        for text, answer in zip(texts, answers, strict=True):
             with torch.no_grad():
                 logits = model(torch.tensor([[*context, *text[:-1]]])).logits
             assert_same(answer, told(logits[0], text))
@@ -102,11 +101,11 @@ def test_a_full_cache_agrees_with_one_dense_pass(family: str) -> None:
 def test_a_batch_scores_as_its_contexts_do_alone(family: str, program: Callable[[Any], Program]) -> None:
     model = build(family)
     together = scored(model, program(model), CONTEXTS, TEXTS)
-    for context, texts, answers in zip(CONTEXTS, TEXTS, together, strict=True):
-        for text, answer in zip(texts, answers.likelihoods, strict=True):
-            alone = scored(model, program(model), [context], [[text]])[0]
-            assert_same(answer, alone.likelihoods[0])
-            assert answers.entries == alone.entries
+    for context, texts, (answers, entries) in zip(CONTEXTS, TEXTS, together, strict=True):
+        for text, answer in zip(texts, answers, strict=True):
+            (((alone,), held),) = scored(model, program(model), [context], [[text]])
+            assert_same(answer, alone)
+            assert entries == held
 
 
 @every_value(family=["llama", "gemma2", "gemma3"], program=[third, both_phases])
@@ -118,7 +117,8 @@ def test_texts_are_scored_as_if_fed_token_by_token(family: str, program: Callabl
         later = one_by_one(torch.tensor([[context[-1], *text[:-1]]]))
         logits = feed(model, cache, [(lead, torch.ones_like(lead)), *later])
     expected = told(torch.cat(logits[1:], 1), text)
-    assert_same(scored(model, program(model), [context], [[text]])[0].likelihoods[0], expected)
+    (((answer,), _),) = scored(model, program(model), [context], [[text]])
+    assert_same(answer, expected)
 
 
 @families
@@ -128,15 +128,15 @@ def test_every_token_is_predicted_without_what_is_evicted(family: str) -> None:
     context, texts = CONTEXTS[0], [TEXTS[0][1], TEXTS[0][2]]
     lead = torch.tensor([context[:-1]])
     eviction = random_eviction(model, torch.ones_like(lead))
-    found = scored(model, eviction.program, [context], [texts])[0]
-    everything = scored(model, full_cache(model), [context], [texts])[0]
-    for text, answer, full in zip(texts, found.likelihoods, everything.likelihoods, strict=True):
+    ((found, held),) = scored(model, eviction.program, [context], [texts])
+    ((everything, most),) = scored(model, full_cache(model), [context], [texts])
+    for text, answer, full in zip(texts, found, everything, strict=True):
         later = torch.tensor([[context[-1], *text[:-1]]])
         with reference(model, eviction.kept) as cache:
             logits = feed(model, cache, [(lead, torch.ones_like(lead)), (later, torch.ones_like(later))])
         assert_same(answer, told(logits[1], text))
-        assert abs(answer.logprob - full.logprob) > 10 * CLOSE
-    assert found.entries == sum(int(kept.sum()) for kept in eviction.kept.values()) < everything.entries
+        assert abs(answer[0] - full[0]) > 10 * CLOSE
+    assert held == sum(int(kept.sum()) for kept in eviction.kept.values()) < most
 
 
 def test_a_context_is_read_once_and_texts_with_one_beginning_too() -> None:
@@ -144,9 +144,9 @@ def test_a_context_is_read_once_and_texts_with_one_beginning_too() -> None:
     fed: list[int] = []
     model.register_forward_pre_hook(lambda _, __, given: fed.append(given["input_ids"].shape[1]), with_kwargs=True)
     letters = [(token,) for token in (7, 8, 9, 10)]
-    answers = scored(model, third(model), [ids(30, 0)], [letters])[0].likelihoods
+    ((answers, _),) = scored(model, third(model), [ids(30, 0)], [letters])
     assert fed == [29, 1]
-    assert len({answer.logprob for answer in answers}) == len(letters)
+    assert len({logprob for logprob, _ in answers}) == len(letters)
     fed.clear()
     scored(model, third(model), [ids(1, 0)], [letters])
     assert fed == [1]

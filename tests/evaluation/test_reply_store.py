@@ -23,7 +23,7 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.runs.identity import CONFIG, LEDGER, SCHEMA
 from kvsearch.runs.run import run_in
 from kvsearch.strategies.compared import sweep
-from kvsearch.strategies.method_list import find_methods
+from kvsearch.strategies.methods import find_methods
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import Reading, encode_tasks
 from tests import tiny

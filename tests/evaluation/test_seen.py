@@ -11,7 +11,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Size
 from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
 from kvsearch.strategies.compared import sweep, with_baselines
-from kvsearch.strategies.method_list import find_methods
+from kvsearch.strategies.methods import find_methods
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
 from tests.evaluation.results import json_of, tables_of

@@ -11,8 +11,7 @@ from kvsearch.evaluation.compare import Settings, Split, prepare
 from kvsearch.evaluation.reply_store import open_stage
 from kvsearch.runs.identity import CONFIG, LEDGER, RunConfig
 from kvsearch.strategies.compared import sweep
-from kvsearch.strategies.method_list import find_methods
-from kvsearch.strategies.methods import Size
+from kvsearch.strategies.methods import Size, find_methods
 from tests import tiny
 from tests.runs.sealing import sealed
 

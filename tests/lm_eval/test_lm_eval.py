@@ -188,9 +188,9 @@ def test_likelihoods_are_those_on_the_compressed_context(model: LoadedModel) -> 
     context = model.tokenizer(text)["input_ids"]
     answers = [model.tokenizer(item.args[1], add_special_tokens=False)["input_ids"] for item in asked]
     with running(model.model):
-        expected = score(model.model, program(model), [context], [answers], 0)[0]
-    assert got == [tuple(answer) for answer in expected.likelihoods]
-    assert [holding.entries for holding in lm.holdings] == [expected.entries]
+        ((expected, entries),) = score(model.model, program(model), [context], [answers], 0)
+    assert got == expected
+    assert [holding.entries for holding in lm.holdings] == [entries]
     everything = PlannedLM(model, full_cache(model.model)).loglikelihood(asked)
     assert all(abs(one[0] - other[0]) > 10 * CLOSE for one, other in zip(got, everything, strict=True))
 

@@ -8,7 +8,7 @@ profile later, without running the model again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -19,16 +19,17 @@ import torch
 from numpy.typing import NDArray
 
 from kvsearch.calibration.methods import Calibration
-from kvsearch.calibration.polykv.ablations import (
+from kvsearch.calibration.polykv.layer_sweep import (
     ROWS,
     Ablations,
+    AtOnce,
+    LayerSweep,
     PromptBatch,
     TextContinuation,
     batches_of,
     entropy_needs,
     needs_of,
 )
-from kvsearch.calibration.polykv.layer_sweep import AtOnce, LayerSweep
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
@@ -38,7 +39,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import default_memory
 from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
-from kvsearch.plan.profile_arrays import CONTEXT, LENGTH, MEAN_ENTROPY, TOKENS, SignalAxes
+from kvsearch.plan.profile_arrays import CONTEXT, LENGTH, MEAN_ENTROPY, TOKENS, Arrays, SignalAxes
 from kvsearch.policies import Policy
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.cache import check_rotary
@@ -54,7 +55,6 @@ REPLAY_TABLES = 4  # of attention logits of one token: logits, masked ones, weig
 PATTERN_BYTES = 17  # of scores and ranks, for every entry of a prompt; the mean over the paper's patterns
 STATE_BYTES = 80  # of an entry while it is replayed: positions, order, and what decode rules remember
 
-Arrays = Mapping[str, NDArray[Any]]
 RANKED = 3.0  # times that passes take as long under all patterns: benchmarks/said_and_taken.py, on a CPU
 Pass = tuple[PromptBatch, Sequence[TextContinuation]]
 
@@ -208,7 +208,7 @@ def _measure_batch(
             read = batch.repeated(samples)
             arrays: dict[str, NDArray[Any]] = {
                 PROMPT: np.array(read.places, dtype=np.int32),
-                QUESTION: np.array([sample.number for sample in samples], dtype=np.int32),
+                QUESTION: np.array([number for _, number in samples], dtype=np.int32),
                 CONTEXT: np.array([prompt.text for prompt in read.prompts], dtype=np.int32),
                 LENGTH: np.array([prompt.length for prompt in read.prompts], dtype=np.int32),
                 TOKENS: continuations.predicting.sum(-1).cpu().numpy().astype(np.int32),
@@ -265,7 +265,7 @@ def choose_at_once(
     layers = max(1, min(all_layers, 1 + free // 2 // layer))
     all_groups = ablations * len(shape.full_layers) if "ppl" in options.signals else 1
     groups = max(1, min(all_groups, 1 + (free - (layers - 1) * layer) // group))
-    return AtOnce(groups, layers)
+    return groups, layers
 
 
 def replay_bytes(shape: Architecture, item: int, length: int, count: int, ablations: int) -> int:

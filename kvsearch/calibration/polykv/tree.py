@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -165,18 +164,11 @@ def _attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, logits
     return weights.reshape(batch, heads, -1, keys.shape[2]).to(values.dtype) @ values
 
 
-@dataclass(frozen=True, eq=False)
-class BaselinePass:
-    """What entered every layer and the final norm under the full cache, [M, K, d_model] each, and its arguments."""
-
-    entering: list[Tensor]
-    arguments: list[dict[str, Any]]
-    leaving: Tensor
-    layers: Mapping[int, FollowedLayer]
-
-
 class Tree(DensePass[Observation]):
     """A batch of contexts under the full cache, and sweeps over the tokens that follow.
+
+    Of the last pass over these under the full cache it has what was `entering` every layer, with its `arguments`, and
+    `leaving` for the final norm, [M, K, d_model] each.
 
     Args:
         model: a model whose attention implementation is "kvsearch".
@@ -198,27 +190,31 @@ class Tree(DensePass[Observation]):
         every = {index: needs.get(index, ()) for index in range(len(modules))}
         super().__init__(model, every, lambda prompt: prompt, prompts, mask)
         self.modules = modules
+        self.entering: list[Tensor] = []
+        self.arguments: list[dict[str, Any]] = []
+        self.leaving = torch.zeros(0)
         self.top: Any = decoder(model).norm
 
     @contextmanager
-    def baseline_pass(self, tokens: Tensor, rows: Tensor | None = None) -> Iterator[BaselinePass]:
-        """Teacher-force `tokens` [M, K] after contexts; sweeps over them are possible until this ends.
+    def baseline_pass(self, tokens: Tensor, rows: Tensor) -> Iterator[dict[int, FollowedLayer]]:
+        """Teacher-force `tokens` [M, K] after contexts, and yield what that is in each layer.
 
-        `rows` [M], on the host, says which context each row of tokens follows; None: one each, in order.
+        Sweeps over them are possible until this ends.
+
+        `rows` [M], on the host, says which context each row of tokens follows.
 
         Raises:
             IncompatibleError: the model makes its logits in a way that is not known here.
         """
-        entering: list[Tensor] = []
-        arguments: list[dict[str, Any]] = []
-        leaving: list[Tensor] = []
+        self.entering = []
+        self.arguments = []
 
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            entering.append(args[0] if args else kwargs["hidden_states"])
-            arguments.append({name: value for name, value in kwargs.items() if name != "hidden_states"})
+            self.entering.append(args[0] if args else kwargs["hidden_states"])
+            self.arguments.append({name: value for name, value in kwargs.items() if name != "hidden_states"})
 
         def note_last(_: nn.Module, args: tuple[Any, ...]) -> None:
-            leaving.append(args[0])
+            self.leaving = args[0]
 
         hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in self.modules]
         hooks.append(self.top.register_forward_pre_hook(note_last))
@@ -228,35 +224,28 @@ class Tree(DensePass[Observation]):
             finally:
                 for hook in hooks:
                     hook.remove()
-            layers = {layer.index: layer for layer in self.continuations()}
-            baseline = BaselinePass(entering, arguments, leaving[0], layers)
-            self._check_head(baseline, output.logits[:, -1])
-            yield baseline
+            self._check_head(output.logits[:, -1])
+            yield {layer.index: layer for layer in self.continuations()}
 
     @torch.no_grad()
     def sweep(
-        self,
-        baseline: BaselinePass,
-        ablated: Mapping[int, Sequence[Item]],
-        outputs: Callable[[int, Sequence[Item]], list[Tensor]],
+        self, ablated: Mapping[int, Sequence[Item]], outputs: Callable[[int, Sequence[Item]], list[Tensor]]
     ) -> Tensor:
         """Return what enters the final norm of every ablation, [groups, M, K, d_model], in the order of `ablated`.
 
         `ablated` has the ablations of each layer, ascending; `outputs(layer, items)` are the attention outputs
         [M, Hq, K, Dv] of that layer under some of them, computed when the sweep gets there.
         """
-        batch = baseline.leaving.shape[0]
-        hidden = baseline.leaving[:0]
+        batch = self.leaving.shape[0]
+        hidden = self.leaving[:0]
         for index in range(min(ablated), len(self.modules)):
             made = outputs(index, some) if (some := ablated.get(index, ())) else []
-            branches = baseline.entering[index]
+            branches = self.entering[index]
             hidden = torch.cat([hidden.to(branches.device), branches.repeat(len(made), 1, 1)])
             layer: TreeLayer = self.cache.layers[index]
             layer.branching = made
             try:
-                result = self.modules[index](
-                    hidden, **_repeated(baseline.arguments[index], batch, len(hidden) // batch)
-                )
+                result = self.modules[index](hidden, **_repeated(self.arguments[index], batch, len(hidden) // batch))
             finally:
                 layer.branching = None
             hidden = result[0] if isinstance(result, tuple) else result
@@ -269,8 +258,8 @@ class Tree(DensePass[Observation]):
         cap = getattr(text_config(self.model), "final_logit_softcapping", None)
         return made if cap is None else cap * torch.tanh(made / cap)
 
-    def _check_head(self, baseline: BaselinePass, expected: Tensor) -> None:
-        made = self.logits(baseline.leaving[:, -1])
+    def _check_head(self, expected: Tensor) -> None:
+        made = self.logits(self.leaving[:, -1])
         expected = expected.float().to(made.device)
         apart = (made - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
         if not bool(apart <= TOLERANCE) and bool(expected.isfinite().all()):

@@ -19,9 +19,16 @@ import torch
 from torch import Tensor
 
 from kvsearch.calibration.options import CANDIDATES, TARGETS, QueryBankOptions
-from kvsearch.calibration.probe.context_pass import ContextPass, QuestionBuilder
+from kvsearch.calibration.probe.context_pass import (
+    ContextPass,
+    QuestionBuilder,
+    by_policy,
+    prefers_spread,
+    recalls,
+    reported,
+    spread_where,
+)
 from kvsearch.calibration.probe.contexts import FitContexts, RankingCalibration
-from kvsearch.calibration.probe.rankings import by_policy, prefers_spread, recalls, reported, spread_where
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError
@@ -67,22 +74,21 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
 
     @torch.no_grad()
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
-        contexts = FitContexts.of(self, prompts, self.steps, progress)
+        contexts = FitContexts.of(self, prompts, progress)
         bank = _chosen(contexts, self.options)
         policies = [bank.policy(contexts), *self.policies]
-        judged = reported(by_policy(0), partial(contexts.read, contexts.parts.report, policies=policies), first=1)
+        judged = reported(by_policy(0), partial(contexts.read, contexts.report, policies=policies), first=1)
         arrays = {**bank.arrays, **judged}
         return contexts.profile(METHOD, arrays, {"chosen_by": bank.how}, bank.even, bank.unseen)
 
 
 def _chosen(contexts: FitContexts, options: QueryBankOptions) -> Bank:
     """Return a bank of queries that are asked of the contexts to fit on, by what is best on those to choose on."""
-    parts = contexts.parts
     random = torch.Generator().manual_seed(options.seed)
-    share = -(-CANDIDATES // len(parts.fit))
-    places = {prompt.context: places_asked(prompt, contexts.builder, share, random) for prompt in parts.fit}
+    share = -(-CANDIDATES // len(contexts.fit))
+    places = {prompt.context: places_asked(prompt, contexts.builder, share, random) for prompt in contexts.fit}
     read = contexts.read(
-        parts.fit, lambda context_pass: {QUERIES: queries_asked(context_pass, places[context_pass.prompt.context])}
+        contexts.fit, lambda context_pass: {QUERIES: queries_asked(context_pass, places[context_pass.prompt.context])}
     )
     asked = torch.from_numpy(np.concatenate([arrays[QUERIES] for arrays in read], 3))  # [L, Hkv, G, M, D]
     none = torch.zeros(asked.shape[:2], dtype=torch.bool)
@@ -95,10 +101,10 @@ def _chosen(contexts: FitContexts, options: QueryBankOptions) -> Bank:
         gain = recalls(scores, context_pass).mean(1)
         return {"gain": gain, "unseen": (context_pass.largest == 0).all(-1)}
 
-    found = list(contexts.read(parts.choose, measure, policies))
+    found = list(contexts.read(contexts.choose, measure, policies))
     best = int(np.mean([arrays["gain"] for arrays in found], axis=0).mean((1, 2)).argmax())
     unseen = torch.from_numpy(np.all([arrays["unseen"] for arrays in found], axis=0))
-    again = partial(contexts.read, parts.choose, policies=[policies[best]])
+    again = partial(contexts.read, contexts.choose, policies=[policies[best]])
     even = prefers_spread(spread_where(unseen, by_policy(0)), again) | unseen
     return tried[best]._replace(even=even, unseen=unseen)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,10 +15,8 @@ from torch import Tensor
 from kvsearch.calibration.lukv import reply_work
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import COMPARED, RankingOptions
-from kvsearch.calibration.probe.context_pass import BUDGETS, ContextPass, QuestionBuilder
-from kvsearch.calibration.probe.rankings import Measure
+from kvsearch.calibration.probe.context_pass import BUDGETS, ContextPass, Measure, QuestionBuilder
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of, with_own_replies
-from kvsearch.calibration.steps import StepCache
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
 from kvsearch.core.progress import Progress, counted
@@ -26,6 +24,7 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work
 from kvsearch.plan import PolicySpec, Profile
+from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.fitted import VERSION, WRITTEN_FOR
 from kvsearch.policies.probe import SINKS
@@ -34,25 +33,16 @@ from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.replay.forced_answers import TOGETHER
 from kvsearch.tasks.splits import group_by_text
 
-if TYPE_CHECKING:
-    from kvsearch.calibration.steps import Arrays
-
 LEAST_CONTEXTS = 3
 MOST_JUDGED = 32  # contexts to choose on, and to report on
 RANKED = 1.6  # times that passes take as long with features and rankings: benchmarks/said_and_taken.py, on a CPU
 TIMES = 3  # that contexts to choose on are read: for what ranks best, for the spread, and for that in all heads
 
 
-class ContextSplit(NamedTuple):
-    """The contexts to fit on, to choose on and to report on."""
+def split(prompts: Sequence[CalibrationPrompt], seed: int) -> tuple[list[CalibrationPrompt], ...]:
+    """Return the contexts to fit on, to choose on and to report on.
 
-    fit: list[CalibrationPrompt]
-    choose: list[CalibrationPrompt]
-    report: list[CalibrationPrompt]
-
-
-def split(prompts: Sequence[CalibrationPrompt], seed: int) -> ContextSplit:
-    """Share out texts: a fifth to choose on, a fifth to report on, at most `MOST_JUDGED` each, others to fit on.
+    A fifth of the texts is to choose on, a fifth to report on, at most `MOST_JUDGED` each.
 
     Raises:
         UsageError: there are fewer than three.
@@ -66,7 +56,7 @@ def split(prompts: Sequence[CalibrationPrompt], seed: int) -> ContextSplit:
     shuffled = random.Random(seed).sample(texts, len(texts))
     size = min(max(1, len(texts) // 5), MOST_JUDGED)
     parts = shuffled[2 * size :], shuffled[:size], shuffled[size : 2 * size]
-    return ContextSplit(*([prompts[number] for text in part for number in text] for part in parts))
+    return tuple([prompts[number] for text in part for number in text] for part in parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +67,9 @@ class FitContexts:
     builder: QuestionBuilder
     prompts: Sequence[CalibrationPrompt]
     given: Mapping[int, CalibrationPrompt]  # with the right answers, by context
-    parts: ContextSplit
-    steps: StepCache
+    fit: Sequence[CalibrationPrompt]
+    choose: Sequence[CalibrationPrompt]
+    report: Sequence[CalibrationPrompt]
     ticks: Iterator[int]
 
     @classmethod
@@ -86,25 +77,24 @@ class FitContexts:
         cls,
         calibration: RankingCalibration[Any],
         prompts: Sequence[CalibrationPrompt],
-        steps: StepCache,
         progress: Progress | None,
     ) -> FitContexts:
         """Share out the contexts, with own replies if options say so.
 
         Raises:
-            UsageError: what is in `steps` is damaged, or of another fit.
+            UsageError: a finished step is damaged, or of another fit.
         """
         options = calibration.options
         builder = calibration.builder(prompts)
         given = {prompt.context: prompt for prompt in prompts}
         if options.answers == "own" and "answers" in builder.targets:
             together = [prompts[first : first + TOGETHER] for first in range(0, len(prompts), TOGETHER)]
-            prompts = with_own_replies(calibration.loaded, together, options.answer_tokens, steps)
-        parts = split(prompts, options.seed)
-        passes = len(parts.fit) + TIMES * len(parts.choose) + len(parts.report)  # about
+            prompts = with_own_replies(calibration.loaded, together, options.answer_tokens, calibration.steps)
+        fit, choose, report = split(prompts, options.seed)
+        passes = len(fit) + TIMES * len(choose) + len(report)  # about
         ticks = counted(iter(range(passes)), passes, progress)
         next(ticks, None)  # the next one tells that the first is done
-        return cls(calibration, builder, prompts, given, parts, steps, ticks)
+        return cls(calibration, builder, prompts, given, fit, choose, report, ticks)
 
     def read(
         self, prompts: Sequence[CalibrationPrompt], measure: Measure, policies: Sequence[Policy] = ()
@@ -116,7 +106,7 @@ class FitContexts:
         def make(some: Sequence[CalibrationPrompt]) -> Iterator[Arrays]:
             return self.calibration.loaded.map(work, [(prompt, self.given[prompt.context]) for prompt in some])
 
-        for arrays in self.steps.stage(prompts, make):
+        for arrays in self.calibration.steps.stage(prompts, make):
             yield arrays
             next(self.ticks, None)
 
@@ -129,11 +119,12 @@ class FitContexts:
         """
         options = self.calibration.options
         layers = describe(self.calibration.loaded.model).full_layers
+        parts = (self.fit, self.choose, self.report)
         common = {
             "data": self.calibration.data.name, **options.settings(), WRITTEN_FOR: VERSION,
             "rankings": (method, *COMPARED), "targets": self.builder.targets,
             "without_questions": sum(not prompt.continuations for prompt in self.prompts), "at": BUDGETS,
-            "contexts": tuple(map(len, self.parts)), "spread_heads": int((even & ~unseen).sum()),
+            "contexts": tuple(map(len, parts)), "spread_heads": int((even & ~unseen).sum()),
             "unseen_heads": tuple(f"{layers[row]}.{head}" for row, head in unseen.nonzero().tolist()),
         }  # fmt: skip
         lengths = [prompt.length for prompt in self.prompts]
@@ -182,14 +173,14 @@ class RankingCalibration(Calibration[AnyRanking]):
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
         """Return the passes over contexts and over what is asked of them, and own replies."""
         builder = self.builder(prompts)
-        parts = split(prompts, self.options.seed)
+        fit, choose, report = split(prompts, self.options.seed)
         work = Work()
         if "answers" in builder.targets:
             work += reply_work(prompts, self.options)
         readings = (  # contexts, passes over each, and times that what is asked of them is read
-            (parts.fit, 1, 1),
-            (parts.choose, TIMES, 1 + 2 * len(BUDGETS)),  # replies under the full cache and two rankings
-            (parts.report, 1, 2 + (len(COMPARED) + 1) * len(BUDGETS)),
+            (fit, 1, 1),
+            (choose, TIMES, 1 + 2 * len(BUDGETS)),  # replies under the full cache and two rankings
+            (report, 1, 2 + (len(COMPARED) + 1) * len(BUDGETS)),
         )
         for some, passes, times in readings:
             for prompt in some:

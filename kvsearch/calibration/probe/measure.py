@@ -5,7 +5,8 @@ the largest over all that is asked of a context: the questions, and the context 
 question asks for is worth something, too (KVzip, arXiv 2505.23416).
 
 A head gets the fit that recalls most importance, or an even spread over its entries where that moves its output less,
-see `rankings`. A head whose context nothing looks at has nothing to fit: it is ranked by the spread, below all others.
+see `prefers_spread`. A head whose context nothing looks at has nothing to fit: it is ranked by the spread, below all
+others.
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kvsearch.calibration.options import ProbeOptions
-from kvsearch.calibration.probe.context_pass import ContextPass
+from kvsearch.calibration.probe.context_pass import ContextPass, Measured, prefers_spread, recalls, reported
 from kvsearch.calibration.probe.contexts import FitContexts, RankingCalibration
-from kvsearch.calibration.probe.rankings import Measured, prefers_spread, recalls, reported
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.calibration.steps import StepCache
 from kvsearch.core.progress import Progress
@@ -30,10 +30,8 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
+from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies.probe import METHOD, SINKS, SPREAD, Coefficients, Weights, columns_of
-
-if TYPE_CHECKING:
-    from kvsearch.calibration.steps import Arrays
 
 RIDGE = (1e-4, 1e-2, 1.0)  # strengths that are tried
 STRONG = (1.0,)  # with few contexts
@@ -46,6 +44,7 @@ ROUNDOFF = 1e-6
 UNSEEN = -30.0  # log importance where nothing was looked at: below all others, and still told apart as exp of it
 FLOOR = 1e-3  # of a head's largest importance: what lies below is not told apart
 
+LayerFits = list[list[Coefficients]]  # by layer and candidate
 LayerSample = tuple[Tensor, Tensor, Tensor]  # features [Hkv, N, F], targets [Hkv, N], unseen heads [Hkv]
 FEW = 4  # contexts to fit on, below which there is strong shrinkage alone
 FITTED = 9  # passes that a step of the network takes as long as, in all layers: benchmarks/said_and_taken.py, on a CPU
@@ -67,30 +66,34 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
     @torch.no_grad()
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         options = self.options
-        contexts = FitContexts.of(self, prompts, self.steps, progress)
-        parts = contexts.parts
-        places = draw_places(parts.fit, options)
-        samples = list(contexts.read(parts.fit, partial(sample_entries, places=places)))
-        few = len(parts.fit) < FEW
-        fitted = fit_candidates(self.loaded, samples, options, few, self.steps)
+        contexts = FitContexts.of(self, prompts, progress)
+        places = draw_places(contexts.fit, options)
+        samples = list(contexts.read(contexts.fit, partial(sample_entries, places=places)))
+        few = len(contexts.fit) < FEW
+        fits, unseen = fit_candidates(self.loaded, samples, options, few, self.steps)
         layers = describe(self.loaded.model).full_layers
-        weights, spread = _chosen(fitted, partial(contexts.read, parts.choose), options, layers)
-        judged = reported(partial(scores_of, weights), partial(contexts.read, parts.report, policies=self.policies))
+        weights, spread = _chosen(fits, unseen, partial(contexts.read, contexts.choose), options, layers)
+        read = partial(contexts.read, contexts.report, policies=self.policies)
+        judged = reported(partial(scores_of, weights), read)
         settings = {"features": options.looked_at, "few_contexts": few}
         arrays = {name: array.numpy() for name, array in weights.arrays._asdict().items()}
-        return contexts.profile(METHOD, {**arrays, **judged}, settings, spread | fitted.unseen, fitted.unseen)
+        return contexts.profile(METHOD, {**arrays, **judged}, settings, spread | unseen, unseen)
 
 
 def _chosen(
-    fitted: CandidateFits, read: Measured, options: ProbeOptions, layers: tuple[int, ...]
+    fits: LayerFits, unseen: Tensor, read: Measured, options: ProbeOptions, layers: tuple[int, ...]
 ) -> tuple[Weights, Tensor]:
     """Return the weights of what is best of every head on contexts to choose on, and where that is the spread."""
+    width = max(fit.output.shape[-1] for forms in fits for fit in forms)
 
     def weights(chosen: Tensor) -> Weights:
-        return fitted.weights(options.looked_at, layers, chosen)
+        """Return the weights of the candidates `chosen` [L, Hkv]."""
+        picked = [mixed(forms, row, width) for forms, row in zip(fits, chosen, strict=True)]
+        coefficients = Coefficients(*(torch.stack(parts) for parts in zip(*picked, strict=True)))
+        return Weights(options.looked_at, layers, coefficients)
 
-    last = len(fitted.fits[0]) - 1  # behind the regressions the spread
-    tried = [weights(torch.full(fitted.unseen.shape, number)) for number in range(max(1, last))]
+    last = len(fits[0]) - 1  # behind the regressions the spread
+    tried = [weights(torch.full(unseen.shape, number)) for number in range(max(1, last))]
 
     def gains(context_pass: ContextPass) -> dict[str, Tensor]:
         scores = [scores_of(candidate, context_pass) for candidate in tried]
@@ -110,22 +113,6 @@ def scores_of(weights: Weights, context_pass: ContextPass) -> Tensor:
 
 
 # --- entries to fit on ----------------------------------------------------------------------------------------------
-
-
-class CandidateFits(NamedTuple):
-    """What was tried in every layer, all standardised alike; the last candidate is the even spread.
-
-    A head with no importance in any context has it under every candidate.
-    """
-
-    fits: list[list[Coefficients]]  # by layer and candidate
-    unseen: Tensor  # whether a head has no importance, [L, Hkv]
-
-    def weights(self, features: tuple[str, ...], layers: tuple[int, ...], chosen: Tensor) -> Weights:
-        """Return the weights of the candidates `chosen` [L, Hkv]."""
-        width = max(fit.output.shape[-1] for forms in self.fits for fit in forms)
-        picked = [mixed(forms, row, width) for forms, row in zip(self.fits, chosen, strict=True)]
-        return Weights(features, layers, Coefficients(*(torch.stack(parts) for parts in zip(*picked, strict=True))))
 
 
 def draw_places(prompts: Sequence[CalibrationPrompt], options: ProbeOptions) -> dict[int, Tensor]:
@@ -165,8 +152,11 @@ class LayerSamples(Sequence[LayerSample]):
 
 def fit_candidates(
     loaded: LoadedModel, samples: Sequence[Arrays], options: ProbeOptions, few: bool, steps: StepCache
-) -> CandidateFits:
+) -> tuple[LayerFits, Tensor]:
     """Fit every candidate in every layer: regressions, a network if options say so, and last an even spread.
+
+    Beside the fits, all standardised alike, it is returned which heads have no importance in any context, [L, Hkv]:
+    these have the even spread under every candidate.
 
     Regressions are tried on all features, and on those that are an entry's own alone. With `few` contexts there is
     strong shrinkage only, and no network.
@@ -183,7 +173,7 @@ def fit_candidates(
     for made in steps.stage(range(len(worth)), make):
         numbers = range(len(made) // len(names))
         fits.append([Coefficients(*(torch.from_numpy(made[f"{n}.{name}"]) for name in names)) for n in numbers])
-    return CandidateFits(fits, unseen)
+    return fits, unseen
 
 
 def _fit_layer(loaded: LoadedModel, sample: LayerSample, options: ProbeOptions, few: bool) -> Arrays:

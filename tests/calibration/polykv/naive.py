@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsearch.calibration.polykv.ablations import Ablation, AblationResults, Ablations, ContinuationBatch
+from kvsearch.calibration.polykv.layer_sweep import Ablation, AblationResults, Ablations, ContinuationBatch
 from kvsearch.models.architecture import attention_modules
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.stock import CACHE
-from kvsearch.signals.attention_rows import Agreement, output_agreement
+from kvsearch.signals.attention_rows import output_agreement
 
 
 @torch.no_grad()
@@ -67,7 +67,6 @@ def measure_naively(
         for item in tried.of_layer:
             logits, outputs = run(ablate(layer, item), layer)
             agreement = output_agreement(full[layer], outputs[layer])
-            means = Agreement(*(after.mean_over_tokens(values)[None] for values in agreement))
-            results.note_outputs(row, [item], means)
+            results.note_outputs(row, [item], [after.mean_over_tokens(values)[None] for values in agreement])
             results.note_losses([(row, item)], after.losses(logits)[None])
     return results

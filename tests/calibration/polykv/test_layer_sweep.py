@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvsearch.calibration.polykv.ablations import (
+from kvsearch.calibration.polykv.layer_sweep import (
     ROWS,
     AblationResults,
     Ablations,
+    AtOnce,
     ContinuationBatch,
+    LayerSweep,
     PromptBatch,
     TextContinuation,
     batches_of,
 )
-from kvsearch.calibration.polykv.layer_sweep import AtOnce, LayerSweep
 from kvsearch.calibration.polykv.tree import shared_attention
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
 from kvsearch.core.errors import IncompatibleError
@@ -67,21 +68,17 @@ def tried(model: Any, policies: tuple[Policy, ...], *budgets: int) -> Ablations:
     return Ablations(policies, budgets, ("prefill", "decode"), shape.full_layers, shape.kv_heads)
 
 
-ALL = AtOnce(groups=10**6, layers=10**6)
+ALL = (10**6, 10**6)
 
 
 def samples_of(prompts: PromptBatch) -> list[TextContinuation]:
     """All continuations of prompts."""
-    return [
-        TextContinuation(row, number)
-        for row, one in enumerate(prompts.prompts)
-        for number in range(len(one.continuations))
-    ]
+    return [(row, number) for row, one in enumerate(prompts.prompts) for number in range(len(one.continuations))]
 
 
 def first_of(prompts: PromptBatch) -> ContinuationBatch:
     """The first continuation of every prompt."""
-    return prompts.continuations([one for one in samples_of(prompts) if one.number == 0], CPU)
+    return prompts.continuations([one for one in samples_of(prompts) if one[1] == 0], CPU)
 
 
 def both(
@@ -122,7 +119,7 @@ def test_all_patterns_agree_with_the_naive_procedure(family: str) -> None:
     assert_same(swept, naive)
 
 
-@pytest.mark.parametrize("at_once", [AtOnce(1, 1), AtOnce(5, 2), AtOnce(7, 3)])
+@pytest.mark.parametrize("at_once", [(1, 1), (5, 2), (7, 3)])
 def test_a_sweep_in_chunks_measures_the_same(at_once: AtOnce) -> None:
     model = build("llama")
     what, prompts = tried(model, small(("snapkv", "cam", "cake")), 9), batch((40, (9,)))
@@ -147,7 +144,7 @@ def test_every_continuation_is_measured_by_itself(family: str) -> None:
     samples = samples_of(prompts)
     together = sweep(model, what, prompts, samples)
     for place, sample in enumerate(samples):
-        alone = sweep(model, what, prompts, [sample], AtOnce(10**6, 1))
+        alone = sweep(model, what, prompts, [sample], (10**6, 1))
         for name, array in alone.arrays(EVERYTHING).items():
             if name == ROWS:  # as wide as the longest continuation
                 continue

@@ -15,8 +15,7 @@ import torch
 
 from kvsearch.calibration.data import CalibrationData
 from kvsearch.calibration.options import COMPARED, TARGETS, LukvOptions, ProbeOptions
-from kvsearch.calibration.probe.context_pass import BUDGETS, CHUNK, ContextPass, QuestionBuilder
-from kvsearch.calibration.probe.rankings import recall_of
+from kvsearch.calibration.probe.context_pass import BUDGETS, CHUNK, ContextPass, QuestionBuilder, recall_of
 from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import describe
@@ -29,7 +28,7 @@ from kvsearch.report.ranking import find_losses, ranking_remarks
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.strategies.build import plan_from_profile
-from kvsearch.strategies.method_list import find_methods
+from kvsearch.strategies.methods import find_methods
 from tests import tiny
 from tests.calibrations import calibrate_lukv, calibrate_probe
 
