@@ -36,7 +36,7 @@ def ray() -> Iterator[Any]:
     """One cluster for all tests; executors use it and leave it running."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
-    from kvsearch.workers.cluster import connect, import_ray  # which keeps it silent: it must be the first
+    from kvsearch.workers.ray import connect, import_ray  # which keeps it silent: it must be the first
 
     found = import_ray()
     connect(found, None)
@@ -47,8 +47,7 @@ def ray() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def ray_pool(ray: Any) -> Iterator[Any]:
     """Two workers for all tests, which import all they need once."""
-    from kvsearch.workers.cluster import RayWorkers
-    from kvsearch.workers.ray import RayPool
+    from kvsearch.workers.ray import RayPool, RayWorkers
 
     with RayPool(RayWorkers(2, cpus=0.1, start_timeout=36_000)) as pool:
         yield pool

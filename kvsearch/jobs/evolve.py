@@ -180,7 +180,7 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
         lines_before = log.count
         write_contexts(directory, searches[0].hashes)
         found = run_searches(searches, executor, log, options.max_evals, watcher, store)
-        result = search_result(found, log.spent)
+        result = search_result(found, log.evaluations, log.tokens)
         for evolved in found:
             save_plan(evolved.choice.plan, options.plan_file(evolved.budget), overwrite=True)
         run.write(FRONT if len(found) > 1 else REPORT, result.as_json())

@@ -34,8 +34,8 @@ from kvsearch.selection.selection import Rule
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.catalog import NO_QA, SYNTHETIC, find_tasks
 from kvsearch.tasks.metrics import is_forced
-from kvsearch.workers.cluster import RayWorkers, import_ray
 from kvsearch.workers.models import ModelWorkers
+from kvsearch.workers.ray import RayWorkers, import_ray
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Split

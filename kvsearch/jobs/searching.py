@@ -29,12 +29,12 @@ from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, RunConfig
 from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, write_contexts, write_json
 from kvsearch.runtime.program import full_cache
 from kvsearch.search.bank.prepared import ranking_policies
+from kvsearch.search.evaluators import make_executor
 from kvsearch.search.evolve import PreparedSearch, prepare_search, resize_search
 from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.start_plans import RESERVED, Base
 from kvsearch.search.trials import STARTS, Candidate, Executor, TrialLog
-from kvsearch.search.workers import make_executor
 from kvsearch.selection.candidates import CalibratedPolicies
 
 SEARCHED = "searched_sha256"  # questions and what is teacher-forced, where replies decide them
@@ -155,7 +155,7 @@ class SearchProgress:
         self.title = f"{place}, best {best.value:.6g} (best start {self.starts:.6g}){failed}"
         if self._show is None:
             self._show = self._open.enter_context(self.reporter.progress(lambda: self.title))
-        self._show(min(self.log.spent.evaluations, self.most), self.most)
+        self._show(min(self.log.evaluations, self.most), self.most)
 
     def ended(self, why: str) -> None:
         self.close()

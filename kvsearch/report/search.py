@@ -10,16 +10,15 @@ from kvsearch.report.selections import ahead_words, best_first, gap_bounds, lead
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.search import SearchResult, Trace
 from kvsearch.runs.estimates import Estimate
-from kvsearch.search.trials import Spent
 from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL, UNIFORM
 
 if TYPE_CHECKING:
     from kvsearch.search.evolve import Choice, Evolved
 
 
-def search_result(found: Sequence[Evolved], spent: Spent) -> SearchResult:
-    """Return everything that a search found at one or at several budgets; `spent` is what its first part took."""
-    return SearchResult.of(found, spent, list(map(decision, found)))
+def search_result(found: Sequence[Evolved], evaluations: int, tokens: int) -> SearchResult:
+    """Return everything that a search found at one or at several budgets; its first part took so much."""
+    return SearchResult.of(found, evaluations, tokens, list(map(decision, found)))
 
 
 def parts(content: SearchResult | Trace) -> Iterator[str | Table]:

@@ -14,7 +14,7 @@ from kvsearch.core.limits import MOST_ENTRIES
 from kvsearch.results.base import Result, Stored
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runs.ledger import read_lines
-from kvsearch.search.trials import BestLine, ResultLine, Spent, ToldLine, TrialLog
+from kvsearch.search.trials import BestLine, ResultLine, ToldLine, TrialLog
 from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection import GapClosed, Verdict
 from kvsearch.strategies.names import EVOLVED, FULL
@@ -128,8 +128,8 @@ class SearchResult(Result):
     trace: Trace | None = Field(default=None, exclude=True)
 
     @classmethod
-    def of(cls, found: Sequence[Evolved], spent: Spent, decisions: Sequence[str]) -> SearchResult:
-        """Return everything that a search found at every budget; `spent` is what its first part took."""
+    def of(cls, found: Sequence[Evolved], evaluations: int, tokens: int, decisions: Sequence[str]) -> SearchResult:
+        """Return everything that a search found at every budget; its first part took so many evaluations and tokens."""
         first = found[0].search
         coverage = {name: tuple(task.coverage for task in encoded) for name, encoded in first.encoded.items()}
         questions = {name: sum(task.questions for task in asked) for name, asked in coverage.items()}
@@ -137,8 +137,8 @@ class SearchResult(Result):
             model=first.base.loaded.name,
             questions={**questions, "search": len(first.samples)},
             asked=coverage,
-            evaluations=spent.evaluations,
-            tokens=spent.tokens,
+            evaluations=evaluations,
+            tokens=tokens,
             settings=first.settings.as_json(),
             found={one.budget: FoundAtBudget.at(one, decision) for one, decision in zip(found, decisions, strict=True)},
         )

@@ -33,7 +33,7 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_answers
-from kvsearch.search.bank.samples import BankSample, bank_samples, kept_of
+from kvsearch.search.bank.samples import BankSample, bank_samples
 from kvsearch.search.loop import Search, SearchOutcome, Watcher
 from kvsearch.search.optimisers import default_population
 from kvsearch.search.settings import EvolveSettings
@@ -94,7 +94,8 @@ class PreparedSearch:
     @cached_property
     def samples(self) -> list[BankSample]:
         """What is searched on."""
-        return kept_of(bank_samples(self.encoded["search"], self.settings.protocol, self.answers), self.kept)
+        samples = bank_samples(self.encoded["search"], self.settings.protocol, self.answers)
+        return [sample for sample in samples if self.kept is None or sample.sha256 in self.kept]
 
     @property
     def asked(self) -> Settings:

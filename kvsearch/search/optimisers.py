@@ -12,7 +12,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,8 +141,18 @@ class CMA(Optimiser):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        population = problem.population or default_population(self.dimension)
-        self._strategy = _strategy(self.start, problem.sigma, population, Normal(problem.seed))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # pycma warns at import that it cannot plot
+            import cma
+        options = {
+            "popsize": problem.population or default_population(self.dimension),
+            "randn": Normal(problem.seed),
+            "seed": math.nan,
+            "CMA_active": False,
+            "conditioncov_alleviate": None,  # it would change the coordinates in the middle of a search
+            "verbose": -9,
+        }
+        self._strategy = cma.CMAEvolutionStrategy(self.start, problem.sigma, options)
 
     @property
     def best_guess(self) -> Vector:
@@ -173,21 +182,6 @@ class Normal:
 
     def __call__(self, *shape: int) -> NDArray[np.float64]:
         return self._rng.standard_normal(shape)
-
-
-def _strategy(start: Vector, sigma: float, population: int, normal: Normal) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # pycma warns at import that it cannot plot
-        import cma
-    options = {
-        "popsize": population,
-        "randn": normal,
-        "seed": math.nan,
-        "CMA_active": False,
-        "conditioncov_alleviate": None,  # it would change the coordinates in the middle of a search
-        "verbose": -9,
-    }
-    return cma.CMAEvolutionStrategy(start, sigma, options)
 
 
 class Golden(Optimiser):

@@ -12,9 +12,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.plan import Phase
 from kvsearch.plan.rounding import water_fill
 from kvsearch.search.settings import EvolveSettings
-from kvsearch.search.space.base import Phases, Space
-from kvsearch.search.space.group import Group, Layers, Parity
-from kvsearch.search.space.multipliers import Heads, Joint
+from kvsearch.search.spaces import Group, Heads, Joint, Layers, Parity, Phases, Space
 from kvsearch.strategies.names import PYRAMID, UNIFORM
 
 EVEN = (UNIFORM, PYRAMID)  # start plans that need no measurement

@@ -23,7 +23,7 @@ from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.runtime.decode.rule import decode_needs
-from kvsearch.search.space.multipliers import chosen_of, placed
+from kvsearch.search.spaces import chosen_of, placed
 from kvsearch.strategies.build import Chosen, build_plan
 from kvsearch.strategies.names import PYRAMID, STREAMING, UNIFORM
 

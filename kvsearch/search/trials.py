@@ -123,14 +123,6 @@ class Trial(NamedTuple):
     line: int
 
 
-class Spent(NamedTuple):
-    """What a run has used in all its sessions: different candidates evaluated, tokens, seconds of work."""
-
-    evaluations: int
-    tokens: int
-    seconds: float
-
-
 class TrialLog(Ledger[Line]):
     """The lines of a search; one that is repeated finds there what it asks for, and writes what it does not find.
 
@@ -144,10 +136,10 @@ class TrialLog(Ledger[Line]):
     def __init__(self, path: Path, identity: str = "") -> None:
         self.trials: dict[str, Trial] = {}
         self.best: BestLine | None = None  # the best candidate that was written last
-        self._failed: dict[str, Trial] = {}  # not told yet
+        self.failed: dict[str, Trial] = {}  # that the optimiser was not told yet
         self._begun: dict[str, int] = {}  # numbers of lines, by stage
         self._told: set[tuple[str, int]] = set()
-        self._tokens = 0
+        self.tokens = 0  # that were read in all sessions
         self._at = 0.0
         super().__init__(path, identity)
         self._opened = time.monotonic()
@@ -165,7 +157,7 @@ class TrialLog(Ledger[Line]):
 
     def append(self, kind: str, **fields: Any) -> int:
         """Write a line of one of the `LINES`; it is on the disk when this returns its number."""
-        line = LINES[kind](at=self.spent.seconds, **fields)
+        line = LINES[kind](at=self.seconds, **fields)
         self._append(line, json.dumps({"kind": kind, **line.model_dump()}, allow_nan=False))
         return self.count
 
@@ -205,27 +197,27 @@ class TrialLog(Ledger[Line]):
             self.append("best", candidate=rows, value=candidate.value, where=name + candidate.where)
 
     @property
-    def spent(self) -> Spent:
-        """What the run has used until now."""
-        seconds = self._before + (time.monotonic() - self._opened)
-        return Spent(len(self.trials.keys() | self._failed.keys()), self._tokens, seconds)
+    def evaluations(self) -> int:
+        """How many different candidates were evaluated in all sessions."""
+        return len(self.trials.keys() | self.failed.keys())
 
-    def failures_of(self, keys: Sequence[str]) -> list[Trial]:
-        """Return those of a job that failed and were not told yet."""
-        return [self._failed[key] for key in keys if key in self._failed]
+    @property
+    def seconds(self) -> float:
+        """Seconds of work in all sessions."""
+        return self._before + (time.monotonic() - self._opened)
 
     def _note(self, line: Line) -> None:
         self._at = line.at
         if isinstance(line, ResultLine):
-            self._tokens += line.tokens
+            self.tokens += line.tokens
             for key, trial in trials_of(line, self.count).items():
-                self._failed.pop(key, None)
-                (self.trials if trial.state == "ok" else self._failed)[key] = trial
+                self.failed.pop(key, None)
+                (self.trials if trial.state == "ok" else self.failed)[key] = trial
         elif isinstance(line, ToldLine):
             self._told.add((line.stage, line.generation))
-            for key, trial in self._failed.items():
+            for key, trial in self.failed.items():
                 self.trials[key] = trial._replace(line=self.count)
-            self._failed.clear()
+            self.failed.clear()
         elif isinstance(line, BestLine):
             self.best = line
         elif isinstance(line, StageLine):
@@ -278,13 +270,12 @@ class TrialRunner:
             if key not in trials or trials[key].line >= since
         }
         missing = [key for key in new if key not in trials]
-        left = len(missing) if self.allowed is None else max(self.allowed - self.log.spent.evaluations, 0)
+        left = len(missing) if self.allowed is None else max(self.allowed - self.log.evaluations, 0)
         if missing[:left]:
             cut = missing[left:]
             self._run({key: table for key, table in new.items() if key not in cut}, len(candidates))
         if len(missing) > left:
-            evaluated = self.log.spent.evaluations
-            raise LimitReachedError(f"{evaluated} candidates were evaluated, as many as allowed")
+            raise LimitReachedError(f"{self.log.evaluations} candidates were evaluated, as many as allowed")
         return self.values(candidates)
 
     def values(self, candidates: Sequence[Ints]) -> list[float]:
@@ -318,7 +309,7 @@ class TrialRunner:
         jobs = [part for part in unknown if part]
         for number, outcome in self.executor.run([tuple(tables[key] for key in part) for part in jobs]):
             self.log.record(jobs[number], outcome)
-            failures += self.log.failures_of(jobs[number])
+            failures += [self.log.failed[key] for key in jobs[number] if key in self.log.failed]
             _refuse_failures(failures, generation)
 
 

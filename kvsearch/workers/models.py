@@ -21,8 +21,7 @@ from kvsearch.models.loading import LoadedModel, LoadOptions, Work, load
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.plan import ModelFingerprint
 from kvsearch.workers.base import Outcome, shortened
-from kvsearch.workers.cluster import RayWorkers
-from kvsearch.workers.ray import RayExecutor, RayPool
+from kvsearch.workers.ray import RayExecutor, RayPool, RayWorkers
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")

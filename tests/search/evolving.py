@@ -14,12 +14,12 @@ from kvsearch.plan.schema import phases_of
 from kvsearch.policies import create_policy
 from kvsearch.report.search import search_result
 from kvsearch.results.search import SearchResult
+from kvsearch.search.evaluators import make_executor
 from kvsearch.search.evolve import SPLIT_USES, Evolved, PreparedSearch, prepare_search
 from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.start_plans import Base
-from kvsearch.search.trials import Spent, TrialLog
-from kvsearch.search.workers import make_executor
+from kvsearch.search.trials import TrialLog
 from tests import tiny
 from tests.search.searching import Silent
 
@@ -68,7 +68,7 @@ def evolve(prepared: PreparedSearch, path: Path) -> Evolved:
 
 def result_of(evolved: Evolved) -> SearchResult:
     """What is read again of its report."""
-    return search_result([evolved], Spent(1, 1, 1.0))
+    return search_result([evolved], 1, 1)
 
 
 def decide(prepared: PreparedSearch, outcome: SearchOutcome) -> Evolved:

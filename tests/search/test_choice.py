@@ -22,7 +22,7 @@ from kvsearch.search import evolve
 from kvsearch.search.evolve import PreparedSearch, keep_hard_questions, prepare_search
 from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.start_plans import Base
-from kvsearch.search.trials import Candidate, Spent
+from kvsearch.search.trials import Candidate
 from kvsearch.selection.comparison import PlanRace
 from kvsearch.selection.selection import Rule
 from kvsearch.strategies.compared import ReadyMethod
@@ -125,7 +125,7 @@ def test_a_candidate_that_beats_the_start_plans_is_written(
     evolved = decide(prepared, outcome_of(prepared, 9))
     assert evolved.choice.name == evolved.choice.best == "#3"
     assert decision(evolved).startswith("#3 (layers 0-5, generation 2) beats the best start plan, ")
-    (found,) = search_result([evolved], Spent(1, 1, 1.0)).as_json()["found"].values()
+    (found,) = search_result([evolved], 1, 1).as_json()["found"].values()
     finalists = found["finalists"]
     assert evolved.choice.race.verdict == "beats"
     assert 0 < finalists["#3"]["chance"] <= 0.05

@@ -20,9 +20,9 @@ from kvsearch.runtime import Program
 from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_search
 from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.settings import EvolveSettings
-from kvsearch.search.space.multipliers import chosen_of
+from kvsearch.search.spaces import chosen_of
 from kvsearch.search.start_plans import Base, start_tables
-from kvsearch.search.trials import Candidate, Spent
+from kvsearch.search.trials import Candidate
 from tests import tiny
 from tests.search.evolving import (
     BUDGET,
@@ -99,7 +99,7 @@ def test_the_report_has_all_baselines(found: tuple[PreparedSearch, Evolved]) -> 
     beside = [choice.best] if choice.best not in (choice.name, *evolved.search.starts) else []
     names = ["full", "evolved", "uniform", "pyramid", *beside, "streaming"]
     assert list(evolved.report.names) == names
-    data = search_result([evolved], Spent(3, 5, 7.0)).as_json()
+    data = search_result([evolved], 3, 5).as_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     (at_budget,) = data["found"].values()
     assert list(at_budget["report"]) == names
@@ -136,7 +136,7 @@ def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: Loaded
     np.testing.assert_equal(budgets_at(choice.plan, "prefill", 1000), table)
     assert choice.best != "#1"
     assert choice.best in evolved.report.names
-    (found,) = search_result([evolved], Spent(3, 5, 7.0)).found.values()
+    (found,) = search_result([evolved], 3, 5).found.values()
     assert found.best == choice.best
     assert re.match(
         rf"the paper's result: #1 \(layers 0-1, generation 0, completed\), .* split; {choice.best} scores .* there",

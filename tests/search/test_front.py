@@ -10,10 +10,10 @@ import pytest
 from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel, load
 from kvsearch.report.search import search_result, tables
+from kvsearch.search.evaluators import make_executor
 from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_searches, run_searches
 from kvsearch.search.start_plans import Base
-from kvsearch.search.trials import Spent, TrialLog
-from kvsearch.search.workers import make_executor
+from kvsearch.search.trials import TrialLog
 from tests.search.evolving import POLICY, settings_of, splits
 from tests.search.searching import Silent, timeless, told
 
@@ -68,7 +68,7 @@ def test_a_direct_search_does_not_know_the_plan_that_it_is_compared_with(
 
 def test_the_front_as_json_and_as_a_table(found: tuple[list[Evolved], Path, Silent]) -> None:
     points, _, _ = found
-    result = search_result(points, Spent(1, 2, 3.0))
+    result = search_result(points, 1, 2)
     data = result.as_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert list(data["found"]) == ["8", "16", "24"]

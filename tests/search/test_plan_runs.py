@@ -19,10 +19,10 @@ from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.shared_prefill import JointReplies
-from kvsearch.search import plan_runs
+from kvsearch.search import evaluators
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import BankSample, bank_samples
-from kvsearch.search.plan_runs import PlanRuns
+from kvsearch.search.evaluators import PlanRuns
 from kvsearch.search.start_plans import Base
 from tests import tiny
 from tests.combinations import every_value
@@ -126,12 +126,12 @@ def test_memory_for_one_candidate_is_enough(name: str, monkeypatch: pytest.Monke
     base, samples = Base.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, "question-agnostic")
     candidates = candidates_of(loaded, base, 3)
     expected = PlanRuns(base, samples).evaluate(candidates)
-    read = plan_runs.compressed
+    read = evaluators.compressed
 
     def cramped(model: Any, programs: Mapping[str, Program], *rest: Any) -> Iterator[JointReplies]:
         if len(programs) > 1:
             raise MemoryError
         return read(model, programs, *rest)
 
-    monkeypatch.setattr(plan_runs, "compressed", cramped)
+    monkeypatch.setattr(evaluators, "compressed", cramped)
     np.testing.assert_allclose(PlanRuns(base, samples).evaluate(candidates), expected, atol=TOLERANCE)

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.search.space.base import Phases, Space, layer_groups
-from kvsearch.search.space.group import Group, Layers, Parity
-from kvsearch.search.space.multipliers import Heads, Joint, chosen_of, placed
+from kvsearch.search.spaces import Group, Heads, Joint, Layers, Parity, Phases, Space, chosen_of, layer_groups, placed
 from tests.examples import at_most
 
 

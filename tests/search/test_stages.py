@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.search.space.group import Group, Layers, Parity
-from kvsearch.search.space.multipliers import Heads, Joint, placed
+from kvsearch.search.spaces import Group, Heads, Joint, Layers, Parity, placed
 from kvsearch.search.stages import Frame, SearchStage, stages_of
 from tests.search.searching import BUDGET, frame_of, settings_of, starts_of
 

@@ -77,7 +77,7 @@ def test_the_lines_of_a_search(tmp_path: Path) -> None:
 def test_values_that_are_not_finite_are_no_ok(tmp_path: Path) -> None:
     with TrialLog(tmp_path / "l") as ledger:
         ledger.record(JOB_KEYS, OK._replace(values=np.array([[1.0, 2.0], [0.5, math.nan]])))
-        [failure] = ledger.failures_of(JOB_KEYS)
+        (failure,) = ledger.failed.values()
     words = "values of 1 of 2 candidates are not finite: candidate 1 of its job on sample 1"
     assert (failure.state, failure.message) == ("non-finite", words)
     assert list(ledger.trials) == JOB_KEYS[:1]
@@ -121,7 +121,7 @@ def test_what_stands_before_every_line(data: st.DataObject, tmp_path_factory: py
             wanted = by_reading(lines[: number - 1])
             assert {key for key in log.trials if log.trials[key].line < number} == set(wanted)
         assert {key: trial.state for key, trial in log.trials.items()} == by_reading(lines)
-        assert log.spent.evaluations == len({key for line in lines if line is not None for key in line.keys})
+        assert log.evaluations == len({key for line in lines if line is not None for key in line.keys})
 
 
 def by_reading(lines: Sequence[ResultLine | None]) -> dict[str, str]:
@@ -146,17 +146,13 @@ def test_what_is_spent_is_counted_over_sessions(tmp_path: Path, monkeypatch: pyt
         ledger.append("result", **result(*KEYS[:2]))
         clock.now += 5
         ledger.append("result", **result(KEYS[1], KEYS[2]))
-        first = ledger.spent
+        assert (ledger.evaluations, ledger.tokens, ledger.seconds) == (3, 20, 5)
         ledger.begin("the end")
-    assert first[:2] == (3, 20)
-    assert first.seconds == 5
     clock.now += 100  # no work on the run
     with TrialLog(path) as ledger:
-        second = ledger.spent
-        assert second[:2] == (3, 20)
-        assert second.seconds == 5
+        assert (ledger.evaluations, ledger.tokens, ledger.seconds) == (3, 20, 5)
         clock.now += 2
-        assert ledger.spent.seconds == 7
+        assert ledger.seconds == 7
         ledger.begin("again")
     ats = [json.loads(line)["at"] for line in path.read_text().splitlines()]
     assert ats == [0, 5, 5, 7]
@@ -230,7 +226,7 @@ def measure_firsts(folder: Path, firsts: Sequence[int], job: int = 1) -> TrialLo
 
 def test_exactly_half_may_fail_and_failures_count_against_the_generation(tmp_path: Path) -> None:
     log = measure_firsts(tmp_path, (BROKEN, 8))
-    assert log.spent.evaluations == 2
+    assert log.evaluations == 2
     assert [trial.state for trial in log.trials.values()] == ["ok"]
     with pytest.raises(EnvironmentFault) as found:
         measure_firsts(tmp_path, (BROKEN,))
@@ -249,7 +245,7 @@ def test_of_a_job_without_a_value_all_candidates_failed(tmp_path: Path) -> None:
     log = measure_firsts(tmp_path, (8, 10, NO_MEMORY, 9, 11, 12), job=2)
     good = {candidate_key(table(first), "nll") for first in (8, 10, 11, 12)}
     assert {key for key, trial in log.trials.items() if trial.state == "ok"} == good
-    assert log.spent.evaluations == 6
+    assert log.evaluations == 6
 
 
 def test_known_failures_count_too(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
+from kvsearch.search.evaluators import make_executor, worker_factory
 from kvsearch.search.evolve import PreparedSearch
 from kvsearch.search.trials import Evaluator
-from kvsearch.search.workers import make_executor, worker_factory
-from kvsearch.workers.cluster import import_ray
 from kvsearch.workers.models import ModelSource
+from kvsearch.workers.ray import import_ray
 from tests.search.evolving import CONTEXTS, QUESTIONS, prepare
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from kvsearch.models.loading import LoadedModel
 from kvsearch.workers.base import attempt
-from kvsearch.workers.cluster import import_ray
 from kvsearch.workers.models import ModelWork, result_of
+from kvsearch.workers.ray import import_ray
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvsearch.calibration.steps import StepCache
-from kvsearch.workers import cluster
+from kvsearch.workers import ray
 from tests import tiny
 from tests.cli.conftest import invoke
 from tests.cli.test_bad_input import ENVIRONMENT, USAGE, refused
@@ -103,7 +103,7 @@ def test_without_ray(questions: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     def missing(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(cluster, "import_module", missing)
+    monkeypatch.setattr(ray, "import_module", missing)
     words = "Ray cannot be imported (No module named 'ray'): run `pip install kvsearch[ray]`"
     command = ("run", "bundled", "--budget", 40, "--tasks", f"jsonl:{questions}", "-o", tmp_path / "run", *TWO)
     refused(invoke, ENVIRONMENT, words, *command)

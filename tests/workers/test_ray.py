@@ -17,8 +17,7 @@ import pytest
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.search.trials import Executor, JobOutcome
 from kvsearch.workers.base import attempt
-from kvsearch.workers.cluster import RayWorkers, connect, room_for
-from kvsearch.workers.ray import RayExecutor, RayPool
+from kvsearch.workers.ray import RayExecutor, RayPool, RayWorkers, connect, room_for
 from tests.workers import fakes
 from tests.workers.contract import ExecutorContract, job
 from tests.workers.fakes import AGES, DEADLY, DEADLY_ONCE, SLOW, TOKENS, Fake, build
@@ -180,7 +179,7 @@ SCRIPT = """
 import os, signal, sys
 from functools import partial
 from pathlib import Path
-from kvsearch.workers.cluster import RayWorkers
+from kvsearch.workers.ray import RayWorkers
 from kvsearch.workers.ray import RayExecutor, RayPool
 from tests.workers.contract import job
 from tests.workers.fakes import AGES, DEADLY, build

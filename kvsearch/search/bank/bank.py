@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from kvsearch.core.arrays import Floats, Ints
-from kvsearch.core.errors import InternalError
-from kvsearch.core.progress import Progress
+from kvsearch.core.errors import IncompatibleError, InternalError
+from kvsearch.core.progress import Progress, counted
 from kvsearch.core.resources import Closing
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -26,8 +28,8 @@ from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.program import require_room
 from kvsearch.search.bank.memory import Act, SampleWork, Sizes, Splitting, blocks, check_fits
-from kvsearch.search.bank.passes import BankReply, Pass, Portion, predicted_answers
-from kvsearch.search.bank.prepared import PreparedSamples, SampleStore, ranking_policies, windows_of
+from kvsearch.search.bank.passes import BankReply, LayerStates, Pass, predicted_answers, side_by_side
+from kvsearch.search.bank.prepared import SampleStore, prefill, ranking_policies, windows_of, without_rest
 from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
 from kvsearch.signals.predictions import answer_losses
 
@@ -76,30 +78,58 @@ class CandidateBank(Closing):
         self.samples = tuple(samples)
         self.cap = cap
         self.objective = objective
-        policies = ranking_policies(loaded.model, base)
-        windows = windows_of(loaded.model)
-        choices = len(next(iter(policies.values())))
-        self.shape = (choices * len(policies), describe(loaded.model).kv_heads)
+        self._policies = ranking_policies(loaded.model, base)
+        self._windows = windows_of(loaded.model)
+        self._choices = len(next(iter(self._policies.values())))
+        self.shape = (self._choices * len(self._policies), describe(loaded.model).kv_heads)
         check_samples(loaded.model, self.samples)
-        self._sizes = Sizes(loaded.model, tuple(windows.values()), choices)
+        self._sizes = Sizes(loaded.model, tuple(self._windows.values()), self._choices)
         self._memory = default_memory(loaded.device) if max_memory is None else max_memory
         # prompts may take so much for good that enough is left for a pass
         works = [SampleWork.forcing(sample, cap) for sample in self.samples]
         works += [SampleWork.replying(sample, cap, sample.limit) for sample in self.samples]
         most = check_fits(self._sizes, works, self._memory)
-        (policy, *_), *_ = policies.values()
+        (policy, *_), *_ = self._policies.values()
         program = Program.uniform(loaded.model, policy, partial(min, cap))
         require_room(loaded.model, {"the search": program}, [max(len(sample.prompt) for sample in self.samples)])
         self._store = SampleStore(max(0, min(self._memory // 2, self._memory - most)))
         self._splitting = Splitting()
-        self._spent = 0
-        self._prepared = PreparedSamples(loaded.model, policies, windows, self.samples, cap, self._store)
+        self.tokens_spent = 0  # that the model has read: prompts, and what followed them under every candidate
+        self._given: Floats = np.zeros(len(self.samples))  # -log p of first tokens of answers that prompts predict
+        self._last: dict[str, Tensor] = {}  # logits [V] after prompts that replies follow at once
         try:
             with running(loaded.model):
-                self._prepared.read(progress)
+                self._read(progress)
         except BaseException:
             self.close()
             raise
+
+    def _read(self, progress: Progress | None) -> None:
+        """Read all prompts, each different one once, and keep the best `cap` entries of every head."""
+        users: dict[str, list[int]] = {}
+        for index, sample in enumerate(self.samples):
+            users.setdefault(sample.prompt_sha256, []).append(index)
+        for name, indices in counted(users.items(), len(users), progress):
+            sample = self.samples[indices[0]]
+            layers, logits = prefill(self.loaded.model, self._policies, sample.prompt, self.cap)
+            self.tokens_spent += len(sample.prompt)
+            if not bool(logits.isfinite().all()):
+                raise IncompatibleError(
+                    f"{sample.place}: the model emits NaN or infinite logits: check its dtype and weights"
+                )
+            if not len(sample.asked):
+                self._last[name] = logits.cpu()
+            for index in indices:
+                answer = self.samples[index].answer
+                if len(answer) > self.samples[index].predicting:
+                    self._given[index] = answer_losses(logits[None, None], answer[None, :1])[0]
+            kept = {}
+            for layer, some in enumerate(layers):
+                for choice, (keys, values) in enumerate(some):
+                    last = keys.shape[1] if layer in self._windows else self.cap
+                    kept[f"keys.{layer}.{choice}"] = without_rest(keys[:, :last])
+                    kept[f"values.{layer}.{choice}"] = without_rest(values[:, :last])
+            self._store.put(name, kept)
 
     # --- what candidates are worth --------------------------------------------------------------------------------
 
@@ -121,15 +151,16 @@ class CandidateBank(Closing):
         require_answers(self.samples)
         losses = np.zeros((len(table), len(self.samples)))
 
-        def act(portion: Portion, indices: list[int], some: slice) -> None:
-            logits = Pass(self.loaded.model, portion, table[some]).forced()
+        def act(states: LayerStates, indices: list[int], some: slice) -> None:
+            samples = [self.samples[index] for index in indices]
+            logits = Pass(self.loaded.model, samples, states, self._windows, table[some]).forced()
             if logits is not None:
-                answers = predicted_answers(portion.samples, self.loaded.device)
+                answers = predicted_answers(samples, self.loaded.device)
                 losses[some, indices] = np.stack([answer_losses(of_candidate, answers) for of_candidate in logits])
 
         self._run(table, [SampleWork.forcing(sample, self.cap) for sample in self.samples], act)
-        self._spent += len(table) * self.tokens
-        losses += self._prepared.given
+        self.tokens_spent += len(table) * sum(len(sample.following) for sample in self.samples)
+        losses += self._given
         return losses / np.array([max(1, len(sample.answer)) for sample in self.samples], dtype=np.float64)
 
     def scores(self, candidates: Sequence[Ints]) -> Floats:
@@ -143,21 +174,6 @@ class CandidateBank(Closing):
         ]
         return np.array(scores, dtype=np.float64).reshape(len(scores), len(self.samples))
 
-    # --- what it costs --------------------------------------------------------------------------------------------
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens the model reads for the losses of one candidate."""
-        return sum(len(sample.following) for sample in self.samples)
-
-    @property
-    def tokens_spent(self) -> int:
-        """Tokens that the model has read so far: prompts, and what followed them under every candidate.
-
-        Padding does not count, nor what had to be done again because memory ran out.
-        """
-        return self._prepared.tokens + self._spent
-
     def close(self) -> None:
         """Free what is held; the bank cannot be used afterwards."""
         self._store.close()
@@ -170,17 +186,47 @@ class CandidateBank(Closing):
         replies: dict[tuple[int, int], BankReply] = {}
         stop = stop_tokens(self.loaded)
 
-        def act(portion: Portion, indices: list[int], some: slice) -> None:
-            first = self._prepared.last_logits(indices)
-            reader = Pass(self.loaded.model, portion, table[some])
-            limits = [sample.limit for sample in portion.samples]
+        def act(states: LayerStates, indices: list[int], some: slice) -> None:
+            samples = [self.samples[index] for index in indices]
+            first = None  # where a question comes first
+            names = [sample.prompt_sha256 for sample in samples]
+            if all(name in self._last for name in names):
+                first = torch.stack([self._last[name] for name in names]).to(self.loaded.device)
+            reader = Pass(self.loaded.model, samples, states, self._windows, table[some])
+            limits = [sample.limit for sample in samples]
             for candidate, row in enumerate(reader.replies(first, limits, stop), some.start):
                 replies.update({(candidate, index): reply for index, reply in zip(indices, row, strict=True)})
 
         self._run(table, [SampleWork.replying(sample, self.cap, sample.limit) for sample in self.samples], act)
         for (_, index), reply in replies.items():  # the question, and all of the reply but its last token
-            self._spent += len(self.samples[index].asked) + max(0, len(reply.generated) - 1)
+            self.tokens_spent += len(self.samples[index].asked) + max(0, len(reply.generated) - 1)
         return [[replies[candidate, index] for index in range(len(self.samples))] for candidate in range(len(table))]
+
+    def states(self, indices: Sequence[int], widths: Sequence[int]) -> LayerStates:
+        """Put some samples side by side; `widths` are how many entries per head each row of candidates must have."""
+        rows = [(layer, choice) for choice in range(self._choices) for layer in self._policies]
+        wanted = {
+            **{(layer, 0): width for layer, width in self._windows.items()},
+            **dict(zip(rows, widths, strict=True)),
+        }
+        names = {
+            f"{part}.{layer}.{choice}": width
+            for (layer, choice), width in wanted.items()
+            for part in ("keys", "values")
+        }
+        stored = [self._store.get(self.samples[index].prompt_sha256, names) for index in indices]
+
+        def together(part: str, layer: int, choice: int) -> Tensor:
+            name = f"{part}.{layer}.{choice}"
+            return side_by_side([states[name] for states in stored], right=layer in self._windows)
+
+        return [
+            [
+                (together("keys", layer, choice), together("values", layer, choice))
+                for choice in range(1 if layer in self._windows else self._choices)
+            ]
+            for layer in sorted({layer for layer, _ in wanted})
+        ]
 
     def _table(self, candidates: Sequence[Ints]) -> Ints:
         """Stack candidates as int64 [P, L, Hkv]."""
@@ -189,14 +235,14 @@ class CandidateBank(Closing):
             raise InternalError(f"a candidate wants {table.max()} entries of a head, the bank keeps {self.cap}")
         return table
 
-    def _run(self, table: Ints, works: Sequence[SampleWork], act: Act[Portion]) -> None:
+    def _run(self, table: Ints, works: Sequence[SampleWork], act: Act[LayerStates, int]) -> None:
         """Run `act` on all candidates and samples, as many together as memory permits."""
         if not len(table):
             return
         widths = np.minimum(table.max((0, 2)), self.cap).tolist()
 
-        def load(indices: list[int]) -> Portion:
-            return self._prepared.portion(indices, widths)
+        def load(indices: list[int]) -> LayerStates:
+            return self.states(indices, widths)
 
         with running(self.loaded.model):
             for samples, size in blocks(works, self._sizes, len(table), self._memory - self._store.nbytes):

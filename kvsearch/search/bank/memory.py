@@ -15,8 +15,9 @@ PASS_TOKENS = 8192  # tokens of a pass; more of them gain nothing
 FP32 = 4
 TOGETHER = 8  # candidates that portions of samples leave room for
 
+S = TypeVar("S")
 T = TypeVar("T")
-Act = Callable[[T, list[int], slice], None]
+Act = Callable[[T, list[S], slice], None]  # on what was loaded of some samples, for some candidates
 
 
 @dataclass(frozen=True)
@@ -46,21 +47,11 @@ class SampleWork:
 
 
 class Need(NamedTuple):
-    """Bytes that samples take: each of them for all candidates together, and under every candidate; tokens it reads."""
+    """Bytes that a sample takes for all candidates together, and under every candidate; tokens that are read of it."""
 
-    samples: int
     shared: int
     each: int
     read: int
-
-    def with_one(self, other: Need) -> Need:
-        """Return the need of one more sample; all are padded to the largest."""
-        return Need(self.samples + 1, *map(max, self[1:], other[1:]))
-
-    def candidates(self, memory: int) -> int:
-        """Return how many candidates fit; 0 or less if none does."""
-        room = (memory - self.samples * self.shared) // (self.samples * self.each)
-        return min(room, max(PASS_TOKENS // (self.samples * self.read), 1))
 
 
 class Sizes:
@@ -91,7 +82,7 @@ class Sizes:
         attention = 4 * FP32 * self.shape.query_heads * work.read * widest
         own = 2 * self.shape.layers * work.own * self.entry
         each = work.read * self.token + own + work.rows * self.logits
-        return Need(1, self.stored(work) + attention, max(each, 1), max(work.read, 1))
+        return Need(self.stored(work) + attention, max(each, 1), max(work.read, 1))
 
 
 def blocks(works: Sequence[SampleWork], sizes: Sizes, candidates: int, memory: int) -> Iterator[tuple[list[int], int]]:
@@ -104,19 +95,25 @@ def blocks(works: Sequence[SampleWork], sizes: Sizes, candidates: int, memory: i
         UsageError: a sample does not fit even alone and under one candidate.
     """
     check_fits(sizes, works, memory)
-    order = sorted(range(len(works)), key=lambda index: (works[index].read, works[index].prompt, index))
-    some: list[int] = []
-    need = Need(0, 0, 0, 0)
-    for index in order:
-        more = need.with_one(sizes.need(works[index]))
-        if some and more.candidates(memory) < TOGETHER:
-            yield _block(some, need, candidates, memory)
-            some = []
-            more = sizes.need(works[index])
-        some.append(index)
-        need = more
-    if some:
-        yield _block(some, need, candidates, memory)
+    needs = [sizes.need(work) for work in works]
+
+    def fitting(samples: Sequence[int]) -> int:
+        """Return how many candidates fit, 0 or less if none does; all samples are padded to the largest."""
+        shared = max(needs[index].shared for index in samples)
+        each = max(needs[index].each for index in samples)
+        read = max(needs[index].read for index in samples)
+        room = (memory - len(samples) * shared) // (len(samples) * each)
+        return min(room, max(PASS_TOKENS // (len(samples) * read), 1))
+
+    parts: list[list[int]] = []
+    for index in sorted(range(len(works)), key=lambda index: (works[index].read, works[index].prompt, index)):
+        if parts and fitting([*parts[-1], index]) >= TOGETHER:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    for some in parts:
+        times = -(-candidates // fitting(some))
+        yield some, -(-candidates // times)  # evenly
 
 
 def check_fits(sizes: Sizes, works: Sequence[SampleWork], memory: int) -> int:
@@ -131,18 +128,13 @@ def check_fits(sizes: Sizes, works: Sequence[SampleWork], memory: int) -> int:
     return most
 
 
-def _block(some: list[int], need: Need, candidates: int, memory: int) -> tuple[list[int], int]:
-    times = -(-candidates // need.candidates(memory))
-    return some, -(-candidates // times)  # evenly
-
-
 class Splitting:
     """Does blocks of work, and in smaller pieces from then on where memory ran out."""
 
     def __init__(self) -> None:
         self.most: int | None = None  # candidates at a time, once memory has run out
 
-    def run(self, samples: list[int], size: int, candidates: int, load: Callable[[list[int]], T], act: Act[T]) -> None:
+    def run(self, samples: list[S], size: int, candidates: int, load: Callable[[list[S]], T], act: Act[T, S]) -> None:
         """Run `act` on what was loaded of the samples, for all candidates, `size` at a time; pieces may be done twice.
 
         Where memory runs out, half as many candidates are tried, down to one, then half of the samples. The error for
@@ -159,31 +151,23 @@ class Splitting:
             self.run(half, size, candidates, load, act)
 
     def _tried(
-        self, samples: list[int], size: int, candidates: int, load: Callable[[list[int]], T], act: Act[T]
+        self, samples: list[S], size: int, candidates: int, load: Callable[[list[S]], T], act: Act[T, S]
     ) -> Exception | None:
-        """Return the error if memory ran out for one candidate."""
-        loaded: list[T] = []
-        error = _shortage(lambda: loaded.append(load(samples)))
+        """Return the error if memory ran out for one candidate, without its traceback: its frames hold what is big."""
+        loaded: T | None = None
         first = 0
         size = min(size, self.most or size)
-        while error is None and first < candidates:
-            some = slice(first, min(first + size, candidates))
-            error = _shortage(lambda some=some: act(loaded[0], samples, some))  # type: ignore[misc]
-            if error is None:
+        while first < candidates:
+            try:
+                loaded = load(samples) if loaded is None else loaded
+                act(loaded, samples, slice(first, min(first + size, candidates)))
                 first += size
-            elif size > 1:
+                continue
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if loaded is None or size == 1:
+                    return error.with_traceback(None)
                 size = self.most = size // 2
-                error = None
-                free_memory()
-        return error
-
-
-def _shortage(action: Callable[[], None]) -> Exception | None:
-    """Return the error if memory ran out, without its traceback, whose frames would hold on to what is big."""
-    try:
-        action()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return error.with_traceback(None)
-    return None
+            free_memory()  # once the error is gone
+        return None

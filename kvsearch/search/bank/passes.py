@@ -1,38 +1,246 @@
-"""One pass of the model: what follows the prompts of some samples, under several candidates at once."""
+"""One pass of the model: what follows the prompts of some samples, under several candidates at once.
+
+Attention of many candidates over the same stored prompts: a candidate is how much of each head it sees. Keys and values
+of a prompt are stored once, sorted by rank inside each head, so what a candidate keeps of a head is a prefix of what is
+stored: a view, never a copy. The tokens that follow the prompts belong to their candidate.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers.cache_utils import Cache
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvsearch.core.arrays import Ints
+from kvsearch.runtime.attention import Output, causal_mask, tag
 from kvsearch.runtime.decode.replies import GreedyReply, left_padded, likeliest
 from kvsearch.runtime.decode.steps import repeating
+from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.stock import CACHE
-from kvsearch.search.bank.layer import PrefixLayer, SuffixTokens, WindowLayer
 from kvsearch.search.bank.samples import BankSample
 
 PAD = 0  # any token will do: nothing sees it
+LayerStates = Sequence[Sequence[tuple[Tensor, Tensor]]]  # keys and values by layer and policy
 
 
-@dataclass(frozen=True, eq=False)
-class Portion:
-    """Samples side by side: the lengths [S] of their prompts, keys and values [S, Hkv, N, D] of every model layer.
+class VisibleKV(NamedTuple):
+    """Keys [S, Hkv, N, D], values [S, Hkv, N, Dv] and which of them are seen, [S, Hkv, G, q, N] or broadcastable bool.
 
-    Full-attention layers hold their best entries, best first, once for each policy that they may have; sliding-window
-    layers (`windows`, in tokens, by layer) their last ones, aligned on the right.
+    Those of prompts, which all candidates share, or of what follows them. None: all are seen.
     """
 
-    samples: Sequence[BankSample]
-    lengths: Ints
-    layers: Sequence[Sequence[tuple[Tensor, Tensor]]]
-    windows: Mapping[int, int]
+    keys: Tensor
+    values: Tensor
+    seen: Tensor | None
+
+
+class SuffixTokens:
+    """The tokens that follow the prompts of S samples so far: where they are, and which are padding.
+
+    A token sees itself and the earlier ones that are no padding. `lengths` are those of the prompts. Once there is a
+    `place` [1], that of the last token among columns that are all there, tokens come one by one and change tensors in
+    place: such steps can be captured.
+    """
+
+    def __init__(self, lengths: Tensor) -> None:
+        self.lengths = lengths
+        self.valid = lengths.new_zeros(len(lengths), 0, dtype=torch.bool)  # [S, n]
+        self.positions = lengths.new_zeros(len(lengths), 0)  # [S, n]
+        self.seen: Tensor | None = None  # [S or 1, 1, 1, q, n], by the last q tokens; None: all
+        self.latest = self.positions  # of the last q tokens
+        self.place: Tensor | None = None
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens, none of which is padding."""
+        self.place = self.lengths.new_full((1,), self.valid.shape[1] - 1)
+        self.valid = nn.functional.pad(self.valid, (0, tokens))
+        self.positions = nn.functional.pad(self.positions, (0, tokens))
+
+    def extend(self, valid: Tensor) -> Tensor:
+        """Go on by q tokens, `valid` [S, q] bool; return their positions [S, q], where padding takes none."""
+        before = self.lengths + self.valid.sum(-1)
+        positions = before[:, None] + (valid.cumsum(-1) - 1).clamp(min=0)
+        self.latest = positions
+        if self.place is not None:
+            self.place.add_(1)
+            self.valid.index_copy_(1, self.place, valid)
+            self.positions.index_copy_(1, self.place, positions)
+            self.seen = self.valid[:, None, None, None]
+            return positions
+        self.valid = torch.cat([self.valid, valid], 1)
+        self.positions = torch.cat([self.positions, positions], 1)
+        rows = valid.shape[1]
+        count = self.valid.shape[1]
+        causal = causal_mask(rows, count, self.valid.device)
+        if bool(self.valid.all()):
+            self.seen = None if rows == 1 else causal[None, None, None]
+        else:
+            own = torch.eye(count, dtype=torch.bool, device=causal.device)[count - rows :]
+            self.seen = (causal & (self.valid[:, None] | own))[:, None, None]
+        return positions
+
+    def near(self, positions: Tensor, window: int) -> Tensor:
+        """Tell which of `positions` [S, N] are among the `window` last of each of the last tokens, [S, 1, 1, q, N]."""
+        ahead: Tensor = self.latest[:, :, None] - positions[:, None]
+        return (ahead < window)[:, None, None]
+
+
+class BankLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer while P candidates follow the prompts of S samples: row p * S + s of the batch is candidate p's.
+
+    `keys` and `values` [S, Hkv, N, D] are what all candidates share. To the model the cache looks empty: positions are
+    given, and who sees what is decided here.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, suffix: SuffixTokens) -> None:
+        super().__init__()
+        self.keys = keys
+        self.values = values
+        self.suffix = suffix
+        self.own: tuple[Tensor, Tensor] | None = None  # keys and values [P * S, Hkv, n, D] of the tokens that follow
+
+    @abstractmethod
+    def shared(self) -> Sequence[VisibleKV]:
+        """Return what each candidate sees of the prompts."""
+
+    def seen(self) -> Tensor | None:
+        """Tell what the last tokens see of all that follow, [S or 1, 1, 1, q, n]."""
+        return self.suffix.seen
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> Output:
+        """Attend with queries [P * S, Hq, q, D], to [P * S, q, Hq, Dv]; the model's mask knows of no prompts."""
+        logits = Logits.of_call(module, query, key, kwargs)
+        parts = (torch.split(tensor, len(self.keys)) for tensor in (query, key, value))
+        seen = self.seen()
+        outputs = [
+            prefix_attention(one, shared, VisibleKV(keys, values, seen), logits)
+            for one, keys, values, shared in zip(*parts, self.shared(), strict=True)
+        ]
+        return torch.cat(outputs).transpose(1, 2).contiguous(), None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        place = self.suffix.place
+        if self.own is None:
+            self.own = (key_states, value_states)
+        elif place is None:
+            self.own = (torch.cat([self.own[0], key_states], 2), torch.cat([self.own[1], value_states], 2))
+        else:
+            self.own[0].index_copy_(2, place, key_states)
+            self.own[1].index_copy_(2, place, value_states)
+        tag(self.own[0], self)
+        return self.own
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens, see `SuffixTokens`."""
+        if self.own is not None:
+            keys, values = (nn.functional.pad(states, (0, 0, 0, tokens)) for states in self.own)
+            self.own = (keys, values)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """There is nothing to prepare."""
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.23
+
+
+class PrefixLayer(BankLayer):
+    """A full-attention layer: `entries` [P, S, C, Hkv] are how many of the stored entries of a head a candidate sees.
+
+    They are `there` on the device of the model, too.
+    They are stored once for each of C policies, `states`; a candidate has entries under one of them.
+    """
+
+    def __init__(
+        self, states: Sequence[tuple[Tensor, Tensor]], suffix: SuffixTokens, entries: Tensor, there: Tensor
+    ) -> None:
+        super().__init__(*states[0], suffix)
+        self.prefixes = [self._prefix(states, *pair) for pair in zip(entries, there, strict=True)]
+
+    def _prefix(self, states: Sequence[tuple[Tensor, Tensor]], entries: Tensor, there: Tensor) -> VisibleKV:
+        choice = int(entries.sum((0, 2)).argmax())
+        (keys, values) = states[choice]
+        entries = entries[:, choice]
+        fewest = int(entries.min())
+        most = int(entries.max())
+        seen = None
+        if fewest < most:
+            limits = there[:, choice, :, None].to(keys.device)
+            seen = (torch.arange(most, device=keys.device) < limits)[:, :, None, None]
+        return VisibleKV(keys[:, :, :most], values[:, :, :most], seen)
+
+    def shared(self) -> Sequence[VisibleKV]:
+        return self.prefixes
+
+
+class WindowLayer(BankLayer):
+    """A sliding-window layer of the model: all candidates see its whole window.
+
+    The stored entries are the last tokens of the prompts, aligned on the right; `window` counts the token itself.
+    """
+
+    is_sliding = True
+
+    def __init__(self, keys: Tensor, values: Tensor, suffix: SuffixTokens, window: int, candidates: int) -> None:
+        super().__init__(keys, values, suffix)
+        self.window = window
+        self.candidates = candidates
+        back = torch.arange(-keys.shape[2], 0, device=suffix.lengths.device)
+        self.positions = suffix.lengths[:, None] + back  # below 0 where a prompt is shorter
+
+    def shared(self) -> Sequence[VisibleKV]:
+        seen = self.suffix.near(self.positions, self.window) & (self.positions >= 0)[:, None, None, None]
+        return [VisibleKV(self.keys, self.values, seen)] * self.candidates
+
+    def seen(self) -> Tensor | None:
+        near = self.suffix.near(self.suffix.positions, self.window)
+        return near if self.suffix.seen is None else near & self.suffix.seen
+
+
+def prefix_attention(query: Tensor, shared: VisibleKV, own: VisibleKV, logits: Logits) -> Tensor:
+    """Attend with queries [S, Hq, q, D] over what is shared and what is their own, to [S, Hq, q, Dv].
+
+    One softmax over both; the query heads of a kv head are packed into one matrix.
+    """
+    samples, query_heads, rows, _ = query.shape
+    heads = own.keys.shape[1]
+    packed = query.reshape(samples, heads, query_heads // heads * rows, -1)
+    scores = torch.cat([_scores(packed, part, rows, logits) for part in (own, shared)], -1)
+    grouped = scores.view(samples * heads, query_heads // heads, rows, -1)
+    weights = logits.softmax(grouped, torch.arange(heads, device=query.device).repeat(samples)).view_as(scores)
+    weights = weights.to(query.dtype)
+    near = own.keys.shape[2]
+    output = weights[..., :near] @ own.values + weights[..., near:] @ shared.values
+    return output.view(samples, query_heads, rows, -1)
+
+
+def _scores(packed: Tensor, part: VisibleKV, rows: int, logits: Logits) -> Tensor:
+    """Return logits [S, Hkv, G * q, N] fp32 of packed queries [S, Hkv, G * q, D], -inf where nothing is seen."""
+    scores = logits.of(packed, part.keys)
+    if part.seen is None:
+        return scores
+    grouped = scores.view(*scores.shape[:2], scores.shape[2] // rows, rows, scores.shape[3])
+    return grouped.masked_fill_(~part.seen.to(scores.device), float("-inf")).view_as(scores)
 
 
 def side_by_side(states: Sequence[Tensor], right: bool) -> Tensor:
@@ -65,27 +273,37 @@ class BankReply(GreedyReply):
 
 
 class Pass:
-    """P candidates, entries per kv head [P, choices * L, Hkv], that go on after the prompts of a portion.
+    """P candidates, entries per kv head [P, choices * L, Hkv], that go on after the prompts of S samples.
 
-    The model must run the attention "kvsearch".
+    `states` are keys and values [S, Hkv, N, D] of the prompts by model layer. Full-attention layers have their best
+    entries, best first, once for each policy that they may have; sliding-window layers (`windows`, in tokens, by layer)
+    their last ones, aligned on the right. The model must run the attention "kvsearch".
     """
 
-    def __init__(self, model: Any, portion: Portion, candidates: Ints) -> None:
+    def __init__(
+        self,
+        model: Any,
+        samples: Sequence[BankSample],
+        states: LayerStates,
+        windows: Mapping[int, int],
+        candidates: Ints,
+    ) -> None:
         self.model = model
-        self.portion = portion
+        self.samples = samples
         self.count = len(candidates)
-        self.suffix = SuffixTokens(torch.from_numpy(portion.lengths).to(model.device))
-        seen = torch.from_numpy(np.minimum(candidates[:, None], portion.lengths[:, None, None]))
-        full = len(portion.layers) - len(portion.windows)
+        lengths = np.array([len(sample.prompt) for sample in samples], dtype=np.int64)
+        self.suffix = SuffixTokens(torch.from_numpy(lengths).to(model.device))
+        seen = torch.from_numpy(np.minimum(candidates[:, None], lengths[:, None, None]))
+        full = len(states) - len(windows)
         rows = seen.reshape(*seen.shape[:2], -1, full, seen.shape[-1])
         # of each layer [P, S, choices, Hkv], on the host and in one copy on the device
         planned = zip(rows.unbind(3), rows.to(model.device).unbind(3), strict=True)
         self.cache = Cache(
             layers=[
-                WindowLayer(*states[0], self.suffix, portion.windows[index], self.count)
-                if index in portion.windows
-                else PrefixLayer(states, self.suffix, *next(planned))
-                for index, states in enumerate(portion.layers)
+                WindowLayer(*of_layer[0], self.suffix, windows[index], self.count)
+                if index in windows
+                else PrefixLayer(of_layer, self.suffix, *next(planned))
+                for index, of_layer in enumerate(states)
             ]
         )
 
@@ -109,11 +327,10 @@ class Pass:
 
     def forced(self) -> Tensor | None:
         """Return logits [P, S, R, V] for the answers' tokens, aligned on the right; None if the prompts predict all."""
-        samples = self.portion.samples
-        keep = max(sample.predicting for sample in samples)
+        keep = max(sample.predicting for sample in self.samples)
         if keep == 0:
             return None
-        ids, mask = left_padded([sample.following for sample in samples], PAD, self.model.device)
+        ids, mask = left_padded([sample.following for sample in self.samples], PAD, self.model.device)
         return self.read(ids, mask.bool(), keep)
 
     def _following(self, ids: Tensor, every: Tensor, tokens: int) -> Callable[[], Tensor]:
@@ -147,7 +364,7 @@ class Pass:
         `first` [S, V] are these logits where there are no questions, `limits` [S] say how long a reply may be. A reply
         ends before a token of `stop` or with one that makes its sample's `finished` true.
         """
-        samples = self.portion.samples
+        samples = self.samples
         if first is None:
             ids, mask = left_padded([sample.asked for sample in samples], PAD, self.model.device)
             logits = self.read(ids, mask.bool(), 1)[:, :, 0]

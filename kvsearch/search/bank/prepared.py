@@ -6,22 +6,18 @@ One dense pass over a prompt serves every candidate; what a pass needs of the sa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.core.parsing import describe_fault
-from kvsearch.core.progress import Progress, counted
 from kvsearch.models.architecture import FULL, describe, rotary
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.checks import DeferredCheck, require_finite
@@ -30,9 +26,6 @@ from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.collector import watch
 from kvsearch.runtime.observe import PromptLayer
 from kvsearch.runtime.stock import CACHE, stock_layers
-from kvsearch.search.bank.passes import Portion, side_by_side
-from kvsearch.search.bank.samples import BankSample
-from kvsearch.signals.predictions import answer_losses
 
 Tensors = Mapping[str, Tensor]
 Choices = tuple[Policy, ...]  # that a layer may have
@@ -164,102 +157,8 @@ class SampleStore:
         return path
 
 
-@dataclass(eq=False)
-class PreparedSamples:
-    """Samples whose prompts were read, each different one once.
-
-    Keeps the best `cap` entries of every head in `store`. The model must run the attention "kvsearch" while prompts are
-    read.
-    """
-
-    model: Any
-    policies: Rankings
-    windows: Mapping[int, int]
-    samples: Sequence[BankSample]
-    cap: int
-    store: SampleStore
-    tokens: int = 0  # that the model has read so far
-    _last: dict[str, Tensor] = field(default_factory=dict)  # logits [V] after prompts that replies follow at once
-
-    def __post_init__(self) -> None:
-        # -log p of the first token of an answer that the prompt predicts
-        self.given: Floats = np.zeros(len(self.samples))
-
-    def read(self, progress: Progress | None = None) -> None:
-        """Read all prompts.
-
-        Raises:
-            IncompatibleError: the model emits NaN or infinity under the full cache.
-            EnvironmentFault: the store cannot write a file.
-        """
-        users: dict[str, list[int]] = {}
-        for index, sample in enumerate(self.samples):
-            users.setdefault(sample.prompt_sha256, []).append(index)
-        for name, indices in counted(users.items(), len(users), progress):
-            sample = self.samples[indices[0]]
-            layers, logits = prefill(self.model, self.policies, sample.prompt, self.cap)
-            self.tokens += len(sample.prompt)
-            if not bool(logits.isfinite().all()):
-                raise IncompatibleError(
-                    f"{sample.place}: the model emits NaN or infinite logits: check its dtype and weights"
-                )
-            if not len(sample.asked):
-                self._last[name] = logits.cpu()
-            for index in indices:
-                answer = self.samples[index].answer
-                if len(answer) > self.samples[index].predicting:
-                    self.given[index] = answer_losses(logits[None, None], answer[None, :1])[0]
-            kept = {}
-            for layer, some in enumerate(layers):
-                for choice, (keys, values) in enumerate(some):
-                    last = keys.shape[1] if layer in self.windows else self.cap
-                    kept[_name("keys", layer, choice)] = _alone(keys[:, :last])
-                    kept[_name("values", layer, choice)] = _alone(values[:, :last])
-            self.store.put(name, kept)
-
-    def portion(self, indices: Sequence[int], widths: Sequence[int]) -> Portion:
-        """Put some samples side by side; `widths` are how many entries per head each row of candidates must have."""
-        samples = [self.samples[index] for index in indices]
-        rows = [(layer, choice) for choice in range(self.choices) for layer in self.policies]
-        wanted = {
-            **{(layer, 0): width for layer, width in self.windows.items()},
-            **dict(zip(rows, widths, strict=True)),
-        }
-        names = {_name(part, *row): width for row, width in wanted.items() for part in ("keys", "values")}
-        found = [self.store.get(sample.prompt_sha256, names) for sample in samples]
-
-        def together(part: str, layer: int, choice: int) -> Tensor:
-            return side_by_side([states[_name(part, layer, choice)] for states in found], right=layer in self.windows)
-
-        layers = [
-            [
-                (together("keys", layer, choice), together("values", layer, choice))
-                for choice in range(1 if layer in self.windows else self.choices)
-            ]
-            for layer in sorted({layer for layer, _ in wanted})
-        ]
-        lengths: Ints = np.array([len(sample.prompt) for sample in samples], dtype=np.int64)
-        return Portion(samples, lengths, layers, self.windows)
-
-    @property
-    def choices(self) -> int:
-        """How many policies each layer may have."""
-        return len(next(iter(self.policies.values())))
-
-    def last_logits(self, indices: Sequence[int]) -> Tensor | None:
-        """Return logits [S, V] fp32 after prompts that replies follow at once; None where a question comes first."""
-        names = [self.samples[index].prompt_sha256 for index in indices]
-        if any(name not in self._last for name in names):
-            return None
-        return torch.stack([self._last[name] for name in names]).to(self.model.device)
-
-
-def _alone(states: Tensor) -> Tensor:
+def without_rest(states: Tensor) -> Tensor:
     """Return the same without the memory of what was cut off."""
     if states.untyped_storage().nbytes() == states.nbytes:
         return states
     return states.clone(memory_format=torch.contiguous_format)
-
-
-def _name(part: str, layer: int, choice: int) -> str:
-    return f"{part}.{layer}.{choice}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -81,11 +81,6 @@ class BankSample:
         """Return the task's metric of a reply, in [0, 1]; UsageError if it cannot be judged."""
         text = cut(self.task.format.decode(reply), self.task.task.stops)
         return score(self.task.task, self.reading.prompt.key, self.question.number, self.question.query, text)
-
-
-def kept_of(samples: Sequence[BankSample], kept: Collection[str] | None) -> list[BankSample]:
-    """Return the samples whose SHA-256 is among those `kept` (None: all)."""
-    return [sample for sample in samples if kept is None or sample.sha256 in kept]
 
 
 def check_samples(model: Any, samples: Sequence[BankSample]) -> None:

@@ -82,7 +82,7 @@ def _search_ledger(path: Path) -> None:
     identity = _identity("evolve")
     with TrialLog(path, identity) as ledger:
         lines = lines_of(ledger)
-        _ = ledger.spent
+        _ = ledger.evaluations
     with taken("the ledger"), TrialLog(path, identity) as again:
         same(lines_of(again), lines, "opened again")
         again.begin("a new stage")

@@ -19,9 +19,9 @@ from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.shared_prefill import compressed
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.passes import Pass
-from kvsearch.search.bank.prepared import PreparedSamples, SampleStore, ranking_policies, windows_of
+from kvsearch.search.bank.prepared import windows_of
 from kvsearch.search.bank.samples import bank_samples
-from kvsearch.search.space.multipliers import placed
+from kvsearch.search.spaces import placed
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from tests import tiny
@@ -56,13 +56,9 @@ def test_logits_are_those_of_the_runtime(family: str, protocol: Protocol) -> Non
     """Prompts, questions and answers of different lengths in one pass, other budgets in every head."""
     model = loaded(family)
     samples, candidates = samples_of(model, protocol), random_candidates(model, 4, 100)
-    policies = ranking_policies(model.model, SNAPKV)
-    store = SampleStore(10**9)
-    prepared = PreparedSamples(model.model, policies, windows_of(model.model), samples, 100, store)
-    with running(model.model):
-        prepared.read()
-        portion = prepared.portion(range(len(samples)), [100] * len(policies))
-        found = Pass(model.model, portion, np.stack(candidates)).forced()
+    with CandidateBank(model, SNAPKV, samples, cap=100) as bank, running(model.model):
+        states = bank.states(range(len(samples)), [100] * bank.shape[0])
+        found = Pass(model.model, samples, states, windows_of(model.model), np.stack(candidates)).forced()
     assert found is not None
     for number, sample in enumerate(samples):
         expected = torch.stack(runtime_logits(model, sample, candidates))

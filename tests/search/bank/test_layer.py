@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsearch.runtime.logits import Logits
-from kvsearch.search.bank.layer import PrefixLayer, SuffixTokens, VisibleKV, WindowLayer, prefix_attention
+from kvsearch.search.bank.passes import PrefixLayer, SuffixTokens, VisibleKV, WindowLayer, prefix_attention
 from tests.examples import at_most
 
 

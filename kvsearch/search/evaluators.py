@@ -1,29 +1,40 @@
-"""Candidates that are run whole, as `evaluate` runs plans: for budgets of the decode phase.
+"""Who evaluates the candidates of a search, here or in each of several workers: a bank, or runs of their plans.
 
-What leaves while decoding depends on every token that follows the prompt, so there is no order of entries that serves
-all candidates. Each has a cache of its own here, which takes in what follows token by token. Only the prompts are
-shared: those of a job's candidates are read once, as far as memory permits.
+Candidates with budgets of the decode phase are run whole, as `evaluate` runs plans: what leaves while decoding depends
+on every token that follows the prompt, so there is no order of entries that serves all candidates. Each has a cache of
+its own here, which takes in what follows token by token. Only the prompts are shared: those of a job's candidates are
+read once, as far as memory permits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import IncompatibleError
+from kvsearch.core.progress import Progress
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import NonFiniteError, has_windows, stop_tokens
 from kvsearch.runtime.shared_prefill import JointReplies, compressed
+from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.memory import Splitting
 from kvsearch.search.bank.passes import PAD, predicted_answers
 from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
+from kvsearch.search.evolve import PreparedSearch
 from kvsearch.search.start_plans import Base
+from kvsearch.search.trials import Evaluator, Executor
 from kvsearch.signals.predictions import answer_losses
+from kvsearch.workers.base import SerialExecutor
+from kvsearch.workers.models import ModelSource, ModelWorkers
+from kvsearch.workers.ray import RayExecutor
 
 Context = list[int]  # the samples that share a prompt
 
@@ -76,24 +87,16 @@ class PlanRuns:
             require_answers(self.samples)
         programs = [Program.from_plan(self.model, self.base.plan(np.asarray(table), {}, 0)) for table in job]
         values = np.full((len(programs), len(self.samples)), np.nan)
-        batches = list(self._batches(range(len(self.samples))))
-        contexts = [context for batch in batches for context in batch]
 
-        def load(numbers: list[int]) -> list[Context]:
-            return [contexts[number] for number in numbers]
-
-        def measure(batch: list[Context], _: list[int], candidates: slice) -> None:
+        def measure(_: object, batch: list[Context], candidates: slice) -> None:
             numbers = range(candidates.start, candidates.stop)
             for joint in self._read({str(number): programs[number] for number in numbers}, batch):
                 for method, index, value in self._measured(joint, batch):
                     values[int(method), index] = value
 
-        first = 0
         with running(self.model):
-            for batch in batches:
-                numbers = list(range(first, first + len(batch)))
-                self._splitting.run(numbers, len(programs), len(programs), load, measure)
-                first += len(batch)
+            for batch in self._batches():
+                self._splitting.run(batch, len(programs), len(programs), list, measure)
         return values
 
     def close(self) -> None:
@@ -101,11 +104,10 @@ class PlanRuns:
 
     # --- contexts -------------------------------------------------------------------------------------------------
 
-    def _batches(self, chosen: Sequence[int]) -> Iterator[list[Context]]:
+    def _batches(self) -> Iterator[list[Context]]:
         """Put samples that share a prompt together, and as many such contexts of a task in a batch as are allowed."""
         by_task: dict[str, dict[str, Context]] = {}
-        for index in chosen:
-            sample = self.samples[index]
+        for index, sample in enumerate(self.samples):
             by_task.setdefault(sample.task.task.name, {}).setdefault(sample.prompt_sha256, []).append(index)
         for contexts in (list(found.values()) for found in by_task.values()):
             for first in range(0, len(contexts), self.batch):
@@ -167,3 +169,57 @@ class PlanRuns:
                 last = joint.logits[row % len(joint.logits)]
                 sums[row] += answer_losses(last[None], sample.answer[None, :1])[0]
         return [float(total) / max(1, len(sample.answer)) for total, sample in zip(sums, samples, strict=True)]
+
+
+def make_executor(
+    search: PreparedSearch, cap: int, max_memory: int | None = None, progress: Progress | None = None
+) -> Executor:
+    """Return an executor for a search: here, or in each of the model's workers, if it has any.
+
+    `cap` is the largest budget of any candidate.
+
+    Raises:
+        KvsearchError: see `CandidateBank`.
+    """
+    objective = search.settings.objective
+    settings: dict[str, Any] = {
+        "batch": search.asked.batch,
+        "cap": cap,
+        "objective": objective,
+        "max_memory": max_memory,
+    }
+    if isinstance(workers := search.base.loaded.workers, ModelWorkers):
+        return RayExecutor(worker_factory(search, workers.source, settings), workers.pool)
+    return SerialExecutor(make_evaluator(search.base, search.samples, **settings, progress=progress))
+
+
+def worker_factory(search: PreparedSearch, source: ModelSource, settings: Mapping[str, Any]) -> partial[Evaluator]:
+    """Return what builds the evaluator of a worker: questions are sent, the model is loaded there."""
+    nobody: Any = None
+    tasks = {id(sample.task): replace(sample.task, prompts=()) for sample in search.samples}  # its questions alone
+    samples = [replace(sample, task=tasks[id(sample.task)]) for sample in search.samples]
+    return partial(make_evaluator, replace(search.base, loaded=nobody), samples, source=source, **settings)
+
+
+def make_evaluator(
+    base: Base,
+    samples: Sequence[BankSample],
+    *,
+    batch: int,
+    cap: int,
+    objective: str,
+    max_memory: int | None,
+    source: ModelSource | None = None,
+    progress: Progress | None = None,
+) -> Evaluator:
+    """Return what measures candidates: a bank where the prompt alone is evicted, else runs of their plans.
+
+    The model is that of `base`, or loaded from its `source`.
+    """
+    if source is not None:
+        base = replace(base, loaded=source.load())
+    if base.in_prefill:
+        return CandidateBank(
+            base.loaded, base.by_layer, samples, cap, objective=objective, max_memory=max_memory, progress=progress
+        )
+    return PlanRuns(base, samples, objective=objective, batch=batch, max_memory=max_memory)
