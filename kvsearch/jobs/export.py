@@ -26,8 +26,9 @@ from kvsearch.runs.lock import locked
 from kvsearch.runs.run import finish, unfinish
 from kvsearch.signals.table import SignalTable
 from kvsearch.strategies.build import plan_from_profile
-from kvsearch.strategies.from_signals import UNIFORM, Strategy, strategy_plan
+from kvsearch.strategies.from_signals import Strategy, strategy_plan
 from kvsearch.strategies.joint import joint_plan, policy_curves
+from kvsearch.strategies.names import UNIFORM
 
 if TYPE_CHECKING:
     from kvsearch.exporters.base import Exported, Inputs

@@ -289,7 +289,7 @@ class Stages:
             IncompatibleError: it can run none of them.
         """
         from kvsearch.runtime.cache import check_rotary
-        from kvsearch.strategies.method_list import find_methods, find_sizes
+        from kvsearch.strategies.methods import find_methods, find_sizes
 
         options = stage.options
         lost = {method: self._lost(method) for method in stage.methods}

@@ -350,7 +350,7 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
             if options.smallest:
                 selection, tried = stages.find_smallest(calibrated, display)
                 selections.append(selection)
-        files = tuple(options.plan_file(selection.size) for selection in selections)
+        files = tuple(options.plan_file(selection.job.size) for selection in selections)
         for selection, file in zip(selections, files, strict=True):
             check_plan(selection.plan, f"the plan for {file}")
             save_plan(selection.plan, file, overwrite=True)
@@ -599,7 +599,7 @@ class RunStages:
         used = None if known is None else known.used
         plans = find_policy_candidates(self.loaded, calibrated, planned, more)
         race = prepare_race(self.loaded, plans, self.splits["select"].without(used), self.rule, size, name="")
-        selection = SelectionJob(self.loaded, size, self.splits["report"].without(used), self.rule, race)
+        selection = SelectionJob(size, self.splits["report"].without(used), race)
         selection.check()
         return selection
 

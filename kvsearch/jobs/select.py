@@ -117,13 +117,13 @@ def dry_run(options: SelectOptions, reporter: Reporter) -> Forecast:
     """Return what would be compared and asked, and what that costs; errors as `select` before anything is asked."""
     selections = [selection for *_, selection in _prepare(options, reporter)]
     content = {
-        "tasks": [task.task.name for task in selections[0].selection_prompts],
+        "tasks": [task.task.name for task in selections[0].race.encoded],
         "candidates": {
             str(selection.size): {options.phases: list(selection.race.candidate_set.plans)} for selection in selections
         },
     }
     costs = [cost for selection in selections for cost in selection.costs]
-    return Forecast(content, costs, selections[0].loaded.speed)
+    return Forecast(content, costs, selections[0].race.loaded.speed)
 
 
 @job(SelectOptions)
@@ -199,5 +199,5 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
         for size, candidates in zip(sizes, explored, strict=True)
     ]
     if options.samples is not None:
-        warn_of_coverage(reporter, [*selections[0].selection_prompts, *selections[0].report_prompts])
+        warn_of_coverage(reporter, [*selections[0].race.encoded, *selections[0].report_prompts])
     return list(zip(places, outputs, selections, strict=True))

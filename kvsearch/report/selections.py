@@ -181,7 +181,7 @@ def _lead_words(method: MethodResult, result: PhaseResult) -> str:
 def run_result(found: Sequence[Selection], files: Sequence[str], tried: Sequence[TriedBudget] = ()) -> RunResult:
     """Return everything by size; `files` are the names of the plans, budgets were `tried` where one was to be found."""
     sizes = {
-        str(one.size): selection_result(one, file, loss=one.loss, words=tuple(sentences(one)))
+        str(one.job.size): selection_result(one, file, loss=one.loss, words=tuple(sentences(one)))
         for one, file in zip(found, files, strict=True)
     }
     return RunResult(sizes=sizes, tried=tuple(tried))

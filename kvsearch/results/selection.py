@@ -57,18 +57,19 @@ class SelectionResult(Result):
         notes = [*selection.chosen.notes, *selection.report.notes]
         if selection.chosen.phases == "decode":
             notes.append(DECODE_ONLY)
+        job = selection.job
         return cls(
-            model=selection.model,
-            budget=selection.size.budget,
-            ratio=selection.size.ratio,
-            protocol=selection.protocol,
-            seed=selection.seed,
-            rule=selection.rule,
+            model=job.race.loaded.name,
+            budget=job.size.budget,
+            ratio=job.size.ratio,
+            protocol=job.protocol,
+            seed=job.seed,
+            rule=job.race.rule,
             outcomes=(selection.chosen,),
             decisions=(decision,),
             phases=selection.chosen.phases,
             total=selection.plan.total,
-            uniform=selection.even,
+            uniform=job.race.candidate_set.even,
             report=selection.report,
             reported=reported,
             notes=tuple(dict.fromkeys(notes)),

@@ -13,8 +13,9 @@ ones, is asked beside `lukv:X` and X, so the questions of the first stage choose
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, NamedTuple
 
 from kvsearch.budgets.allocator import Uniform
@@ -41,6 +42,8 @@ JOINT: Final = "joint"
 HALF: Final = "half"  # of measured budgets and of even ones
 MIXTURES: Final = {LUKV: 0.0, HALF: 0.5}  # shares of even budgets
 ALONE: Final = "uniform"  # of a policy, with even budgets
+# the name of a plan, the plan or what makes it where that may be impossible, and its origin
+NamedPlan = tuple[str, Plan | Callable[[], Plan], Mapping[str, str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,14 +68,6 @@ class CandidateSet:
         return {**self.candidates, **self.baselines}
 
 
-class NamedPlan(NamedTuple):
-    """A plan with its name and origin; in place of one that is impossible stands a note that says why."""
-
-    name: str
-    plan: Plan | str
-    origin: Mapping[str, str]
-
-
 class PlanFactory:
     """Makes the plans of one size and phase setting; subclasses say which.
 
@@ -80,7 +75,9 @@ class PlanFactory:
     """
 
     def __init__(self, loaded: LoadedModel, size: Size, phases: str) -> None:
-        self.loaded, self.size, self.phases = loaded, size, phases
+        self.loaded = loaded
+        self.size = size
+        self.phases = phases
         self.origins: dict[str, Mapping[str, str]] = {}
         self.notes: list[str] = []
         self._contents: set[str] = set()
@@ -89,9 +86,13 @@ class PlanFactory:
         """Return plans by name; without those that differ from one collected before in nothing but their origin."""
         plans = {}
         for name, plan, origin in entries:
-            if isinstance(plan, str):
-                self.notes.append(plan)
-                continue
+            if not isinstance(plan, Plan):
+                try:
+                    plan = plan()
+                except (UsageError, IncompatibleError) as error:
+                    kind = "baseline " if "baseline" in origin else ""
+                    self.notes.append(f"{kind}{name} is left out: {error}")
+                    continue
             content = content_hash(plan)
             if content not in self._contents:
                 self._contents.add(content)
@@ -108,7 +109,8 @@ class PlanFactory:
 
 def content_hash(plan: Plan) -> str:
     """Return a hash that is equal for plans that keep the same of every prompt."""
-    scales, shares = plan.scaling == "proportional", plan.allocation.name != STATIC
+    scales = plan.scaling == "proportional"
+    shares = plan.allocation.name != STATIC
     kept = plan.model_dump(mode="json", include={"prefill", "decode", "scaling", "allocation"})
     return sha256_of([kept, plan.floor if scales or shares else None, plan.length if scales else None])
 
@@ -169,7 +171,7 @@ def find_policy_candidates(
     baselines = factory.collect(factory.baselines())
     if not baselines:
         raise UsageError(f"{size.words}: no policy can be used at this size: {factory.notes[0]}")
-    others = [NamedPlan(name, plan, {"strategy": name}) for name, plan in (more or {}).items()]
+    others: list[NamedPlan] = [(name, plan, {"strategy": name}) for name, plan in (more or {}).items()]
     candidates = factory.collect([*factory.candidates(), *others])
     return CandidateSet(PHASE, candidates, baselines, next(iter(baselines)), factory.origins, tuple(factory.notes))
 
@@ -184,25 +186,27 @@ class _PolicyPlans(PlanFactory):
     def baselines(self) -> Iterator[NamedPlan]:
         """Make built-in policies with even budgets, with those of papers, and with measured ones."""
         for name in BUILT_IN:  # a method has the name of its policy
-            yield self._direct(f"{ALONE}:{name}" if name in METHODS else name, name, Recipe(name))
+            yield self._direct(f"{ALONE}:{name}" if name in METHODS else name, Recipe(name))
         for method, recipe in METHODS.items():
             if method != ALONE:
-                yield self._direct(method, recipe.policy, recipe)
+                yield self._direct(method, recipe)
         for name in [] if self.calibrated is None else self.calibrated.built_in:
-            for method, even in MIXTURES.items():
-                yield self._solved(f"{method}:{name}", [name], even)
+            yield from self._solved(name)
 
     def candidates(self) -> Iterator[NamedPlan]:
         """Make fitted rankings with even budgets, with AdaKV's and with measured ones, then several policies."""
         if self.calibrated is None:
             return
+        entries: list[NamedPlan] = []
         for name in self.calibrated.rankings:
-            yield self._fitted(self._direct(name, name, Recipe(name)))
-            yield self._fitted(self._direct(f"adakv:{name}", name, METHODS["adakv"]))
-            for method, even in MIXTURES.items():
-                yield self._fitted(self._solved(f"{method}:{name}", [name], even))
-        yield self._fitted(self._solved(JOINT, self.calibrated.curves.names))
-        yield self._solved(f"{JOINT}:built-in", self.calibrated.built_in)
+            entries.append(self._direct(name, Recipe(name)))
+            entries.append(self._direct(f"adakv:{name}", METHODS["adakv"]._replace(policy=name)))
+            entries += self._solved(name)
+        entries.append((JOINT, partial(self._joint_plan, self.calibrated.curves.names), {"strategy": JOINT}))
+        for name, plan, origin in entries:
+            yield name, partial(self._fitted, plan), origin
+        name = f"{JOINT}:built-in"
+        yield name, partial(self._joint_plan, self.calibrated.built_in), {"strategy": name}
 
     def _policy(self, name: str) -> Policy:
         """Return a policy as it was measured, or else protecting as many recent entries as those that were."""
@@ -212,33 +216,32 @@ class _PolicyPlans(PlanFactory):
         recent = min((policy_of(spec).recent_count for spec in measured.values()), default=RECENT)
         return create_policy(name, {"protect": recent} if name in OBSERVING else {})
 
-    def _direct(self, name: str, policy_name: str, recipe: Recipe) -> NamedPlan:
+    def _direct(self, name: str, recipe: Recipe) -> NamedPlan:
         """Return a policy under the budgets of a method, by the name of the candidate."""
-        policy = self._policy(policy_name)
-        plan: Plan | str
-        try:
+        policy = self._policy(recipe.policy)
+
+        def make() -> Plan:
             policy.check_model(self.loaded.fingerprint)
             check_rotary(self.loaded.model, [policy])
-            plan = self.direct_plan(policy, recipe, self.size)
-        except (UsageError, IncompatibleError) as error:
-            plan = _left_out(name, error)
-        return NamedPlan(name, plan, {"strategy": name})
+            return self.direct_plan(policy, recipe, self.size)
 
-    def _solved(self, name: str, policies: Sequence[str], even: float = 0.0) -> NamedPlan:
+        return name, make, {"strategy": name}
+
+    def _solved(self, policy: str) -> Iterator[NamedPlan]:
+        """Yield a policy with measured budgets, and with their mixture with even ones."""
+        for method, even in MIXTURES.items():
+            name = f"{method}:{policy}"
+            yield name, partial(self._joint_plan, [policy], even), {"strategy": name}
+
+    def _joint_plan(self, policies: Sequence[str], even: float = 0.0) -> Plan:
         """Return the plan that keeps most of the measured importance under some policies, or its mixture with even."""
         assert self.calibrated is not None
-        plan: Plan | str
-        try:
-            plan = joint_plan(self.calibrated.curves.only(policies), self.size, even=even).plan
-        except UsageError as error:
-            plan = _left_out(name, error)
-        return NamedPlan(name, plan, {"strategy": name})
+        return joint_plan(self.calibrated.curves.only(policies), self.size, even=even).plan
 
-    def _fitted(self, entry: NamedPlan) -> NamedPlan:
+    def _fitted(self, make: Plan | Callable[[], Plan]) -> Plan:
         """Return a plan that says what its rankings were fitted on, too."""
-        plan = entry.plan
-        if isinstance(plan, str) or self.calibrated is None:
-            return entry
+        assert self.calibrated is not None
+        plan = make if isinstance(make, Plan) else make()
         policies = {spec.name for spec in plan.policies}
         fits = [
             profile.metadata.provenance.contexts
@@ -247,8 +250,4 @@ class _PolicyPlans(PlanFactory):
         ]
         contexts = joined([plan.provenance.contexts, *fits])
         origin = plan.provenance.model_copy(update={"contexts": contexts})
-        return entry._replace(plan=plan.model_copy(update={"provenance": origin}))
-
-
-def _left_out(name: str, error: Exception) -> str:
-    return f"{name} is left out: {error}"
+        return plan.model_copy(update={"provenance": origin})

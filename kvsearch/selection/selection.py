@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.samples import Footprint
-from kvsearch.plan import Plan, Size
-from kvsearch.plan.schema import Protocol
+from kvsearch.plan import Plan
 from kvsearch.runs.estimates import Difference, Estimate
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Comparison
+    from kvsearch.selection.selection_job import SelectionJob
 
 Kind = Literal["candidate", "baseline"]
 FOREMOST: Final = 5  # candidates, and as many baselines, that a report asks
@@ -205,17 +205,11 @@ class Reported:
 class Selection:
     """A finished selection at one size, with the plan of what was chosen.
 
-    `chosen` is how the race ended, `even` the strategy with equal budgets that every report has, `loss` how far the
-    full cache is above the plan on the report split.
+    `chosen` is how the race ended, `loss` how far the full cache is above the plan on the report split.
     """
 
-    model: str
-    size: Size
-    protocol: Protocol
-    seed: int
-    rule: Rule
+    job: SelectionJob
     chosen: PhaseResult
-    even: str
     report: Reported
     loss: Difference
     plan: Plan

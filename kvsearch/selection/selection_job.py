@@ -52,16 +52,14 @@ class SelectionJob:
     With a `profile` candidates are strategies of its signals, else each has its own origin.
     """
 
-    loaded: LoadedModel
     size: Size
     reported: Split
-    rule: Rule
     race: PlanRace
     profile: Profile | None = None
 
     def check(self) -> None:
         """Raise UsageError if the selection and the report split have questions or contexts in common."""
-        refuse_shared({"selection": self.selection_prompts, "report": self.report_prompts})
+        refuse_shared({"selection": self.race.encoded, "report": self.report_prompts})
 
     @property
     def protocol(self) -> Protocol:
@@ -73,20 +71,15 @@ class SelectionJob:
         """The seed of all that is drawn."""
         return self.reported.settings.seed
 
-    @property
-    def selection_prompts(self) -> list[TaskPrompts]:
-        """What the race asks."""
-        return self.race.encoded
-
     @cached_property
     def report_prompts(self) -> list[TaskPrompts]:
         """What is asked once, of what was chosen and what it is compared with."""
-        return self.reported.encode(self.loaded)
+        return self.reported.encode(self.race.loaded)
 
     @property
     def hashes(self) -> dict[Use, list[str]]:
         """The hashes of the contexts of both splits."""
-        return {"chosen": asked_hashes(self.selection_prompts), "reported": asked_hashes(self.report_prompts)}
+        return {"chosen": asked_hashes(self.race.encoded), "reported": asked_hashes(self.report_prompts)}
 
     @property
     def costs(self) -> list[StageCost]:
@@ -94,16 +87,11 @@ class SelectionJob:
         prepared = self.race.prepared
         choice = prepared.cost(f"choose at {self.size.words}")
         programs = cycle(method.program for method in prepared.methods)
-        reported = list(islice(programs, self._max_reported))
+        # of either kind, best baseline and even budgets, the full cache
+        most = FOREMOST + 3 if self.profile is not None else 2 * FOREMOST + 3
+        reported = list(islice(programs, most))
         report = replies_cost(f"report at {self.size.words}", self.report_prompts, self.reported.settings, reported)
         return [choice, report]
-
-    @property
-    def _max_reported(self) -> int:
-        """The most plans of a report, the full cache and even budgets among them."""
-        if self.profile is None:
-            return 2 * FOREMOST + 3  # of either kind, best baseline and even budgets, the full cache
-        return FOREMOST + 3
 
     @property
     def content(self) -> dict[str, Any]:
@@ -130,7 +118,7 @@ class SelectionJob:
         Raises:
             IncompatibleError, UsageError: see `Evaluation.run`.
         """
-        shared = shared or SharedLevel(self.rule.level, races=1)
+        shared = shared or SharedLevel(self.race.rule.level, races=1)
         result = self.race.decide(store, shared, answered=answered)
         return self.report(result.at_level(shared.part), store)
 
@@ -144,7 +132,7 @@ class SelectionJob:
             foremost += chosen.foremost("baseline")
         names = [chosen.written, chosen.best, candidate_set.even, *(method.name for method in foremost)]
         asked = {name: plans[name] for name in dict.fromkeys(names)}
-        evaluation = prepare_plans(self.loaded, asked, self.reported)
+        evaluation = prepare_plans(self.race.loaded, asked, self.reported)
         stage = "report" if self.profile is None else f"{chosen.phases}/report"
         report = evaluation.run_stage(stage, store)
         gain = share = None
@@ -162,18 +150,7 @@ class SelectionJob:
             lead=None if leader is None else report.gain(leader.name, [chosen.best]),
             notes=tuple(report.notes),
         )
-        return Selection(
-            model=self.loaded.name,
-            size=self.size,
-            protocol=self.protocol,
-            seed=self.seed,
-            rule=self.rule,
-            chosen=chosen,
-            even=candidate_set.even,
-            report=reported,
-            loss=report.gain(FULL, [chosen.written]),
-            plan=self._plan(chosen),
-        )
+        return Selection(self, chosen, reported, report.gain(FULL, [chosen.written]), self._plan(chosen))
 
     def _plan(self, chosen: PhaseResult) -> Plan:
         """Return the plan to write; its provenance says how it was chosen, and what on."""
@@ -205,7 +182,7 @@ class SelectionJob:
             settings["phases_tried"] = (chosen.phases,)
             if chosen.winner is None:
                 contexts = ContextRecord()  # a baseline was fitted on nothing
-        asked = ContextRecord(chosen=asked_set(self.selection_prompts), reported=asked_set(self.report_prompts))
+        asked = ContextRecord(chosen=asked_set(self.race.encoded), reported=asked_set(self.report_prompts))
         origin = provenance(method, fitted.seed, fitted.data_sha256, settings, joined([contexts, asked]))
         return plan.model_copy(update={"provenance": origin})
 
@@ -229,10 +206,9 @@ def prepare_selection(
         IncompatibleError: model and profile, or model and questions, do not fit together.
     """
     profile.metadata.model.require(loaded.fingerprint, "this profile")
-    rule = rule or Rule()
     plans = find_signal_candidates(loaded, profile, size, phases, explored)
-    race = prepare_race(loaded, plans, choice, rule, size)
-    selection = SelectionJob(loaded, size, reported, rule, race, profile)
+    race = prepare_race(loaded, plans, choice, rule or Rule(), size)
+    selection = SelectionJob(size, reported, race, profile)
     selection.check()
     return selection
 
@@ -284,9 +260,8 @@ def find_smallest(
             low = middle + 1
     for budget in budgets[low:]:
         selection, store = selection_at(budget)
-        shared = SharedLevel(selection.rule.level, 1)
-        _, second = halve_contexts(selection.selection_prompts, selection.seed)
-        result = replace(selection.race, only=second).decide(store, shared, answered=True)
+        _, second = halve_contexts(selection.race.encoded, selection.seed)
+        result = replace(selection.race, only=second).decide(store, answered=True)
         loss = result.full.mean - result.score
         tried.append(TriedBudget(budget, result.written, loss, confirmed=True))
         if loss <= within + TIE:

@@ -14,13 +14,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cached_property
-from typing import Final, NamedTuple, NoReturn
+from functools import cached_property, partial
+from typing import Final, NoReturn
 
 import numpy as np
 
 from kvsearch.budgets.loss_curves import LossCurves
-from kvsearch.budgets.polykv import Proportional
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import KvsearchWarning, UsageError
@@ -30,39 +29,29 @@ from kvsearch.plan import PHASES, Phase, Plan, Profile, Size, phases_of
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import create_policy, policy_class
 from kvsearch.selection.candidates import CandidateSet, NamedPlan, PlanFactory
-from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable, is_constant
+from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import Chosen
 from kvsearch.strategies.from_signals import (
-    FULL,
-    UNIFORM,
     Strategy,
     choose,
     floor_of,
     floors_of,
     plan_of,
     recent_parameter,
-    warn_constant,
 )
-from kvsearch.strategies.names import METHODS, Recipe
+from kvsearch.strategies.names import METHODS, PYRAMID, UNIFORM, Recipe
 
 NONE: Final = "none"  # the route that stands for every pattern alone
-PYRAMID: Final = "pyramid"
 CURVES: Final = "curves"
 JOINT_CURVES: Final = "curves-joint"  # which bring their own patterns
 ALLOCATORS: Final = (UNIFORM, PYRAMID, *SENSITIVITIES, CURVES, JOINT_CURVES)
 
 
-class Explored(NamedTuple):
-    """Which candidates there are: every route (or pattern) with every allocator."""
-
-    routes: tuple[str, ...]
-    allocators: tuple[str, ...]
-
-
-STANDARD: Final = Explored(
-    (NONE, *ROUTES),
-    (UNIFORM, "entropy", "ppl-chosen", PYRAMID, "cosine-chosen", "error-chosen", "nll-chosen", CURVES, JOINT_CURVES),
-)
+STANDARD_ROUTES: Final = (NONE, *ROUTES)
+STANDARD_ALLOCATORS: Final = (
+    UNIFORM, "entropy", "ppl-chosen", PYRAMID, "cosine-chosen", "error-chosen", "nll-chosen", CURVES, JOINT_CURVES,
+)  # fmt: skip
+Explored = tuple[tuple[str, ...], tuple[str, ...]]  # candidates are every route (or pattern) with every allocator
 
 
 def explore(
@@ -71,7 +60,7 @@ def explore(
     routes: Sequence[str] | None = None,
     allocators: Sequence[str] | None = None,
 ) -> Explored:
-    """Return the routes and allocators of `STANDARD`, as far as they were measured, or those that are named.
+    """Return the standard routes and allocators, as far as they were measured, or those that are named.
 
     A route is one of `ROUTES`, a pattern (in all layers), or "none", which is every pattern. Allocators are those of
     `ALLOCATORS`: a sensitivity; "curves" shares by loss curves of the routed patterns, no layer below the smallest
@@ -83,7 +72,7 @@ def explore(
     table = SignalTable(profile)
     mean = size.pool(profile.metadata).mean
     problem = _explain_missing_curves(table, mean)
-    patterns = _list_patterns(table)
+    patterns = [pattern.name for pattern in table.evicting]
     has_routes = (NONE, *table.routes, *patterns)
     has_allocators = (UNIFORM, PYRAMID, *table.sensitivities)
     if problem is None:
@@ -96,9 +85,9 @@ def explore(
             raise UsageError(f"allocator {name!r} cannot be used: {problem}")
         if name not in has_allocators:
             _refuse("allocator", name, ALLOCATORS, has_allocators)
-    return Explored(
-        tuple(dict.fromkeys(routes or (name for name in STANDARD.routes if name in has_routes))),
-        tuple(dict.fromkeys(allocators or (name for name in STANDARD.allocators if name in has_allocators))),
+    return (
+        tuple(dict.fromkeys(routes or (name for name in STANDARD_ROUTES if name in has_routes))),
+        tuple(dict.fromkeys(allocators or (name for name in STANDARD_ALLOCATORS if name in has_allocators))),
     )
 
 
@@ -119,7 +108,7 @@ def find_signal_candidates(
     baselines = factory.collect([*factory.single(), *factory.methods()])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", KvsearchWarning)
-        candidates = factory.collect(factory.strategies(explored or explore(profile, size)))
+        candidates = factory.collect(factory.strategies(*(explored or explore(profile, size))))
     notes = factory.notes
     for warning in caught:  # of signals: they mean candidates that are there already
         if not issubclass(warning.category, KvsearchWarning):
@@ -152,7 +141,8 @@ class _SignalPlans(PlanFactory):
 
     def __init__(self, loaded: LoadedModel, table: SignalTable, size: Size, phases: str) -> None:
         super().__init__(loaded, size, phases)
-        self.table, self.pool = table, size.pool(table.profile.metadata)
+        self.table = table
+        self.pool = size.pool(table.profile.metadata)
         barred = _find_barred(table, self.pool.mean)
         self.barred = tuple(barred)
         self.notes += [f"{name} is left out: {why}" for name, why in barred.items()]
@@ -167,26 +157,24 @@ class _SignalPlans(PlanFactory):
         """Make the methods of papers with their own allocators."""
         for method, recipe in METHODS.items():
             name = f"{method}, own budgets" if method in self.table.patterns else method
-            plan: Plan | str
-            try:
-                plan = self._method_plan(recipe)
-            except UsageError as error:
-                plan = f"baseline {name} is left out: {error}"
-            yield NamedPlan(name, plan, {"baseline": name, "policy": recipe.policy})
+            yield name, partial(self._method_plan, recipe), {"baseline": name, "policy": recipe.policy}
 
-    def strategies(self, explored: Explored) -> Iterator[NamedPlan]:
+    def strategies(self, routes: Sequence[str], allocators: Sequence[str]) -> Iterator[NamedPlan]:
         """Make every route with every allocator; the joint allocator brings its own patterns."""
-        for strategy in self._make_routes(explored.routes):
-            routed = choose(self.table, strategy, self.size)
-            route = strategy.route or NONE
-            for allocator in explored.allocators:
+        for strategy in self._make_routes(routes):
+            for allocator in allocators:
                 if allocator == JOINT_CURVES:
                     continue
+                is_sensitivity = allocator in SENSITIVITIES
+                routed = replace(strategy, budgets=allocator if is_sensitivity else UNIFORM)
+                chosen = choose(self.table, routed, self.size)
+                if allocator in (PYRAMID, CURVES):
+                    budgets = self._budgets(allocator, chosen)
+                    chosen = {phase: part._replace(budgets=budgets) for phase, part in chosen.items()}
                 name = replace(strategy, exclude=()).name + (f" + {allocator}" if allocator != UNIFORM else "")
-                budgets = self._budgets(allocator, routed)
-                chosen = {phase: part._replace(budgets=budgets) for phase, part in routed.items()}
-                yield self._name_plan(name, chosen, {"strategy": name, "route": route, "budget_signal": allocator})
-        if JOINT_CURVES in explored.allocators:
+                origin = {"strategy": name, "route": strategy.route or NONE, "budget_signal": allocator}
+                yield self._name_plan(name, chosen, origin)
+        if JOINT_CURVES in allocators:
             origin = {"strategy": JOINT_CURVES, "route": JOINT_CURVES, "budget_signal": JOINT_CURVES}
             yield self._name_plan(JOINT_CURVES, self._choose_jointly(), origin)
 
@@ -200,7 +188,7 @@ class _SignalPlans(PlanFactory):
                         yield Strategy(None, policy=pattern, phases=self.phases)
 
     def _name_plan(self, name: str, chosen: Mapping[Phase, Chosen], origin: Mapping[str, str]) -> NamedPlan:
-        return NamedPlan(name, plan_of(self.table.profile, chosen, self.size, {}), origin)
+        return name, plan_of(self.table.profile, chosen, self.size, {}), origin
 
     def _method_plan(self, recipe: Recipe) -> Plan:
         policy = tuned_policy(recipe.policy, self.table.profile)
@@ -215,23 +203,14 @@ class _SignalPlans(PlanFactory):
         return self.direct_plan(policy, recipe, size)
 
     def _budgets(self, allocator: str, routed: Mapping[Phase, Chosen]) -> Ints:
-        """Return the budgets of the patterns of all phases together, [L, Hkv], by the signals of the first."""
+        """Return PyramidKV's budgets or those by loss curves for the patterns of all phases together, [L, Hkv]."""
         phase, part = next(iter(routed.items()))
-        if allocator == UNIFORM:
-            return part.budgets
         floors = self._floors(floors_of({when: other.policies for when, other in routed.items()}))
         bounds = self.pool.total, floors, self._caps
-        indices = [self.table.patterns.index(pattern.name) for pattern in part.policies]
         if allocator == PYRAMID:
             return Pyramid(window=0).allocate(np.zeros(0), *bounds)
-        if allocator == CURVES:
-            losses = self._losses(phase)[np.arange(len(indices)), indices]
-            return self._curves.allocate(losses, *bounds)
-        weights = self.table.sensitivity(allocator, phase, self.pool.mean, indices)
-        if len(weights) > 1 and is_constant(weights):
-            warn_constant(allocator, phase)
-            return part.budgets
-        return Proportional().allocate(weights, *bounds)
+        indices = [self.table.patterns.index(pattern.name) for pattern in part.policies]
+        return self._curves.allocate(self._losses(phase)[np.arange(len(indices)), indices], *bounds)
 
     def _choose_jointly(self) -> dict[Phase, Chosen]:
         """Return budgets by the best patterns of the first phase, and every phase's best patterns at these budgets."""
@@ -268,22 +247,17 @@ class _SignalPlans(PlanFactory):
 
     @cached_property
     def _usable(self) -> tuple[str, ...]:
-        return tuple(name for name in _list_patterns(self.table) if name not in self.barred)
-
-
-def _list_patterns(table: SignalTable) -> tuple[str, ...]:
-    """Return all patterns but the full cache, which evicts nothing."""
-    return tuple(name for name in table.patterns if name != FULL)
+        return tuple(pattern.name for pattern in self.table.evicting if pattern.name not in self.barred)
 
 
 def _find_barred(table: SignalTable, mean: float) -> dict[str, str]:
     """Return patterns that cannot be used, and why; UsageError if none is left."""
     found = {
         pattern.name: f"it always keeps {floor_of(pattern)} entries per kv head, above the mean of {mean:g}"
-        for pattern in table.axes.patterns
-        if pattern.name != FULL and floor_of(pattern) > mean
+        for pattern in table.evicting
+        if floor_of(pattern) > mean
     }
-    if len(found) == len(_list_patterns(table)):
+    if len(found) == len(table.evicting):
         listed = "; ".join(f"{name}: {why}" for name, why in found.items())
         raise UsageError(f"no pattern of the profile can be used ({listed}): keep more, or calibrate other patterns")
     return found

@@ -23,7 +23,7 @@ from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import PHASES, Phase, PhaseNames, Plan, PolicySpec, Profile, Size
+from kvsearch.plan import PHASES, Phase, PhaseNames, Plan, Profile, Size
 from kvsearch.policies.registry import policy_of
 from kvsearch.runs.identity import RunConfig
 from kvsearch.selection.splits import refuse_reported
@@ -249,7 +249,8 @@ def _make_strategies(
 
 def _reroute(table: SignalTable, forward: Mapping[Phase, Chosen], rng: np.random.Generator) -> dict[Phase, Chosen]:
     """Draw random patterns of every phase, under the forward budgets."""
-    candidates, layers = _list_patterns(table), table.profile.metadata.shape[0]
+    candidates = table.evicting
+    layers = table.profile.metadata.shape[0]
     drawn = {phase: rng.integers(len(candidates), size=layers) for phase in forward}
     return {
         phase: chosen._replace(policies=tuple(candidates[index] for index in drawn[phase]))
@@ -299,15 +300,10 @@ def distinct_orders(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
         row[falls + 1 :] = reversed(row[falls + 1 :])
 
 
-def _list_patterns(table: SignalTable) -> list[PolicySpec]:
-    """Return the patterns that a route may choose."""
-    return [pattern for pattern in table.axes.patterns if pattern.name != FULL]
-
-
 def _check_floors(table: SignalTable, size: Size) -> None:
     """Raise UsageError if some candidate always keeps more than there is: the others alone would be another choice."""
     given = int(size.pool(table.profile.metadata).mean)
-    for pattern in _list_patterns(table):
+    for pattern in table.evicting:
         policy = policy_of(pattern)
         if given < policy.least:
             lower = recent_parameter(policy)

@@ -27,8 +27,7 @@ from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import BudgetTable, PhaseProgram, full_cache, warn_unfit
-from kvsearch.strategies.method_list import find_methods, find_sizes
-from kvsearch.strategies.methods import Method
+from kvsearch.strategies.methods import Method, find_methods, find_sizes
 from kvsearch.strategies.names import FULL, RANDOM
 
 Total = Callable[[int], int]  # entries of all layers and heads, by prompt length

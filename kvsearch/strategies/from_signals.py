@@ -26,10 +26,9 @@ from kvsearch.policies import Policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.signals.table import MEASURES, ROUTES, SENSITIVITIES, SignalTable, is_constant
 from kvsearch.strategies.build import Chosen, build_plan, check_pool
+from kvsearch.strategies.names import FULL, UNIFORM
 
-UNIFORM = "uniform"
 SIGNAL_BUDGET = "signal_budget"  # in the provenance of plans by signals: the measured budget that was read
-FULL = "full"
 
 
 @dataclass(frozen=True)
@@ -133,11 +132,6 @@ def floor_of(pattern: PolicySpec) -> int:
 def recent_parameter(policy: Policy) -> str | None:
     """Return the parameter that makes smaller what a policy always keeps, the sinks aside: protect or window."""
     return next((name for name in policy.protecting if name in ("protect", "window")), None)
-
-
-def warn_constant(signal: str, phase: Phase) -> None:
-    """Warn that the budgets by a signal are equal."""
-    _warn(f"{signal} is the same in every {phase} layer, so it cannot tell them apart: budgets are equal")
 
 
 def plan_of(profile: Profile, chosen: Mapping[Phase, Chosen], size: Size, settings: Mapping[str, Any]) -> Plan:
@@ -244,7 +238,7 @@ def _share(
         return Uniform().allocate(np.zeros(0), pool.total, low, caps)
     weights = table.sensitivity(strategy.budgets, phase, pool.mean, indices)
     if len(weights) > 1 and is_constant(weights):
-        warn_constant(strategy.budgets, phase)
+        _warn(f"{strategy.budgets} is the same in every {phase} layer, so it cannot tell them apart: budgets are equal")
         return Uniform().allocate(np.zeros(0), pool.total, low, caps)
     least = strategy.least
     if least is not None and least > pool.mean:

@@ -1,14 +1,18 @@
 """Methods by name, as papers compare them: an eviction policy, a layout of budgets, and what is shared out per prompt.
 
 Budgets are laid out anew for every prompt length, with the same exact total for all methods of one size. A policy with
-budgets that need no measurement can be written as a plan, too, see `direct_plan`.
+budgets that need no measurement can be written as a plan, too, see `direct_plan`. `find_methods` and `find_sizes` read
+what was typed: a list of methods with their settings, and the sizes to compare them at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from hashlib import sha256
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +23,27 @@ from kvsearch.budgets.dynamic import Allocation, create_allocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.config.options import parse_setting
 from kvsearch.core.arrays import Ints
-from kvsearch.core.errors import UsageError
+from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.core.limits import MOST_ENTRIES
-from kvsearch.core.naming import check_unique
+from kvsearch.core.naming import check_unique, require_known, suggest
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, Plan, Profile, Size
 from kvsearch.plan.origin import ContextRecord, provenance
-from kvsearch.policies import Policy
+from kvsearch.plan.profile import load_profile
+from kvsearch.plan.profile_arrays import EVICTED_RATIO
+from kvsearch.plan.saved import PROFILE, WEIGHTS
+from kvsearch.policies import Policy, create_policy
+from kvsearch.policies.fitted import parse_policy, split_settings
+from kvsearch.policies.random import RandomEviction
+from kvsearch.policies.registry import FITTED, policy_class, policy_names, policy_of
 from kvsearch.runtime import Program
 from kvsearch.strategies.build import Chosen, build_plan, check_mean, round_ratios
+from kvsearch.strategies.names import FULL, METHODS, RANDOM, Recipe, method_names
 
 Heads = tuple[int, int]  # layers, kv heads
+Settings = Mapping[str, Any]
+BETA = "beta"  # the option of the pyramid
 
 
 @dataclass(frozen=True)
@@ -76,22 +89,13 @@ class Calibrated:
 Layout = Formula | Calibrated
 
 
-@dataclass(frozen=True)
-class SizedTable:
-    """The budgets of a layout at a size, [L, Hkv] by the length of a prompt."""
-
-    layout: Layout
-    size: Size
-    heads: Heads
-    decode: bool
-
-    def __call__(self, length: int) -> Ints:
-        """Return the budgets for a prompt of `length` tokens."""
-        count = self.heads[0] * self.heads[1]
-        total = self.size.held(length, count)
-        # what a decode phase may hold is not bound by the prompt: the cache has yet to grow
-        most = max(length, -(-total // count)) if self.decode else length
-        return self.layout.budgets(min(total, most * count), most, self.heads)
+def sized_budgets(length: int, layout: Layout, size: Size, heads: Heads, phase: Phase) -> Ints:
+    """Return the budgets of a layout at a size, [L, Hkv], for a prompt of `length` tokens."""
+    count = heads[0] * heads[1]
+    total = size.held(length, count)
+    # what a decode phase may hold is not bound by the prompt: the cache has yet to grow
+    most = max(length, -(-total // count)) if phase == "decode" else length
+    return layout.budgets(min(total, most * count), most, heads)
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,8 @@ class Method:
             metadata.model.require(loaded.fingerprint, f"the profile {self.source or self.name}")
         shape = describe(loaded.model)
         heads = (len(shape.full_layers), shape.kv_heads)
-        tables = {phase: SizedTable(self.layout, size, heads, phase == "decode") for phase in PHASES[phases]}
+        laid_out = partial(sized_budgets, layout=self.layout, size=size, heads=heads)
+        tables = {phase: partial(laid_out, phase=phase) for phase in PHASES[phases]}
         return Program.of_policy(loaded.model, self.policy, tables, self.policy.least, self.allocation)
 
     def definition(self, size: Size, phases: str) -> dict[str, Any]:
@@ -226,3 +231,159 @@ def direct_plan(
         size.length,
         allocation,
     )
+
+
+# --- from what was typed -------------------------------------------------------------------------------------------
+
+
+def find_methods(text: str, settings: Sequence[str] = ()) -> list[Method]:
+    """Return the methods of a list such as `uniform,pyramid:keydiff,h2o,lukv=runs/snapkv`.
+
+    METHOD:POLICY puts another policy under the budgets of a method, METHOD:KEY=VALUE sets one of its parameters or
+    options, so that a method can be there twice (`pyramid:beta=5,pyramid:beta=20`). A fitted policy is given with the
+    directory of its weights: `probe=DIR`, `adakv:probe=DIR`. Any other NAME=DIR looks budgets up in a calibrated
+    profile, whose policy keeps its own settings; methods of the same policy take these where all profiles agree.
+    `settings` are KEY=VALUE for all methods that have such a parameter or option.
+
+    Raises:
+        UsageError: an unknown method, policy, parameter or option, the same twice, or a profile that cannot be used.
+    """
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise UsageError(f"methods {text!r} has an empty name: separate names by single commas")
+    recipes = {item: _parse_recipe(item) for item in items if not _is_profile(item)}
+    pairs = [parse_setting(text) for text in settings]
+    check_unique("--set", [key for key, _ in pairs])
+    common = dict(pairs)
+    profiles = {item: _read_calibrated(item, common) for item in items if item not in recipes}
+    agreed = _find_agreed_settings(profiles.values())
+    methods = []
+    unread = set(common)
+    for item in items:
+        if item in profiles:
+            methods.append(profiles[item])
+        else:
+            recipe, stated, fitted = recipes[item]
+            shared = {**fitted, **agreed.get(recipe.policy, {}), **common}
+            methods.append(_resolve(item, recipe, stated, shared))
+            unread -= {*_parameters(recipe), *_options(recipe)}
+    for key in sorted(unread, key=list(common).index):
+        raise UsageError(f"--set {key}: none of these methods has such a parameter or option")
+    check_unique("the method", [method.name for method in methods])
+    for method, other in combinations(methods, 2):
+        if replace(other, name=method.name) == method:
+            raise UsageError(f"the methods {method.name} and {other.name} are the same: leave one out")
+    return methods
+
+
+def find_sizes(budgets: str | None, ratios: str | None) -> list[Size]:
+    """Return the sizes of two lists such as `128,256` and `0.5,0.8`, in this order.
+
+    Raises:
+        UsageError: no size, one that is no number or out of range, or one twice.
+    """
+    sizes = [Size(budget=number) for number in _parse_numbers(budgets, int, "budget", "128")]
+    sizes += [Size(ratio=number) for number in _parse_numbers(ratios, float, "ratio", "0.8")]
+    if not sizes:
+        raise UsageError("methods are compared at equal sizes: give --budgets (128,256) or --ratios (0.5,0.8)")
+    check_unique("the size", map(str, sizes))
+    return sizes
+
+
+def _parse_numbers(text: str | None, kind: Callable[[str], Any], noun: str, example: str) -> list[Any]:
+    numbers = []
+    for item in [] if text is None else text.split(","):
+        try:
+            numbers.append(kind(item))
+        except ValueError:
+            raise UsageError(f"{noun} {item.strip()!r} is not a number such as {example}") from None
+    return numbers
+
+
+def _is_profile(item: str) -> bool:
+    """Return whether NAME=DIR was typed, which is no fitted policy."""
+    name, is_given, _ = item.partition("=")
+    return bool(is_given) and ":" not in name and name not in FITTED
+
+
+def _parse_recipe(item: str) -> tuple[Recipe, Settings, Settings]:
+    """Return what METHOD or METHOD:POLICY stands for, the :KEY=VALUE after it, and the settings of a fit (probe=DIR).
+
+    The weights of a fitted policy are among the former.
+    """
+    (method, *others), settings = split_settings(item, "method", "METHOD, METHOD:POLICY or either", most=2)
+    method, fitted = parse_policy(method)
+    policy = None
+    if others:
+        policy, fitted = parse_policy(others[0])
+    if method == FULL:
+        raise UsageError("the full cache is always there: leave the method full out")
+    if policy is not None:
+        require_known("method", method, METHODS)
+        require_known("policy", policy, policy_names())
+    elif method not in FITTED:
+        require_known("method", method, method_names())
+    recipe = METHODS.get(method, Recipe(method))
+    weights = {key: fitted.pop(key) for key in (WEIGHTS,) if key in fitted}
+    recipe = recipe if policy is None else recipe._replace(policy=policy)
+    return recipe, {**weights, **settings}, fitted
+
+
+def _parameters(recipe: Recipe) -> list[str]:
+    """Return the names of the policy's parameters; a control has none."""
+    return [] if recipe.policy == RANDOM else [field.name for field in fields(policy_class(recipe.policy))]
+
+
+def _options(recipe: Recipe) -> list[str]:
+    """Return the options of allocation and allocator that can be set; a parameter of that name hides one."""
+    allocation = create_allocation(recipe.allocation, recipe.options)
+    names = [] if allocation is None else [name for name in allocation.parameters() if name not in recipe.options]
+    if recipe.allocator == Pyramid.name:
+        names.append(BETA)
+    return [] if recipe.policy == RANDOM else [name for name in names if name not in _parameters(recipe)]
+
+
+def _find_agreed_settings(profiles: Iterable[Method]) -> dict[str, Settings]:
+    """Return the parameters of the profiles' policies by their names, of those of which all profiles agree."""
+    stated: dict[str, list[Settings]] = {}
+    for method in profiles:
+        stated.setdefault(method.policy.name, []).append(method.policy.parameters())
+    return {policy: several[0] for policy, several in stated.items() if all(other == several[0] for other in several)}
+
+
+def _resolve(name: str, recipe: Recipe, stated: Settings, shared: Settings) -> Method:
+    """Return the method of a recipe; settings that are stated in its name win over the `shared` ones."""
+    known = [*_parameters(recipe), *_options(recipe)]
+    for key in stated:
+        if key not in known:
+            raise UsageError(f"method {name} has no setting {key!r}{suggest(key, known) if known else ''}")
+    settings = {**shared, **stated}
+    params = {key: settings[key] for key in _parameters(recipe) if key in settings}
+    options = {key: settings[key] for key in _options(recipe) if key in settings}
+    beta = options.pop(BETA, Pyramid.beta)
+    try:
+        policy = RandomEviction() if recipe.policy == RANDOM else create_policy(recipe.policy, params)
+        allocation = create_allocation(recipe.allocation, {**recipe.options, **options})
+        if type(beta) not in (int, float):
+            raise UsageError(f"beta must be float, got {beta!r}")
+        allocator = Pyramid(float(beta), policy.least) if recipe.allocator == Pyramid.name else Uniform()
+    except UsageError as error:
+        raise UsageError(f"method {name}: {error}") from error
+    return Method(name, policy, Formula(allocator, policy.least), allocation)
+
+
+def _read_calibrated(item: str, common: Settings) -> Method:
+    """Return the method of a profile, NAME=DIR."""
+    name, _, place = (part.strip() for part in item.partition("="))
+    source = Path(place)
+    if name in (*method_names(), FULL) or not name or set(":@.") & set(name):
+        raise UsageError(f"a profile cannot be called {name!r}: choose a name that is no method's, without : @ and .")
+    profile = load_profile(source / PROFILE if source.is_dir() else source)
+    if EVICTED_RATIO not in profile.arrays:
+        raise UsageError(f"method {name}: {source} is a {profile.metadata.method} profile, without a table of budgets")
+    policy = policy_of(profile.metadata.policy)
+    for key, value in policy.parameters().items():
+        if common.get(key, value) != value:
+            problem = f"method {name} keeps {key}={value} of its profile: --set {key}={common[key]} is for the others"
+            warnings.warn(problem, KvsearchWarning, stacklevel=2)
+    return Method(name, policy, Calibrated(profile), source=source)

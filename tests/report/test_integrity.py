@@ -21,8 +21,7 @@ from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, SUMS, read_config
 from kvsearch.runs.run import finish, unfinish, write_json
 from kvsearch.strategies.compared import sweep
-from kvsearch.strategies.method_list import find_methods
-from kvsearch.strategies.methods import Size
+from kvsearch.strategies.methods import Size, find_methods
 from tests import tiny
 from tests.combinations import every_value
 from tests.plan.builders import make_plan, phase_dict

@@ -17,7 +17,7 @@ from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
 from kvsearch.runtime.logits import Logits, products
 from kvsearch.runtime.read_mask import Visible
-from kvsearch.search.bank.layer import VisibleKV, prefix_attention
+from kvsearch.search.bank.passes import VisibleKV, prefix_attention
 from tests.combinations import every_value
 from tests.policies.contract import DIM
 from tests.runtime.layers import Layer, Scene

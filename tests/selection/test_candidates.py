@@ -14,7 +14,6 @@ from kvsearch.plan import Plan, Profile, Size
 from kvsearch.selection.candidates import CandidateSet, content_hash
 from kvsearch.selection.signal_candidates import (
     ALLOCATORS,
-    Explored,
     explore,
     find_signal_candidates,
     tuned_policy,
@@ -74,13 +73,14 @@ def patterns(plan: Plan, phase: Any = "prefill") -> list[str]:
 
 def test_everything_that_was_measured(model: LoadedModel) -> None:
     profile = profile_of(model)
-    standard = explore(profile, SIZE)
-    assert standard.routes == ("none", "cosine", "error", "ppl", "nll")
-    assert set(CURVES) < set(standard.allocators) < set(ALLOCATORS)
-    assert "ppl" not in standard.allocators  # the worst of all patterns, whatever is used
+    routes, allocators = explore(profile, SIZE)
+    assert routes == ("none", "cosine", "error", "ppl", "nll")
+    assert set(CURVES) < set(allocators) < set(ALLOCATORS)
+    assert "ppl" not in allocators  # the worst of all patterns, whatever is used
     bare = profile_of(model, arrays={"nll": None, "full_nll": None, "entropy": None, "mean_entropy": None})
-    assert explore(bare, SIZE).routes == ("none", "cosine", "error")
-    assert explore(bare, SIZE).allocators == ("uniform", "pyramid", "cosine-chosen", "error-chosen")
+    routes, allocators = explore(bare, SIZE)
+    assert routes == ("none", "cosine", "error")
+    assert allocators == ("uniform", "pyramid", "cosine-chosen", "error-chosen")
 
 
 def test_all_hold_the_same_and_nothing_is_there_twice(model: LoadedModel) -> None:
@@ -156,7 +156,7 @@ def test_no_head_gets_more_than_the_length_of_the_plan(model: LoadedModel, lengt
     losses = np.zeros((3, LAYERS, 3))
     losses[:] = np.array([0.0, 0, 0, 1])[:, None]
     profile, size = profile_of(model, arrays=losing(losses)), Size(budget=40, length=length)
-    found = find_signal_candidates(model, profile, size, explored=Explored(("tova",), ("nll", "pyramid", "curves")))
+    found = find_signal_candidates(model, profile, size, explored=(("tova",), ("nll", "pyramid", "curves")))
     tops = {name: max(kept(plan)) for name, plan in found.plans.items()}
     assert max(tops.values()) <= (length or LENGTH)
     assert tops["tova + nll"] == (length or LENGTH)
@@ -288,7 +288,7 @@ def test_why_there_are_no_curves(model: LoadedModel, made: dict[str, Any], size:
     for curve in CURVES:
         with pytest.raises(UsageError, match=f"allocator '{curve}' cannot be used: .*{problem}"):
             explore(profile, size, allocators=[curve])
-    assert not set(CURVES) & set(explore(profile, size).allocators)
+    assert not set(CURVES) & set(explore(profile, size)[1])
 
 
 @pytest.mark.filterwarnings("error")

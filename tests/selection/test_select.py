@@ -27,7 +27,7 @@ from kvsearch.results.selection import DECODE_ONLY
 from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection import Selection
 from kvsearch.selection.selection_job import SelectionJob, prepare_selection
-from kvsearch.selection.signal_candidates import Explored, explore, find_signal_candidates
+from kvsearch.selection.signal_candidates import explore, find_signal_candidates
 from kvsearch.selection.splits import divide_contexts, halve_contexts
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
@@ -321,7 +321,7 @@ def test_what_is_chosen_by_cannot_be_reported(model: LoadedModel, profile: Profi
 
 def test_a_selection_needs_something_to_evict(model: LoadedModel, profile: Profile) -> None:
     questions = (Split([questions_of(*range(4))], HOW), Split([questions_of(*range(4, 8))], HOW))
-    even = Explored(("cosine",), ("uniform",))
+    even = ("cosine",), ("uniform",)
     late: dict[str, Any] = {"phases": "decode", "explored": even}
     with pytest.raises(UsageError, match=r"^59 entries per kv head: nothing would be evicted from any prompt, the"):
         prepare_selection(model, profile, Size(budget=59), *questions, **late)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Settings, Split, StageStore
-from kvsearch.selection.selection import Rule, TriedBudget
+from kvsearch.selection.selection import TriedBudget
 from kvsearch.selection.selection_job import SelectionJob, find_smallest, ladder
 from kvsearch.strategies.names import FULL
 
@@ -36,7 +36,7 @@ class MadeRace:
         scores = {FULL: FULL_SCORE, "bad": 0.0, "good": FULL_SCORE - self.first_loss}
         return SimpleNamespace(score=lambda name: SimpleNamespace(mean=scores[name]))
 
-    def decide(self, store: object, shared: object, *, answered: bool) -> Any:
+    def decide(self, store: object, *, answered: bool) -> Any:
         assert answered
         assert self.only == []  # the other half
         full = SimpleNamespace(mean=FULL_SCORE)
@@ -48,8 +48,6 @@ class Made:
     """A choice at a budget."""
 
     race: MadeRace
-    rule: Rule = field(default_factory=Rule)
-    selection_prompts: tuple[Any, ...] = ()
     seed: int = 0
 
     def report(self, result: Any, store: object) -> Any:

@@ -25,8 +25,7 @@ from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
 from kvsearch.strategies.build import plan_from_profile
 from kvsearch.strategies.compared import different_settings, read_request, sweep
-from kvsearch.strategies.method_list import find_methods, find_sizes
-from kvsearch.strategies.methods import Formula, Method, direct_plan
+from kvsearch.strategies.methods import Formula, Method, direct_plan, find_methods, find_sizes
 from kvsearch.strategies.names import METHODS, method_names
 from tests import tiny
 from tests.examples import at_most
