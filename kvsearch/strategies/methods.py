@@ -46,77 +46,33 @@ Settings = Mapping[str, Any]
 BETA = "beta"  # the option of the pyramid
 
 
-@dataclass(frozen=True)
-class Formula:
-    """Budgets that need no measurement. `floor` is what every head gets first, as far as the total reaches."""
+def even_or_pyramid(allocator: Uniform | Pyramid, floor: int, total: int, length: int, heads: Heads) -> Ints:
+    """Return budgets [L, Hkv] that need no measurement and sum to `total`, each at most `length`.
 
-    allocator: Uniform | Pyramid
-    floor: int
-
-    def budgets(self, total: int, length: int, heads: Heads) -> Ints:
-        """Return budgets [L, Hkv] that sum to `total`, each at most `length`."""
-        least = min(self.floor, length, total // (heads[0] * heads[1]))
-        budgets: Ints = self.allocator.allocate(np.zeros(heads), total, np.full(heads, least), np.full(heads, length))
-        return budgets
-
-    def definition(self) -> dict[str, Any]:
-        """Return all that the budgets depend on but the arguments, as JSON."""
-        return {"allocator": self.allocator.name, "options": asdict(self.allocator), "floor": self.floor}
-
-
-@dataclass(frozen=True)
-class Calibrated:
-    """Budgets looked up in a profile at the share that the total evicts of the prompt at hand."""
-
-    profile: Profile
-
-    def budgets(self, total: int, length: int, heads: Heads) -> Ints:
-        """Return budgets [L, Hkv] that sum to `total`; UsageError if the profile has no table of local ratios."""
-        size = heads[0] * heads[1]
-        floor = min(max(self.profile.metadata.floor, 1), length, total // size)
-        if total >= length * size:
-            return np.full(heads, length, dtype=np.int64)
-        return round_ratios(self.profile.local_ratios(1 - total / (length * size)), length, total, floor)
-
-    def definition(self) -> dict[str, Any]:
-        """Return all that the budgets depend on but the arguments, as JSON."""
-        return {
-            "profile_sha256": sha256(self.profile.to_bytes()).hexdigest(),
-            "calibrated": self.profile.metadata.method,
-        }
-
-
-Layout = Formula | Calibrated
-
-
-def sized_budgets(length: int, layout: Layout, size: Size, heads: Heads, phase: Phase) -> Ints:
-    """Return the budgets of a layout at a size, [L, Hkv], for a prompt of `length` tokens."""
-    count = heads[0] * heads[1]
-    total = size.held(length, count)
-    # what a decode phase may hold is not bound by the prompt: the cache has yet to grow
-    most = max(length, -(-total // count)) if phase == "decode" else length
-    return layout.budgets(min(total, most * count), most, heads)
+    Every head gets `floor` first, as far as the total reaches.
+    """
+    least = min(floor, length, total // (heads[0] * heads[1]))
+    budgets: Ints = allocator.allocate(np.zeros(heads), total, np.full(heads, least), np.full(heads, length))
+    return budgets
 
 
 @dataclass(frozen=True)
 class Method:
-    """A policy for all full-attention layers, the layout of its budgets, and an allocation (None: they hold as laid).
+    """A policy for all full-attention layers, what lays out its budgets, and an allocation (None: they hold as laid).
 
-    `source` is where a profile was read from, for messages.
+    Budgets are laid out by an allocator, or looked up in a profile; `source` is where that was read from, for messages.
     """
 
     name: str
     policy: Policy
-    layout: Layout
+    layout: Uniform | Pyramid | Profile
     allocation: Allocation | None = None
     source: Path | None = field(default=None, compare=False)
 
     @property
     def contexts(self) -> ContextRecord | None:
         """What its profile was fitted on: nothing without one, None where that is not known."""
-        return (
-            self.layout.profile.metadata.provenance.contexts if isinstance(self.layout, Calibrated) else ContextRecord()
-        )
+        return self.layout.metadata.provenance.contexts if isinstance(self.layout, Profile) else ContextRecord()
 
     def check(self, sizes: Sequence[Size]) -> None:
         """Find what is wrong with the sizes before a model is loaded.
@@ -143,23 +99,50 @@ class Method:
             UsageError: the allocation cannot share the policy's entries, or the policy has no decode rule.
         """
         self.policy.check_model(loaded.fingerprint)
-        if isinstance(self.layout, Calibrated):
-            metadata = self.layout.profile.metadata
-            metadata.model.require(loaded.fingerprint, f"the profile {self.source or self.name}")
+        if isinstance(self.layout, Profile):
+            self.layout.metadata.model.require(loaded.fingerprint, f"the profile {self.source or self.name}")
         shape = describe(loaded.model)
         heads = (len(shape.full_layers), shape.kv_heads)
-        laid_out = partial(sized_budgets, layout=self.layout, size=size, heads=heads)
-        tables = {phase: partial(laid_out, phase=phase) for phase in PHASES[phases]}
+        tables = {phase: partial(self.sized_budgets, size, heads, phase) for phase in PHASES[phases]}
         return Program.of_policy(loaded.model, self.policy, tables, self.policy.least, self.allocation)
+
+    def sized_budgets(self, size: Size, heads: Heads, phase: Phase, length: int) -> Ints:
+        """Return the budgets at a size, [L, Hkv], for a prompt of `length` tokens."""
+        count = heads[0] * heads[1]
+        total = size.held(length, count)
+        # what a decode phase may hold is not bound by the prompt: the cache has yet to grow
+        most = max(length, -(-total // count)) if phase == "decode" else length
+        return self.budgets(min(total, most * count), most, heads)
+
+    def budgets(self, total: int, length: int, heads: Heads) -> Ints:
+        """Return budgets [L, Hkv] that sum to `total`, each at most `length`.
+
+        Those of a profile are looked up at the share that the total evicts of the prompt at hand; UsageError if it has
+        no table of local ratios.
+        """
+        if not isinstance(self.layout, Profile):
+            return even_or_pyramid(self.layout, self.policy.least, total, length, heads)
+        size = heads[0] * heads[1]
+        if total >= length * size:
+            return np.full(heads, length, dtype=np.int64)
+        floor = min(max(self.layout.metadata.floor, 1), length, total // size)
+        return round_ratios(self.layout.local_ratios(1 - total / (length * size)), length, total, floor)
 
     def definition(self, size: Size, phases: str) -> dict[str, Any]:
         """Return everything that decides what is kept, as JSON."""
+        budgets: dict[str, Any]
         shared = None
         if self.allocation is not None:
             shared = {"name": self.allocation.name, "options": self.allocation.parameters()}
+        if isinstance(self.layout, Profile):
+            digest = sha256(self.layout.to_bytes()).hexdigest()
+            budgets = {"profile_sha256": digest, "calibrated": self.layout.metadata.method}
+        else:
+            options = asdict(self.layout)
+            budgets = {"allocator": self.layout.name, "options": options, "floor": self.policy.least}
         return {
             "policy": {"name": self.policy.name, "params": self.policy.parameters()},
-            "budgets": self.layout.definition(), "allocation": shared, "size": size.as_json(), "phases": phases,
+            "budgets": budgets, "allocation": shared, "size": size.as_json(), "phases": phases,
         }  # fmt: skip
 
 
@@ -218,7 +201,7 @@ def direct_plan(
     shape = describe(loaded.model)
     heads = (len(shape.full_layers), shape.kv_heads)
     total = size.total(size.length or 0, heads[0] * heads[1])
-    budgets = Formula(allocator, policy.least).budgets(total, size.length or MOST_ENTRIES, heads)
+    budgets = even_or_pyramid(allocator, policy.least, total, size.length or MOST_ENTRIES, heads)
     chosen = Chosen((policy.spec,) * heads[0], budgets)
     settings = {"ratio": size.ratio, "budget": size.budget, **asdict(allocator)}
     return build_plan(
@@ -369,7 +352,7 @@ def _resolve(name: str, recipe: Recipe, stated: Settings, shared: Settings) -> M
         allocator = Pyramid(float(beta), policy.least) if recipe.allocator == Pyramid.name else Uniform()
     except UsageError as error:
         raise UsageError(f"method {name}: {error}") from error
-    return Method(name, policy, Formula(allocator, policy.least), allocation)
+    return Method(name, policy, allocator, allocation)
 
 
 def _read_calibrated(item: str, common: Settings) -> Method:
@@ -386,4 +369,4 @@ def _read_calibrated(item: str, common: Settings) -> Method:
         if common.get(key, value) != value:
             problem = f"method {name} keeps {key}={value} of its profile: --set {key}={common[key]} is for the others"
             warnings.warn(problem, KvsearchWarning, stacklevel=2)
-    return Method(name, policy, Calibrated(profile), source=source)
+    return Method(name, policy, profile, source=source)

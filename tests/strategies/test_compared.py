@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.budgets.adakv import AdaKVAllocation
+from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.canonical import sha256_of
@@ -25,7 +26,7 @@ from kvsearch.policies.random import RandomEviction
 from kvsearch.runtime import Program
 from kvsearch.strategies.build import plan_from_profile
 from kvsearch.strategies.compared import different_settings, read_request, sweep
-from kvsearch.strategies.methods import Formula, Method, direct_plan, find_methods, find_sizes
+from kvsearch.strategies.methods import Method, direct_plan, find_methods, find_sizes
 from kvsearch.strategies.names import METHODS, method_names
 from tests import tiny
 from tests.examples import at_most
@@ -50,7 +51,7 @@ def test_what_names_stand_for() -> None:
     uniform, pyramidal, lava, layers, h2o = find_methods("uniform, pyramid,lava,lava-uniform,h2o")
     assert (uniform.policy, uniform.allocation) == (create_policy("snapkv"), None)
     assert pyramidal.policy == create_policy("pyramidkv")
-    assert pyramidal.layout == Formula(Pyramid(20.0, 8), 8)
+    assert pyramidal.layout == Pyramid(20.0, 8)
     assert (lava.policy, lava.allocation) == (create_policy("lava"), LAVaAllocation())
     assert layers.allocation == LAVaAllocation(layers="planned")
     assert (h2o.policy, h2o.allocation) == (create_policy("h2o"), None)
@@ -60,7 +61,7 @@ def test_what_names_stand_for() -> None:
 def test_another_policy_under_the_budgets_of_a_method() -> None:
     method = one("pyramid:keydiff", "window=4")
     assert method.policy == create_policy("keydiff", {"window": 4})
-    assert method.layout == Formula(Pyramid(20.0, 4), 4)
+    assert method.layout == Pyramid(20.0, 4)
     assert one("uniform:cake").policy == create_policy("cake")
     assert one("uniform:cake").allocation is None
 
@@ -71,7 +72,7 @@ def test_settings_of_all_and_of_one() -> None:
     )}  # fmt: skip
     windows = {name: method.policy.recent_count for name, method in found.items()}
     assert windows == {"uniform": 6, "pyramid": 9, "h2o": 1, "cake": 6, "lava": 6}
-    assert found["pyramid"].layout == Formula(Pyramid(5.0, 9), 9)
+    assert found["pyramid"].layout == Pyramid(5.0, 9)
     assert found["lava"].allocation == LAVaAllocation(floor_share=0.0)
     assert found["cake"].allocation is not None
     assert found["cake"].allocation.parameters() == {"tau1": 2.0, "tau2": 1.0, "window": 0}
@@ -157,7 +158,7 @@ def test_every_method_holds_the_same_of_every_prompt(model: LoadedModel, every: 
 def test_totals_are_exact_and_floors_hold_where_they_can(budget: int, length: int, name: str) -> None:
     method = one(name, "window=5")
     total = min(Size(budget).held(length, 8), 8 * length)
-    budgets = method.layout.budgets(total, length, HEADS)
+    budgets = method.budgets(total, length, HEADS)
     assert budgets.sum() == total
     assert budgets.min() >= min(5, budget, length)
     assert budgets.max() <= length
@@ -166,7 +167,7 @@ def test_totals_are_exact_and_floors_hold_where_they_can(budget: int, length: in
 def test_a_method_equals_the_plan_that_is_made_of_it(model: LoadedModel) -> None:
     for name, allocator in (("uniform", None), ("pyramid", "pyramid")):
         method = one(name, "window=4")
-        made = Pyramid(window=method.policy.least) if allocator else Formula(method.layout.allocator, 4).allocator  # type: ignore[attr-defined]
+        made = Pyramid(window=method.policy.least) if allocator else Uniform()
         plan = direct_plan(model, method.policy, Size(budget=12), ["prefill"], made)
         program = Program.from_plan(model.model, plan)
         mine = method.program(model, Size(12))
