@@ -79,8 +79,6 @@ def lost_mass(profile: Profile, kept_share: Floats) -> Floats:
     In the profile's comparable units, as a share of the importance of the whole model.
     """
     mass = _array(profile, "mass").astype(np.float64)
-    if kept_share.shape != mass.shape[:2]:
-        raise UsageError(f"the allocation has shape {list(kept_share.shape)}, the profile {list(mass.shape[:2])}")
     position = np.clip(kept_share, 0, 1) * (mass.shape[-1] - 1)
     below = np.floor(position).astype(int)
     above = np.minimum(below + 1, mass.shape[-1] - 1)

@@ -158,8 +158,6 @@ class CalibrationData:
         """Return the first `questions` questions only, spread over the contexts as they come."""
         if questions is None:
             return self
-        if questions < 1:
-            raise UsageError(f"a calibration needs at least one question, got {questions}")
         if not self.questions:
             raise UsageError(f"the contexts of {self.name} have no questions to limit: leave --questions out")
         kept = []

@@ -296,11 +296,6 @@ class RankingOptions(AnsweredOptions):
         return CANDIDATES
 
     @property
-    def most_contexts(self) -> int:
-        """How many contexts are read to fit on, however many there are."""
-        return -(-self.drawn // LEAST_DRAWN)
-
-    @property
     def looked_at(self) -> tuple[str, ...]:
         """What is noted of entries: nothing but an even spread, by which some heads may be ranked."""
         return (SPREAD,)

@@ -17,7 +17,6 @@ from torch import Tensor
 from kvsearch.calibration.methods import Calibration
 from kvsearch.calibration.options import QueryStatisticsOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of
-from kvsearch.core.errors import InternalError
 from kvsearch.core.progress import Progress, counted
 from kvsearch.models.architecture import describe, require_plain_rotary
 from kvsearch.models.loading import LoadedModel
@@ -86,8 +85,8 @@ def _layers_of(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy) -
     """Return the statistics of one context by layer."""
 
     def look(seen: Observation) -> QueryMoments:
-        if seen.queries is None or seen.rotary is None:
-            raise InternalError("a prompt was observed without its queries")
+        assert seen.queries is not None
+        assert seen.rotary is not None
         positions = torch.arange(prompt.length, device=seen.queries.device)[None]
         cos, _ = seen.rotary(positions[0, :1])
         plain = plain_queries(seen.queries, positions, seen.rotary)[:, :, policy.sink_count :]

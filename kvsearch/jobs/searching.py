@@ -124,7 +124,7 @@ def _make_executor(searches: Sequence[PreparedSearch], workers: int | None, repo
         )
     cap = max(search.cap for search in searches)
     with reporter.progress("prompts") as progress:
-        return make_executor(first, cap, first.asked.max_memory, progress)
+        return make_executor(first, cap, progress)
 
 
 # --- how far one is ------------------------------------------------------------------------------------------------

@@ -52,7 +52,6 @@ class PlanRuns:
         max_memory: bytes for compressed caches; see `compressed`.
 
     Raises:
-        UsageError: there are no samples.
         IncompatibleError: a prompt is too long for the model, or makes it emit NaN.
     """
 
@@ -171,9 +170,7 @@ class PlanRuns:
         return [float(total) / max(1, len(sample.answer)) for total, sample in zip(sums, samples, strict=True)]
 
 
-def make_executor(
-    search: PreparedSearch, cap: int, max_memory: int | None = None, progress: Progress | None = None
-) -> Executor:
+def make_executor(search: PreparedSearch, cap: int, progress: Progress | None = None) -> Executor:
     """Return an executor for a search: here, or in each of the model's workers, if it has any.
 
     `cap` is the largest budget of any candidate.
@@ -186,7 +183,7 @@ def make_executor(
         "batch": search.asked.batch,
         "cap": cap,
         "objective": objective,
-        "max_memory": max_memory,
+        "max_memory": search.asked.max_memory,
     }
     if isinstance(workers := search.base.loaded.workers, ModelWorkers):
         return RayExecutor(worker_factory(search, workers.source, settings), workers.pool)

@@ -11,15 +11,14 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from kvsearch.core.errors import EnvironmentFault, InternalError, KvsearchError, KvsearchWarning
 from kvsearch.models.loading import LoadedModel, LoadOptions, Work, load
 from kvsearch.models.memory import is_out_of_memory
-from kvsearch.plan import ModelFingerprint
 from kvsearch.workers.base import Outcome, shortened
 from kvsearch.workers.ray import RayExecutor, RayPool, RayWorkers
 
@@ -27,23 +26,19 @@ Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 
-@dataclass(frozen=True)
 class ModelSource:
-    """How a worker loads the model of a job, on one GPU where that is on GPUs, and how many threads it takes."""
+    """How a worker loads the model that this process has with `options`, and how many threads it takes.
 
-    model: str
-    options: LoadOptions
-    fingerprint: ModelFingerprint
-    threads: int
+    The model is on one GPU where it is on GPUs.
+    """
 
-    @classmethod
-    def of(cls, loaded: LoadedModel, options: LoadOptions) -> Self:
-        """Return what a worker needs to load a model as this process has with `options`."""
+    def __init__(self, loaded: LoadedModel, options: LoadOptions) -> None:
         import torch
 
-        name = str(Path(loaded.name).resolve()) if Path(loaded.name).exists() else loaded.name
-        alone = replace(options, device=loaded.device.type, device_map=None)
-        return cls(name, alone, loaded.fingerprint, torch.get_num_threads())
+        self.model = str(Path(loaded.name).resolve()) if Path(loaded.name).exists() else loaded.name
+        self.options = replace(options, device=loaded.device.type, device_map=None)
+        self.fingerprint = loaded.fingerprint
+        self.threads = torch.get_num_threads()
 
     def load(self) -> LoadedModel:
         """Load the model, or return it if this process has loaded it before.
@@ -103,7 +98,7 @@ class ModelWorkers:
     """
 
     def __init__(self, loaded: LoadedModel, options: LoadOptions, wanted: RayWorkers) -> None:
-        self.source = ModelSource.of(loaded, options)
+        self.source = ModelSource(loaded, options)
         self.pool = RayPool(replace(wanted, gpus=1.0) if loaded.device.type == "cuda" else wanted)
 
     def map(self, work: Work[Given, Made], items: Sequence[Given]) -> Iterator[Made]:

@@ -34,7 +34,7 @@ def worker_bank(prepared: PreparedSearch, source: ModelSource) -> Evaluator:
 def test_the_bank_of_a_worker_measures_the_same(objective: str, phases: str, loaded: LoadedModel) -> None:
     prepared = prepare(loaded, objective=objective, phases=phases)
     job = tuple(prepared.starts.values())
-    evaluator = worker_bank(prepared, ModelSource.of(loaded, LoadOptions()))
+    evaluator = worker_bank(prepared, ModelSource(loaded, LoadOptions()))
     with make_executor(prepared, prepared.cap) as here:
         [(_, outcome)] = here.run([job])
     values = evaluator.evaluate(job)
@@ -45,7 +45,7 @@ def test_the_bank_of_a_worker_measures_the_same(objective: str, phases: str, loa
 
 
 def test_another_model_is_refused(loaded: LoadedModel) -> None:
-    source = ModelSource.of(loaded, LoadOptions())
+    source = ModelSource(loaded, LoadOptions())
     other = source.fingerprint.model_copy(update={"weights_sha256": "0" * 64})
     with pytest.raises(IncompatibleError, match="this job was made for another model"):
         worker_bank(prepare(loaded), replace(source, fingerprint=other))

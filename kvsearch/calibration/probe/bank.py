@@ -74,7 +74,7 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
 
     @torch.no_grad()
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
-        contexts = FitContexts.of(self, prompts, progress)
+        contexts = FitContexts(self, prompts, progress)
         bank = _chosen(contexts, self.options)
         policies = [bank.policy(contexts), *self.policies]
         judged = reported(by_policy(0), partial(contexts.read, contexts.report, policies=policies), first=1)

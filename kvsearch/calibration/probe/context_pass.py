@@ -8,7 +8,7 @@ even sample keeps a mean that the entries with most attention do not. Such heads
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import chain
 
@@ -42,44 +42,36 @@ LEAST_ERROR = 1e-30  # of a head whose output does not move
 LEVEL = 0.05  # of the sign-flip test
 
 
-@dataclass(frozen=True)
 class QuestionBuilder:
-    """How contexts are asked: for `targets`, for themselves in words `repeat` [1, R] and `chunk` tokens at a time."""
+    """How contexts are asked: for `targets`, for themselves in words `repeat` [1, R] and `chunk` tokens at a time.
 
-    targets: tuple[str, ...]
-    repeat: Tensor
-    chunk: int
+    Those without questions are asked for themselves alone.
 
-    @classmethod
-    def of(
-        cls, loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], form: str, targets: tuple[str, ...]
-    ) -> QuestionBuilder:
-        """Say how these prompts can be asked: those without questions for themselves alone.
+    Raises:
+        UsageError: a context leaves no room to ask for it again, or has nothing that could be asked of it.
+    """
 
-        Raises:
-            UsageError: a context leaves no room to ask for it again, or has nothing that could be asked of it.
-        """
+    def __init__(
+        self, loaded: LoadedModel, prompts: Sequence[CalibrationPrompt], form: str, targets: tuple[str, ...]
+    ) -> None:
         silent = sum(not prompt.continuations for prompt in prompts)
         if silent and "reconstruction" not in targets:
             raise UsageError(
                 f"{silent} of {len(prompts)} contexts have no questions, and only --targets reconstruction asks for "
                 "those: leave --targets out"
             )
-        if silent == len(prompts):
-            targets = ("reconstruction",)
-        repeat = PromptFormat(loaded.tokenizer, form).question(REPEAT)
-        if "reconstruction" not in targets:
-            return cls(targets, repeat, 0)
+        self.targets = ("reconstruction",) if silent == len(prompts) else targets
+        self.repeat = PromptFormat(loaded.tokenizer, form).question(REPEAT)
         limit = describe(loaded.model).max_positions
         longest = max(prompt.length for prompt in prompts)
-        room = limit - longest - repeat.shape[1] if limit else CHUNK
-        if room < LEAST_CHUNK:
+        room = limit - longest - self.repeat.shape[1] if limit else CHUNK
+        if room < LEAST_CHUNK and "reconstruction" in self.targets:
             other = "" if silent else ", or --targets answers"
             raise UsageError(
                 f"a context of {longest} tokens leaves no room to ask for it again ({loaded.name} takes {limit}): give "
-                f"--max-length {limit - CHUNK - repeat.shape[1]}{other}"
+                f"--max-length {limit - CHUNK - self.repeat.shape[1]}{other}"
             )
-        return cls(targets, repeat, min(CHUNK, room))
+        self.chunk = min(CHUNK, room)
 
     def build(self, prompt: CalibrationPrompt, device: torch.device | str) -> dict[str, list[Continuation]]:
         """Return what is asked of a context for each target, if anything is."""
@@ -93,52 +85,45 @@ class QuestionBuilder:
         return asked
 
 
-@dataclass(frozen=True, eq=False)
 class ContextPass:
     """A context that was read under the full cache; T counts the entries between its sinks and the recent ones.
 
-    What entries look like is noted by layer, [Hkv, T, F].
+    What entries look like is noted by layer, [Hkv, T, F]. `given` has the right answers in place of own replies, which
+    go on after the answer where nothing ends them. What is `asked` is by target; `judged` are the given answers, or
+    chunks of the context where there are none.
+
+    Raises:
+        IncompatibleError: the model computes NaN on it.
     """
 
-    prompt: CalibrationPrompt
-    passed: ImportancePass
-    asked: Mapping[str, Sequence[Continuation]]  # by target
-    judged: Sequence[Continuation]  # the given answers, or chunks of the context where there are none
-    free: slice
-    refusal: str
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         loaded: LoadedModel,
         prompt: CalibrationPrompt,
         given: CalibrationPrompt,
         options: RankingOptions,
         builder: QuestionBuilder,
         policies: Sequence[Policy] = (),
-    ) -> ContextPass:
-        """Read a context; IncompatibleError if the model computes NaN on it.
-
-        `given` has the right answers in place of own replies, which go on after the answer where nothing ends them.
-        """
-        refusal = prompt.refusal(loaded.name)
-        free = slice(SINKS, prompt.length - options.protect)
+    ) -> None:
+        self.prompt = prompt
+        self.refusal = prompt.refusal(loaded.name)
+        self.free = slice(SINKS, prompt.length - options.protect)
 
         def look(observation: Observation) -> Tensor:
-            return features_of(observation, options.looked_at)[0, :, free].cpu()
+            return features_of(observation, options.looked_at)[0, :, self.free].cpu()
 
         ids = prompt.ids.to(loaded.device)
         noted = needs_of(options.looked_at), look
-        passed = ImportancePass(loaded.model, policies, ids, options.group, refusal, noted)
-        if not all(bool(layer.noted.isfinite().all()) for layer in passed.noted):
-            raise IncompatibleError(f"{refusal}: what a ranking looks at is not finite")
-        asked = builder.build(prompt, loaded.device)
+        self.passed = ImportancePass(loaded.model, policies, ids, options.group, self.refusal, noted)
+        if not all(bool(layer.noted.isfinite().all()) for layer in self.passed.noted):
+            raise IncompatibleError(f"{self.refusal}: what a ranking looks at is not finite")
+        self.asked = builder.build(prompt, loaded.device)
         judged = builder.build(given, loaded.device).get("answers")
         if judged is None:
-            chunks = asked["reconstruction"]
+            chunks = self.asked["reconstruction"]
             some = sorted({number * len(chunks) // MOST_CHUNKS for number in range(MOST_CHUNKS)})
             judged = [chunks[number] for number in some]
-        return cls(prompt, passed, asked, judged, free, refusal)
+        self.judged = judged
 
     @property
     def spread(self) -> Tensor:

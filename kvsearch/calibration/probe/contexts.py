@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from kvsearch.calibration.lukv import reply_work
 from kvsearch.calibration.methods import Calibration
-from kvsearch.calibration.options import COMPARED, RankingOptions
+from kvsearch.calibration.options import COMPARED, LEAST_DRAWN, RankingOptions
 from kvsearch.calibration.probe.context_pass import BUDGETS, ContextPass, Measure, QuestionBuilder
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of, with_own_replies
 from kvsearch.core.arrays import Floats
@@ -59,42 +58,28 @@ def split(prompts: Sequence[CalibrationPrompt], seed: int) -> tuple[list[Calibra
     return tuple([prompts[number] for text in part for number in text] for part in parts)
 
 
-@dataclass(frozen=True, eq=False)
 class FitContexts:
-    """Contexts to fit on, to choose on and to report on, and how they are asked."""
+    """The contexts to fit on, to choose on and to report on, with own replies if options say so; how they are asked.
 
-    calibration: RankingCalibration[Any]
-    builder: QuestionBuilder
-    prompts: Sequence[CalibrationPrompt]
-    given: Mapping[int, CalibrationPrompt]  # with the right answers, by context
-    fit: Sequence[CalibrationPrompt]
-    choose: Sequence[CalibrationPrompt]
-    report: Sequence[CalibrationPrompt]
-    ticks: Iterator[int]
+    Raises:
+        UsageError: a finished step is damaged, or of another fit.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        calibration: RankingCalibration[Any],
-        prompts: Sequence[CalibrationPrompt],
-        progress: Progress | None,
-    ) -> FitContexts:
-        """Share out the contexts, with own replies if options say so.
-
-        Raises:
-            UsageError: a finished step is damaged, or of another fit.
-        """
+    def __init__(
+        self, calibration: RankingCalibration[Any], prompts: Sequence[CalibrationPrompt], progress: Progress | None
+    ) -> None:
         options = calibration.options
-        builder = calibration.builder(prompts)
-        given = {prompt.context: prompt for prompt in prompts}
-        if options.answers == "own" and "answers" in builder.targets:
+        self.calibration = calibration
+        self.builder = calibration.builder(prompts)
+        self.given = {prompt.context: prompt for prompt in prompts}  # with the right answers
+        if options.answers == "own" and "answers" in self.builder.targets:
             together = [prompts[first : first + TOGETHER] for first in range(0, len(prompts), TOGETHER)]
             prompts = with_own_replies(calibration.loaded, together, options.answer_tokens, calibration.steps)
-        fit, choose, report = split(prompts, options.seed)
-        passes = len(fit) + TIMES * len(choose) + len(report)  # about
-        ticks = counted(iter(range(passes)), passes, progress)
-        next(ticks, None)  # the next one tells that the first is done
-        return cls(calibration, builder, prompts, given, fit, choose, report, ticks)
+        self.prompts = prompts
+        self.fit, self.choose, self.report = split(prompts, options.seed)
+        passes = len(self.fit) + TIMES * len(self.choose) + len(self.report)  # about
+        self.ticks = counted(iter(range(passes)), passes, progress)
+        next(self.ticks, None)  # the next one tells that the first is done
 
     def read(
         self, prompts: Sequence[CalibrationPrompt], measure: Measure, policies: Sequence[Policy] = ()
@@ -144,7 +129,7 @@ def _measured(
 ) -> Arrays:
     """Return what `measure` makes of a context; the `item` is it with what is asked, and with the right answers."""
     with torch.no_grad(), running(loaded.model):
-        context_pass = ContextPass.of(loaded, *item, options, builder, policies)
+        context_pass = ContextPass(loaded, *item, options, builder, policies)
         return {name: values.cpu().numpy() for name, values in measure(context_pass).items()}
 
 
@@ -158,7 +143,7 @@ class RankingCalibration(Calibration[AnyRanking]):
         options = self.options
         check_rotary(self.loaded.model, self.policies)
         prompts = prompts_of(self.loaded, self.data, answer_tokens=options.answer_tokens, max_length=options.max_length)
-        most = options.most_contexts + 2 * MOST_JUDGED  # each is to give enough to be worth a pass
+        most = -(-options.drawn // LEAST_DRAWN) + 2 * MOST_JUDGED  # each is to give enough to be worth a pass
         drawn = random.Random(options.seed).sample(range(len(prompts)), min(most, len(prompts)))
         prompts = [prompts[number] for number in sorted(drawn)]
         check_lengths(prompts, create_policy("snapkv", {"sinks": SINKS}), lambda _: SINKS + options.protect)
@@ -167,8 +152,8 @@ class RankingCalibration(Calibration[AnyRanking]):
         return prompts
 
     def builder(self, prompts: Sequence[CalibrationPrompt]) -> QuestionBuilder:
-        """Return how contexts are asked; errors as `QuestionBuilder.of`."""
-        return QuestionBuilder.of(self.loaded, prompts, self.data.prompt, self.options.targets)
+        """Return how contexts are asked; errors as `QuestionBuilder`."""
+        return QuestionBuilder(self.loaded, prompts, self.data.prompt, self.options.targets)
 
     def estimate(self, prompts: Sequence[CalibrationPrompt]) -> Work:
         """Return the passes over contexts and over what is asked of them, and own replies."""

@@ -66,7 +66,7 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
     @torch.no_grad()
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
         options = self.options
-        contexts = FitContexts.of(self, prompts, progress)
+        contexts = FitContexts(self, prompts, progress)
         places = draw_places(contexts.fit, options)
         samples = list(contexts.read(contexts.fit, partial(sample_entries, places=places)))
         few = len(contexts.fit) < FEW

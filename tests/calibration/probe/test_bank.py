@@ -56,10 +56,10 @@ def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
 def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> None:
     """The first layer's queries do not depend on what came before, so they are those of the token at the start."""
     (prompt, *_) = prompts_of(model, DATA)
-    builder = QuestionBuilder.of(model, [prompt], DATA.prompt, ("answers",))
+    builder = QuestionBuilder(model, [prompt], DATA.prompt, ("answers",))
     ids = torch.cat([after.tokens for after in prompt.continuations], 1)
     with torch.no_grad(), running(model.model):
-        context_pass = ContextPass.of(model, prompt, prompt, SMALL, builder)
+        context_pass = ContextPass(model, prompt, prompt, SMALL, builder)
         found = queries_asked(context_pass, places_asked(prompt, builder, 999, torch.Generator()))[0]
     module, heads = attention_modules(model.model)[0], model.fingerprint.kv_heads
     layer = model.model.model.layers[0]

@@ -139,9 +139,9 @@ def test_few_contexts_are_fitted_with_strong_shrinkage_and_said(model: LoadedMod
 def test_heads_errors_are_those_of_masked_attention(model: LoadedModel, data: CalibrationData) -> None:
     """Nothing is lost where all stays; a head's error is how far W_O of its softmax over what is left moves."""
     prompts = prompts_of(model, data)[:1]
-    builder = QuestionBuilder.of(model, prompts, data.prompt, ("answers",))
+    builder = QuestionBuilder(model, prompts, data.prompt, ("answers",))
     with torch.no_grad(), running(model.model):
-        one = ContextPass.of(model, prompts[0], prompts[0], SMALL, builder)
+        one = ContextPass(model, prompts[0], prompts[0], SMALL, builder)
         every = torch.ones(4, 2, one.prompt.length, dtype=torch.bool)
         some = every.clone()
         some[:, :, 5:60:2] = False
@@ -187,9 +187,9 @@ def test_contexts_without_questions_are_asked_for_themselves(model: LoadedModel,
 def test_advice_for_long_contexts_without_questions_works(model: LoadedModel, data: CalibrationData) -> None:
     bare = CalibrationPrompt(torch.ones(1, describe(model.model).max_positions or 0, dtype=torch.long), 0, 0, ())
     with pytest.raises(UsageError, match=r"give --max-length \d+$") as refused:
-        QuestionBuilder.of(model, [bare], data.prompt, TARGETS)
+        QuestionBuilder(model, [bare], data.prompt, TARGETS)
     shorter = replace(bare, ids=bare.ids[:, : int(str(refused.value).split()[-1])])
-    assert QuestionBuilder.of(model, [shorter], data.prompt, TARGETS).chunk == CHUNK
+    assert QuestionBuilder(model, [shorter], data.prompt, TARGETS).chunk == CHUNK
 
 
 def test_heads_that_nothing_looks_at_are_ranked_evenly_and_last(data: CalibrationData) -> None:
