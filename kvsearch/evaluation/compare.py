@@ -16,7 +16,7 @@ from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.progress import Progress
 from kvsearch.evaluation.reply_store import ReplyStore
-from kvsearch.evaluation.runner import KeptReplies, content_of, environment, metric_of, run_encoded
+from kvsearch.evaluation.runner import KeptReplies, environment, metric_of, rows_hash, run_encoded
 from kvsearch.evaluation.samples import Contexts, Footprint, Sample, context_of
 from kvsearch.evaluation.statistics import SizeBlock, blocks_of, contrast, named_averages, summarize
 from kvsearch.evaluation.totals import check_totals, decode_entries
@@ -51,21 +51,17 @@ DECIDED = 7.0  # passes that a step takes for a program that evicts while it rep
 UNKNOWN = "which contexts it was fitted and chosen on is not known"
 
 
-@dataclass(frozen=True)
 class Seen:
     """The record of a method, None where it is not known, and how many of the `asked` contexts are in it, by use."""
 
-    record: ContextRecord | None
-    asked: int
-    shared: Mapping[Use, int]
-
-    @classmethod
-    def of(cls, record: ContextRecord | None, encoded: Sequence[TaskPrompts]) -> Seen:
-        """Compare a record with what is asked."""
+    def __init__(self, record: ContextRecord | None, encoded: Sequence[TaskPrompts]) -> None:
         prompts = [prompt.hashes for task in encoded for prompt in task.prompts]
         known = record or ContextRecord()
-        shared = {use: sum(any(map(getattr(known, use).has, one)) for one in prompts) for use in USES}
-        return cls(record, len(prompts), shared)
+        self.record = record
+        self.asked = len(prompts)
+        self.shared: dict[Use, int] = {
+            use: sum(any(map(getattr(known, use).has, hashes)) for hashes in prompts) for use in USES
+        }
 
     @property
     def warning(self) -> str | None:
@@ -361,7 +357,7 @@ class Evaluation:
     @cached_property
     def seen(self) -> dict[str, Seen]:
         """What the methods, by name, knew of the contexts that are asked."""
-        return {one.name: Seen.of(one.contexts, self.encoded) for one in self.methods}
+        return {one.name: Seen(one.contexts, self.encoded) for one in self.methods}
 
     @property
     def metrics(self) -> dict[str, str]:
@@ -371,7 +367,20 @@ class Evaluation:
     def config(self) -> RunConfig:
         """Return the configuration of a run: its content is all that the samples depend on."""
         settings = {name: value for name, value in self.settings.as_json().items() if name != "protocol"}
-        content = content_of(self.loaded, self.methods, self.encoded, self.settings.protocol, **settings)
+        content = {
+            **environment(self.loaded),
+            "protocol": self.settings.protocol,
+            "methods": {one.label: {**one.definition, "sha256": sha256_of(one.definition)} for one in self.methods},
+            "tasks": {
+                task.task.name: {
+                    "category": task.coverage.category, "contexts": task.coverage.contexts,
+                    "questions": task.coverage.questions, "wanted": task.coverage.wanted,
+                    "rows_sha256": rows_hash(task),
+                }
+                for task in self.encoded
+            },
+            **settings,
+        }  # fmt: skip
         return RunConfig(job="evaluate", content=content, execution={METRICS: self.metrics})
 
     def stage_config(self, job: Job, **content: object) -> RunConfig:

@@ -26,7 +26,7 @@ from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.progress import Progress, counted
 from kvsearch.evaluation.compare import Settings, replies_cost
 from kvsearch.evaluation.reply_store import ReplyStore
-from kvsearch.evaluation.runner import answer_all
+from kvsearch.evaluation.runner import answer_joints, score_replies
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -150,8 +150,9 @@ def _ask(
     replies: Replies = {}
     with running(loaded.model):
         programs = dict(_programs(loaded, reading.ids, asked, ratio, others))
-        for sample in answer_all(loaded, tasks[number], [reading], programs):
-            replies.setdefault(sample.method, []).append(sample)
+        for answered in answer_joints(loaded, tasks[number], [reading], programs):
+            for sample in score_replies(tasks[number], [reading], answered):
+                replies.setdefault(sample.method, []).append(sample)
     return replies
 
 

@@ -86,10 +86,16 @@ def run_encoded(
     results: list[Sample] = []
     for batch_work in counted(work, len(work), progress):
         task, part = tasks[batch_work.task], batch_work.readings
-        found = {sample.place: sample for sample in _scored(task, part, batch_work.samples)}
-        if set(programs) - batch_work.finished:
-            for replies in next(answers):
-                found |= {sample.place: sample for sample in _scored_and_kept(kept, task, part, replies)}
+        samples = score_replies(task, part, batch_work.samples)
+        for replies in next(answers) if set(programs) - batch_work.finished else ():
+            scored = list(replies)
+            try:
+                scored = score_replies(task, part, replies)
+            finally:  # if a score fails, the replies are kept
+                if kept is not None:
+                    kept.keep(task, part, scored)
+            samples += scored
+        found = {sample.place: sample for sample in samples}
         results += [
             found[Place(task.task.name, reading.prompt.key, question.number, method)]
             for method in programs
@@ -200,20 +206,8 @@ class KeptReplies:
         return keys
 
 
-def _scored_and_kept(
-    kept: KeptReplies | None, task: TaskPrompts, batch: Sequence[Reading], replies: Sequence[Sample]
-) -> list[Sample]:
-    """Return replies with their scores, and keep them; if a score fails, the replies are kept."""
-    samples = list(replies)
-    try:
-        samples = _scored(task, batch, replies)
-    finally:
-        if kept is not None:
-            kept.keep(task, batch, samples)
-    return samples
-
-
-def _scored(task: TaskPrompts, batch: Sequence[Reading], replies: Iterable[Sample]) -> list[Sample]:
+def score_replies(task: TaskPrompts, batch: Sequence[Reading], replies: Iterable[Sample]) -> list[Sample]:
+    """Return replies to the questions of a batch with their scores."""
     asked = {(reading.prompt.key, question.number): (reading, question) for reading, question in questions_of(batch)}
     found = ((reply, *asked[reply.key, reply.question]) for reply in replies)
     return [
@@ -225,14 +219,6 @@ def _scored(task: TaskPrompts, batch: Sequence[Reading], replies: Iterable[Sampl
         )
         for reply, reading, question in found
     ]
-
-
-def answer_all(
-    loaded: LoadedModel, prompts: TaskPrompts, batch: Sequence[Reading], programs: Mapping[str, Program]
-) -> Iterator[Sample]:
-    """Yield scored replies to all questions of one batch under every program; see `answer_joints`."""
-    for replies in answer_joints(loaded, prompts, batch, programs):
-        yield from _scored(prompts, batch, replies)
 
 
 def answer_joints(
@@ -330,29 +316,6 @@ def _naming(where: str, batch: Sequence[Reading], questions: Sequence[Question])
 
 
 # --- what an evaluation is made of, by content: two runs with equal configurations give equal reports -----------------
-
-
-def content_of(
-    loaded: LoadedModel,
-    methods: Sequence[ReadyMethod],
-    tasks: Sequence[TaskPrompts],
-    protocol: Protocol,
-    **settings: int | str | None,
-) -> dict[str, Any]:
-    """Return everything that the samples of a run depend on, as JSON; `settings` are further numbers as the seed."""
-    return {
-        **environment(loaded),
-        "protocol": protocol,
-        "methods": {one.label: {**one.definition, "sha256": sha256_of(one.definition)} for one in methods},
-        "tasks": {
-            task.task.name: {
-                "category": task.coverage.category, "contexts": task.coverage.contexts,
-                "questions": task.coverage.questions, "wanted": task.coverage.wanted, "rows_sha256": rows_hash(task),
-            }
-            for task in tasks
-        },
-        **settings,
-    }  # fmt: skip
 
 
 def environment(loaded: LoadedModel) -> dict[str, Any]:

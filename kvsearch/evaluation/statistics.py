@@ -84,17 +84,6 @@ class TaskScores(NamedTuple):
         return {m: self.sums_of(scores)[0] for m, scores in self.by_method.items()}, np.bincount(self.contexts)
 
 
-def resampled_means(rng: np.random.Generator, sums: Sequence[Floats], sizes: Floats | Ints) -> list[Floats]:
-    """Return the means in every bootstrap resample of some contexts, [resamples] for each of `sums`.
-
-    `sums` [contexts] are over the questions of a context, of which it has `sizes` [contexts]. All means are of the same
-    resamples, so that their differences are paired.
-    """
-    draws = rng.integers(0, len(sizes), (2000, len(sizes)))
-    asked = sizes[draws].sum(axis=1)
-    return [total[draws].sum(axis=1) / asked for total in sums]
-
-
 def student_quantile(freedom: float) -> float:
     """Return how many standard errors a 95% interval reaches to either side, by the degrees of freedom."""
     from scipy.special import stdtrit

@@ -182,7 +182,7 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
         found = run_searches(searches, executor, log, options.max_evals, watcher, store)
         result = search_result(found, log.evaluations, log.tokens)
         for evolved in found:
-            save_plan(evolved.choice.plan, options.plan_file(evolved.budget), overwrite=True)
+            save_plan(evolved.choice.plan, options.plan_file(evolved.search.budget), overwrite=True)
         run.write(FRONT if len(found) > 1 else REPORT, result.as_json())
         run.finish()
         if run.state == "finished" and log.count == lines_before:

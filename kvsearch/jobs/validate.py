@@ -144,6 +144,7 @@ class ValidateOptions(OnSignals):
         "Random controls of every signal, at least 5; for budgets all other orders of the layers, if there are "
         "fewer. From 19 on the rank among them decides.",
         panel=JUDGED,
+        ge=5,
     )
     split: str = option("select", "Part of the examples: select or train, never what is reported on.", panel=TASKS)
     samples: Samples = option(20, SAMPLES_OPTION)
@@ -238,9 +239,8 @@ def _prepare(options: ValidateOptions, reporter: Reporter) -> list[PreparedValid
     """Check everything and load the model; return what is to be judged at every size."""
     tasks = options.find_tasks(options.measured, options.split)
     from kvsearch.selection.splits import refuse_reported
-    from kvsearch.selection.validate import check_permutations, find_uses, prepare_validation
+    from kvsearch.selection.validate import find_uses, prepare_validation
 
-    check_permutations(options.permutations)
     refuse_reported(tasks)
     table = options.table
     uses = find_uses(table, options.signals, options.phases)

@@ -140,7 +140,10 @@ class SearchResult(Result):
             evaluations=evaluations,
             tokens=tokens,
             settings=first.settings.as_json(),
-            found={one.budget: FoundAtBudget.at(one, decision) for one, decision in zip(found, decisions, strict=True)},
+            found={
+                evolved.search.budget: FoundAtBudget.at(evolved, decision)
+                for evolved, decision in zip(found, decisions, strict=True)
+            },
         )
 
 

@@ -124,16 +124,7 @@ class PreparedSearch:
     @cached_property
     def frame(self) -> Frame:
         """Floors, caps and the size that is shared."""
-        return Frame(self.budget, self.base.floors, self._caps, self.base.phases, self.base.choices)
-
-    @property
-    def cap(self) -> int:
-        """The largest budget that a candidate may have."""
-        return int(self._caps.max())
-
-    @property
-    def _caps(self) -> Ints:
-        """Budgets above what a sequence has in a phase are of no use, but a start plan may have them."""
+        # budgets above what a sequence has in a phase are of no use, but a start plan may have them
         share = self.budget * (self.settings.group_size if self.settings.parity else self.base.heads[0])
         known = np.stack([self.base.floors, *self.starts.values()])
         leasts = [int(part.max()) for part in np.split(known, len(self.base.phases), axis=1)]
@@ -142,7 +133,13 @@ class PreparedSearch:
             for phase, least in zip(self.base.phases, leasts, strict=True)
         ]
         rows = len(self.base.floors) // len(most)
-        return np.repeat(np.array(most), rows)[:, None] * np.ones_like(self.base.floors)
+        caps = np.repeat(np.array(most), rows)[:, None] * np.ones_like(self.base.floors)
+        return Frame(self.budget, self.base.floors, caps, self.base.phases, self.base.choices)
+
+    @property
+    def cap(self) -> int:
+        """The largest budget that a candidate may have."""
+        return int(self.frame.caps.max())
 
     @property
     def most_candidates(self) -> int:
@@ -291,11 +288,6 @@ class Evolved:
     outcome: SearchOutcome
     choice: Choice
     report: Comparison
-
-    @property
-    def budget(self) -> int:
-        """Entries per kv head, on average."""
-        return self.search.budget
 
 
 def prepare_search(

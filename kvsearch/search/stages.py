@@ -37,13 +37,9 @@ class Frame:
         return len(self.floors) // len(self.phases) // self.choices
 
     @property
-    def heads(self) -> int:
-        return int(self.floors.shape[1])
-
-    @property
     def total(self) -> int:
         """Entries of all layers and heads in one phase."""
-        return self.budget * self.layers * self.heads
+        return self.budget * self.layers * int(self.floors.shape[1])
 
     @property
     def parts(self) -> list[slice]:

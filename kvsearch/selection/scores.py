@@ -10,9 +10,11 @@ import numpy as np
 
 from kvsearch.core.arrays import TIE, Floats
 from kvsearch.evaluation.samples import Contexts, Sample
-from kvsearch.evaluation.statistics import LEVEL, resampled_means, scores_by_task
+from kvsearch.evaluation.statistics import LEVEL, scores_by_task
 from kvsearch.selection.selection import GapClosed
 from kvsearch.strategies.names import FULL
+
+RESAMPLES = 2000
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +59,18 @@ class Scores:
         return sorted(methods, key=lambda name: -round(self.mean(name), 9))
 
     def resampled(self, methods: Sequence[str], seed: int) -> Floats:
-        """Return means of methods in every bootstrap resample of the contexts of each task, [methods, resamples]."""
-        rng, means = np.random.default_rng(seed), []
+        """Return means of methods in every bootstrap resample of the contexts of each task, [methods, resamples].
+
+        All means are of the same resamples, so that their differences are paired.
+        """
+        rng = np.random.default_rng(seed)
+        means = []
         for task in dict.fromkeys(self.tasks):
             mine = np.array([name == task for name in self.tasks])
-            means.append(resampled_means(rng, [self.sums[name][mine] for name in methods], self.questions[mine]))
+            sizes = self.questions[mine]
+            draws = rng.integers(0, len(sizes), (RESAMPLES, len(sizes)))
+            asked = sizes[draws].sum(axis=1)
+            means.append([self.sums[name][mine][draws].sum(axis=1) / asked for name in methods])
         mean: Floats = np.mean(means, axis=0)
         return mean
 

@@ -5,6 +5,7 @@ What counts is said in `kvsearch.selection.race`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -250,15 +251,7 @@ def find_smallest(
         tried.append(TriedBudget(budget, best, loss, confirmed=False))
         return loss <= within + TIE
 
-    low = 0
-    high = len(budgets)
-    while low < high:
-        middle = (low + high) // 2
-        if looks_good(budgets[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    for budget in budgets[low:]:
+    for budget in budgets[bisect_left(budgets, True, key=looks_good) :]:
         selection, store = selection_at(budget)
         _, second = halve_contexts(selection.race.encoded, selection.seed)
         result = replace(selection.race, only=second).decide(store, answered=True)

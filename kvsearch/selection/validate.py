@@ -26,7 +26,6 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, PhaseNames, Plan, Profile, Size
 from kvsearch.policies.registry import policy_of
 from kvsearch.runs.identity import RunConfig
-from kvsearch.selection.splits import refuse_reported
 from kvsearch.selection.verdicts import (
     KINDS,
     SETTINGS,
@@ -47,7 +46,6 @@ SIGNALS: Final[dict[Kind, tuple[str, ...]]] = {"route": ROUTES, "budgets": SENSI
 PAPER: Final[dict[Kind, tuple[str, ...]]] = {"route": ("cosine", "ppl"), "budgets": ("entropy", "ppl")}
 # the paper's budgets by ppl take the worst of all patterns, which may be one that explodes
 DEFAULTS: Final[dict[Kind, tuple[str, ...]]] = {**PAPER, "budgets": ("entropy", "ppl-chosen")}
-PERMUTATIONS = 5  # the fewest random controls that say something
 
 
 def find_uses(
@@ -76,38 +74,28 @@ def find_uses(
     return [SignalUse(name, kind, setting) for kind, name in found for setting in settings]
 
 
-def check_permutations(count: int) -> None:
-    """Raise UsageError if so many random controls are too few."""
-    if count < PERMUTATIONS:
-        raise UsageError(f"{count} permutations cannot tell a signal from chance: at least {PERMUTATIONS} are needed")
-
-
 def prepare_validation(
     loaded: LoadedModel,
     profile: Profile,
     size: Size,
     split: Split,
-    uses: Sequence[SignalUse] | None = None,
-    permutations: int = PERMUTATIONS,
+    uses: Sequence[SignalUse],
+    permutations: int,
 ) -> PreparedValidation:
     """Make all strategies and controls at `size`, and check that they, the model and the questions fit together.
 
     Random controls of a route have a random pattern in every layer; those of budgets have the forward budgets of the
-    layers in another order. There are `permutations` of them, or all other orders if these are no more. Default uses:
-    see `find_uses`.
+    layers in another order. There are `permutations` of them, or all other orders if these are no more.
 
     Raises:
-        UsageError: no uses, too few random controls, a task that results are reported on or that has one context
-            only, a size that the patterns do not allow or that evicts nothing; see `prepare_plans` for more.
+        UsageError: a task that has one context only, a size that the patterns do not allow or that evicts nothing; see
+            `prepare_plans` for more.
         IncompatibleError: model and profile, or model and questions, do not fit together.
     """
-    check_permutations(permutations)
-    refuse_reported(split.tasks)
-    if uses is not None and not uses:
-        raise UsageError("no signals to judge: name at least one, or give None for the usual ones")
     table = SignalTable(profile)
-    plans, compared = dict[str, Plan](), dict[SignalUse, StrategyNames]()
-    for use in find_uses(table) if uses is None else uses:
+    plans: dict[str, Plan] = {}
+    compared: dict[SignalUse, StrategyNames] = {}
+    for use in uses:
         compared[use], made = _make_strategies(table, use, size, permutations, split.settings.seed)
         plans |= {name: plan_of(profile, chosen, size, {}) for name, chosen in made.items() if name not in plans}
     prepared = prepare_plans(loaded, plans, split)

@@ -34,7 +34,7 @@ def plan_with(model: LoadedModel, contexts: ContextRecord | None) -> Plan:
 
 
 def seen_by(model: LoadedModel, contexts: ContextRecord | None) -> Seen:
-    return Seen.of(contexts, encode_tasks(model, [TASK], 3))
+    return Seen(contexts, encode_tasks(model, [TASK], 3))
 
 
 def test_what_a_plan_has_seen_is_counted(model: LoadedModel) -> None:

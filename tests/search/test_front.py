@@ -48,7 +48,7 @@ def found(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 def test_every_budget_has_a_plan_of_its_size(found: tuple[list[Evolved], Path, Silent]) -> None:
     points, _, watcher = found
-    assert [point.budget for point in points] == list(BUDGETS)
+    assert [point.search.budget for point in points] == list(BUDGETS)
     assert [point.choice.plan.total for point in points] == [24 * budget for budget in BUDGETS]
     assert [stage for stage in watcher.stages if "start" in stage] == [f"budget {n}: start plans" for n in BUDGETS]
     assert watcher.ends == [f"budget {n}: all stages are finished" for n in BUDGETS]

@@ -57,8 +57,7 @@ class CandidateBank(Closing):
         progress: told (prompts read, prompts).
 
     Raises:
-        UsageError: there are no samples, samples of two protocols, a policy without one order of its entries, or less
-            memory than one sample and candidate take.
+        UsageError: a policy without one order of its entries, or less memory than one sample and candidate take.
         IncompatibleError: a prompt is too long for the model, or makes it emit NaN.
         EnvironmentFault: a full disk, or too little memory to read the longest prompt.
     """

@@ -84,12 +84,7 @@ class BankSample:
 
 
 def check_samples(model: Any, samples: Sequence[BankSample]) -> None:
-    """Refuse to search on no samples, on those of several protocols, and on prompts that are too long for the model."""
-    if not samples:
-        raise UsageError("there are no samples to search on: raise --samples, or choose a task that has questions")
-    protocols = sorted({sample.reading.protocol for sample in samples})
-    if len(protocols) > 1:
-        raise UsageError(f"samples of {' and '.join(protocols)} cannot share a bank: make one for each protocol")
+    """Raise IncompatibleError if a prompt and what follows it are too long for the model."""
     for sample in samples:
         check_length(model, len(sample.prompt) + len(sample.following))
 

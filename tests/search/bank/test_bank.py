@@ -135,11 +135,6 @@ def test_a_model_that_is_broken_itself(samples: list[BankSample]) -> None:
 
 
 def test_bad_samples(model: LoadedModel, samples: list[BankSample]) -> None:
-    with pytest.raises(UsageError, match="there are no samples to search on"):
-        CandidateBank(model, SNAPKV, [], 50)
-    mixed = [*samples, *samples_of(model, "question-aware", *SHAPES)]
-    with pytest.raises(UsageError, match="samples of question-agnostic and question-aware cannot share a bank"):
-        CandidateBank(model, SNAPKV, mixed, 50)
     short = tiny.loaded(max_position_embeddings=64)
     with pytest.raises(IncompatibleError, match="the model takes at most 64"):
         CandidateBank(short, SNAPKV, samples, 50)
