@@ -12,14 +12,14 @@ from torch import Tensor
 
 from kvsearch.calibration.lukv import LukvCalibration, measure_importance
 from kvsearch.calibration.options import LukvOptions
-from kvsearch.calibration.probe.rankings import recalls
+from kvsearch.calibration.probe.context_pass import recalls
 from kvsearch.kernels import attention, blocks, rows, step
 from kvsearch.kernels.jit import attention as attention_kernels
 from kvsearch.policies import create_policy
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.shared_prefill import compressed
 from kvsearch.search.bank.bank import CandidateBank
-from kvsearch.search.bank.layer import PrefixLayer, SuffixTokens
+from kvsearch.search.bank.passes import PrefixLayer, SuffixTokens
 from tests import tiny
 from tests.device.accelerator import backend, device, events, recording, spread
 from tests.families import FAMILIES, build, prompts

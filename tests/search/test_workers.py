@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +45,6 @@ def test_the_bank_of_a_worker_measures_the_same(objective: str, phases: str, loa
 
 def test_another_model_is_refused(loaded: LoadedModel) -> None:
     source = ModelSource(loaded, LoadOptions())
-    other = source.fingerprint.model_copy(update={"weights_sha256": "0" * 64})
+    source.fingerprint = source.fingerprint.model_copy(update={"weights_sha256": "0" * 64})
     with pytest.raises(IncompatibleError, match="this job was made for another model"):
-        worker_bank(prepare(loaded), replace(source, fingerprint=other))
+        worker_bank(prepare(loaded), source)
