@@ -14,7 +14,6 @@ from kvsearch.jobs.groups import Loading
 from kvsearch.jobs.reporter import Silent
 from kvsearch.jobs.validate import OnSignals
 from kvsearch.plan.saved import PROFILE
-from tests.plan.builders import make_profile
 
 TALK = Silent()
 RECIPE = {"recipe": {"method": "polykv"}}
@@ -39,7 +38,7 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asked_for(directory: Path, typed: str | None = None, **options: Any) -> tuple[str, str, str | None]:
     with pytest.raises(Asked) as found:
-        OnSignals(directory=directory, model=typed, **options).load_calibrated(make_profile(), TALK)
+        OnSignals(directory=directory, model=typed, **options).load_calibrated(TALK)
     return found.value.model, found.value.loading["dtype"], found.value.loading["revision"]
 
 
