@@ -15,8 +15,8 @@ from kvsearch.tasks.metrics.infinitebench import LETTERS
 from kvsearch.tasks.rows import Dataset
 
 REPOSITORY = "zai-org/LongBench-v2"
-BENCHMARK = "longbench_v2"
-LONGBENCH_V2 = ("v2_short", "v2_medium", "v2_long")  # up to 32,000 words, up to 128,000, more
+SPECS = read_specs("longbench_v2")
+LONGBENCH_V2 = tuple(SPECS)
 
 
 class LongBenchV2Row(BaseModel):
@@ -46,12 +46,8 @@ class LongBenchV2Task(BenchmarkTask[LongBenchV2Row]):
 
     benchmark: ClassVar[str] = "LongBench v2"
     names: ClassVar[tuple[str, ...]] = LONGBENCH_V2
-    specs: ClassVar[dict[str, DatasetSpec]] = read_specs(BENCHMARK)
+    specs: ClassVar[dict[str, DatasetSpec]] = SPECS
     row: ClassVar[type[LongBenchV2Row]] = LongBenchV2Row
-
-    @property
-    def base_name(self) -> str:
-        return BENCHMARK
 
     @property
     def dataset(self) -> Dataset:

@@ -43,14 +43,14 @@ def test_bytes_after_prefill_are_those_of_the_kept_entries(model: Any, batch: in
 
 @torch.no_grad()
 def test_query_rows_do_not_hold_the_prompts_queries(model: Any) -> None:
-    """A chunked prefill keeps the collector between chunks: it may hold the window's rows, not the chunk's."""
+    """A chunked prefill keeps its prompt between chunks: it may hold the window's rows, not the chunk's."""
     ids, _ = prompts(1, 300)
     program = Program.uniform(model, create_policy("snapkv", {"window": 8}), lambda length: 50)
     with running(model, NAME):
         cache = PlanCache(model, program, prompt_length=300)
         model(ids[:, :250], past_key_values=cache)
         for planned in cache.planned.values():
-            rows = planned._prompt.collector.rows
+            rows = planned._prompt.rows
             assert rows is not None
             assert rows.untyped_storage().nbytes() == 4 * 8 * DIM * 4
         assert cache.nbytes() == 3 * 2 * 300 * 2 * DIM * 4  # the prompt is not complete: it has all its room

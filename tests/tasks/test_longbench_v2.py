@@ -42,7 +42,7 @@ def test_a_question_has_its_choices_and_is_scored_by_the_letter(tmp_path: Path) 
 
 def test_the_official_wording_may_be_given(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.json"
-    prompts.write_text(json.dumps({"longbench_v2": "{context} Question: {input} Letter?"}))
+    prompts.write_text(json.dumps({"v2_short": "{context} Question: {input} Letter?"}))
     (example,) = LongBenchV2Task("v2_short", write(tmp_path, row()), prompts=prompts).examples(1, 0)
     assert example.queries[0].question.startswith("Question: Who?\nChoices:")
 
