@@ -104,7 +104,7 @@ class Seen:
 class Settings:
     """How to ask: up to `samples` contexts of every task, `batch` prompts at a time.
 
-    `max_memory` is the most bytes for compressed caches at a time, see `bank.compressed`. Contexts that are in `used`
+    `max_memory` is the most bytes for compressed caches at a time, see `compressed`. Contexts that are in `used`
     are not asked, see `encode_tasks`.
     """
 
@@ -143,9 +143,9 @@ class Comparison:
     """Samples and summary of an evaluation. `subject` is the method that the others are compared with.
 
     `averages` says which tasks each named average is over. `most_tokens` is what prompt and reply could have together.
-    `environment` is what `identity.environment` says. `metrics` are by task. `decode_entries` is what a decode phase
+    `environment` is what `runner.environment` says. `metrics` are by task. `decode_entries` is what a decode phase
     allows, the mean over the prompts, by the label of every method that has one. `told` are notes from before the run.
-    `contexts` says which samples share a context, see `encoding.contexts_of` (None: those of one key). `seen` is what
+    `contexts` says which samples share a context, see `contexts_of` (None: those of one key). `seen` is what
     methods, by name, knew of the contexts. `names` are those of plans that were compared, with the label of the method
     that replied for it: equal plans share their replies, and the full cache is always there.
     """

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvsearch.core.files import atomic_write
 from kvsearch.core.printed import csv_text
 
-Contexts = Mapping[tuple[str, str], str]  # by task and key: what names the context, see `encoding.contexts_of`
+Contexts = Mapping[tuple[str, str], str]  # by task and key: what names the context, see `contexts_of`
 
 
 @dataclass(frozen=True)
