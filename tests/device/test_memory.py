@@ -120,7 +120,7 @@ def test_replays_take_what_a_calibration_counts_on(together: int, monkeypatch: p
         tree = Tree(model, needs, *prompts.padded(model.device))
         after = prompts.continuations([(row, 0) for row in range(3)], model.device)
         with tree.baseline_pass(after.tokens, after.rows) as continuations:
-            layers = [continuations[index].followed for index in what.layers[:together]]
+            layers = [continuations[index] for index in what.layers[:together]]
             for item in what.of_layer:
                 rules = what.rules(item)
                 Replays(layers).under(*rules)  # scores and ranks of the prompts are kept, and counted elsewhere
