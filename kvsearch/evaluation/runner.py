@@ -248,8 +248,9 @@ def answer_joints(
         if joint is None:
             return
         if asked & set(joint.methods) or (is_forced(prompts.task) and FULL in joint.methods):
-            samples = _replied(prompts, batch, joint, where, full_losses)
-            yield [sample for sample in samples if sample.method in asked]
+            replies = _replied(prompts, batch, joint, where, full_losses)
+            if samples := [sample for sample in replies if sample.method in asked]:
+                yield samples
 
 
 def _replied(

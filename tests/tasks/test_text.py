@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.runner import run_encoded
+from kvsearch.evaluation.runner import answer_joints, run_encoded
 from kvsearch.models.architecture import describe
-from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime import Program
+from kvsearch.runtime.attention import running
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.signals.predictions import token_losses
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.encode import encode_tasks
+from kvsearch.tasks.encode import encode_tasks, readings
 from kvsearch.tasks.metrics.likelihood import read_losses
 from kvsearch.tasks.text import CONTINUATION, TextTask
 from tests import tiny
@@ -28,12 +28,8 @@ WORDS = " ".join(f"w{number}" for number in range(2000))
 TEXT = " ".join(tiny.document(900).words[1:])
 
 
-def letters(text: str) -> int:
-    return len(text)
-
-
 def test_windows_follow_each_other_and_end_with_words() -> None:
-    windows = TextTask("t", WORDS, length=100).examples(1000, 0, letters)
+    windows = TextTask("t", WORDS, length=100).examples(1000, 0, len)
     whole = ""
     for window in windows:
         (query,) = window.queries
@@ -45,21 +41,21 @@ def test_windows_follow_each_other_and_end_with_words() -> None:
 
 
 def test_a_text_without_spaces_is_cut_anywhere() -> None:
-    windows = TextTask("t", "好" * 1000, length=100).examples(1000, 0, letters)
+    windows = TextTask("t", "好" * 1000, length=100).examples(1000, 0, len)
     assert [len(window.context) for window in windows] == [100] * 5
 
 
 @pytest.mark.parametrize("text", [WORDS, f"{WORDS} " * 3])
 def test_splits_share_no_window_even_where_a_text_repeats_itself(text: str) -> None:
-    drawn = [TextTask("t", text, 100, split).examples(1000, 0, letters) for split in ("train", "select", "report")]
+    drawn = [TextTask("t", text, 100, split).examples(1000, 0, len) for split in ("train", "select", "report")]
     contexts = [{window.context for window in part} for part in drawn]
     assert sum(map(len, contexts)) == len(set.union(*contexts))
-    assert sum(map(len, drawn)) == len(TextTask("t", text, 100).examples(1000, 0, letters))
+    assert sum(map(len, drawn)) == len(TextTask("t", text, 100).examples(1000, 0, len))
 
 
 def test_a_short_text_is_refused() -> None:
     with pytest.raises(UsageError, match="t has about 3 tokens, and a window needs 188: give more text, or lower"):
-        TextTask("t", "abc", length=100).examples(1, 0, letters)
+        TextTask("t", "abc", length=100).examples(1, 0, len)
 
 
 def test_rows_are_joined(tmp_path: Path) -> None:
@@ -81,7 +77,7 @@ def test_files_without_text_are_refused(tmp_path: Path, name: str, content: str,
 
 def test_losses_are_those_of_the_continuation_after_what_is_kept() -> None:
     """Nothing is generated; under the full cache the loss is that of one dense pass over context and continuation."""
-    loaded: LoadedModel = tiny.loaded()
+    loaded = tiny.loaded()
     task = TextTask("t", TEXT, length=60)
     (encoded,) = encode_tasks(loaded, [task], samples=3)
     few = Program.from_plan(loaded.model, tiny.plan_for(loaded, [[12, 12]] * describe(loaded.model).layers))
@@ -100,6 +96,9 @@ def test_losses_are_those_of_the_continuation_after_what_is_kept() -> None:
         lost = read_losses(sample.reply)
         assert lost is not None
         assert lost[1] == pytest.approx(dense, abs=1e-4)
+    read = readings(encoded.prompts, QUESTION_AGNOSTIC)
+    with running(loaded.model):
+        assert list(answer_joints(loaded, encoded, read, {"few": few}, finished=["few"])) == []
     alone = run_encoded(loaded, {"few": few}, [encoded], QUESTION_AGNOSTIC, batch=2)
     assert [sample.reply for sample in alone] == [sample.reply for sample in by_method["few"]]
 
