@@ -35,7 +35,7 @@ from kvsearch.strategies.compared import ReadyMethod, different_settings, full_m
 from kvsearch.strategies.names import FULL as FULL
 from kvsearch.tasks.base import Coverage, Task
 from kvsearch.tasks.encode import TaskPrompts, contexts_of, encode_tasks, listed, most_tokens, questions_of, readings
-from kvsearch.tasks.metrics.likelihood import likelihood, read_losses
+from kvsearch.tasks.metrics.likelihood import FORCED, read_losses
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 
 OpenStage = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
@@ -249,9 +249,7 @@ class Comparison:
             )
 
     def _loss_notes(self) -> Iterator[str]:
-        for task, metric in self.metrics.items():
-            if metric != likelihood.__name__:
-                continue
+        for task in [task for task, metric in self.metrics.items() if metric == FORCED]:
             losses = [read_losses(sample.reply) for sample in self.samples if sample.task == task]
             full = fmean(loss[1] for loss in losses if loss is not None)
             yield (

@@ -90,7 +90,7 @@ def score(task: Task, key: str, number: int, query: Query, reply: str) -> float:
 
 def is_forced(task: Task) -> bool:
     """Tell whether answers are teacher-forced, and how well they are predicted is scored: nothing is replied."""
-    return getattr(task, "metric", None) == likelihood.likelihood.__name__
+    return getattr(task, "metric", None) == likelihood.FORCED
 
 
 def is_right(value: float) -> bool:

@@ -30,3 +30,6 @@ def likelihood(reply: str, answers: Sequence[str]) -> float:  # noqa: ARG001 - t
         return 0.0
     loss, full = losses
     return min(max(1 - (loss - full), 0.0), 1.0)
+
+
+FORCED = likelihood.__name__  # the metric of tasks whose answers are teacher-forced
