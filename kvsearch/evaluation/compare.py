@@ -100,14 +100,15 @@ class Seen:
         return {"known": True, "complete": self.record.complete, **sets}
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How to ask: up to `samples` contexts of every task, `batch` prompts at a time.
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The tasks of a split, and how to ask them: up to `samples` contexts of each, `batch` prompts at a time.
 
     `max_memory` is the most bytes for compressed caches at a time, see `compressed`. Contexts that are in `used`
     are not asked, see `encode_tasks`.
     """
 
+    tasks: Sequence[Task]
     samples: int = 20
     protocol: Protocol = QUESTION_AGNOSTIC
     seed: int = 0
@@ -117,55 +118,224 @@ class Settings:
     used: ContextSet | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the settings but for `used`, which what is asked tells of."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "used"}
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
-    """The tasks of a split, and how they are asked."""
-
-    tasks: Sequence[Task]
-    settings: Settings
+        """Return how the tasks are asked; which contexts that leaves is told by what is asked."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("tasks", "used")}
 
     def encode(self, loaded: LoadedModel) -> list[TaskPrompts]:
         """Return what is asked, as tokens; errors as for `encode_tasks`."""
-        settings = self.settings
-        return encode_tasks(loaded, self.tasks, settings.samples, settings.seed, settings.max_length, settings.used)
+        return encode_tasks(loaded, self.tasks, self.samples, self.seed, self.max_length, self.used)
 
     def without(self, used: ContextSet | None) -> Split:
         """Return the split without contexts that were used for something else."""
-        return replace(self, settings=replace(self.settings, used=used))
+        return replace(self, used=used)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Samples and summary of an evaluation. `subject` is the method that the others are compared with.
+def _spread(values: Iterable[float]) -> float:
+    found = list(values)
+    return max(found) - min(found)
 
-    `averages` says which tasks each named average is over. `most_tokens` is what prompt and reply could have together.
-    `environment` is what `runner.environment` says. `metrics` are by task. `decode_entries` is what a decode phase
-    allows, the mean over the prompts, by the label of every method that has one. `told` are notes from before the run.
-    `contexts` says which samples share a context, see `contexts_of` (None: those of one key). `seen` is what
-    methods, by name, knew of the contexts. `names` are those of plans that were compared, with the label of the method
-    that replied for it: equal plans share their replies, and the full cache is always there.
+
+def _listed(entries: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {'all' if held is None else f'{held:.0f}'}" for name, held in entries.items())
+
+
+def replies_cost(name: str, encoded: Sequence[TaskPrompts], asked: Split, programs: Sequence[Program]) -> StageCost:
+    """Return what the stage `name` costs that asks under some programs.
+
+    A prompt is read once for all of them, and compressed for each. Replies are decoded in one batch, but for programs
+    that evict while they reply.
+    """
+    work = Work()
+    contexts = questions = 0
+    together = 1 + DECIDED * sum(program.decode is not None for program in programs)
+    for task in encoded:
+        contexts += task.coverage.contexts
+        for batch in batches(readings(task.prompts, asked.protocol), asked.batch, lambda _: ()):
+            pairs = questions_of(batch)
+            questions += len(pairs)
+            work += Work.over((len(reading.ids) for reading in batch), 1 + _compressing(programs))
+            for number in range(max(len(reading.questions) for reading in batch)):
+                replied = [reading.questions[number] for reading in batch if number < len(reading.questions)]
+                work += Work(together * (1 + max(question.query.max_new_tokens for question in replied)))
+            after = sum(len(question.ids) for _, question in pairs) if asked.protocol == QUESTION_AGNOSTIC else 0
+            replies = sum(question.query.max_new_tokens for _, question in pairs)
+            work += Work(tokens=len(programs) * (after + replies))
+    return StageCost(name, contexts, questions, work)
+
+
+def _compressing(programs: Sequence[Program]) -> float:
+    """Return how many times as long as reading a prompt it takes to compress it; policies share what they need."""
+    phases = [program.prefill for program in programs if program.prefill is not None]
+    needs = {policy: policy.needs() for phase in phases for policy in phase.policies.values()}.values()
+    divided = sum(phase.allocation is not None for phase in phases)
+    summed = any(need.column_sums for need in needs)
+    reread = any(need.reread is not None for need in needs)
+    return RANKED * len(phases) + DIVIDED * divided + SUMMED * summed + REREAD * reread
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What is to be compared on which questions, checked and in token ids.
+
+    `subject` is the method that the others are compared with. `told` are notes on what is asked. `names` are those of
+    plans that are compared, with the label of the method that replies for it: equal plans share their replies, and the
+    full cache is always there.
     """
 
-    model: str
-    subject: str
-    settings: Settings
+    loaded: LoadedModel
     methods: tuple[ReadyMethod, ...]
-    coverage: list[Coverage]
-    samples: list[Sample]
-    averages: dict[str, tuple[str, ...]]
-    blocks: list[SizeBlock]
-    most_tokens: int | None
-    environment: Mapping[str, Any]
-    metrics: Mapping[str, str]
-    decode_entries: Mapping[str, float]
+    subject: str
+    encoded: list[TaskPrompts]
+    split: Split
     told: tuple[str, ...] = ()
-    contexts: Contexts | None = None
-    seen: Mapping[str, Seen] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, names: Sequence[str], questions: list[TaskPrompts]) -> Evaluation:
+        """Return the evaluation of some plans and the full cache, on a part of the questions."""
+        labels = {name: self.names[name] for name in (FULL, *names)}
+        methods = tuple(method for method in self.methods if method.label in labels.values())
+        return replace(self, methods=methods, encoded=questions, names=labels)
+
+    @property
+    def replies(self) -> int:
+        """How many replies there are to be."""
+        return len(self.methods) * sum(task.coverage.questions for task in self.encoded)
+
+    def cost(self, name: str) -> StageCost:
+        """Return what the stage `name` costs that asks this."""
+        return replies_cost(name, self.encoded, self.split, [method.program for method in self.methods])
+
+    @cached_property
+    def seen(self) -> dict[str, Seen]:
+        """What the methods, by name, knew of the contexts that are asked."""
+        return {one.name: Seen(one.contexts, self.encoded) for one in self.methods}
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        """What scores each task."""
+        return {task.task.name: metric_of(task.task) for task in self.encoded}
+
+    def config(self) -> RunConfig:
+        """Return the configuration of a run: its content is all that the samples depend on."""
+        settings = {name: value for name, value in self.split.as_json().items() if name != "protocol"}
+        content = {
+            **environment(self.loaded),
+            "protocol": self.split.protocol,
+            "methods": {one.label: {**one.definition, "sha256": sha256_of(one.definition)} for one in self.methods},
+            "tasks": {
+                task.task.name: {
+                    "category": task.coverage.category, "contexts": task.coverage.contexts,
+                    "questions": task.coverage.questions, "wanted": task.coverage.wanted,
+                    "rows_sha256": rows_hash(task),
+                }
+                for task in self.encoded
+            },
+            **settings,
+        }  # fmt: skip
+        return RunConfig(job="evaluate", content=content, execution={METRICS: self.metrics})
+
+    def stage_config(self, job: Job, **content: object) -> RunConfig:
+        """Return the configuration of a stage of another job, whose `content` says what the names of methods stand for.
+
+        So a stage with other methods goes on with the same replies, and so does one with another batch, which changes
+        replies by rounding alone.
+        """
+        whole = self.config()
+        left = {name: value for name, value in whole.content.items() if name not in ("methods", *ROUNDING)}
+        rounding = {name: whole.content[name] for name in ROUNDING}
+        return RunConfig(job=job, content={**left, **content}, execution={**whole.execution, **rounding})
+
+    def run(self, progress: Progress | None = None, store: ReplyStore | None = None) -> Comparison:
+        """Ask everything that is not in the store, and summarise it; see `run_encoded` for the errors."""
+        samples = self._replies(self.methods, progress, store)
+        return Comparison(**{one.name: getattr(self, one.name) for one in fields(Evaluation)}, samples=samples)
+
+    def run_stage(self, name: str, store: StageStore | None, *, answered: bool = False) -> Comparison:
+        """Run as the stage `name`, whose replies are kept in `store` (None: nowhere); see `run`.
+
+        `answered`: only if the full cache can answer, see `require_answers`.
+        """
+        stage: OpenStage = nullcontext((None, None)) if store is None else store(name, self)
+        with stage as (replies, progress):
+            if answered:
+                self.require_answers(progress, replies)
+            return self.run(progress, replies)
+
+    def require_answers(self, progress: Progress | None = None, store: ReplyStore | None = None) -> None:
+        """Ask the full cache alone, before what takes long; see `run`.
+
+        Raises:
+            IncompatibleError: it scores next to nothing, so nothing could be chosen by these questions.
+        """
+        samples = self._replies([method for method in self.methods if method.name == FULL], progress, store)
+        doubt = doubt_of(summarize(samples, FULL)[-1].scores[FULL].mean)
+        if doubt is not None:
+            raise IncompatibleError(f"{self.loaded.name} on {', '.join(self.metrics)}: {doubt}")
+
+    def _replies(
+        self, methods: Sequence[ReadyMethod], progress: Progress | None, store: ReplyStore | None
+    ) -> list[Sample]:
+        """Ask everything of some methods that is not in the store."""
+        asked = self.split
+        kept = None if store is None else KeptReplies(store, self.loaded, methods, asked.protocol)
+        programs = {method.label: method.program for method in methods}
+        return run_encoded(
+            self.loaded, programs, self.encoded, asked.protocol, asked.batch, progress, asked.max_memory, kept
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison(Evaluation):
+    """An evaluation with the replies to it, and what they come to."""
+
+    samples: list[Sample] = field(kw_only=True)
+
+    @cached_property
+    def averages(self) -> dict[str, tuple[str, ...]]:
+        """Which tasks each named average is over."""
+        return named_averages([task.task for task in self.encoded])
+
+    @cached_property
+    def contexts(self) -> Contexts:
+        """Which samples share a context, see `contexts_of`."""
+        return contexts_of(self.encoded)
+
+    @cached_property
+    def blocks(self) -> list[SizeBlock]:
+        """The scores of all methods, by size."""
+        return blocks_of(self.samples, self.methods, self.subject, self.averages, self.contexts)
+
+    @cached_property
+    def coverage(self) -> list[Coverage]:
+        """What was asked of each task."""
+        return [task.coverage for task in self.encoded]
+
+    @cached_property
+    def decode_entries(self) -> Mapping[str, float]:
+        """What a decode phase allows, the mean over the prompts, by the label of every method that has one.
+
+        Layers that a plan leaves alone hold the prompt.
+        """
+        shape = describe(self.loaded.model)
+        lengths = _lengths(self.encoded, self.split.protocol)
+        phases = {one.label: one.program.decode for one in self.methods if one.program.decode is not None}
+        return {
+            label: fmean(
+                decode_entries(phase, n) + (len(shape.full_layers) - len(phase.policies)) * shape.kv_heads * n
+                for n in lengths
+            )
+            for label, phase in phases.items()
+        }
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """The model and what it ran on."""
+        return environment(self.loaded)
+
+    @cached_property
+    def most_tokens(self) -> int | None:
+        """What prompt and reply could have together."""
+        return most_tokens(self.loaded.model, self.split.max_length)
 
     def score(self, name: str) -> Estimate:
         """Return the mean of a plan over all tasks with its 95% interval."""
@@ -185,11 +355,6 @@ class Comparison:
         higher = [other for other in self.names if other not in (FULL, name) and self.score(other).mean > mean + TIE]
         leads = {other: self.gain(other, [name]) for other in higher}
         return dict(sorted(leads.items(), key=lambda item: -item[1].mean))
-
-    @property
-    def protocol(self) -> Protocol:
-        """When contexts were compressed."""
-        return self.settings.protocol
 
     @property
     def phases(self) -> str:
@@ -242,7 +407,7 @@ class Comparison:
 
     def _hopeless_notes(self) -> Iterator[str]:
         alike = [covered.task for covered in self.coverage if covered.category == FACTS_AMONG_FACTS]
-        if alike and self.protocol == QUESTION_AGNOSTIC:
+        if alike and self.split.protocol == QUESTION_AGNOSTIC:
             yield (
                 f"{', '.join(alike)}: the evidence looks like the haystack, so no ranking that does not know the "
                 "question can keep it where most entries go"
@@ -282,173 +447,6 @@ class Comparison:
             yield f"not all held the same at most until a reply was complete{why}, mean entries: {_listed(most)}"
 
 
-def _spread(values: Iterable[float]) -> float:
-    found = list(values)
-    return max(found) - min(found)
-
-
-def _listed(entries: Mapping[str, float | None]) -> str:
-    return ", ".join(f"{name} {'all' if held is None else f'{held:.0f}'}" for name, held in entries.items())
-
-
-def replies_cost(name: str, encoded: Sequence[TaskPrompts], asked: Settings, programs: Sequence[Program]) -> StageCost:
-    """Return what the stage `name` costs that asks under some programs.
-
-    A prompt is read once for all of them, and compressed for each. Replies are decoded in one batch, but for programs
-    that evict while they reply.
-    """
-    work = Work()
-    contexts = questions = 0
-    together = 1 + DECIDED * sum(program.decode is not None for program in programs)
-    for task in encoded:
-        contexts += task.coverage.contexts
-        for batch in batches(readings(task.prompts, asked.protocol), asked.batch, lambda _: ()):
-            pairs = questions_of(batch)
-            questions += len(pairs)
-            work += Work.over((len(reading.ids) for reading in batch), 1 + _compressing(programs))
-            for number in range(max(len(reading.questions) for reading in batch)):
-                replied = [reading.questions[number] for reading in batch if number < len(reading.questions)]
-                work += Work(together * (1 + max(question.query.max_new_tokens for question in replied)))
-            after = sum(len(question.ids) for _, question in pairs) if asked.protocol == QUESTION_AGNOSTIC else 0
-            replies = sum(question.query.max_new_tokens for _, question in pairs)
-            work += Work(tokens=len(programs) * (after + replies))
-    return StageCost(name, contexts, questions, work)
-
-
-def _compressing(programs: Sequence[Program]) -> float:
-    """Return how many times as long as reading a prompt it takes to compress it; policies share what they need."""
-    phases = [program.prefill for program in programs if program.prefill is not None]
-    needs = {policy: policy.needs() for phase in phases for policy in phase.policies.values()}.values()
-    divided = sum(phase.allocation is not None for phase in phases)
-    summed = any(need.column_sums for need in needs)
-    reread = any(need.reread is not None for need in needs)
-    return RANKED * len(phases) + DIVIDED * divided + SUMMED * summed + REREAD * reread
-
-
-@dataclass(frozen=True, eq=False)
-class Evaluation:
-    """What is to be compared on which questions, checked and in token ids; `names` as of a `Comparison`."""
-
-    loaded: LoadedModel
-    methods: tuple[ReadyMethod, ...]
-    subject: str
-    encoded: list[TaskPrompts]
-    settings: Settings
-    notes: tuple[str, ...] = ()
-    names: Mapping[str, str] = field(default_factory=dict)
-
-    def of(self, names: Sequence[str], questions: list[TaskPrompts]) -> Evaluation:
-        """Return the evaluation of some plans and the full cache, on a part of the questions."""
-        labels = {name: self.names[name] for name in (FULL, *names)}
-        methods = tuple(method for method in self.methods if method.label in labels.values())
-        return replace(self, methods=methods, encoded=questions, names=labels)
-
-    @property
-    def replies(self) -> int:
-        """How many replies there are to be."""
-        return len(self.methods) * sum(task.coverage.questions for task in self.encoded)
-
-    def cost(self, name: str) -> StageCost:
-        """Return what the stage `name` costs that asks this."""
-        return replies_cost(name, self.encoded, self.settings, [method.program for method in self.methods])
-
-    @cached_property
-    def seen(self) -> dict[str, Seen]:
-        """What the methods, by name, knew of the contexts that are asked."""
-        return {one.name: Seen(one.contexts, self.encoded) for one in self.methods}
-
-    @property
-    def metrics(self) -> dict[str, str]:
-        """What scores each task."""
-        return {task.task.name: metric_of(task.task) for task in self.encoded}
-
-    def config(self) -> RunConfig:
-        """Return the configuration of a run: its content is all that the samples depend on."""
-        settings = {name: value for name, value in self.settings.as_json().items() if name != "protocol"}
-        content = {
-            **environment(self.loaded),
-            "protocol": self.settings.protocol,
-            "methods": {one.label: {**one.definition, "sha256": sha256_of(one.definition)} for one in self.methods},
-            "tasks": {
-                task.task.name: {
-                    "category": task.coverage.category, "contexts": task.coverage.contexts,
-                    "questions": task.coverage.questions, "wanted": task.coverage.wanted,
-                    "rows_sha256": rows_hash(task),
-                }
-                for task in self.encoded
-            },
-            **settings,
-        }  # fmt: skip
-        return RunConfig(job="evaluate", content=content, execution={METRICS: self.metrics})
-
-    def stage_config(self, job: Job, **content: object) -> RunConfig:
-        """Return the configuration of a stage of another job, whose `content` says what the names of methods stand for.
-
-        So a stage with other methods goes on with the same replies, and so does one with another batch, which changes
-        replies by rounding alone.
-        """
-        whole = self.config()
-        left = {name: value for name, value in whole.content.items() if name not in ("methods", *ROUNDING)}
-        rounding = {name: whole.content[name] for name in ROUNDING}
-        return RunConfig(job=job, content={**left, **content}, execution={**whole.execution, **rounding})
-
-    def run(self, progress: Progress | None = None, store: ReplyStore | None = None) -> Comparison:
-        """Ask everything that is not in the store, and summarise it; see `run_encoded` for the errors."""
-        asked, results = self.settings, self._replies(self.methods, progress, store)
-        averages, contexts = named_averages([task.task for task in self.encoded]), contexts_of(self.encoded)
-        blocks = blocks_of(results, self.methods, self.subject, averages, contexts)
-        coverage, most = [task.coverage for task in self.encoded], most_tokens(self.loaded.model, asked.max_length)
-        return Comparison(
-            self.loaded.name, self.subject, asked, self.methods, coverage, results, averages, blocks, most,
-            environment(self.loaded), self.metrics, self._decode_entries(), self.notes, contexts, self.seen, self.names,
-        )  # fmt: skip
-
-    def run_stage(self, name: str, store: StageStore | None, *, answered: bool = False) -> Comparison:
-        """Run as the stage `name`, whose replies are kept in `store` (None: nowhere); see `run`.
-
-        `answered`: only if the full cache can answer, see `require_answers`.
-        """
-        stage: OpenStage = nullcontext((None, None)) if store is None else store(name, self)
-        with stage as (replies, progress):
-            if answered:
-                self.require_answers(progress, replies)
-            return self.run(progress, replies)
-
-    def require_answers(self, progress: Progress | None = None, store: ReplyStore | None = None) -> None:
-        """Ask the full cache alone, before what takes long; see `run`.
-
-        Raises:
-            IncompatibleError: it scores next to nothing, so nothing could be chosen by these questions.
-        """
-        samples = self._replies([method for method in self.methods if method.name == FULL], progress, store)
-        doubt = doubt_of(summarize(samples, FULL)[-1].scores[FULL].mean)
-        if doubt is not None:
-            raise IncompatibleError(f"{self.loaded.name} on {', '.join(self.metrics)}: {doubt}")
-
-    def _replies(
-        self, methods: Sequence[ReadyMethod], progress: Progress | None, store: ReplyStore | None
-    ) -> list[Sample]:
-        """Ask everything of some methods that is not in the store."""
-        asked = self.settings
-        kept = None if store is None else KeptReplies(store, self.loaded, methods, asked.protocol)
-        programs = {method.label: method.program for method in methods}
-        return run_encoded(
-            self.loaded, programs, self.encoded, asked.protocol, asked.batch, progress, asked.max_memory, kept
-        )
-
-    def _decode_entries(self) -> dict[str, float]:
-        """Return the entries held while decoding, by label; layers that a plan leaves alone hold the prompt."""
-        shape, lengths = describe(self.loaded.model), _lengths(self.encoded, self.settings.protocol)
-        phases = {one.label: one.program.decode for one in self.methods if one.program.decode is not None}
-        return {
-            label: fmean(
-                decode_entries(phase, n) + (len(shape.full_layers) - len(phase.policies)) * shape.kv_heads * n
-                for n in lengths
-            )
-            for label, phase in phases.items()
-        }
-
-
 def prepare(loaded: LoadedModel, methods: Sequence[ReadyMethod], subject: str, asked: Split) -> Evaluation:
     """Draw the examples, and check that they and the methods fit together; `subject` is a name.
 
@@ -456,8 +454,8 @@ def prepare(loaded: LoadedModel, methods: Sequence[ReadyMethod], subject: str, a
         UsageError, IncompatibleError: see `encode_tasks` and `check_totals`.
     """
     encoded = asked.encode(loaded)
-    notes = check_totals(loaded, methods, _lengths(encoded, asked.settings.protocol))
-    return Evaluation(loaded, tuple(methods), subject, encoded, asked.settings, tuple(notes))
+    notes = check_totals(loaded, methods, _lengths(encoded, asked.protocol))
+    return Evaluation(loaded, tuple(methods), subject, encoded, asked, tuple(notes))
 
 
 def prepare_plans(loaded: LoadedModel, plans: Mapping[str, Plan], split: Split) -> Evaluation:

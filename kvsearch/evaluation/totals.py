@@ -132,7 +132,7 @@ def _ends(evaluation: Evaluation) -> list[tuple[int, int]]:
             + max(len(question.ids) + question.query.max_new_tokens for question in reading.questions),
         )
         for task in evaluation.encoded
-        for reading in readings(task.prompts, evaluation.settings.protocol)
+        for reading in readings(task.prompts, evaluation.split.protocol)
     ]
 
 

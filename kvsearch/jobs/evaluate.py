@@ -204,11 +204,11 @@ def _output_losses(
         return None
     from kvsearch.evaluation.losses import measure_losses
 
-    settings = evaluation.settings
+    split = evaluation.split
     programs = {method.label: method.program for method in evaluation.methods if method.name != FULL}
     losses = measure_losses(
-        evaluation.loaded, programs, tasks, settings.samples, settings.seed, progress,
-        protocol=settings.protocol, max_length=settings.max_length,
+        evaluation.loaded, programs, tasks, split.samples, split.seed, progress,
+        protocol=split.protocol, max_length=split.max_length,
     )  # fmt: skip
     if file is not None:
         write_json(file, list(map(asdict, losses)))
@@ -280,10 +280,10 @@ def _full_cache(options: HeadroomOptions, reporter: Reporter) -> Evaluation:
     tasks = options.find_tasks(options.model)
     if options.output is not None:
         run_in(options.output, "headroom")
-    from kvsearch.evaluation.compare import Settings, Split, prepare
+    from kvsearch.evaluation.compare import Split, prepare
     from kvsearch.strategies.compared import full_method
 
     loaded = options.load(options.model, reporter)
-    full = prepare(loaded, [full_method(loaded)], FULL, Split(tasks, Settings(options.samples, seed=options.seed)))
+    full = prepare(loaded, [full_method(loaded)], FULL, Split(tasks, options.samples, seed=options.seed))
     warn_of_coverage(reporter, full.encoded)
     return full

@@ -259,10 +259,10 @@ class Batches(Seeded):
         for task in tasks:
             if is_forced(task) and protocol != QUESTION_AGNOSTIC:
                 raise UsageError(f"--protocol {protocol}: task {task.name} is text without questions: leave it out")
-        from kvsearch.evaluation.compare import Settings, Split
+        from kvsearch.evaluation.compare import Split
 
         memory = None if self.max_memory is None else int(self.max_memory * 10**9)
-        return Split(tasks, Settings(samples, protocol, self.seed, self.batch, memory, self.max_length))
+        return Split(tasks, samples, protocol, self.seed, self.batch, memory, self.max_length)
 
 
 class Deciding(Batches):

@@ -426,14 +426,13 @@ def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
     if refinement is not None:
         costs.append(refinement.cost(SEARCHING, len(sizes)))
     for stage, split in (("choose", "select"), ("report", "report")):
-        settings = splits[split].settings
         costs += [
-            replies_cost(f"{stage} at {size.words}", encoded[split], settings, programs)
+            replies_cost(f"{stage} at {size.words}", encoded[split], splits[split], programs)
             for size, programs in asked.items()
         ]
     if options.smallest:  # some six budgets on half of the questions, under a few methods
         programs = [full_cache(loaded.model)] * METHODS_ASKED
-        tried = replies_cost(SMALLEST, encoded["select"], splits["select"].settings, programs)
+        tried = replies_cost(SMALLEST, encoded["select"], splits["select"], programs)
         costs.append(replace(tried, work=tried.work * 4))
     return RunStages(options, rule, loaded, splits, encoded, usable, refinement, costs)
 

@@ -103,7 +103,7 @@ def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
         "policies": [{"name": policy.name, "params": policy.parameters()} for policy in first.base.policies],
         "starts": [{name: table.tolist() for name, table in search.starts.items()} for search in searches],
         "asked": {
-            "samples": {name: split.settings.samples for name, split in first.splits.items()},
+            "samples": {name: split.samples for name, split in first.splits.items()},
             "max_length": first.asked.max_length,
         },
         "metrics": {task.task.name: metric_of(task.task) for task in first.encoded["search"]},
@@ -214,7 +214,7 @@ class Refinement:
     def cost(self, name: str, sizes: int) -> StageCost:
         """Return what it costs at so many sizes, as a stage: own replies, prompts once, then candidates."""
         encoded = self.searched.encode(self.loaded)
-        replies = replies_cost(name, encoded, self.searched.settings, [full_cache(self.loaded.model)])
+        replies = replies_cost(name, encoded, self.searched, [full_cache(self.loaded.model)])
         prompts = [prompt for task in encoded for prompt in task.prompts]
         following = sum(len(question.ids) + len(question.right) for prompt in prompts for question in prompt.questions)
         read = Work.over(len(prompt.context) for prompt in prompts)

@@ -157,8 +157,8 @@ class EvaluationResult(Result):
         tasks = [replace(task, metric=found.metrics[task.task]) for task in found.coverage]
         full = FullScores(held=found.held[FULL], scores=_scores(found.blocks[0], FULL))
         return cls(
-            model=found.model, **found.settings.as_json(), subject=found.subject, phases=found.phases,
-            environment=dict(found.environment), most_tokens=found.most_tokens, tasks=tuple(tasks),
+            model=found.loaded.name, **found.split.as_json(), subject=found.subject, phases=found.phases,
+            environment=found.environment, most_tokens=found.most_tokens, tasks=tuple(tasks),
             averages=found.averages, full=full, blocks=tuple(_size(block, found) for block in found.blocks),
             notes=tuple(found.notes), different_settings=found.different, needle=needle_grids(found.samples),
             losses=None if losses is None else tuple(losses),

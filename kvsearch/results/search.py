@@ -81,7 +81,7 @@ class FoundAtBudget(Stored):
             report={name: report.score(name) for name in labels},
             gains={name: report.gain(EVOLVED, [name]) for name in others},
             recovered={
-                name: measure_gap_closed(scores, labels[EVOLVED], labels[name], seed=report.settings.seed)
+                name: measure_gap_closed(scores, labels[EVOLVED], labels[name], seed=report.split.seed)
                 for name in others
             },
             ahead=report.ahead(EVOLVED),

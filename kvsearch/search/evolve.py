@@ -24,7 +24,7 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import UsageError
 from kvsearch.core.progress import Progress
-from kvsearch.evaluation.compare import Comparison, Settings, Split, StageStore, prepare_plans, replies_cost
+from kvsearch.evaluation.compare import Comparison, Split, StageStore, prepare_plans, replies_cost
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Phase, Plan, Size
@@ -98,9 +98,9 @@ class PreparedSearch:
         return [sample for sample in samples if self.kept is None or sample.sha256 in self.kept]
 
     @property
-    def asked(self) -> Settings:
-        """How the questions that are searched on are asked."""
-        return self.splits["search"].settings
+    def asked(self) -> Split:
+        """The questions that are searched on, and how they are asked."""
+        return self.splits["search"]
 
     @property
     def needs_replies(self) -> bool:

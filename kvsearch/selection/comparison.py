@@ -55,7 +55,7 @@ class PlanRace:
     def rounds(self) -> list[list[TaskPrompts]]:
         """The questions of each round."""
         counts = [len(texts_of(task)) for task in self.encoded]
-        return divide_contexts(self.encoded, plan_rounds(counts), self.split.settings.seed)
+        return divide_contexts(self.encoded, plan_rounds(counts), self.split.seed)
 
     def ask(
         self,

@@ -65,12 +65,12 @@ class SelectionJob:
     @property
     def protocol(self) -> Protocol:
         """The protocol in which all is asked."""
-        return self.reported.settings.protocol
+        return self.reported.protocol
 
     @property
     def seed(self) -> int:
         """The seed of all that is drawn."""
-        return self.reported.settings.seed
+        return self.reported.seed
 
     @cached_property
     def report_prompts(self) -> list[TaskPrompts]:
@@ -91,7 +91,7 @@ class SelectionJob:
         # of either kind, best baseline and even budgets, the full cache
         most = FOREMOST + 3 if self.profile is not None else 2 * FOREMOST + 3
         reported = list(islice(programs, most))
-        report = replies_cost(f"report at {self.size.words}", self.report_prompts, self.reported.settings, reported)
+        report = replies_cost(f"report at {self.size.words}", self.report_prompts, self.reported, reported)
         return [choice, report]
 
     @property
@@ -244,7 +244,7 @@ def find_smallest(
         race = selection.race
         plans = race.candidate_set
         names = list(plans.candidates) or list(plans.baselines)
-        first, _ = halve_contexts(race.encoded, race.split.settings.seed)
+        first, _ = halve_contexts(race.encoded, race.split.seed)
         stage = race.ask(first, names, "look", store)
         best = max(names, key=lambda name: stage.score(name).mean)
         loss = stage.score(FULL).mean - stage.score(best).mean

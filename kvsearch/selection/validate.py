@@ -96,7 +96,7 @@ def prepare_validation(
     plans: dict[str, Plan] = {}
     compared: dict[SignalUse, StrategyNames] = {}
     for use in uses:
-        compared[use], made = _make_strategies(table, use, size, permutations, split.settings.seed)
+        compared[use], made = _make_strategies(table, use, size, permutations, split.seed)
         plans |= {name: plan_of(profile, chosen, size, {}) for name, chosen in made.items() if name not in plans}
     prepared = prepare_plans(loaded, plans, split)
     for task in prepared.encoded:
@@ -149,8 +149,8 @@ class PreparedValidation:
                 for name, metric in metrics.items()  # in the order in which they were asked for
             },
             split=", ".join(sorted(splits)) or None,
-            protocol=self.evaluation.settings.protocol,
-            seed=self.evaluation.settings.seed,
+            protocol=self.evaluation.split.protocol,
+            seed=self.evaluation.split.seed,
         )
 
     def config(self) -> RunConfig:

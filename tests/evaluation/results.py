@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kvsearch.evaluation.compare import Comparison
@@ -12,6 +13,13 @@ from kvsearch.results.evaluation import EvaluationResult
 
 def json_of(comparison: Comparison) -> dict[str, Any]:
     return EvaluationResult.of(comparison).as_json()
+
+
+def as_if(comparison: Comparison, **known: Any) -> Comparison:
+    """The same comparison, with these of the properties that it works out."""
+    told = replace(comparison)
+    vars(told).update(known)
+    return told
 
 
 def tables_of(comparison: Comparison) -> list[Table]:

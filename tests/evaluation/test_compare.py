@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Comparison, Settings, Split, prepare
+from kvsearch.evaluation.compare import Comparison, Split, prepare
 from kvsearch.evaluation.statistics import LEAST_CONTEXTS
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
@@ -20,7 +20,7 @@ from kvsearch.strategies.compared import check_plans, with_baselines
 from kvsearch.tasks.base import Example, Query, Task
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 from tests import tiny
-from tests.evaluation.results import json_of, tables_of
+from tests.evaluation.results import as_if, json_of, tables_of
 from tests.plan.builders import plan_dict
 
 TASKS = [
@@ -38,8 +38,8 @@ def studied(
     model: LoadedModel, plans: dict[str, Plan], names: Sequence[str], tasks: Sequence[Task] = TASKS, **settings: Any
 ) -> Comparison:
     subject = settings.pop("subject", next(iter(plans)))
-    how = Settings(**{"samples": 3, "seed": 5, "batch": 2, **settings})
-    return prepare(model, with_baselines(model, plans, names, subject), subject, Split(tasks, how)).run()
+    split = Split(tasks, **{"samples": 3, "seed": 5, "batch": 2, **settings})
+    return prepare(model, with_baselines(model, plans, names, subject), subject, split).run()
 
 
 def made(model: LoadedModel, names: Sequence[str] = (), **settings: Any) -> Comparison:
@@ -112,7 +112,7 @@ def test_what_is_refused(plans: Any, given: list[Path], names: tuple[str, ...], 
 
 def test_methods(result: Comparison) -> None:
     assert result.labels == ["full", "mine", "yours", "uniform", "snapkv", "streaming", "random"]
-    assert (result.model, result.subject, result.settings.seed) == ("tiny", "mine", 5)
+    assert (result.loaded.name, result.subject, result.split.seed) == ("tiny", "mine", 5)
     (block,) = result.blocks
     assert (block.size, list(block.methods)) == (None, result.labels[1:])
     told = [(row.task, row.kind) for row in block.rows]
@@ -206,10 +206,11 @@ def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
     assert data["notes"] == told.notes
     assert all(note in markdown(tables_of(told)[0]) for note in told.notes)
     facts = [replace(told.coverage[0], category=FACTS_AMONG_FACTS), told.coverage[1]]
-    apart = replace(told, coverage=facts)
+    apart = as_if(told, coverage=facts)
     (note,) = set(apart.notes) - set(told.notes)
     assert note.startswith("one: the evidence looks like the haystack")
-    assert replace(apart, settings=replace(told.settings, protocol="question-aware")).notes == told.notes
+    aware = replace(told.split, protocol="question-aware")
+    assert as_if(replace(told, split=aware), coverage=facts).notes == told.notes
     assert data["most_tokens"] == 62
     assert [(task["truncated"], task["excluded"]) for task in data["tasks"]] == [(1, {"empty answer": 1}), (1, {})]
     whole = made(model)
@@ -227,7 +228,7 @@ def test_methods_that_hold_more_while_they_reply_are_named(model: LoadedModel) -
     note = "not all held the same at most until a reply was complete, mean entries: flat 248, other 252"
     assert replace(told, samples=samples).notes[-1] == note
     assert note not in replace(told, samples=[replace(one, most=248) for one in told.samples]).notes
-    longer = replace(told, samples=samples, decode_entries={}).notes[-1]
+    longer = as_if(replace(told, samples=samples), decode_entries={}).notes[-1]
     assert ", as their replies differ in length, mean entries: flat 248" in longer
 
 
@@ -256,9 +257,9 @@ def test_methods_that_may_not_hold_the_same_while_they_reply_are_named(model: Lo
     alike = studied(model, {"one": steep, "two": steep}, (), TASKS[:1])
     assert not [note for note in alike.notes if "while they reply" in note]
     assert (alike.phases, alike.decode_entries) == ("both", {"one": 320.0, "two": 320.0})
-    differ = replace(alike, decode_entries={"one": 320.0, "two": 300.4})
+    differ = as_if(alike, decode_entries={"one": 320.0, "two": 300.4})
     assert differ.notes[-1] == "not all may hold the same while they reply, mean entries: one 320, two 300"
-    mixed = replace(alike, decode_entries={"one": 320.0})
+    mixed = as_if(alike, decode_entries={"one": 320.0})
     assert mixed.notes[-1] == "not all may hold the same while they reply, mean entries: one 320, two all"
     assert json_of(studied(model, both, (), TASKS[:1]))["phases"] == "both"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, Split, prepare_plans
+from kvsearch.evaluation.compare import Comparison, Evaluation, Split, prepare_plans
 from kvsearch.evaluation.statistics import contrast
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
@@ -32,7 +32,7 @@ def model() -> LoadedModel:
 
 
 def prepared(model: LoadedModel, plans: Mapping[str, Plan]) -> Evaluation:
-    return prepare_plans(model, plans, Split(TASKS, Settings(3, seed=4, batch=2)))
+    return prepare_plans(model, plans, Split(TASKS, 3, seed=4, batch=2))
 
 
 @pytest.fixture(scope="module")

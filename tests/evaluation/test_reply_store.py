@@ -13,7 +13,7 @@ import pytest
 
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, Split, prepare
+from kvsearch.evaluation.compare import Comparison, Evaluation, Split, prepare
 from kvsearch.evaluation.reply_store import ReplyStore, open_run, read_replies
 from kvsearch.evaluation.runner import KeptReplies, environment, rows_hash, tokenizer_hash
 from kvsearch.evaluation.samples import Sample
@@ -47,7 +47,7 @@ def evaluation(
     model: LoadedModel, methods: str = METHODS, phases: str = "prefill", tasks: Sequence[Any] = TASKS, **settings: Any
 ) -> Evaluation:
     ready = sweep(model, find_methods(methods, ["window=3"]), [Size(8), Size(ratio=0.6)], phases)
-    return prepare(model, ready, ready[1].name, Split(tasks, Settings(**{"seed": 3, "batch": 2, **settings})))
+    return prepare(model, ready, ready[1].name, Split(tasks, **{"seed": 3, "batch": 2, **settings}))
 
 
 def report(comparison: Comparison) -> bytes:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvsearch.evaluation.compare import Seen, Settings, Split, prepare
+from kvsearch.evaluation.compare import Seen, Split, prepare
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Size
 from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
@@ -74,7 +74,7 @@ def test_notes_and_json_of_an_evaluation(model: LoadedModel) -> None:
         "old": plan_with(model, None),
     }
     methods = with_baselines(model, plans, ("snapkv",), "mine")
-    found = prepare(model, methods, "mine", Split([TASK], Settings(3))).run()
+    found = prepare(model, methods, "mine", Split([TASK], 3)).run()
     data: dict[str, Any] = {one["name"]: one["contexts"] for one in json_of(found)["blocks"][0]["methods"]}
     assert data["mine"]["chosen"] == {"contexts": 1, "questions": 7, "asked_here": 1}
     assert (data["old"], data["snapkv"]["known"]) == ({"known": False}, True)

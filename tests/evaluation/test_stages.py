@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Settings, Split, prepare
+from kvsearch.evaluation.compare import Split, prepare
 from kvsearch.evaluation.reply_store import open_stage
 from kvsearch.runs.identity import CONFIG, LEDGER, RunConfig
 from kvsearch.strategies.compared import sweep
@@ -60,7 +60,7 @@ def test_what_changes_replies_by_rounding_alone() -> None:
 
     def config(methods: str, batch: int, digest: str) -> RunConfig:
         ready = sweep(model, find_methods(methods, ["window=3"]), [Size(8)], "prefill")
-        one = prepare(model, ready, ready[1].name, Split(tasks, Settings(batch=batch)))
+        one = prepare(model, ready, ready[1].name, Split(tasks, batch=batch))
         return one.stage_config("select", profile_sha256=digest)
 
     first = config("pyramid,lava", 2, "a")

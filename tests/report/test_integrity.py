@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Settings, Split, prepare
+from kvsearch.evaluation.compare import Split, prepare
 from kvsearch.evaluation.reply_store import FILES, open_run
 from kvsearch.evaluation.samples import write_samples
 from kvsearch.plan import save_plan
@@ -32,7 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished evaluation of a tiny model."""
     directory, model = tmp_path_factory.mktemp("integrity") / "run", tiny.loaded()
     ready = sweep(model, find_methods("pyramid,tova", ["window=3"]), [Size(8)], "prefill")
-    one = prepare(model, ready, ready[1].name, Split([tiny.listed((60, 2), (48, 1))], Settings(batch=1)))
+    one = prepare(model, ready, ready[1].name, Split([tiny.listed((60, 2), (48, 1))], batch=1))
     with open_run(directory, one.config()) as (opened, store):
         result = one.run(store=store)
         write_samples(result.samples, directory / "samples.csv")

@@ -6,6 +6,8 @@ import csv as files
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Comparison, Settings
+from kvsearch.evaluation.compare import Comparison, Split
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, blocks_of
 from kvsearch.plan import Size
@@ -25,6 +27,7 @@ from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.tasks.base import Coverage
 from kvsearch.tasks.niah import GridCell
+from tests.evaluation.results import as_if
 from tests.evaluation.shown import rendered
 
 MEANS = {  # of two tasks of one category and one of another
@@ -57,9 +60,14 @@ def comparison(
     covered = [Coverage(task, category, 2, 2, 2, 0, 2, {}) for task, category in tasks.items()]
     named = {MACRO: tuple(tasks), **averages}
     blocks = blocks_of(samples, ready, subject, named)
-    metrics = dict.fromkeys(tasks, "exact")
-    found = Comparison("m", subject, Settings(), ready, covered, samples, named, blocks, None, {}, metrics, {})
-    return EvaluationResult.of(found)
+    encoded: Any = [
+        SimpleNamespace(task=SimpleNamespace(name=of_task.task, metric="exact"), coverage=of_task, prompts=())
+        for of_task in covered
+    ]
+    model: Any = SimpleNamespace(name="m")
+    found = Comparison(model, ready, subject, encoded, Split(()), samples=samples)
+    known = {"averages": named, "blocks": blocks, "contexts": None, "seen": {}, "decode_entries": {}}
+    return EvaluationResult.of(as_if(found, **known, environment={}, most_tokens=None))
 
 
 def shown(table: Table) -> list[list[str]]:

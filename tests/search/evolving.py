@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvsearch.evaluation.compare import Settings, Split, prepare_plans
+from kvsearch.evaluation.compare import Split, prepare_plans
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.schema import phases_of
@@ -34,8 +34,7 @@ def splits(contexts: int = CONTEXTS, answer: str | None = None) -> dict[str, Spl
     if answer is not None:
         rows = tuple(replace(row, queries=tuple(replace(q, answers=(answer,)) for q in row.queries)) for row in rows)
     firsts = [part * contexts for part in range(3)]
-    asked = Settings(contexts)
-    parts = [Split([replace(whole, rows=rows[first : first + contexts])], asked) for first in firsts]
+    parts = [Split([replace(whole, rows=rows[first : first + contexts])], contexts) for first in firsts]
     return dict(zip(SPLIT_USES, parts, strict=True))
 
 
@@ -53,9 +52,9 @@ def prepare(
 ) -> PreparedSearch:
     """A search that is ready to run."""
     how = settings_of(**changes)
-    asked = Settings(contexts, how.protocol, how.seed)
     base = Base.of(loaded, POLICY, phases_of(how.phases))
-    parts = {name: replace(split, settings=asked) for name, split in splits(contexts).items()}
+    asked = splits(contexts).items()
+    parts = {name: replace(split, protocol=how.protocol, seed=how.seed) for name, split in asked}
     return prepare_search(base, budget, how, parts, plans or {})
 
 

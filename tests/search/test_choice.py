@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Comparison, Evaluation, Settings, prepare_plans
+from kvsearch.evaluation.compare import Comparison, Evaluation, Split, prepare_plans
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, blocks_of
 from kvsearch.models.loading import LoadedModel, load
@@ -28,6 +28,7 @@ from kvsearch.selection.selection import Rule
 from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.tasks.encode import asked_hashes, asked_set
 from tests import tiny
+from tests.evaluation.results import as_if
 from tests.search.evolving import (
     BUDGET,
     CONTEXTS,
@@ -57,12 +58,11 @@ def compared(scores: Mapping[str, Sequence[float]], part: int) -> Comparison:
         for n, score in enumerate(row)
     ]
     ready = tuple(ReadyMethod(name, Program(None), {}) for name in scores)
-    averages = {MACRO: ("t",)}
-    blocks = blocks_of(samples, ready, "full", averages)
+    blocks = blocks_of(samples, ready, "full", {MACRO: ("t",)})
     names = {name: name for name in scores}
-    return Comparison(
-        "m", "full", Settings(), ready, [], samples, averages, blocks, None, {}, {"t": "exact"}, {}, names=names
-    )
+    nobody: Any = None
+    found = Comparison(nobody, ready, "full", [], Split(()), names=names, samples=samples)
+    return as_if(found, blocks=blocks, contexts=None, seen={}, decode_entries={})
 
 
 def outcome_of(prepared: PreparedSearch, count: int) -> SearchOutcome:
@@ -175,7 +175,7 @@ def test_a_start_plan_without_a_record_is_not_taken_for_a_clean_one(loaded: Load
 def test_no_context_is_asked_that_a_start_was_made_on(use: str, loaded: LoadedModel) -> None:
     """Of the six contexts of each split, two were used: the other four are asked."""
     whole = splits(contexts=6)
-    whole = {name: replace(split, settings=Settings(4)) for name, split in whole.items()}
+    whole = {name: replace(split, samples=4) for name, split in whole.items()}
     used = [row for split in whole.values() for row in rows_of(split.tasks)[:2]]
     plan = start_of(loaded, ContextRecord.model_validate({use: set_of(used)}))
     base, how = Base.of(loaded, POLICY), settings_of()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.progress import Progress
-from kvsearch.evaluation.compare import Evaluation, Settings, Split, prepare_plans
+from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.statistics import contrast, summarize
 from kvsearch.models.loading import LoadedModel
@@ -38,7 +38,7 @@ from tests.signals.profiles import make_signals, signal_metadata
 
 PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 4}, "streaming": {"sinks": 2}, "tova": {}}
 SIZE = Size(budget=12)
-HOW = Settings(samples=16, seed=3, batch=8)
+HOW = {"samples": 16, "seed": 3, "batch": 8}
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def profile(model: LoadedModel) -> Profile:
 
 def answered_by(model: LoadedModel, plan: Plan, task: tiny.Listed) -> tiny.Listed:
     """The task with the replies under a plan as the right answers: nothing can beat that plan."""
-    result = prepare_plans(model, {"plan": plan}, Split([task], HOW)).run()
+    result = prepare_plans(model, {"plan": plan}, Split([task], **HOW)).run()
     replies = {(one.key, one.question): one.reply for one in result.samples if one.method == "plan"}
     rows = tuple(
         replace(
@@ -209,7 +209,7 @@ def prepared_of(model: LoadedModel, profile: Profile, favourite: str | None, **o
         plan = find_signal_candidates(model, profile, SIZE, when, explored).plans[favourite]
         tasks = [answered_by(model, plan, task) for task in tasks]
     return prepare_selection(
-        model, profile, SIZE, *(Split([task], HOW) for task in tasks), explored=explored, **options
+        model, profile, SIZE, *(Split([task], **HOW) for task in tasks), explored=explored, **options
     )
 
 
@@ -275,7 +275,9 @@ def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, pro
     tasks = [questions_of(*range(6)), questions_of(*range(6, 9))]
     plan = find_signal_candidates(model, profile, SIZE, "prefill", explored).plans["streaming"]
     asked, reported = ([answered_by(model, plan, task)] for task in tasks)
-    found = prepare_selection(model, profile, SIZE, Split(asked, HOW), Split(reported, HOW), explored=explored).run()
+    found = prepare_selection(
+        model, profile, SIZE, Split(asked, **HOW), Split(reported, **HOW), explored=explored
+    ).run()
     assert (found.chosen.winner, found.chosen.written, found.chosen.count("candidate")) == (None, "streaming", 0)
     told = found.plan.provenance.settings
     assert (told["fallback"], told["candidates"], told["lead"]) == (True, 0, None)
@@ -311,21 +313,21 @@ def test_what_is_chosen_by_cannot_be_reported(model: LoadedModel, profile: Profi
         UsageError,
         match="is in the selection and in the report split",
     ):
-        prepare_selection(model, profile, SIZE, Split([task], HOW), Split([task], HOW))
+        prepare_selection(model, profile, SIZE, Split([task], **HOW), Split([task], **HOW))
     rows = [
         replace(row, queries=tuple(replace(q, question=f"{q.question} .") for q in row.queries)) for row in task.rows
     ]
     with pytest.raises(UsageError, match="its context is in the selection and in the report split"):
-        prepare_selection(model, profile, SIZE, Split([task], HOW), Split([replace(task, rows=tuple(rows))], HOW))
+        prepare_selection(model, profile, SIZE, Split([task], **HOW), Split([replace(task, rows=tuple(rows))], **HOW))
 
 
 def test_a_selection_needs_something_to_evict(model: LoadedModel, profile: Profile) -> None:
-    questions = (Split([questions_of(*range(4))], HOW), Split([questions_of(*range(4, 8))], HOW))
+    questions = (Split([questions_of(*range(4))], **HOW), Split([questions_of(*range(4, 8))], **HOW))
     even = ("cosine",), ("uniform",)
     late: dict[str, Any] = {"phases": "decode", "explored": even}
     with pytest.raises(UsageError, match=r"^59 entries per kv head: nothing would be evicted from any prompt, the"):
         prepare_selection(model, profile, Size(budget=59), *questions, **late)
-    both = Split([questions_of(*range(4)), questions_of(*range(4), length=80, name="two")], HOW)
+    both = Split([questions_of(*range(4)), questions_of(*range(4), length=80, name="two")], **HOW)
     one = prepare_selection(model, profile, Size(budget=59), both, questions[1], **late).race
     assert "4 of 8 prompts are so short" in one.candidate_set.notes[-1]
     one = prepare_selection(model, profile, Size(budget=50), *questions).race  # some give and take
@@ -335,4 +337,4 @@ def test_a_selection_needs_something_to_evict(model: LoadedModel, profile: Profi
 def test_a_profile_of_another_model(model: LoadedModel) -> None:
     other = make_signals(signal_metadata(None, PATTERNS))
     with pytest.raises(IncompatibleError, match="this profile was made for another model"):
-        prepare_selection(model, other, SIZE, Split([questions_of(1, 2)], HOW), Split([questions_of(3)], HOW))
+        prepare_selection(model, other, SIZE, Split([questions_of(1, 2)], **HOW), Split([questions_of(3)], **HOW))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Settings, Split, StageStore
+from kvsearch.evaluation.compare import Split, StageStore
 from kvsearch.selection.selection import TriedBudget
 from kvsearch.selection.selection_job import SelectionJob, find_smallest, ladder
 from kvsearch.strategies.names import FULL
@@ -27,7 +27,7 @@ class MadeRace:
     first_loss: float
     second_loss: float
     encoded: tuple[Any, ...] = ()
-    split: Split = field(default_factory=lambda: Split([], Settings()))
+    split: Split = field(default_factory=lambda: Split([]))
     candidate_set: Any = field(default_factory=lambda: SimpleNamespace(candidates={"bad": 0, "good": 1}, baselines={}))
     only: Any = None
 

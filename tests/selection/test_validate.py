@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Settings, Split
+from kvsearch.evaluation.compare import Split
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PhaseNames, Profile, Size, canonical_json, save_profile
 from kvsearch.report.scores import verdict_lines
@@ -44,7 +44,7 @@ from tests.plan.builders import model as toy
 from tests.signals.profiles import make_signals, signal_metadata
 
 SIZE = Size(budget=16)
-HOW = Settings(3, seed=4, batch=4)
+HOW = {"samples": 3, "seed": 4, "batch": 4}
 
 
 TASKS = [tiny.Lottery("one", tiny.listed((60, 1), (48, 2), (70, 1)).rows)]
@@ -65,7 +65,7 @@ def prepared(
     profile = changes.pop("profile", None) or profile_of(model)
     uses = changes.pop("uses", None)
     uses = find_uses(SignalTable(profile), signals, phases) if uses is None else uses
-    split = Split(changes.pop("tasks", TASKS), changes.pop("settings", HOW))
+    split = Split(changes.pop("tasks", TASKS), **{**HOW, **changes.pop("asked", {})})
     asked = {"size": SIZE, "split": split, "permutations": 5, **changes}
     return prepare_validation(model, profile, uses=uses, **asked)
 
@@ -305,9 +305,9 @@ def test_more_random_controls_begin_with_the_fewer(model: LoadedModel) -> None:
     assert more.random[:5] == less.random
     assert [budgets(many, name) for name in more.random[:5]] == [budgets(few, name) for name in less.random]
     assert few.config().difference(many.config()) is None
-    hurried = prepared(model, ["entropy"], settings=Settings(3, seed=4, batch=1, max_memory=10**9))
+    hurried = prepared(model, ["entropy"], asked={"batch": 1, "max_memory": 10**9})
     assert hurried.config().difference(few.config()) is None
-    again = prepared(model, ["entropy"], settings=Settings(3, seed=5))
+    again = prepared(model, ["entropy"], asked={"seed": 5})
     assert [budgets(again, name) for name in less.random] != [budgets(few, name) for name in less.random]
 
 
@@ -315,7 +315,7 @@ def test_more_random_controls_begin_with_the_fewer(model: LoadedModel) -> None:
     ("changes", "problem"),
     [
         ({"size": Size(budget=3)}, "3 entries per kv head are below the 4 that snapkv always keeps"),
-        ({"settings": Settings(1)}, "task one has one context"),
+        ({"asked": {"samples": 1}}, "task one has one context"),
         (
             {"size": Size(budget=71)},
             "^71 entries per kv head: nothing would be evicted from any prompt, .* smaller",
