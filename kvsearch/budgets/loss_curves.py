@@ -9,7 +9,6 @@ import numpy as np
 
 from kvsearch.budgets.allocator import Signals, check_signals, lift_floors
 from kvsearch.core.arrays import Floats, Ints
-from kvsearch.core.errors import UsageError
 from kvsearch.plan.rounding import check_bounds, water_fill
 
 
@@ -25,19 +24,11 @@ class LossCurves:
 
     Args:
         budgets: where losses are known, in entries per kv head, ascending. At the last one nothing is lost: it is the
-            length of the prompts.
-
-    Raises:
-        UsageError: fewer than two budgets, not ascending, or below 1.
+            length of the prompts. Two or more, of at least one entry.
     """
 
     name: ClassVar[str] = "curves"
     budgets: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.budgets) < 2 or sorted(set(self.budgets)) != list(self.budgets) or self.budgets[0] < 1:
-            told = ", ".join(map(str, self.budgets)) or "none"
-            raise UsageError(f"loss curves need two or more ascending budgets of 1 entry or more, got {told}")
 
     def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
         """Allocate `total` entries by losses [L, len(budgets) - 1] in any unit; heads of a layer share equally.

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from kvsearch.budgets.allocator import (
     Signals,
-    check_at_least,
     check_signals,
     lift_floors,
     share_above,
 )
 from kvsearch.core.arrays import Floats, Ints
-from kvsearch.core.naming import require_known
 from kvsearch.plan.rounding import check_bounds, largest_remainder
 from kvsearch.plan.size import round_half_up
 
@@ -41,10 +39,6 @@ class Proportional:
     name: ClassVar[str] = "proportional"
     direction: Direction = "forward"
     least: int | None = None
-
-    def __post_init__(self) -> None:
-        require_known("direction", self.direction, get_args(Direction))
-        check_at_least(0, least=self.least)
 
     def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
         """Allocate `total` entries by sensitivities [L] or [L, Hkv]: int64 [L, Hkv].

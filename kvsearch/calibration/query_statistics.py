@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,23 +27,7 @@ from kvsearch.runtime.attention import running
 from kvsearch.runtime.collector import Moments, plain_queries
 from kvsearch.runtime.observe import DensePass
 
-
-class QueryMoments(NamedTuple):
-    """The queries of one layer: their moments, and the sum of the moduli of their complex pairs [Hq, R/2]."""
-
-    moments: Moments
-    moduli: Tensor
-
-    @classmethod
-    def of(cls, queries: Tensor, pairs: int) -> QueryMoments:
-        """Return those of queries [1, Hq, N, D] fp32 at position 0, whose first 2 * `pairs` numbers are turned."""
-        everything = torch.ones(1, queries.shape[2], dtype=torch.bool, device=queries.device)
-        modulus = torch.hypot(queries[..., :pairs], queries[..., pairs : 2 * pairs])
-        return cls(Moments.of(queries, everything), modulus.double().sum(2)[0])
-
-    def merged(self, other: QueryMoments) -> QueryMoments:
-        """Return those of both sets together."""
-        return QueryMoments(self.moments.merged(other.moments), self.moduli + other.moduli)
+LayerQueries = tuple[Moments, Tensor]  # of one layer, and the sum of the moduli of the complex pairs, [Hq, R/2]
 
 
 class QueryStatisticsCalibration(Calibration[QueryStatisticsOptions]):
@@ -65,32 +48,37 @@ class QueryStatisticsCalibration(Calibration[QueryStatisticsOptions]):
         (policy,) = self.policies
         # one after the other: covariances of all contexts at once would not fit a large model's host
         contexts = self.loaded.map(partial(_layers_of, policy=policy), prompts)
-        layers: list[QueryMoments] = []
+        layers: list[LayerQueries] = []
         for context in counted(contexts, len(prompts), progress):
-            layers = [total.merged(more) for total, more in zip(layers, context, strict=True)] if layers else context
-        statistics = [layer.moments.statistics() for layer in layers]
+            pairs = zip(layers, context, strict=True) if layers else ()
+            merged = [(moments.merged(more), moduli + others) for (moments, moduli), (more, others) in pairs]
+            layers = merged or context
+        statistics = [moments.statistics() for moments, _ in layers]
         arrays = {
             QUERY_MEAN: torch.cat([layer.mean for layer in statistics]),
             QUERY_COVARIANCE: torch.cat([layer.covariance for layer in statistics]),
-            QUERY_ABS: torch.stack([layer.moduli / layer.moments.rows.double() for layer in layers]),
+            QUERY_ABS: torch.stack([moduli / moments.rows.double() for moments, moduli in layers]),
         }
         lengths = [prompt.length for prompt in prompts]
-        queries = int(layers[0].moments.rows)
+        queries = int(layers[0][0].rows)
         settings = {"data": self.data.name, **self.options.settings(), "queries": queries}
         metadata = self.describe(policy.spec, self.options.method, settings, lengths, policy.least)
         return Profile(metadata, {name: array.float().cpu().numpy() for name, array in arrays.items()})
 
 
-def _layers_of(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy) -> list[QueryMoments]:
+def _layers_of(loaded: LoadedModel, prompt: CalibrationPrompt, policy: Policy) -> list[LayerQueries]:
     """Return the statistics of one context by layer."""
 
-    def look(seen: Observation) -> QueryMoments:
+    def look(seen: Observation) -> LayerQueries:
         assert seen.queries is not None
         assert seen.rotary is not None
         positions = torch.arange(prompt.length, device=seen.queries.device)[None]
         cos, _ = seen.rotary(positions[0, :1])
         plain = plain_queries(seen.queries, positions, seen.rotary)[:, :, policy.sink_count :]
-        return QueryMoments.of(plain, cos.shape[-1] // 2)
+        everything = torch.ones(1, plain.shape[2], dtype=torch.bool, device=plain.device)
+        pairs = cos.shape[-1] // 2
+        moduli = torch.hypot(plain[..., :pairs], plain[..., pairs : 2 * pairs])
+        return Moments.of(plain, everything), moduli.double().sum(2)[0]
 
     needs = dict.fromkeys(describe(loaded.model).full_layers, (Needs(query_rows=prompt.length),))
     with running(loaded.model):

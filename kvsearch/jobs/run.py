@@ -55,7 +55,7 @@ from kvsearch.report.ranking import find_losses
 from kvsearch.report.selections import run_result, smallest_words
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
-from kvsearch.selection.selection import LEAST_CONTEXTS, SharedLevel
+from kvsearch.selection.selection import LEAST_CONTEXTS, shared_level
 from kvsearch.strategies.joint import policy_curves
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from kvsearch.policies import Policy
     from kvsearch.results.selection import RunResult
     from kvsearch.selection.candidates import CalibratedPolicies
-    from kvsearch.selection.selection import Rule, Selection, TriedBudget
+    from kvsearch.selection.selection import PhaseResult, Rule, Selection, TriedBudget
     from kvsearch.selection.selection_job import SelectionJob
     from kvsearch.tasks.base import TokenCount
     from kvsearch.tasks.encode import TaskPrompts
@@ -548,19 +548,22 @@ class RunStages:
     def select(self, calibrated: CalibratedPolicies, refined: RefinedPlans | None, display: Overall) -> list[Selection]:
         """Choose at every size; then report, as sizes share the chance of a wrong choice."""
         sizes = self.options.sizes
-        shared = SharedLevel(self.rule.level, len(sizes))
-        decided = []
+        decided: list[tuple[SelectionJob, PhaseResult]] = []
+
+        def level() -> float:
+            return shared_level(self.rule.level, len(sizes), (result for _, result in decided))
+
         for size in sizes:
             with display.stage(f"choose at {size.words}") as stage:
                 selection = self._prepare_selection(calibrated, size, refined)
                 stage.part = ROUND
-                result = selection.race.decide(self._reply_store(selection, stage), shared, answered=True)
+                result = selection.race.decide(self._reply_store(selection, stage), level(), answered=True)
                 decided.append((selection, result))
         selections = []
         for selection, result in decided:
             with display.stage(f"report at {selection.size.words}") as stage:
                 store = self._reply_store(selection, stage)
-                selections.append(selection.report(result.at_level(shared.part), store))
+                selections.append(selection.report(result.at_level(level()), store))
         return selections
 
     def find_smallest(

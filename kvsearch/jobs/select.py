@@ -23,12 +23,12 @@ from kvsearch.report.selections import ahead_words, selection_result
 from kvsearch.results.selection import SelectionsResult
 from kvsearch.runs.identity import CONTEXTS, SELECTION, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
-from kvsearch.selection.selection import SharedLevel
+from kvsearch.selection.selection import shared_level
 from kvsearch.selection.verdicts import SETTINGS
 
 if TYPE_CHECKING:
     from kvsearch.results.selection import SelectionResult
-    from kvsearch.selection.selection import Selection
+    from kvsearch.selection.selection import PhaseResult, Selection
     from kvsearch.selection.selection_job import SelectionJob
 
 CHOICE = "What is chosen from, and how"
@@ -143,13 +143,15 @@ def select(options: SelectOptions, reporter: Reporter) -> SelectionResult | Sele
     recorded = options.recorded()
     results = []
     were_finished = True
-    shared = SharedLevel(options.rule.level, len(prepared))
+    ended: list[PhaseResult] = []
     for place, output, selection in prepared:
         were_finished &= output.exists()
         config = RunConfig(job="select", options=recorded, content=selection.content)
         with Run.open(place, config, force=options.force, files=(SELECTION, CONTEXTS, *SETTINGS)) as run:
             store = stage_store(place, selection.config, reporter, title=f"{selection.size}, ")
-            found = selection.run(store, shared, answered=True)
+            level = shared_level(options.rule.level, len(prepared), ended)
+            found = selection.run(store, level, answered=True)
+            ended.append(found.chosen)
             _write(run, selection, found, output, options.force)
             were_finished &= run.state == "finished"
         if ahead := ahead_words(found.report.ahead, len(found.report.scores) - 2):

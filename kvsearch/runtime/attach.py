@@ -10,9 +10,8 @@ from torch import Tensor
 
 from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import warn_beyond
-from kvsearch.models.memory import refuse_offloaded
 from kvsearch.plan.saved import AUTO, load_plan
-from kvsearch.runtime.attention import NAME, NO_DRAFTS, NO_DRAFTS_TAKEN_BACK, NO_SHARED_DRAFTS
+from kvsearch.runtime.attention import NAME, NO_DRAFTS_TAKEN_BACK
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.decode.steps import CompiledModel, stepping
 from kvsearch.runtime.observe import reread
@@ -138,14 +137,8 @@ class PlannedModel:
             raise UsageError(f"a plan needs its own cache, not a {type(cache).__name__}: use new_cache() or none")
         drafting = kwargs.get("prompt_lookup_num_tokens") or kwargs.get("assistant_model")
         drafting = drafting or getattr(config, "prompt_lookup_num_tokens", None)
-        attentions = kwargs.get("output_attentions")
-        if drafting and (config.output_attentions if attentions is None else attentions):
-            raise UsageError(NO_DRAFTS)
         if drafting and self.program.decode is not None:
             raise UsageError(NO_DRAFTS_TAKEN_BACK)
-        allocation = self.program.allocation
-        if drafting and allocation is not None and allocation.shares_layers:
-            raise UsageError(NO_SHARED_DRAFTS)
 
 
 def attach(
@@ -163,7 +156,6 @@ def attach(
     With `graphs`, decode steps are captured on CUDA where that is possible; with `compile`, they are compiled as one
     graph of operations first, on every device. Where that is not possible, the reason is said once.
     """
-    refuse_offloaded(model, type(model).__name__)
     if plan is None:
         plan = load_plan(AUTO, model)
     program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)

@@ -42,7 +42,7 @@ from kvsearch.search.start_plans import Base, start_tables
 from kvsearch.search.trials import STARTS, Candidate, Executor, TrialLog, TrialRunner
 from kvsearch.selection.candidates import CandidateSet
 from kvsearch.selection.comparison import PlanRace
-from kvsearch.selection.selection import PhaseResult, Rule, SharedLevel
+from kvsearch.selection.selection import PhaseResult, Rule, shared_level
 from kvsearch.selection.splits import refuse_shared
 from kvsearch.strategies.methods import direct_plan
 from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL, STREAMING, UNIFORM
@@ -217,7 +217,7 @@ class PreparedSearch:
         outcome: SearchOutcome,
         store: StageStore | None = None,
         store_name: str = "choice",
-        shared: SharedLevel | None = None,
+        level: float | None = None,
     ) -> Choice:
         """Choose on the second split: a candidate that is better than the best start plan, or else that one.
 
@@ -233,7 +233,7 @@ class PreparedSearch:
         starts = {name: plans[name] for name in ranked if name in self.starts}
         candidate_set = CandidateSet(self.settings.phases, candidates, starts, even=UNIFORM)
         race = PlanRace(self.base.loaded, candidate_set, self.splits["choice"], self.rule, store_name)
-        result = race.decide(store, shared)
+        result = race.decide(store, level)
         chosen = result.written
         if outcome.result is not None:
             paper = outcome.result.table
@@ -374,16 +374,17 @@ def run_searches(
     """
     is_front = len(searches) > 1
     finished: list[tuple[PreparedSearch, SearchOutcome, Choice]] = []
-    shared = SharedLevel(searches[0].rule.level, len(searches))
+    alone = searches[0].rule.level
     for number, search in enumerate(searches, 1):
         outcome = search.search(executor, log, allowed, watcher, f"budget {search.budget}: " if is_front else "")
         if number == len(searches):
             executor.close()  # its memory is for the replies now
-        choice = search.choose(outcome, store, f"choice-{search.budget}" if is_front else "choice", shared)
+        level = shared_level(alone, len(searches), (choice.race for *_, choice in finished))
+        choice = search.choose(outcome, store, f"choice-{search.budget}" if is_front else "choice", level)
         finished.append((search, outcome, choice))
+    level = shared_level(alone, len(searches), (choice.race for *_, choice in finished))
     finished = [
-        (search, outcome, replace(choice, race=choice.race.at_level(shared.part)))
-        for search, outcome, choice in finished
+        (search, outcome, replace(choice, race=choice.race.at_level(level))) for search, outcome, choice in finished
     ]
     smallest = finished[0][2].table
     plans: dict[str, Plan] = {}

@@ -21,7 +21,7 @@ from kvsearch.plan import Size
 from kvsearch.selection.candidates import CandidateSet
 from kvsearch.selection.race import LEAVES, Race, lead_bound, plan_rounds
 from kvsearch.selection.scores import Scores
-from kvsearch.selection.selection import MethodResult, PhaseResult, QuestionCount, Rule, SharedLevel
+from kvsearch.selection.selection import MethodResult, PhaseResult, QuestionCount, Rule
 from kvsearch.selection.splits import divide_contexts, texts_of
 from kvsearch.strategies.names import FULL
 from kvsearch.tasks.encode import TaskPrompts
@@ -71,18 +71,17 @@ class PlanRace:
         return part.run_stage("/".join(filter(None, (self.name, stage))), store, answered=answered)
 
     def decide(
-        self, store: StageStore | None = None, shared: SharedLevel | None = None, *, answered: bool = False
+        self, store: StageStore | None = None, level: float | None = None, *, answered: bool = False
     ) -> PhaseResult:
         """Ask in rounds until it is decided what is written.
 
-        Of names that score the same the first is the best. `shared` is the level that this race shares with others,
-        `answered`: only if the full cache can answer, see `Evaluation.require_answers`.
+        Of names that score the same the first is the best. `level` is that of this race, where several share that of
+        the rule, see `shared_level`. `answered`: only if the full cache can answer, see `Evaluation.require_answers`.
 
         Raises:
             IncompatibleError, UsageError: see `Evaluation.run`.
         """
-        shared = shared or SharedLevel(self.rule.level, races=1)
-        level = shared.part
+        level = self.rule.level if level is None else level
         rule = replace(self.rule, level=level)
         race = Race(list(self.candidate_set.candidates), list(self.candidate_set.baselines), rule)
         rounds: list[Comparison] = []
@@ -97,7 +96,6 @@ class PlanRace:
             race.judge_round(asked, is_last=number == len(self.rounds))
             if race.winner is not None:
                 break
-        shared.beaten += race.verdict == "beats"
         return self._result(race, rounds, tuple(behind.values()), level)
 
     def _result(self, race: Race, rounds: Sequence[Comparison], behind: tuple[str, ...], level: float) -> PhaseResult:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -49,23 +49,6 @@ class Rule:
     def writes_likely(self) -> bool:
         """Whether a candidate that is not proven to be better is written."""
         return self.sure < 1 - Rule.level
-
-
-@dataclass
-class SharedLevel:
-    """The level of a rule as several races share it by Holm's rule: whoever beats the baselines leaves his part.
-
-    `races` is how many there are, `beaten` in how many of those that have ended a candidate beat the baselines.
-    """
-
-    level: float
-    races: int
-    beaten: int = 0
-
-    @property
-    def part(self) -> float:
-        """The level of the next race, or after the last one that of all in which nobody beat the baselines."""
-        return self.level / max(self.races - self.beaten, 1)
 
 
 @dataclass(frozen=True)
@@ -179,6 +162,14 @@ class PhaseResult:
     def leader(self) -> MethodResult | None:
         """The winner, or else the foremost candidate; None without candidates."""
         return self.method(self.winner) if self.winner else next(iter(self.foremost("candidate")), None)
+
+
+def shared_level(level: float, races: int, ended: Iterable[PhaseResult]) -> float:
+    """Return the level of the next of several `races` that share one by Holm's rule, of which some have `ended`.
+
+    Whoever beats the baselines leaves his part. After the last race it is that of all in which nobody did.
+    """
+    return level / max(races - sum(result.verdict == "beats" for result in ended), 1)
 
 
 @dataclass(frozen=True)

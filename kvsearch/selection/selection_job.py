@@ -34,7 +34,6 @@ from kvsearch.selection.selection import (
     Reported,
     Rule,
     Selection,
-    SharedLevel,
     TriedBudget,
 )
 from kvsearch.selection.signal_candidates import Explored, find_signal_candidates
@@ -111,17 +110,13 @@ class SelectionJob:
         plans = {name: content_hash(plan) for name, plan in self.race.candidate_set.plans.items()}
         return evaluation.stage_config("run", plans=plans, **self.size.as_json())
 
-    def run(
-        self, store: StageStore | None = None, shared: SharedLevel | None = None, *, answered: bool = False
-    ) -> Selection:
+    def run(self, store: StageStore | None = None, level: float | None = None, *, answered: bool = False) -> Selection:
         """Decide, and report; `store` keeps the replies, the rest is as for `PlanRace.decide`.
 
         Raises:
             IncompatibleError, UsageError: see `Evaluation.run`.
         """
-        shared = shared or SharedLevel(self.race.rule.level, races=1)
-        result = self.race.decide(store, shared, answered=answered)
-        return self.report(result.at_level(shared.part), store)
+        return self.report(self.race.decide(store, level, answered=answered), store)
 
     def report(self, chosen: PhaseResult, store: StageStore | None = None) -> Selection:
         """Report what was chosen; errors as for `Evaluation.run`."""

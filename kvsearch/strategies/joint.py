@@ -72,15 +72,13 @@ class PolicyCurves:
 class JointPlan:
     """A plan, what it keeps of the measured importance, and what each policy alone keeps with its own best budgets.
 
-    All are shares of the model's importance. `alone` is by the names of the policies; `bound` is what no choice of
-    policies and budgets exceeds.
+    All are shares of the model's importance. `alone` is by the names of the policies.
     """
 
     plan: Plan
     names: list[str]
     policies: Ints  # [L], indices of `names`
     kept: float
-    bound: float
     alone: dict[str, float]
 
     @property
@@ -158,4 +156,4 @@ def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN,
     alone = {
         name: single.kept(single.solve(total)) / mass for name, single in zip(curves.names, solver.singles, strict=True)
     }
-    return JointPlan(plan, curves.names, found.policies, found.kept / mass, found.bound / mass, alone)
+    return JointPlan(plan, curves.names, found.policies, found.kept / mass, alone)

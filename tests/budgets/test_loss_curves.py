@@ -142,12 +142,6 @@ def test_hulls_are_convex_below_the_curve_and_keep_its_ends(seed: int) -> None:
     np.testing.assert_array_equal(hull[:, [0, -1]], values[:, [0, -1]])
 
 
-@pytest.mark.parametrize("budgets", [(), (4,), (4, 4), (8, 4), (0, 4)])
-def test_budgets_that_make_no_curve(budgets: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match="two or more ascending budgets"):
-        LossCurves(budgets)
-
-
 def test_losses_that_cannot_be_used() -> None:
     with pytest.raises(UsageError, match="losses must be finite"):
         LossCurves(BUDGETS).allocate(np.full((2, 2), np.nan), 10, *bounds(2))

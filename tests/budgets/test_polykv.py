@@ -128,7 +128,3 @@ def test_refusals() -> None:
     for bad in (float("nan"), float("inf")):
         with pytest.raises(UsageError, match=rf"sensitivities must be finite, got {bad} at \[1\]"):
             Proportional().allocate(np.array([1.0, bad]), 4, *bounds(2))
-    with pytest.raises(UsageError, match="unknown direction 'backward'"):
-        Proportional("backward")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="least must be 0 or more, got -1"):
-        Proportional(least=-1)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvsearch.runtime import Program, attach
-from kvsearch.runtime.decode.steps import Captured
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import bank_samples
 from tests import tiny
@@ -29,7 +28,7 @@ BUDGETS = np.array([[9, 9], [6, 13]])  # of two layers and two heads
 class Strict(Recorder):
     """Refuses what CUDA refuses while it captures."""
 
-    def capture(self, step: Any) -> Captured:
+    def capture(self, step: Any) -> Any:
         with recording():
             made = super().capture(step)
         found = {event for event in events() if event[0] != "kernel"}

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from safetensors.numpy import load
 
 from kvsearch.calibration.options import QueryStatisticsOptions
-from kvsearch.calibration.query_statistics import QueryMoments
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.exporters.base import WEIGHTS
 from kvsearch.exporters.statistics import STATISTICS, KvpressEA, TriAttention
 from kvsearch.models.architecture import attention_modules
 from kvsearch.models.loading import CONFIG
 from kvsearch.plan import Profile
+from kvsearch.runtime.collector import Moments
 from tests.calibrations import calibrate_query_statistics
 from tests.plan.builders import make_profile
 from tests.tiny import calibration_data, loaded
@@ -71,11 +71,10 @@ def test_they_are_those_of_the_projection(llama: tuple[Any, Profile]) -> None:
 @given(st.integers(2, 9), st.integers(1, 8), st.integers(0, 2**16))
 def test_parts_add_up(count: int, cut: int, seed: int) -> None:
     queries = torch.randn(1, 2, count, 4, generator=torch.Generator().manual_seed(seed))
-    whole, cut = QueryMoments.of(queries, 2), min(cut, count - 1)
-    both = QueryMoments.of(queries[:, :, :cut], 2).merged(QueryMoments.of(queries[:, :, cut:], 2))
-    for one, other in ((whole.moments.mean, both.moments.mean), (whole.moments.scatter, both.moments.scatter)):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(whole.moduli, both.moduli)
+    every, cut = torch.ones(1, count, dtype=torch.bool), min(cut, count - 1)
+    first, last = slice(cut), slice(cut, None)
+    both = Moments.of(queries[:, :, first], every[:, first]).merged(Moments.of(queries[:, :, last], every[:, last]))
+    torch.testing.assert_close(tuple(both), tuple(Moments.of(queries, every)), atol=1e-4, rtol=1e-4)
 
 
 def test_the_folder_of_kvpress(llama: tuple[Any, Profile]) -> None:

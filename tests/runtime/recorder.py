@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from kvsearch.runtime.decode import steps
-from kvsearch.runtime.decode.steps import Captured
 
 READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim")
 Call = tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]
@@ -97,7 +96,7 @@ class Recorder:
         self.log.append("run")
         return step()
 
-    def capture(self, step: Callable[[], Any]) -> Captured:
+    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         writing = Writing()
         try:
             with writing, writing.launches():
@@ -106,14 +105,15 @@ class Recorder:
             writing.restore()
         self.log.append("captured")
 
-        def replay() -> None:
+        def replay() -> Any:
             self.log.append("replayed")
             for func, args, kwargs, results in writing.calls:
                 for new, old in zip(tensors(func(*args, **kwargs)), results, strict=True):
                     if new.untyped_storage().data_ptr() != old.untyped_storage().data_ptr():  # it is no view
                         old.copy_(new)
+            return output
 
-        return Captured(replay, output)
+        return replay
 
 
 def capturing(graphs: Any) -> AbstractContextManager[Any]:

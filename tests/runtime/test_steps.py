@@ -21,7 +21,7 @@ from kvsearch.policies import create_policy
 from kvsearch.runtime import Program, attach
 from kvsearch.runtime.attach import PlannedModel
 from kvsearch.runtime.decode import steps
-from kvsearch.runtime.decode.steps import Captured, CudaGraphs, graphs_for
+from kvsearch.runtime.decode.steps import CudaGraphs, graphs_for
 from kvsearch.runtime.stock import CACHE
 from tests.families import DEVICES, build, prompts
 from tests.runtime.policies import FIRST, SMALL, for_model
@@ -224,7 +224,7 @@ class TestNotCaptured:
 
     def test_a_step_that_cannot_be_captured_is_run(self) -> None:
         class Broken(Recorder):
-            def capture(self, step: Callable[[], Any]) -> Captured:
+            def capture(self, step: Callable[[], Any]) -> Any:
                 raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
         broken, expected = Broken(), say(planned())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from kvsearch.selection.race import (
     plan_rounds,
 )
 from kvsearch.selection.scores import Scores
-from kvsearch.selection.selection import LEAST_CONTEXTS, Rule, SharedLevel
+from kvsearch.selection.selection import LEAST_CONTEXTS, Rule, shared_level
 from tests.examples import at_most
 
 
@@ -197,9 +199,6 @@ def test_rules_out_of_range(values: dict[str, float]) -> None:
 
 
 def test_levels_are_shared_by_holms_rule() -> None:
-    shared = SharedLevel(0.06, races=3)
-    assert shared.part == pytest.approx(0.02)
-    shared.beaten = 1
-    assert shared.part == pytest.approx(0.03)
-    shared.beaten = 3
-    assert shared.part == pytest.approx(0.06)
+    ended: Any = [Mock(verdict=verdict) for verdict in ("beats", "likely", "beats", "beats")]
+    levels = [shared_level(0.06, 3, ended[:count]) for count in range(len(ended) + 1)]
+    assert levels == pytest.approx([0.02, 0.03, 0.03, 0.06, 0.06])

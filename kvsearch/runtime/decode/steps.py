@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +29,6 @@ WITHOUT = "decode steps run without CUDA graphs (attach(..., graphs=False) is si
 UNCOMPILED = "decode steps are not compiled"
 INPUTS = ("input_ids", "position_ids", "attention_mask", "inputs_embeds", *CACHES)
 PLAIN = (type(None), bool, int, float, str)  # other arguments: they are part of what a step is
-
-
-class Captured(NamedTuple):
-    """A step that can be done again: `replay` changes the tensors that the step changed, `output` among them."""
-
-    replay: Callable[[], None]
-    output: Any
 
 
 class CudaGraphs:
@@ -61,8 +54,8 @@ class CudaGraphs:
         self.waited = bool(waits)
         return output
 
-    def capture(self, step: Callable[[], Any]) -> Captured:
-        """Write a step down without doing it; its like was run before.
+    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """Write a step down without doing it, and return what does it; its like was run before.
 
         Raises:
             RuntimeError: it does what cannot be captured; all tensors are as they were.
@@ -78,7 +71,12 @@ class CudaGraphs:
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self.stream.device_index, self.pool)
             raise
-        return Captured(graph.replay, output)
+
+        def replay() -> Any:
+            graph.replay()
+            return output
+
+        return replay
 
 
 @contextmanager
@@ -111,7 +109,7 @@ class RepeatedStep:
         self.graphs = graphs
         self.step = step
         self.refused = False
-        self._captured: Captured | None = None
+        self._captured: Callable[[], Any] | None = None
         self._runs = 0
         self._ready = False
 
@@ -122,8 +120,7 @@ class RepeatedStep:
             except RuntimeError as error:
                 self._refuse(f"they cannot be captured ({str(error).splitlines()[0]})")
         if self._captured is not None:
-            self._captured.replay()
-            return self._captured.output
+            return self._captured()
         output = self.graphs.run(self.step)
         self._ready = not self.graphs.waited
         self._runs += 1

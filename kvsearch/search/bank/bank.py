@@ -27,7 +27,7 @@ from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.program import require_room
-from kvsearch.search.bank.memory import Act, SampleWork, Sizes, Splitting, blocks, check_fits
+from kvsearch.search.bank.memory import Act, SampleNeed, Sizes, Splitting, blocks, check_fits
 from kvsearch.search.bank.passes import BankReply, LayerStates, Pass, predicted_answers, side_by_side
 from kvsearch.search.bank.prepared import SampleStore, prefill, ranking_policies, windows_of, without_rest
 from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
@@ -82,12 +82,12 @@ class CandidateBank(Closing):
         self._choices = len(next(iter(self._policies.values())))
         self.shape = (self._choices * len(self._policies), describe(loaded.model).kv_heads)
         check_samples(loaded.model, self.samples)
-        self._sizes = Sizes(loaded.model, tuple(self._windows.values()), self._choices)
+        sizes = Sizes(loaded.model, tuple(self._windows.values()), self._choices)
+        self._forcing = [sizes.forcing(sample, cap) for sample in self.samples]
+        self._replying = [sizes.replying(sample, cap) for sample in self.samples]
         self._memory = default_memory(loaded.device) if max_memory is None else max_memory
         # prompts may take so much for good that enough is left for a pass
-        works = [SampleWork.forcing(sample, cap) for sample in self.samples]
-        works += [SampleWork.replying(sample, cap, sample.limit) for sample in self.samples]
-        most = check_fits(self._sizes, works, self._memory)
+        most = check_fits([*self._forcing, *self._replying], self._memory)
         (policy, *_), *_ = self._policies.values()
         program = Program.uniform(loaded.model, policy, partial(min, cap))
         require_room(loaded.model, {"the search": program}, [max(len(sample.prompt) for sample in self.samples)])
@@ -157,7 +157,7 @@ class CandidateBank(Closing):
                 answers = predicted_answers(samples, self.loaded.device)
                 losses[some, indices] = np.stack([answer_losses(of_candidate, answers) for of_candidate in logits])
 
-        self._run(table, [SampleWork.forcing(sample, self.cap) for sample in self.samples], act)
+        self._run(table, self._forcing, act)
         self.tokens_spent += len(table) * sum(len(sample.following) for sample in self.samples)
         losses += self._given
         return losses / np.array([max(1, len(sample.answer)) for sample in self.samples], dtype=np.float64)
@@ -196,7 +196,7 @@ class CandidateBank(Closing):
             for candidate, row in enumerate(reader.replies(first, limits, stop), some.start):
                 replies.update({(candidate, index): reply for index, reply in zip(indices, row, strict=True)})
 
-        self._run(table, [SampleWork.replying(sample, self.cap, sample.limit) for sample in self.samples], act)
+        self._run(table, self._replying, act)
         for (_, index), reply in replies.items():  # the question, and all of the reply but its last token
             self.tokens_spent += len(self.samples[index].asked) + max(0, len(reply.generated) - 1)
         return [[replies[candidate, index] for index in range(len(self.samples))] for candidate in range(len(table))]
@@ -234,7 +234,7 @@ class CandidateBank(Closing):
             raise InternalError(f"a candidate wants {table.max()} entries of a head, the bank keeps {self.cap}")
         return table
 
-    def _run(self, table: Ints, works: Sequence[SampleWork], act: Act[LayerStates, int]) -> None:
+    def _run(self, table: Ints, needs: Sequence[SampleNeed], act: Act[LayerStates, int]) -> None:
         """Run `act` on all candidates and samples, as many together as memory permits."""
         if not len(table):
             return
@@ -244,5 +244,5 @@ class CandidateBank(Closing):
             return self.states(indices, widths)
 
         with running(self.loaded.model):
-            for samples, size in blocks(works, self._sizes, len(table), self._memory - self._store.nbytes):
+            for samples, size in blocks(needs, len(table), self._memory - self._store.nbytes):
                 self._splitting.run(samples, size, len(table), load, act)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from kvsearch.core.errors import UsageError
@@ -20,38 +19,16 @@ T = TypeVar("T")
 Act = Callable[[T, list[S], slice], None]  # on what was loaded of some samples, for some candidates
 
 
-@dataclass(frozen=True)
-class SampleWork:
-    """What a pass does for one sample: a prompt of `prompt` tokens of which `width` entries a head are there at most.
+class SampleNeed(NamedTuple):
+    """What a pass takes for a sample whose prompt has so many tokens, of which `read` follow at a time.
 
-    `read` tokens follow it at a time, and up to `own` in all; the last `rows` of them have logits.
+    Bytes: `shared` for all candidates together, `each` under every candidate.
     """
 
     prompt: int
-    width: int
     read: int
-    own: int
-    rows: int
-
-    @classmethod
-    def forcing(cls, sample: BankSample, width: int) -> SampleWork:
-        """Return the work of the teacher-forced answer of a sample."""
-        count = len(sample.following)
-        return cls(len(sample.prompt), width, count, count, sample.predicting)
-
-    @classmethod
-    def replying(cls, sample: BankSample, width: int, limit: int) -> SampleWork:
-        """Return the work of a reply of up to `limit` tokens."""
-        asked = len(sample.asked)
-        return cls(len(sample.prompt), width, max(asked, 1), asked + limit, 1)
-
-
-class Need(NamedTuple):
-    """Bytes that a sample takes for all candidates together, and under every candidate; tokens that are read of it."""
-
     shared: int
     each: int
-    read: int
 
 
 class Sizes:
@@ -71,21 +48,34 @@ class Sizes:
         self.token = (8 * shape.hidden_size + 2 * heads * shape.head_dim + 4 * inner) * item
         self.logits = int(config.vocab_size) * (item + 3 * FP32)  # of a token, and what a loss makes of them
 
-    def stored(self, work: SampleWork) -> int:
-        """Return the bytes of a prompt: the best entries of full-attention layers, and sliding windows."""
-        kept = self.choices * len(self.shape.full_layers) * min(work.width, work.prompt)
-        return (kept + sum(min(window - 1, work.prompt) for window in self.windows)) * self.entry
+    def stored(self, prompt: int, width: int) -> int:
+        """Return the bytes of a prompt: the best `width` entries of full-attention layers, and sliding windows."""
+        kept = self.choices * len(self.shape.full_layers) * min(width, prompt)
+        return (kept + sum(min(window - 1, prompt) for window in self.windows)) * self.entry
 
-    def need(self, work: SampleWork) -> Need:
-        """Return the need of one sample: attention is there for one candidate at a time, all else for every one."""
-        widest = max([min(work.width, work.prompt), *self.windows]) + work.own
-        attention = 4 * FP32 * self.shape.query_heads * work.read * widest
-        own = 2 * self.shape.layers * work.own * self.entry
-        each = work.read * self.token + own + work.rows * self.logits
-        return Need(self.stored(work) + attention, max(each, 1), max(work.read, 1))
+    def need(self, prompt: int, width: int, read: int, own: int, rows: int) -> SampleNeed:
+        """Return the need of a sample: attention is there for one candidate at a time, all else for every one.
+
+        `read` tokens follow the prompt at a time, and up to `own` in all; the last `rows` of them have logits.
+        """
+        widest = max([min(width, prompt), *self.windows]) + own
+        attention = 4 * FP32 * self.shape.query_heads * read * widest
+        kept = 2 * self.shape.layers * own * self.entry
+        each = read * self.token + kept + rows * self.logits
+        return SampleNeed(prompt, read, self.stored(prompt, width) + attention, max(each, 1))
+
+    def forcing(self, sample: BankSample, width: int) -> SampleNeed:
+        """Return the need of the teacher-forced answer of a sample."""
+        count = len(sample.following)
+        return self.need(len(sample.prompt), width, count, count, sample.predicting)
+
+    def replying(self, sample: BankSample, width: int) -> SampleNeed:
+        """Return the need of a reply that is as long as it may be."""
+        asked = len(sample.asked)
+        return self.need(len(sample.prompt), width, max(asked, 1), asked + sample.limit, 1)
 
 
-def blocks(works: Sequence[SampleWork], sizes: Sizes, candidates: int, memory: int) -> Iterator[tuple[list[int], int]]:
+def blocks(needs: Sequence[SampleNeed], candidates: int, memory: int) -> Iterator[tuple[list[int], int]]:
     """Yield samples that are read together, and under how many candidates at a time they take at most `memory` bytes.
 
     Those of similar size are together.
@@ -94,19 +84,18 @@ def blocks(works: Sequence[SampleWork], sizes: Sizes, candidates: int, memory: i
     Raises:
         UsageError: a sample does not fit even alone and under one candidate.
     """
-    check_fits(sizes, works, memory)
-    needs = [sizes.need(work) for work in works]
+    check_fits(needs, memory)
 
     def fitting(samples: Sequence[int]) -> int:
         """Return how many candidates fit, 0 or less if none does; all samples are padded to the largest."""
         shared = max(needs[index].shared for index in samples)
         each = max(needs[index].each for index in samples)
-        read = max(needs[index].read for index in samples)
+        read = max(1, *(needs[index].read for index in samples))
         room = (memory - len(samples) * shared) // (len(samples) * each)
         return min(room, max(PASS_TOKENS // (len(samples) * read), 1))
 
     parts: list[list[int]] = []
-    for index in sorted(range(len(works)), key=lambda index: (works[index].read, works[index].prompt, index)):
+    for index in sorted(range(len(needs)), key=lambda index: (needs[index].read, needs[index].prompt, index)):
         if parts and fitting([*parts[-1], index]) >= TOGETHER:
             parts[-1].append(index)
         else:
@@ -116,9 +105,8 @@ def blocks(works: Sequence[SampleWork], sizes: Sizes, candidates: int, memory: i
         yield some, -(-candidates // times)  # evenly
 
 
-def check_fits(sizes: Sizes, works: Sequence[SampleWork], memory: int) -> int:
+def check_fits(needs: Sequence[SampleNeed], memory: int) -> int:
     """Return the most bytes that one sample takes under one candidate; UsageError if there are fewer."""
-    needs = [sizes.need(work) for work in works]
     most = max((need.shared + need.each for need in needs), default=0)
     if most > memory:
         raise UsageError(

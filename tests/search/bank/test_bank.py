@@ -31,11 +31,9 @@ def samples(model: LoadedModel) -> list[BankSample]:
     return samples_of(model, "question-agnostic", *SHAPES)
 
 
-def least(samples: list[BankSample], sizes: Any, cap: int) -> int:
+def least(bank: CandidateBank) -> int:
     """Bytes that one sample and candidate take at least."""
-    works = [bank_memory.SampleWork.replying(sample, cap, sample.limit) for sample in samples]
-    works += [bank_memory.SampleWork.forcing(sample, cap) for sample in samples]
-    return bank_memory.check_fits(sizes, works, 10**12)
+    return bank_memory.check_fits([*bank._forcing, *bank._replying], 10**12)
 
 
 def test_every_context_is_read_once(model: LoadedModel, samples: list[BankSample]) -> None:
@@ -71,7 +69,7 @@ def test_little_memory_changes_no_result(model: LoadedModel, protocol: Any) -> N
     samples, candidates = samples_of(model, protocol, *SHAPES), random_candidates(model, 5, 50)
     with CandidateBank(model, SNAPKV, samples, 50) as bank:
         roomy = bank.losses(candidates), tokens_of(bank, candidates)
-        need, stored = least(samples, bank._sizes, 50), bank._store.nbytes
+        need, stored = least(bank), bank._store.nbytes
     memory = need + stored // 2
     with CandidateBank(model, SNAPKV, samples, 50, max_memory=memory) as bank:
         assert 0 < bank._store.nbytes <= min(stored // 2, memory // 2)
@@ -83,7 +81,7 @@ def test_little_memory_changes_no_result(model: LoadedModel, protocol: Any) -> N
 def test_just_enough_memory_for_one_sample_and_candidate(model: LoadedModel, samples: list[BankSample]) -> None:
     candidates = random_candidates(model, 3, 50)
     with CandidateBank(model, SNAPKV, samples, 50) as bank:
-        expected, need = bank.losses(candidates), least(samples, bank._sizes, 50)
+        expected, need = bank.losses(candidates), least(bank)
     with CandidateBank(model, SNAPKV, samples, 50, max_memory=need) as bank:
         assert bank._store.nbytes == 0  # all is in a temporary folder
         np.testing.assert_allclose(bank.losses(candidates), expected, atol=2e-5)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvsearch.core.errors import UsageError
 from kvsearch.search.bank import memory as bank_memory
 from kvsearch.search.bank.memory import (
-    SampleWork,
+    SampleNeed,
     Sizes,
     Splitting,
     blocks,
@@ -22,9 +22,9 @@ from kvsearch.search.bank.memory import (
 from tests.families import build
 
 LLAMA, GEMMA = Sizes(build("llama"), ()), Sizes(build("gemma3"), (16, 16))
-WORKS = st.lists(
+NEEDS = st.lists(
     st.builds(
-        SampleWork, st.integers(1, 400), st.integers(1, 400), st.integers(0, 30), st.integers(0, 60), st.integers(0, 9)
+        LLAMA.need, st.integers(1, 400), st.integers(1, 400), st.integers(0, 30), st.integers(0, 60), st.integers(0, 9)
     ),
     min_size=1,
     max_size=20,
@@ -33,43 +33,41 @@ WORKS = st.lists(
 
 def test_stored_entries_by_hand() -> None:
     """2 kv heads with 16 numbers of 4 bytes for a key and a value are 256 bytes per token and layer."""
-    work = SampleWork(prompt=100, width=30, read=5, own=5, rows=2)
-    assert LLAMA.stored(work) == 4 * 30 * 256
-    assert GEMMA.stored(work) == (2 * 30 + 2 * 15) * 256
-    assert LLAMA.stored(SampleWork(20, 30, 5, 5, 2)) == 4 * 20 * 256
-    assert GEMMA.stored(SampleWork(10, 30, 5, 5, 2)) == 4 * 10 * 256
+    assert LLAMA.stored(prompt=100, width=30) == 4 * 30 * 256
+    assert GEMMA.stored(prompt=100, width=30) == (2 * 30 + 2 * 15) * 256
+    assert LLAMA.stored(prompt=20, width=30) == 4 * 20 * 256
+    assert GEMMA.stored(prompt=10, width=30) == 4 * 10 * 256
 
 
-@given(WORKS, st.integers(1, 40), st.floats(1, 60), st.integers(1, 300))
+@given(NEEDS, st.integers(1, 40), st.floats(1, 60), st.integers(1, 300))
 def test_blocks_hold_every_sample_once_and_fit(
-    works: list[SampleWork], candidates: int, room: float, tokens: int
+    needs: list[SampleNeed], candidates: int, room: float, tokens: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bank_memory, "PASS_TOKENS", tokens)
-        memory = int(room * check_fits(LLAMA, works, 10**12))
-        found = list(blocks(works, LLAMA, candidates, memory))
-        again = list(blocks(works, LLAMA, candidates + 3, memory))
-    assert sorted(itertools.chain(*(together for together, _ in found))) == list(range(len(works)))
+        memory = int(room * check_fits(needs, 10**12))
+        found = list(blocks(needs, candidates, memory))
+        again = list(blocks(needs, candidates + 3, memory))
+    assert sorted(itertools.chain(*(together for together, _ in found))) == list(range(len(needs)))
     assert [together for together, _ in again] == [together for together, _ in found]
     for together, at_a_time in found:
-        needs = [LLAMA.need(works[index]) for index in together]
-        count = len(needs)
-        taken = count * (max(need.shared for need in needs) + at_a_time * max(need.each for need in needs))
+        some = [needs[index] for index in together]
+        count = len(some)
+        taken = count * (max(need.shared for need in some) + at_a_time * max(need.each for need in some))
         assert taken <= memory
         assert 1 <= at_a_time <= candidates
-        read = count * at_a_time * max(need.read for need in needs)
+        read = count * at_a_time * max(need.read for need in some)
         assert read <= tokens or count * at_a_time == 1
 
 
 def test_too_little_memory_says_how_much_it_takes() -> None:
-    works = [SampleWork(100, 30, 5, 5, 2), SampleWork(200, 90, 5, 5, 2)]
-    need = LLAMA.need(works[1])
-    least = need.shared + need.each
-    assert check_fits(LLAMA, works, least) == least
+    needs = [LLAMA.need(100, 30, 5, 5, 2), LLAMA.need(200, 90, 5, 5, 2)]
+    least = needs[1].shared + needs[1].each
+    assert check_fits(needs, least) == least
     with pytest.raises(UsageError, match=f"takes {least:,} bytes, there are {least - 7:,}: raise --max-memory by at l"):
-        check_fits(LLAMA, works, least - 7)
+        check_fits(needs, least - 7)
     with pytest.raises(UsageError, match="lower the largest budget"):
-        list(blocks(works, LLAMA, 1, least - 7))
+        list(blocks(needs, 1, least - 7))
 
 
 class Worker:
