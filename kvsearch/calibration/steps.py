@@ -1,7 +1,7 @@
 """What an unfinished calibration has measured: a file of arrays for each finished step, so that it can go on.
 
-A file says what it was measured of, and has a digest of its arrays. A step depends on nothing but that and the steps
-before it, so a calibration that goes on ends as one that was never stopped.
+A file says what it was measured of. A step depends on nothing but that and the steps before it, so a calibration that
+goes on ends as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import atomic_write, read_bytes
 from kvsearch.core.parsing import read_json
 from kvsearch.core.resources import version
 from kvsearch.plan.profile_arrays import Arrays
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SAMPLES = "samples"  # folder of a calibration: its finished steps
-IDENTITY = "measured of"  # of a file: the digest of all that its arrays depend on
-CONTENT = "content"  # of a file: the digest of its arrays
 
 
 class StepCache:
@@ -71,32 +68,32 @@ class StepCache:
 
     def store(self, path: Path, arrays: Arrays) -> None:
         """Write a step; it is on the disk when this returns."""
-        from safetensors.numpy import save
+        import torch
+
+        from kvsearch.runtime.store.tensor_file import write_tensors
 
         path.parent.mkdir(exist_ok=True)  # and none above it: a directory that was removed is not made again
-        metadata = {IDENTITY: self.identity, CONTENT: _digest(path.name, arrays)}
-        atomic_write(path, save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata))
+        tensors = {name: torch.tensor(np.ascontiguousarray(array)) for name, array in arrays.items()}
+        write_tensors(path, tensors, f"{path.name} {self.identity}", overwrite=True)
 
     def _read(self, path: Path) -> Arrays:
         """Return the arrays of a step; UsageError if its file is damaged, or of something else."""
-        from safetensors import SafetensorError
-        from safetensors.numpy import load
+        from kvsearch.runtime.store.tensor_file import read_tensors
 
-        content = read_bytes(path)
+        damaged = UsageError(f"{path} is damaged: remove it, and what it held is measured again")
         try:
-            arrays: Arrays = load(content)
-        except (SafetensorError, KeyError, ValueError) as error:  # a type that numpy does not have, too many dimensions
-            raise _damaged(path, " ".join(str(error).split())) from error
-        size = int.from_bytes(content[:8], "little")  # `load` has checked it
-        metadata = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
-        if metadata.get(IDENTITY) != self.identity:
+            about, tensors = read_tensors(path)
+        except UsageError as error:
+            raise damaged from error
+        name, _, identity = about.partition(" ")
+        if identity != self.identity:
             raise UsageError(
                 f"{path} was measured of another model or other texts, or by another version of kvsearch: choose "
                 "another --output, or --force to start anew"
             )
-        if metadata.get(CONTENT) != _digest(path.name, arrays):
-            raise _damaged(path, "its arrays are not those that were written")
-        return arrays
+        if name != path.name:
+            raise damaged
+        return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 def step_identity(
@@ -115,20 +112,6 @@ def step_identity(
     device = [str(loaded.model.dtype), loaded.device.type]
     content = [version("kvsearch"), weights, device, data.sha256, texts, dict(settings)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _damaged(path: Path, problem: str) -> UsageError:
-    return UsageError(f"{path} is damaged ({problem}): remove it, and what it held is measured again")
-
-
-def _digest(file_name: str, arrays: Arrays) -> str:
-    """Return the SHA-256 of a step: the name of its file, and its arrays by their names, shapes and types."""
-    digest = hashlib.sha256(file_name.encode())
-    for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
 
 
 def count_steps(directory: Path) -> int:

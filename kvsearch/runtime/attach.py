@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import warn_beyond
+from kvsearch.models.memory import refuse_offloaded
 from kvsearch.plan.saved import AUTO, load_plan
 from kvsearch.runtime.attention import NAME, NO_DRAFTS_TAKEN_BACK
 from kvsearch.runtime.cache import PlanCache
@@ -156,6 +157,7 @@ def attach(
     With `graphs`, decode steps are captured on CUDA where that is possible; with `compile`, they are compiled as one
     graph of operations first, on every device. Where that is not possible, the reason is said once.
     """
+    refuse_offloaded(model, type(model).__name__)
     if plan is None:
         plan = load_plan(AUTO, model)
     program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)

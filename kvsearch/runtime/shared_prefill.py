@@ -118,14 +118,9 @@ def read(
 
 def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[int]:
     """Count the entries of all full-attention layers per sequence, right after its prompt of `lengths` tokens."""
-    return with_unplanned(model, cache, cache.entries(), lengths)
-
-
-def with_unplanned(model: Any, cache: PlanCache, entries: Tensor, lengths: Sequence[int]) -> list[int]:
-    """Sum `entries` [planned layers, B, Hkv] per sequence, with those of layers outside the plan: all `lengths`."""
     shape = describe(model)
     unplanned = (len(shape.full_layers) - len(cache.planned)) * shape.kv_heads
-    planned = entries.sum((0, 2)).tolist()
+    planned = cache.entries().sum((0, 2)).tolist()
     return [kept + unplanned * length for kept, length in zip(planned, lengths, strict=True)]
 
 
