@@ -50,7 +50,7 @@ class JudgedPlan:
 
 def judge(directory: Path, size: str, choice: dict[str, Any]) -> JudgedPlan:
     """Compare the plan of a size with the best baseline, and with the best method, of the report split."""
-    (outcome,) = choice["outcomes"]
+    outcome = choice["chosen"]
     kinds = {method["name"]: method["kind"] for method in outcome["methods"]}
     scores = {name: score["mean"] for name, score in choice["report"]["scores"].items() if name in kinds}
     written = outcome["winner"] or outcome["best"]

@@ -96,7 +96,7 @@ evaluate-both
     evaluate bundled --methods uniform,h2o,cam,d2o,cake,lava --phases both --budgets 48 $window $pair -o runs/both
 evaluate-decode
     evaluate bundled --methods streaming,h2o,tova,scissorhands,vatp,knorm --phases decode --budgets 48 $pair
-    --subject tova -o runs/decode
+    -o runs/decode
 evaluate-ablations
     evaluate bundled
     --methods lava:window=8,lava-uniform,lava-pyramid:beta=5,lava-equal-heads,pyramid:keydiff,criticalkv,random
@@ -190,7 +190,7 @@ export-polykv-mean
     export runs/polykv --budget 32 --route none --policy streaming --budget-signal nll-mean --phases decode
     -o plans/polykv-mean.json
 export-polykv-full
-    export runs/polykv-all --budget 400 --route error --budget-signal ppl-chosen --exclude cam,d2o --least 24
+    export runs/polykv-all --budget 400 --route error --budget-signal ppl-chosen --least 24
     --length 1020 --phases both --json -o plans/polykv-full.json
 export-polykv-aware
     export runs/polykv-aware --route cosine --budget-signal entropy -o plans/polykv-aware.json
@@ -253,7 +253,7 @@ CHOOSE = """
 select
     select runs/polykv --budget 64 $trio -o plans/selected.json
 select-both
-    select runs/polykv --budget 64 --phases both --routes cosine,snapkv --allocators uniform,curves-joint,nll
+    select runs/polykv --budget 64 --phases both
     --sure 0.5 $pair --run runs/select-both --json -o plans/selected-both.json
 build-again
     plan build plans/polykv-entropy.yaml --json -o plans/polykv-built.json
@@ -342,7 +342,6 @@ validate runs/lukv --budget 64
 validate runs/nonesuch --budget 64
 validate runs/polykv --budget 64 --signals nonesuch
 select runs/lukv --budget 64
-select runs/polykv --budget 64 --routes nonesuch
 evolve bundled --budget 48
 evolve bundled -o runs/x
 evolve bundled --budget 48 --space nonesuch -o runs/x

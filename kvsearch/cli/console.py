@@ -29,7 +29,7 @@ from rich.text import Text
 
 from kvsearch.cli.progress import Count, bar, lines
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning
-from kvsearch.core.files import FileKind, check_target, require_kind
+from kvsearch.core.files import check_target
 from kvsearch.core.printed import brief, visible, visible_line, visible_reply
 from kvsearch.core.progress import Progress, SecondsLeft, Title
 from kvsearch.core.resources import package_version
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 BUG = 1
 LOGGER = logging.getLogger("kvsearch")
-LOG_BEGINS = "kvsearch began"
-LOG_FILE = FileKind("a log of kvsearch", LOG_BEGINS.encode())
 SHOWN = {"shown": True}  # of a record that is on the screen already
 
 
@@ -253,22 +251,11 @@ class Lines(logging.Formatter):
         return visible(super().formatException(ei))
 
 
-class LogFile(logging.FileHandler):
-    """A log that ends with one line on the screen where it cannot be written, as the disk is full."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, ARG002 - the name that logging calls
-        LOGGER.removeHandler(self)
-        error = sys.exc_info()[1]
-        sys.stderr.write(
-            f"kvsearch: warning: cannot write {brief(f'{self.baseFilename}: {error}')}; the log ends there\n"
-        )
-
-
 def set_up_log(verbose: bool, path: Path | None) -> None:
     """Send what is logged from now on to the screen, if that is wanted, and to the end of a file.
 
     Raises:
-        UsageError: the file cannot be written, or holds something else than logs of kvsearch.
+        UsageError: the file cannot be written.
     """
     LOGGER.propagate = False
     for handler in LOGGER.handlers:
@@ -283,9 +270,8 @@ def set_up_log(verbose: bool, path: Path | None) -> None:
         LOGGER.addHandler(screen)
     if path is not None:
         check_target(path)
-        require_kind(path, LOG_FILE)
-        file = LogFile(path, encoding="utf-8")
+        file = logging.FileHandler(path, encoding="utf-8")
         file.setFormatter(Lines("%(asctime)s %(levelname)s %(message)s"))
         LOGGER.addHandler(file)
         command = " ".join(this_command())
-        LOGGER.info("%s: %s (%s on %s)", LOG_BEGINS, command, package_version(), platform.node(), extra=SHOWN)
+        LOGGER.info("kvsearch began: %s (%s on %s)", command, package_version(), platform.node(), extra=SHOWN)

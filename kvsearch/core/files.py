@@ -6,7 +6,6 @@ import errno
 import fcntl
 import hashlib
 import logging
-import mmap
 import os
 import secrets
 import stat
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.core.limits import MOST_DATA
@@ -26,18 +25,6 @@ _REMEDIES = {
     errno.EPERM: "check the permissions",
     errno.EROFS: "choose a writable place",
 }
-
-
-class FileKind(NamedTuple):
-    """What `force` may replace: files that hold the `mark` which all that kvsearch writes of this kind has."""
-
-    name: str  # with its article
-    mark: bytes
-
-
-PLAN_FILE = FileKind("a plan", b'"kvsearch.plan"')
-CACHE_FILE = FileKind("a compressed cache", b"kvsearch.cache")
-STRATEGY_FILE = FileKind("a plan in YAML", b"kvsearch.strategy")
 
 
 def read_bytes(path: str | Path, most: int = MOST_DATA) -> bytes:
@@ -120,31 +107,15 @@ def write_fault(error: OSError, path: Path, then: str) -> EnvironmentFault:
     return EnvironmentFault(f"cannot write {path}: {_reason(error)}, then {then}")
 
 
-def check_output(path: Path, force: bool, kind: FileKind | None = None) -> None:
+def check_output(path: Path, force: bool) -> None:
     """Find out, before there is anything to write, whether a command may write a file at `path`.
 
-    An empty file may be replaced by anything.
-
     Raises:
-        UsageError: there can be no file, there is one and `force` is off, or it is of another kind, which no `force`
-            replaces (None: any kind).
+        UsageError: there can be no file, or there is one and `force` is off.
     """
     check_target(path)
-    if not path.exists():
-        return
-    if not force:
+    if path.exists() and not force:
         raise UsageError(f"{path} exists: choose another file, or --force to replace it")
-    if kind is not None:
-        require_kind(path, kind)
-
-
-def require_kind(path: Path, kind: FileKind) -> None:
-    """Raise UsageError if there is a file at `path` that is not empty and of another kind; errors as `opened`."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with opened(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if data.find(kind.mark) < 0:  # without reading all of a large file
-            raise UsageError(f"{path} holds something else than {kind.name}: choose another file")
 
 
 def require_exists(path: Path) -> None:

@@ -79,12 +79,6 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
         RULE,
         shown="uniform,snapkv,streaming",
     )
-    subject: str | None = option(
-        None,
-        "The method (or plan, by its file's name) that all others are compared with.",
-        metavar="NAME",
-        shown="the first",
-    )
     split: str | None = option(
         None,
         "Part of the examples: train, select, report or all; synthetic has calibrate in place of all.",
@@ -109,7 +103,7 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
         from kvsearch.strategies.compared import read_request
 
         return read_request(
-            self.plan, self.methods, self.budgets, self.ratios, self.phases, self.settings, self.baselines, self.subject
+            self.plan, self.methods, self.budgets, self.ratios, self.phases, self.settings, self.baselines
         )
 
     def check_files(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvsearch.calibration.steps import profile_file
-from kvsearch.config.options import RULE, JobOptions, Names, option
+from kvsearch.config.options import RULE, JobOptions, option
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.files import atomic_write
 from kvsearch.core.parsing import read_json
@@ -65,7 +65,6 @@ class ExportOptions(PlanOptions, Sized, Loading):
         panel=PANEL,
         shown="as calibrated",
     )
-    exclude: Names | None = option(None, "Patterns that no layer may take.", metavar="NAME,...", panel=PANEL)
     least: int | None = option(
         None, "Entries per kv head that every layer gets.", panel=PANEL, shown="a tenth of the mean", ge=0
     )
@@ -236,7 +235,6 @@ class ExportOptions(PlanOptions, Sized, Loading):
             budgets=self.budget_signal or UNIFORM,
             phases=self.phases or table.axes.phases[0],
             policy=self.policy,
-            exclude=self.exclude or (),
             least=self.least,
         )
 

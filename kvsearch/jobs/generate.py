@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from kvsearch.config.options import QUESTIONS, RESULT, RULE, SIZE, Option, Repeated, Seeded, option
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import CACHE_FILE, check_output
+from kvsearch.core.files import check_output
 from kvsearch.jobs.groups import Loading, WithModel, flags_of, following
 from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
@@ -159,7 +159,7 @@ class CompressOptions(WithModel, Seeded):
 
     def read(self) -> tuple[Plan, str]:
         """Return plan and context; UsageError if a file is missing, or there is nothing to read."""
-        check_output(self.output, self.force, CACHE_FILE)
+        check_output(self.output, self.force)
         plan = checked_plan(self.plan)
         if self.context is not None:
             return plan, given_text(self.context)

@@ -11,7 +11,7 @@ from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.config.options import RESULT, RULE, SIZE, JobOptions, Params, option
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import PLAN_FILE, STRATEGY_FILE, atomic_write, check_output, read_bytes
+from kvsearch.core.files import atomic_write, check_output, read_bytes
 from kvsearch.core.limits import MOST_YAML
 from kvsearch.jobs.groups import BUDGET, RATIO, WithModel, following
 from kvsearch.jobs.public import job
@@ -52,7 +52,7 @@ class PlanOptions(JobOptions):
 
     def make(self, reporter: Reporter) -> Plan:
         """Make the plan, which is what a dry run does; UsageError if its parts do not fit together."""
-        check_output(self.output, self.force, PLAN_FILE)  # found out before there is a plan
+        check_output(self.output, self.force)  # found out before there is a plan
         plan = self.compute(reporter)
         check_plan(plan, f"the plan for {self.output}")
         return plan
@@ -162,7 +162,7 @@ class YamlOptions(JobOptions):
 
     def make(self) -> str:
         """Return the text of the file; UsageError if it cannot be written."""
-        check_output(self.output, self.force, STRATEGY_FILE)
+        check_output(self.output, self.force)
         return plan_to_yaml(load_plan(self.plan))
 
     def next_command(self) -> str:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.config.options import RESULT, Listed, Names, option
+from kvsearch.config.options import RESULT, Listed, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries
-from kvsearch.core.files import PLAN_FILE, check_output, read_bytes
+from kvsearch.core.files import check_output, read_bytes
 from kvsearch.evaluation.reply_store import check_place
 from kvsearch.jobs.groups import BUDGET, Deciding, evaluation, following
 from kvsearch.jobs.plan import size_or_measured
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from kvsearch.selection.selection import PhaseResult, Selection
     from kvsearch.selection.selection_job import SelectionJob
 
-CHOICE = "What is chosen from, and how"
-
 
 class SelectOptions(OnSignals, Deciding):
     """What is chosen from, by which questions, and where the choice is written."""
@@ -47,21 +45,7 @@ class SelectOptions(OnSignals, Deciding):
         "Several budgets, a plan chosen for each, all reported on the same questions: writes PLAN-N.json.",
         metavar="N,N...",
     )
-    phases: str = option("prefill", "When to evict: prefill, decode or both.", panel=CHOICE)
-    routes: Names | None = option(
-        None,
-        "Only these routes: cosine, error, ppl, nll, a pattern (in all layers), none (every pattern alone).",
-        metavar="NAME,...",
-        panel=CHOICE,
-        shown="all that were measured",
-    )
-    allocators: Names | None = option(
-        None,
-        "Only these budgets: uniform, pyramid, curves, curves-joint, or a signal such as entropy or nll-chosen.",
-        metavar="NAME,...",
-        panel=CHOICE,
-        shown="uniform, entropy, pyramid, curves and what the chosen pattern loses",
-    )
+    phases: str = option("prefill", "When to evict: prefill, decode or both.")
     run: Path | None = option(
         None,
         "Keep replies and selection.json here; the same command goes on where it stopped.",
@@ -184,9 +168,7 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
     phases_of(options.phases)
     tasks = {name: options.find_tasks(options.measured, name) for name in ("select", "report")}
     from kvsearch.selection.selection_job import prepare_selection
-    from kvsearch.selection.signal_candidates import explore
 
-    explored = [explore(profile, size, options.routes, options.allocators) for size in sizes]
     protocol = options.asked_protocol
     choice, reported = (options.split(name, asked, protocol).without(options.used) for name, asked in tasks.items())
     places = options.places
@@ -194,11 +176,10 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
     for place, output in zip(places, outputs, strict=True):
         run_in(place, "select")
         if options.force or not (place / SELECTION).exists():
-            check_output(output, options.force, PLAN_FILE)
+            check_output(output, options.force)
     loaded = options.load_calibrated(reporter)
     selections = [
-        prepare_selection(loaded, profile, size, choice, reported, options.phases, candidates, rule)
-        for size, candidates in zip(sizes, explored, strict=True)
+        prepare_selection(loaded, profile, size, choice, reported, options.phases, rule=rule) for size in sizes
     ]
     if options.samples is not None:
         warn_of_coverage(reporter, [*selections[0].race.encoded, *selections[0].report_prompts])

@@ -55,7 +55,7 @@ def selection_figures(result: SelectionResult | SelectionsResult) -> Iterator[Fi
     """Yield score against entries over all sizes, with what was written marked."""
     found = result.choices
     series = [level(FULL, found[0].report.scores[FULL])]
-    kinds = {method.name: method.kind for one in found for outcome in one.outcomes for method in outcome.methods}
+    kinds = {method.name: method.kind for one in found for method in one.chosen.methods}
     for name, kind in kinds.items():
         if points := [_at(one, name) for one in found if name in one.report.scores]:
             series.append(replace(measured(name, points, kind), low=None, high=None))

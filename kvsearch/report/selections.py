@@ -111,17 +111,13 @@ def lead_cells(lead: Difference | None, chance: float | None) -> list[Cell]:
 
 
 def tables(*selections: SelectionResult) -> list[Table]:
-    """Return the race of every phase setting and the report of every selection."""
-    tables = []
-    for selection in selections:
-        decided = zip(selection.outcomes, selection.decisions, strict=True)
-        tables += [_race_table(selection, outcome, decision) for outcome, decision in decided]
-        tables.append(report_table(selection))
-    return tables
+    """Return the race and the report of every selection."""
+    return [table for selection in selections for table in (_race_table(selection), report_table(selection))]
 
 
-def _race_table(selection: SelectionResult, result: PhaseResult, decided: str) -> Table:
+def _race_table(selection: SelectionResult) -> Table:
     """Return what every candidate and baseline scored until it left, those that were asked longest first."""
+    result = selection.chosen
     rows = []
     for method in result.methods[:SHOWN]:
         lead, chance = lead_cells(method.lead, method.chance)
@@ -132,7 +128,7 @@ def _race_table(selection: SelectionResult, result: PhaseResult, decided: str) -
         name = Cell(method.name, method.name == result.written)
         rows.append([name, Cell(method.kind), contexts, Cell.mean(method.score), lead, chance])
     left = len(result.methods) - SHOWN
-    notes = [decided]
+    notes = [selection.decision]
     if left > 0:
         notes.append(f"{left} more")
     header = ["choice", "kind", "contexts", "score", f"minus {result.best} (won / tied / lost)", "chance"]

@@ -24,14 +24,13 @@ DECODE_ONLY: Final = (
 class SelectionResult(Result):
     """What was chosen at one size, what it was compared with, and its score on held-out questions.
 
-    `phases` is the setting of `outcomes` that was chosen (earlier versions tried several), `decisions` say of each what
-    was decided there and why, and `reported` what the report split says of the choice. `uniform` is the strategy with
-    equal budgets that is in every report, `total` counts the entries of the written plan; `plan` is its file, where the
-    record is not beside it. Of a run, `loss` is what it loses to the full cache on the report split, `words` say all
+    `decision` says what was `chosen` and why, and `reported` what the report split says of that. `uniform` is the
+    strategy with equal budgets that is in every report, `total` counts the entries of the written plan; `plan` is its
+    file, where the record is not beside it. Of a run, `loss` is what it loses to the full cache on the report split, `words` say all
     that in sentences.
     """
 
-    SCHEMA: ClassVar[str] = "kvsearch.selection/3"
+    SCHEMA: ClassVar[str] = "kvsearch.selection/4"
 
     model: str
     budget: int | None = Field(default=None, exclude_if=is_none)
@@ -39,9 +38,8 @@ class SelectionResult(Result):
     protocol: Protocol
     seed: int
     rule: Rule
-    outcomes: tuple[PhaseResult, ...]
-    decisions: tuple[str, ...]
-    phases: str
+    chosen: PhaseResult
+    decision: str
     total: int
     uniform: str
     report: Reported
@@ -65,9 +63,8 @@ class SelectionResult(Result):
             protocol=job.protocol,
             seed=job.seed,
             rule=job.race.rule,
-            outcomes=(selection.chosen,),
-            decisions=(decision,),
-            phases=selection.chosen.phases,
+            chosen=selection.chosen,
+            decision=decision,
             total=selection.plan.total,
             uniform=job.race.candidate_set.even,
             report=selection.report,
@@ -79,28 +76,14 @@ class SelectionResult(Result):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         Size(self.budget, self.ratio)
-        if len(self.decisions) != len(self.outcomes) or all(one.phases != self.phases for one in self.outcomes):
-            raise ValueError("outcomes are not those of its phases and decisions")
-        for outcome in self.outcomes:
-            names = {method.name for method in outcome.methods}
-            if not {outcome.best, outcome.written} <= names:
-                raise ValueError("an outcome is of methods that were not compared")
+        if not {self.chosen.best, self.chosen.written} <= {method.name for method in self.chosen.methods}:
+            raise ValueError("what was chosen is of methods that were not compared")
         return self
 
     @cached_property
     def size(self) -> Size:
         """The size that was chosen at."""
         return Size(self.budget, self.ratio)
-
-    @property
-    def chosen(self) -> PhaseResult:
-        """What was found in the phase setting that was chosen."""
-        return {outcome.phases: outcome for outcome in self.outcomes}[self.phases]
-
-    @property
-    def decision(self) -> str:
-        """What was decided in that setting, and why."""
-        return self.decisions[self.outcomes.index(self.chosen)]
 
     @property
     def kept_share(self) -> float:
@@ -116,7 +99,7 @@ class SelectionResult(Result):
 class SelectionsResult(Result):
     """What was chosen at several budgets of one profile, by size."""
 
-    SCHEMA: ClassVar[str] = "kvsearch.selections/3"
+    SCHEMA: ClassVar[str] = "kvsearch.selections/4"
 
     sizes: dict[str, Annotated[SelectionResult, PlainSerializer(SelectionResult.as_json)]] = Field(min_length=1)
 
@@ -134,6 +117,6 @@ class SelectionsResult(Result):
 class RunResult(SelectionsResult):
     """A finished run, and the budgets that it tried where it had to find one."""
 
-    SCHEMA: ClassVar[str] = "kvsearch.run-report/3"
+    SCHEMA: ClassVar[str] = "kvsearch.run-report/4"
 
     tried: tuple[TriedBudget, ...] = Field(default=(), exclude_if=lambda tried: not tried)

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property, partial
-from typing import Final, NoReturn
+from typing import Final
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from kvsearch.budgets.loss_curves import LossCurves
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.core.naming import suggest
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, Plan, Profile, Size, phases_of
 from kvsearch.policies import Policy
@@ -44,9 +43,6 @@ from kvsearch.strategies.names import METHODS, PYRAMID, UNIFORM, Recipe
 NONE: Final = "none"  # the route that stands for every pattern alone
 CURVES: Final = "curves"
 JOINT_CURVES: Final = "curves-joint"  # which bring their own patterns
-ALLOCATORS: Final = (UNIFORM, PYRAMID, *SENSITIVITIES, CURVES, JOINT_CURVES)
-
-
 STANDARD_ROUTES: Final = (NONE, *ROUTES)
 STANDARD_ALLOCATORS: Final = (
     UNIFORM, "entropy", "ppl-chosen", PYRAMID, "cosine-chosen", "error-chosen", "nll-chosen", CURVES, JOINT_CURVES,
@@ -54,40 +50,23 @@ STANDARD_ALLOCATORS: Final = (
 Explored = tuple[tuple[str, ...], tuple[str, ...]]  # candidates are every route (or pattern) with every allocator
 
 
-def explore(
-    profile: Profile,
-    size: Size,
-    routes: Sequence[str] | None = None,
-    allocators: Sequence[str] | None = None,
-) -> Explored:
-    """Return the standard routes and allocators, as far as they were measured, or those that are named.
+def explore(profile: Profile, size: Size) -> Explored:
+    """Return the standard routes and allocators, as far as they were measured.
 
-    A route is one of `ROUTES`, a pattern (in all layers), or "none", which is every pattern. Allocators are those of
-    `ALLOCATORS`: a sensitivity; "curves" shares by loss curves of the routed patterns, no layer below the smallest
-    measured budget; "curves-joint" by those of the best pattern at each budget, which is then the one that is used.
-
-    Raises:
-        UsageError: an unknown name, or one that is named but was not measured.
+    A route is one of `ROUTES`, or "none", which is every pattern in all layers. An allocator is a sensitivity; "curves"
+    shares by loss curves of the routed patterns, no layer below the smallest measured budget; "curves-joint" by those
+    of the best pattern at each budget, which is then the one that is used. Curves take losses at several budgets, one
+    of them below the mean.
     """
     table = SignalTable(profile)
-    mean = size.pool(profile.metadata).mean
-    problem = _explain_missing_curves(table, mean)
-    patterns = [pattern.name for pattern in table.evicting]
-    has_routes = (NONE, *table.routes, *patterns)
-    has_allocators = (UNIFORM, PYRAMID, *table.sensitivities)
-    if problem is None:
-        has_allocators = (*has_allocators, CURVES, JOINT_CURVES)
-    for name in routes or ():
-        if name not in has_routes:
-            _refuse("route", name, (NONE, *ROUTES, *patterns), has_routes)
-    for name in allocators or ():
-        if problem is not None and name in (CURVES, JOINT_CURVES):
-            raise UsageError(f"allocator {name!r} cannot be used: {problem}")
-        if name not in has_allocators:
-            _refuse("allocator", name, ALLOCATORS, has_allocators)
+    measured = table.axes.budgets
+    routes = {NONE, *table.routes}
+    allocators = {UNIFORM, PYRAMID, *table.sensitivities}
+    if "nll" in table.routes and len(measured) > 1 and measured[0] < size.pool(profile.metadata).mean:
+        allocators |= {CURVES, JOINT_CURVES}
     return (
-        tuple(dict.fromkeys(routes or (name for name in STANDARD_ROUTES if name in has_routes))),
-        tuple(dict.fromkeys(allocators or (name for name in STANDARD_ALLOCATORS if name in has_allocators))),
+        tuple(name for name in STANDARD_ROUTES if name in routes),
+        tuple(name for name in STANDARD_ALLOCATORS if name in allocators),
     )
 
 
@@ -171,7 +150,7 @@ class _SignalPlans(PlanFactory):
                 if allocator in (PYRAMID, CURVES):
                     budgets = self._budgets(allocator, chosen)
                     chosen = {phase: part._replace(budgets=budgets) for phase, part in chosen.items()}
-                name = replace(strategy, exclude=()).name + (f" + {allocator}" if allocator != UNIFORM else "")
+                name = strategy.name + (f" + {allocator}" if allocator != UNIFORM else "")
                 origin = {"strategy": name, "route": strategy.route or NONE, "budget_signal": allocator}
                 yield self._name_plan(name, chosen, origin)
         if JOINT_CURVES in allocators:
@@ -261,23 +240,3 @@ def _find_barred(table: SignalTable, mean: float) -> dict[str, str]:
         listed = "; ".join(f"{name}: {why}" for name, why in found.items())
         raise UsageError(f"no pattern of the profile can be used ({listed}): keep more, or calibrate other patterns")
     return found
-
-
-def _explain_missing_curves(table: SignalTable, mean: float) -> str | None:
-    """Return why loss curves cannot share out a mean budget; None if they can."""
-    budgets = table.axes.budgets
-    listed = ", ".join(map(str, budgets))
-    if "nll" not in table.routes:
-        return "the profile has no nll losses: calibrate with them"
-    if len(budgets) < 2:
-        return f"loss curves need losses at several budgets, the profile has {listed}: calibrate with smaller ones, too"
-    if budgets[0] >= mean:
-        return f"losses were measured at {listed} entries, none below the mean of {mean:g}: calibrate with smaller ones"
-    return None
-
-
-def _refuse(what: str, name: str, known: Sequence[str], measured: Sequence[str]) -> NoReturn:
-    if name not in known:
-        raise UsageError(f"unknown {what} {name!r}{suggest(name, known)}")
-    there = ", ".join(measured)
-    raise UsageError(f"this profile has no signal for {what} {name!r} (it has {there}): calibrate with it")

@@ -16,7 +16,7 @@ from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.arrays import Ints
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.core.naming import require_known, unknown
+from kvsearch.core.naming import require_known
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, Plan, Size, load_plan, phases_of
@@ -71,7 +71,7 @@ class ReadyMethod:
 class Request:
     """A checked request; without methods, plans are compared with baselines of their size.
 
-    `subject` is the name of what the others are compared with.
+    `subject` is the name of what the others are compared with: the first method or plan.
     """
 
     subject: str
@@ -104,7 +104,6 @@ def read_request(
     phases: str | None = None,
     settings: Sequence[str] = (),
     baselines: str | None = None,
-    subject: str | None = None,
 ) -> Request:
     """Read what was typed, and find what is wrong with it before a model is loaded.
 
@@ -121,8 +120,8 @@ def read_request(
         if not plans:
             raise UsageError("nothing to compare: give --methods with --budgets or --ratios, or --plan")
         names = tuple(name for name in (DEFAULT_BASELINES if baselines is None else baselines).split(",") if name)
-        check_plans(stated, plans, names, subject)
-        return Request(subject or next(iter(stated)), plans=stated, baselines=names)
+        check_plans(stated, plans, names)
+        return Request(next(iter(stated)), plans=stated, baselines=names)
     if baselines is not None:
         raise UsageError("--baselines go with --plan alone: beside --methods, name them as methods")
     phases = phases or "prefill"
@@ -135,25 +134,18 @@ def read_request(
     _check_files(stated, plans, (FULL, *names), "a method")
     for label, plan in stated.items():
         _find_size(label, plan, sizes, phases)
-    known = [*names, *(stated if len(sizes) == 1 else ()), FULL]
-    if subject is not None and subject not in known:
-        raise UsageError(f"{unknown('subject', subject, known)}: it is compared at every size")
-    return Request(subject or known[0], chosen, sizes, phases, stated)
+    return Request(names[0], chosen, sizes, phases, stated)
 
 
-def check_plans(
-    plans: Mapping[str, Plan], paths: Sequence[Path], names: Sequence[str], subject: str | None = None
-) -> None:
+def check_plans(plans: Mapping[str, Plan], paths: Sequence[Path], names: Sequence[str]) -> None:
     """Check plans that are compared with each other and with the baselines `names`.
 
     Raises:
-        UsageError: two plans of one name, different totals, unknown policies or baselines, a subject that is no plan.
+        UsageError: two plans of one name, different totals, unknown policies or baselines.
     """
     for name in names:
         require_known("baseline", name, BASELINES)
     _check_files(plans, paths, (FULL, *BASELINES), "a baseline")
-    if subject is not None and subject not in plans:
-        raise UsageError(f"{unknown('plan', subject, list(plans))}: the subject is one of the plans")
     totals = {label: _list_entries(_count_entries(plan)) for label, plan in plans.items()}
     scalings = {
         label: "whatever the prompt"

@@ -71,9 +71,7 @@ class Strategy:
         parts = [self.route or self.policy or "policy"]
         if self.budgets != UNIFORM:
             parts.append(self.budgets)
-        details = [f"without {', '.join(self.exclude)}"] if self.exclude else []
-        details += [] if self.least is None else [f"least {self.least}"]
-        return " + ".join(parts) + (f" ({'; '.join(details)})" if details else "")
+        return " + ".join(parts) + ("" if self.least is None else f" (least {self.least})")
 
 
 def strategy_plan(profile: Profile, strategy: Strategy, size: Size) -> Plan:
@@ -190,7 +188,7 @@ def _candidates(table: SignalTable, strategy: Strategy) -> list[int]:
     names = table.patterns
     indices = [index for index, name in enumerate(names) if index not in excluded and name != FULL]
     if not indices:
-        raise UsageError(f"no pattern is left to choose from, the profile has {', '.join(names)}: exclude fewer")
+        raise UsageError(f"no pattern is left to choose from, the profile has {', '.join(names)}: calibrate others")
     return indices
 
 
@@ -214,7 +212,7 @@ def _check_floors(
         return
     phase = max(patterns, key=lambda phase: floor_of(patterns[phase][row]))
     pattern = patterns[phase][row]
-    instead = f"exclude {pattern.name}" if strategy.route else "use another policy"
+    instead = f"calibrate without {pattern.name}" if strategy.route else "use another policy"
     lower = recent_parameter(policy_of(pattern))
     smaller = f", or calibrate it with a smaller {lower}" if lower else ""
     raise UsageError(

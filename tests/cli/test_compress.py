@@ -101,17 +101,3 @@ def test_what_is_refused(run: Run, plan: Path, saved: Path, tmp_path: Path) -> N
     told = json.loads(out)
     assert (code, told["context"], told["output"]) == (0, "the fox .", str(tmp_path / "a.kv"))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_force_replaces_caches_only(run: Run, plan: Path, saved: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "thesis.kv"
-    mine.write_text("mine")
-    command = ("compress", "bundled", "--plan", plan, "--force", "-o")
-    code, _, talk = run(*command, mine)
-    assert code == 2
-    assert "holds something else than a compressed cache" in talk
-    assert mine.read_text() == "mine"
-    again = tmp_path / "again.kv"
-    again.write_bytes(saved.read_bytes())
-    assert run(*command, again)[0] == 0
-    assert run("show", again)[0] == 0

@@ -39,18 +39,18 @@ def test_scores_and_equal_entries(run: Run, calibrated: Path, tmp_path: Path) ->
 def test_question_aware_with_two_plans(run: Run, calibrated: Path, tmp_path: Path) -> None:
     (tmp_path / "again.json").write_bytes((calibrated / "plan.json").read_bytes())
     arguments = (
-        "--plan", calibrated / "plan.json", "--plan", tmp_path / "again.json", "--subject", "again", *SHORT,
+        "--plan", calibrated / "plan.json", "--plan", tmp_path / "again.json", *SHORT,
         "--samples", 2, "--max-length", 600, "--json", "--baselines", "streaming", "--protocol", "question-aware",
         "-o", tmp_path / "run",
     )  # fmt: skip
     code, out, talk = run("evaluate", "bundled", *arguments)
     assert code == 0, talk
     result = json.loads(out)
-    assert (result["protocol"], result["subject"], result["most_tokens"]) == ("question-aware", "again", 600)
+    assert (result["protocol"], result["subject"], result["most_tokens"]) == ("question-aware", "plan", 600)
     assert (result["tasks"][0]["contexts"], result["tasks"][0]["truncated"]) == (2, 0)
     plan, again, _ = result["blocks"][0]["methods"]
-    assert again["differences"] is None
-    assert plan["differences"]["tasks"]["multikey"]["ties"] == result["tasks"][0]["questions"]
+    assert plan["differences"] is None
+    assert again["differences"]["tasks"]["multikey"]["ties"] == result["tasks"][0]["questions"]
     rows = pandas.read_csv(tmp_path / "run" / "samples.csv")
     assert len(rows) == 4 * result["tasks"][0]["questions"]
     assert set(rows["protocol"]) == {"question-aware"}
@@ -60,7 +60,7 @@ def test_question_aware_with_two_plans(run: Run, calibrated: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_a_sweep_writes_everything(run: Run, calibrated: Path, tmp_path: Path) -> None:
     tasks = ("--tasks", "synthetic:single,multikey", "--length", 512, "--samples", 2)
-    names = ("--methods", f"uniform,pyramid,lava,streaming,lukv={calibrated}", "--set", "window=8", "--subject", "lukv")
+    names = ("--methods", f"lukv={calibrated},uniform,pyramid,lava,streaming", "--set", "window=8")
     files = ("-o", tmp_path / "run", "--table", tmp_path / "t.tex", "--losses", "--json")
     code, out, talk = run("evaluate", "bundled", *names, "--budgets", 64, "--ratios", 0.8, *tasks, *files)
     assert code == 0, talk

@@ -57,9 +57,8 @@ def test_options_reach_the_strategy(run: Run, polykv: Path, tmp_path: Path) -> N
     path, profile = tmp_path / "plan.json", load_profile(polykv / "profile.safetensors")
     given: list[tuple[Strategy, tuple[object, ...]]] = [
         (
-            Strategy("ppl", "entropy", "decode", exclude=("tova", "h2o"), least=9),
-            ("--route", "ppl", "--budget-signal", "entropy", "--phases", "decode", "--exclude",
-             "tova, h2o", "--least", 9),
+            Strategy("ppl", "entropy", "decode", least=9),
+            ("--route", "ppl", "--budget-signal", "entropy", "--phases", "decode", "--least", 9),
         ),
         (
             Strategy(None, "ppl-mean", policy="h2o"),

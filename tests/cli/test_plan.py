@@ -189,13 +189,8 @@ def test_what_is_there_is_kept(run: Run, plan: Path, tmp_path: Path, verb: str) 
     code, out, talk = run("plan", verb, source, "-o", mine)
     assert (code, out, mine.read_text()) == (USAGE, "", "mine")
     assert talk == f"kvsearch: error: {mine} exists: choose another file, or --force to replace it\n"
-    code, _, talk = run("plan", verb, source, "-o", mine, "--force")
-    assert (code, mine.read_text()) == (USAGE, "mine")
-    assert "holds something else than a plan" in talk
-    mine.write_text("")  # as mktemp makes one
     assert run("plan", verb, source, "-o", mine, "--force")[0] == 0
-    assert run("plan", verb, source, "-o", mine, "--force")[0] == 0
-    assert mine.read_text() != ""
+    assert mine.read_text() != "mine"
     code, _, talk = run("plan", verb, source, "-o", tmp_path / "no" / "such")
     assert code == USAGE
     assert "its folder does not exist" in talk

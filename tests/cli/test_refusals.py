@@ -16,7 +16,7 @@ from tests.cli.test_bad_input import USAGE, refused
 TASKS = "--tasks jsonl:IN/mine.jsonl"
 SEARCH = f"--budget 12 --set window=4 --group-size 2 --generations 2 --finalists 3 {TASKS} --samples 4"
 RUN = f"--policies snapkv --form linear --fit 4 --measure 2 --samples 4 --evaluations 40 {TASKS}"
-CHOICE = f"--budget 24 {TASKS} --samples 2 --routes nll --allocators uniform"
+CHOICE = f"--budget 24 {TASKS} --samples 2"
 VERDICTS = "--tasks synthetic:single --length 512 --samples 2"
 # a command by its beginning, and what is typed after it, with words of the refusal
 REFUSED: dict[str, list[tuple[str, str]]] = {
@@ -83,9 +83,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--budget 40 --fit 99", "contexts, and 99 are fitted on, but budgets are measured on others"),
     ],
     f"select IN/polykv -o NEW {CHOICE}": [
-        ("--allocators uniform,,ppl", "--allocators: takes values with commas between them"),
-        ("--allocators entrop", "unknown allocator 'entrop'; did you mean 'entropy'"),
-        ("--routes cosin", "unknown route 'cosin'; did you mean 'cosine'"),
         ("--sure 1", "--sure 1 is outside [0.5, 1)"),
         ("--budgets 16,24", "--budgets: cannot be given with --budget: leave one of them out"),
         ("-o NEW/plan.json", "its folder does not exist"),
@@ -98,16 +95,12 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "export IN/polykv -o NEW": [
         ("--route cosin", "unknown route 'cosin'; did you mean 'cosine'?"),
         ("--policy tova", "policy 'tova' is for route none"),
-        ("--exclude tofa", "the profile has no such pattern; did you mean 'tova'?"),
-        ("--exclude tova,,snapkv", "--exclude: takes values with commas between them"),
-        ("--exclude snapkv --route none", "cannot use policy 'snapkv' in every layer: it is excluded"),
-        ("--exclude snapkv,streaming,tova", "no pattern is left"),
         ("--least 9", "--least is for budgets by a signal: name a --budget-signal"),
         ("--least 33 --budget-signal ppl", "least 33 is above the mean of 24 entries per kv head"),
     ],
     "export CAL -o NEW --ratio 0.8": [
         ("--budget-signal uniform --phases both", "--budget-signal, --phases: only for profiles of method polykv"),
-        ("--least 0 --exclude tova", "--exclude, --least: only for profiles of method polykv"),
+        ("--least 0 --route ppl", "--route, --least: only for profiles of method polykv"),
     ],
     "plan uniform bundled -o NEW": [
         ("--policy h20 --budget 9", "unknown policy 'h20'; did you mean 'h2o'?"),

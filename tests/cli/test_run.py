@@ -76,7 +76,7 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
         plan, found = load_plan(directory / f"plan-{budget}.json"), sizes[str(budget)]
         assert plan.total == budget * 24 == found["total"]
         assert plan.provenance.method == "run"
-        (outcome,) = found["outcomes"]
+        outcome = found["chosen"]
         kinds = {one["name"]: one["kind"] for one in outcome["methods"]}
         written = outcome["winner"] or outcome["best"]
         assert outcome["level"] in (0.025, 0.05)  # two sizes share 5%
@@ -85,7 +85,7 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
         assert written in kinds
         assert {"full", outcome["best"], written} <= found["report"]["scores"].keys()
         assert (found["loss"]["low"], found["loss"]["high"]) == (None, None) or found["loss"]["contexts"] >= 5
-        assert f"{budget} entries per kv head: {found['decisions'][0]}" in talk
+        assert f"{budget} entries per kv head: {found['decision']}" in talk
         assert "full cache minus plan" in found["words"][1]
         assert found["words"][1] in talk
     following = [shlex.split(line)[2:] for line in talk.splitlines() if line.startswith("next: kvsearch")]
@@ -109,7 +109,7 @@ def test_plans_are_searched_on_from_what_was_solved(finished: tuple[Path, str]) 
         plans = [load_plan(path) for path in sorted((directory / "refine").glob(f"plan-{budget}-*.json"))]
         assert plans
         assert all(plan.total == int(budget) * 24 for plan in plans)
-        kinds = {found["name"]: found["kind"] for found in sizes[budget]["outcomes"][0]["methods"]}
+        kinds = {found["name"]: found["kind"] for found in sizes[budget]["chosen"]["methods"]}
         assert {kinds["refined"], kinds["half:probe"]} == {"candidate"}
         assert kinds["half:snapkv"] == "baseline"
     evaluated = {key for line in ledger(directory / "refine") for key in line.get("keys", ())}

@@ -24,7 +24,6 @@ from tests.signals.profiles import make_signals, signal_metadata
 PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 8}, "streaming": {"sinks": 4}, "tova": {}}
 RETRIEVING = 3  # the layer in which the bundled model retrieves
 CONTEXTS, SAMPLES = 92, 32
-FEW = ("--routes", "nll", "--allocators", "uniform,nll-chosen")
 choose = partial(invoke, "select")
 
 
@@ -71,7 +70,7 @@ def chosen(tmp_path_factory: pytest.TempPathFactory, measured: bytes, questions:
 
 def command(directory: Path, questions: Path, *more: object, plan: str = "plan.json") -> tuple[object, ...]:
     asked = ("--tasks", f"jsonl:{questions}", "--samples", SAMPLES)
-    return (directory, "-o", directory.parent / plan, "--budget", 24, *asked, *FEW, *more)
+    return (directory, "-o", directory.parent / plan, "--budget", 24, *asked, *more)
 
 
 def run_of(directory: Path) -> Path:

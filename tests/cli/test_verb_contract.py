@@ -65,7 +65,7 @@ KEPT = {
         "--seed 1", ("run/validation/validation.json",), "run/validation/validation.json", 3, reads_run=True,
     ),
     "select": Kept(
-        f"select IN/polykv {TASKS} --budget 24 --samples 2 --batch 1 --routes nll --allocators uniform "
+        f"select IN/polykv {TASKS} --budget 24 --samples 2 --batch 1 "
         "--run RUN -o RUN.json",
         "--seed 1", ("run/selection.json", "run.json"), "run/selection.json", 4,
     ),

@@ -40,7 +40,7 @@ def test_selections_at_several_budgets_are_written_again() -> None:
     path = FILES / "selection.json"
     data = read_json(path)
     several = {
-        "schema": "kvsearch.selections/3",
+        "schema": "kvsearch.selections/4",
         "sizes": {"64": {**data, "budget": 64}, "24": {**data, "budget": 24}},
     }
     result = read_content(SelectionsResult, several, path)
@@ -57,5 +57,5 @@ def test_a_validation_is_written_again() -> None:
 def test_results_of_another_version_are_refused_by_their_name() -> None:
     path = FILES / "run.json"
     data = read_json(path)
-    with pytest.raises(UsageError, match=r"run.json is of another version of kvsearch .*run-report/1.*run-report/3"):
+    with pytest.raises(UsageError, match=r"run.json is of another version of kvsearch .*run-report/1.*run-report/4"):
         read_content(RunResult, {**data, "schema": "kvsearch.run-report/1"}, path)

@@ -41,7 +41,7 @@ SEEDS = "--seed 0", "--seed 1"
 WINDOWS = "--set window=4", "--set window=5"
 POLICIES = "--policy tova", "--policy keydiff"
 METHODS = "tova", "streaming"
-ROUTES = "--routes cosine --allocators uniform", "--routes error --allocators uniform"
+SURE = "--sure 0.9", "--sure 0.95"
 PLANS, YAMLS = ("plan.json", "other.json"), ("plan.yaml", "other.yaml")
 BUDGETS = "--budget 12", "--budget 14"
 LUKV = "--data texts.json --no-check --answers given --questions 1"
@@ -70,7 +70,7 @@ WRITERS: dict[str, Writer] = {
     "calibrate query_statistics": _calibrate("query_statistics", "--questions 1", "--questions 2"),
     "headroom": Writer(f"headroom tiny {TASKS} --samples 2 {{}} -o out", "--ratio 0.5", "--ratio 0.6"),
     "validate": Writer(VALIDATE, "cosine", "entropy", ("poly",)),
-    "select": Writer(SELECT, *ROUTES, ("poly",)),
+    "select": Writer(SELECT, *SURE, ("poly",)),
     "evaluate": Writer(f"{EVALUATE} -o out", *METHODS),
     "evaluate --force": Writer(f"{EVALUATE} -o out --force", *METHODS, ("scores=out",), replaces=("out/",)),
     "evaluate --table": Writer(f"{EVALUATE} --table table.csv", *METHODS, again="--force"),

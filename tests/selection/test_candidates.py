@@ -13,7 +13,6 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.selection.candidates import CandidateSet, content_hash
 from kvsearch.selection.signal_candidates import (
-    ALLOCATORS,
     explore,
     find_signal_candidates,
     tuned_policy,
@@ -56,7 +55,9 @@ def found_in(
     model: LoadedModel, profile: Profile, routes: Any = None, allocators: Any = None, **options: Any
 ) -> CandidateSet:
     size = options.pop("size", SIZE)
-    return find_signal_candidates(model, profile, size, explored=explore(profile, size, routes, allocators), **options)
+    every_route, every_allocator = explore(profile, size)
+    explored = tuple(routes or every_route), tuple(allocators or every_allocator)
+    return find_signal_candidates(model, profile, size, explored=explored, **options)
 
 
 def kept(plan: Plan, phase: Any = "prefill") -> list[int]:
@@ -75,7 +76,7 @@ def test_everything_that_was_measured(model: LoadedModel) -> None:
     profile = profile_of(model)
     routes, allocators = explore(profile, SIZE)
     assert routes == ("none", "cosine", "error", "ppl", "nll")
-    assert set(CURVES) < set(allocators) < set(ALLOCATORS)
+    assert set(CURVES) < set(allocators)
     assert "ppl" not in allocators  # the worst of all patterns, whatever is used
     bare = profile_of(model, arrays={"nll": None, "full_nll": None, "entropy": None, "mean_entropy": None})
     routes, allocators = explore(bare, SIZE)
@@ -232,7 +233,7 @@ def test_other_phases_have_baselines_of_the_same_phases(model: LoadedModel, phas
 
 def test_budgets_of_both_phases_are_those_of_prefill_above_all_floors(model: LoadedModel) -> None:
     profile = profile_of(model)
-    explored = explore(profile, SIZE, ["cosine", "none"], ["nll-chosen", "entropy", "pyramid", *CURVES])
+    explored = ("cosine", "none"), ("nll-chosen", "entropy", "pyramid", *CURVES)
     both, alone = (find_signal_candidates(model, profile, SIZE, phases, explored) for phases in ("both", "prefill"))
     for name in ("tova + nll-chosen", "tova + entropy", "tova + curves", "curves-joint"):
         assert kept(both.candidates[name], "decode") == kept(alone.candidates[name]), name
@@ -276,18 +277,11 @@ def test_patterns_that_cannot_be_used_are_left_out_with_a_note(model: LoadedMode
 
 
 @pytest.mark.parametrize(
-    ("made", "size", "problem"),
-    [
-        ({"arrays": {"nll": None, "full_nll": None}}, SIZE, "no nll losses"),
-        ({"budgets": (8,)}, SIZE, "need losses at several budgets, the profile has 8"),
-        ({}, Size(budget=8), "measured at 8, 16, 32 entries, none below the mean of 8"),
-    ],
+    ("made", "size"),
+    [({"arrays": {"nll": None, "full_nll": None}}, SIZE), ({"budgets": (8,)}, SIZE), ({}, Size(budget=8))],
 )
-def test_why_there_are_no_curves(model: LoadedModel, made: dict[str, Any], size: Size, problem: str) -> None:
+def test_curves_take_losses_at_several_budgets(model: LoadedModel, made: dict[str, Any], size: Size) -> None:
     profile = profile_of(model, **made)
-    for curve in CURVES:
-        with pytest.raises(UsageError, match=f"allocator '{curve}' cannot be used: .*{problem}"):
-            explore(profile, size, allocators=[curve])
     assert not set(CURVES) & set(explore(profile, size)[1])
 
 

@@ -27,7 +27,7 @@ from kvsearch.results.selection import DECODE_ONLY
 from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection import Selection
 from kvsearch.selection.selection_job import SelectionJob, prepare_selection
-from kvsearch.selection.signal_candidates import explore, find_signal_candidates
+from kvsearch.selection.signal_candidates import find_signal_candidates
 from kvsearch.selection.splits import divide_contexts, halve_contexts
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
@@ -198,18 +198,17 @@ def answered_by(model: LoadedModel, plan: Plan, task: tiny.Listed) -> tiny.Liste
     return replace(task, rows=rows)
 
 
-EXPLORED = {"routes": ["cosine", "error"], "allocators": ["uniform", "entropy", "curves"]}
+EXPLORED = ("cosine", "error"), ("uniform", "entropy", "curves")
 
 
 def prepared_of(model: LoadedModel, profile: Profile, favourite: str | None, **options: Any) -> SelectionJob:
     tasks = [questions_of(*range(16), each=2), questions_of(*range(16, 26), each=2)]
-    explored = explore(profile, SIZE, **EXPLORED)
     if favourite is not None:
         when = options.get("phases", "prefill")
-        plan = find_signal_candidates(model, profile, SIZE, when, explored).plans[favourite]
+        plan = find_signal_candidates(model, profile, SIZE, when, EXPLORED).plans[favourite]
         tasks = [answered_by(model, plan, task) for task in tasks]
     return prepare_selection(
-        model, profile, SIZE, *(Split([task], **HOW) for task in tasks), explored=explored, **options
+        model, profile, SIZE, *(Split([task], **HOW) for task in tasks), explored=EXPLORED, **options
     )
 
 
@@ -271,7 +270,7 @@ def test_a_baseline_that_is_as_good_is_written_instead(lost: Selection) -> None:
 
 
 def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, profile: Profile) -> None:
-    explored = explore(profile, SIZE, routes=["none"], allocators=["uniform"])
+    explored = ("none",), ("uniform",)
     tasks = [questions_of(*range(6)), questions_of(*range(6, 9))]
     plan = find_signal_candidates(model, profile, SIZE, "prefill", explored).plans["streaming"]
     asked, reported = ([answered_by(model, plan, task)] for task in tasks)
@@ -281,7 +280,7 @@ def test_without_candidates_the_best_baseline_is_written(model: LoadedModel, pro
     assert (found.chosen.winner, found.chosen.written, found.chosen.count("candidate")) == (None, "streaming", 0)
     told = found.plan.provenance.settings
     assert (told["fallback"], told["candidates"], told["lead"]) == (True, 0, None)
-    assert json.loads(json.dumps(selection_result(found).as_json(), allow_nan=False))["outcomes"][0]["winner"] is None
+    assert json.loads(json.dumps(selection_result(found).as_json(), allow_nan=False))["chosen"]["winner"] is None
     assert "every strategy is a baseline" in rendered(tables(selection_result(found)))
 
 

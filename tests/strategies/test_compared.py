@@ -309,8 +309,6 @@ def test_plans_that_do_not_fit_the_methods(model: LoadedModel, tmp_path: Path) -
     named = written(model, tmp_path, "streaming", scaling="fixed")
     with pytest.raises(UsageError, match=r"cannot be called streaming\.json: the name is taken by a method"):
         ask(named)
-    with pytest.raises(UsageError, match="unknown subject 'mine'"):
-        ask(fixed, budgets="15,16", subject="mine")
     partly = Plan.model_validate(tiny.plan_for(model, [[15, 15], None, [15, 15], None], scaling="fixed").model_dump())
     save_plan(partly, tmp_path / "partly.json")
     request = read_request([tmp_path / "partly.json"], "streaming", "15")
