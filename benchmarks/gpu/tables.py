@@ -108,7 +108,7 @@ def bench_table(costs: Rows) -> str:
             "peak GB": cost["peak_bytes"] / 1e9,
             "prompt s": cost["prefill_seconds"], "share of its floor": cost["prefill_floor_share"],
             "ms per token": 1e3 * cost["token_seconds"], "floor ms": 1e3 * cost["floor_seconds"],
-            "share": cost["floor_share"], "kernels": cost["kernels"], "waits": cost["waits"],
+            "share": cost["floor_share"],
         }
         for cost in costs
     ]  # fmt: skip

@@ -26,8 +26,7 @@ class CacheCosts:
     Seconds are medians; a speed-up is how many times as fast it is as `DynamicCache`; `entries` are the mean per kv
     head of the full-attention layers after the prompt, `held_bytes` those of the cache then, `peak_bytes` the most that
     was allocated at a time beyond the weights while the prompt was read and a few tokens came. `floor_seconds` is the
-    floor of a token on this machine, `prefill_floor_seconds` that of the prompts (None: a file of an older version).
-    Only on a GPU are `kernels` launched, and `waits` of the host, per step; the largest batch is that of
+    floor of a token on this machine, `prefill_floor_seconds` that of the prompts. The largest batch is that of
     `kvsearch.benchmark.capacity`, where it was asked for, and `compiled_seconds` those of a token in compiled steps.
     """
 
@@ -43,9 +42,7 @@ class CacheCosts:
     tokens_per_second: float
     token_speedup: float
     floor_seconds: float
-    prefill_floor_seconds: float | None = None
-    kernels: float | None = None
-    waits: float | None = None
+    prefill_floor_seconds: float
     largest_batch: Count | None = None
     largest_tokens_per_second: float | None = None
     compiled_seconds: float | None = None
@@ -56,6 +53,6 @@ class CacheCosts:
         return self.floor_seconds / self.token_seconds
 
     @property
-    def prefill_floor_share(self) -> float | None:
-        """How near to the floor the prompts are; None where that is not known."""
-        return None if self.prefill_floor_seconds is None else self.prefill_floor_seconds / self.prefill_seconds
+    def prefill_floor_share(self) -> float:
+        """How near to the floor the prompts are."""
+        return self.prefill_floor_seconds / self.prefill_seconds

@@ -48,11 +48,6 @@ FULL = "kvsearch, full"
 COPIED = 2**27  # bytes that the bandwidth is measured with
 WIDEST = 8192  # rows and columns of the largest matrices that are multiplied
 ENOUGH = 0.005  # seconds of a product that is long enough to be believed
-LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaLaunchCooperativeKernel")
-WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cuStreamSynchronize", "cuEventSynchronize")
-# steps of two counts, whose difference is free of what comes before and after them
-FEW = 2
-MANY = 6
 
 
 @dataclass(frozen=True)
@@ -168,11 +163,6 @@ def measure(
             if compiled is not None and not compiled.failed and isinstance(cache, PlanCache):
                 seconds = decode_seconds(model, cache, work.batch, work.steps, compiled)
                 compiled_token[kind.name].append(seconds / work.steps)
-        launched = {}
-        for kind in kinds:
-            model.set_attn_implementation(kind.implementation)
-            steps_of = partial(decode_seconds, model, caches[kind.name], work.batch)
-            launched[kind.name] = count_launches(model.device, steps_of)
     finally:
         model.set_attn_implementation(before)
     prefill = {name: seconds[1:] for name, seconds in prefill.items()}  # the first round warms up
@@ -182,7 +172,6 @@ def measure(
     costs = []
     for name in prefill:
         entries, size = held[name]
-        kernels, waits = launched[name] or (None, None)
         costs.append(
             CacheCosts(
                 cache=name,
@@ -198,8 +187,6 @@ def measure(
                 token_speedup=statistics.median(map(truediv, token[first], token[name])),
                 floor_seconds=roofline.floor(*token_work(model, work.batch, entries, size)),
                 prefill_floor_seconds=roofline.floor(*prompt_work(model, work.batch, work.length)),
-                kernels=kernels,
-                waits=waits,
                 compiled_seconds=statistics.median(compiled_token[name]) if compiled_token[name] else None,
             )
         )
@@ -387,33 +374,3 @@ def read_weights(model: Any) -> int:
     tied = output is None or output.weight is embedding.weight
     total = sum(parameter.nbytes for parameter in model.parameters())
     return int(total if tied else total - embedding.weight.nbytes)
-
-
-def count_launches(device: torch.device, steps: Callable[[int], object]) -> tuple[float, float] | None:
-    """Return the kernels (a graph counts as one) and waits of the host per step on a GPU; None on other devices.
-
-    `steps` does so many steps. What is compiled or captured at a first step must be there before.
-    """
-    if device.type != "cuda":
-        return None
-    return per_step(_calls(device, steps, FEW), _calls(device, steps, MANY))
-
-
-def per_step(few: Sequence[str], many: Sequence[str]) -> tuple[float, float]:
-    """Return the kernels and waits of one step, given the names of CUDA's calls during `FEW` and `MANY` steps."""
-
-    def counted(calls: tuple[str, ...]) -> float:
-        more, fewer = (sum(name.startswith(calls) for name in names) for names in (many, few))
-        return (more - fewer) / (MANY - FEW)
-
-    return counted(LAUNCHES), counted(WAITS)
-
-
-def _calls(device: torch.device, steps: Callable[[int], object], count: int) -> list[str]:
-    from torch.profiler import ProfilerActivity, profile
-
-    synchronise(device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
-        steps(count)
-        synchronise(device)
-    return [event.name() for event in record.profiler.kineto_results.events()]

@@ -131,13 +131,10 @@ class SpeedView(Result):
     def measured(self) -> str:
         """Return on what it was measured, and how."""
         at = self.machine
-        roofline = ""
-        if "bandwidth" in at:
-            roofline = f"; here {at['bandwidth'] / 1e9:,.1f} GB/s, {at['flops'] / 1e12:,.2f} TFLOP/s"
         return (
             f"{at['model']}, {at['dtype']}, {at['device']}, {at['threads']} threads, torch {at['torch']}, transformers "
-            f"{at['transformers']}; medians of {at['rounds']} rounds of {at['new_tokens']} new tokens, caches in turn"
-            f"{roofline}"
+            f"{at['transformers']}; medians of {at['rounds']} rounds of {at['new_tokens']} new tokens, caches in turn; "
+            f"here {at['bandwidth'] / 1e9:,.1f} GB/s, {at['flops'] / 1e12:,.2f} TFLOP/s"
         )
 
 
@@ -158,8 +155,6 @@ def _cells(costs: CacheCosts) -> dict[str, Cell]:
         "floor ms": Cell.number(1e3 * costs.floor_seconds, ".3f"),
         "floor ": Cell.number(costs.floor_share, ".0%"),
         "compiled ms": Cell.number(costs.compiled_seconds and 1e3 * costs.compiled_seconds, ".3f"),
-        "kernels": Cell.number(costs.kernels, ",.0f"),
-        "waits": Cell.number(costs.waits, ",.1f"),
         "largest batch": Cell.number(costs.largest_batch, ","),
         "its tokens/s": Cell.number(costs.largest_tokens_per_second, ",.1f"),
     }

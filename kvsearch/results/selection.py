@@ -26,8 +26,8 @@ class SelectionResult(Result):
 
     `decision` says what was `chosen` and why, and `reported` what the report split says of that. `uniform` is the
     strategy with equal budgets that is in every report, `total` counts the entries of the written plan; `plan` is its
-    file, where the record is not beside it. Of a run, `loss` is what it loses to the full cache on the report split, `words` say all
-    that in sentences.
+    file, where the record is not beside it. Of a run, `loss` is what it loses to the full cache on the report
+    split, `words` say all that in sentences.
     """
 
     SCHEMA: ClassVar[str] = "kvsearch.selection/4"

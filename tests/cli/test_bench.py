@@ -89,7 +89,7 @@ def test_the_largest_batch_and_what_show_and_report_read(
     # a sequence of 66 tokens in 6 layers of 2 heads: 12 * 2 * 32 * 4 bytes a token, beside it what a step takes
     assert 1 < costs["StaticCache", 64]["largest_batch"] < 5e6 / (66 * 3072)
     assert costs[ours, 64]["largest_batch"] > costs["DynamicCache", 64]["largest_batch"]
-    assert all(row["largest_tokens_per_second"] > 0 and row["kernels"] is None for row in costs.values())
+    assert all(row["largest_tokens_per_second"] > 0 for row in costs.values())
     for floor, seconds in (("floor", "token_seconds"), ("prefill_floor", "prefill_seconds")):
         assert 0 < costs[ours, 64][f"{floor}_share"] == costs[ours, 64][f"{floor}_seconds"] / costs[ours, 64][seconds]
     assert json.loads(out)["machine"]["bandwidth"] > 0 < json.loads(out)["machine"]["flops"]
