@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.config.options import RESULT, Listed, option
+from kvsearch.config.options import RESULT, Listed, Names, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries
 from kvsearch.core.files import check_output, read_bytes
@@ -46,6 +46,8 @@ class SelectOptions(OnSignals, Deciding):
         metavar="N,N...",
     )
     phases: str = option("prefill", "When to evict: prefill, decode or both.")
+    routes: Names | None = None  # this and the next are for tables of papers, see `explore`
+    allocators: Names | None = None
     run: Path | None = option(
         None,
         "Keep replies and selection.json here; the same command goes on where it stopped.",
@@ -168,6 +170,7 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
     phases_of(options.phases)
     tasks = {name: options.find_tasks(options.measured, name) for name in ("select", "report")}
     from kvsearch.selection.selection_job import prepare_selection
+    from kvsearch.selection.signal_candidates import explore
 
     protocol = options.asked_protocol
     choice, reported = (options.split(name, asked, protocol).without(options.used) for name, asked in tasks.items())
@@ -178,9 +181,11 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
         if options.force or not (place / SELECTION).exists():
             check_output(output, options.force)
     loaded = options.load_calibrated(reporter)
-    selections = [
-        prepare_selection(loaded, profile, size, choice, reported, options.phases, rule=rule) for size in sizes
-    ]
+    selections = []
+    for size in sizes:
+        explored = explore(profile, size, options.routes, options.allocators)
+        selection = prepare_selection(loaded, profile, size, choice, reported, options.phases, explored, rule)
+        selections.append(selection)
     if options.samples is not None:
         warn_of_coverage(reporter, [*selections[0].race.encoded, *selections[0].report_prompts])
     return list(zip(places, outputs, selections, strict=True))

@@ -50,8 +50,10 @@ STANDARD_ALLOCATORS: Final = (
 Explored = tuple[tuple[str, ...], tuple[str, ...]]  # candidates are every route (or pattern) with every allocator
 
 
-def explore(profile: Profile, size: Size) -> Explored:
-    """Return the standard routes and allocators, as far as they were measured.
+def explore(
+    profile: Profile, size: Size, routes: Sequence[str] | None = None, allocators: Sequence[str] | None = None
+) -> Explored:
+    """Return the standard routes and allocators, or these, as far as they were measured.
 
     A route is one of `ROUTES`, or "none", which is every pattern in all layers. An allocator is a sensitivity; "curves"
     shares by loss curves of the routed patterns, no layer below the smallest measured budget; "curves-joint" by those
@@ -60,13 +62,13 @@ def explore(profile: Profile, size: Size) -> Explored:
     """
     table = SignalTable(profile)
     measured = table.axes.budgets
-    routes = {NONE, *table.routes}
-    allocators = {UNIFORM, PYRAMID, *table.sensitivities}
+    known_routes = {NONE, *table.routes}
+    known_allocators = {UNIFORM, PYRAMID, *table.sensitivities}
     if "nll" in table.routes and len(measured) > 1 and measured[0] < size.pool(profile.metadata).mean:
-        allocators |= {CURVES, JOINT_CURVES}
+        known_allocators |= {CURVES, JOINT_CURVES}
     return (
-        tuple(name for name in STANDARD_ROUTES if name in routes),
-        tuple(name for name in STANDARD_ALLOCATORS if name in allocators),
+        tuple(name for name in routes or STANDARD_ROUTES if name in known_routes),
+        tuple(name for name in allocators or STANDARD_ALLOCATORS if name in known_allocators),
     )
 
 
