@@ -31,7 +31,7 @@ from kvsearch.cli.progress import Count, bar, lines
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning
 from kvsearch.core.files import check_target
 from kvsearch.core.printed import brief, visible, visible_line, visible_reply
-from kvsearch.core.progress import Progress, SecondsLeft, Title
+from kvsearch.core.progress import Progress, Title
 from kvsearch.core.resources import package_version
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.report.screen import WIDEST
@@ -137,9 +137,9 @@ class Console:
             yield
 
     @contextmanager
-    def progress(self, what: Title, left: SecondsLeft | None = None) -> Iterator[Progress]:
+    def progress(self, what: Title) -> Iterator[Progress]:
         """Show how far something is: a bar on a terminal, a line every half minute elsewhere."""
-        count = Count(what, left)
+        count = Count(what)
         with self._timed(count), bar(count, self.reporter) if self._on_terminal else lines(count, self.say) as shown:
             yield shown
 

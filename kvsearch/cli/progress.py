@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvsearch.core.printed import visible_line
-from kvsearch.core.progress import Progress, SecondsLeft, TimeLeft, Title, clock_words
+from kvsearch.core.progress import Progress, Title, clock_words
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -19,18 +19,13 @@ SOON = 0.05  # share that is done before a time left is told
 
 
 class Count:
-    """How much of `what` is done, and a time left that never rises: `estimate` says it, else what was done so far."""
+    """How much of `what` is done, and the time left at the speed so far."""
 
-    def __init__(
-        self, what: Title, estimate: SecondsLeft | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, what: Title, clock: Callable[[], float] = time.monotonic) -> None:
         self.what = what
-        self.estimate = estimate or self._by_speed
         self.clock = clock
         self.done = 0
         self.total: int | None = None
-        self._left = TimeLeft()
-        self._part = 0
         self._before: int | None = None  # what was done when this began: what is kept is found again in no time
         self._started = self._since = clock()
 
@@ -39,8 +34,6 @@ class Count:
         if self._before is None or done < self.done:  # another part begins
             self._before = done
             self._since = self.clock()
-            self._left = TimeLeft()
-            self._part += 1
         self.done = done
         self.total = total
 
@@ -55,9 +48,13 @@ class Count:
         return self.clock() - self._started
 
     def left(self) -> str:
-        """Return the time left in words, of a part that is not the first with its number; nothing if it is unknown."""
-        words = self._left.words(self.estimate())
-        return f"part {self._part}: {words}" if words and self._part > 1 else words
+        """Return the time left in words; nothing before a twentieth of what this part has to do is done."""
+        assert self.total is not None
+        before = self._before or 0
+        new = self.done - before
+        if new <= 0 or new < SOON * (self.total - before):
+            return ""
+        return f"about {clock_words((self.clock() - self._since) * (self.total - self.done) / new)} left"
 
     def words(self) -> str:
         """Return how far it is, with the time left where that can be told."""
@@ -65,14 +62,6 @@ class Count:
             return f"{self.title}: begun {clock_words(self.spent)} ago"
         share = self.done / self.total if self.total else 1.0
         return ", ".join(filter(None, (f"{self.title}: {share:.0%} in {clock_words(self.spent)}", self.left())))
-
-    def _by_speed(self) -> float | None:
-        """Return the seconds left at the speed since this part began; None before a twentieth of it is done."""
-        assert self.total is not None
-        new = self.done - (self._before or 0)
-        if new <= 0 or new < SOON * (self.total - (self._before or 0)):
-            return None
-        return (self.clock() - self._since) * (self.total - self.done) / new
 
 
 @contextmanager

@@ -58,6 +58,12 @@ def view_output(view: View) -> Output:
     return Output(view.as_json, shown_parts(view.parts))
 
 
+def listed(listing: tuple[dict[str, Any], Iterable[RenderableType]]) -> Output:
+    """Return the output of a listing, for programs and for people."""
+    content, lines = listing
+    return Output(lambda: content, shown_parts(lambda: lines))
+
+
 def print_dry_run(function: Callable[[Any, Reporter], View], checked: Any, console: Console) -> None:
     """Print what a job would do."""
     from kvsearch.jobs.public import run_job

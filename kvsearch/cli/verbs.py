@@ -8,7 +8,18 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.cli.registry import VERBS, Output, job_verb, print_dry_run, said, shown_as, shown_parts, verb, view_output
+from kvsearch.cli.registry import (
+    VERBS,
+    Output,
+    job_verb,
+    listed,
+    print_dry_run,
+    said,
+    shown_as,
+    shown_parts,
+    verb,
+    view_output,
+)
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.report.numbers import counted
 
@@ -17,13 +28,13 @@ if TYPE_CHECKING:
 
     from kvsearch.cli.console import Console
     from kvsearch.config.options import JobOptions
-    from kvsearch.evaluation.answer import Reply
+    from kvsearch.evaluation.answer import CompressedContext, Reply
     from kvsearch.jobs.calibrate import CalibrateOptions
     from kvsearch.jobs.evaluate import EvaluateOptions
     from kvsearch.jobs.export import ExportOptions
-    from kvsearch.jobs.generate import CompressOptions, GenerateOptions, SavedContext
+    from kvsearch.jobs.generate import CompressOptions, GenerateOptions
     from kvsearch.jobs.listings import Listing
-    from kvsearch.jobs.report import Report, ReportOptions, VerifyOptions
+    from kvsearch.jobs.report import ReportOptions, VerifyOptions
     from kvsearch.jobs.reproduce import ReproduceOptions
     from kvsearch.plan import Profile
     from kvsearch.report.costs import SpeedView
@@ -205,14 +216,17 @@ def generate(options: GenerateOptions, replies: Sequence[Reply]) -> Output:
 
 
 @job_verb("kvsearch.jobs.generate:CompressOptions", dry_run="estimate_compression")
-def compress(options: CompressOptions, saved: SavedContext) -> Output:
+def compress(options: CompressOptions, held: CompressedContext) -> Output:
     """Compress a context once under a plan, and save it to a file that can be queried any time.
 
     `kvsearch generate MODEL --cache FILE --prompt ...` answers from the file with the tokens that follow without the
     detour, on the same kind of device; another one rounds otherwise. Without --context a bundled model reads a text
     of its own.
     """
-    return Output(lambda: asdict(saved), said(saved.remarks(options)))
+    from kvsearch.jobs.generate import describe_saved, saved_words
+
+    saved = describe_saved(options, held)
+    return Output(lambda: saved, said(saved_words(options, saved)))
 
 
 @job_verb("kvsearch.jobs.bench:BenchOptions")
@@ -259,7 +273,7 @@ def verify(options: VerifyOptions, verification: Verification) -> Output:
 
 
 @job_verb("kvsearch.jobs.report:ReportOptions", job="write_report", dry_run="")
-def report(options: ReportOptions, page: Report) -> Output:
+def report(options: ReportOptions, written: dict[str, Any]) -> Output:
     """Write one self-contained HTML page about runs: figures, tables, and how they were made.
 
     Each run says in one sentence what was found. Every figure and table has its numbers as CSV; tables sort by a click
@@ -267,15 +281,11 @@ def report(options: ReportOptions, page: Report) -> Output:
 
     Example: kvsearch report runs/best runs/table -o report.html
     """
-    figures = page.count("figures")
-    tables = page.count("tables")
-    files = list(map(str, page.files))
-    content = {"report": str(page.output), "bytes": page.bytes, "figures": figures, "tables": tables, "files": files}
-    counts = f"{counted(figures, 'figure')}, {counted(tables, 'table')}"
-    lines = [f"wrote {page.output}: {counts}, {page.bytes / 1000:.0f} kB"]
-    if files:
-        lines.append(f"wrote {counted(len(files), 'file')} to {options.figures}")
-    return Output(lambda: content, said(lines))
+    counts = f"{counted(written['figures'], 'figure')}, {counted(written['tables'], 'table')}"
+    lines = [f"wrote {options.output}: {counts}, {written['bytes'] / 1000:.0f} kB"]
+    if written["files"]:
+        lines.append(f"wrote {counted(len(written['files']), 'file')} to {options.figures}")
+    return Output(lambda: written, said(lines))
 
 
 @job_verb("kvsearch.jobs.evaluate:HeadroomOptions", dry_run="estimate_headroom")
@@ -321,7 +331,7 @@ def policies(options: JobOptions, listing: Listing) -> Output:
 
     Example: kvsearch policies snapkv
     """
-    return Output(listing.as_json, shown_parts(listing.parts))
+    return listed(listing)
 
 
 @job_verb("kvsearch.jobs.listings:TasksOptions", dry_run="", needs_arguments=False)
@@ -341,7 +351,7 @@ def tasks(options: JobOptions, listing: Listing) -> Output:
 
     Example: kvsearch tasks ruler:vt
     """
-    return Output(listing.as_json, shown_parts(listing.parts))
+    return listed(listing)
 
 
 @job_verb("kvsearch.jobs.listings:RecipesOptions", dry_run="", needs_arguments=False)
@@ -352,7 +362,7 @@ def recipes(options: JobOptions, listing: Listing) -> Output:
 
     kvsearch recipes evolve/paper-8b
     """
-    return Output(listing.as_json, shown_parts(listing.parts))
+    return listed(listing)
 
 
 @job_verb("kvsearch.jobs.listings:DoctorOptions", dry_run="", needs_arguments=False)

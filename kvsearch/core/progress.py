@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 Item = TypeVar("Item")
 Progress = Callable[[int, int], None]  # what is done, and how much there is to do
 Title = str | Callable[[], str]  # of what is being done
-SecondsLeft = Callable[[], float | None]  # None where they cannot be told
-LATE = 1.5  # times the time left that was told: then it is not told any more
 
 
 def counted(items: Iterable[Item], total: int, progress: Progress | None) -> Iterator[Item]:
@@ -21,22 +18,6 @@ def counted(items: Iterable[Item], total: int, progress: Progress | None) -> Ite
         yield item
         if progress is not None:
             progress(done, total)
-
-
-class TimeLeft:
-    """A time left, in words, that never rises: where an estimate does by much, they say so."""
-
-    def __init__(self) -> None:
-        self.least = math.inf
-
-    def words(self, seconds: float | None) -> str:
-        """Return the least of all estimates so far; nothing without one."""
-        if seconds is None:
-            return ""
-        self.least = min(self.least, seconds)
-        if seconds > LATE * self.least:
-            return "longer than expected"
-        return f"about {clock_words(self.least)} left"
 
 
 def clock_words(seconds: float) -> str:

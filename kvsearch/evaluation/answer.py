@@ -52,7 +52,7 @@ class CompressedContext:
 
     @classmethod
     def read(
-        cls, loaded: LoadedModel, plan: Plan | None, ids: Tensor, *, exact: bool = False, chunk: int | None = None
+        cls, loaded: LoadedModel, plan: Plan | None, ids: Tensor, *, chunk: int | None = None
     ) -> CompressedContext:
         """Read a context of token ids [1, T] into the cache that `plan` allows (None: the full one).
 
@@ -67,16 +67,14 @@ class CompressedContext:
         if ids.shape[1] == 0:
             raise UsageError("there is nothing to compress: give a longer context or prompt")
         with running(loaded.model):
-            cache = PlanCache(loaded.model, program, exact=exact)
+            cache = PlanCache(loaded.model, program)
             compressed = read(loaded.model, cache, [ids[0]], 0, stop_tokens(loaded), chunk)
         return cls(loaded, cache, ids, compressed.first)
 
     @classmethod
-    def load(
-        cls, loaded: LoadedModel, path: Path, plan: Plan | None = None, *, exact: bool = False
-    ) -> CompressedContext:
+    def load(cls, loaded: LoadedModel, path: Path, plan: Plan | None = None) -> CompressedContext:
         """Take a context from a file that `save` wrote; errors as `PlanCache.load`, and UsageError of a batch."""
-        cache = PlanCache.load(path, loaded.model, plan, exact=exact)
+        cache = PlanCache.load(path, loaded.model, plan)
         if cache.tokens is None or len(cache.tokens) != 1 or cache.mask is not None:
             raise UsageError(f"{path} holds no single context with its tokens, as `kvsearch compress` writes them")
         return cls(loaded, cache, cache.tokens.long())
@@ -107,7 +105,6 @@ def answer(
     plain: str,
     max_new_tokens: int,
     *,
-    exact: bool = False,
     chunk: int | None = None,
 ) -> list[Reply]:
     """Answer each of the `prompts` greedily from a context that is compressed as `plan` says (None: keep all).
@@ -124,11 +121,11 @@ def answer(
     if isinstance(context, Path):
         if is_bare:
             raise UsageError("there is nothing to ask: give a --prompt with --cache")
-        held = CompressedContext.load(loaded, context, plan, exact=exact)
+        held = CompressedContext.load(loaded, context, plan)
     else:
         ids = formatted.context(context)
         if is_bare:  # a bare continuation: its last token starts it
             questions = [ids[:, -1:]]
             ids = ids[:, :-1]
-        held = CompressedContext.read(loaded, plan, ids, exact=exact, chunk=chunk)
+        held = CompressedContext.read(loaded, plan, ids, chunk=chunk)
     return [held.reply(formatted, question, max_new_tokens) for question in questions]

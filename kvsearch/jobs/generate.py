@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvsearch.config.options import QUESTIONS, RESULT, RULE, SIZE, Option, Repeated, Seeded, option
 from kvsearch.core.errors import UsageError
@@ -23,7 +22,7 @@ from kvsearch.tasks.given import example_for, given_text
 from kvsearch.tasks.prompts import PromptFormat
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.answer import Reply
+    from kvsearch.evaluation.answer import CompressedContext, Reply
     from kvsearch.models.loading import LoadedModel
 
 
@@ -41,7 +40,6 @@ class GenerateOptions(WithModel, Seeded):
     )
     max_new_tokens: int = option(64, "Longest reply, in tokens.", RULE, ge=1)
     chunk: int | None = option(None, CHUNK, ge=1)
-    exact: bool = option(False, "Layers that lose nothing decode bit-identically.")
 
     def read(self) -> tuple[Plan | None, str, list[str], str]:
         """Return the plan, the context, the prompts, and how one follows the context without a chat template.
@@ -70,12 +68,10 @@ class GenerateOptions(WithModel, Seeded):
 
     def plan_for(self, loaded: LoadedModel, plan: Plan | None) -> Plan | None:
         """Return the plan that is read, else the one beside the model, None: the full cache; errors as `load_plan`."""
-        place: str | Path | None = self.plan
         if plan is None and self.cache is None and getattr(loaded.model.config, MODEL_KEY, None):
-            place = plan_beside(loaded.model)
-            plan = checked_plan(place)
+            plan = checked_plan(plan_beside(loaded.model))
         if plan is not None:
-            plan.model.require(loaded.fingerprint, f"the plan {place}")
+            plan.model.require(loaded.fingerprint, f"the plan {self.plan or 'beside the model'}")
         return plan
 
 
@@ -108,9 +104,7 @@ def generate(options: GenerateOptions, reporter: Reporter) -> list[Reply]:
     loaded = options.load(options.model, reporter)
     plan = options.plan_for(loaded, plan)
     source = options.cache or context
-    replies = answer(
-        loaded, plan, source, prompts, plain, options.max_new_tokens, exact=options.exact, chunk=options.chunk
-    )
+    replies = answer(loaded, plan, source, prompts, plain, options.max_new_tokens, chunk=options.chunk)
     if options.cache is None and plan is not None and replies[0].entries == replies[0].full_entries:
         reporter.warn(
             f"nothing was evicted: the plan {options.plan or 'beside the model'} keeps all "
@@ -120,30 +114,6 @@ def generate(options: GenerateOptions, reporter: Reporter) -> list[Reply]:
 
 
 # --- a context in a file ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SavedContext:
-    """A context in a file: tokens read, entries of all full-attention layers, and bytes in memory and on disk."""
-
-    path: str
-    context_tokens: int
-    entries: int
-    full_entries: int
-    bytes: int
-    full_bytes: int
-    file_bytes: int
-
-    def remarks(self, options: CompressOptions) -> Iterator[str]:
-        """Say what was written, and how to ask it."""
-        share = 100 * self.file_bytes / self.full_bytes
-        yield (
-            f"wrote {self.path}: {self.context_tokens} tokens, {self.entries} of {self.full_entries} entries; "
-            f"{self.file_bytes / 2**20:.2f} MiB on disk, {share:.1f}% of the full cache's "
-            f"{self.full_bytes / 2**20:.2f} MiB"
-        )
-        how = flags_of(options, Loading.model_fields)
-        yield following("generate", options.model, "--cache", self.path, "--prompt", "...", *how)
 
 
 class CompressOptions(WithModel, Seeded):
@@ -178,7 +148,7 @@ def estimate_compression(options: CompressOptions, reporter: Reporter) -> Foreca
 
 
 @job(CompressOptions)
-def compress(options: CompressOptions, reporter: Reporter) -> SavedContext:
+def compress(options: CompressOptions, reporter: Reporter) -> CompressedContext:
     """Read a context into the cache that a plan allows, and write that to a file: see `PlanCache.save`.
 
     `kvsearch generate --cache` and `PlanCache.load` answer from it with the tokens that follow without the detour.
@@ -194,6 +164,25 @@ def compress(options: CompressOptions, reporter: Reporter) -> SavedContext:
     loaded = options.load(options.model, reporter)
     ids = PromptFormat(loaded.tokenizer).context(context)
     held = CompressedContext.read(loaded, plan, ids, chunk=options.chunk)
-    size = held.save(options.output, overwrite=options.force)
-    sizes = (held.entries, held.full_entries, held.bytes, held.full_bytes, size)
-    return SavedContext(str(options.output), held.ids.shape[1], *sizes)
+    held.save(options.output, overwrite=options.force)
+    return held
+
+
+def describe_saved(options: CompressOptions, held: CompressedContext) -> dict[str, Any]:
+    """Return what was written, as JSON: entries are those of all full-attention layers."""
+    return {
+        "path": str(options.output), "context_tokens": held.ids.shape[1], "entries": held.entries,
+        "full_entries": held.full_entries, "bytes": held.bytes, "full_bytes": held.full_bytes,
+        "file_bytes": options.output.stat().st_size,
+    }  # fmt: skip
+
+
+def saved_words(options: CompressOptions, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Say what was written, and how to ask it."""
+    on_disk = f"{saved['file_bytes'] / 2**20:.2f} MiB on disk, {100 * saved['file_bytes'] / saved['full_bytes']:.1f}%"
+    yield (
+        f"wrote {options.output}: {saved['context_tokens']} tokens, {saved['entries']} of {saved['full_entries']} "
+        f"entries; {on_disk} of the full cache's {saved['full_bytes'] / 2**20:.2f} MiB"
+    )
+    how = flags_of(options, Loading.model_fields)
+    yield following("generate", options.model, "--cache", options.output, "--prompt", "...", *how)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -30,21 +30,8 @@ PACKAGES = (
 EXTRAS = ("ray", "lm-eval")
 MISSING = "missing"
 OPEN = "depends on its parameters"
+Listing = tuple[dict[str, Any], "Iterable[RenderableType]"]  # for programs, and line by line for people
 STAGES = {None: OPEN, 1: "one score chooses what stays", 2: "two scores in turn choose what stays"}
-
-
-@dataclass(frozen=True)
-class Listing:
-    """What is listed: for programs, and line by line for people."""
-
-    content: Mapping[str, Any]
-    lines: Iterable[RenderableType]
-
-    def as_json(self) -> dict[str, Any]:
-        return dict(self.content)
-
-    def parts(self) -> Iterator[RenderableType]:
-        yield from self.lines
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
@@ -68,12 +55,12 @@ def policies(options: PoliciesOptions, reporter: Reporter) -> Listing:  # noqa: 
     """Return all policies, or all there is to know about one."""
     if options.name is not None:
         policy = describe_policy(options.name)
-        return Listing(asdict(policy), _policy_lines(policy))
+        return asdict(policy), _policy_lines(policy)
     known, faults = catalog()
     rows = [(one.name, " ".join(one.phases) or "-", _decode_rule(one), one.source, one.package) for one in known]
     table = _table("eviction policies", ["name", "phases", "while decoding", "source", "package"], rows)
     content = {"policies": list(map(asdict, known)), "problems": faults}
-    return Listing(content, [table, *("{name} ({package}): {error}".format(**fault) for fault in faults)])
+    return content, [table, *("{name} ({package}): {error}".format(**fault) for fault in faults)]
 
 
 def _policy_lines(policy: PolicyFacts) -> Iterator[str]:
@@ -116,13 +103,13 @@ def tasks(options: TasksOptions, reporter: Reporter) -> Listing:  # noqa: ARG001
     known = describe_tasks(options.spec)
     content = {"tasks": [task.facts() for task in known], "sets": SETS}
     if len(known) == 1:
-        return Listing(content, _task_lines(known[0]))
+        return content, _task_lines(known[0])
     rows = [
         (one.spec, one.category, one.metric, ", ".join(one.packages) or "-", one.needs or one.source) for one in known
     ]
     table = _table("tasks", ["task", "category", "metric", "packages", "texts from"], rows)
     sets = "; ".join(f"{name} ({len(members)})" for name, members in SETS.items())
-    return Listing(content, [table, f"sets: {sets}. One in full: kvsearch tasks SPEC"])
+    return content, [table, f"sets: {sets}. One in full: kvsearch tasks SPEC"]
 
 
 def _task_lines(task: Entry) -> Iterator[str]:
@@ -152,10 +139,10 @@ def recipes(options: RecipesOptions, reporter: Reporter) -> Listing:  # noqa: AR
     if options.name is not None and options.name not in JOBS:
         name, path = shipped_recipe(options.name)
         text = path.read_text(encoding="utf-8")
-        return Listing({"name": name, "recipe": text}, text.splitlines())
+        return {"name": name, "recipe": text}, text.splitlines()
     rows = [(name, about(path)) for name, path in shipped_recipes(options.name or "").items()]
     table = _table("recipes: kvsearch COMMAND --recipe NAME", ["command/name", "what it is"], rows)
-    return Listing({"recipes": [{"name": name, "about": text} for name, text in rows]}, [table])
+    return {"recipes": [{"name": name, "about": text} for name, text in rows]}, [table]
 
 
 # --- doctor ---------------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvsearch.config.options import JobOptions, Repeated, option
 from kvsearch.core.errors import UsageError
@@ -105,23 +105,11 @@ class ReportOptions(JobOptions):
             raise UsageError(f"{self.output} is no report of kvsearch: choose another file, or --force to replace it")
 
 
-@dataclass(frozen=True)
-class Report:
-    """What was written: a page of so many `bytes`, and the files of its figures."""
-
-    output: Path
-    groups: list[Group]
-    bytes: int
-    files: list[Path]
-
-    def count(self, what: str) -> int:
-        """Return how many "figures" or "tables" there are."""
-        return sum(len(sheet[what]) for *_, sheets in self.groups for sheet in sheets)
-
-
 @job(ReportOptions)
-def write_report(options: ReportOptions, reporter: Reporter) -> Report:  # noqa: ARG001 - there is nothing to say meanwhile
+def write_report(options: ReportOptions, reporter: Reporter) -> dict[str, Any]:  # noqa: ARG001 - nothing to say meanwhile
     """Write one self-contained HTML page about runs, grouped by their models; unfinished runs show what is there.
+
+    Returns what was written: the page, its bytes, how many figures and tables it has, and the files of its figures.
 
     Raises:
         UsageError: nothing can be read at one of the paths, or the file is something else than a report.
@@ -137,7 +125,9 @@ def write_report(options: ReportOptions, reporter: Reporter) -> Report:  # noqa:
     files = [] if options.figures is None else _write_figures(groups, options.figures)
     page = render(groups)
     atomic_write(options.output, page)
-    return Report(options.output, groups, len(page), files)
+    sheets = [sheet for *_, sheets in groups for sheet in sheets]
+    counts = {what: sum(len(sheet[what]) for sheet in sheets) for what in ("figures", "tables")}
+    return {"report": str(options.output), "bytes": len(page), **counts, "files": list(map(str, files))}
 
 
 def _write_figures(groups: list[Group], directory: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvsearch.core.errors import KvsearchWarning
-from kvsearch.core.progress import Progress, SecondsLeft, Title
+from kvsearch.core.progress import Progress, Title
 from kvsearch.evaluation.reply_store import open_run, open_stage
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 AGAIN = "give the same command again to go on"
 FINISHED = "this run was finished: nothing was left to do"
 PARTS = 1000  # of the whole, as the display counts them
-KEPT = 0.1  # share of its time in which a stage ends that was finished before
+AT_ONCE = 1.0  # seconds in which a stage ends that was finished before
 
 
 class Reporter(Protocol):
@@ -34,8 +34,8 @@ class Reporter(Protocol):
     def warn(self, text: str) -> None:
         """Tell of something doubtful, on one line."""
 
-    def progress(self, what: Title, left: SecondsLeft | None = None) -> AbstractContextManager[Progress]:
-        """Show how far `what` is; `left` says how long it still takes (None: by its speed so far)."""
+    def progress(self, what: Title) -> AbstractContextManager[Progress]:
+        """Show how far `what` is."""
 
     def loading(self, name: str) -> AbstractContextManager[None]:
         """Be told that a model is loaded, by libraries that print."""
@@ -50,7 +50,7 @@ class Silent:
     def warn(self, text: str) -> None:
         warnings.warn(text, KvsearchWarning, stacklevel=4)
 
-    def progress(self, what: Title, left: SecondsLeft | None = None) -> AbstractContextManager[Progress]:  # noqa: ARG002
+    def progress(self, what: Title) -> AbstractContextManager[Progress]:  # noqa: ARG002
         return nullcontext(lambda *_: None)
 
     def loading(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
@@ -81,22 +81,15 @@ def on_interruption(reporter: Reporter, words: Callable[[], str]) -> Iterator[No
 
 
 class Overall:
-    """The stages of a long job by name, with the seconds that each is said to take; what was kept takes none.
+    """The stages of a long job by name, with how long each is said to take; what was kept is left out of the whole."""
 
-    A share `trust` of the whole counts as done at the speed that was said: the time left follows what is seen. It is 0
-    where stages have other weights than seconds.
-    """
-
-    def __init__(self, reporter: Reporter, work: Mapping[str, float], trust: float = 0.2) -> None:
+    def __init__(self, reporter: Reporter, work: Mapping[str, float]) -> None:
         self.reporter = reporter
         self.work = work
         self.whole = sum(work.values())
-        self.trusted = trust * self.whole
         self.show: Progress = lambda *_: None
         self.title = next(iter(work), "")
         self.done = 0.0
-        self._kept = 0.0
-        self._started = time.monotonic()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[StageReporter]:
@@ -106,16 +99,11 @@ class Overall:
         self.title = name
         self.reporter.say(f"stage {list(self.work).index(name) + 1} of {len(self.work)}: {name}")
         yield StageReporter(self.reporter, lambda share: self._at(before + share * self.work[name]))
-        if time.monotonic() - began < KEPT * self.work[name]:
-            self._kept += self.work[name]
-        self._at(before + self.work[name])
-
-    def left(self) -> float | None:
-        """Return the seconds that are left, at the speed so far; None where that cannot be told yet."""
-        done = self.done - self._kept + self.trusted
-        if done <= 0:
-            return None
-        return (time.monotonic() - self._started + self.trusted) / done * (self.whole - self.done)
+        if time.monotonic() - began < AT_ONCE:
+            self.whole -= self.work[name]
+            self.done = before
+        else:
+            self._at(before + self.work[name])
 
     def _at(self, done: float) -> None:
         self.done = max(self.done, done)
@@ -123,10 +111,10 @@ class Overall:
 
 
 @contextmanager
-def overall(reporter: Reporter, work: Mapping[str, float], trust: float = 0.2) -> Iterator[Overall]:
-    """Show one bar for stages that take so many seconds, see `Overall`."""
-    display = Overall(reporter, work, trust=trust)
-    with reporter.progress(lambda: display.title, display.left) as show:
+def overall(reporter: Reporter, work: Mapping[str, float]) -> Iterator[Overall]:
+    """Show one bar for stages that take so long, see `Overall`."""
+    display = Overall(reporter, work)
+    with reporter.progress(lambda: display.title) as show:
         display.show = show
         yield display
 
@@ -147,7 +135,7 @@ class StageReporter:
         self.reporter.warn(text)
 
     @contextmanager
-    def progress(self, what: Title, left: SecondsLeft | None = None) -> Iterator[Progress]:  # noqa: ARG002 - one display
+    def progress(self, what: Title) -> Iterator[Progress]:  # noqa: ARG002 - one display
         before = self.done
 
         def show(done: int, total: int) -> None:

@@ -389,7 +389,7 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> Reproduced:
     stages.require_data(loaded)
     unfinish(options.place, files)
     again = f"what is finished is kept in {options.place}: give the same command again to go on"
-    with on_interruption(reporter, lambda: again), overall(reporter, stages.work, trust=0) as whole:
+    with on_interruption(reporter, lambda: again), overall(reporter, stages.work) as whole:
         for stage in stages.all:
             with whole.stage(stage.name) as part:
                 stages.run(stage, loaded, part)

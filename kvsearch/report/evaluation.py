@@ -20,7 +20,7 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report import table
 from kvsearch.report.figures import Figure, HeatMap
 from kvsearch.report.numbers import asked_words, bounds, interval, outcomes, percent
-from kvsearch.report.table import Cell, RowGroup, Table
+from kvsearch.report.table import Cell, Table
 from kvsearch.results.evaluation import EvaluationResult, ScoreRow, count_tasks_won
 from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.names import FULL
@@ -78,7 +78,7 @@ def score_table(result: EvaluationResult, *, by_task: bool = True, intervals: bo
         ends = f" {bounds(score, '.1f')}" if intervals and not math.isnan(score.low) else ""
         return Cell(text + ends, text == best, score.mean)
 
-    groups = [RowGroup("", [[Cell(FULL), *(cell(row.of(result.full.scores)) for row in rows)]])]
+    groups = [("", [[Cell(FULL), *(cell(row.of(result.full.scores)) for row in rows)]])]
     for block in result.blocks:
         lines = [[Cell(method.name)] for method in block.methods]
         for row in rows:
@@ -87,7 +87,7 @@ def score_table(result: EvaluationResult, *, by_task: bool = True, intervals: bo
             best = max(texts, key=float) if len(texts) > 1 else None  # printed alike, none of them is better
             for line, score in zip(lines, scores, strict=True):
                 line.append(cell(score, best))
-        groups.append(RowGroup(block.heading, lines))
+        groups.append((block.heading, lines))
     few = ", ".join(row.name for row in rows if intervals and math.isnan(row.of(result.full.scores).low))
     notes = [*([f"fewer than {LEAST_CONTEXTS} contexts: no interval ({few})"] if few else []), *result.notes]
     if result.blocks[0].size is None:
@@ -115,7 +115,7 @@ def difference_table(result: EvaluationResult) -> Table:
                 if won is not None:
                     cells.append(Cell(outcomes(won), value=won.wins))
                 lines.append([Cell(name), *cells])
-        groups.append(RowGroup(block.heading, lines))
+        groups.append((block.heading, lines))
     title = (
         f"{result.model}: paired difference to {result.subject}, in points of 100, 95% interval; questions (and tasks) "
         f"won / tied / lost ({_how(result)})"
@@ -140,10 +140,10 @@ def held_table(result: EvaluationResult) -> Table:
             Cell.number(held.most, ".0f"),
         ]
 
-    groups = [RowGroup("", [line(FULL, full)])]
+    groups = [("", [line(FULL, full)])]
     for block in result.blocks:
         lines = [line(method.name, method.held) for method in block.methods]
-        groups.append(RowGroup(block.heading, lines))
+        groups.append((block.heading, lines))
     what = "context" if result.protocol == "question-agnostic" else "prompt"
     header = ["method", "entries", "share", "KiB", "share", "most entries while answering"]
     return Table(f"{result.model}: held after the {what}, mean ({_how(result)})", header, groups)
@@ -189,7 +189,7 @@ def losses_table(model: str, protocol: Protocol, losses: Sequence[LayerLoss]) ->
             ]
             for row in rows
         ]  # fmt: skip
-        groups.append(RowGroup("", lines))
+        groups.append(("", lines))
     title = f"{model}: layer attention output loss, L1 ({protocol})"
     return Table(title, LOSS_COLUMNS, groups, tuple(notes), words=("method",))
 

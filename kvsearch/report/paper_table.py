@@ -18,7 +18,7 @@ from kvsearch.core.printed import csv_text
 from kvsearch.papers.tables import TABLES, PaperTable, Stage, StageJob, View, find_table, model_of, numbers
 from kvsearch.plan import Plan, Profile
 from kvsearch.report.numbers import counted
-from kvsearch.report.table import Cell, RowGroup, Table
+from kvsearch.report.table import Cell, Table
 from kvsearch.results.base import Result
 from kvsearch.results.evaluation import SECTIONS, EvaluationResult, ScoreRow, SizeScores
 from kvsearch.runs.estimates import Estimate
@@ -95,7 +95,7 @@ class Reproduced(Result):
     def _table(self, cells: Sequence[MeasuredCell], caption: tuple[str, ...], notes: tuple[str, ...]) -> Table:
         columns = list(dict.fromkeys(cell.column for cell in cells))
         groups = [
-            RowGroup(block, list(self._rows([cell for cell in cells if cell.block == block], columns)))
+            (block, list(self._rows([cell for cell in cells if cell.block == block], columns)))
             for block in dict.fromkeys(cell.block for cell in cells)
         ]
         title = self.title if cells[0] is self.cells[0] else f"{self.title} (continued)"

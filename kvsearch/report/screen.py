@@ -52,10 +52,10 @@ def on_screen(table: Table) -> Group:
         style = {"padding": (0, 0, 0, 1), "show_edge": False, "pad_edge": False}
         header = [name.replace("_", "_\n") for name in header]
     shown = FittingTable("", header, left=(*header[:1], *table.words), **style)
-    for group in table.groups:
-        if group.heading:
-            shown.add_row(words(group.heading, "italic"))
-        for row in group.rows:
+    for heading, rows in table.groups:
+        if heading:
+            shown.add_row(words(heading, "italic"))
+        for row in rows:
             shown.add_row(*(words(cell.text, "bold" if cell.best else "") for cell in row))
         shown.add_section()
     return Group(words(table.title, "italic"), *map(words, table.above), shown, *map(words, table.notes))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvsearch.report.numbers import asked, bounds, chance_of, counted, interval, outcomes, percent
-from kvsearch.report.table import Cell, RowGroup, Table
+from kvsearch.report.table import Cell, Table
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.selection.selection import (
@@ -134,7 +134,7 @@ def _race_table(selection: SelectionResult) -> Table:
     header = ["choice", "kind", "contexts", "score", f"minus {result.best} (won / tied / lost)", "chance"]
     where = f"{selection.size.words}, {selection.protocol}, phases: {result.phases}"
     title = f"choice: {asked(result.asked)} of {result.available} ({where})"
-    return Table(title, header, [RowGroup("", rows)], tuple(notes))
+    return Table(title, header, [("", rows)], tuple(notes))
 
 
 def report_table(selection: SelectionResult) -> Table:
@@ -157,7 +157,7 @@ def report_table(selection: SelectionResult) -> Table:
     ]  # fmt: skip
     header = ["report", "what it is", "score", "entries", "most entries"]
     title = f"report split: {asked(report.asked)}, phases: {chosen.phases}"
-    return Table(title, header, [RowGroup("", rows)], (selection.reported, *selection.notes))
+    return Table(title, header, [("", rows)], (selection.reported, *selection.notes))
 
 
 def best_first(scores: Mapping[str, Estimate]) -> list[tuple[str, Estimate]]:

@@ -47,12 +47,7 @@ class Cell(NamedTuple):
         return cls(interval(estimate, form), value=estimate.mean)
 
 
-@dataclass(frozen=True)
-class RowGroup:
-    """Rows under a common heading ("": none); the first cell of a row names it."""
-
-    heading: str
-    rows: list[list[Cell]]
+RowGroup = tuple[str, list[list[Cell]]]  # a common heading ("": none), and rows, of which the first cell is the name
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ class Table:
     def plain(cls, title: str, header: Sequence[str], rows: Iterable[Sequence[Any]], **details: Any) -> Table:
         """Return a table of one group; what is no cell is printed as it is."""
         cells = [[cell if isinstance(cell, Cell) else Cell.of(cell) for cell in row] for row in rows]
-        return cls(title, header, [RowGroup("", cells)], **details)
+        return cls(title, header, [("", cells)], **details)
 
     @classmethod
     def numbers(
@@ -87,7 +82,7 @@ class Table:
     @property
     def rows(self) -> list[list[Cell]]:
         """The rows of all groups."""
-        return [row for group in self.groups for row in group.rows]
+        return [row for _, rows in self.groups for row in rows]
 
     def as_json(self) -> dict[str, Any]:
         """Return the title and the rows by column, numbers in full."""
@@ -110,24 +105,24 @@ def write_tables(tables: Iterable[Table], path: Path, overwrite: bool = True) ->
 
 def csv(table: Table) -> str:
     """Return a table as CSV, the headings of its groups in a column of their own where it has any."""
-    grouped = any(group.heading for group in table.groups)
-    rows = [["group", *table.header] if grouped else table.header]
-    for group in table.groups:
-        heading = [group.heading] if grouped else []
-        rows += [[*heading, *(cell.text for cell in row)] for row in group.rows]
-    return csv_text(rows)
+    grouped = any(heading for heading, _ in table.groups)
+    lines = [["group", *table.header] if grouped else table.header]
+    for heading, rows in table.groups:
+        first = [heading] if grouped else []
+        lines += [[*first, *(cell.text for cell in row)] for row in rows]
+    return csv_text(lines)
 
 
 def markdown(table: Table) -> str:
     """Return a Markdown table under its title; the best cells are bold, headings of groups are rows of their own."""
-    rows = [list(map(markdown_text, table.header)), ["---", *["---:"] * (len(table.header) - 1)]]
-    for group in table.groups:
-        if group.heading:
-            rows.append([f"*{markdown_text(group.heading)}*", *[""] * (len(table.header) - 1)])
-        for row in group.rows:
+    written = [list(map(markdown_text, table.header)), ["---", *["---:"] * (len(table.header) - 1)]]
+    for heading, rows in table.groups:
+        if heading:
+            written.append([f"*{markdown_text(heading)}*", *[""] * (len(table.header) - 1)])
+        for row in rows:
             cells = ((markdown_text(cell.text), cell.best) for cell in row)
-            rows.append([f"**{text}**" if best else text for text, best in cells])
-    lines = [f"| {' | '.join(row)} |" for row in rows]
+            written.append([f"**{text}**" if best else text for text, best in cells])
+    lines = [f"| {' | '.join(row)} |" for row in written]
     notes = [f"- {markdown_text(note)}" for note in table.notes]
     above = [line for note in table.above for line in (markdown_text(note), "")]
     return "\n".join([f"**{markdown_text(table.title)}**", "", *above, *lines, *([""] if notes else []), *notes, ""])
@@ -145,11 +140,11 @@ def latex(table: Table) -> str:
         r"\toprule",
         _tex_row(list(map(Cell, table.header))),
     ]
-    for group in table.groups:
+    for heading, rows in table.groups:
         lines.append(r"\midrule")
-        if group.heading:
-            lines.append(rf"\multicolumn{{{width}}}{{l}}{{\emph{{{_tex(group.heading)}}}}} \\")
-        lines += [_tex_row(row) for row in group.rows]
+        if heading:
+            lines.append(rf"\multicolumn{{{width}}}{{l}}{{\emph{{{_tex(heading)}}}}} \\")
+        lines += [_tex_row(row) for row in rows]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""])
 
 

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from kvsearch.report.artifacts import open_path
 from kvsearch.report.figures import Figure, HeatMap, LineChart, Series
 from kvsearch.report.page import data_link, draw_svg, groups_of, render
-from kvsearch.report.table import Cell, RowGroup, Table
+from kvsearch.report.table import Cell, Table
 from tests.examples import at_most
 from tests.report.reader import Reader
 from tests.report.test_figures import FIGURES
@@ -32,7 +32,7 @@ def hostile() -> str:
         Figure("cells", HOSTILE, "", cells),
     ]
     row = [Cell(HOSTILE), Cell(HOSTILE)]
-    rows = Table(HOSTILE, [HOSTILE, HOSTILE], [RowGroup(HOSTILE, [row])], (HOSTILE,), (HOSTILE,))
+    rows = Table(HOSTILE, [HOSTILE, HOSTILE], [(HOSTILE, [row])], (HOSTILE,), (HOSTILE,))
     sheet = {
         **dict.fromkeys(("path", "kind", "answer", "note"), HOSTILE), "figures": figures, "tables": [rows],
         **{key: [HOSTILE] for key in ("lines", "commands", "names")}, "choices": (),

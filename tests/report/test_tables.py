@@ -20,7 +20,7 @@ from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, blocks_of
 from kvsearch.plan import Size
 from kvsearch.report.evaluation import difference_table, score_table, tables, write_tables
-from kvsearch.report.table import Cell, RowGroup, Table, check_table_file, csv, latex, markdown
+from kvsearch.report.table import Cell, Table, check_table_file, csv, latex, markdown
 from kvsearch.results.evaluation import EvaluationResult, needle_grids
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
@@ -71,14 +71,14 @@ def comparison(
 
 
 def shown(table: Table) -> list[list[str]]:
-    return [[("*" if cell.best else "") + cell.text for cell in row] for group in table.groups for row in group.rows]
+    return [[("*" if cell.best else "") + cell.text for cell in row] for _, rows in table.groups for row in rows]
 
 
 def test_scores_in_percent_with_the_best_of_each_block() -> None:
     table = score_table(comparison())
     assert table.title == "m: score in percent (question-agnostic, phases: prefill, 6 questions about 6 contexts)"
     assert table.header == ["method", "macro", "a_1", "b", "c", "qa", "code"]
-    assert [group.heading for group in table.groups] == ["", "8 entries per kv head", "50% evicted"]
+    assert [heading for heading, _ in table.groups] == ["", "8 entries per kv head", "50% evicted"]
     assert shown(table) == [
         ["full", "80.00", "100.00", "80.00", "60.00", "90.00", "60.00"],
         ["uniform", "29.17", "50.00", "25.00", "*12.50", "37.50", "*12.50"],
@@ -117,7 +117,7 @@ def test_columns() -> None:
 def test_differences_to_the_subject() -> None:
     table = difference_table(comparison())
     assert "paired difference to uniform" in table.title
-    (full, lava), (_, other) = (group.rows for group in table.groups)
+    (full, lava), (_, other) = (rows for _, rows in table.groups)
     assert [cell.text for cell in lava] == [
         "lava", MACRO_DIFFERENCE,
         "+6.25 [4 contexts: no interval] 2 / 2 / 0", "-12.50 [2 contexts: no interval] 0 / 0 / 2", "1 / 1 / 1",
@@ -125,15 +125,15 @@ def test_differences_to_the_subject() -> None:
     assert (full[0].text, full[3].text) == ("full", "+47.50 [2 contexts: no interval] 2 / 0 / 0")
     assert other[2].text == "-12.50 [4 contexts: no interval] 0 / 2 / 2"
     to_full = difference_table(comparison("full"))
-    assert [[row[0].text for row in group.rows] for group in to_full.groups] == [["uniform", "lava"]] * 2
+    assert [[row[0].text for row in rows] for _, rows in to_full.groups] == [["uniform", "lava"]] * 2
 
 
 SMALL = Table(
     "m_1: 50% | more",
     ["method", "a_1"],
     [
-        RowGroup("", [[Cell("full"), Cell("1.00")]]),
-        RowGroup("8 a|b", [[Cell("ada-2"), Cell("-1.00 [-2.00, +3.00]", best=True)]]),
+        ("", [[Cell("full"), Cell("1.00")]]),
+        ("8 a|b", [[Cell("ada-2"), Cell("-1.00 [-2.00, +3.00]", best=True)]]),
     ],
     ("all & sundry",),
 )  # fmt: skip
