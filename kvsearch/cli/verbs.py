@@ -149,11 +149,9 @@ def evaluate(options: EvaluateOptions, result: EvaluationResult) -> Output:
 
     Example: kvsearch evaluate bundled --methods uniform,pyramid,adakv,lava --budgets 64,128 -o runs/table
     """
-    from kvsearch.report.evaluation import parts
-
     remarks = [] if options.output is None else [f"kept in {options.output}"]
     problem = None if result.doubt is None else IncompatibleError(result.doubt)
-    return Output(result.as_json, shown_parts(lambda: parts(result)), remarks, problem)
+    return Output(result.as_json, shown_as("evaluation", result), remarks, problem)
 
 
 @verb("kvsearch.jobs.reproduce:ReproduceOptions", dry_run=True)

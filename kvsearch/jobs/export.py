@@ -88,13 +88,6 @@ class ExportOptions(PlanOptions, Sized, Loading):
     model: str | None = option(
         None, "The model, for targets that need its query heads or weights.", panel=TOOLS_PANEL, recorded=False
     )
-    scores: Path | None = option(
-        None,
-        "--to folder: directory of `evaluate -o` or `run` with what the plan scores, for its card.",
-        shown="the run that is exported",
-        panel=TOOLS_PANEL,
-        recorded=False,
-    )
 
     def asked(self) -> JobOptions:
         """Return the options of the calibration, where its directory has them."""
@@ -124,22 +117,6 @@ class ExportOptions(PlanOptions, Sized, Loading):
         model.require(loaded.fingerprint, "what is exported")
         return Inputs(length, describe(loaded.model), loaded.model)
 
-    def scores_of(self, plan: Plan, place: Path) -> str | None:
-        """Return what is known of the scores of a plan from `place`, where the target has a word for them.
-
-        Raises:
-            UsageError: `--scores` is for another target, or of another plan.
-        """
-        if self.to != "folder":
-            if self.scores is not None:
-                raise UsageError(f"--scores is for --to folder, and target {self.to} has no card")
-            return None
-        from kvsearch.report.artifacts import WHOLE_RUN, plan_scores
-
-        of_run = place if place.is_dir() else place.parent
-        source = self.scores or (of_run if (of_run / WHOLE_RUN).exists() else None)
-        return None if source is None else plan_scores(source, plan)
-
     def for_target(self, reporter: Reporter) -> Exported:
         """Make the files of the target, of a profile, of a plan, or of the plan that a profile gives; no file yet.
 
@@ -163,7 +140,11 @@ class ExportOptions(PlanOptions, Sized, Loading):
             assert isinstance(exporter, PlanExporter)
             plan = load_plan(path) if of_plan else self.compute(reporter)
             inputs = self.inputs(plan.model, self.length, reporter)
-            found = exporter.export(plan, replace(inputs, scores=self.scores_of(plan, path)))
+            if self.to == "folder":
+                from kvsearch.report.artifacts import run_scores
+
+                inputs = replace(inputs, scores=run_scores(path if path.is_dir() else path.parent, plan))
+            found = exporter.export(plan, inputs)
         if found.losses and not self.lossy:
             raise IncompatibleError(
                 f"target {self.to} cannot express all of the plan: {'; '.join(found.describe())}; give --lossy to "

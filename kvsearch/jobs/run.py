@@ -52,7 +52,7 @@ from kvsearch.policies.fitted import Fitted, is_last, profile_of
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
 from kvsearch.report.ranking import find_losses
-from kvsearch.report.selections import run_result, smallest_words
+from kvsearch.report.selections import run_result, sentences, smallest_words
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
 from kvsearch.selection.selection import LEAST_CONTEXTS, shared_level
@@ -304,7 +304,7 @@ def remarks(options: RunOptions, result: RunResult) -> Iterator[str]:
     files = []
     for choice in result.sizes.values():
         which = f"{choice.size.words}: " if len(result.sizes) > 1 else ""
-        first, *others = choice.words
+        first, *others = sentences(choice)
         yield from (f"{which}{first}", *others)
         files.append(options.output / str(choice.plan))
     yield f"wrote {', '.join(map(str, files))}"

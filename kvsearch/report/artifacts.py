@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from kvsearch.calibration.steps import profile_file
-from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.files import read_bytes
 from kvsearch.core.parsing import read_json
@@ -252,29 +251,19 @@ def open_path(path: Path) -> Opened:
     raise _unknown(path)
 
 
-def plan_scores(place: Path, plan: Plan) -> str:
-    """Return what the directory of an evaluation or of a run says that a plan scores.
+def run_scores(place: Path, plan: Plan) -> str | None:
+    """Return what the run in a directory says that a plan scores, in Markdown; None if it wrote no such plan.
 
     Raises:
-        UsageError: it is of another kind, is not finished, or is not of this plan.
+        UsageError: a file of the run is damaged.
         EnvironmentFault: it cannot be read.
     """
-    opened = open_path(place)
-    content = opened.content
-    with telling_damage(place):
-        if isinstance(content, EvaluationResult):
-            methods = {} if opened.config is None else opened.config.content["methods"]
-            if any(method.get("plan") == sha256_of(plan) for method in methods.values()):
-                return "\n".join(map(markdown, evaluation.tables(content)))
-            raise UsageError(f"{place} evaluates other plans than this one: evaluate --plan PLAN -o DIR")
-        if isinstance(content, RunResult):
-            for choice in content.choices:
-                if load_plan(place / str(choice.plan)) == plan:
-                    table = markdown(selections.report_table(choice))
-                    return "\n".join([*(f"{line}\n" for line in choice.words), table])
-            raise UsageError(f"{place} wrote other plans than this one: give one of its plans, or the run of this one")
-    problem = opened.note or f"this is a {opened.kind}"
-    raise UsageError(f"{place}: {problem}; scores are those of a directory that `evaluate -o` or `run` wrote")
+    content = open_path(place / WHOLE_RUN).content if (place / WHOLE_RUN).exists() else None
+    for choice in content.choices if isinstance(content, RunResult) else ():
+        if load_plan(place / str(choice.plan)) == plan:
+            table = markdown(selections.report_table(choice))
+            return "\n".join([*(f"{line}\n" for line in selections.sentences(choice)), table])
+    return None
 
 
 # --- directories ------------------------------------------------------------------------------------------------------

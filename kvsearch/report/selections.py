@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from kvsearch.report.numbers import asked, bounds, chance_of, counted, interval, outcomes, percent
 from kvsearch.report.table import Cell, Table
@@ -24,9 +23,9 @@ from kvsearch.strategies.names import FULL
 SHOWN = 16  # rows of the table of a race
 
 
-def selection_result(selection: Selection, plan: str | None = None, **more: Any) -> SelectionResult:
-    """Return everything that a selection found, with the file of its plan; `more` are the fields that not all have."""
-    return SelectionResult.of(selection, decision(selection.chosen), gap(selection), plan=plan, **more)
+def selection_result(selection: Selection, plan: str | None = None) -> SelectionResult:
+    """Return everything that a selection found, with the file of its plan."""
+    return SelectionResult.of(selection, decision(selection.chosen), report_words(selection), plan)
 
 
 def decision(result: PhaseResult) -> str:
@@ -83,19 +82,20 @@ def headline(result: SelectionResult | SelectionsResult) -> str:
     return f"Deploy {' or '.join(plans)}; the full cache scores {percent(full.mean, 1)}"
 
 
-def gap(selection: Selection) -> str:
-    """Say what the report split says of the choice, in one sentence."""
+def report_words(selection: Selection) -> str:
+    """Say what the plan scores on the report split beside what it is compared with, in one sentence."""
     report = selection.report
-    best = selection.chosen.best
-    fresh = f"{asked(report.asked)} of the report split"
-    if report.gain is None:
-        return f"on {fresh} {best} scores {percent(report.scores[best].mean)}"
-    share = "no gap: the full cache is not above the best baseline"
+    chosen = selection.chosen
+    written, best, full = (report.scores[name] for name in (chosen.written, chosen.best, FULL))
+    parts = [f"{chosen.written} {percent(written.mean, 1)} {bounds(written, '.1f')}"]
+    if chosen.winner:
+        parts.append(f"{chosen.best}, the best baseline, {percent(best.mean, 1)} {bounds(best, '.1f')}")
+    parts.append(f"full cache {percent(full.mean, 1)} {bounds(full, '.1f')}")
+    parts.append(f"full cache minus plan {interval(selection.loss, '+.1f', noun=' points')}")
     if report.share is not None:
-        within = f"95% interval {gap_bounds(report.share, 'unbounded')}"
-        share = f"{percent(report.share.mean, 0)}% of the gap to the full cache is recovered ({within})"
-    lead = interval(report.gain, "+.2f", noun=" points")
-    return f"{selection.chosen.winner} minus {best} on {fresh}: {lead}; {share}"
+        within = gap_bounds(report.share, "unbounded")
+        parts.append(f"{percent(report.share.mean, 0)}% of the gap to the full cache is recovered ({within})")
+    return f"report split, {asked(report.asked)}: {'; '.join(parts)}"
 
 
 def gap_bounds(share: GapClosed, unbounded: str) -> str:
@@ -176,17 +176,14 @@ def _lead_words(method: MethodResult, result: PhaseResult) -> str:
 
 def run_result(found: Sequence[Selection], files: Sequence[str], tried: Sequence[TriedBudget] = ()) -> RunResult:
     """Return everything by size; `files` are the names of the plans, budgets were `tried` where one was to be found."""
-    sizes = {
-        str(one.job.size): selection_result(one, file, loss=one.loss, words=tuple(sentences(one)))
-        for one, file in zip(found, files, strict=True)
-    }
+    sizes = {str(one.job.size): selection_result(one, file) for one, file in zip(found, files, strict=True)}
     return RunResult(sizes=sizes, tried=tuple(tried))
 
 
 def run_parts(content: RunResult) -> Iterator[str | Table]:
     """Yield what was chosen at each size, in words and as tables, and what was tried to find the size."""
     for one in content.choices:
-        yield from one.words
+        yield from sentences(one)
     for one in content.choices:
         yield from tables(one)
     if content.tried:
@@ -221,16 +218,8 @@ def smallest_words(tried: Sequence[TriedBudget], longest: int, within: float, lo
     )
 
 
-def sentences(one: Selection) -> Iterator[str]:
-    """Say what was chosen and why, then what it scores on the report split beside what it is compared with."""
-    chosen = one.chosen
-    report = one.report
-    ahead = ahead_words(report.ahead, len(report.scores) - 2)
-    yield f"{decision(chosen)}{f'; {ahead}' if ahead else ''}"
-    written, best, full = (report.scores[name] for name in (chosen.written, chosen.best, FULL))
-    parts = [f"{chosen.written} {percent(written.mean, 1)} {bounds(written, '.1f')}"]
-    if chosen.winner:
-        parts.append(f"{chosen.best}, the best baseline, {percent(best.mean, 1)} {bounds(best, '.1f')}")
-    parts.append(f"full cache {percent(full.mean, 1)} {bounds(full, '.1f')}")
-    behind = interval(one.loss, "+.1f", noun=" points")
-    yield f"report split, {asked(report.asked)}: {'; '.join(parts)}; full cache minus plan {behind}"
+def sentences(one: SelectionResult) -> Iterator[str]:
+    """Say what was chosen and why, then what it scores on the report split."""
+    ahead = ahead_words(one.report.ahead, len(one.report.scores) - 2)
+    yield f"{one.decision}{f'; {ahead}' if ahead else ''}"
+    yield one.reported

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Final, Self
+from typing import Annotated, ClassVar, Final, Self
 
 from pydantic import Field, PlainSerializer, model_validator
 
@@ -24,10 +24,9 @@ DECODE_ONLY: Final = (
 class SelectionResult(Result):
     """What was chosen at one size, what it was compared with, and its score on held-out questions.
 
-    `decision` says what was `chosen` and why, and `reported` what the report split says of that. `uniform` is the
-    strategy with equal budgets that is in every report, `total` counts the entries of the written plan; `plan` is its
-    file, where the record is not beside it. Of a run, `loss` is what it loses to the full cache on the report
-    split, `words` say all that in sentences.
+    `decision` says what was `chosen` and why, `reported` what the report split says of that, and `loss` what the plan
+    loses to the full cache there. `uniform` is the strategy with equal budgets that is in every report, `total` counts
+    the entries of the written plan; `plan` is its file, where the record is not beside it.
     """
 
     SCHEMA: ClassVar[str] = "kvsearch.selection/4"
@@ -45,13 +44,12 @@ class SelectionResult(Result):
     report: Reported
     reported: str
     notes: tuple[str, ...] = ()
+    loss: Difference
     plan: str | None = Field(default=None, exclude_if=is_none)
-    loss: Difference | None = Field(default=None, exclude_if=is_none)
-    words: tuple[str, ...] = Field(default=(), exclude_if=lambda words: not words)
 
     @classmethod
-    def of(cls, selection: Selection, decision: str, reported: str, **more: Any) -> Self:
-        """Return everything that a selection found; `more` are the fields that not all have."""
+    def of(cls, selection: Selection, decision: str, reported: str, plan: str | None) -> Self:
+        """Return everything that a selection found."""
         notes = [*selection.chosen.notes, *selection.report.notes]
         if selection.chosen.phases == "decode":
             notes.append(DECODE_ONLY)
@@ -70,7 +68,8 @@ class SelectionResult(Result):
             report=selection.report,
             reported=reported,
             notes=tuple(dict.fromkeys(notes)),
-            **more,
+            loss=selection.loss,
+            plan=plan,
         )
 
     @model_validator(mode="after")

@@ -86,8 +86,8 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
         assert {"full", outcome["best"], written} <= found["report"]["scores"].keys()
         assert (found["loss"]["low"], found["loss"]["high"]) == (None, None) or found["loss"]["contexts"] >= 5
         assert f"{budget} entries per kv head: {found['decision']}" in talk
-        assert "full cache minus plan" in found["words"][1]
-        assert found["words"][1] in talk
+        assert "full cache minus plan" in found["reported"]
+        assert found["reported"] in talk
     following = [shlex.split(line)[2:] for line in talk.splitlines() if line.startswith("next: kvsearch")]
     assert [words[0] for words in following] == ["show", "evaluate"]
     assert following[1][following[1].index("--split") :][:2] == ["--split", "report"]  # not what it was chosen by
@@ -97,6 +97,19 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
     code, _, talk_of_next = invoke(*following[1], "--samples", 1)
     assert code == 0, talk_of_next
     assert "stage 1 of 8: fit ranking probe" in talk  # two fits, a measurement, a search, two choices, two reports
+
+
+@pytest.mark.slow
+def test_the_card_of_a_plan_has_what_it_scores(finished: tuple[Path, str], tmp_path: Path) -> None:
+    directory, _ = finished
+    plan = directory / "plan-40.json"
+    assert invoke("export", plan, "--to", "folder", "-o", tmp_path / "deploy")[0] == 0
+    found = json.loads((directory / "run.json").read_bytes())["sizes"]["40"]
+    assert found["reported"].partition(":")[0] in (tmp_path / "deploy" / "README.md").read_text()
+    alone = tmp_path / "alone.json"
+    alone.write_bytes(plan.read_bytes())
+    assert invoke("export", alone, "--to", "folder", "-o", tmp_path / "bare")[0] == 0
+    assert "What it scores" not in (tmp_path / "bare" / "README.md").read_text()
 
 
 @pytest.mark.slow

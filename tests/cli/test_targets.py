@@ -12,7 +12,6 @@ from kvsearch.plan import load_plan, save_plan
 from kvsearch.plan.profile import save_profile
 from tests.cli.conftest import Run
 from tests.plan.builders import make_plan, make_profile, phase_dict
-from tests.tiny import task_file
 
 
 @pytest.fixture
@@ -95,25 +94,3 @@ def test_a_model_that_is_not_the_plans_is_one_line(run: Run, plan: Path, tmp_pat
     assert "was made for another model" in talk
     assert talk.count("error:") == 1
     assert not (tmp_path / "x").exists()
-
-
-def test_the_card_has_what_the_plan_scores(run: Run, tmp_path: Path) -> None:
-    file, plan, scored = task_file(tmp_path / "mine.jsonl", 2, 120, 3), tmp_path / "mine.json", tmp_path / "scored"
-    assert run("plan", "uniform", "bundled", "--policy", "knorm", "--budget", 40, "-o", plan)[0] == 0
-    code, _, talk = run("evaluate", "bundled", "--plan", plan, "--tasks", f"jsonl:{file}", "-o", scored)
-    assert code == 0, talk
-    command = ("export", plan, "--to", "folder", "-o", tmp_path / "deploy")
-    assert run(*command, "--scores", scored)[0] == 0
-    card = (tmp_path / "deploy" / "README.md").read_text()
-    assert (scored / "tables.md").read_text().splitlines()[0] in card
-    other = tmp_path / "other.json"
-    assert run("plan", "uniform", "bundled", "--policy", "knorm", "--budget", 41, "-o", other)[0] == 0
-    code, _, talk = run("export", other, "--to", "folder", "-o", tmp_path / "x", "--scores", scored)
-    assert (code, (tmp_path / "x").exists()) == (2, False)
-    assert "evaluates other plans than this one" in talk
-    code, _, talk = run(*command, "--force", "--scores", plan)
-    assert code == 2
-    assert "this is a plan; scores are those of a directory" in talk
-    code, _, talk = run("export", plan, "--to", "duo", "--lossy", "-o", tmp_path / "x", "--scores", scored)
-    assert code == 2
-    assert "has no card" in talk

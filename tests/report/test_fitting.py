@@ -62,7 +62,7 @@ def test_more_heads_than_anybody_reads() -> None:
 def test_scores_on_the_screen_have_intervals() -> None:
     table = score_table(comparison(), by_task=False, intervals=True)
     assert "95% interval" in table.title
-    assert all(re.fullmatch(r"\d+\.\d\d \[\d+\.\d, \d+\.\d\]", row[1].text) for row in table.groups[1].rows)
+    assert all(re.fullmatch(r"\d+\.\d\d \[\d+\.\d, \d+\.\d\]", row[1].text) for row in table.groups[1][1])
     plain = score_table(comparison(), by_task=False)
     assert [[cell.best for cell in row] for row in table.groups[2][1]] == [
         [cell.best for cell in row] for row in plain.groups[2][1]
