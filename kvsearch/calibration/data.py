@@ -152,7 +152,7 @@ class CalibrationData:
     @property
     def asked(self) -> ContextSet:
         """The contexts, as what is made of them records them."""
-        return ContextSet.of(self.hashes, self.questions)
+        return ContextSet.of(self.hashes)
 
     def limited(self, questions: int | None) -> CalibrationData:
         """Return the first `questions` questions only, spread over the contexts as they come."""

@@ -31,13 +31,13 @@ class Output:
 
     Args:
         as_json: returns the result for --json.
-        show: prints it for people, in place of the JSON.
+        show: prints it for people, in place of the JSON, where remarks do not say all.
         remarks: said after either, the commands that naturally follow last.
         problem: raised when all is said, as the exit code tells of it, too.
     """
 
     as_json: Callable[[], Any]
-    show: Show
+    show: Show | None = None
     remarks: Iterable[str] = ()
     problem: KvsearchError | None = None
 
@@ -45,7 +45,7 @@ class Output:
         """Print the result, as JSON if that is wanted, and what there is to say of it."""
         if console.as_json:
             console.print_json(self.as_json())
-        else:
+        elif self.show is not None:
             self.show(console)
         for remark in self.remarks:
             console.say(remark)
@@ -74,16 +74,6 @@ def print_dry_run(function: Callable[[Any, Reporter], View], checked: Any, conso
 def shown_parts(parts: Callable[[], Iterable[Part | RenderableType]]) -> Show:
     """Return what prints lines and tables."""
     return lambda console: console.out.print_parts(parts())
-
-
-def said(lines: Iterable[str]) -> Show:
-    """Return what says lines, of a result that is no table."""
-
-    def show(console: Console) -> None:
-        for line in lines:
-            console.say(line)
-
-    return show
 
 
 def shown_as(kind: str, result: Any) -> Show:

@@ -14,7 +14,6 @@ from kvsearch.cli.registry import (
     job_verb,
     listed,
     print_dry_run,
-    said,
     shown_as,
     shown_parts,
     verb,
@@ -76,7 +75,7 @@ def calibrate(options: CalibrateOptions, profile: Profile) -> Output:
     from kvsearch.plan.saved import PROFILE
 
     content = {"profile": str(options.output / PROFILE), **profile.metadata.model_dump(mode="json")}
-    return Output(lambda: content, said([]))
+    return Output(lambda: content)
 
 
 @job_verb("kvsearch.jobs.validate:ValidateOptions")
@@ -224,7 +223,7 @@ def compress(options: CompressOptions, held: CompressedContext) -> Output:
     from kvsearch.jobs.generate import describe_saved, saved_words
 
     saved = describe_saved(options, held)
-    return Output(lambda: saved, said(saved_words(options, saved)))
+    return Output(lambda: saved, remarks=saved_words(options, saved))
 
 
 @job_verb("kvsearch.jobs.bench:BenchOptions")
@@ -283,7 +282,7 @@ def report(options: ReportOptions, written: dict[str, Any]) -> Output:
     lines = [f"wrote {options.output}: {counts}, {written['bytes'] / 1000:.0f} kB"]
     if written["files"]:
         lines.append(f"wrote {counted(len(written['files']), 'file')} to {options.figures}")
-    return Output(lambda: written, said(lines))
+    return Output(lambda: written, remarks=lines)
 
 
 @job_verb("kvsearch.jobs.evaluate:HeadroomOptions", dry_run="estimate_headroom")

@@ -67,8 +67,8 @@ def markdown_text(text: str) -> str:
 
 
 def command_line(words: Iterable[str]) -> str:
-    r"""Return a command to be pasted; a word with unseen characters is quoted as $'\x1b', which bash and zsh know."""
-    return " ".join(shlex.quote(word) if visible(word, keep="") == word else _shell_quoted(word) for word in words)
+    """Return a command to be pasted, unless there are characters in it that cannot be seen: these are escapes."""
+    return visible(shlex.join(words), keep="")
 
 
 def _csv_cell(cell: object) -> str:
@@ -78,18 +78,6 @@ def _csv_cell(cell: object) -> str:
     begins = {text[:1], text.lstrip()[:1]} & FORMULA
     text = f"'{text}" if begins and not PLAIN.fullmatch(text) else text
     return text if _BARE.fullmatch(text) else '"' + text.replace('"', '""') + '"'
-
-
-def _shell_quoted(word: str) -> str:
-    quoted = ""
-    for letter in word:
-        if _is_unseen(letter):
-            # a byte of a file's name, or none
-            errors = "surrogateescape" if "\udc80" <= letter <= "\udcff" else "surrogatepass"
-            quoted += "".join(f"\\x{byte:02x}" for byte in letter.encode(errors=errors))
-        else:
-            quoted += f"\\{letter}" if letter in "\\'" else letter
-    return f"$'{quoted}'"
 
 
 def _is_unseen(one: str) -> bool:

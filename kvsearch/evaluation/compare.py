@@ -79,24 +79,20 @@ class Seen:
         """What is to be said of it beside its scores."""
         if self.record is None:
             return [f"{UNKNOWN} (it was written by hand or by an older version)"]
-        chosen, found = self.record.chosen, [] if self.warning is None else [self.warning]
-        if chosen.questions:
-            found.append(f"it was chosen on {chosen.questions} questions about {chosen.contexts} contexts")
+        found = [] if self.warning is None else [self.warning]
+        if self.record.chosen.ids:
+            found.append(f"it was chosen on {len(self.record.chosen.ids)} contexts")
         if not self.record.complete:
             found.append(f"of a part of what it was made of, {UNKNOWN}")
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Return all that is known; questions and contexts are those of the record, `asked_here` those in both."""
+        """Return all that is known; contexts are those of the record, `asked_here` those in both."""
         if self.record is None:
             return {"known": False}
         sets: dict[str, Any] = {
-            use: {
-                "contexts": getattr(self.record, use).contexts, "questions": getattr(self.record, use).questions,
-                "asked_here": self.shared[use],
-            }
-            for use in USES
-        }  # fmt: skip
+            use: {"contexts": len(getattr(self.record, use).ids), "asked_here": self.shared[use]} for use in USES
+        }
         return {"known": True, "complete": self.record.complete, **sets}
 
 

@@ -7,9 +7,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
-from kvsearch.core.fields import Count, Index, Record, SettingField, Sha256, Text, is_none, refuse
+from kvsearch.core.fields import Index, Record, SettingField, Sha256, Text, is_none, refuse
 from kvsearch.core.limits import MOST_SETTINGS
 from kvsearch.core.resources import version
 
@@ -25,76 +25,35 @@ def context_hash(text: str, question: str | None = None) -> str:
     return hashlib.sha256("\0".join(" ".join(part.split()) for part in parts).encode("utf-8", "replace")).hexdigest()
 
 
-def merkle_root(hashes: Iterable[str]) -> str:
-    """Return the root of the Merkle tree over different hashes in ascending order; there is at least one.
-
-    Leaves and inner nodes are hashed with another first byte, and the last of an odd number goes up as it is
-    (RFC 6962, section 2.1).
-    """
-    nodes = [hashlib.sha256(b"\0" + bytes.fromhex(one)).digest() for one in sorted(set(hashes))]
-    while len(nodes) > 1:
-        pairs = (nodes[at : at + 2] for at in range(0, len(nodes), 2))
-        nodes = [hashlib.sha256(b"\1" + b"".join(pair)).digest() if len(pair) == 2 else pair[0] for pair in pairs]
-    return nodes[0].hex()
-
-
-class Asked(Record):
-    """What one job asked: different contexts, questions about them, and the Merkle root of the contexts' hashes."""
-
-    root: Sha256
-    contexts: Count
-    questions: Index
-
-
 class ContextSet(Record):
-    """A set of contexts: the `ids` of those of `jobs` together, None where there are none.
+    """A set of contexts, by the first digits of their hashes.
 
     Raises:
-        ValidationError: ids that are not ascending, or a set that is not what its jobs say.
+        ValidationError: ids that are not ascending.
     """
 
-    jobs: tuple[Asked, ...] = ()
-    ids: tuple[ContextId, ...] | None = None
-    sketch: None = None  # a key that files have, without meaning
+    ids: tuple[ContextId, ...] = ()
 
-    @model_validator(mode="after")
-    def _agrees(self) -> ContextSet:
-        ids = self.ids or ()
+    @field_validator("ids")
+    @classmethod
+    def _ascending(cls, ids: tuple[str, ...]) -> tuple[str, ...]:
         if sorted(set(ids)) != list(ids):
-            refuse([(("ids",), "must be ascending, each once")])
-        if len(ids) > self.contexts or bool(ids) != bool(self.jobs):
-            refuse([(("ids",), f"has {len(ids)} contexts, the jobs asked {self.contexts}")])
-        return self
+            refuse([((), "must be ascending, each once")])
+        return ids
 
     @classmethod
-    def of(cls, hashes: Iterable[str], questions: int) -> ContextSet:
-        """Return the contexts of one job, by their hashes, about which it asked so many questions."""
-        found = sorted(set(hashes))
-        if not found:
-            return cls()
-        asked = Asked(root=merkle_root(found), contexts=len(found), questions=questions)
-        return cls(jobs=(asked,), ids=tuple(sorted({one[:DIGITS] for one in found})))
-
-    @property
-    def contexts(self) -> int:
-        """How many different contexts the jobs asked, each for itself: an upper bound where several shared some."""
-        return sum(one.contexts for one in self.jobs)
-
-    @property
-    def questions(self) -> int:
-        """How many questions the jobs asked."""
-        return sum(one.questions for one in self.jobs)
+    def of(cls, hashes: Iterable[str]) -> ContextSet:
+        """Return the contexts of these hashes."""
+        return cls(ids=tuple(sorted({one[:DIGITS] for one in hashes})))
 
     def has(self, found: str) -> bool:
-        """Return True if the context of a hash is in the set, as far as it lists its contexts."""
-        ids = self.ids or ()
-        place = bisect_left(ids, found[:DIGITS])
-        return ids[place : place + 1] == (found[:DIGITS],)
+        """Return True if the context of a hash is in the set."""
+        place = bisect_left(self.ids, found[:DIGITS])
+        return self.ids[place : place + 1] == (found[:DIGITS],)
 
     def union(self, other: ContextSet) -> ContextSet:
-        """Return the contexts of both; equal jobs count once, those with other questions each."""
-        ids = sorted({*(self.ids or ()), *(other.ids or ())})
-        return ContextSet(jobs=tuple(dict.fromkeys((*self.jobs, *other.jobs))), ids=tuple(ids) or None)
+        """Return the contexts of both."""
+        return ContextSet.of((*self.ids, *other.ids))
 
 
 class ContextRecord(Record):

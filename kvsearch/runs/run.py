@@ -284,7 +284,7 @@ def _write(directory: Path, sums: Mapping[str, str]) -> None:
         raise write_fault(error, path, "give the same command again") from error
 
 
-# --- the contexts that a run asked, all of them: a record in a plan has the Merkle root of each set -----------------
+# --- the contexts that a run asked --------------------------------------------------------------------------------
 
 CONTEXTS_FORMAT, CONTEXTS_VERSION = "kvsearch.contexts", 1
 

@@ -57,7 +57,7 @@ class PolicyCurves:
     def fitted_here(self) -> list[str]:
         """The policies that were fitted on contexts that the curves are of: they look better than they are."""
         record = self.profile.metadata.provenance.contexts
-        measured = () if record is None else record.fitted.ids or ()
+        measured = () if record is None else record.fitted.ids
         names = []
         for name, spec in zip(self.names, self.policies, strict=True):
             policy = policy_of(spec)

@@ -98,8 +98,8 @@ def asked_hashes(tasks: Iterable[TaskPrompts]) -> list[str]:
 
 
 def asked_set(tasks: Sequence[TaskPrompts]) -> ContextSet:
-    """Return the contexts of all prompts, with how many questions are asked about them."""
-    return ContextSet.of(asked_hashes(tasks), sum(len(prompt.questions) for task in tasks for prompt in task.prompts))
+    """Return the contexts of all prompts."""
+    return ContextSet.of(asked_hashes(tasks))
 
 
 def encode_tasks(
@@ -200,7 +200,7 @@ def unused(task: Task, samples: int, seed: int, count: TokenCount, used: Context
     wanted = samples
     examples = task.examples(samples, seed, count)
     fresh = [one for one in examples if not any(map(used.has, hashes_of(one)))]
-    while len(fresh) < samples and len(examples) == wanted and wanted < samples + 2 * used.contexts:
+    while len(fresh) < samples and len(examples) == wanted and wanted < samples + 2 * len(used.ids):
         wanted += samples - len(fresh)
         examples = task.examples(wanted, seed, count)
         fresh = [one for one in examples if not any(map(used.has, hashes_of(one)))]
@@ -209,7 +209,7 @@ def unused(task: Task, samples: int, seed: int, count: TokenCount, used: Context
         where = "" if split is None else f" of split {split}"
         raise UsageError(
             f"task {task.name}: none of its {len(examples)} contexts{where} is fresh, what is given was fitted or "
-            f"chosen on all of them ({used.contexts} in all): give more data, other tasks, or plans made on others"
+            f"chosen on all of them ({len(used.ids)} in all): give more data, other tasks, or plans made on others"
         )
     return fresh, len(examples) - len(fresh)
 

@@ -49,7 +49,7 @@ def test_profile_and_plan_record_what_they_were_fitted_on(calibrated: Path) -> N
     texts = load_calibration_data(default_data("bundled")).limited(2)
     known = [context_hash(context.text) for context in texts.contexts]
     profile, plan = load_profile(calibrated / "profile.safetensors"), load_plan(calibrated / "plan.json")
-    record = ContextRecord(fitted=ContextSet.of(known, 2))
+    record = ContextRecord(fitted=ContextSet.of(known))
     assert profile.metadata.provenance.contexts == plan.provenance.contexts == record
     assert read_contexts(calibrated).fitted == tuple(sorted(known))
 

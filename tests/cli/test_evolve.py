@@ -18,7 +18,7 @@ from kvsearch.cli.console import Console
 from kvsearch.jobs.searching import watching
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan, save_plan
-from kvsearch.plan.origin import merkle_root
+from kvsearch.plan.origin import ContextSet
 from kvsearch.runs.lock import locked
 from kvsearch.runs.run import read_contexts
 from kvsearch.search.trials import Candidate, TrialLog
@@ -138,9 +138,7 @@ def test_start_plans_bring_their_policies_and_what_they_have_seen(
     plan, start = load_plan(evolved[0] / "plan.json"), tmp_path / "plan.json"
     record, asked = plan.provenance.contexts, read_contexts(evolved[0])
     assert record is not None
-    assert [record.chosen.jobs[0].root, record.reported.jobs[0].root] == [
-        merkle_root(asked.chosen), merkle_root(asked.reported)
-    ]  # fmt: skip
+    assert (record.chosen, record.reported) == (ContextSet.of(asked.chosen), ContextSet.of(asked.reported))
     save_plan(tiny.plan_for(load("bundled"), [[20] * 4] * 3 + [[8] * 4] * 3, provenance=plan.provenance), start)
     small = ("--budget", 16, "--start", start, "--group-size", 2)
     code, out, talk = run(*command(questions, tmp_path / "run", "--dry-run", "--json", small=small))

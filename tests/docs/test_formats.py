@@ -15,7 +15,7 @@ from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Record
 from kvsearch.plan import load_plan
-from kvsearch.plan.origin import Asked, ContextRecord, ContextSet
+from kvsearch.plan.origin import ContextRecord, ContextSet
 from kvsearch.plan.profile import ProfileMetadata, TableCheck, load_profile
 from kvsearch.plan.profile_arrays import GRID, SignalAxes
 from kvsearch.plan.schema import AllocationSpec, LayerPlan, ModelFingerprint, PhasePlan, Plan, PolicySpec, Provenance
@@ -29,7 +29,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encodin
 EXAMPLES: dict[str, str] = dict(re.findall(r"^```json (\w+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 RECORDS: tuple[type[Record], ...] = (
     Plan, AllocationSpec, PhasePlan, LayerPlan, PolicySpec, ModelFingerprint, Provenance, ContextRecord, ContextSet,
-    Asked, ProfileMetadata, TableCheck, SignalAxes, RunConfig, ContextsFile, CacheHeader, *LINES.values(),
+    ProfileMetadata, TableCheck, SignalAxes, RunConfig, ContextsFile, CacheHeader, *LINES.values(),
 )  # fmt: skip
 
 

@@ -39,22 +39,22 @@ def seen_by(model: LoadedModel, contexts: ContextRecord | None) -> Seen:
 
 def test_what_a_plan_has_seen_is_counted(model: LoadedModel) -> None:
     record = ContextRecord(
-        fitted=ContextSet.of([HASHES[0], *OTHERS[:2]], 9),
-        chosen=ContextSet.of(HASHES[:2], 80),
-        reported=ContextSet.of(HASHES, 5),
+        fitted=ContextSet.of([HASHES[0], *OTHERS[:2]]),
+        chosen=ContextSet.of(HASHES[:2]),
+        reported=ContextSet.of(HASHES),
     )
     seen = seen_by(model, record)
     assert seen.shared == {"fitted": 1, "chosen": 2, "reported": 3}
     assert seen.warning is not None
     assert seen.warning.startswith("it was fitted on 1 and chosen on 2 of the 3 contexts asked here")
-    assert seen.notes == [seen.warning, "it was chosen on 80 questions about 2 contexts"]
-    assert seen.as_json()["chosen"] == {"contexts": 2, "questions": 80, "asked_here": 2}
+    assert seen.notes == [seen.warning, "it was chosen on 2 contexts"]
+    assert seen.as_json()["chosen"] == {"contexts": 2, "asked_here": 2}
 
 
 def test_a_plan_that_was_only_reported_on_them_is_clean(model: LoadedModel) -> None:
-    seen = seen_by(model, ContextRecord(reported=ContextSet.of(HASHES, 5), chosen=ContextSet.of(OTHERS[:9], 40)))
+    seen = seen_by(model, ContextRecord(reported=ContextSet.of(HASHES), chosen=ContextSet.of(OTHERS[:9])))
     assert seen.warning is None
-    assert seen.notes == ["it was chosen on 40 questions about 9 contexts"]
+    assert seen.notes == ["it was chosen on 9 contexts"]
     assert seen_by(model, ContextRecord()).notes == []
 
 
@@ -70,23 +70,23 @@ def test_what_is_not_known_is_said(model: LoadedModel) -> None:
 
 def test_notes_and_json_of_an_evaluation(model: LoadedModel) -> None:
     plans = {
-        "mine": plan_with(model, ContextRecord(chosen=ContextSet.of(HASHES[:1], 7))),
+        "mine": plan_with(model, ContextRecord(chosen=ContextSet.of(HASHES[:1]))),
         "old": plan_with(model, None),
     }
     methods = with_baselines(model, plans, ("snapkv",), "mine")
     found = prepare(model, methods, "mine", Split([TASK], 3)).run()
     data: dict[str, Any] = {one["name"]: one["contexts"] for one in json_of(found)["blocks"][0]["methods"]}
-    assert data["mine"]["chosen"] == {"contexts": 1, "questions": 7, "asked_here": 1}
+    assert data["mine"]["chosen"] == {"contexts": 1, "asked_here": 1}
     assert (data["old"], data["snapkv"]["known"]) == ({"known": False}, True)
     text = " ".join(rendered(tables_of(found)).split())
     assert "mine: it was chosen on 1 of the 3 contexts asked here" in text
-    assert "mine: it was chosen on 7 questions about 1 contexts" in text
+    assert "mine: it was chosen on 1 contexts" in text
     assert "old: which contexts it was fitted and chosen on is not known" in text
     assert "snapkv: " not in text
 
 
 def test_methods_and_plans_of_a_sweep_bring_their_records(model: LoadedModel) -> None:
-    known = ContextRecord(fitted=ContextSet.of(HASHES, 3))
+    known = ContextRecord(fitted=ContextSet.of(HASHES))
     plan = tiny.plan_for(model, [[16, 16]] * 4, scaling="fixed", length=80)
     plan = plan.model_copy(update={"provenance": plan.provenance.model_copy(update={"contexts": known})})
     ready = sweep(model, find_methods("snapkv", ()), [Size(16)], plans={"mine": plan})

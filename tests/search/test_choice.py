@@ -141,7 +141,7 @@ def start_of(loaded: LoadedModel, contexts: ContextRecord | None) -> Plan:
 
 def set_of(rows: Sequence[Any]) -> ContextSet:
     """The record of some examples."""
-    return ContextSet.of([context_hash(row.context) for row in rows], QUESTIONS * len(rows))
+    return ContextSet.of([context_hash(row.context) for row in rows])
 
 
 def rows_of(part: Sequence[Any]) -> list[Any]:
@@ -151,10 +151,10 @@ def rows_of(part: Sequence[Any]) -> list[Any]:
 
 
 def test_a_result_records_its_splits_and_its_starts(loaded: LoadedModel) -> None:
-    fitted, chosen = ContextSet.of([context_hash("a")], 1), ContextSet.of([context_hash("b")], 3)
+    fitted, chosen = ContextSet.of([context_hash("a")]), ContextSet.of([context_hash("b")])
     prepared = prepare(loaded, {"mine": start_of(loaded, ContextRecord(fitted=fitted, chosen=chosen))})
     asked = {name: asked_set(encoded) for name, encoded in prepared.encoded.items()}
-    assert (asked["search"].contexts, asked["search"].questions) == (CONTEXTS, CONTEXTS * QUESTIONS)
+    assert len(asked["search"].ids) == CONTEXTS
     searched = prepared.record(searched=True)
     assert searched.fitted == fitted.union(asked["search"])
     assert searched.chosen == chosen.union(asked["choice"])

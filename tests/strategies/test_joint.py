@@ -36,7 +36,7 @@ def curves(*found: tuple[float, ...], mass: tuple[float, ...] | None = None, poi
 def profile(kept: Floats, *policies: dict[str, Any], text: str = "a context", **changes: Any) -> Profile:
     """A profile of several policies, or of one with the array of older ones."""
     layers = kept.shape[1]
-    contexts = ContextRecord(fitted=ContextSet.of([context_hash(text)], 1))
+    contexts = ContextRecord(fitted=ContextSet.of([context_hash(text)]))
     metadata = metadata_dict(
         model=model_dict(layers=layers, kv_heads=2), layers=list(range(layers)), length=LENGTH, floor=1,
         policy=policies[0], **({"policies": policies} if len(policies) > 1 else {}),

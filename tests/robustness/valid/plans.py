@@ -14,15 +14,15 @@ from tests.plan.builders import PROVENANCE, make_plan
 
 def records() -> ContextRecord:
     """What a plan says of contexts, in both of the ways to say it."""
-    few = ContextSet.of([context_hash(f"context {number}") for number in range(3)], 4)
-    many = ContextSet.of([context_hash(f"context {number}") for number in range(300)], 300)
+    few = ContextSet.of([context_hash(f"context {number}") for number in range(3)])
+    many = ContextSet.of([context_hash(f"context {number}") for number in range(300)])
     return ContextRecord(fitted=few, chosen=few.union(many), complete=False)
 
 
 @lru_cache
 def plans() -> list[Plan]:
     """Plans with one phase and with both, of fixed and proportional budgets, static and dynamic."""
-    few = ContextSet.of([context_hash(f"context {number}") for number in range(3)], 4)
+    few = ContextSet.of([context_hash(f"context {number}") for number in range(3)])
     known = ContextRecord(fitted=few, reported=few).model_dump(mode="json")
     many = records().model_dump(mode="json")
     return [
