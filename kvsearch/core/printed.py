@@ -32,7 +32,11 @@ def visible(text: str, keep: str = "\n") -> str:
     r"""Return a text in which characters that cannot be seen are escapes like \u202e, all but those of `keep`."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(one if one in keep or not _is_unseen(one) else _escape(one) for one in text)
+    shown = []
+    for one in text:
+        is_unseen = unicodedata.category(one) in UNSEEN or BLANK.match(one) is not None
+        shown.append(_escape(one) if is_unseen and one not in keep else one)
+    return "".join(shown)
 
 
 def visible_line(text: str) -> str:
@@ -78,10 +82,6 @@ def _csv_cell(cell: object) -> str:
     begins = {text[:1], text.lstrip()[:1]} & FORMULA
     text = f"'{text}" if begins and not PLAIN.fullmatch(text) else text
     return text if _BARE.fullmatch(text) else '"' + text.replace('"', '""') + '"'
-
-
-def _is_unseen(one: str) -> bool:
-    return unicodedata.category(one) in UNSEEN or BLANK.match(one) is not None
 
 
 def _escape(one: str) -> str:
