@@ -106,12 +106,6 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
         return min(sum(search.most_candidates for search in searches), self.max_evals or MOST_NUMBER)
 
     @property
-    def settings(self) -> EvolveSettings:
-        """All that decides the result but sizes, questions and start plans; what was stated stays stated."""
-        stated = {name: getattr(self, name) for name in EvolveSettings.model_fields if name in self.model_fields_set}
-        return EvolveSettings.model_validate({**stated, "seed": self.seed, "protocol": self.protocol})
-
-    @property
     def config(self) -> RunConfig:
         """The configuration of the run, still without the content of its searches, see `describe_searches`."""
         workers = self.ray_workers()
@@ -196,7 +190,7 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
     if not budgets:
         raise UsageError("how many entries may a kv head keep on average? Give --budget, or several with --budgets")
     tasks = {name: options.find_tasks(options.model, name) for name in SPLITS.values()}
-    if options.settings.objective == "metric" and any(map(is_forced, tasks["train"])):
+    if options.objective == "metric" and any(map(is_forced, tasks["train"])):
         raise UsageError("--objective metric judges replies, and nothing replies to a text (ppl:FILE): leave it out")
     run_in(options.output, "evolve")
     if not options.force and (options.output / LEDGER).exists():
@@ -223,7 +217,7 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
     else:
         base = Base.of(loaded, policies[0] if policies else next(iter(plans.values())), PHASES[options.phases])
     splits = {use: options.split(name, tasks[name], options.protocol) for use, name in SPLITS.items()}
-    searches = prepare_searches(base, budgets, options.settings, splits, plans, options.rule)
+    searches = prepare_searches(base, budgets, options, splits, plans, options.rule)
     if options.samples is not None:
         warn_of_coverage(reporter, [task for encoded in searches[0].encoded.values() for task in encoded])
     return searches

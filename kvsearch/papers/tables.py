@@ -167,19 +167,12 @@ def _flat(parts: list[Any]) -> Iterator[str]:
 
 
 TABLES: dict[str, PaperTable] = {table.name: table for paper in PAPERS for table in _read_tables(paper)}
-# names by number of what has a better one
-ALIASES: dict[str, str] = {
-    f"{name.partition('-')[0]}-table{table.where.removeprefix('Table ')}": name
-    for name, table in TABLES.items()
-    if table.where.startswith("Table ")
-}
 
 
 def find_table(name: str) -> PaperTable:
-    """Return a table by its name, or by its number in the paper; UsageError if there is none."""
-    known = ALIASES.get(name, name)
-    require_known("table", known, list(TABLES))
-    return TABLES[known]
+    """Return a table by its name; UsageError if there is none."""
+    require_known("table", name, list(TABLES))
+    return TABLES[name]
 
 
 def model_of(table: PaperTable, model: str) -> str | None:
