@@ -11,6 +11,7 @@ from kvsearch.config.options import RULE, Listed, Params, Repeated, one_of, opti
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries
 from kvsearch.core.limits import MOST_NUMBER
+from kvsearch.core.naming import check_unique
 from kvsearch.jobs.groups import (
     BUDGET,
     Deciding,
@@ -201,9 +202,7 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
 
     names = [path.stem for path in options.start]
     check_names(names)
-    for name in names:
-        if names.count(name) > 1:
-            raise UsageError(f"two start plans are called {name}: rename one of the files")
+    check_unique("start plan", names)
     policies = _find_policies(options.space, options.policy, options.params, plans)
     for name, plan in plans.items():
         if plan.provenance.contexts is None or not plan.provenance.contexts.complete:

@@ -216,13 +216,6 @@ class Stages:
         """What stages give, by their names."""
         return {stage.name: str(self.output(stage)) for stage in self.all}
 
-    def as_json(self) -> list[dict[str, Any]]:
-        """Return what every stage did and where it is kept."""
-        return [
-            {"name": stage.name, "job": stage.job, "options": dict(stage.options), "kept": str(self.place(stage))}
-            for stage in self.all
-        ]
-
     # --- running ------------------------------------------------------------------------------------------------------
 
     def run(self, stage: Stage, loaded: LoadedModel, reporter: Reporter) -> None:
@@ -314,11 +307,12 @@ class Stages:
     # --- what they read -----------------------------------------------------------------------------------------------
 
     def describe(self, stage: Stage) -> dict[str, Any]:
-        """Return what a stage does, and whether it is finished."""
+        """Return what a stage does, where it is kept, and whether it is finished."""
         place = self.place(stage)
         is_finished = stage.job != "validate" and (place / LAST.get(stage.job, "")).exists()
         state = "finished" if is_finished else "begun" if place.exists() else "to do"
-        return {"name": stage.name, "job": stage.job, "what": stage.words, "kept": str(place), "state": state}
+        said = {"name": stage.name, "job": stage.job, "what": stage.words, "kept": str(place), "state": state}
+        return {**said, "options": dict(stage.options)}
 
     def count_contexts(self, stage: Stage) -> int:
         """Return how many contexts a stage reads, at most, on all splits that it asks."""
@@ -326,11 +320,6 @@ class Stages:
             return 0
         splits = {"evolve": 3, "select": 2}.get(stage.job, 1)
         return splits * len(self.tasks_of(stage)) * int(stage.options["samples"])
-
-    @property
-    def work(self) -> dict[str, float]:
-        """About how long stages take, beside each other, by their names."""
-        return {stage.name: 1.0 + self.count_contexts(stage) for stage in self.all}
 
 
 def _filled(value: Any, outputs: Mapping[str, str]) -> Any:
@@ -389,11 +378,12 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> Reproduced:
     stages.require_data(loaded)
     unfinish(options.place, files)
     again = f"what is finished is kept in {options.place}: give the same command again to go on"
-    with on_interruption(reporter, lambda: again), overall(reporter, stages.work) as whole:
+    work = {stage.name: 1.0 + stages.count_contexts(stage) for stage in stages.all}  # beside each other
+    with on_interruption(reporter, lambda: again), overall(reporter, work) as whole:
         for stage in stages.all:
             with whole.stage(stage.name) as part:
                 stages.run(stage, loaded, part)
-    stated = {"model": options.model, "options": options.recorded(), "stages": stages.as_json()}
+    stated = {"model": options.model, "options": options.recorded(), "stages": list(map(stages.describe, stages.all))}
     found = reproduced(table, stages.finished, stated, short=options.is_short, own_tasks=options.tasks is not None)
     tables = found.tables()
     place = options.place / files[0]
