@@ -56,7 +56,7 @@ from kvsearch.report.selections import run_result, sentences, smallest_words
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
 from kvsearch.selection.selection import LEAST_CONTEXTS, shared_level
-from kvsearch.strategies.joint import policy_curves
+from kvsearch.strategies.joint import PolicyCurves, policy_curves
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Split, StageStore
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from kvsearch.plan.origin import Use
     from kvsearch.policies import Policy
     from kvsearch.results.selection import RunResult
-    from kvsearch.selection.candidates import CalibratedPolicies
     from kvsearch.selection.selection import PhaseResult, Rule, Selection, TriedBudget
     from kvsearch.selection.selection_job import SelectionJob
     from kvsearch.tasks.base import TokenCount
@@ -512,10 +511,8 @@ class RunStages:
 
     # --- what they do -------------------------------------------------------------------------------------------------
 
-    def calibrate(self, display: Overall) -> CalibratedPolicies:
+    def calibrate(self, display: Overall) -> PolicyCurves:
         """Fit the rankings, then measure what every policy and every ranking keeps."""
-        from kvsearch.selection.candidates import CalibratedPolicies
-
         rankings = {}
         for name, fit in self.options.fits().items():
             with display.stage(f"fit ranking {name}") as stage:
@@ -528,9 +525,9 @@ class RunStages:
         with display.stage(MEASURING) as stage:
             fitted = [f"{name}={self.options.output / FIT / name}" for name in rankings]
             curves = self.options.curves().with_policies((*self.policies, *fitted)).with_model(self.loaded)
-            return CalibratedPolicies(policy_curves(calibrate(curves, reporter=stage)), rankings)
+            return replace(policy_curves(calibrate(curves, reporter=stage)), rankings=rankings)
 
-    def refine(self, calibrated: CalibratedPolicies, display: Overall) -> RefinedPlans | None:
+    def refine(self, calibrated: PolicyCurves, display: Overall) -> RefinedPlans | None:
         """Search on from what was solved at every size; None where that is not wanted, or not possible."""
         from kvsearch.selection.candidates import find_policy_candidates
 
@@ -540,12 +537,12 @@ class RunStages:
         with display.stage(SEARCHING) as stage:
             starts = {}
             for size in self.options.sizes:
-                planned = planned_size(size, calibrated.length, self.longest)
+                planned = planned_size(size, calibrated.profile.metadata.length, self.longest)
                 plans = find_policy_candidates(self.loaded, calibrated, planned).plans
                 starts[planned] = calibrated.select_plans(plans)
             return refinement.run(calibrated, starts, stage)
 
-    def select(self, calibrated: CalibratedPolicies, refined: RefinedPlans | None, display: Overall) -> list[Selection]:
+    def select(self, calibrated: PolicyCurves, refined: RefinedPlans | None, display: Overall) -> list[Selection]:
         """Choose at every size; then report, as sizes share the chance of a wrong choice."""
         sizes = self.options.sizes
         decided: list[tuple[SelectionJob, PhaseResult]] = []
@@ -566,9 +563,7 @@ class RunStages:
                 selections.append(selection.report(result.at_level(level()), store))
         return selections
 
-    def find_smallest(
-        self, calibrated: CalibratedPolicies, display: Overall
-    ) -> tuple[Selection, Sequence[TriedBudget]]:
+    def find_smallest(self, calibrated: PolicyCurves, display: Overall) -> tuple[Selection, Sequence[TriedBudget]]:
         """Find the smallest budget, between what policies always keep and the longest context, and report."""
         from kvsearch.selection.selection_job import find_smallest, ladder
 
@@ -583,9 +578,7 @@ class RunStages:
 
             return find_smallest(budgets, self.options.within / 100, selection_at)
 
-    def _prepare_selection(
-        self, calibrated: CalibratedPolicies, size: Size, refined: RefinedPlans | None
-    ) -> SelectionJob:
+    def _prepare_selection(self, calibrated: PolicyCurves, size: Size, refined: RefinedPlans | None) -> SelectionJob:
         """Prepare the choice at a size, on contexts that nothing was fitted on."""
         from kvsearch.selection.candidates import find_policy_candidates
         from kvsearch.selection.comparison import prepare_race
@@ -593,7 +586,7 @@ class RunStages:
 
         known = calibrated.contexts
         more: Mapping[str, Plan] = {}
-        planned = planned_size(size, calibrated.length, self.longest)
+        planned = planned_size(size, calibrated.profile.metadata.length, self.longest)
         if refined is not None:
             found, searched = refined
             known = joined([known, searched])

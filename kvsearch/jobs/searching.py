@@ -35,7 +35,7 @@ from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.start_plans import RESERVED, Base
 from kvsearch.search.trials import STARTS, Candidate, Executor, TrialLog
-from kvsearch.selection.candidates import CalibratedPolicies
+from kvsearch.strategies.joint import PolicyCurves
 
 SEARCHED = "searched_sha256"  # questions and what is teacher-forced, where replies decide them
 NAME = "refined"
@@ -221,7 +221,7 @@ class Refinement:
         return replace(replies, work=replies.work + read + Work(tokens=sizes * self.evaluations * following))
 
     def run(
-        self, calibrated: CalibratedPolicies, starts: Mapping[Size, Mapping[str, Plan]], reporter: Reporter
+        self, calibrated: PolicyCurves, starts: Mapping[Size, Mapping[str, Plan]], reporter: Reporter
     ) -> RefinedPlans | None:
         """Search on from the plans of every size, by name, and return what is better than all of these.
 
@@ -245,10 +245,10 @@ class Refinement:
         return plans, searches[0].record(searched=True)
 
     def _prepare(
-        self, calibrated: CalibratedPolicies, starts: Mapping[Size, Mapping[str, Plan]]
+        self, calibrated: PolicyCurves, starts: Mapping[Size, Mapping[str, Plan]]
     ) -> tuple[PreparedSearch, ...]:
         """Prepare a search for every size from its `starts`, among the policies that were measured."""
-        base = Base.choosing(self.loaded, [policy_of(spec) for spec in calibrated.curves.policies])
+        base = Base.choosing(self.loaded, [policy_of(spec) for spec in calibrated.policies])
         ranking_policies(self.loaded.model, base.by_layer)  # told before prompts are read
         (budget, plans), *others = (
             (_budget(size), {name: plan for name, plan in solved.items() if name not in RESERVED})

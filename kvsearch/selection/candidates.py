@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvsearch.budgets.allocator import Uniform
 from kvsearch.budgets.dynamic import create_allocation
@@ -25,8 +25,8 @@ from kvsearch.calibration.options import OBSERVING, RECENT, SCORED
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import PHASES, Plan, PolicySpec, Profile, Size
-from kvsearch.plan.origin import ContextRecord, joined
+from kvsearch.plan import PHASES, Plan, Size
+from kvsearch.plan.origin import joined
 from kvsearch.plan.schema import STATIC
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.registry import policy_of
@@ -115,46 +115,8 @@ def content_hash(plan: Plan) -> str:
     return sha256_of([kept, plan.floor if scales or shares else None, plan.length if scales else None])
 
 
-class CalibratedPolicies(NamedTuple):
-    """What policies keep of the importance of the same contexts, and the profiles of those that were fitted."""
-
-    curves: PolicyCurves
-    rankings: Mapping[str, Profile]
-
-    @property
-    def policies(self) -> dict[str, PolicySpec]:
-        """The policies that were measured, by name."""
-        return dict(zip(self.curves.names, self.curves.policies, strict=True))
-
-    @property
-    def built_in(self) -> list[str]:
-        """The names of those that were not fitted."""
-        return [name for name in self.curves.names if name not in self.rankings]
-
-    @property
-    def length(self) -> int:
-        """Tokens of the contexts that were measured."""
-        return self.curves.profile.metadata.length
-
-    def select_plans(self, plans: Mapping[str, Plan]) -> dict[str, Plan]:
-        """Return the static ones of some plans that have no other policies than those that were measured."""
-        known = self.curves.policies
-        return {
-            name: plan
-            for name, plan in plans.items()
-            if plan.allocation.name == STATIC and all(policy in known for policy in plan.policies)
-        }
-
-    @property
-    def contexts(self) -> ContextRecord | None:
-        """What all of them were fitted or measured on; None where that is not known of one."""
-        return joined(
-            profile.metadata.provenance.contexts for profile in (self.curves.profile, *self.rankings.values())
-        )
-
-
 def find_policy_candidates(
-    loaded: LoadedModel, calibrated: CalibratedPolicies | None, size: Size, more: Mapping[str, Plan] | None = None
+    loaded: LoadedModel, calibrated: PolicyCurves | None, size: Size, more: Mapping[str, Plan] | None = None
 ) -> CandidateSet:
     """Make candidates and baselines, all with the same total; `more` are candidates that were made elsewhere.
 
@@ -166,7 +128,7 @@ def find_policy_candidates(
         UsageError: no baseline can be used at `size`.
     """
     if calibrated is not None:
-        size = replace(size, length=size.length or calibrated.length)
+        size = replace(size, length=size.length or calibrated.profile.metadata.length)
     factory = _PolicyPlans(loaded, calibrated, size)
     baselines = factory.collect(factory.baselines())
     if not baselines:
@@ -179,7 +141,7 @@ def find_policy_candidates(
 class _PolicyPlans(PlanFactory):
     """Makes the plans of one size from policies and what was measured of them."""
 
-    def __init__(self, loaded: LoadedModel, calibrated: CalibratedPolicies | None, size: Size) -> None:
+    def __init__(self, loaded: LoadedModel, calibrated: PolicyCurves | None, size: Size) -> None:
         super().__init__(loaded, size, PHASE)
         self.calibrated = calibrated
 
@@ -202,7 +164,7 @@ class _PolicyPlans(PlanFactory):
             entries.append(self._direct(name, Recipe(name)))
             entries.append(self._direct(f"adakv:{name}", METHODS["adakv"]._replace(policy=name)))
             entries += self._solved(name)
-        entries.append((JOINT, partial(self._joint_plan, self.calibrated.curves.names), {"strategy": JOINT}))
+        entries.append((JOINT, partial(self._joint_plan, self.calibrated.names), {"strategy": JOINT}))
         for name, plan, origin in entries:
             yield name, partial(self._fitted, plan), origin
         name = f"{JOINT}:built-in"
@@ -210,10 +172,11 @@ class _PolicyPlans(PlanFactory):
 
     def _policy(self, name: str) -> Policy:
         """Return a policy as it was measured, or else protecting as many recent entries as those that were."""
-        measured = {} if self.calibrated is None else self.calibrated.policies
+        curves = self.calibrated
+        measured = {} if curves is None else dict(zip(curves.names, map(policy_of, curves.policies), strict=True))
         if name in measured:
-            return policy_of(measured[name])
-        recent = min((policy_of(spec).recent_count for spec in measured.values()), default=RECENT)
+            return measured[name]
+        recent = min((policy.recent_count for policy in measured.values()), default=RECENT)
         return create_policy(name, {"protect": recent} if name in OBSERVING else {})
 
     def _direct(self, name: str, recipe: Recipe) -> NamedPlan:
@@ -236,7 +199,7 @@ class _PolicyPlans(PlanFactory):
     def _joint_plan(self, policies: Sequence[str], even: float = 0.0) -> Plan:
         """Return the plan that keeps most of the measured importance under some policies, or its mixture with even."""
         assert self.calibrated is not None
-        return joint_plan(self.calibrated.curves.only(policies), self.size, even=even).plan
+        return joint_plan(self.calibrated.only(policies), self.size, even=even).plan
 
     def _fitted(self, make: Plan | Callable[[], Plan]) -> Plan:
         """Return a plan that says what its rankings were fitted on, too."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,9 +14,10 @@ from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import suggest
 from kvsearch.plan import Plan, PolicySpec, Profile, Size
-from kvsearch.plan.origin import provenance
+from kvsearch.plan.origin import ContextRecord, joined, provenance
 from kvsearch.plan.profile_arrays import KEPT
 from kvsearch.plan.rounding import water_fill
+from kvsearch.plan.schema import STATIC
 from kvsearch.policies.fitted import Fitted, profile_of
 from kvsearch.policies.registry import policy_of
 from kvsearch.strategies.build import Chosen, build_plan, check_pool
@@ -31,12 +32,14 @@ LEAST_GAIN = 0.02  # of the importance that one policy loses: for less no layer 
 class PolicyCurves:
     """What every head keeps of the importance under each of P policies, in units that compare.
 
-    `kept` is [P, L, Hkv, K + 1] at budgets of 0, 1/K, ... 1 of a prompt, from a `profile`.
+    `kept` is [P, L, Hkv, K + 1] at budgets of 0, 1/K, ... 1 of a prompt, from a `profile`. `rankings` are the profiles
+    of policies that were fitted, by name, as far as they are known.
     """
 
     policies: tuple[PolicySpec, ...]
     kept: Floats
     profile: Profile
+    rankings: Mapping[str, Profile] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -52,6 +55,24 @@ class PolicyCurves:
                 raise UsageError(f"policy {name!r} was not measured{suggest(name, self.names)}")
         mine = [at for at, name in enumerate(self.names) if name in names]
         return replace(self, policies=tuple(self.policies[at] for at in mine), kept=self.kept[mine])
+
+    @property
+    def built_in(self) -> list[str]:
+        """The names of those that are no `rankings`."""
+        return [name for name in self.names if name not in self.rankings]
+
+    def select_plans(self, plans: Mapping[str, Plan]) -> dict[str, Plan]:
+        """Return the static ones of some plans that have no other policies than these."""
+        return {
+            name: plan
+            for name, plan in plans.items()
+            if plan.allocation.name == STATIC and all(policy in self.policies for policy in plan.policies)
+        }
+
+    @property
+    def contexts(self) -> ContextRecord | None:
+        """What all of them were fitted or measured on; None where that is not known of one."""
+        return joined(profile.metadata.provenance.contexts for profile in (self.profile, *self.rankings.values()))
 
     @property
     def fitted_here(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -16,7 +16,6 @@ from kvsearch.jobs.searching import Refinement
 from kvsearch.plan import Size
 from kvsearch.policies import create_policy
 from kvsearch.runs.identity import RunConfig
-from kvsearch.selection.candidates import CalibratedPolicies
 from kvsearch.tasks.catalog import find_tasks
 from tests import tiny
 
@@ -99,7 +98,7 @@ def test_a_group_size_that_nobody_stated_is_not_recorded() -> None:
 )
 def test_what_cannot_be_searched_is_said(family: str, policies: tuple[str, ...], words: str, tmp_path: Any) -> None:
     specs = [create_policy(name).spec for name in policies]
-    measured = cast("CalibratedPolicies", SimpleNamespace(curves=SimpleNamespace(policies=specs), contexts=None))
+    measured: Any = SimpleNamespace(policies=specs, contexts=None)
     options = EvolveOptions.of(model=family, output=tmp_path / "refine", space="joint")
     refinement = Refinement(tiny.loaded(family), options.output, options.config, options, Split([]), 10)
     with pytest.warns(KvsearchWarning, match=words):
