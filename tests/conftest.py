@@ -20,6 +20,22 @@ if not torch.cuda.is_available():
 from tests import examples  # noqa: F401 - the profiles of all property tests
 
 
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A tiny random llama with the bundled tokenizer, a `LoadedModel`; a file may have one of its own."""
+    from tests import tiny
+
+    return tiny.loaded()
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Any:
+    """The bundled model, a `LoadedModel`."""
+    from kvsearch.models.loading import load
+
+    return load("bundled")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what needs Ray, in one process, so that Ray is started once, and with what takes longest."""
     items.sort(key=_turn)

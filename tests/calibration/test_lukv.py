@@ -36,11 +36,6 @@ GIVEN = LukvOptions(answers="given")
 
 
 @pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return tiny.loaded()
-
-
-@pytest.fixture(scope="module")
 def data() -> CalibrationData:
     return tiny.calibration_data(110, 110)
 

@@ -16,11 +16,6 @@ POLICY = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
 DATA = tiny.calibration_data(60, 90, questions=2)
 
 
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return tiny.loaded()
-
-
 def ids(text: str, first: bool = False) -> list[int]:
     found: list[int] = tiny.ids_of(text)[0].tolist()
     return found if first else found[1:]  # <bos> starts contexts only

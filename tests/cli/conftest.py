@@ -30,6 +30,18 @@ def invoke(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+def done(*arguments: object) -> tuple[str, str]:
+    """Standard output and standard error of a command that ends well."""
+    code, out, talk = invoke(*arguments)
+    assert code == 0, talk
+    return out, talk
+
+
+def done_json(*arguments: object) -> Any:
+    """What a command that ends well prints as JSON."""
+    return json.loads(done(*arguments)[0])
+
+
 @pytest.fixture
 def run() -> Run:
     return invoke

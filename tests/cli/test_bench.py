@@ -10,7 +10,7 @@ import pytest
 from kvsearch.core.errors import EnvironmentFault
 from kvsearch.models import shapes
 from kvsearch.models.architecture import describe
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, done, done_json
 
 SHORT = ("--new-tokens", 2, "--rounds", 1)
 
@@ -24,16 +24,12 @@ def test_a_plan_beside_the_full_cache(run: Run, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     assert run("plan", "uniform", "bundled", "--policy", "snapkv", "--budget", 40, "-o", plan)[0] == 0
     arguments = ("bench", "bundled", "--plan", plan, "--length", 64, *SHORT)
-    code, out, talk = run(*arguments, "--batch", "1,2", "--json")
-    assert code == 0, talk
-    told = json.loads(out)
+    told = done_json(*arguments, "--batch", "1,2", "--json")
     assert [(row["cache"], row["batch"], row["entries"]) for row in told["costs"]][3:5] == [
         (str(plan), 1, 40.0), ("DynamicCache", 2, 64.0),
     ]  # fmt: skip
     assert told["machine"]["model"] == "bundled"
-    code, out, talk = run(*arguments, "--batch", "1,2", "--dry-run", "--json")
-    assert code == 0, talk
-    foretold = json.loads(out)
+    foretold = done_json(*arguments, "--batch", "1,2", "--dry-run", "--json")
     held = {row["cache"]: row["held_bytes"] for row in told["costs"] if row["batch"] == 2}
     assert foretold["bytes"]["DynamicCache"] == held["DynamicCache"] // 64 * 66  # with two new tokens
     assert foretold["bytes"]["kvsearch, full"] == held["kvsearch, full"] // 64 * 66
@@ -47,9 +43,7 @@ def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     monkeypatch.setitem(shapes.SHAPES, "llama-3.1-8b", {**shapes.SHAPES["llama-3.1-8b"], **small})
     arguments = ("bench", "--shape", "llama-3.1-8b", "--layers", 2, "--budget", 32, "--length", 48, *SHORT, "--json")
-    code, out, talk = run(*arguments)
-    assert code == 0, talk
-    told = json.loads(out)
+    told = done_json(*arguments)
     assert told["machine"]["dtype"] == "bfloat16"
     assert told["costs"][-1]["cache"] == "snapkv, 32 per head"
     assert told["costs"][-1]["held_bytes"] == 2 * 2 * 32 * (2 * 8 * 2 + 4)
@@ -63,13 +57,12 @@ def test_a_shape_has_random_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -
         shapes.random_model("llama-3.1-8b")
 
 
-def test_compiled_steps_beside_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     monkeypatch.setattr(
         "torch.compile", lambda call, fullgraph: lambda **given: (called.append("compiled"), call(**given))[1]
     )
-    code, out, talk = run("bench", "bundled", "--budget", 40, "--length", 64, *SHORT, "--compile", "--json")
-    assert code == 0, talk
+    out, _ = done("bench", "bundled", "--budget", 40, "--length", 64, *SHORT, "--compile", "--json")
     costs = {row["cache"]: row["compiled_seconds"] for row in json.loads(out)["costs"]}
     assert [cache for cache, seconds in costs.items() if seconds] == ["kvsearch, full", "snapkv, 40 per head"]
     assert called
@@ -81,8 +74,7 @@ def test_the_largest_batch_and_what_show_and_report_read(
 ) -> None:
     monkeypatch.setattr("kvsearch.benchmark.capacity.default_memory", lambda *_, **__: 5_000_000)
     arguments = ("bench", "bundled", "--ratio", 0.75, "--policy", "knorm", "--phases", "both", "--skewed", *SHORT)
-    code, out, talk = run(*arguments, "--length", "32,64", "--largest-batch", "--json")
-    assert code == 0, talk
+    out, _ = done(*arguments, "--length", "32,64", "--largest-batch", "--json")
     costs = {(row["cache"], row["length"]): row for row in json.loads(out)["costs"]}
     ours = "knorm, 75% evicted, skewed, both"
     assert (costs[ours, 64]["entries"], costs[ours, 32]["entries"]) == (16, 8)
@@ -95,13 +87,11 @@ def test_the_largest_batch_and_what_show_and_report_read(
     assert json.loads(out)["machine"]["bandwidth"] > 0 < json.loads(out)["machine"]["flops"]
     found = tmp_path / "speed.json"
     found.write_text(out)
-    code, shown, talk = run("show", found)
-    assert code == 0, talk
+    shown, _ = done("show", found)
     assert "batch 1, 64 tokens" in shown
     assert "largest batch" in shown
     assert "TFLOP/s" in shown
-    code, _, talk = run("report", found, "-o", tmp_path / "report.html")
-    assert code == 0, talk
+    done("report", found, "-o", tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert ours in page
     assert "Time per token, batch 1" in page

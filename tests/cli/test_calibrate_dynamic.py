@@ -12,7 +12,7 @@ from kvsearch.plan import Profile, load_plan, load_profile
 from kvsearch.plan.origin import context_hash
 from kvsearch.report.profile import profile_parts
 from tests import tiny
-from tests.cli.conftest import Run
+from tests.cli.conftest import done
 from tests.robustness.inputs import calibration_file
 
 CONTEXTS = 3
@@ -37,11 +37,10 @@ def shown(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
     "method", ["lava", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("cake", "adakv"))]
 )
 def test_calibrate_export_and_show(
-    method: str, run: Run, short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    method: str, short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = tmp_path / "run"
-    code, _, talk = run("calibrate", "bundled", "-o", directory, "--data", short, "--method", method)
-    assert code == 0, talk
+    done("calibrate", "bundled", "-o", directory, "--data", short, "--method", method)
     config = json.loads((directory / "config.json").read_text())["content"]
     assert (config["recipe"]["method"], config["recipe"]["protocol"]) == (method, "question-agnostic")
     assert config["recipe"]["policy"] == {"adakv": "snapkv"}.get(method, method)
@@ -49,8 +48,7 @@ def test_calibrate_export_and_show(
     assert (made.metadata.method, made.metadata.questions, made.metadata.floor) == (method, CONTEXTS, 32)
     for target, total in ((("--ratio", 0.7, "--length", 1000), 300 * 24), (("--budget", 50), 50 * 24)):
         path = tmp_path / f"{total}.json"
-        code, out, talk = run("export", directory, *target, "-o", path, "--json")
-        assert code == 0, talk
+        out, _ = done("export", directory, *target, "-o", path, "--json")
         assert json.loads(out)["total"] == load_plan(path).total == total
     page = shown(directory, capsys)
     for title in ("local eviction ratio at 0.8", "standard deviation of the local eviction ratio", "rank correlation"):
@@ -73,11 +71,10 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("polykv", "--budgets", 48, "--patterns", "snapkv,h2o"),
     ],
 )
-def test_every_method_takes_tasks(run: Run, questions: Path, tmp_path: Path, method: tuple[object, ...]) -> None:
+def test_every_method_takes_tasks(questions: Path, tmp_path: Path, method: tuple[object, ...]) -> None:
     """Its own questions, of the train split; the profile knows its contexts."""
     tasks = ("--tasks", f"jsonl:{questions}+synthetic:multikey", "--length", 512, "--samples", 2)
-    code, _, talk = run("calibrate", "bundled", "--method", *method, "-o", tmp_path / "p", *tasks)
-    assert code == 0, talk
+    _, talk = done("calibrate", "bundled", "--method", *method, "-o", tmp_path / "p", *tasks)
     assert "evaluate asks all examples" in talk
     origin = load_profile(tmp_path / "p" / "profile.safetensors").metadata.provenance
     assert origin.settings["data"] == "mine+multikey"
@@ -87,5 +84,4 @@ def test_every_method_takes_tasks(run: Run, questions: Path, tmp_path: Path, met
     assert len(set(fitted) & {context_hash(row["context"]) for row in rows}) == 2
     config = json.loads((tmp_path / "p" / "config.json").read_text())
     assert (config["options"]["tasks"], config["content"]["data"]) == (tasks[1], "mine+multikey")
-    code, _, talk = run("show", tmp_path / "p")
-    assert code == 0, talk
+    done("show", tmp_path / "p")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvsearch.plan import saved as weights
-from tests.cli.conftest import Run, invoke
+from tests.cli.conftest import Run, done
 from tests.cli.test_bad_input import USAGE, refused
 from tests.cli.test_calibrate_dynamic import short
 
@@ -18,14 +18,13 @@ __all__ = ["short"]
 @pytest.fixture(scope="module")
 def ranking(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("probe") / "run"
-    code, _, talk = invoke(
+    _, talk = done(
         "calibrate", "bundled", "--method", "probe", "-o", directory, "--data", short, "--form", "linear",
         "--entries", 300,
     )  # fmt: skip
-    assert code == 0, talk
     assert "fitted on 1 context, chosen on 1, reported on 1" in talk
     assert f"next: kvsearch calibrate bundled --policy probe={directory} -o {directory}-budgets" in talk
-    code, out, _ = invoke("show", directory, "--json")
+    out, _ = done("show", directory, "--json")
     assert json.loads(out)["tables"][0]["header"] == ["ranking", "5%", "10%", "20%"]
     return directory
 
@@ -34,16 +33,13 @@ def test_a_plan_of_it_runs_in_another_folder(
     run: Run, ranking: Path, short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = ("--data", short, "--questions", 2)
-    code, _, talk = run("calibrate", "bundled", "--policy", f"probe={ranking}", "-o", tmp_path / "lukv", *few)
-    assert code == 0, talk
-    code, _, talk = run("export", tmp_path / "lukv", "--ratio", 0.8, "-o", tmp_path / "plan.json")
-    assert code == 0, talk
+    done("calibrate", "bundled", "--policy", f"probe={ranking}", "-o", tmp_path / "lukv", *few)
+    done("export", tmp_path / "lukv", "--ratio", 0.8, "-o", tmp_path / "plan.json")
     monkeypatch.setattr(weights, "_known", {})  # as in a process of its own
-    code, out, talk = run(
+    out, _ = done(
         "generate", "bundled", "--plan", tmp_path / "plan.json", "--prompt", "code of ash ?", "--context",
         "the code of ash is red . " * 20, "--max-new-tokens", 2, "--json",
     )  # fmt: skip
-    assert code == 0, talk
     assert json.loads(out)["entries"] < 24 * 120
     (beside,) = tmp_path.glob("probe-*.safetensors")
     beside.rename(tmp_path / "elsewhere.safetensors")
@@ -52,37 +48,30 @@ def test_a_plan_of_it_runs_in_another_folder(
 
 
 @pytest.mark.nightly
-def test_layers_choose_between_it_and_other_policies(run: Run, ranking: Path, short: Path, tmp_path: Path) -> None:
-    code, _, talk = run(
+def test_layers_choose_between_it_and_other_policies(ranking: Path, short: Path, tmp_path: Path) -> None:
+    _, talk = done(
         "calibrate", "bundled", "--rivals", f"probe={ranking},keydiff", "-o", tmp_path / "lukv", "--data", short
     )
-    assert code == 0, talk
     assert "by lukv for snapkv, probe, keydiff on" in talk
-    code, _, talk = run("export", tmp_path / "lukv", "--ratio", 0.8, "-o", tmp_path / "joint.json")
-    assert code == 0, talk
+    _, talk = done("export", tmp_path / "lukv", "--ratio", 0.8, "-o", tmp_path / "joint.json")
     assert "of the measured importance is kept; " in talk
     assert "probe: fitted on contexts that the budgets are measured on" in talk
     plan = json.loads((tmp_path / "joint.json").read_text())
     assert plan["total"] == sum(sum(layer["budget"]) for layer in plan["prefill"]["layers"])
     assert plan["provenance"]["settings"]["policies"] == ["snapkv", "probe", "keydiff"]
-    code, _, talk = run("export", tmp_path / "lukv", "--policy", "keydiff", "--ratio", 0.8, "-o", tmp_path / "one.json")
-    assert code == 0, talk
+    done("export", tmp_path / "lukv", "--policy", "keydiff", "--ratio", 0.8, "-o", tmp_path / "one.json")
     only = json.loads((tmp_path / "one.json").read_text())
     assert {layer["policy"]["name"] for layer in only["prefill"]["layers"]} == {"keydiff"}
 
 
-def test_it_is_compared_with_other_methods(run: Run, ranking: Path, tmp_path: Path) -> None:
-    code, out, talk = run(
+def test_it_is_compared_with_other_methods(ranking: Path, tmp_path: Path) -> None:
+    out, _ = done(
         "evaluate", "bundled", "--methods", f"uniform,probe={ranking},adakv:probe={ranking}", "--ratios", "0.8",
         "--samples", 1, "--length", 512, "--tasks", "synthetic:single", "--json",
     )  # fmt: skip
-    assert code == 0, talk
     names = [method["name"] for method in json.loads(out)["blocks"][0]["methods"]]
     assert names == ["uniform", f"probe={ranking}", f"adakv:probe={ranking}"]
-    code, _, talk = run(
-        "plan", "uniform", "bundled", "--policy", f"probe={ranking}", "--budget", 64, "-o", tmp_path / "plan.json"
-    )
-    assert code == 0, talk
+    done("plan", "uniform", "bundled", "--policy", f"probe={ranking}", "--budget", 64, "-o", tmp_path / "plan.json")
 
 
 def test_plain_texts(run: Run, short: Path, tmp_path: Path) -> None:
@@ -90,8 +79,7 @@ def test_plain_texts(run: Run, short: Path, tmp_path: Path) -> None:
     for number, one in enumerate(json.loads(short.read_text())["contexts"][:3]):
         (tmp_path / "texts" / f"{number}.txt").write_text(one["text"])
     given = ("calibrate", "bundled", "--data", tmp_path / "texts", "-o", tmp_path / "run")
-    code, _, talk = run(*given, "--method", "query_bank", "--bank", 4)
-    assert code == 0, talk
+    _, talk = done(*given, "--method", "query_bank", "--bank", 4)
     assert "on 3 contexts with 0 questions from 3 text files" in talk
     assert talk.count("no questions") == 1
     refused(run, USAGE, "is plain text, without questions", *given, "--method", "lukv", "--force")

@@ -14,7 +14,7 @@ from kvsearch.models.loading import BUNDLED
 from kvsearch.plan import load_plan, load_profile
 from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
 from kvsearch.runs.run import read_contexts
-from tests.cli.conftest import Run, invoke
+from tests.cli.conftest import Run, done, done_json, invoke
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -39,9 +39,8 @@ def test_what_does_not_exist_is_told_on_one_line(run: Run, arguments: tuple[str,
     assert run(*arguments) == (2, "", f"kvsearch: error: {expected}\n")
 
 
-def test_version(run: Run) -> None:
-    code, out, _ = run("--version")
-    assert code == 0
+def test_version() -> None:
+    out, _ = done("--version")
     assert out.startswith("kvsearch 0.")
 
 
@@ -54,38 +53,30 @@ def test_profile_and_plan_record_what_they_were_fitted_on(calibrated: Path) -> N
     assert read_contexts(calibrated).fitted == tuple(sorted(known))
 
 
-def test_generate_answers_from_the_small_cache(run: Run, calibrated: Path) -> None:
+def test_generate_answers_from_the_small_cache(calibrated: Path) -> None:
     plan = calibrated / "plan.json"
-    code, out, _ = run("generate", "bundled", "--plan", plan, "--max-new-tokens", 3, "--json")
-    assert code == 0
-    small = json.loads(out)
-    code, out, _ = run("generate", "bundled", "--max-new-tokens", 3, "--json")
-    full = json.loads(out)
+    small = done_json("generate", "bundled", "--plan", plan, "--max-new-tokens", 3, "--json")
+    full = done_json("generate", "bundled", "--max-new-tokens", 3, "--json")
     assert small["text"] == full["text"]
     assert small["entries"] * 5 == pytest.approx(full["entries"], rel=0.01)
-    code, _, talk = run("generate", "bundled", "--plan", plan, "--max-new-tokens", 3)
+    _, talk = done("generate", "bundled", "--plan", plan, "--max-new-tokens", 3)
     assert "expected to begin with: " + full["text"] in talk
 
 
-def test_show_a_plan_and_a_profile(run: Run, calibrated: Path) -> None:
-    code, out, _ = run("show", calibrated / "plan.json")
-    assert code == 0
+def test_show_a_plan_and_a_profile(calibrated: Path) -> None:
+    out, _ = done("show", calibrated / "plan.json")
     assert "prefill entries by layer and head" in out
-    code, out, _ = run("show", calibrated, "--ratio", 0.5)
-    assert code == 0
+    out, _ = done("show", calibrated, "--ratio", 0.5)
     assert re.search(r"answers +own", out)
     for title in ("local eviction ratio at 0.5", "recall lost", "importance evicted", "rank correlation"):
         assert title in out
-    code, out, _ = run("show", calibrated, "--json")
-    assert code == 0
-    shown = json.loads(out)
+    shown = done_json("show", calibrated, "--json")
     lost = next(table for table in shown["tables"] if table["title"].startswith("importance evicted"))
     _, even, own = lost["rows"][-1]
     assert own < even
 
 
-def test_doctor_is_content_here(run: Run) -> None:
-    code, out, _ = run("doctor", "--json")
-    assert code == 0
+def test_doctor_is_content_here() -> None:
+    out, _ = done("doctor", "--json")
     answers = [json.loads(out)[f"{name} model"] for name in BUNDLED]
     assert all(answer.startswith("answers '") for answer in answers)

@@ -10,7 +10,7 @@ import pytest
 import kvsearch
 from kvsearch.core.resources import resource
 from tests import tiny
-from tests.cli.conftest import Run, invoke
+from tests.cli.conftest import Run, done
 from tests.cli.test_bad_input import INCOMPATIBLE, USAGE, refused
 
 CONTEXT = " ".join(tiny.document(200, facts=3).words[1:])
@@ -20,10 +20,7 @@ QUESTIONS = [" ".join(question.prompt) for question in tiny.document(200, facts=
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    code, _, talk = invoke(
-        "plan", "uniform", "bundled", "--policy", "snapkv", "--budget", 64, "--phases", "both", "-o", path
-    )
-    assert code == 0, talk
+    done("plan", "uniform", "bundled", "--policy", "snapkv", "--budget", 64, "--phases", "both", "-o", path)
     return path
 
 
@@ -33,8 +30,7 @@ def saved(plan: Path) -> Path:
     path = plan.parent / "report.kv"
     (plan.parent / "report.txt").write_text(CONTEXT)
     arguments = ("--plan", plan, "--context", f"@{plan.parent / 'report.txt'}", "-o", path)
-    code, out, talk = invoke("compress", "bundled", *arguments)
-    assert code == 0, talk
+    out, talk = done("compress", "bundled", *arguments)
     assert out == ""
     size = path.stat().st_size
     assert f"{size / 2**20:.2f} MiB on disk" in talk
@@ -42,17 +38,16 @@ def saved(plan: Path) -> Path:
     return path
 
 
-def test_a_file_answers_any_number_of_questions(run: Run, plan: Path, saved: Path) -> None:
+def test_a_file_answers_any_number_of_questions(plan: Path, saved: Path) -> None:
     before = saved.read_bytes()
     asked = [argument for question in QUESTIONS[:2] for argument in ("--prompt", question)]
-    code, out, talk = run("generate", "bundled", "--cache", saved, *asked, "--json", "--max-new-tokens", 4)
-    assert code == 0, talk
-    code, direct, _ = run(
+    out, _ = done("generate", "bundled", "--cache", saved, *asked, "--json", "--max-new-tokens", 4)
+    direct, _ = done(
         "generate", "bundled", "--plan", plan, "--context", CONTEXT, *asked, "--json", "--max-new-tokens", 4
     )
     assert json.loads(out) == json.loads(direct)
     assert len(json.loads(out)) == 2
-    code, out, talk = run("generate", "bundled", "--cache", saved, *asked[2:], "--max-new-tokens", 4, "--plan", plan)
+    out, _ = done("generate", "bundled", "--cache", saved, *asked[2:], "--max-new-tokens", 4, "--plan", plan)
     assert out.strip() == json.loads(direct)[1]["text"]
     assert saved.read_bytes() == before
 

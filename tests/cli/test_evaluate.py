@@ -11,7 +11,7 @@ import pandas
 import pytest
 
 from kvsearch.models.loading import VARIABLES
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, done, done_json
 from tests.cli.test_bad_input import refused
 from tests.tiny import task_file
 
@@ -19,12 +19,10 @@ SHORT = ("--tasks", "synthetic:multikey", "--length", 512)
 INTERRUPTED = 130
 
 
-def test_scores_and_equal_entries(run: Run, calibrated: Path, tmp_path: Path) -> None:
+def test_scores_and_equal_entries(calibrated: Path, tmp_path: Path) -> None:
     arguments = ("--plan", calibrated / "plan.json", *SHORT, "--samples", 4)
     replies = tmp_path / "run" / "samples.csv"
-    code, out, talk = run("evaluate", "bundled", *arguments, "--json", "-o", replies.parent)
-    assert code == 0, talk
-    result = json.loads(out)
+    result = done_json("evaluate", "bundled", *arguments, "--json", "-o", replies.parent)
     assert (result["schema"], result["protocol"]) == ("kvsearch.evaluation/1", "question-agnostic")
     (block,) = result["blocks"]
     methods = {method["name"]: method for method in block["methods"]}
@@ -36,16 +34,14 @@ def test_scores_and_equal_entries(run: Run, calibrated: Path, tmp_path: Path) ->
     assert len(list(csv.DictReader(replies.open()))) == result["tasks"][0]["questions"] * (1 + len(held))
 
 
-def test_question_aware_with_two_plans(run: Run, calibrated: Path, tmp_path: Path) -> None:
+def test_question_aware_with_two_plans(calibrated: Path, tmp_path: Path) -> None:
     (tmp_path / "again.json").write_bytes((calibrated / "plan.json").read_bytes())
     arguments = (
         "--plan", calibrated / "plan.json", "--plan", tmp_path / "again.json", *SHORT,
         "--samples", 2, "--max-length", 600, "--json", "--baselines", "streaming", "--protocol", "question-aware",
         "-o", tmp_path / "run",
     )  # fmt: skip
-    code, out, talk = run("evaluate", "bundled", *arguments)
-    assert code == 0, talk
-    result = json.loads(out)
+    result = done_json("evaluate", "bundled", *arguments)
     assert (result["protocol"], result["subject"], result["most_tokens"]) == ("question-aware", "plan", 600)
     assert (result["tasks"][0]["contexts"], result["tasks"][0]["truncated"]) == (2, 0)
     plan, again, _ = result["blocks"][0]["methods"]
@@ -62,8 +58,7 @@ def test_a_sweep_writes_everything(run: Run, calibrated: Path, tmp_path: Path) -
     tasks = ("--tasks", "synthetic:single,multikey", "--length", 512, "--samples", 2)
     names = ("--methods", f"lukv={calibrated},uniform,pyramid,lava,streaming", "--set", "window=8")
     files = ("-o", tmp_path / "run", "--table", tmp_path / "t.tex", "--losses", "--json")
-    code, out, talk = run("evaluate", "bundled", *names, "--budgets", 64, "--ratios", 0.8, *tasks, *files)
-    assert code == 0, talk
+    out, _ = done("evaluate", "bundled", *names, "--budgets", 64, "--ratios", 0.8, *tasks, *files)
     result = json.loads(out)
     assert json.loads((tmp_path / "run" / "report.json").read_text()) == result
     small, large = result["blocks"]
@@ -92,8 +87,7 @@ def test_a_text_is_predicted(run: Run, tmp_path: Path) -> None:
     text = tmp_path / "story.txt"
     text.write_text("the calm fox greets the nurse in barn . " * 200)
     arguments = ("--methods", "streaming,tova", "--budgets", 40, "--tasks", f"ppl:{text}", "--length", 200)
-    code, out, talk = run("evaluate", "bundled", *arguments, "--samples", 3, "-o", tmp_path / "run", "--json")
-    assert code == 0, talk
+    out, _ = done("evaluate", "bundled", *arguments, "--samples", 3, "-o", tmp_path / "run", "--json")
     result = json.loads(out)
     (task,) = result["tasks"]
     assert (task["task"], task["metric"], task["contexts"]) == ("story", "likelihood", 3)
@@ -106,12 +100,11 @@ def test_a_text_is_predicted(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small(run: Run, tmp_path: Path) -> tuple[object, ...]:
+def small(tmp_path: Path) -> tuple[object, ...]:
     """A command whose run, with its losses, is there."""
     how = ("--methods", "tova", "--budgets", 64, *SHORT, "--samples", 1)
     asked = ("evaluate", "bundled", *how, "-o", tmp_path / "run")
-    code, _, talk = run(*asked, "--losses")
-    assert code == 0, talk
+    done(*asked, "--losses")
     return asked
 
 
@@ -122,13 +115,12 @@ def test_a_table_is_not_replaced_unasked(run: Run, tmp_path: Path) -> None:
     assert file.read_text() == "mine"
 
 
-def test_losses_stay_in_the_report(run: Run, small: tuple[object, ...], tmp_path: Path) -> None:
+def test_losses_stay_in_the_report(small: tuple[object, ...], tmp_path: Path) -> None:
     before = (tmp_path / "run" / "report.json").read_bytes()
-    code, out, talk = run(*small, "--json")
-    assert code == 0, talk
+    out, _ = done(*small, "--json")
     assert (tmp_path / "run" / "report.json").read_bytes() == before
     assert {row["method"] for row in json.loads(out)["losses"]} == {"tova@64"}
-    code, out, _ = run(*small, "--json", "--force")
+    out, _ = done(*small, "--json", "--force")
     assert "losses" not in json.loads(out)
 
 
@@ -170,7 +162,7 @@ def test_an_interruption_without_a_directory(run: Run, monkeypatch: pytest.Monke
     assert "nothing is kept without --output DIR" in talk
 
 
-def test_categories_and_ids_of_questions(run: Run, tmp_path: Path) -> None:
+def test_categories_and_ids_of_questions(tmp_path: Path) -> None:
     """Scores by category, ids in the file of replies; other ids are no other questions."""
     file = task_file(tmp_path / "mine.jsonl", 3, 300, 4)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -184,16 +176,14 @@ def test_categories_and_ids_of_questions(run: Run, tmp_path: Path) -> None:
         tmp_path / "run",
     )  # fmt: skip
     named("q")
-    code, out, talk = run(*arguments, "--json")
-    assert code == 0, talk
+    out, _ = done(*arguments, "--json")
     scores = json.loads(out)["full"]["scores"]
     assert sorted(scores["categories"]) == ["even", "odd"]
     halves = [one["mean"] for one in scores["categories"].values()]
     assert scores["tasks"]["mine"]["mean"] == pytest.approx(sum(halves) / 2)
     assert scores["averages"]["macro"] == scores["tasks"]["mine"]
     named("p")
-    code, out, talk = run(*arguments)
-    assert code == 0, talk
+    _, talk = done(*arguments)
     assert "12 replies are there, 12 are needed" in talk
     header = next(line for line in (tmp_path / "run" / "tables.md").read_text().splitlines() if line.startswith("| m"))
     assert [cell.strip() for cell in header.strip("|").split("|")] == ["method", "mine", "odd", "even"]

@@ -23,7 +23,7 @@ from kvsearch.runs.lock import locked
 from kvsearch.runs.run import read_contexts
 from kvsearch.search.trials import Candidate, TrialLog
 from tests import tiny
-from tests.cli.conftest import Run, invoke
+from tests.cli.conftest import Run, done, invoke
 from tests.cli.test_bad_input import ENVIRONMENT, USAGE, refused
 from tests.plan.builders import PROVENANCE
 from tests.shared import finished_once, folder_once
@@ -75,21 +75,18 @@ def test_a_search_writes_a_plan_and_a_report(evolved: tuple[Path, str, str]) -> 
 
 
 def test_limits_end_a_search_with_a_result_and_may_be_raised(
-    evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path
+    evolved: tuple[Path, str, str], questions: Path, tmp_path: Path
 ) -> None:
-    code, out, talk = run(*command(questions, tmp_path / "run", "--max-evals", 5, "--json"))
-    assert code == 0
+    out, talk = done(*command(questions, tmp_path / "run", "--max-evals", 5, "--json"))
     assert json.loads(out)["evaluations"] == 5
     assert "search ended: 5 candidates were evaluated, as many as allowed" in talk
-    code, _, _ = run(*command(questions, tmp_path / "run"))
-    assert code == 0
+    done(*command(questions, tmp_path / "run"))
     assert results(tmp_path / "run") == results(evolved[0])
 
 
-def test_several_budgets(questions: Path, run: Run, tmp_path: Path) -> None:
+def test_several_budgets(questions: Path, tmp_path: Path) -> None:
     small = ("--budgets", "8,16", *SMALL[2:], "--generations", 1)
-    code, out, talk = run(*command(questions, tmp_path / "run", small=small))
-    assert code == 0, talk
+    out, _ = done(*command(questions, tmp_path / "run", small=small))
     for budget in (8, 16):
         assert load_plan(tmp_path / "run" / f"plan-{budget}.json").total == budget * 24
     front = json.loads((tmp_path / "run" / "front.json").read_text())
@@ -98,13 +95,11 @@ def test_several_budgets(questions: Path, run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_budgets_of_the_decode_phase(questions: Path, run: Run, tmp_path: Path) -> None:
+def test_budgets_of_the_decode_phase(questions: Path, tmp_path: Path) -> None:
     small = (*SMALL, "--phases", "decode", "--generations", 1, "--group-size", 6, "--max-evals", 4)
-    code, out, _ = run(*command(questions, tmp_path / "run", "--dry-run", "--json", small=small))
-    assert code == 0
+    out, _ = done(*command(questions, tmp_path / "run", "--dry-run", "--json", small=small))
     assert json.loads(out)["measured_by"] == "whole runs"
-    code, out, talk = run(*command(questions, tmp_path / "run", small=small))
-    assert code == 0, talk
+    out, talk = done(*command(questions, tmp_path / "run", small=small))
     plan = load_plan(tmp_path / "run" / "plan.json")
     assert plan.prefill is None
     assert plan.phase("decode").total == plan.total == 12 * 24
@@ -114,8 +109,7 @@ def test_budgets_of_the_decode_phase(questions: Path, run: Run, tmp_path: Path) 
 
 def test_hard_questions_alone(questions: Path, run: Run, tmp_path: Path) -> None:
     hard = (*SMALL, "--hard-below", 100, "--hard-most", 2, "--generations", 1, "--max-evals", 3)
-    code, _, talk = run(*command(questions, tmp_path / "run", small=hard))
-    assert code == 0, talk
+    _, talk = done(*command(questions, tmp_path / "run", small=hard))
     said = re.search(
         rf"searching on 2 of {2 * SAMPLES} questions: the full cache answers (\d) right, (\d) of these score below 100 "
         "under even budgets of 12 entries",
@@ -137,12 +131,10 @@ def test_start_plans_bring_their_policies_and_what_they_have_seen(
 ) -> None:
     plan, start = load_plan(evolved[0] / "plan.json"), tmp_path / "plan.json"
     record, asked = plan.provenance.contexts, read_contexts(evolved[0])
-    assert record is not None
     assert (record.chosen, record.reported) == (ContextSet.of(asked.chosen), ContextSet.of(asked.reported))
     save_plan(tiny.plan_for(load("bundled"), [[20] * 4] * 3 + [[8] * 4] * 3, provenance=plan.provenance), start)
     small = ("--budget", 16, "--start", start, "--group-size", 2)
-    code, out, talk = run(*command(questions, tmp_path / "run", "--dry-run", "--json", small=small))
-    assert code == 0, talk
+    out, talk = done(*command(questions, tmp_path / "run", "--dry-run", "--json", small=small))
     told = json.loads(out)
     before = json.loads((evolved[0] / "config.json").read_text())["content"]["splits"]["choice"]
     assert told["splits"]["choice"] != before

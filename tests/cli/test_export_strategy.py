@@ -11,7 +11,7 @@ from kvsearch.jobs import export as export_job
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.plan import ModelFingerprint, Profile, Size, load_plan, load_profile, save_profile
 from kvsearch.strategies.from_signals import Strategy, strategy_plan
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, done
 from tests.cli.test_bad_input import USAGE, refused
 from tests.plan.builders import PROVENANCE
 from tests.signals.profiles import make_signals, signal_metadata
@@ -53,7 +53,7 @@ def test_the_defaults_and_what_is_said(run: Run, polykv: Path, tmp_path: Path) -
     assert [line.partition(":")[0] for line in lines] == ["next", "next"]
 
 
-def test_options_reach_the_strategy(run: Run, polykv: Path, tmp_path: Path) -> None:
+def test_options_reach_the_strategy(polykv: Path, tmp_path: Path) -> None:
     path, profile = tmp_path / "plan.json", load_profile(polykv / "profile.safetensors")
     given: list[tuple[Strategy, tuple[object, ...]]] = [
         (
@@ -67,8 +67,7 @@ def test_options_reach_the_strategy(run: Run, polykv: Path, tmp_path: Path) -> N
         (Strategy(phases="both"), ("--phases", "both")),
     ]  # fmt: skip
     for strategy, options in given:
-        code, _, talk = run("export", polykv, "-o", path, "--budget", 64, "--length", 300, *options, "--force")
-        assert code == 0, talk
+        done("export", polykv, "-o", path, "--budget", 64, "--length", 300, *options, "--force")
         assert load_plan(path) == strategy_plan(profile, strategy, Size(budget=64, length=300))
 
 
@@ -99,6 +98,5 @@ def test_harmful_signals_are_not_used_unless_allowed(
     assert asked == [(polykv, Strategy(), 20.0)]
     assert run("export", file, "-o", path, "--route", "ppl", "--ratio", 0.9, "--phases", "both")[0] == 0
     assert asked[1:] == [(polykv, Strategy("ppl", phases="both"), 20.0)]
-    code, _, talk = run("export", polykv, "-o", path, "--allow-harmful", "--force")
-    assert code == 0
+    _, talk = done("export", polykv, "-o", path, "--allow-harmful", "--force")
     assert talk.startswith("kvsearch: warning: route cosine was judged harmful\nwrote ")

@@ -10,11 +10,11 @@ import pytest
 
 from kvsearch.evaluation import statistics
 from tests import tiny
-from tests.cli.conftest import Run
+from tests.cli.conftest import done
 
 
 @pytest.mark.nightly
-def test_contexts_of_one_text_are_one(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contexts_of_one_text_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows about texts that differ by a space, one about another: three keys, two contexts in token ids."""
     rows = []
     for seed, number in ((0, 0), (0, 1), (1, 0)):
@@ -31,6 +31,5 @@ def test_contexts_of_one_text_are_one(run: Run, tmp_path: Path, monkeypatch: pyt
 
     summarize = statistics.summarize
     monkeypatch.setattr("kvsearch.jobs.evaluate.summarize", watched)
-    code, _, talk = run("headroom", "bundled", "--tasks", f"jsonl:{tmp_path / 'mine.jsonl'}", "--samples", 3)
-    assert code == 0, talk
+    done("headroom", "bundled", "--tasks", f"jsonl:{tmp_path / 'mine.jsonl'}", "--samples", 3)
     assert given[-1] == (3, 2)

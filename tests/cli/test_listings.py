@@ -18,7 +18,7 @@ from kvsearch.config.recipes import shipped_recipes
 from kvsearch.jobs.groups import TASK_DETAILS, WithTasks
 from kvsearch.policies import registry
 from kvsearch.tasks.catalog import ENTRIES, SETS, flag
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, done
 from tests.cli.test_bad_input import ENVIRONMENT, refused
 
 
@@ -32,13 +32,12 @@ from tests.cli.test_bad_input import ENVIRONMENT, refused
         (["recipes", "run"], [name for name in shipped_recipes() if name.startswith("run/")]),
     ],
 )
-def test_a_listing_names_everything(run: Run, words: list[str], names: list[str]) -> None:
-    code, out, _ = run(*words)
-    assert code == 0
+def test_a_listing_names_everything(words: list[str], names: list[str]) -> None:
+    out, _ = done(*words)
     first = [line.split()[0] for line in out.splitlines() if line.strip()]
     assert [name for name in names if name not in first] == []
     assert "\x1b" not in out
-    code, told, _ = run(*words, "--json")
+    told, _ = done(*words, "--json")
     listed = json.loads(told)[words[0]]
     assert [one.get("name") or one["spec"] for one in listed] == (sorted(names) if words == ["policies"] else names)
 
@@ -51,9 +50,8 @@ def test_a_listing_names_everything(run: Run, words: list[str], names: list[str]
         (["recipes", "run/bundled"], shipped_recipes()["run/bundled"].read_text().splitlines()),
     ],
 )
-def test_one_in_full(run: Run, words: list[str], shown: list[str]) -> None:
-    code, out, _ = run(*words)
-    assert code == 0
+def test_one_in_full(words: list[str], shown: list[str]) -> None:
+    out, _ = done(*words)
     assert [words for words in shown if words not in out] == []
 
 
@@ -72,12 +70,11 @@ def test_the_help_documents_every_key_of_the_json(run: Run) -> None:
 def test_a_broken_package_does_not_break_the_listing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("theirs", "no_such_module_here:X", registry.GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: EntryPoints([point]))
-    code, out, _ = run("policies")
-    assert code == 0
+    out, _ = done("policies")
     assert "snapkv" in out
     assert [line for line in out.splitlines() if line.startswith("theirs (no_such_module_here): ")]
     refused(run, ENVIRONMENT, "repair or uninstall", "policies", "theirs")
-    code, out, _ = run("policies", "--json")
+    out, _ = done("policies", "--json")
     assert {"name", "package", "error"} == set(json.loads(out)["problems"][-1])
 
 

@@ -24,7 +24,7 @@ from kvsearch.jobs.select import remarks as remarks_on_selection
 from kvsearch.jobs.validate import ValidateOptions
 from kvsearch.jobs.validate import remarks as remarks_on_signals
 from tests import tiny
-from tests.cli.conftest import Run
+from tests.cli.conftest import done
 
 
 def offered(lines: Iterable[str]) -> list[list[str]]:
@@ -32,10 +32,9 @@ def offered(lines: Iterable[str]) -> list[list[str]]:
     return [shlex.split(line)[2:] for line in lines if line.startswith("next: kvsearch ")]
 
 
-def paste(run: Run, words: Iterable[object], *more: object) -> tuple[str, list[list[str]]]:
+def paste(words: Iterable[object], *more: object) -> tuple[str, list[list[str]]]:
     """Run what was offered; what it prints, and what it offers."""
-    code, out, talk = run(*words, *more)
-    assert code == 0, talk
+    out, talk = done(*words, *more)
     return out, offered(talk.splitlines())
 
 
@@ -60,64 +59,60 @@ def flags(options: dict[str, Any]) -> list[object]:
     return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
-def asked(run: Run, words: Iterable[str]) -> dict[str, Any]:
+def asked(words: Iterable[str]) -> dict[str, Any]:
     """What a command that was offered would ask."""
-    found: dict[str, Any] = json.loads(paste(run, words, "--dry-run", "--json")[0])
+    found: dict[str, Any] = json.loads(paste(words, "--dry-run", "--json")[0])
     assert found["tasks"] == ["own"]
     return found
 
 
-def test_from_a_calibration_to_an_evaluation_of_its_plan(run: Run, place: Path) -> None:
+def test_from_a_calibration_to_an_evaluation_of_its_plan(place: Path) -> None:
     options = typed(place)
     model = options.pop("model")
     calibrate = ("calibrate", model, "--no-check", "-o", place / "lukv", *flags(options))
-    _, (export,) = paste(run, calibrate)
-    _, (show, evaluate) = paste(run, export)
-    paste(run, show)
+    _, (export,) = paste(calibrate)
+    _, (show, evaluate) = paste(export)
+    paste(show)
     assert evaluate[:2] == ["evaluate", model]
-    out, _ = paste(run, evaluate, "--json")
+    out, _ = paste(evaluate, "--json")
     result = json.loads(out)
     assert (result["samples"], result["seed"], result["max_length"]) == (3, 3, 300)
-    _, (show, evaluate) = paste(
-        run, ("plan", "scale", place / "lukv/plan.json", "--ratio", 0.5, "-o", place / "p.json")
-    )
+    _, (show, evaluate) = paste(("plan", "scale", place / "lukv/plan.json", "--ratio", 0.5, "-o", place / "p.json"))
     assert evaluate == ["evaluate", model, "--plan", str(place / "p.json")]
 
 
 @pytest.mark.slow
-def test_from_the_verdicts_on_signals_to_a_selection_and_on(run: Run, place: Path) -> None:
+def test_from_the_verdicts_on_signals_to_a_selection_and_on(place: Path) -> None:
     options = typed(place)
     directory = place / "polykv"
     calibrate = [word for name, value in {**options, "model": None}.items() if value for word in flags({name: value})]
     polykv = ("--method", "polykv", "--patterns", "snapkv,streaming", "--budgets", 40, "--signals", "cosine")
-    _, (validate, export) = paste(run, ("calibrate", options["model"], *polykv, "-o", directory, *calibrate))
-    assert asked(run, validate)["split"] == "select"
-    _, (_, evaluate) = paste(run, export)
-    asked(run, evaluate)
+    _, (validate, export) = paste(("calibrate", options["model"], *polykv, "-o", directory, *calibrate))
+    assert asked(validate)["split"] == "select"
+    _, (_, evaluate) = paste(export)
+    asked(evaluate)
     verdicts: Any = SimpleNamespace(budgets=(SimpleNamespace(budget=40, ratio=None),))
     (select,) = offered(remarks_on_signals(ValidateOptions.of(directory=directory, **options), verdicts))
-    assert json.loads(paste(run, select, "--dry-run", "--json")[0])["tasks"] == ["own"]
+    assert json.loads(paste(select, "--dry-run", "--json")[0])["tasks"] == ["own"]
     chosen: Any = SimpleNamespace(protocol="question-aware", plan=str(directory / "plan.json"))
     selected: Any = SimpleNamespace(choices=(chosen,))
     more = SelectOptions.of(directory=directory, output=directory / "plan.json", tasks=options["tasks"])
     _, evaluate = offered(remarks_on_selection(more, selected))
-    assert asked(run, evaluate)["protocol"] == "question-aware"
+    assert asked(evaluate)["protocol"] == "question-aware"
 
 
 @pytest.mark.parametrize("kind", [RunOptions, EvolveOptions])
-def test_from_a_search_to_an_evaluation(run: Run, place: Path, kind: type[RunOptions | EvolveOptions]) -> None:
+def test_from_a_search_to_an_evaluation(place: Path, kind: type[RunOptions | EvolveOptions]) -> None:
     options = kind.of(budget=40, output=place / "best", protocol="question-aware", **typed(place))
     plan = place / f"{kind.job}.json"
-    _, (_, first) = paste(
-        run, ("plan", "uniform", options.model, "--policy", "snapkv:window=8", "--budget", 40, "-o", plan)
-    )
+    _, (_, first) = paste(("plan", "uniform", options.model, "--policy", "snapkv:window=8", "--budget", 40, "-o", plan))
     assert first == ["evaluate", options.model, "--plan", str(plan)]
     words = evaluation(options, options.model, plan)
-    found = asked(run, words)
+    found = asked(words)
     assert (found["protocol"], found["contexts"]) == ("question-aware", 3)
 
 
-def test_without_tasks_their_length_is_carried_along(run: Run, place: Path) -> None:
+def test_without_tasks_their_length_is_carried_along(place: Path) -> None:
     options = RunOptions.of(model="bundled", budget=40, output=place, length="512")
     choice = SimpleNamespace(words=("it is written",), plan="plan.json")
     result: Any = SimpleNamespace(sizes={"40": choice})
@@ -144,18 +139,16 @@ def test_budgets_are_offered_for_the_ranking_that_is_better(fit: float, policy: 
     ]  # fmt: skip
 
 
-def test_a_plan_of_ones_own(run: Run, tmp_path: Path) -> None:
+def test_a_plan_of_ones_own(tmp_path: Path) -> None:
     plan = tmp_path / "my plan.json"
     making = ("plan", "uniform", "bundled", "--policy", "snapkv", "--budget", 3000, "--dtype", "float32", "-o", plan)
-    _, (show, evaluate) = paste(run, making)
+    _, (show, evaluate) = paste(making)
     assert evaluate[-2:] == ["--dtype", "float32"]
-    paste(run, show)
-    code, _, talk = run(*evaluate, "--dry-run", "--samples", 1)
-    assert code == 0, talk
+    paste(show)
+    _, talk = done(*evaluate, "--dry-run", "--samples", 1)
     assert "nothing is evicted from any prompt" in talk
-    code, _, talk = run("generate", "bundled", "--plan", plan, "--max-new-tokens", 1)
-    assert code == 0, talk
+    _, talk = done("generate", "bundled", "--plan", plan, "--max-new-tokens", 1)
     assert "warning: nothing was evicted" in talk
     compress = ("compress", "bundled", "--plan", plan, "-o", tmp_path / "my.kv", "--dtype", "bfloat16")
-    _, (generate,) = paste(run, compress)
-    paste(run, generate, "--max-new-tokens", 1)
+    _, (generate,) = paste(compress)
+    paste(generate, "--max-new-tokens", 1)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvsearch.models.loading import load
 from kvsearch.plan import save_profile
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, done_json
 from tests.cli.test_bad_input import INCOMPATIBLE, refused
 from tests.families import build
 from tests.signals.profiles import make_signals, signal_metadata
@@ -52,13 +52,11 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.nightly
-def test_what_is_asked_by_default(run: Run, model: Path, calibrated: Path, tmp_path: Path) -> None:
+def test_what_is_asked_by_default(model: Path, calibrated: Path, tmp_path: Path) -> None:
     """English of the model's tokens, by every command that asks; the bundled model has its own language."""
 
     def told(*arguments: object) -> list[str]:
-        code, out, talk = run(*arguments, "--dry-run", "--json")
-        assert code == 0, talk
-        found = json.loads(out)
+        found = done_json(*arguments, "--dry-run", "--json")
         return sorted(found["tasks"] if "tasks" in found else found["metrics"])
 
     evolve = ("--budget", 64, "--group-size", 1, "-o", tmp_path / "e", *CHEAP)

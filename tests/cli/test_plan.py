@@ -10,7 +10,7 @@ import pytest
 
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.plan import load_plan, save_plan
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, done, done_json
 from tests.plan.builders import PROVENANCE, make_plan, phase_dict
 
 
@@ -20,14 +20,11 @@ from tests.plan.builders import PROVENANCE, make_plan, phase_dict
 def test_a_plan_is_made_and_answers(run: Run, phases: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     making = ("plan", "uniform", "bundled", "--policy", "tova", "--budget", 300, "--phases", phases, "-o", path)
-    code, out, talk = run(*making, "--json")
-    assert code == 0, talk
+    out, _ = done(*making, "--json")
     assert json.loads(out) == {
         "plan": str(path), "total": 7200, "scaling": "fixed", "length": None, "phases": phases, "allocation": "static",
     }  # fmt: skip
-    code, out, talk = run("generate", "bundled", "--plan", path, "--json", "--max-new-tokens", 3)
-    assert code == 0, talk
-    reply = json.loads(out)
+    reply = done_json("generate", "bundled", "--plan", path, "--json", "--max-new-tokens", 3)
     full = reply["full_entries"]
     assert reply["entries"] == (full if phases == "decode" else 7200)
     fed = 3 + 2  # the question, and all new tokens but the last
@@ -37,17 +34,13 @@ def test_a_plan_is_made_and_answers(run: Run, phases: str, tmp_path: Path) -> No
     assert "--force" in talk
 
 
-def test_evaluating_a_plan_with_a_decode_phase(run: Run, tmp_path: Path) -> None:
+def test_evaluating_a_plan_with_a_decode_phase(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    code, _, talk = run(
-        "plan", "uniform", "bundled", "--policy", "h2o", "--budget", 200, "--phases", "both", "-o", path
-    )
-    assert code == 0, talk
-    code, out, talk = run(
+    done("plan", "uniform", "bundled", "--policy", "h2o", "--budget", 200, "--phases", "both", "-o", path)
+    out, _ = done(
         "evaluate", "bundled", "--plan", path, "--tasks", "synthetic:single", "--samples", 2, "--length", 512,
         "--baselines", "snapkv,streaming", "--json",
     )  # fmt: skip
-    assert code == 0, talk
     held = {method["name"]: method["held"] for method in json.loads(out)["blocks"][0]["methods"]}
     assert held["mine"]["entries"] == held["snapkv"]["entries"] == held["streaming"]["entries"] == 200 * 24
     assert held["mine"]["most"] == held["snapkv"]["most"] == held["streaming"]["most"] == 201 * 24
@@ -70,15 +63,13 @@ def test_a_pyramid_falls_from_layer_to_layer_with_the_total_of_even_budgets(run:
     assert [sum(budget or ()) for budget in load_plan(path).budgets("prefill")][-1] == 4 * (8 + 28)
 
 
-def test_an_allocation_is_written_and_shown(run: Run, tmp_path: Path) -> None:
+def test_an_allocation_is_written_and_shown(tmp_path: Path) -> None:
     path = tmp_path / "lava.json"
     making = ("plan", "uniform", "bundled", "--policy", "lava", "--budget", 64, "-o", path)
-    code, _, talk = run(*making, "--allocation", "lava:layers=planned")
-    assert code == 0, talk
+    _, talk = done(*making, "--allocation", "lava:layers=planned")
     assert "1536 entries, 64.0 per kv head, fixed, shared out by lava" in talk
     assert load_plan(path).allocation.params["layers"] == "planned"
-    code, out, _ = run("show", path)
-    assert code == 0
+    out, _ = done("show", path)
     (line,) = [line for line in out.splitlines() if line.startswith("allocation ")]
     assert "lava" in line
     assert "'layers': 'planned'" in line
@@ -88,8 +79,7 @@ def test_an_allocation_is_written_and_shown(run: Run, tmp_path: Path) -> None:
 def test_scale_by_ratio_and_by_budget(run: Run, tmp_path: Path) -> None:
     plan, new = tmp_path / "plan.json", tmp_path / "new.json"
     assert run("plan", "uniform", "bundled", "--policy", "knorm", "--ratio", 0.8, "--length", 40, "-o", plan)[0] == 0
-    code, out, talk = run("plan", "scale", plan, "--ratio", 0.9, "--length", 400, "-o", new, "--json")
-    assert code == 0, talk
+    out, _ = done("plan", "scale", plan, "--ratio", 0.9, "--length", 400, "-o", new, "--json")
     assert json.loads(out) == {
         "plan": str(new), "total": 960, "scaling": "proportional", "length": 400, "phases": "prefill",
         "allocation": "static",
@@ -117,16 +107,14 @@ def cells(out: str) -> list[list[str]]:
 def test_equal_plans(run: Run, a: Path, tmp_path: Path) -> None:
     b = written(tmp_path / "b.json", provenance={**PROVENANCE, "seed": 1})
     assert run("plan", "diff", a, b) == (0, "the plans are equal\n", "")
-    code, out, _ = run("plan", "diff", a, b, "--json")
-    assert code == 0
+    out, _ = done("plan", "diff", a, b, "--json")
     assert json.loads(out) == {"equal": True, "settings": [], "budgets": [], "totals": {"prefill": [32, 32]}}
 
 
-def test_tables_show_what_differs(run: Run, a: Path, tmp_path: Path) -> None:
+def test_tables_show_what_differs(a: Path, tmp_path: Path) -> None:
     more = phase_dict([[8, 8], None, None])
     b = written(tmp_path / "b.json", [[10, 7], [5, 5], [4, 12]], length=50, decode=more)
-    code, out, _ = run("plan", "diff", a, b)
-    assert code == 0
+    out, _ = done("plan", "diff", a, b)
     found = cells(out)
     assert ["A", str(a)] in found
     assert ["B", str(b)] in found
@@ -140,10 +128,9 @@ def test_tables_show_what_differs(run: Run, a: Path, tmp_path: Path) -> None:
     assert not any(row[:2] == ["2", "16"] for row in found)  # layer 2 is the same
 
 
-def test_json_holds_everything(run: Run, a: Path, tmp_path: Path) -> None:
+def test_json_holds_everything(a: Path, tmp_path: Path) -> None:
     b = written(tmp_path / "b.json", [[10, 7], None, [4, 12]], floor=2)
-    code, out, _ = run("plan", "diff", a, b, "--json")
-    assert code == 0
+    out, _ = done("plan", "diff", a, b, "--json")
     assert json.loads(out) == {
         "equal": False,
         "settings": [

@@ -21,7 +21,7 @@ from kvsearch.core.printed import FORMULA, PLAIN, visible, visible_line
 from kvsearch.jobs.groups import following
 from kvsearch.report.screen import listing
 from kvsearch.report.table import Table
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, done
 from tests.payloads import COUNT, file_name, passed, payloads, without_surrogates
 from tests.plan.builders import make_plan, phase_dict
 from tests.report.reader import Reader
@@ -102,20 +102,18 @@ def test_evaluate_and_its_tables(asked: Path) -> None:
 
 
 @pytest.mark.parametrize("colour", [False, True])
-def test_show(run: Run, asked: Path, colour: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show(asked: Path, colour: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if colour:
         monkeypatch.setenv("FORCE_COLOR", "1")
-    code, out, talk = run("show", asked)
-    assert code == 0
+    out, talk = done("show", asked)
     plain = out.replace("\x1b[3m", "").replace("\x1b[1m", "").replace("\x1b[2;3m", "").replace("\x1b[0m", "")
     assert passed(plain) == passed(talk) == set()
     assert (plain != out) == colour
     assert "[red]" in plain
 
 
-def test_report(run: Run, asked: Path, tmp_path: Path) -> None:
-    code, _, talk = run("report", asked, "-o", tmp_path / "report.html")
-    assert code == 0, talk
+def test_report(asked: Path, tmp_path: Path) -> None:
+    _, talk = done("report", asked, "-o", tmp_path / "report.html")
     assert passed(talk) == set()
     page = Reader((tmp_path / "report.html").read_text())
     names = [name for name, _ in page.found]
@@ -126,7 +124,7 @@ def test_report(run: Run, asked: Path, tmp_path: Path) -> None:
     assert passed(page.text + "".join(value or "" for _, value in attributes)) == set()
 
 
-def test_names_in_plans(run: Run, tmp_path: Path) -> None:
+def test_names_in_plans(tmp_path: Path) -> None:
     made = make_plan([[8, 8]] * 3, prefill=phase_dict([[8, 8]] * 3, {"name": "streaming"})).model_dump(mode="json")
     plan = {**made, "model": {**made["model"], "name": without_surrogates("".join(PAYLOADS[:250]))}}
     plan["provenance"]["settings"] = {"of": without_surrogates("".join(PAYLOADS[250:]))}
@@ -134,8 +132,7 @@ def test_names_in_plans(run: Run, tmp_path: Path) -> None:
     path.write_text(json.dumps(plan))
     for words in (("show", path), ("show", path, "--json"), ("plan", "diff", path, path),
                   ("export", path, "--to", "folder", "-o", tmp_path / "folder")):  # fmt: skip
-        code, out, talk = run(*words)
-        assert code == 0, talk
+        out, talk = done(*words)
         assert passed(out) == passed(talk) == set(), words
     card = (tmp_path / "folder" / "README.md").read_text()
     assert passed(card) == set()

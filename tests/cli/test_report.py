@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from kvsearch.plan import save_plan
 from kvsearch.plan.profile import save_profile
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, done, done_json
 from tests.plan.builders import make_plan, make_profile, model_dict
 from tests.report.reader import Reader
 
@@ -25,11 +24,9 @@ def files(tmp_path: Path) -> tuple[Path, Path, Path]:
     return plan, profile, other
 
 
-def test_results_are_grouped_by_what_their_models_are(run: Run, files: tuple[Path, ...], tmp_path: Path) -> None:
+def test_results_are_grouped_by_what_their_models_are(files: tuple[Path, ...], tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    code, out, talk = run("report", *files, "-o", page, "--json")
-    assert code == 0, talk
-    told = json.loads(out)
+    told = done_json("report", *files, "-o", page, "--json")
     assert told["report"] == str(page)
     assert told["bytes"] == page.stat().st_size
     assert told["figures"] >= 3
@@ -39,10 +36,9 @@ def test_results_are_grouped_by_what_their_models_are(run: Run, files: tuple[Pat
     assert "32 entries of a prompt of 40 tokens" in Reader(sections[0]).text
 
 
-def test_a_calibration_says_what_was_asked_and_how_it_was_made(run: Run, calibrated: Path, tmp_path: Path) -> None:
+def test_a_calibration_says_what_was_asked_and_how_it_was_made(calibrated: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    code, _, talk = run("report", calibrated, "-o", page)
-    assert code == 0, talk
+    _, talk = done("report", calibrated, "-o", page)
     assert talk.startswith(f"wrote {page}: ")
     text = Reader(page.read_text()).text
     assert "bundled: lukv, " in text

@@ -13,7 +13,7 @@ from kvsearch.models.loading import load
 from kvsearch.papers.tables import Stage
 from kvsearch.report.artifacts import open_path
 from kvsearch.runs.run import read_sums
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, done, done_json
 from tests.cli.test_bad_input import USAGE, refused
 
 ONE = ("--tasks", "synthetic:single", "--samples", 1, "--length", 512)
@@ -22,8 +22,7 @@ ONE = ("--tasks", "synthetic:single", "--samples", 1, "--length", 512)
 def test_the_list_and_all_of_one(run: Run) -> None:
     _, out, _ = run("reproduce", "--list", "--json")
     assert {"evolkv-group-size", "lukv-figures"} <= {table["name"] for table in json.loads(out)["tables"]}
-    code, out, _ = run("reproduce", "--list", "lukv-table3")
-    assert code == 0
+    out, _ = done("reproduce", "--list", "lukv-table3")
     assert "LU-KV (arXiv 2602.08585), Table 3" in out
     assert "numbers of the paper beside: 170" in out
     assert "not as in the paper: " in out
@@ -34,8 +33,7 @@ def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
     _, out, _ = run(*command, "--dry-run", "--json")
     (before,) = json.loads(out)["stages"]
     assert before["state"] == "to do"
-    code, out, talk = run(*command)
-    assert code == 0, talk
+    out, talk = done(*command)
     assert f"next: kvsearch show {tmp_path / 'lava-table13.json'}" in talk
     (stage,) = tmp_path.glob("stages/*")
     assert run("show", tmp_path / "lava-table13.json") == (0, out, "")
@@ -59,15 +57,13 @@ def test_a_table_is_made_once(run: Run, tmp_path: Path) -> None:
     assert "lava-table13.tex" in out
 
 
-def test_the_papers_numbers_are_beside_its_model(run: Run, tmp_path: Path) -> None:
+def test_the_papers_numbers_are_beside_its_model(tmp_path: Path) -> None:
     model, data, place = tmp_path / "Mistral-7B-Instruct-v0.2", tmp_path / "narrativeqa.jsonl", tmp_path / "runs"
     model.symlink_to(resource("data/bundled"))
     row = {"input": "who ?", "context": "the basket " * 100, "answers": ["x"], "all_classes": None, "length": 200}
     data.write_text(json.dumps({**row, "dataset": "narrativeqa", "language": "en", "_id": "1"}))
     asked = ("--tasks", "longbench:narrativeqa", "--data", tmp_path, "--samples", 1, "--budgets", "128")
-    code, out, talk = run("reproduce", "lava-table13", model, *asked, "-o", place, "--json")
-    assert code == 0, talk
-    found = json.loads(out)
+    found = done_json("reproduce", "lava-table13", model, *asked, "-o", place, "--json")
     cells = {(cell["row"], cell["column"]): cell for cell in found["cells"]}
     assert cells["LAVa-Uniform", "narrativeqa"]["paper"] == 20.32
     assert cells["Full", "narrativeqa"]["paper"] == 26.77
@@ -107,8 +103,7 @@ def test_what_is_there_of_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_table_with_a_search(run: Run, tmp_path: Path) -> None:
-    code, out, talk = run("reproduce", "evolkv-table5", "bundled", *ONE, "--budgets", "16", "-o", tmp_path, "--json")
-    assert code == 0, talk
+def test_a_table_with_a_search(tmp_path: Path) -> None:
+    out, _ = done("reproduce", "evolkv-table5", "bundled", *ONE, "--budgets", "16", "-o", tmp_path, "--json")
     rows = {cell["row"] for cell in json.loads(out)["cells"]}
     assert rows == {"Full", "SnapKV", "PyramidKV", "StreamingLLM", "EvolKV"}

@@ -17,7 +17,7 @@ from kvsearch.runs.estimates import Difference
 from kvsearch.runs.run import read_contexts
 from kvsearch.selection.selection import TriedBudget
 from tests import tiny
-from tests.cli.conftest import Run, invoke
+from tests.cli.conftest import done, invoke
 from tests.shared import finished_once, folder_once
 
 CONTEXTS = 40  # of a file; a fifth each to fit and to choose on
@@ -92,10 +92,8 @@ def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str
     assert [words[0] for words in following] == ["show", "evaluate"]
     assert following[1][following[1].index("--split") :][:2] == ["--split", "report"]  # not what it was chosen by
     assert following[1][following[1].index("--samples") :][:2] == ["--samples", "4"]
-    code, _, talk_of_next = invoke(*following[0])
-    assert code == 0, talk_of_next
-    code, _, talk_of_next = invoke(*following[1], "--samples", 1)
-    assert code == 0, talk_of_next
+    done(*following[0])
+    done(*following[1], "--samples", 1)
     assert "stage 1 of 8: fit ranking probe" in talk  # two fits, a measurement, a search, two choices, two reports
 
 
@@ -144,7 +142,6 @@ def test_what_is_fitted_chosen_and_reported_on_is_never_the_same(finished: tuple
     assert searched
     assert not searched & (rankings | measured)
     record = load_plan(directory / "plan-40.json").provenance.contexts
-    assert record is not None
     assert all(map(record.chosen.has, chosen))
     assert all(map(record.reported.has, reported))
     if "probe" in {policy.name for policy in load_plan(directory / "plan-40.json").policies}:
@@ -152,22 +149,20 @@ def test_what_is_fitted_chosen_and_reported_on_is_never_the_same(finished: tuple
 
 
 @pytest.mark.slow
-def test_a_finished_run_says_so_and_stays_as_it_is(run: Run, questions: Path, finished: tuple[Path, str]) -> None:
+def test_a_finished_run_says_so_and_stays_as_it_is(questions: Path, finished: tuple[Path, str]) -> None:
     directory, _ = finished
     before = result(directory)
     sums = directory / "refine" / "SHA256SUMS"
     sealed = sums.read_bytes()
     sums.unlink()  # as where the search was stopped before its last act
-    code, _, talk = run(*command(questions, directory, "--budgets", "40,60"))
-    assert code == 0
+    _, talk = done(*command(questions, directory, "--budgets", "40,60"))
     assert "this run was finished: nothing was left to do" in talk
     assert result(directory) == before
     assert sums.read_bytes() == sealed
 
 
-def test_a_dry_run_says_what_every_stage_costs(run: Run, questions: Path, tmp_path: Path) -> None:
-    code, out, talk = run(*command(questions, tmp_path / "run", "--budget", 40, "--dry-run", "--json"))
-    assert code == 0, talk
+def test_a_dry_run_says_what_every_stage_costs(questions: Path, tmp_path: Path) -> None:
+    out, _ = done(*command(questions, tmp_path / "run", "--budget", 40, "--dry-run", "--json"))
     stages = {stage["name"]: stage for stage in json.loads(out)["estimate"]["stages"]}
     assert list(stages) == [
         "fit ranking probe", "fit ranking query_bank", "measure budgets", "search",
@@ -180,10 +175,9 @@ def test_a_dry_run_says_what_every_stage_costs(run: Run, questions: Path, tmp_pa
 
 
 @pytest.mark.nightly
-def test_the_smallest_budget_that_loses_little(run: Run, questions: Path, tmp_path: Path) -> None:
+def test_the_smallest_budget_that_loses_little(questions: Path, tmp_path: Path) -> None:
     directory = tmp_path / "least"
-    code, out, talk = run(*command(questions, directory, "--smallest", "--within", 20, "--json"))
-    assert code == 0, talk
+    out, talk = done(*command(questions, directory, "--smallest", "--within", 20, "--json"))
     found = json.loads(out)
     last = found["tried"][-1]
     plan = load_plan(directory / "plan.json")
@@ -194,8 +188,7 @@ def test_the_smallest_budget_that_loses_little(run: Run, questions: Path, tmp_pa
     assert "are the fewest of those tried at which the chosen plan loses at most 20 points" in talk
     assert all((directory / "choice" / str(step["budget"])).is_dir() for step in found["tried"])
     before = (directory / "run.json").read_bytes()
-    code, _, talk = run(*command(questions, directory, "--smallest", "--within", 20))
-    assert code == 0
+    _, talk = done(*command(questions, directory, "--smallest", "--within", 20))
     assert "nothing was left to do" in talk
     assert (directory / "run.json").read_bytes() == before
 

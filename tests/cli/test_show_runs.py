@@ -11,7 +11,7 @@ import pytest
 from kvsearch.plan import save_plan
 from kvsearch.report.artifacts import open_path
 from kvsearch.results.search import SearchResult, read_trace
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, done
 from tests.plan.builders import make_plan, model_dict, phase_dict
 
 ASKED = ("--length", 512, "--samples", 2, "--tasks", "synthetic:single,multikey")
@@ -20,12 +20,10 @@ ASKED = ("--length", 512, "--samples", 2, "--tasks", "synthetic:single,multikey"
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The directory of an evaluation, and what the command printed."""
-    from tests.cli.conftest import invoke
 
     directory = tmp_path_factory.mktemp("evaluated") / "run"
     how = ("--methods", "uniform,streaming", "--budgets", "32,64", "--set", "window=8", *ASKED)
-    code, out, talk = invoke("evaluate", "bundled", *how, "-o", directory)
-    assert code == 0, talk
+    out, _ = done("evaluate", "bundled", *how, "-o", directory)
     return directory, out
 
 
@@ -63,27 +61,23 @@ def test_a_folder_of_runs(run: Run, evaluated: tuple[Path, str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_search(run: Run, tmp_path: Path) -> None:
+def test_a_search(tmp_path: Path) -> None:
     """Finished: what was chosen, and how it converged; cut short: how far it is."""
     how = ("--budget", 32, "--set", "window=8", "--group-size", 6, "--generations", 1, "--finalists", 1, *ASKED)
-    code, printed, talk = run("evolve", "bundled", *how, "-o", tmp_path / "run")
-    assert code == 0, talk
-    code, out, _ = run("show", tmp_path / "run")
-    assert code == 0
+    printed, _ = done("evolve", "bundled", *how, "-o", tmp_path / "run")
+    out, _ = done("show", tmp_path / "run")
     for line in filter(str.strip, printed.splitlines()):
         assert line in out.splitlines()
     assert "convergence: " in out
     assert f"next: kvsearch show {tmp_path / 'run' / 'plan.json'}" in out
     content = open_path(tmp_path / "run").content
     assert isinstance(content, SearchResult)
-    assert content.trace is not None
     assert content.trace == read_trace(tmp_path / "run" / "ledger.jsonl")
     assert content.trace.best is not None
     assert content.trace.generations
     for name in ("report.json", "plan.json"):
         (tmp_path / "run" / name).unlink()
-    code, out, _ = run("show", tmp_path / "run")
-    assert code == 0
+    out, _ = done("show", tmp_path / "run")
     assert "this run is not finished" in out
     assert "; best value" in out
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvsearch.plan import Profile, save_profile
 from kvsearch.signals.table import SignalTable
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, done
 from tests.plan.builders import model
 from tests.signals.profiles import make_signals, signal_metadata
 
@@ -61,13 +61,12 @@ def test_the_tables(run: Run, small: Path) -> None:
     assert out.index("what perplexity gains") > out.index("cosine of attention")
 
 
-def test_a_pattern_that_explodes_is_named_where_it_is_worst(run: Run, tmp_path: Path) -> None:
+def test_a_pattern_that_explodes_is_named_where_it_is_worst(tmp_path: Path) -> None:
     metadata = signal_metadata(model(layers=2), phases=("prefill",), budgets=(16, 64))
     gains = np.array([[[0.01, 0.01, 9.0], [4.0, 6.0, 8.0]], [[0.01, 0.01, 7.0], [4.0, 6.0, 8.0]]])  # [N, L, R]
     losses = np.broadcast_to(np.log1p(gains)[None, :, None], (3, 2, 1, 2, 3))
     saved(tmp_path, make_signals(metadata, nll=losses, full_nll=np.zeros(3)))
-    code, out, _ = run("show", tmp_path)
-    assert code == 0
+    out, _ = done("show", tmp_path)
     assert out.count("tova explodes in prefill layer 0") == out.count("explodes") == 1
     assert "at 16 entries per kv head: perplexity gains 9," in out
 
@@ -86,17 +85,15 @@ def test_all_means_as_json(run: Run, tmp_path: Path) -> None:
     assert np.allclose(values, SignalTable(profile).measured("ppl", "decode", 64), atol=1e-8)
 
 
-def test_what_was_not_measured_is_left_out(run: Run, tmp_path: Path) -> None:
+def test_what_was_not_measured_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "errors").mkdir()
     (tmp_path / "entropies").mkdir()
     errors = make_signals(cosine=None, nll=None, full_nll=None, mean_entropy=None)
-    code, out, _ = run("show", saved(tmp_path / "errors", errors))
-    assert code == 0
+    out, _ = done("show", saved(tmp_path / "errors", errors))
     assert "relative distance of attention outputs" in out
     assert "perplexity" not in out
     assert "entropy" not in out
     entropies = make_signals(cosine=None, relative_error=None, nll=None, full_nll=None)
-    code, out, _ = run("show", saved(tmp_path / "entropies", entropies))
-    assert code == 0
+    out, _ = done("show", saved(tmp_path / "entropies", entropies))
     assert rows(out, "decode: entropy of attention")[0] == ["layer", "entropy"]
     assert "*" not in out

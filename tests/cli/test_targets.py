@@ -10,7 +10,7 @@ import pytest
 
 from kvsearch.plan import load_plan, save_plan
 from kvsearch.plan.profile import save_profile
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, done
 from tests.plan.builders import make_plan, make_profile, phase_dict
 
 
@@ -28,8 +28,7 @@ def test_what_is_lost_is_refused_until_it_is_asked_for(run: Run, plan: Path, tmp
     assert "budgets are windows of whole layers: 6 of 32 entries (18.8%)" in talk
     assert "--lossy" in talk
     assert not (tmp_path / "windows.yaml").exists()
-    code, out, talk = run(*command, "--lossy", "--json")
-    assert code == 0, talk
+    out, _ = done(*command, "--lossy", "--json")
     assert json.loads(out)["losses"][0] == {"what": "budgets are windows of whole layers", "entries": 6}
     assert (tmp_path / "windows.yaml").read_text() == (
         "kv_cache_config:\n  max_attention_window:\n  - 8\n  - 8\n  sink_token_length: 0\n"
@@ -42,18 +41,15 @@ def test_what_is_lost_is_refused_until_it_is_asked_for(run: Run, plan: Path, tmp
 
 
 def test_a_folder_is_a_plan_everywhere(run: Run, plan: Path, tmp_path: Path) -> None:
-    code, _, talk = run("export", plan, "--to", "folder", "-o", tmp_path / "deploy")
-    assert code == 0, talk
+    _, talk = done("export", plan, "--to", "folder", "-o", tmp_path / "deploy")
     assert "nothing is lost" in talk
     assert load_plan(tmp_path / "deploy") == load_plan(plan)
-    code, out, talk = run("verify", tmp_path / "deploy")
-    assert code == 0, talk
+    out, _ = done("verify", tmp_path / "deploy")
     assert "3 checksums compared; -v lists them" in out
     shown = run("show", tmp_path / "deploy")
     assert shown == run("show", plan)
     assert shown[0] == 0
-    code, _, talk = run("export", tmp_path / "deploy", "--to", "attention-matching", "--lossy", "-o", tmp_path / "a")
-    assert code == 0, talk
+    done("export", tmp_path / "deploy", "--to", "attention-matching", "--lossy", "-o", tmp_path / "a")
     shares = json.loads((tmp_path / "a").read_text())
     assert shares == {"L0H0": 10 / 32, "L0H1": 6 / 32, "L1H0": 4 / 32, "L1H1": 12 / 32}
 
@@ -61,8 +57,7 @@ def test_a_folder_is_a_plan_everywhere(run: Run, plan: Path, tmp_path: Path) -> 
 def test_a_profile_is_a_curve_or_a_plan_first(run: Run, plan: Path, tmp_path: Path) -> None:
     profile = make_profile(policy={"name": "keydiff", "params": {}})
     save_profile(profile, tmp_path / "profile.safetensors")
-    code, _, talk = run("export", tmp_path / "profile.safetensors", "--to", "kvpress-lukv", "-o", tmp_path / "c.npy")
-    assert code == 0, talk
+    _, talk = done("export", tmp_path / "profile.safetensors", "--to", "kvpress-lukv", "-o", tmp_path / "c.npy")
     assert "LUKVPress(KeyDiffPress(), compression_ratio=0.8, sink=0, window=0)" in talk
     curves = np.load(tmp_path / "c.npy")
     assert curves.shape == (99, 3, 2)
@@ -78,11 +73,9 @@ def test_a_profile_is_a_curve_or_a_plan_first(run: Run, plan: Path, tmp_path: Pa
         tmp_path / "l.json",
     )
     assert run(*layers)[0] == 2  # of which size?
-    code, _, talk = run(*layers, "--ratio", "0.5")
-    assert code == 0, talk
+    done(*layers, "--ratio", "0.5")
     # a plan beside a profile is the plan that was made of it: the directory is that of the profile
-    code, _, talk = run("export", tmp_path, "--to", "kvpress-lukv", "-o", tmp_path / "e.npy")
-    assert code == 0, talk
+    done("export", tmp_path, "--to", "kvpress-lukv", "-o", tmp_path / "e.npy")
     code, _, talk = run("export", plan, "--to", "kvpress-lukv", "-o", tmp_path / "d.npy")
     assert code == 2
     assert "is made of a profile" in talk

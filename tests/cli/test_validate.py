@@ -16,7 +16,7 @@ from kvsearch.report.integrity import verify_paths
 from kvsearch.results.validation import harmful
 from kvsearch.runs.run import read_sums
 from kvsearch.strategies.from_signals import Strategy
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, done, done_json
 from tests.cli.test_bad_input import INCOMPATIBLE, USAGE, refused
 from tests.plan.builders import make_profile
 from tests.signals.profiles import make_signals, signal_metadata
@@ -48,9 +48,8 @@ def replies_in(directory: Path, size: str) -> int:
     return len({tuple(sample[name] for name in Place._fields) for sample in samples})
 
 
-def test_all_measured_budgets(run: Run, directory: Path) -> None:
-    code, out, talk = run("validate", directory, *ASKED, *ROUTE, "--json")
-    assert code == 0, talk
+def test_all_measured_budgets(directory: Path) -> None:
+    out, talk = done("validate", directory, *ASKED, *ROUTE, "--json")
     assert {one.state for one in verify_paths([directory]).artefacts} == {"whole"}
     assert {"validation.json", "64-question-agnostic/ledger.jsonl"} <= read_sums(directory / "validation").keys()
     found = json.loads(out)
@@ -71,10 +70,8 @@ def test_all_measured_budgets(run: Run, directory: Path) -> None:
     assert harmful(directory, Strategy("ppl"), 64) is None
 
 
-def test_the_default_is_everything_that_was_measured(run: Run, directory: Path) -> None:
-    code, out, talk = run("validate", directory, *ASKED, "--dry-run", "--json")
-    assert code == 0, talk
-    told = json.loads(out)
+def test_the_default_is_everything_that_was_measured(directory: Path) -> None:
+    told = done_json("validate", directory, *ASKED, "--dry-run", "--json")
     assert (told["tasks"], told["split"], told["protocol"]) == (["single"], "select", "question-agnostic")
     assert len(told["signals"]) == 4 * 3
     for stage, budget in zip(told["estimate"]["stages"], (32, 64), strict=True):
@@ -85,8 +82,7 @@ def test_the_default_is_everything_that_was_measured(run: Run, directory: Path) 
 def test_what_is_finished_is_not_asked_again(run: Run, directory: Path) -> None:
     """More signals, more permutations and another budget join what is there."""
     one = ("validate", directory, *ASKED, "--budget", 32, "--json")
-    code, first, talk = run(*one, *ROUTE)
-    assert code == 0, talk
+    first, _ = done(*one, *ROUTE)
     there = replies_in(directory, "32")
     ledger = directory / "validation" / "32-question-agnostic" / "ledger.jsonl"
     before = ledger.read_bytes()
@@ -94,15 +90,13 @@ def test_what_is_finished_is_not_asked_again(run: Run, directory: Path) -> None:
     assert (code, again) == (0, first)
     assert f"{there} replies are there, {there} are needed" in talk
     assert ledger.read_bytes() == before
-    code, more, talk = run(*one, "--phases", "prefill", "--signals", "entropy", "--permutations", 6)
-    assert code == 0, talk
+    more, _ = done(*one, "--phases", "prefill", "--signals", "entropy", "--permutations", 6)
     signals = json.loads(more)["budgets"][0]["signals"]
     assert [judged["signal"] for judged in signals] == ["cosine", "entropy"]
     assert signals[0] == json.loads(first)["budgets"][0]["signals"][0]
     assert len(signals[1]["random"]) == 6
     assert ledger.read_bytes().startswith(before)
-    code, out, talk = run("validate", directory, *ASKED, *ROUTE, "--ratio", 0.8, "--json")
-    assert code == 0, talk
+    out, _ = done("validate", directory, *ASKED, *ROUTE, "--ratio", 0.8, "--json")
     assert [(at["budget"], at["ratio"]) for at in json.loads(out)["budgets"]] == [(32, None), (40, 0.8)]
     assert replies_in(directory, "ratio-0.8")
 
@@ -125,8 +119,7 @@ def test_the_model_is_found_or_named(run: Run, directory: Path) -> None:
         if content is not None:
             (directory / "config.json").write_text(content)
         refused(run, USAGE, "does not say which model was calibrated: give --model", *command)
-    code, _, talk = run(*command, "--model", "bundled")
-    assert code == 0, talk
+    done(*command, "--model", "bundled")
     refused(run, USAGE, "no/such", *command, "--model", "no/such", "--offline")
     save_profile(make_signals(signal_metadata(patterns=PATTERNS)), directory / "profile.safetensors", overwrite=True)
     refused(run, INCOMPATIBLE, "was made for another model", *command, "--model", "bundled")

@@ -20,7 +20,7 @@ from kvsearch.runs.identity import RunConfig
 from kvsearch.runs.ledger import Ledger
 from kvsearch.runs.lock import locked
 from kvsearch.runs.run import begin
-from tests.cli.conftest import Run, invoke
+from tests.cli.conftest import Run, done, invoke
 from tests.cli.test_bad_input import INTERRUPTED, USAGE, refused
 from tests.combinations import every_value
 from tests.runs.locks import locked_elsewhere
@@ -124,14 +124,13 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("verb", [*KEPT, "generate", "bench"])
-def test_a_dry_run_writes_nothing(run: Run, inputs: Path, tmp_path: Path, verb: str) -> None:
+def test_a_dry_run_writes_nothing(inputs: Path, tmp_path: Path, verb: str) -> None:
     others = {"bench": "bench bundled --budget 40 --length 64"}
     asked = KEPT.get(verb) or Kept(others.get(verb, "generate bundled"), "", (), None, 0)
     if verb in KEPT:
         prepare(verb, inputs, tmp_path)
     before = contents(tmp_path)
-    code, out, talk = run(*asked.words(inputs, tmp_path, "--dry-run", "--json"))
-    assert code == 0, talk
+    out, _ = done(*asked.words(inputs, tmp_path, "--dry-run", "--json"))
     estimate = json.loads(out)["estimate"]
     seconds = [stage["seconds"] for stage in estimate["stages"]]
     assert estimate["seconds"] == pytest.approx(estimate["start"] + sum(seconds))
@@ -160,8 +159,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(
     before = contents(folder)
     code, again, talk = run(*KEPT[verb].words(inputs, folder))
     assert (code, again, FINISHED in talk) == (0, out, True)
-    code, told, talk = run(*KEPT[verb].words(inputs, folder, "--json"))
-    assert code == 0, talk
+    told, _ = done(*KEPT[verb].words(inputs, folder, "--json"))
     printed = KEPT[verb].printed
     found = json.loads(told)
     assert found
@@ -209,20 +207,18 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(
         code, out, talk = run(*KEPT[verb].words(inputs, tmp_path))
     assert (code, out) == (INTERRUPTED, ""), talk
     assert not (tmp_path / KEPT[verb].results[0]).exists()
-    code, _, talk = run(*KEPT[verb].words(inputs, tmp_path))
-    assert code == 0, talk
+    _, talk = done(*KEPT[verb].words(inputs, tmp_path))
     assert FINISHED not in talk
     assert results(verb, tmp_path) == results(verb, finished_by(verb).folder)
 
 
 @finished
 def test_force_starts_anew_and_comes_to_the_same(
-    run: Run, inputs: Path, finished_by: Callable[[str], Finished], tmp_path: Path, verb: str
+    inputs: Path, finished_by: Callable[[str], Finished], tmp_path: Path, verb: str
 ) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(finished_by(verb).folder, folder)
-    code, _, talk = run(*KEPT[verb].words(inputs, folder, "--force"))
-    assert code == 0, talk
+    _, talk = done(*KEPT[verb].words(inputs, folder, "--force"))
     assert FINISHED not in talk
     assert results(verb, folder) == results(verb, finished_by(verb).folder)
 

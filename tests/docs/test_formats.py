@@ -62,7 +62,6 @@ def test_the_files_of_a_run_are_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(EXAMPLES["run"])
     (tmp_path / "contexts.json").write_text(EXAMPLES["contexts"])
     config = read_config(tmp_path)
-    assert config is not None
     assert json.loads(config.to_bytes()) == json.loads(EXAMPLES["run"])
     assert json.loads(canonical_json(read_contexts(tmp_path))) == json.loads(EXAMPLES["contexts"])
 

@@ -18,11 +18,6 @@ PLAN = [[14, 7], [25, 6], [31, 12], [9, 16]]
 CONTEXT = " ".join(tiny.document(64).words[1:])
 
 
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return tiny.loaded()
-
-
 def answer(model: LoadedModel, plan: Plan | None, context: str, prompt: str, *rest: Any, **options: Any) -> Reply:
     (reply,) = replies.answer(model, plan, context, [prompt], *rest, **options)
     return reply

@@ -29,11 +29,6 @@ TASKS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return tiny.loaded()
-
-
 def studied(
     model: LoadedModel, plans: dict[str, Plan], names: Sequence[str], tasks: Sequence[Task] = TASKS, **settings: Any
 ) -> Comparison:
@@ -265,7 +260,6 @@ def test_methods_that_may_not_hold_the_same_while_they_reply_are_named(model: Lo
 
 
 def test_a_comparison_that_says_nothing_has_a_doubt(result: Comparison) -> None:
-    assert result.doubt is not None
     assert result.notes[0] == json_of(result)["notes"][0] == result.doubt
     assert f"- {result.doubt}" in markdown(tables_of(result)[0])
     assert result.doubt.startswith("the full cache itself scores 0.0")

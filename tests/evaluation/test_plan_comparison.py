@@ -26,11 +26,6 @@ def lottery(name: str, *shapes: tuple[int, int]) -> tiny.Lottery:
 TASKS = [lottery("one", (60, 2), (48, 1), (70, 3)), lottery("two", (66, 2), (52, 1))]
 
 
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return tiny.loaded()
-
-
 def prepared(model: LoadedModel, plans: Mapping[str, Plan]) -> Evaluation:
     return prepare_plans(model, plans, Split(TASKS, 3, seed=4, batch=2))
 

@@ -44,11 +44,6 @@ def test_stop_tokens(configured: Any, expected: set[int]) -> None:
     assert stop_tokens(model) == expected
 
 
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return tiny.loaded()
-
-
 TASK = tiny.listed((60, 3), (90, 1), (75, 2), (64, 4))
 
 

@@ -25,11 +25,6 @@ APART = listed((60, 3), (90, 1), (75, 2))  # contexts, questions and replies of 
 TURNS = replace(APART, rows=tuple(replace(row, turns=True) for row in APART.rows))
 
 
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return loaded()
-
-
 def programs(model: LoadedModel, *phases: Any) -> dict[str, Program]:
     def evicting(name: str, **params: int) -> Program:
         policy = create_policy(name, params)

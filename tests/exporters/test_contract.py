@@ -35,7 +35,6 @@ def plan_of(
 
 def exported(name: str, plan: Plan, length: int | None = None) -> Any:
     exporter = exporter_of(name)
-    assert isinstance(exporter, PlanExporter)
     return exporter, exporter.export(plan, Inputs(length, architecture(plan.model.layers, plan.model.kv_heads)))
 
 

@@ -96,7 +96,6 @@ def test_the_script_of_the_card_makes_what_triattention_reads(
     files = TriAttention().export(profile).files
     (tmp_path / STATISTICS).write_bytes(files[STATISTICS])
     script = re.search(r"```python\n(.*?)```", files["README.md"].decode(), re.DOTALL)
-    assert script is not None
     monkeypatch.chdir(tmp_path)
     exec(script.group(1), {})
     found = torch.load(tmp_path / "statistics.pt", weights_only=True)

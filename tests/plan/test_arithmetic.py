@@ -38,7 +38,6 @@ def half_up(value: Fraction) -> int:
 
 @given(proportional_plans(), st.integers(1, 12_000))
 def test_proportional_totals_are_exact_at_every_length(plan: Plan, length: int) -> None:
-    assert plan.length is not None
     budgets = budgets_at(plan, "prefill", length)
     low = min(max(plan.floor, 1), length)
     wanted = half_up(Fraction(plan.total * length, plan.length))
@@ -52,7 +51,6 @@ def test_proportional_totals_are_exact_at_every_length(plan: Plan, length: int) 
 @at_most(50)
 @given(proportional_plans(), st.integers(2, 5))
 def test_whole_multiples_scale_without_rounding(plan: Plan, times: int) -> None:
-    assert plan.length is not None
     rows = np.array([row for row in plan.budgets("prefill") if row is not None])
     assert np.array_equal(budgets_at(plan, "prefill", times * plan.length), times * rows)
 
@@ -238,7 +236,6 @@ def random_plan(rng: np.random.Generator) -> Plan:
 
     made = {name: phase() if chosen else None for name, chosen in zip(PHASES, _some(rng), strict=True)}
     main = made["prefill"] or made["decode"]
-    assert main is not None
     return make_plan(
         [[low] * heads] * layers,
         **made,

@@ -200,7 +200,6 @@ with temporary_for(Path(sys.argv[1])) as (_, file):
 def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
     with subprocess.Popen([sys.executable, "-c", WRITER, target], stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
         assert writer.stdout.readline() == "begun\n"
         (left,) = tmp_path.glob(".kvsearch-*.tmp")
         atomic_write(target, b"mine")

@@ -16,7 +16,6 @@ from tests.policies.probes import fitted
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     plan = make_plan()
-    assert plan.prefill is not None
     layers = [None if layer is None else layer.model_copy(update={"policy": fitted().spec})
               for layer in plan.prefill.layers]  # fmt: skip
     path = tmp_path / "plan.json"

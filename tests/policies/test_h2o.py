@@ -32,7 +32,6 @@ def received(sums: list[float]) -> Observation:
 
 def test_column_sums_of_the_prompt() -> None:
     seen = attending(ROWS)
-    assert seen.queries is not None
     sums = column_sums(seen.queries, seen.keys, seen.valid, seen.scaling)
     torch.testing.assert_close(sums, torch.tensor([[SUMS]]))
     torch.testing.assert_close(H2O().score(dataclasses.replace(seen, column_sums=sums)), sums)

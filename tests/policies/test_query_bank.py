@@ -105,7 +105,6 @@ def test_what_the_rotary_embedding_multiplies_by_counts() -> None:
         cos, sin = rope(positions)
         return cos * times, sin * times
 
-    assert seen.rotary is not None
     larger = dataclasses.replace(seen, rotary=scaled, keys=seen.keys * times)
     wanted = bank(QUERIES[:, :1] * times**2, layers=(3,)).score(seen)
     torch.testing.assert_close(policy.score(larger), wanted, rtol=1e-4, atol=1e-6)

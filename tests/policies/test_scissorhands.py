@@ -48,14 +48,12 @@ def test_an_even_share_is_not_low() -> None:
     """Strictly below 1 / visible: everyone gets exactly that much."""
     rows = [[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0], [0.25] * 4, [0.25] * 4]
     observation = attending(rows)
-    assert observation.queries is not None
     flat = dataclasses.replace(observation, queries=torch.zeros_like(observation.queries))
     assert Scissorhands().start(flat).entries[LOW].sum() == 0
 
 
 def dense_rows(observation: Observation, row: int, head: int, history: int) -> list[Row]:
     """The last prompt rows of one head as attention by position, mean over the group, by plain softmax."""
-    assert observation.queries is not None
     real = observation.valid[row]
     keys = observation.keys[row, head][real].float()
     group = observation.queries.shape[1] // observation.keys.shape[1]

@@ -49,7 +49,6 @@ def test_scratch_memory_changes_nothing_but_the_steps(
 def test_a_row_of_a_sparse_prompt_may_see_any_column() -> None:
     """Of five tokens the second and third are gone: three entries, and a window of two rows of four."""
     observation = observe(SnapKV(window=4), Case(heads=1, group=1, length=3, pads=(0,), seed=4))
-    assert observation.queries is not None
     sparse = dataclasses.replace(
         observation,
         queries=torch.cat([observation.queries, observation.queries[:, :, :1]], 2),
@@ -85,7 +84,6 @@ def test_scratch_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attention_of_the_window_is_that_of_a_dense_softmax() -> None:
     policy = SnapKV(window=7)
     observation = observe(policy, CASE)
-    assert observation.queries is not None
     keys = observation.keys.repeat_interleave(2, 1)
     logits = observation.queries @ keys.transpose(-1, -2) * observation.scaling
     visible = torch.ones(7, 40, dtype=torch.bool).tril(33) & observation.valid[:, None]
@@ -98,7 +96,6 @@ def test_attention_of_the_window_is_that_of_a_dense_softmax() -> None:
 
 def test_soft_capped_logits() -> None:
     observation = observe(SnapKV(window=2), Case(heads=1, group=1, length=3, pads=(0,), seed=4))
-    assert observation.queries is not None
     capped = dataclasses.replace(observation, softcap=0.5)
     logits = 0.5 * torch.tanh(observation.queries @ observation.keys.transpose(-1, -2) * 0.5 / 0.5)
     expected = logits[0, 0, 1].softmax(-1)

@@ -25,7 +25,6 @@ def test_the_file_is_read_again(tmp_path: Path) -> None:
         "content": {"settings": {"seed": 0, "layers": [0, 1]}, "rows": "a" * 64}, "execution": {"workers": None},
     }  # fmt: skip
     found = read_config(tmp_path)
-    assert found is not None
     assert found.to_bytes() == one.to_bytes()
     assert one.difference(found) is None
 

@@ -38,7 +38,6 @@ with locked(Path(sys.orig_argv[-1])):
 def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that writes to a directory until it is killed."""
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(directory)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "locked\n"
     try:
         yield process

@@ -100,7 +100,6 @@ class Layer:
         """Token by token: outputs [B, Hq, K, D], and what is held at the end."""
         used = [policy for policy in (prefill, decode) if policy is not None]
         holder = evict(self.observation(*used), prefill and self.rule(prefill), self.rule(decode))
-        assert isinstance(holder, Decoding)
         outputs = []
         self.seen = []  # what each token found held, per sequence and head
         for index, (query, key, value) in enumerate(zip(*(t.split(1, 2) for t in self.tokens()), strict=True)):

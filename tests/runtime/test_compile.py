@@ -14,7 +14,6 @@ from torch import Tensor
 from kvsearch.policies import create_policy, policy_names
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
 from kvsearch.runtime.store.flat import FlatBlock
 from tests.device import counting
@@ -40,7 +39,6 @@ def steps(name: str, budgets: tuple[int, int], made: Callable[..., Callable[...,
     """Outputs of some tokens whose steps are run by what is made of a function, and what is held at the end."""
     layer, policy = Layer(Scene(2, 2, 14, (0, 3), 6, budgets, 0)), SMALL[name]
     holder = evict(layer.observation(policy), layer.rule(policy), layer.rule(policy))
-    assert isinstance(holder, Decoding)
     holder.reserve(6)  # so that steps are alike
     run, outputs = made(lambda *states: holder.step(*states, layer.logits)), []
     for index, states in enumerate(zip(*(t.split(1, 2) for t in layer.tokens()), strict=True)):
@@ -126,7 +124,6 @@ def test_room_that_is_reserved_changes_nothing(name: str) -> None:
     for reserved in (False, True):
         layer, policy = Layer(Scene(2, 2, 14, (0, 3), 8, (7, 10), 0)), SMALL[name]
         holder = evict(layer.observation(policy), layer.rule(policy), layer.rule(policy))
-        assert isinstance(holder, Decoding)
         parts = list(zip(*(t.split(1, 2) for t in layer.tokens()), strict=True))
         if reserved:
             holder.reserve(len(parts))

@@ -31,9 +31,7 @@ every_policy = pytest.mark.parametrize("name", policies_of())
 
 def begin(layer: Layer, prefill: Policy | None, decode: Policy) -> Decoding:
     used = [policy for policy in (prefill, decode) if policy is not None]
-    holder = evict(layer.observation(*used), prefill and layer.rule(prefill), layer.rule(decode))
-    assert isinstance(holder, Decoding)
-    return holder
+    return evict(layer.observation(*used), prefill and layer.rule(prefill), layer.rule(decode))
 
 
 def feed(layer: Layer, holder: Decoding, first: int, count: int, valid: Tensor | None = None) -> Tensor:
@@ -111,7 +109,6 @@ def a_prompt_in_chunks_starts_from_the_same_state(
     layer: Layer, policy: Policy, one_by_one: Tensor, end: Decoding
 ) -> None:
     holder = evict(layer.observation(policy, chunk=3), layer.rule(policy), layer.rule(policy))
-    assert isinstance(holder, Decoding)
     output = feed(layer, holder, 0, layer.scene.tokens)
     torch.testing.assert_close(output, one_by_one, atol=1e-5, rtol=1e-5)
     assert held(holder) == held(end)

@@ -51,7 +51,6 @@ def test_query_rows_do_not_hold_the_prompts_queries(model: Any) -> None:
         model(ids[:, :250], past_key_values=cache)
         for planned in cache.planned.values():
             rows = planned._prompt.rows
-            assert rows is not None
             assert rows.untyped_storage().nbytes() == 4 * 8 * DIM * 4
         assert cache.nbytes() == 3 * 2 * 300 * 2 * DIM * 4  # the prompt is not complete: it has all its room
         model(ids[:, 250:], past_key_values=cache)

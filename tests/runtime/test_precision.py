@@ -78,7 +78,6 @@ def test_outputs_while_decoding(name: str, dtype: torch.dtype) -> None:
     policy, made = SMALL[name], layer(dtype)
     observation = made.observation(policy)
     holder = evict(observation, made.rule(policy), made.rule(policy))
-    assert isinstance(holder, Decoding)
     for index, (query, key, value) in enumerate(zip(*(t.split(1, 2) for t in made.tokens()), strict=True)):
         expected = _next_outputs(holder, query, key, value, made.logits)
         positions = made.valid.sum(-1, keepdim=True) + index

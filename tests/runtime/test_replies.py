@@ -162,7 +162,6 @@ def test_captured_steps_reply_as_others_do(program: Callable[[Any], Program]) ->
             said = [replies.ask(asked, [24, 20, 24]) for asked in (ASKED, OTHERS["llama"])]
             found.append((said, replies.most, replies_of(model, program(model), CONTEXTS).reply([20] * 3)))
     assert found[0] == found[1]
-    assert graphs is not None
     assert graphs.log.count("replayed") > 30
 
 

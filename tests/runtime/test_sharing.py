@@ -120,9 +120,7 @@ def decided_at_the_end(
     program: Program, observations: dict[int, Observation], sequence: int, table: np.ndarray
 ) -> tuple[np.ndarray, dict[int, list[list[int]]]]:
     """Budgets [L, Hkv] of one sequence and the kept indices, all layers known, by the allocators on plain scores."""
-    assert program.prefill is not None
     allocation, scores, signals, ranks = program.allocation, [], [], {}
-    assert isinstance(allocation, AdaKVAllocation | LAVaAllocation | CAKEAllocation)
     length = int(next(iter(observations.values())).lengths[sequence])
     for layer, observation in sorted(observations.items()):
         policy = program.prefill.policies[layer]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.models.loading import LoadedModel, load
+from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.policies import create_policy
@@ -50,11 +50,6 @@ IDS = [",".join(f"{key}={value}" for key, value in mode.items()) or "default" fo
 KEYDIFF = create_policy("keydiff", {"sinks": 1, "window": 3})
 
 
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load("bundled")
-
-
 @pytest.fixture(
     scope="module", params=[*MODES[:1], *(pytest.param(mode, marks=pytest.mark.nightly) for mode in MODES[1:])], ids=IDS
 )
@@ -87,7 +82,6 @@ def test_the_plan_has_the_total_and_runs(found: tuple[PreparedSearch, Evolved], 
         assert plan.phase(phase).total == prepared.budget * table.size
     assert (plan.decode is None) == prepared.base.in_prefill
     Program.from_plan(loaded.model, plan)
-    assert plan.provenance is not None
     assert plan.provenance.data_sha256 == prepared.data_sha256
     assert plan.provenance.settings["chosen"] == evolved.choice.name
     assert plan.provenance.settings["parity"] == prepared.settings.parity
@@ -117,7 +111,6 @@ def test_the_mean_is_among_the_finalists(loaded: LoadedModel, tmp_path: Path) ->
     prepared = prepare(loaded, finalists=1, generations=1, seed=1)
     outcome = evolve(prepared, tmp_path / "l").outcome
     choice = prepared.choose(outcome)
-    assert outcome.mean is not None
     kept = [one.table.tolist() for name, one in choice.finalists.items() if name.startswith("#")]
     assert kept == [one.table.tolist() for one in (outcome.pool[0], outcome.mean)]
 
@@ -176,7 +169,6 @@ def joint_start(loaded: LoadedModel) -> Plan:
     budgets = np.array([[8 + (layer + head) % 3 * 4 for head in range(4)] for layer in range(6)])
     specs = [POLICY.spec if layer % 2 else KEYDIFF.spec for layer in range(6)]
     plan = tiny.plan_for(loaded, budgets.tolist())
-    assert plan.prefill is not None
     layers = [
         None if row is None else row.model_copy(update={"policy": spec})
         for row, spec in zip(plan.prefill.layers, specs, strict=True)
@@ -202,7 +194,6 @@ def test_policies_and_budgets_are_searched_together(loaded: LoadedModel, tmp_pat
     for one in evolved.outcome.pool[:3]:
         plan = prepared.plan(one.table, {})
         assert plan.total == BUDGET * 24
-        assert plan.prefill is not None
         names = [layer.policy.name for layer in plan.prefill.layers if layer is not None]
         assert names == [(KEYDIFF, POLICY)[at].name for at in chosen_of(one.table, 2)]
     lines = (tmp_path / "l").read_bytes()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.models.loading import LoadedModel, load
+from kvsearch.models.loading import LoadedModel
 from kvsearch.report.search import search_result, tables
 from kvsearch.search.evaluators import make_executor
 from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_searches, run_searches
@@ -18,11 +18,6 @@ from tests.search.evolving import POLICY, settings_of, splits
 from tests.search.searching import Silent, timeless, told
 
 BUDGETS = 8, 16, 24
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load("bundled")
 
 
 def prepare(loaded: LoadedModel, *budgets: int) -> tuple[PreparedSearch, ...]:

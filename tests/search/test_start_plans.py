@@ -55,7 +55,6 @@ def test_the_plan_of_a_table(base: Base) -> None:
     assert plan.floor == 6
     np.testing.assert_equal(budgets_at(plan, "prefill", 1000), table)
     np.testing.assert_equal(budgets_at(plan, "prefill", 50), table)
-    assert plan.provenance is not None
     assert (plan.provenance.method, plan.provenance.seed) == ("evolkv", 3)
     assert plan.provenance.settings == {"budget": 14, "parity": False}
 

@@ -63,13 +63,10 @@ def test_the_lines_of_a_search(tmp_path: Path) -> None:
         assert [np.array(point).tobytes() for point in heard.points] == [point.tobytes() for point in points]
         assert (heard.generation, heard.values) == (0, [0.5, 1 / 3])
         assert generations_of(ledger, "group 2") == []
-        assert ledger.best is not None
         assert ledger.best.candidate == [[6, 6]]
         assert (ledger.best.value, ledger.best.where) == (1 / 3, "group 1, generation 0")
         for number, key in enumerate(JOB_KEYS):
             trial = ledger.trials[key]
-            assert trial.values is not None
-            assert OK.values is not None
             assert trial.values.tobytes() == OK.values[number].tobytes()
             assert (trial.state, trial.message, trial.line) == ("ok", "", 2)
 
@@ -92,7 +89,6 @@ def test_values_are_kept_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, v
     json.loads(path.read_text().splitlines()[0], parse_constant=pytest.fail)  # JSON that everyone reads
     with TrialLog(path) as ledger:
         found = ledger.trials[KEYS[0]]
-    assert found.values is not None
     np.testing.assert_array_equal(found.values, np.array(values))  # takes any NaN for any other
     assert np.array_equal(np.signbit(found.values), np.signbit(values)) or any(map(math.isnan, values))
     assert (found.state == "ok") == bool(np.isfinite(values).all())
@@ -114,9 +110,7 @@ def test_what_stands_before_every_line(data: st.DataObject, tmp_path_factory: py
             else:
                 keys = data.draw(st.lists(st.sampled_from(new), min_size=1, unique=True))
                 log.append("result", **result(*keys, outcome=data.draw(st.sampled_from(["ok", "oom"]))))
-                line = lines_of(log)[-1]
-                assert isinstance(line, ResultLine)
-                lines.append(line)
+                lines.append(lines_of(log)[-1])
         for number in range(1, len(lines) + 2):
             wanted = by_reading(lines[: number - 1])
             assert {key for key in log.trials if log.trials[key].line < number} == set(wanted)

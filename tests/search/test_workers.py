@@ -8,18 +8,13 @@ import numpy as np
 import pytest
 
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.models.loading import LoadedModel, LoadOptions, load
+from kvsearch.models.loading import LoadedModel, LoadOptions
 from kvsearch.search.evaluators import make_executor, worker_factory
 from kvsearch.search.evolve import PreparedSearch
 from kvsearch.search.trials import Evaluator
 from kvsearch.workers.models import ModelSource
 from kvsearch.workers.ray import import_ray
 from tests.search.evolving import CONTEXTS, QUESTIONS, prepare
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load("bundled")
 
 
 def worker_bank(prepared: PreparedSearch, source: ModelSource) -> Evaluator:

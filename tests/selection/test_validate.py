@@ -50,11 +50,6 @@ HOW = {"samples": 3, "seed": 4, "batch": 4}
 TASKS = [tiny.Lottery("one", tiny.listed((60, 1), (48, 2), (70, 1)).rows)]
 
 
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return tiny.loaded()
-
-
 def profile_of(model: LoadedModel, **arrays: Any) -> Profile:
     return make_signals(signal_metadata(model.fingerprint, budgets=(16, 32)), **arrays)
 
@@ -227,9 +222,7 @@ def test_what_cannot_be_judged(signals: list[str] | None, phases: list[str] | No
 def phase_of(made: PreparedValidation, name: str, phase: str = "prefill") -> PhaseProgram:
     label = made.evaluation.names[name]
     program = next(one.program for one in made.evaluation.methods if one.label == label)
-    found = getattr(program, phase)
-    assert isinstance(found, PhaseProgram)
-    return found
+    return getattr(program, phase)
 
 
 def patterns(made: PreparedValidation, name: str, phase: str = "prefill") -> list[str]:

@@ -38,7 +38,6 @@ def make_signals(metadata: ProfileMetadata | None = None, samples: int = 3, seed
     """A profile of random signals; `arrays` replace some of them, None leaves one out."""
     metadata = metadata or signal_metadata()
     axes, rng = metadata.signals, np.random.default_rng(seed)
-    assert axes is not None
     by_phase = (len(axes.phases), len(metadata.layers))
     whole = (samples, len(axes.budgets), *by_phase, len(axes.patterns))
     full = rng.uniform(1, 2, samples)

@@ -28,7 +28,6 @@ def by_hand(seen: Observation, sequence: int, window: int) -> tuple[float, float
     length = int(real.sum())
     keys, entropy, variance = seen.keys[sequence][:, real], 0.0, 0.0
     rows = min(window, length)
-    assert seen.queries is not None
     for head, query in enumerate(seen.queries[sequence]):
         attention: list[Tensor] = []
         for row in range(rows):

@@ -34,11 +34,6 @@ from tests.examples import at_most
 HEADS = (4, 2)
 
 
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return tiny.loaded()
-
-
 def one(name: str, *typed: str) -> Method:
     (method,) = find_methods(name, typed)
     return method
@@ -74,7 +69,6 @@ def test_settings_of_all_and_of_one() -> None:
     assert windows == {"uniform": 6, "pyramid": 9, "h2o": 1, "cake": 6, "lava": 6}
     assert found["pyramid"].layout == Pyramid(5.0, 9)
     assert found["lava"].allocation == LAVaAllocation(floor_share=0.0)
-    assert found["cake"].allocation is not None
     assert found["cake"].allocation.parameters() == {"tau1": 2.0, "tau2": 1.0, "window": 0}
 
 
@@ -138,7 +132,6 @@ def test_every_method_holds_the_same_of_every_prompt(model: LoadedModel, every: 
     assert len(ready) == 1 + len(sizes) * len(every)
     check_totals(model, ready, range(1, 60, 6))
     for method in ready[1:]:
-        assert method.size is not None
         assert method.label == f"{method.name}@{method.size}"
         assert (method.program.prefill is not None, method.program.decode is not None) == (
             phases != "decode", phases != "prefill",
@@ -171,8 +164,6 @@ def test_a_method_equals_the_plan_that_is_made_of_it(model: LoadedModel) -> None
         plan = direct_plan(model, method.policy, Size(budget=12), ["prefill"], made)
         program = Program.from_plan(model.model, plan)
         mine = method.program(model, Size(12))
-        assert program.prefill is not None
-        assert mine.prefill is not None
         assert np.array_equal(program.prefill.table(70), mine.prefill.table(70))
         assert program.policies == mine.policies
 
@@ -222,12 +213,10 @@ def test_a_profile_is_looked_up(model: LoadedModel, tmp_path: Path) -> None:
     assert method.policy == create_policy("keydiff", {"window": 1})
     for budget, length in ((12, 50), (12, 40), (30, 50)):
         prefill = method.program(model, Size(budget)).prefill
-        assert prefill is not None
         plan = plan_from_profile(made, Size(budget=budget, length=length))
         assert prefill.table(length).tolist() == [list(row or ()) for row in plan.budgets("prefill")]
         assert len(set(prefill.table(length).flatten())) > 3
     prefill = method.program(model, Size(12)).prefill
-    assert prefill is not None
     assert prefill.table(9).tolist() == [[9, 9]] * 4
     assert method.definition(Size(12), "prefill")["budgets"]["calibrated"] == "lukv"
     with pytest.raises(UsageError, match="none of these methods"):

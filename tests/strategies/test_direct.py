@@ -37,7 +37,6 @@ def test_a_ratio_scales_with_the_prompt_and_its_total_is_exact() -> None:
     size = Size(ratio=0.7, length=101)
     plan = direct_plan(tiny.loaded(), create_policy("streaming"), size, PHASES["prefill"], EVEN)
     assert plan.total == 242  # 0.3 * 101 * 8 = 242.4
-    assert plan.prefill is not None
     assert {entries for budget in plan.budgets("prefill") if budget for entries in budget} == {30, 31}
     assert budgets_at(plan, "prefill", 1010).sum() == 2420
 
@@ -63,7 +62,6 @@ def test_allocations_are_read_from_text() -> None:
     assert parse_allocation("static") is None
     assert parse_allocation(" lava ") == parse_allocation("lava:layers=dynamic,heads=dynamic")
     made = parse_allocation("lava:floor_share=0,heads=equal")
-    assert made is not None
     assert (made.name, made.parameters()["floor_share"], made.heads, made.layers) == ("lava", 0.0, "equal", "dynamic")
 
 

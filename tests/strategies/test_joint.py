@@ -53,7 +53,6 @@ TWO = curves((0.9, 0.2, 0.3), (0.2, 0.9, 0.3))
 
 
 def names(plan: Plan) -> list[str]:
-    assert plan.prefill is not None
     return [layer.policy.name for layer in plan.prefill.layers if layer is not None]
 
 

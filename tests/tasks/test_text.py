@@ -94,7 +94,6 @@ def test_losses_are_those_of_the_continuation_after_what_is_kept() -> None:
         dense = float(token_losses(logits[-CONTINUATION - 1 : -1], question.right).mean())
         assert read_losses(full.reply) == pytest.approx((dense, dense), abs=1e-4)
         lost = read_losses(sample.reply)
-        assert lost is not None
         assert lost[1] == pytest.approx(dense, abs=1e-4)
     read = readings(encoded.prompts, QUESTION_AGNOSTIC)
     with running(loaded.model):

@@ -13,7 +13,7 @@ import pytest
 from kvsearch.calibration.steps import StepCache
 from kvsearch.workers import ray
 from tests import tiny
-from tests.cli.conftest import invoke
+from tests.cli.conftest import done, invoke
 from tests.cli.test_bad_input import ENVIRONMENT, USAGE, refused
 
 TWO = ("--workers", 2)
@@ -36,12 +36,10 @@ def left(directory: Path) -> dict[str, bytes]:
 
 def same(tmp_path: Path, command: tuple[object, ...]) -> None:
     """Run a command alone and with workers."""
-    code, out, talk = invoke(*command, "-o", tmp_path / "run")
-    assert code == 0, talk
+    out, _ = done(*command, "-o", tmp_path / "run")
     alone = left(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "alone")
-    code, out_of_workers, talk = invoke(*command, "-o", tmp_path / "run", *TWO)
-    assert code == 0, talk
+    out_of_workers, _ = done(*command, "-o", tmp_path / "run", *TWO)
     assert left(tmp_path / "run") == alone
     assert out_of_workers == out
 

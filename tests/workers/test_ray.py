@@ -73,8 +73,6 @@ def test_workers_killed_in_the_middle_change_nothing(pool: RayPool, tmp_path: Pa
     assert sorted(outcomes) == list(range(24))
     for number, outcome in outcomes.items():
         assert outcome.kind == "ok"
-        assert outcome.values is not None
-        assert alone[number].values is not None
         assert outcome.values.tobytes() == alone[number].values.tobytes()
         assert outcome.tokens == alone[number].tokens == 4 * TOKENS
 

@@ -29,9 +29,7 @@ def typed(
 ) -> PolykvOptions:
     """What the command line says, over a recipe file."""
     given = {"params": settings or None, "model": "bundled", "output": Path("runs/x")}
-    recipe = CalibrateOptions.of(path, method="polykv", **given, **values, **dict(map(parse_setting, options)))
-    assert isinstance(recipe, PolykvOptions)
-    return recipe
+    return CalibrateOptions.of(path, method="polykv", **given, **values, **dict(map(parse_setting, options)))
 
 
 def written(folder: Path, text: str) -> PolykvOptions:

@@ -28,11 +28,6 @@ DATA = tiny.calibration_data(100, 110, 104)
 SMALL = QueryBankOptions(bank=7, answers="given")
 
 
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return tiny.loaded()
-
-
 def test_a_bank_and_how_good_it_is(model: LoadedModel, tmp_path: Path) -> None:
     profile = calibrate_query_bank(model, DATA, SMALL)
     layers, heads = profile.metadata.shape

@@ -124,7 +124,6 @@ def _validation(path: Path) -> None:
     from kvsearch.strategies.from_signals import Strategy
 
     found = load_validation(path)
-    assert found is not None
     show(path)
     harmful(path.parent.parent, Strategy(), 64)
     with taken("what was written"):

@@ -59,7 +59,6 @@ def test_logits_are_those_of_the_runtime(family: str, protocol: Protocol) -> Non
     with CandidateBank(model, SNAPKV, samples, cap=100) as bank, running(model.model):
         states = bank.states(range(len(samples)), [100] * bank.shape[0])
         found = Pass(model.model, samples, states, windows_of(model.model), np.stack(candidates)).forced()
-    assert found is not None
     for number, sample in enumerate(samples):
         expected = torch.stack(runtime_logits(model, sample, candidates))
         rows = sample.predicting

@@ -76,11 +76,6 @@ class SomeHeads(Policy):
         return budget >= 1000
 
 
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return tiny.loaded()
-
-
 @pytest.mark.parametrize(
     ("policy", "problem"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import pytest
 import torch
 
 from kvsearch.models.loading import LoadedModel
@@ -14,11 +13,6 @@ from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import encode_tasks, token_hash
 from tests import tiny
 from tests.search.bank.cases import PROTOCOLS
-
-
-@pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return tiny.loaded()
 
 
 def of_queries(model: LoadedModel, protocol: Any, *queries: Query, **changes: Any) -> list[BankSample]:
@@ -76,7 +70,6 @@ def test_hashes_say_what_samples_share(model: LoadedModel) -> None:
 def test_replies_end_at_a_stop_text_and_are_cut_there(model: LoadedModel) -> None:
     sample = of_queries(model, "question-agnostic", Query("? code", ("mark",)), stops=(" .",))[0]
     reply = model.tokenizer("mark .", add_special_tokens=False)["input_ids"]
-    assert sample.finished is not None
     assert [sample.finished(reply[:1]), sample.finished(reply)] == [False, True]
     assert sample.score(reply) == 1.0
     assert sample.score(reply[1:]) == 0.0
