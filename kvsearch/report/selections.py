@@ -11,7 +11,6 @@ from kvsearch.results.selection import RunResult, SelectionResult, SelectionsRes
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.selection.selection import (
     LEAST_CONTEXTS,
-    GapClosed,
     MethodResult,
     PhaseResult,
     Rule,
@@ -98,9 +97,9 @@ def report_words(selection: Selection) -> str:
     return f"report split, {asked(report.asked)}: {'; '.join(parts)}"
 
 
-def gap_bounds(share: GapClosed, unbounded: str) -> str:
+def gap_bounds(share: Estimate, unbounded: str) -> str:
     """Write the ends of the share of a gap that is closed."""
-    return " to ".join(unbounded if end is None else f"{percent(end, 0)}%" for end in (share.low, share.high))
+    return " to ".join(unbounded if math.isnan(end) else f"{percent(end, 0)}%" for end in (share.low, share.high))
 
 
 def lead_cells(lead: Difference | None, chance: float | None) -> list[Cell]:

@@ -16,7 +16,7 @@ from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.runs.ledger import read_lines
 from kvsearch.search.trials import BestLine, ResultLine, ToldLine, TrialLog
 from kvsearch.selection.scores import Scores, measure_gap_closed
-from kvsearch.selection.selection import GapClosed, Verdict
+from kvsearch.selection.selection import Verdict
 from kvsearch.strategies.names import EVOLVED, FULL
 from kvsearch.tasks.base import Coverage
 
@@ -56,7 +56,7 @@ class FoundAtBudget(Stored):
     budgets: Budgets
     report: dict[str, Estimate]
     gains: dict[str, Difference]
-    recovered: dict[str, GapClosed | None]
+    recovered: dict[str, Estimate | None]
     ahead: dict[str, Difference]
 
     @classmethod

@@ -11,7 +11,7 @@ import numpy as np
 from kvsearch.core.arrays import TIE, Floats
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import LEVEL, scores_by_task
-from kvsearch.selection.selection import GapClosed
+from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.names import FULL
 
 RESAMPLES = 2000
@@ -83,11 +83,11 @@ class Scores:
         return np.array([1 / (asked[task] * len(asked)) for task in self.tasks])
 
 
-def measure_gap_closed(report: Scores, winner: str, baseline: str, full: str = FULL, seed: int = 0) -> GapClosed | None:
+def measure_gap_closed(report: Scores, winner: str, baseline: str, full: str = FULL, seed: int = 0) -> Estimate | None:
     """Return the share of the gap from a baseline to the full cache that a winner closes; None where there is no gap.
 
     The 95% interval is over bootstrap resamples of the contexts. In a resample without a gap the share is unbounded, on
-    the side of the winner's lead there, so where the gap is in doubt an end of the interval may have no bound.
+    the side of the winner's lead there, so where the gap is in doubt an end of the interval may have no bound, NaN.
     """
     lead, whole = (report.mean(name) - report.mean(baseline) for name in (winner, full))
     if whole <= TIE:
@@ -98,4 +98,4 @@ def measure_gap_closed(report: Scores, winner: str, baseline: str, full: str = F
     shares = np.where(gaps > TIE, leads / np.where(gaps > TIE, gaps, 1.0), unbounded)
     low = float(np.quantile(shares, (1 - LEVEL) / 2, method="lower"))
     high = float(np.quantile(shares, (1 + LEVEL) / 2, method="higher"))
-    return GapClosed(lead / whole, low if np.isfinite(low) else None, high if np.isfinite(high) else None)
+    return Estimate(lead / whole, low if np.isfinite(low) else np.nan, high if np.isfinite(high) else np.nan)

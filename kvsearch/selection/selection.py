@@ -52,15 +52,6 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class GapClosed:
-    """Share of the gap between the best baseline and the full cache; an end of the interval may be unbounded, None."""
-
-    mean: float
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True)
 class QuestionCount:
     """How many questions were asked, about how many different contexts, and how long the shortest and longest are."""
 
@@ -186,7 +177,7 @@ class Reported:
     scores: dict[str, Estimate]
     held: dict[str, Footprint]
     gain: Difference | None
-    share: GapClosed | None
+    share: Estimate | None
     ahead: dict[str, Difference]
     lead: Difference | None = None
     notes: tuple[str, ...] = ()
