@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -63,35 +63,13 @@ class SearchOutcome:
         self.pool = [*ranked[:MAX_POOL], *starts]
 
 
-class Flatness:
-    """The smallest and the largest value, and how many different candidates there were, until two values differ."""
-
-    def __init__(self, objective: str) -> None:
-        self._objective = objective
-        self._low = math.inf
-        self._high = -math.inf
-        self._plans: set[bytes] = set()
-
-    def add(self, tables: Iterable[Ints], values: Iterable[float]) -> None:
-        """Take note of values, as measured; those that are not finite do not count."""
-        for table, value in zip(tables, values, strict=True):
-            if math.isfinite(value) and not self._differ:
-                self._low = min(self._low, value)
-                self._high = max(self._high, value)
-                self._plans.add(table.tobytes())
-
-    @property
-    def verdict(self) -> str | None:
-        """Why there is nothing to search, in words; None if different plans differ, or only one was tried."""
-        if self._differ or len(self._plans) < 2:
-            return None
-        if self._objective == "metric" and self._high == 0:
-            return f"the metric is zero for all {len(self._plans)} plans, so it tells none apart: search by nll"
-        return f"{len(self._plans)} plans and all the same: this budget does not matter here"
-
-    @property
-    def _differ(self) -> bool:
-        return self._high - self._low > FLAT * max(1.0, abs(self._high))
+def flatness(values: Collection[float], objective: str) -> str | None:
+    """Return why there is nothing to search, in words; None if the values of different plans differ, or are of one."""
+    if len(values) < 2 or max(values) - min(values) > FLAT * max(1.0, abs(max(values))):
+        return None
+    if objective == "metric" and max(values) == 0:
+        return f"the metric is zero for all {len(values)} plans, so it tells none apart: search by nll"
+    return f"{len(values)} plans and all the same: this budget does not matter here"
 
 
 class Watcher(Protocol):
@@ -132,7 +110,7 @@ class Search:
     def __post_init__(self) -> None:
         self.log = self.trials.log
         self._current = Candidate(next(iter(self.starts.values())), math.inf, STARTS)  # where the next stage begins
-        self._flatness = Flatness(self.settings.objective)
+        self._measured: dict[bytes, float] = {}  # the finite values of all plans, as measured
 
     def run(self) -> SearchOutcome:
         """Search until all stages are finished, a limit is reached, or nothing makes a difference.
@@ -191,7 +169,7 @@ class Search:
         self.log.tell(self.name + stage.name, generation, projected, told)
         first = int(np.argmin(told))
         best = Candidate(tables[first], values[first], where)
-        if (verdict := self._flatness.verdict) is not None:
+        if (verdict := flatness(self._measured.values(), self.settings.objective)) is not None:
             self.outcome.flat = True
             self.outcome.ended = verdict
         self.watcher.generation(stage.name, generation, values, self.outcome.pool[0])
@@ -225,7 +203,9 @@ class Search:
         except LimitReachedError as reached:
             limit = reached
         values = self.trials.values(tables)
-        self._flatness.add(tables, values)
+        for table, value in zip(tables, values, strict=True):
+            if math.isfinite(value):
+                self._measured[table.tobytes()] = value
         fitting = list(values)
         if self.settings.parity:  # the paper's have the cache term of the layers that a stage varies in them
             for place, (table, value) in enumerate(zip(tables, values, strict=True)):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvsearch.core.arrays import Ints, Vector
 from kvsearch.core.errors import EnvironmentFault
 from kvsearch.search import loop
-from kvsearch.search.loop import Flatness, SearchOutcome, worst_of
+from kvsearch.search.loop import SearchOutcome, flatness, worst_of
 from kvsearch.search.stages import Frame
 from kvsearch.search.trials import Candidate, ToldLine, TrialLog
 from tests.search.searching import (
@@ -325,11 +325,6 @@ def test_a_pool_has_its_best_and_the_start_plans(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_is_flat_once_two_plans_differ() -> None:
-    flat = Flatness("nll")
-    flat.add([np.array([[1]])], [2.0])
-    assert flat.verdict is None
-    flat.add([np.array([[2]])], [2.0 + 1e-9])
-    assert flat.verdict == "2 plans and all the same: this budget does not matter here"
-    flat.add([np.array([[4]])], [2.1])
-    flat.add([np.array([[5]]), np.array([[6]])], [2.0, 2.0])
-    assert flat.verdict is None
+    assert flatness([2.0], "nll") is None
+    assert flatness([2.0, 2.0 + 1e-9], "nll") == "2 plans and all the same: this budget does not matter here"
+    assert flatness([2.0, 2.0 + 1e-9, 2.1, 2.0], "nll") is None
