@@ -33,7 +33,7 @@ from kvsearch.policies.fitted import parse_policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.report.costs import Forecast
 from kvsearch.report.search import decisions, search_result
-from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, FRONT, LEDGER, PLAN, REPORT, RunConfig
+from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, LEDGER, PLAN, REPORT, RunConfig
 from kvsearch.runs.ledger import read_lines
 from kvsearch.runs.run import run_in, write_contexts
 from kvsearch.search.settings import WHAT, EvolveSettings
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 LIMITS = "When to stop"
 DEFAULT_POLICY = "snapkv"
 SPLITS = {"search": "train", "choice": "select", "report": "report"}
-FILES = (BEST, REPORT, PLAN, FRONT, CONTEXTS, "plan-*.json", "choice", "choice-*", "report")
+FILES = (BEST, REPORT, PLAN, CONTEXTS, "plan-*.json", "choice", "choice-*", "report")
 
 
 class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Deciding, EvolveSettings):
@@ -64,7 +64,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
     budgets: Annotated[tuple[Entries, ...] | None, Listed] = option(
         None,
         "Several budgets in one run, each searched by itself and compared with the smallest one's plan, scaled. "
-        "Writes plan-N.json and front.json.",
+        "Writes plan-N.json.",
         metavar="N,N...",
     )
     start: Annotated[tuple[Path, ...], Repeated] = option(
@@ -178,7 +178,7 @@ def evolve(options: EvolveOptions, reporter: Reporter) -> SearchResult:
         result = search_result(found, log.evaluations, log.tokens)
         for evolved in found:
             save_plan(evolved.choice.plan, options.plan_file(evolved.search.budget), overwrite=True)
-        run.write(FRONT if len(found) > 1 else REPORT, result.as_json())
+        run.write(REPORT, result.as_json())
         run.finish()
         if run.state == "finished" and log.count == lines_before:
             reporter.say(FINISHED)

@@ -295,7 +295,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
             **{name: getattr(self, name) for name in names},
         )  # fmt: skip
         searched = search.split("train", self.find_tasks(self.model, "train"), search.protocol)
-        return Refinement(loaded, search.output, search.config, search, searched, self.evaluations)
+        return Refinement(loaded, search, searched)
 
 
 def remarks(options: RunOptions, result: RunResult) -> Iterator[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.progress import Progress
@@ -32,10 +32,12 @@ from kvsearch.search.bank.prepared import ranking_policies
 from kvsearch.search.evaluators import make_executor
 from kvsearch.search.evolve import PreparedSearch, prepare_search, resize_search
 from kvsearch.search.loop import SearchOutcome
-from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.start_plans import RESERVED, Base
 from kvsearch.search.trials import STARTS, Candidate, Executor, TrialLog
 from kvsearch.strategies.joint import PolicyCurves
+
+if TYPE_CHECKING:
+    from kvsearch.jobs.evolve import EvolveOptions
 
 SEARCHED = "searched_sha256"  # questions and what is teacher-forced, where replies decide them
 NAME = "refined"
@@ -197,19 +199,13 @@ class Refinement:
 
     Args:
         loaded: the model.
-        directory: of the search: it keeps what was measured, so the same call goes on where it was killed.
-        config: of the run that is kept there, still without the content of its searches.
-        settings: how to search.
+        options: how to search, and where what was measured is kept, so that the same call goes on where it was killed.
         searched: what is searched on.
-        evaluations: candidates at each size.
     """
 
     loaded: LoadedModel
-    directory: Path
-    config: RunConfig
-    settings: EvolveSettings
+    options: EvolveOptions
     searched: Split
-    evaluations: int
 
     def cost(self, name: str, sizes: int) -> StageCost:
         """Return what it costs at so many sizes, as a stage: own replies, prompts once, then candidates."""
@@ -218,7 +214,7 @@ class Refinement:
         prompts = [prompt for task in encoded for prompt in task.prompts]
         following = sum(len(question.ids) + len(question.right) for prompt in prompts for question in prompt.questions)
         read = Work.over(len(prompt.context) for prompt in prompts)
-        return replace(replies, work=replies.work + read + Work(tokens=sizes * self.evaluations * following))
+        return replace(replies, work=replies.work + read + Work(tokens=sizes * self.options.generations * following))
 
     def run(
         self, calibrated: PolicyCurves, starts: Mapping[Size, Mapping[str, Plan]], reporter: Reporter
@@ -236,12 +232,12 @@ class Refinement:
         except (UsageError, IncompatibleError) as error:
             reporter.warn(f"nothing is searched on: {error}")
             return None
-        if CONFIG in read_sums(self.directory):
-            config = self.config.changed(content=describe_searches(searches))
-            require_same(self.directory, config, unknown=(SEARCHED,))
+        if CONFIG in read_sums(self.options.output):
+            config = self.options.config.changed(content=describe_searches(searches))
+            require_same(self.options.output, config, unknown=(SEARCHED,))
         else:
             self._search(searches, reporter)
-        plans = {size: _read_plans(self.directory, size) for size in starts}
+        plans = {size: _read_plans(self.options.output, size) for size in starts}
         return plans, searches[0].record(searched=True)
 
     def _prepare(
@@ -255,25 +251,30 @@ class Refinement:
             for size, solved in starts.items()
         )
         splits = {"search": self.searched}
-        first = prepare_search(base, budget, self.settings, splits, plans, calibrated.contexts)
+        first = prepare_search(base, budget, self.options, splits, plans, calibrated.contexts)
         return (first, *(resize_search(first, budget, plans) for budget, plans in others))
 
     def _search(self, searches: tuple[PreparedSearch, ...], reporter: Reporter) -> None:
         """Search at every budget, and write the best plans."""
         files = (CONTEXTS, "plan-*.json")
-        most = self.evaluations * len(searches)
+        most = self.options.generations * len(searches)
         with (
-            open_search(self.directory, self.config, searches, files, reporter) as (ready, executor, run, log),
+            open_search(self.options.output, self.options.config, searches, files, reporter) as (
+                ready,
+                executor,
+                run,
+                log,
+            ),
             closing(SearchProgress(reporter, log, most)) as watcher,
         ):
-            write_contexts(self.directory, {"fitted": ready[0].hashes["fitted"]})
+            write_contexts(self.options.output, {"fitted": ready[0].hashes["fitted"]})
             for number, search in enumerate(ready, 1):
-                allowed = number * self.evaluations  # one log has all searches
+                allowed = number * self.options.generations  # one log has all searches
                 outcome = search.search(executor, log, allowed, watcher, f"budget {search.budget}: ")
                 for rank, candidate in enumerate(_find_better(search, outcome), 1):
                     origin = {**search.as_json(), "found": candidate.where, "value": candidate.value}
                     plan = search.plan(candidate.table, origin, search.record(searched=True))
-                    save_plan(plan, self.directory / f"plan-{search.budget}-{rank}.json", overwrite=True)
+                    save_plan(plan, self.options.output / f"plan-{search.budget}-{rank}.json", overwrite=True)
             run.finish()
 
 

@@ -45,7 +45,6 @@ from kvsearch.runs.identity import CONFIG, CONTEXTS, LEDGER, REPORT, SELECTION, 
 from kvsearch.runs.identity import SCHEMA as RUN
 from kvsearch.runs.run import CONTEXTS_FORMAT, read_contexts
 
-FRONT = "front.json"
 WHOLE_RUN = "run.json"
 CACHE = ".kv"  # the suffix of a compressed cache
 BESIDE = (LEDGER, "samples.csv", "tables.md")  # what a run keeps beside its report
@@ -129,7 +128,6 @@ KINDS: Mapping[str, ArtifactKind] = {
 RECORDS = {
     record.SCHEMA.partition("/")[0]: (kind, record) for kind, artifact in KINDS.items() for record in artifact.records
 }
-RECORDS["kvsearch.front"] = RECORDS["kvsearch.evolution"]  # its name in earlier versions
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,12 +332,11 @@ def _of_run(path: Path, config: RunConfig) -> Opened:
 
 def _search(path: Path) -> Opened:
     trace = read_trace(path / LEDGER) if (path / LEDGER).exists() else None
-    for name in (REPORT, FRONT):
-        if (path / name).exists():
-            opened = _json(path / name)
-            plans = _existing(sorted(path.glob("plan*.json")))
-            return replace(opened, content=opened.content.model_copy(update={"trace": trace}), places=plans)
-    return Opened(path, "search", trace, note=UNFINISHED)
+    if not (path / REPORT).exists():
+        return Opened(path, "search", trace, note=UNFINISHED)
+    opened = _json(path / REPORT)
+    plans = _existing(sorted(path.glob("plan*.json")))
+    return replace(opened, content=opened.content.model_copy(update={"trace": trace}), places=plans)
 
 
 def _existing(places: list[Path]) -> tuple[Path, ...]:

@@ -18,7 +18,6 @@ LEDGER: Final = "ledger.jsonl"  # what is done so far, see `kvsearch.runs.ledger
 SUMS: Final = "SHA256SUMS"  # of what is finished, see `kvsearch.runs.run`
 CONTEXTS: Final = "contexts.json"  # what was asked, see `kvsearch.runs.run`
 REPORT: Final = "report.json"  # the results, as `--json` prints them
-FRONT: Final = "front.json"  # the results of several budgets, with plan-BUDGET.json of each
 PLAN: Final = "plan.json"  # the plan that was found
 BEST: Final = "best.json"  # the best plan so far
 SELECTION: Final = "selection.json"  # what was chosen at one size, and why

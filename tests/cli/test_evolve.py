@@ -89,7 +89,7 @@ def test_several_budgets(questions: Path, tmp_path: Path) -> None:
     out, _ = done(*command(questions, tmp_path / "run", small=small))
     for budget in (8, 16):
         assert load_plan(tmp_path / "run" / f"plan-{budget}.json").total == budget * 24
-    front = json.loads((tmp_path / "run" / "front.json").read_text())
+    front = json.loads((tmp_path / "run" / "report.json").read_text())
     assert set(front["found"]) == {"8", "16"}
     assert "scaled from the smallest" in out
 
