@@ -1,8 +1,8 @@
 """The Exporter seam: a plan in the words of another tool, and what these words cannot say.
 
 An exporter makes files out of a plan and lists what is lost on the way, in entries where that can be counted. Nothing
-is lost in silence: what a target has no word for is listed. `read` tells what the target makes of the files, and so
-proves what was said to be lost and what was not.
+is lost in silence: what a target has no word for is listed. Where budgets become
+coarser, `read` tells what the target makes of the files, from which it is counted.
 """
 
 from __future__ import annotations
@@ -153,10 +153,6 @@ class PlanExporter(Exporter, ABC):
             IncompatibleError: the target has no word for such a plan at all.
         """
 
-    @abstractmethod
-    def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
-        """Return the entries [L, Hkv] that the target makes of its files at a prompt of `length` tokens."""
-
 
 class BudgetExporter(PlanExporter):
     """A target that is told the budgets of a plan: they are written, read back, and compared.
@@ -187,6 +183,10 @@ class BudgetExporter(PlanExporter):
     @abstractmethod
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:
         """Return the files that say these budgets, and what is lost besides; errors as for `export`."""
+
+    def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
+        """Return the entries [L, Hkv] that a target with `coarser` budgets makes of its files at a prompt."""
+        raise NotImplementedError
 
 
 class ProfileExporter(Exporter, ABC):

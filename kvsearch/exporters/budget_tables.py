@@ -24,7 +24,6 @@ from kvsearch.exporters.base import (
     same_for_heads,
 )
 from kvsearch.plan import ModelFingerprint, canonical_json
-from kvsearch.plan.rounding import largest_remainder
 from kvsearch.policies.registry import policy_of
 
 
@@ -44,13 +43,6 @@ class AttentionMatching(BudgetExporter):
         losses = {"no policy: the tool fits entries of its own": budgets.total}
         usage = (f"head_budgets {{path}}, and a total of {budgets.total} entries",)
         return Exported({SINGLE: canonical_json(shares)}, usage, losses)
-
-    def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
-        """Share out as many entries as the heads could hold of a prompt of `length` tokens."""
-        shares = json.loads(files[SINGLE])
-        rows = [[shares[f"L{layer}H{head}"] for head in range(model.kv_heads)] for layer in range(model.layers)]
-        total = length * model.layers * model.kv_heads
-        return largest_remainder(np.array(rows).ravel() * total, total).reshape(model.layers, model.kv_heads)
 
 
 class HeadKV(BudgetExporter):
@@ -202,13 +194,6 @@ class SpectralKV(BudgetExporter):
         losses = {**heads_lost(budgets), "no policy: the tool ranks by a rule of its own": budgets.total}
         usage = (f"profile {{path}}, and a total of {budgets.total} entries",)
         return Exported({SINGLE: canonical_json(profile)}, usage, losses)
-
-    def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
-        """Share out as many entries as the heads could hold of a prompt of `length` tokens."""
-        weights = np.array(json.loads(files[SINGLE])["weights"])
-        total = length * model.layers * model.kv_heads
-        layers = largest_remainder(weights * total, total)
-        return np.stack([largest_remainder(np.full(model.kv_heads, layer / model.kv_heads), layer) for layer in layers])
 
 
 BLOCK = 32  # tokens of a cache block of OpenVINO on a CPU, of which its sizes are multiples

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from kvsearch.core.arrays import Ints
-from kvsearch.core.parsing import parse_json
 from kvsearch.core.printed import command_line, markdown_text
-from kvsearch.exporters.base import NOTHING, Budgets, Exported, Inputs, PlanExporter
+from kvsearch.exporters.base import NOTHING, Exported, Inputs, PlanExporter
 from kvsearch.models.loading import CONFIG
-from kvsearch.plan import ModelFingerprint, Plan, canonical_json
+from kvsearch.plan import Plan, canonical_json
 from kvsearch.plan.origin import USES
 from kvsearch.plan.saved import (
     BESIDE,
@@ -44,11 +40,6 @@ class Folder(PlanExporter):
         }
         usage = ("python {path}/generate.py --help", "kvsearch.attach(model, kvsearch.load_plan({path!r}))")
         return Exported(files, usage, total=plan.total)
-
-    def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:  # noqa: ARG002
-        """Read the budgets off the plan."""
-        name = next(name for name in files if Path(name).match("plan*.json"))
-        return Budgets.of(Plan.model_validate(parse_json(files[name], name)), length).entries
 
 
 class ModelFolder(Folder):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.exporters.base import (
     NOTHING,
@@ -20,9 +18,8 @@ from kvsearch.exporters.base import (
     Inputs,
     ProfileExporter,
     heads_lost,
-    same_for_heads,
 )
-from kvsearch.plan import ModelFingerprint, Profile, canonical_json
+from kvsearch.plan import Profile, canonical_json
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID
 from kvsearch.policies import Policy
 from kvsearch.policies.expected_attention import ExpectedAttention
@@ -86,11 +83,6 @@ class KvpressLayers(BudgetExporter):
             losses[f"the press does not protect the last {policy.recent_count} entries"] = None
         usage = (f"press = PerLayerCompressionPress({press.code}, compression_ratios=json.load(open({{path!r}})))",)
         return Exported({SINGLE: canonical_json(evicted)}, usage, losses)
-
-    def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
-        """Cut fractions of an entry off, as a press does."""
-        kept = [int(length * (1 - share)) for share in json.loads(files[SINGLE])]
-        return same_for_heads(kept, model.kv_heads)
 
 
 class Press(NamedTuple):
