@@ -308,7 +308,7 @@ def lm_eval(options: JobOptions, results: dict[str, Any]) -> Output:
     return Output(lambda: results, shown_parts(lambda: harness_lines(results)))
 
 
-@job_verb("kvsearch.jobs.listings:PoliciesOptions", dry_run="", needs_arguments=False)
+@job_verb("kvsearch.jobs.listings:ListingOptions", dry_run="", needs_arguments=False)
 def policies(options: JobOptions, listing: Listing) -> Output:
     """List the eviction policies, those of other installed packages included, or show one in full.
 
@@ -331,7 +331,7 @@ def policies(options: JobOptions, listing: Listing) -> Output:
     return listed(listing)
 
 
-@job_verb("kvsearch.jobs.listings:TasksOptions", dry_run="", needs_arguments=False)
+@job_verb("kvsearch.jobs.listings:ListingOptions", dry_run="", needs_arguments=False)
 def tasks(options: JobOptions, listing: Listing) -> Output:
     """List the tasks that evaluate can ask, or show one in full.
 
@@ -351,7 +351,7 @@ def tasks(options: JobOptions, listing: Listing) -> Output:
     return listed(listing)
 
 
-@job_verb("kvsearch.jobs.listings:RecipesOptions", dry_run="", needs_arguments=False)
+@job_verb("kvsearch.jobs.listings:ListingOptions", dry_run="", needs_arguments=False)
 def recipes(options: JobOptions, listing: Listing) -> Output:
     """List the recipes that are shipped, which --recipe takes by name, or print one.
 

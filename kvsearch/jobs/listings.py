@@ -34,6 +34,16 @@ Listing = tuple[dict[str, Any], "Iterable[RenderableType]"]  # for programs, and
 STAGES = {None: OPEN, 1: "one score chooses what stays", 2: "two scores in turn choose what stays"}
 
 
+class ListingOptions(JobOptions):
+    """What to show."""
+
+    name: str | None = option(
+        None,
+        "Show this one in full; several tasks as for --tasks of evaluate, or the recipes of a command, are listed.",
+        argument=True,
+    )
+
+
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
     table = listing(title, columns)
     for row in rows:
@@ -44,14 +54,8 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
 # --- policies -------------------------------------------------------------------------------------------
 
 
-class PoliciesOptions(JobOptions):
-    """Which policy to show."""
-
-    name: str | None = option(None, "Show this one in full.", argument=True)
-
-
-@job(PoliciesOptions)
-def policies(options: PoliciesOptions, reporter: Reporter) -> Listing:  # noqa: ARG001 - as others have it
+@job(ListingOptions)
+def policies(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: ARG001 - as others have it
     """Return all policies, or all there is to know about one."""
     if options.name is not None:
         policy = describe_policy(options.name)
@@ -91,16 +95,10 @@ def _decode_rule(policy: PolicyFacts) -> str:
 # --- tasks ----------------------------------------------------------------------------------------------
 
 
-class TasksOptions(JobOptions):
-    """Which tasks to show."""
-
-    spec: str | None = option(None, "Show these only, as for --tasks of evaluate; a single one in full.", argument=True)
-
-
-@job(TasksOptions)
-def tasks(options: TasksOptions, reporter: Reporter) -> Listing:  # noqa: ARG001 - as others have it
+@job(ListingOptions)
+def tasks(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: ARG001 - as others have it
     """Return tasks, or all there is to know about a single one."""
-    known = describe_tasks(options.spec)
+    known = describe_tasks(options.name)
     content = {"tasks": [task.facts() for task in known], "sets": SETS}
     if len(known) == 1:
         return content, _task_lines(known[0])
@@ -125,16 +123,8 @@ def _task_lines(task: Entry) -> Iterator[str]:
 # --- recipes --------------------------------------------------------------------------------------------
 
 
-class RecipesOptions(JobOptions):
-    """Which recipes to list, or which one to show."""
-
-    name: str | None = option(
-        None, "Print this one, or list those of a command: calibrate, evaluate, evolve, run.", argument=True
-    )
-
-
-@job(RecipesOptions)
-def recipes(options: RecipesOptions, reporter: Reporter) -> Listing:  # noqa: ARG001 - as others have it
+@job(ListingOptions)
+def recipes(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: ARG001 - as others have it
     """Return the shipped recipes with what they say of themselves, or the text of one."""
     if options.name is not None and options.name not in JOBS:
         name, path = shipped_recipe(options.name)

@@ -41,28 +41,24 @@ WITHOUT_EFFECT = ("temperature", "top_p", "top_k", "min_p")  # as long as nothin
 # --- requests in token ids, tokenised and cut as the harness' own model does it -------------------------------------
 
 
-class Generation(NamedTuple):
-    """How a reply ends: before the first of `stops`, or after so many tokens."""
+Ending = tuple[tuple[str, ...], int]  # a reply ends before the first of some texts, or after so many tokens
 
-    stops: tuple[str, ...]
-    max_new_tokens: int
 
-    @classmethod
-    def of(cls, options: Mapping[str, Any], where: str) -> Generation:
-        """Read a task's generation options; UsageError for those that greedy replies cannot honour."""
-        settings = dict(normalize_gen_kwargs(dict(options)))
-        if settings.pop("do_sample"):
-            raise UsageError(f"{where} samples its replies, under a plan they are greedy: it needs do_sample: false")
-        stops = settings.pop("until")
-        limit = settings.pop("max_gen_toks")
-        if settings.get("num_beams") == 1:
-            del settings["num_beams"]
-        other = sorted(settings.keys() - set(WITHOUT_EFFECT))
-        if other:
-            raise UsageError(f"{where} has generation options that greedy replies cannot honour: {', '.join(other)}")
-        if limit < 1:
-            raise UsageError(f"{where} allows replies of {limit} tokens: it needs max_gen_toks of 1 or more")
-        return cls(tuple(stop for stop in stops if stop), limit)
+def read_ending(options: Mapping[str, Any], where: str) -> Ending:
+    """Read a task's generation options; UsageError for those that greedy replies cannot honour."""
+    settings = dict(normalize_gen_kwargs(dict(options)))
+    if settings.pop("do_sample"):
+        raise UsageError(f"{where} samples its replies, under a plan they are greedy: it needs do_sample: false")
+    stops = settings.pop("until")
+    limit = settings.pop("max_gen_toks")
+    if settings.get("num_beams") == 1:
+        del settings["num_beams"]
+    other = sorted(settings.keys() - set(WITHOUT_EFFECT))
+    if other:
+        raise UsageError(f"{where} has generation options that greedy replies cannot honour: {', '.join(other)}")
+    if limit < 1:
+        raise UsageError(f"{where} allows replies of {limit} tokens: it needs max_gen_toks of 1 or more")
+    return tuple(stop for stop in stops if stop), limit
 
 
 class HarnessText(NamedTuple):
@@ -143,7 +139,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         replies: dict[int, str] = {}
         with self._serving():
             prompts = [self._prompt(request) for request in requests]
-            stops = [generation.stops for _, generation in prompts]
+            stops = [stops for _, (stops, _) in prompts]
             for batch in self._batches([text for text, _ in prompts], stops):
                 with _naming([requests[number] for number in batch]):
                     texts = self._replies([prompts[number] for number in batch])
@@ -216,20 +212,20 @@ class PlannedLM(LM):  # type: ignore[misc]
 
     # --- requests in token ids, tokenised and cut as the harness' own model does it -----------------------------------
 
-    def _prompt(self, request: Instance) -> tuple[HarnessText, Generation]:
+    def _prompt(self, request: Instance) -> tuple[HarnessText, Ending]:
         """Encode a request for a reply, so that there is room for it."""
         text, options = request.args[:2]
-        generation = Generation.of(options, place(request))
+        stops, limit = read_ending(options, place(request))
         ids = self._encode(text)
         if not ids:
             raise IncompatibleError(f"{place(request)}: the prompt is empty once it is tokenised")
-        room = None if self.max_length is None else self.max_length - generation.max_new_tokens
+        room = None if self.max_length is None else self.max_length - limit
         if room is not None and room < 1:
             raise IncompatibleError(
-                f"{place(request)}: a reply of up to {generation.max_new_tokens} tokens leaves no room for its prompt "
+                f"{place(request)}: a reply of up to {limit} tokens leaves no room for its prompt "
                 f"within {self.max_length}"
             )
-        return _last(request, ids, room), generation
+        return _last(request, ids, room), (stops, limit)
 
     def encode_pair(self, request: Instance) -> tuple[HarnessText, tuple[int, ...]]:
         """Return a context, and the token ids of what is to follow it; IncompatibleError where one is empty."""
@@ -279,9 +275,9 @@ class PlannedLM(LM):  # type: ignore[misc]
         batches = [group[at : at + self.batch] for group in groups.values() for at in range(0, len(group), self.batch)]
         return counted(batches, len(batches), self.progress)
 
-    def _replies(self, batch: Sequence[tuple[HarnessText, Generation]]) -> list[str]:
+    def _replies(self, batch: Sequence[tuple[HarnessText, Ending]]) -> list[str]:
         end = "" if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
-        stops = [*batch[0][1].stops, *([end] if end else [])]
+        stops = [*batch[0][1][0], *([end] if end else [])]
 
         def finished(reply: list[int]) -> bool:
             text = self.tokenizer.decode(reply)  # special tokens included: they may be stops
@@ -292,7 +288,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         joint = next(compressed(self.loaded.model, {METHOD: self.program}, ids, *ends))
         for (prompt, _), entries in zip(batch, joint.entries[METHOD], strict=True):
             self.holdings.append(Holding(prompt.task, len(prompt.ids), entries, prompt.truncated))
-        replies = joint.replies.reply([generation.max_new_tokens for _, generation in batch])
+        replies = joint.replies.reply([limit for _, (_, limit) in batch])
         texts = [self.tokenizer.decode(reply, skip_special_tokens=True) for reply in replies]
         return [postprocess_generated_text(text, stops, None) for text in texts]
 

@@ -22,7 +22,7 @@ from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchEr
 from kvsearch.core.naming import suggest
 from kvsearch.core.progress import Progress
 from kvsearch.core.resources import version
-from kvsearch.lm_eval.model import ROLLING, Generation, Holding, PlannedLM
+from kvsearch.lm_eval.model import ROLLING, Holding, PlannedLM, read_ending
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
@@ -178,7 +178,7 @@ def _check(task: Task) -> None:
     if task.OUTPUT_TYPE == "loglikelihood_rolling":
         raise UsageError(f"{where}: {ROLLING}")
     if task.OUTPUT_TYPE == "generate_until":
-        Generation.of(task.get_config("generation_kwargs") or {}, where)
+        read_ending(task.get_config("generation_kwargs") or {}, where)
 
 
 def _hint(name: str, known: Sequence[str]) -> str:

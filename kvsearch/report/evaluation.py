@@ -113,7 +113,7 @@ def difference_table(result: EvaluationResult) -> Table:
                 cells = [Cell(f"{interval(one, '+.2f')} {outcomes(one)}", value=one.mean) for one in found]
                 won = count_tasks_won(differences)
                 if won is not None:
-                    cells.append(Cell(outcomes(won), value=won.wins))
+                    cells.append(Cell(" / ".join(map(str, won.values())), value=won["wins"]))
                 lines.append([Cell(name), *cells])
         groups.append((block.heading, lines))
     title = (

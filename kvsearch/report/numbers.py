@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvsearch.results.evaluation import Outcomes
     from kvsearch.runs.estimates import Difference, Estimate
     from kvsearch.selection.selection import QuestionCount
     from kvsearch.tasks.base import Coverage
@@ -35,7 +34,7 @@ def interval(found: Estimate, form: str = ".2f", unit: float = 100, noun: str = 
     return f"{unit * found.mean:{form}}{noun} {bounds(found, form, unit)}"
 
 
-def outcomes(found: Difference | Outcomes) -> str:
+def outcomes(found: Difference) -> str:
     """Write how many questions were won, tied and lost."""
     return f"{found.wins} / {found.ties} / {found.losses}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -36,15 +36,6 @@ LossField = Annotated[LayerLoss, PlainSerializer(lambda loss: {**asdict(loss), "
 SizeField = Annotated[Size, PlainSerializer(lambda size: size.as_json())]
 
 
-@dataclass(frozen=True)
-class Outcomes:
-    """On how many tasks a method won, tied and lost."""
-
-    wins: int
-    ties: int
-    losses: int
-
-
 class ScoreRow(NamedTuple):
     """A task, a category or an average, of which every method has a score."""
 
@@ -68,7 +59,7 @@ class MethodScores(Stored):
     scores: Scores
     differences: Differences | None = None
     contexts: dict[str, Any] | None = None  # what the method knew of the contexts that were asked
-    tasks_won: Outcomes | None = None
+    tasks_won: dict[str, int] | None = None  # on how many it won, tied and lost
 
 
 class FullScores(Stored):
@@ -224,7 +215,7 @@ class HeadroomResult(Result):
         return {**super().as_json(), "scores": scores, "share_of_full": self.shares}
 
 
-def count_tasks_won(differences: Differences) -> Outcomes | None:
+def count_tasks_won(differences: Differences) -> dict[str, int] | None:
     """Return on how many tasks a method's mean is above, at and below the subject's; None if the tasks are one.
 
     Source: LAVa, Fig. 5 (winning rates).
@@ -233,7 +224,7 @@ def count_tasks_won(differences: Differences) -> Outcomes | None:
     if len(tasks) == 1:
         return None
     signs = Counter(int(np.sign(difference.mean)) for difference in tasks)
-    return Outcomes(signs[1], signs[0], signs[-1])
+    return {"wins": signs[1], "ties": signs[0], "losses": signs[-1]}
 
 
 def needle_grids(samples: Sequence[Sample]) -> dict[str, NeedleGrid]:
