@@ -22,6 +22,7 @@ TARGETS = {
     "attention-matching": "kvsearch.exporters.budget_tables:AttentionMatching",
     "sparse-vllm": "kvsearch.exporters.budget_tables:SparseVLLM",
     "spectralkv": "kvsearch.exporters.budget_tables:SpectralKV",
+    "tangram": "kvsearch.exporters.budget_tables:Tangram",
     "triattention": "kvsearch.exporters.statistics:TriAttention",
     "trtllm-windows": "kvsearch.exporters.budget_tables:TensorRTLLM",
     "vllm-windows": "kvsearch.exporters.budget_tables:VLLM",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import yaml
@@ -196,6 +196,71 @@ class SpectralKV(BudgetExporter):
         return Exported({SINGLE: canonical_json(profile)}, usage, losses)
 
 
+class Tangram(BudgetExporter):
+    """Tangram's offline files: a cluster map, which kv heads share pages, and a retention profile, what they keep.
+
+    A page holds tokens of P heads, here as many as a layer has, which may be of several layers: heads that keep about
+    as much share one, so that few of its slots stay empty. Source: arXiv 2606.06302 and its head_group_clustering.
+    """
+
+    ranks: ClassVar[tuple[str, ...]] = ("snapkv", "keydiff", "expected_attention")
+    proportional: ClassVar[bool | None] = True
+    scorers: ClassVar[Mapping[str, str]] = {"expected_attention": "ea"}
+    profile: ClassVar[str] = "profile.npz"
+
+    def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
+        """Sort heads by what they keep, most first, and cut that order into clusters of P."""
+        model = budgets.plan.model
+        page = model.kv_heads
+        shares = (budgets.entries / budgets.known_length).astype(np.float32)
+        order = np.argsort(-budgets.entries, axis=None, kind="stable").reshape(-1, page)
+        order.sort(axis=1)  # heads of one layer lie side by side
+        columns = np.empty(budgets.entries.size, dtype=np.int32)
+        columns[order.ravel()] = np.tile(np.arange(page), len(order))
+        clusters = np.empty_like(columns)
+        clusters[order.ravel()] = np.repeat(np.arange(len(order)), page)
+        kept = float(shares.mean())
+        meta = {
+            "scope": "crosslayer_cluster", "source_model": model.name, "page_group_size": page,
+            "num_layers": model.layers, "num_kv_heads": model.kv_heads, "tool": "kvsearch",
+        }  # fmt: skip
+        header = np.frombuffer(canonical_json(meta), dtype=np.uint8)
+        cluster_map = {
+            "cluster_of": clusters.reshape(shares.shape),
+            "column_of": columns.reshape(shares.shape),
+            "cluster_members": np.stack(np.unravel_index(order, shares.shape), axis=-1).astype(np.int32),
+            "rank_score": shares,
+            "page_group_size": np.int32(page),
+            "base_ratio": np.float32(kept),
+            "meta": header,
+        }
+        profile = {
+            "ratio_per_head": shares[None],
+            "ratio_p90_per_head": shares[None],
+            "ratio_std_per_head": np.zeros_like(shares[None]),
+            "base_ratios": np.float32([kept]),
+            "static_layer_ids": np.array([], dtype=np.int32),
+            "meta": header,
+        }
+        scorer = self.ranks[0] if budgets.policy.name not in self.ranks else budgets.policy.name
+        folder = f"{self.scorers.get(scorer, scorer)}/{model.name.rpartition('/')[2]}"
+        files = {
+            f"{folder}/pg{page}_r{kept:.2f}.npz": npz_bytes(cluster_map),
+            f"{folder}/{self.profile}": npz_bytes(profile),
+        }
+        losses = {
+            "budgets are not enforced: a head keeps what is above the engine's own threshold": budgets.total,
+            "the spread over prompts is not in a plan: p90 is the mean, the deviation 0": None,
+        }
+        return Exported(files, ("the folder of cluster maps {path}",), losses)
+
+    def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:  # noqa: ARG002
+        """Return what the profile says of a prompt of `length` tokens."""
+        (name,) = (name for name in files if name.endswith(self.profile))
+        shares = np.load(io.BytesIO(files[name]))["ratio_per_head"][0]
+        return np.rint(shares.astype(np.float64) * length).astype(np.int64)
+
+
 BLOCK = 32  # tokens of a cache block of OpenVINO on a CPU, of which its sizes are multiples
 
 
@@ -283,3 +348,10 @@ class OpenVINO(BudgetExporter):
         """Hold the largest size in every head."""
         kept = min(length, json.loads(files[SINGLE])["max_cache_size"])
         return same_for_heads([kept] * model.layers, model.kv_heads)
+
+
+def npz_bytes(arrays: Mapping[str, Any]) -> bytes:
+    """Return a file of arrays by name; equal arrays give equal bytes."""
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()

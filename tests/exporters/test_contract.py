@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -156,6 +157,34 @@ def test_headkv_gives_every_query_head_its_budget_of_a_whole_mean() -> None:
     assert json.loads(found.files[SINGLE])["0-3"] == [10]
     assert set(found.losses.values()) <= {None}
     assert "--max_capacity_prompts 30" in found.usage[0]
+
+
+def test_heads_that_keep_as_much_share_pages() -> None:
+    """Which heads share a page, by the rules of the engine's loader, on four heads with P = 2."""
+    plan = plan_of([[100, 20], [40, 80]], "keydiff")
+    _, found = exported("tangram", plan)
+    assert list(found.files) == ["keydiff/toy/pg2_r0.15.npz", "keydiff/toy/profile.npz"]
+    pages = np.load(io.BytesIO(found.files["keydiff/toy/pg2_r0.15.npz"]))
+    assert pages["cluster_of"].tolist() == [[0, 1], [1, 0]]
+    assert pages["column_of"].tolist() == [[0, 0], [1, 1]]
+    assert pages["cluster_members"].tolist() == [[[0, 0], [1, 1]], [[0, 1], [1, 0]]]
+    assert {pages[name].dtype for name in ("cluster_of", "column_of", "cluster_members")} == {np.dtype(np.int32)}
+    assert found.describe()[0].endswith("240 of 240 entries (100.0%)")
+
+
+@given(st.lists(rows | st.none(), min_size=1, max_size=5).filter(any))
+def test_clusters_hold_every_head_once(budgets: list[list[int] | None]) -> None:
+    _, found = exported("tangram", plan_of(budgets))
+    (name,) = (name for name in found.files if "pg" in name)
+    pages = np.load(io.BytesIO(found.files[name]))
+    members = pages["cluster_members"]
+    assert members.shape == (len(budgets), HEADS, 2)
+    for cluster, column in np.ndindex(len(budgets), HEADS):
+        layer, head = members[cluster, column]
+        assert (pages["cluster_of"][layer, head], pages["column_of"][layer, head]) == (cluster, column)
+    assert (np.diff(members[:, :, 0], axis=1) >= 0).all()  # heads of one layer are neighbours
+    shares = pages["rank_score"][tuple(members.reshape(-1, 2).T)].reshape(-1, HEADS)
+    assert (shares[:-1].min(1) >= shares[1:].max(1)).all()
 
 
 def test_the_window_of_vllm_is_that_of_most_layers() -> None:
