@@ -276,6 +276,6 @@ def write_files(found: Exported, path: Path, force: bool) -> None:
             raise UsageError(f"{path / taken[0]} exists: choose another folder, or --force to replace it")
         unfinish(path, sealed)
         for name, data in found.files.items():
-            (path / name).parent.mkdir(exist_ok=True)
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
             atomic_write(path / name, data)
         finish(path, sealed)

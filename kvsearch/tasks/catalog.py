@@ -25,7 +25,7 @@ from kvsearch.tasks.metrics.packages import PACKAGES
 from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
 from kvsearch.tasks.ruler.needles import NIAH
-from kvsearch.tasks.ruler.task import QA_FORMATS, RULER_KINDS
+from kvsearch.tasks.ruler.task import QA_FORMATS, RULER_KINDS, DrawnRulerTask, read_drawn
 from kvsearch.tasks.splits import ALL, SPLITS
 from kvsearch.tasks.synthetic.suite import FORMS, SUITES, SyntheticTask
 from kvsearch.tasks.synthetic.suite import SPLITS as SYNTHETIC_SPLITS
@@ -48,6 +48,7 @@ STORY = "generated in a story, or --haystack"
 YOURS = "your file"
 FILE = "FILE"
 OF_FILES: Final = (JSONL, TEXT)  # kinds that are given with a file of the user's own
+DRAWN: Final = f"{RULER}:file="  # RULER's tasks as somebody has drawn them
 
 _GENERATED: Final = {"lengths": "length", "split": "split"}
 _ROWS: Final = {"data": "source", "data_revision": "revision", "split": "split"}
@@ -106,6 +107,22 @@ def own_file(path: str, kind: str = JSONL) -> Entry:
     needs = f"{FILE}, rows with context, question, answers; they may name id, category and metric"
     make = partial(JsonlTask.load, path)
     return Entry(f"{JSONL}:{path}", jsonl.CATEGORY, jsonl.METRIC, YOURS, make, {"split": "split"}, needs)
+
+
+def drawn_ruler(path: str) -> list[Entry]:
+    """Return RULER's tasks of which a file has examples that others have drawn, in RULER's order; errors as reading."""
+    drawn = {row.task for row in read_drawn(path)}
+    if unknown := sorted(drawn - {*RULER_TASKS}):
+        raise UsageError(f"{path} has rows of the unknown task {unknown[0]!r}{suggest(unknown[0], RULER_TASKS)}")
+    entries = []
+    for name in RULER_TASKS:
+        if name in drawn:
+            kind = RULER_KINDS[name]
+            make = partial(DrawnRulerTask, name, path)
+            entries.append(
+                Entry(f"{RULER}:{name} of {path}", kind.category, kind.metric, YOURS, make, {"split": "split"})
+            )
+    return entries
 
 
 def _ruler(name: str) -> Entry:
@@ -207,7 +224,8 @@ def _split(spec: str) -> list[str]:
     """Return the specs that are joined by +. A file's name may have one, too, if no kind of task follows it."""
     specs: list[str] = []
     for piece in spec.split("+"):
-        if specs and specs[-1].partition(":")[0] in OF_FILES and piece.partition(":")[0] not in KINDS:
+        names_file = bool(specs) and (specs[-1].partition(":")[0] in OF_FILES or specs[-1].startswith(DRAWN))
+        if names_file and piece.partition(":")[0] not in KINDS:
             specs[-1] += f"+{piece}"
         else:
             specs.append(piece)
@@ -216,6 +234,8 @@ def _split(spec: str) -> list[str]:
 
 def _find_kind(spec: str) -> list[Entry]:
     kind, _, rest = spec.partition(":")
+    if spec.startswith(DRAWN):
+        return drawn_ruler(spec.removeprefix(DRAWN))
     if kind in OF_FILES:
         if not rest:
             raise UsageError(f"task {spec!r} names no file: a file is given as {kind}:FILE")

@@ -31,6 +31,6 @@ What differs, so that scores may be compared with each other but not with publis
 
 from __future__ import annotations
 
-from kvsearch.tasks.ruler.task import RULER_TASKS, RulerTask
+from kvsearch.tasks.ruler.task import RULER_TASKS, DrawnRulerTask, RulerTask
 
-__all__ = ["RULER_TASKS", "RulerTask"]
+__all__ = ["RULER_TASKS", "DrawnRulerTask", "RulerTask"]

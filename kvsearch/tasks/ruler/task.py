@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import ClassVar, Final
+
+from pydantic import BaseModel, Field
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
+from kvsearch.tasks.dataset_task import DatasetTask
+from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.prompts import PLACE
+from kvsearch.tasks.rows import Dataset, check_rows, load_rows
 from kvsearch.tasks.ruler.draft import Draft, Stream, largest
 from kvsearch.tasks.ruler.frequency import draft_coded_words, draft_common_words
 from kvsearch.tasks.ruler.needles import NIAH, Essay, draft_needles
@@ -123,6 +128,78 @@ class RulerTask(Task):
     def _rest(self, draft: Draft, count: TokenCount) -> int:
         """Count the tokens of the question, of the reply's beginning and of what is to be generated."""
         return count(self.prompt.replace(PLACE, draft.question) + draft.prefix) + RULER_KINDS[self.name].tokens
+
+
+DRAWN = Dataset("default", "test", ("test", "test-*"))
+
+
+class DrawnRow(BaseModel):
+    """A row of RULER as kvpress publishes it (`simonjegou/ruler`): drawn once, for everybody the same."""
+
+    task: str
+    context: str
+    question: str
+    answer_prefix: str
+    answer: list[str]
+    max_new_tokens: int = Field(gt=0)
+
+
+@lru_cache(maxsize=1)
+def read_drawn(source: str | Path) -> tuple[DrawnRow, ...]:
+    """Return the rows of all tasks of a file, or of the `test` files of a folder, which is read once.
+
+    Raises:
+        UsageError: there is no such file, or rows have other columns.
+        EnvironmentFault: it cannot be read.
+    """
+    if not Path(source).exists():
+        raise UsageError(f"there is no file or folder {source}: check the path")
+    rows = load_rows(DRAWN, source)
+    return tuple(check_rows(rows, DrawnRow, source))
+
+
+@dataclass(frozen=True)
+class DrawnRulerTask(DatasetTask[DrawnRow]):
+    """One task of RULER whose examples somebody else has drawn: rows with context, question, answer_prefix and answer.
+
+    Raises:
+        UsageError: an unknown task or split; on reading, unusable rows.
+    """
+
+    prompt: ClassVar[str] = PLACE
+    row: ClassVar[type[DrawnRow]] = DrawnRow
+
+    def __post_init__(self) -> None:
+        require_known("RULER task", self.name, RULER_TASKS)
+        super().__post_init__()
+
+    @property
+    def category(self) -> str:
+        return RULER_KINDS[self.name].category
+
+    @property
+    def metric(self) -> str:
+        return RULER_KINDS[self.name].metric
+
+    @property
+    def dataset(self) -> Dataset:
+        return DRAWN
+
+    def read(self) -> Sequence[DrawnRow]:
+        """Return the rows of this task."""
+        return [row for row in read_drawn(self.source) if row.task == self.name]
+
+    def fault(self, row: DrawnRow) -> str | None:
+        if not row.context.strip():
+            return "with an empty context"
+        return None if any(not is_blank(answer) for answer in row.answer) else "without an answer"
+
+    def document(self, row: DrawnRow) -> str:
+        return row.context
+
+    def example(self, position: int, row: DrawnRow) -> Example:
+        query = Query(row.question, tuple(row.answer), row.max_new_tokens, row.answer_prefix)
+        return Example(self.name, str(position), row.context, (query,))
 
 
 RULER_KINDS: Final[dict[str, Kind]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from kvsearch.core.errors import UsageError
 from kvsearch.tasks.base import Example
+from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
 from tests.combinations import every_value
 from tests.tasks.ruler.helpers import GENERATED, count_of, hotpot, squad, used, whole, words
@@ -98,3 +100,41 @@ def test_the_right_reply_has_all_answers_in_order(name: str, files: dict[str, Pa
     if not name.startswith("qa"):
         assert [reply.index(answer) for answer in query.answers] == sorted(reply.index(one) for one in query.answers)
     assert len(reply.split()) <= query.max_new_tokens
+
+
+def test_tasks_that_others_have_drawn(tmp_path: Path) -> None:
+    """The columns of `simonjegou/ruler`, of which kvpress' numbers are."""
+    rows = [
+        {"context": "A text.", "question": "\nWhich?", "answer_prefix": " It is", "answer": ["7", "8"], "task": task,
+         "max_new_tokens": tokens}
+        for task, tokens in (("qa_1", 32), ("vt", 30), ("qa_1", 16))
+    ]  # fmt: skip
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tracing, asked = find_tasks(f"ruler:file={tmp_path}")
+    assert [tracing.name, asked.name] == ["vt", "qa_1"]
+    assert (asked.metric, asked.category) == ("string_match_part", "RULER QA")
+    example, other = asked.examples(9, 0, len)
+    assert asked.prompt == "{question}"
+    (query,) = example.queries
+    assert (example.context, query.question, query.prefix) == ("A text.", "\nWhich?", " It is")
+    assert (query.answers, query.max_new_tokens) == (("7", "8"), 32)
+    assert other.queries[0].max_new_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"task": "vtt"}, "unknown task 'vtt'; did you mean 'vt'?"),
+        ({"answer": "7"}, "answer"),
+        ({"answer": [" "]}, "1 without an answer"),
+        ({"context": ""}, "1 with an empty context"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+    ],
+)
+def test_drawn_rows_that_cannot_be_asked(row: dict[str, object], problem: str, tmp_path: Path) -> None:
+    good = {"context": "c", "question": "q", "answer_prefix": "", "answer": ["7"], "task": "vt", "max_new_tokens": 9}
+    file = tmp_path / "test.jsonl"
+    file.write_text(json.dumps(good | row))
+    with pytest.raises(UsageError) as error:
+        find_tasks(f"ruler:file={file}")[0].examples(1, 0, len)
+    assert problem in str(error.value)
