@@ -36,6 +36,7 @@ LISTINGS = {
     "policies --json": '"problems"',
     "tasks": "ruler:vt",
     "tasks gsm8k": "openai/gsm8k",
+    "tasks math500": "HuggingFaceH4/MATH-500",
     "tasks --json": '"sets"',
 }
 ONE_BY_ONE = """

@@ -37,14 +37,14 @@ class Reply:
 class CompressedContext:
     """A context in the cache that a plan leaves, to be asked any number of times: no prompt sees another.
 
-    `ids` [1, T] are its tokens; `first` [1, 1] is what follows them, where that is known.
+    `ids` [1, T] are its tokens.
     """
 
-    def __init__(self, loaded: LoadedModel, cache: PlanCache, ids: Tensor, first: Tensor | None = None) -> None:
+    def __init__(self, loaded: LoadedModel, cache: PlanCache, ids: Tensor) -> None:
         self.loaded, self.cache, self.ids = loaded, cache, ids
         shape, length = describe(loaded.model), ids.shape[1]
         mask = torch.ones_like(ids, device=loaded.model.device)
-        self.replies = Replies(loaded.model, cache, mask, first, 0, stop_tokens(loaded))
+        self.replies = Replies(loaded.model, cache, mask, None, 0, stop_tokens(loaded))
         self.entries, self.bytes = held_entries(loaded.model, cache, [length])[0], cache.nbytes()
         self.full_entries = len(shape.full_layers) * shape.kv_heads * length
         others = sum(cache.layer_nbytes(index) for index in range(shape.layers) if index not in shape.full_layers)
@@ -68,8 +68,8 @@ class CompressedContext:
             raise UsageError("there is nothing to compress: give a longer context or prompt")
         with running(loaded.model):
             cache = PlanCache(loaded.model, program)
-            compressed = read(loaded.model, cache, [ids[0]], 0, stop_tokens(loaded), chunk)
-        return cls(loaded, cache, ids, compressed.first)
+            read(loaded.model, cache, [ids[0]], 0, stop_tokens(loaded), chunk)
+        return cls(loaded, cache, ids)
 
     @classmethod
     def load(cls, loaded: LoadedModel, path: Path, plan: Plan | None = None) -> CompressedContext:

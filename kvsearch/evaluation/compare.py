@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any
@@ -18,7 +18,7 @@ from kvsearch.core.progress import Progress
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import KeptReplies, environment, metric_of, rows_hash, run_encoded
 from kvsearch.evaluation.samples import Contexts, Footprint, Sample, context_of
-from kvsearch.evaluation.statistics import SizeBlock, blocks_of, contrast, named_averages, summarize
+from kvsearch.evaluation.statistics import SizeBlock, TraceLength, blocks_of, contrast, named_averages, summarize
 from kvsearch.evaluation.totals import check_totals, decode_entries
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -33,7 +33,7 @@ from kvsearch.runtime.program import warn_unfit
 from kvsearch.runtime.shared_prefill import batches
 from kvsearch.strategies.compared import ReadyMethod, different_settings, full_method
 from kvsearch.strategies.names import FULL as FULL
-from kvsearch.tasks.base import Coverage, Task
+from kvsearch.tasks.base import Coverage, Sampling, Task
 from kvsearch.tasks.encode import TaskPrompts, contexts_of, encode_tasks, listed, most_tokens, questions_of, readings
 from kvsearch.tasks.metrics.likelihood import FORCED, read_losses
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
@@ -101,7 +101,7 @@ class Split:
     """The tasks of a split, and how to ask them: up to `samples` contexts of each, `batch` prompts at a time.
 
     `max_memory` is the most bytes for compressed caches at a time, see `compressed`. Contexts that are in `used`
-    are not asked, see `encode_tasks`.
+    are not asked, see `encode_tasks`. Replies are greedy where there is no `sampling`.
     """
 
     tasks: Sequence[Task]
@@ -112,14 +112,17 @@ class Split:
     max_memory: int | None = None
     max_length: int | None = None
     used: ContextSet | None = None
+    sampling: Sampling | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return how the tasks are asked; which contexts that leaves is told by what is asked."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("tasks", "used")}
+        stated = {one.name: getattr(self, one.name) for one in fields(self)[1:] if one.name not in ("used", "sampling")}
+        return stated if self.sampling is None else {**stated, "sampling": asdict(self.sampling)}
 
     def encode(self, loaded: LoadedModel) -> list[TaskPrompts]:
         """Return what is asked, as tokens; errors as for `encode_tasks`."""
-        return encode_tasks(loaded, self.tasks, self.samples, self.seed, self.max_length, self.used)
+        asked = (self.samples, self.seed, self.max_length, self.used, self.sampling)
+        return encode_tasks(loaded, self.tasks, *asked)
 
     def without(self, used: ContextSet | None) -> Split:
         """Return the split without contexts that were used for something else."""
@@ -302,6 +305,11 @@ class Comparison(Evaluation):
         return blocks_of(self.samples, self.methods, self.subject, self.averages, self.contexts)
 
     @cached_property
+    def traces(self) -> dict[str, dict[str, TraceLength]]:
+        """How long the replies to traced tasks are, by method and task."""
+        return TraceLength.by_method(self.samples, self.encoded, self.contexts)
+
+    @cached_property
     def coverage(self) -> list[Coverage]:
         """What was asked of each task."""
         return [task.coverage for task in self.encoded]
@@ -425,6 +433,12 @@ class Comparison(Evaluation):
             yield f"{covered.cut}, so that prompt and reply fit {self.most_tokens} tokens"
         if (distinct := self.distinct[covered.task]) < covered.contexts:
             yield f"{covered.task}: only {distinct} of {covered.contexts} contexts differ: intervals are over these"
+        traces = {
+            label: lengths[covered.task].at_limit for label, lengths in self.traces.items() if covered.task in lengths
+        }
+        if any(traces.values()):
+            cut = ", ".join(f"{label} {count}" for label, count in traces.items())
+            yield f"{covered.task}: of {covered.questions} replies so many reached the most tokens of a reply: {cut}"
         if covered.excluded:
             yield f"{covered.task}: questions left out ({listed(covered.excluded)})"
 

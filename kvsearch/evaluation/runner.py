@@ -26,7 +26,7 @@ from kvsearch.models.memory import free_memory, is_out_of_memory
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import NonFiniteError, has_windows, stop_tokens
+from kvsearch.runtime.decode.replies import Draws, NonFiniteError, has_windows, stop_tokens
 from kvsearch.runtime.program import full_cache, require_room
 from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
 from kvsearch.strategies.compared import ReadyMethod
@@ -197,10 +197,13 @@ class KeptReplies:
         keys = {}
         for reading, question in questions_of(batch):
             prompt = reading.prompt
-            asked = {
+            asked: dict[str, Any] = {
                 "prompt": token_hash(prompt.with_question(question)), "context": len(prompt.context),
                 "max_new_tokens": question.query.max_new_tokens, "stops": task.task.stops,
             }  # fmt: skip
+            if task.sampling is not None:
+                seed = task.sampling.seed_of(task.task.name, prompt.key, question.number)
+                asked["drawn"] = [task.sampling.temperature, task.sampling.top_p, seed]
             place = Place(task.task.name, prompt.key, question.number, method)
             keys[place] = sha256_of([self._methods[method], sha256_of(asked)])
         return keys
@@ -266,15 +269,20 @@ def _replied(
     are teacher-forced, `full_losses` are those under the full cache, by sequence and question; they are put there.
     """
     task = prompts.task
-    earlier: list[list[Tensor]] = [[] for _ in range(len(batch) * len(joint.methods))]
+    sequences = list(batch) * len(joint.methods)
+    earlier: list[list[Tensor]] = [[] for _ in sequences]
     where = f"{where}, {'method' if len(joint.methods) == 1 else 'methods'} {', '.join(joint.methods)}"
     for asked in range(max(len(reading.questions) for reading in batch)):
         # a context without a question of that number repeats its first one, unheard
         questions = [reading.questions[asked if asked < len(reading.questions) else 0] for reading in batch]
         everyone = questions * len(joint.methods)
         limits = [question.query.max_new_tokens for question in everyone]
+        if prompts.sampling is not None:
+            numbers = zip(sequences, everyone, strict=True)
+            seeds = [prompts.sampling.seed_of(task.name, one.prompt.key, own.number) for one, own in numbers]
+            joint.replies.choose = Draws(prompts.sampling, seeds)
         started = perf_counter()
-        with _naming(where, list(batch) * len(joint.methods), everyone):
+        with _naming(where, sequences, everyone):
             if is_forced(task):
                 answered = [question.right.tolist() for question in everyone]
                 losses = joint.replies.predict([question.ids for question in everyone], answered)

@@ -11,6 +11,7 @@ What it covers: benchmarks/study_intervals.py.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -29,6 +30,7 @@ from kvsearch.tasks.longbench import AVERAGES, LongBenchTask
 
 if TYPE_CHECKING:
     from kvsearch.strategies.compared import ReadyMethod
+    from kvsearch.tasks.encode import TaskPrompts
 
 LEVEL = 0.95
 LEAST_CONTEXTS: Final = 5  # fewer make no interval
@@ -220,6 +222,40 @@ def _difference(
     signs = np.sign(np.concatenate(differences))
     wins, ties, losses = (int((signs == sign).sum()) for sign in (1, 0, -1))
     return Difference(**asdict(_estimate(tasks, differences, ends)), wins=wins, ties=ties, losses=losses)
+
+
+@dataclass(frozen=True)
+class TraceLength:
+    """How many tokens the replies of a method to a task have: their mean, and how many are as long as they may be.
+
+    `longer` is what they have above those of the full cache, paired by question (None: it is the full cache).
+    """
+
+    tokens: Estimate
+    longer: Estimate | None
+    at_limit: int
+
+    @classmethod
+    def by_method(
+        cls, samples: Sequence[Sample], asked: Sequence[TaskPrompts], contexts: Contexts | None = None
+    ) -> dict[str, dict[str, TraceLength]]:
+        """Return how long replies are, by method and traced task; means and intervals are over contexts."""
+        found: dict[str, dict[str, TraceLength]] = {}
+        for task in asked:
+            if not getattr(task.task, "traced", False):
+                continue
+            name = task.task.name
+            most = {
+                (one.key, asked.number): asked.query.max_new_tokens for one in task.prompts for asked in one.questions
+            }
+            mine = [replace(one, score=float(one.reply_tokens)) for one in samples if one.task == name]
+            cut = Counter(one.method for one in mine if one.reply_tokens >= most[one.key, one.question])
+            sums, questions = _scores(mine, name, contexts).by_context()
+            means = {method: tokens / questions for method, tokens in sums.items()}
+            for method, mean in means.items():
+                longer = None if method == FULL else student_estimate(mean - means[FULL])
+                found.setdefault(method, {})[name] = cls(student_estimate(mean), longer, cut[method])
+        return found
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import AfterValidator, TypeAdapter
 
 from kvsearch.config.options import RULE, SIZE, Commas, Repeated, Seeded, option
+from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.files import check_output
 from kvsearch.core.parsing import read_json, validated
@@ -36,6 +37,7 @@ from kvsearch.results.evaluation import EvaluationResult, HeadroomResult
 from kvsearch.runs.identity import LOSSES, REPORT, SAMPLES, TABLES
 from kvsearch.runs.run import run_in, write_json
 from kvsearch.strategies.names import FULL
+from kvsearch.tasks.base import Sampling
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
@@ -85,6 +87,13 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
         panel=ASKED,
         shown="synthetic and ruler: report, others: all",
     )
+    temperature: float = option(
+        0, "Draw replies at this temperature, 0.6 for reasoning models; 0: they are greedy.", panel=ASKED, ge=0
+    )
+    top_p: float | None = option(
+        None, "Draw from the likeliest tokens that make up this share.", panel=ASKED, shown="1: all", gt=0, le=1
+    )
+    replies: int | None = option(None, "Replies to each question, drawn.", panel=ASKED, shown="1", ge=1)
     output: Path | None = option(None, OUTPUT_OPTION, panel=KEPT)
     force: bool = option(False, "Start the run in --output anew; replace --table.", panel=KEPT, recorded=False)
     table: Path | None = option(
@@ -97,6 +106,15 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
     losses: bool = option(
         False, "Also measure what every layer's attention output loses under every method.", panel=KEPT
     )
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """How replies are drawn; None: they are greedy."""
+        if self.temperature == 0:
+            if self.replies is not None or self.top_p is not None:
+                raise UsageError("--replies and --top-p are of replies that are drawn: give a --temperature above 0")
+            return None
+        return Sampling(self.temperature, self.top_p or 1.0, self.replies or 1, self.seed)
 
     def request(self) -> Request:
         """Return what is compared, checked; see `read_request` for the errors."""
@@ -166,6 +184,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult:
 def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Evaluation]:
     """Return what is compared, and the evaluation with its model; warns of what makes it say little."""
     options.check_files()
+    sampling = options.sampling
     tasks = options.find_tasks(options.model, options.split)
     for path in options.plan:
         load_plan(path)
@@ -174,7 +193,7 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
     from kvsearch.evaluation.totals import idle_methods
 
     loaded = options.load(options.model, reporter)
-    asked = options.asked_of(tasks, options.samples, options.protocol)
+    asked = replace(options.asked_of(tasks, options.samples, options.protocol), sampling=sampling)
     evaluation = prepare(loaded, request.ready(loaded), request.subject, asked)
     warn_of_coverage(reporter, evaluation.encoded)
     for name, seen in evaluation.seen.items():

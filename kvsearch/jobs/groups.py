@@ -184,8 +184,8 @@ class WithTasks(JobOptions):
     tasks: Specs | None = option(
         None,
         "KIND or KIND:NAME,NAME, several joined by +: synthetic, synthetic:ruler, synthetic:sparse, ruler, "
-        "ruler:no-qa, longbench, longbench:english, longbench:e, longbench:v2, infinitebench, gsm8k, niah, jsonl:FILE, "
-        "ppl:FILE; see `kvsearch tasks`.",
+        "ruler:no-qa, longbench, longbench:english, longbench:e, longbench:v2, infinitebench, gsm8k, math500, aime, "
+        "niah, jsonl:FILE, ppl:FILE; see `kvsearch tasks`.",
         FIRST,
         metavar="SPEC",
         shown=DEFAULT_TASKS,
@@ -199,10 +199,11 @@ class WithTasks(JobOptions):
         shown="synthetic 1024, ruler 4096, niah 1000,2000,4000,8000, ppl 512",
     )
     data: str | None = option(
-        None, "longbench, infinitebench, gsm8k: a file or folder, or a dataset id of the hub.", shown="the hub's own"
+        None, "longbench, infinitebench, gsm8k, math500, aime: a file, folder or dataset id.", shown="the hub's own"
     )
     data_revision: str | None = option(None, "Branch, tag or commit of a dataset of the hub.")
-    prompts: Path | None = option(None, "longbench, infinitebench: a JSON file of prompts in place of kvsearch's.")
+    prompts: Path | None = option(None, "longbench, infinitebench, math500, aime: a JSON file of other prompts.")
+    max_new_tokens: int | None = option(None, "math500, aime: most tokens of a reply.", shown="16384", ge=1)
     haystack: Path | None = option(
         None, "niah, ruler: the text file in which needles are hidden.", shown="a story that kvsearch brings along"
     )

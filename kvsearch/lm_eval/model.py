@@ -8,6 +8,7 @@ holds of its context.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +27,9 @@ from kvsearch.evaluation.likelihood import compressible, score
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import NonFiniteError, stop_tokens
+from kvsearch.runtime.decode.replies import Draws, NonFiniteError, stop_tokens
 from kvsearch.runtime.shared_prefill import compressed
+from kvsearch.tasks.base import Sampling
 from kvsearch.tasks.encode import most_tokens
 
 METHOD = "plan"
@@ -35,30 +37,42 @@ ROLLING = (
     "it asks for the likelihood of whole texts (loglikelihood_rolling), with no context before them that a plan could "
     "compress: leave it out"
 )
-WITHOUT_EFFECT = ("temperature", "top_p", "top_k", "min_p")  # as long as nothing is sampled
+DRAWN = {"temperature", "top_p"}
+WITHOUT_EFFECT = {*DRAWN, "top_k", "min_p"}  # as long as nothing is drawn
 
 
 # --- requests in token ids, tokenised and cut as the harness' own model does it -------------------------------------
 
 
-Ending = tuple[tuple[str, ...], int]  # a reply ends before the first of some texts, or after so many tokens
+class Generation(NamedTuple):
+    """How a reply ends: before the first of `stops`, or after so many tokens; and how it is drawn (None: greedy)."""
 
+    stops: tuple[str, ...]
+    max_new_tokens: int
+    sampling: Sampling | None = None
 
-def read_ending(options: Mapping[str, Any], where: str) -> Ending:
-    """Read a task's generation options; UsageError for those that greedy replies cannot honour."""
-    settings = dict(normalize_gen_kwargs(dict(options)))
-    if settings.pop("do_sample"):
-        raise UsageError(f"{where} samples its replies, under a plan they are greedy: it needs do_sample: false")
-    stops = settings.pop("until")
-    limit = settings.pop("max_gen_toks")
-    if settings.get("num_beams") == 1:
-        del settings["num_beams"]
-    other = sorted(settings.keys() - set(WITHOUT_EFFECT))
-    if other:
-        raise UsageError(f"{where} has generation options that greedy replies cannot honour: {', '.join(other)}")
-    if limit < 1:
-        raise UsageError(f"{where} allows replies of {limit} tokens: it needs max_gen_toks of 1 or more")
-    return tuple(stop for stop in stops if stop), limit
+    @classmethod
+    def of(cls, options: Mapping[str, Any], where: str, seed: int = 0) -> Generation:
+        """Read a task's generation options; UsageError for those that cannot be honoured."""
+        settings = dict(normalize_gen_kwargs(dict(options)))
+        drawn = settings.pop("do_sample") and settings.get("temperature") != 0
+        sampling = None
+        if drawn:
+            try:
+                sampling = Sampling(settings.get("temperature", 1.0), settings.get("top_p", 1.0), seed=seed)
+            except UsageError as error:
+                raise UsageError(f"{where}: {error}") from error
+        stops = settings.pop("until")
+        limit = settings.pop("max_gen_toks")
+        if settings.get("num_beams") == 1:
+            del settings["num_beams"]
+        other = sorted(settings.keys() - (DRAWN if drawn else WITHOUT_EFFECT))
+        if other:
+            how = "drawn" if drawn else "greedy"
+            raise UsageError(f"{where} has generation options that {how} replies cannot honour: {', '.join(other)}")
+        if limit < 1:
+            raise UsageError(f"{where} allows replies of {limit} tokens: it needs max_gen_toks of 1 or more")
+        return cls(tuple(stop for stop in stops if stop), limit, sampling)
 
 
 class HarnessText(NamedTuple):
@@ -97,7 +111,7 @@ class Holding:
 
 
 class PlannedLM(LM):  # type: ignore[misc]
-    """A model for `lm_eval.simple_evaluate(model=...)` that runs under `program`; replies are greedy.
+    """A model for `lm_eval.simple_evaluate(model=...)` that runs under `program`; tasks say how replies are drawn.
 
     Args:
         loaded: the model that the program is for.
@@ -106,6 +120,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         max_length: most tokens of prompt and reply together; at most, and by default, what the model takes. Longer
             prompts lose their beginning, as under the harness' own model.
         progress: told the batches done and to do, for each kind of request.
+        seed: with task, document and repeat, of what is drawn for a reply, whatever else is in its batch.
 
     Raises:
         IncompatibleError: from requests that the model cannot serve; the message names task and document.
@@ -120,12 +135,14 @@ class PlannedLM(LM):  # type: ignore[misc]
         batch: int = 8,
         max_length: int | None = None,
         progress: Progress | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.loaded = loaded
         self.program = program
         self.batch = batch
         self.progress = progress
+        self.seed = seed
         self.tokenizer: Any = loaded.tokenizer
         self.max_length = most_tokens(loaded.model, max_length)
         self.holdings: list[Holding] = []  # in the order of reading
@@ -135,14 +152,20 @@ class PlannedLM(LM):  # type: ignore[misc]
         self._system_refused = False
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """Return one greedy reply per request; each prompt is compressed as a whole."""
+        """Return one reply per request; each prompt is compressed as a whole."""
         replies: dict[int, str] = {}
+        asked = Counter[tuple[str, int, int]]()
+        places = []
+        for request in requests:
+            document = (str(request.task_name), int(request.doc_id or 0), request.idx)
+            places.append((*document, asked[document]))  # with how often it was there before
+            asked[document] += 1
         with self._serving():
             prompts = [self._prompt(request) for request in requests]
-            stops = [stops for _, (stops, _) in prompts]
-            for batch in self._batches([text for text, _ in prompts], stops):
+            kinds = [(generation.stops, generation.sampling) for _, generation in prompts]
+            for batch in self._batches([text for text, _ in prompts], kinds):
                 with _naming([requests[number] for number in batch]):
-                    texts = self._replies([prompts[number] for number in batch])
+                    texts = self._replies([prompts[number] for number in batch], [places[number] for number in batch])
                 replies.update(zip(batch, texts, strict=True))
         return [replies[index] for index in range(len(requests))]
 
@@ -212,20 +235,20 @@ class PlannedLM(LM):  # type: ignore[misc]
 
     # --- requests in token ids, tokenised and cut as the harness' own model does it -----------------------------------
 
-    def _prompt(self, request: Instance) -> tuple[HarnessText, Ending]:
+    def _prompt(self, request: Instance) -> tuple[HarnessText, Generation]:
         """Encode a request for a reply, so that there is room for it."""
         text, options = request.args[:2]
-        stops, limit = read_ending(options, place(request))
+        generation = Generation.of(options, place(request), self.seed)
         ids = self._encode(text)
         if not ids:
             raise IncompatibleError(f"{place(request)}: the prompt is empty once it is tokenised")
-        room = None if self.max_length is None else self.max_length - limit
+        room = None if self.max_length is None else self.max_length - generation.max_new_tokens
         if room is not None and room < 1:
             raise IncompatibleError(
-                f"{place(request)}: a reply of up to {limit} tokens leaves no room for its prompt "
+                f"{place(request)}: a reply of up to {generation.max_new_tokens} tokens leaves no room for its prompt "
                 f"within {self.max_length}"
             )
-        return _last(request, ids, room), (stops, limit)
+        return _last(request, ids, room), generation
 
     def encode_pair(self, request: Instance) -> tuple[HarnessText, tuple[int, ...]]:
         """Return a context, and the token ids of what is to follow it; IncompatibleError where one is empty."""
@@ -275,9 +298,12 @@ class PlannedLM(LM):  # type: ignore[misc]
         batches = [group[at : at + self.batch] for group in groups.values() for at in range(0, len(group), self.batch)]
         return counted(batches, len(batches), self.progress)
 
-    def _replies(self, batch: Sequence[tuple[HarnessText, Ending]]) -> list[str]:
+    def _replies(
+        self, batch: Sequence[tuple[HarnessText, Generation]], places: Sequence[tuple[str | int, ...]]
+    ) -> list[str]:
         end = "" if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
-        stops = [*batch[0][1][0], *([end] if end else [])]
+        asked = batch[0][1]
+        stops = [*asked.stops, *([end] if end else [])]
 
         def finished(reply: list[int]) -> bool:
             text = self.tokenizer.decode(reply)  # special tokens included: they may be stops
@@ -288,7 +314,9 @@ class PlannedLM(LM):  # type: ignore[misc]
         joint = next(compressed(self.loaded.model, {METHOD: self.program}, ids, *ends))
         for (prompt, _), entries in zip(batch, joint.entries[METHOD], strict=True):
             self.holdings.append(Holding(prompt.task, len(prompt.ids), entries, prompt.truncated))
-        replies = joint.replies.reply([limit for _, (_, limit) in batch])
+        if asked.sampling is not None:
+            joint.replies.choose = Draws(asked.sampling, [asked.sampling.seed_of(*document) for document in places])
+        replies = joint.replies.reply([generation.max_new_tokens for _, generation in batch])
         texts = [self.tokenizer.decode(reply, skip_special_tokens=True) for reply in replies]
         return [postprocess_generated_text(text, stops, None) for text in texts]
 

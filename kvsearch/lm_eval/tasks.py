@@ -22,7 +22,7 @@ from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchEr
 from kvsearch.core.naming import suggest
 from kvsearch.core.progress import Progress
 from kvsearch.core.resources import version
-from kvsearch.lm_eval.model import ROLLING, Holding, PlannedLM, read_ending
+from kvsearch.lm_eval.model import ROLLING, Generation, Holding, PlannedLM
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
@@ -110,7 +110,7 @@ def evaluate_tasks(
         num_fewshot: examples before each question, for tasks that do not fix their number.
         chat_template: put prompts into the tokenizer's chat template.
         samples: report every document, under "samples".
-        seed: added to the harness' own seeds, so that 0 draws its usual few-shot examples.
+        seed: added to the harness' own seeds, so that 0 draws its usual few-shot examples; see `PlannedLM`, too.
         batch: see `PlannedLM`.
         max_length: see `PlannedLM`.
         progress: see `PlannedLM`.
@@ -120,7 +120,7 @@ def evaluate_tasks(
         UsageError: the harness fails.
     """
     program = Program.from_plan(loaded.model, plan)
-    model = PlannedLM(loaded, program, batch=batch, max_length=max_length, progress=progress)
+    model = PlannedLM(loaded, program, batch=batch, max_length=max_length, progress=progress, seed=seed)
     others = dict.fromkeys(("numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), DEFAULT_OTHER_SEED + seed)
     try:
         results = simple_evaluate(
@@ -178,7 +178,7 @@ def _check(task: Task) -> None:
     if task.OUTPUT_TYPE == "loglikelihood_rolling":
         raise UsageError(f"{where}: {ROLLING}")
     if task.OUTPUT_TYPE == "generate_until":
-        read_ending(task.get_config("generation_kwargs") or {}, where)
+        Generation.of(task.get_config("generation_kwargs") or {}, where)
 
 
 def _hint(name: str, known: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ Beside the tables: CSV with every number, maps of needles, and layer attention o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +15,7 @@ from statistics import fmean
 from kvsearch.core.files import atomic_write
 from kvsearch.core.printed import csv_text
 from kvsearch.evaluation.samples import Footprint, LayerLoss
-from kvsearch.evaluation.statistics import LEAST_CONTEXTS
+from kvsearch.evaluation.statistics import LEAST_CONTEXTS, TraceLength
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report import table
 from kvsearch.report.figures import Figure, HeatMap
@@ -41,7 +41,8 @@ def tables(result: EvaluationResult, *, on_screen: bool = False) -> list[Table]:
     """
     by_task = not on_screen or len(result.tasks) <= FEW
     scores = score_table(result, by_task=by_task, intervals=on_screen)
-    return [scores, difference_table(result), held_table(result)]
+    traces = [trace_table(result)] if result.full.traces else []
+    return [scores, *traces, difference_table(result), held_table(result)]
 
 
 def write_tables(result: EvaluationResult, path: Path, overwrite: bool = True) -> None:
@@ -99,6 +100,24 @@ def score_table(result: EvaluationResult, *, by_task: bool = True, intervals: bo
     return Table(title, _header(result, rows), groups, tuple(notes), above)
 
 
+def trace_table(result: EvaluationResult) -> Table:
+    """Return how many tokens the replies to traced tasks have, and how many are as long as they may be."""
+
+    def line(name: str, traces: Mapping[str, TraceLength]) -> list[Cell]:
+        cells = [Cell(name)]
+        for task in result.full.traces:
+            found = traces[task]
+            longer = "" if found.longer is None else interval(found.longer, "+.1f", unit=1)
+            cells += [Cell(interval(found.tokens, ".1f", unit=1), value=found.tokens.mean), Cell(longer)]
+            cells.append(Cell.number(found.at_limit, "d"))
+        return cells
+
+    groups = [("", [line(FULL, result.full.traces)])]
+    groups += [(block.heading, [line(one.name, one.traces) for one in block.methods]) for block in result.blocks]
+    header = ["method", *(f"{task}{column}" for task in result.full.traces for column in ("", " - full", " at limit"))]
+    return Table(f"{result.model}: tokens of a reply, mean, 95% interval ({_how(result)})", header, groups)
+
+
 def difference_table(result: EvaluationResult) -> Table:
     """Return every method minus the subject, in percent, with 95% interval and questions won / tied / lost."""
     rows = _columns(result, by_task=False)  # columns are wide
@@ -150,20 +169,27 @@ def held_table(result: EvaluationResult) -> Table:
 
 
 def csv_rows(result: EvaluationResult) -> str:
-    """Return a row per size, method and column; scores in [0, 1], differences to the subject at the same size."""
+    """Return a row per size, method and column; scores in [0, 1], differences to the subject at the same size.
+
+    Tokens of replies are rows, too, with differences to the full cache.
+    """
     lines: list[Sequence[object]] = [CSV_HEADER]
     for block in result.blocks:
         size = "" if block.size is None else str(block.size)
-        methods = [(FULL, result.full.scores, block.full_differences, result.full.held)]
-        methods += [(method.name, method.scores, method.differences, method.held) for method in block.methods]
-        for name, scores, differences, held in methods:
+        methods = [(FULL, result.full, block.full_differences)]
+        methods += [(method.name, method, method.differences) for method in block.methods]
+        for name, found, differences in methods:
+            asked = (found.held.entries, result.protocol, result.phases)
             for row in result.rows:
-                score = [getattr(row.of(scores), name) for name in INTERVAL]
+                score = [getattr(row.of(found.scores), end) for end in INTERVAL]
                 lead = None if differences is None else row.of(differences)
-                compared = [getattr(lead, name, "") for name in (*INTERVAL, "wins", "ties", "losses")]
+                compared = [getattr(lead, end, "") for end in (*INTERVAL, "wins", "ties", "losses")]
                 named = (size, name, row.name, row.kind, row.questions)
-                asked = (held.entries, result.protocol, result.phases)
                 lines.append([*named, *score, result.subject, *compared, *asked])
+            for task, length in found.traces.items():
+                score = [getattr(length.tokens, end) for end in INTERVAL]
+                compared = [getattr(length.longer, end, "") for end in INTERVAL]
+                lines.append([size, name, task, "tokens", "", *score, FULL, *compared, "", "", "", *asked])
     return csv_text(lines)
 
 
@@ -219,7 +245,11 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _how(result: EvaluationResult) -> str:
-    return f"{result.protocol}, phases: {result.phases}, {asked_words(result.tasks)}"
+    drawn = result.sampling
+    how = ""
+    if drawn is not None:
+        how = f", temperature {drawn.temperature:g}, top-p {drawn.top_p:g}, replies to each: {drawn.replies}"
+    return f"{result.protocol}, phases: {result.phases}{how}, {asked_words(result.tasks)}"
 
 
 def _columns(result: EvaluationResult, *, by_task: bool) -> list[ScoreRow]:

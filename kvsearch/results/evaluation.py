@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, Ty
 import numpy as np
 from pydantic import FailFast, Field, PlainSerializer, model_validator
 
+from kvsearch.core.fields import is_none
 from kvsearch.evaluation.samples import Footprint, LayerLoss
-from kvsearch.evaluation.statistics import MACRO, Kind, Row
+from kvsearch.evaluation.statistics import MACRO, Kind, Row, TraceLength
 from kvsearch.plan import Size
 from kvsearch.plan.schema import Protocol
 from kvsearch.results.base import Result, Stored
 from kvsearch.runs.estimates import Difference, Estimate, doubt_of
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.base import Coverage
+from kvsearch.tasks.base import Coverage, Sampling
 from kvsearch.tasks.longbench import AVERAGES
 from kvsearch.tasks.niah import GridCell, NiahTask
 
@@ -33,6 +34,7 @@ Scores = dict[str, dict[str, Estimate]]  # by section and row
 Differences = dict[str, dict[str, Difference]]
 Found = TypeVar("Found")
 LossField = Annotated[LayerLoss, PlainSerializer(lambda loss: {**asdict(loss), "ratio": loss.ratio})]
+TracesField = Annotated[dict[str, TraceLength], Field(exclude_if=lambda traces: not traces)]  # by task
 SizeField = Annotated[Size, PlainSerializer(lambda size: size.as_json())]
 
 
@@ -48,25 +50,24 @@ class ScoreRow(NamedTuple):
         return sections[SECTIONS[self.kind]][self.name]
 
 
-class MethodScores(Stored):
+class FullScores(Stored):
+    """What the full cache scored."""
+
+    held: Footprint
+    scores: Scores
+    traces: TracesField = Field(default_factory=dict)
+
+
+class MethodScores(FullScores):
     """What one method scored, and what it scored more than the subject (None: it is the subject)."""
 
     name: str
     label: str
     definition: dict[str, Any] = Field(default_factory=dict)
     phases: str | None = None
-    held: Footprint
-    scores: Scores
     differences: Differences | None = None
     contexts: dict[str, Any] | None = None  # what the method knew of the contexts that were asked
     tasks_won: dict[str, int] | None = None  # on how many it won, tied and lost
-
-
-class FullScores(Stored):
-    """What the full cache scored."""
-
-    held: Footprint
-    scores: Scores
 
 
 class SizeScores(Stored):
@@ -129,6 +130,7 @@ class EvaluationResult(Result):
     batch: int | None = None
     max_memory: int | None = None
     max_length: int | None = None
+    sampling: Sampling | None = Field(default=None, exclude_if=is_none)
     subject: str
     phases: str
     environment: dict[str, Any] = Field(default_factory=dict)
@@ -140,13 +142,15 @@ class EvaluationResult(Result):
     notes: tuple[str, ...] = ()
     different: str | None = Field(default=None, alias="different_settings")
     needle: dict[str, NeedleGrid] | None = Field(default=None, exclude_if=lambda needle: not needle)
-    losses: tuple[LossField, ...] | None = Field(default=None, exclude_if=lambda losses: losses is None)
+    losses: tuple[LossField, ...] | None = Field(default=None, exclude_if=is_none)
 
     @classmethod
     def of(cls, found: Comparison, losses: Sequence[LayerLoss] | None = None) -> EvaluationResult:
         """Return what a comparison found, with the output losses of layers where they were measured."""
         tasks = [replace(task, metric=found.metrics[task.task]) for task in found.coverage]
-        full = FullScores(held=found.held[FULL], scores=_scores(found.blocks[0], FULL))
+        full = FullScores(
+            held=found.held[FULL], scores=_scores(found.blocks[0], FULL), traces=found.traces.get(FULL, {})
+        )
         return cls(
             model=found.loaded.name, **found.split.as_json(), subject=found.subject, phases=found.phases,
             environment=found.environment, most_tokens=found.most_tokens, tasks=tuple(tasks),
@@ -242,7 +246,8 @@ def _size(block: SizeBlock, found: Comparison) -> SizeScores:
         differences = _differences(block, label)
         method = MethodScores(
             name=name, label=label, definition=by_label[label].definition, phases=by_label[label].phases,
-            held=found.held[label], scores=_scores(block, label), differences=differences,
+            held=found.held[label], scores=_scores(block, label), traces=found.traces.get(label, {}),
+            differences=differences,
             contexts=found.seen[name].as_json() if name in found.seen else None,
             tasks_won=None if differences is None else count_tasks_won(differences),
         )  # fmt: skip
@@ -251,16 +256,15 @@ def _size(block: SizeBlock, found: Comparison) -> SizeScores:
 
 
 def _scores(block: SizeBlock, label: str) -> Scores:
-    scores: Scores = {section: {} for section in SECTIONS.values()}
-    for row in block.rows:
-        scores[SECTIONS[row.kind]][row.task] = row.scores[label]
-    return scores
+    return _by_section(block, lambda row: row.scores[label])
 
 
 def _differences(block: SizeBlock, label: str) -> Differences | None:
-    if label == block.subject:
-        return None
-    differences: Differences = {section: {} for section in SECTIONS.values()}
+    return None if label == block.subject else _by_section(block, lambda row: block.difference(row, label))
+
+
+def _by_section(block: SizeBlock, value: Callable[[Row], Found]) -> dict[str, dict[str, Found]]:
+    found: dict[str, dict[str, Found]] = {section: {} for section in SECTIONS.values()}
     for row in block.rows:
-        differences[SECTIONS[row.kind]][row.task] = block.difference(row, label)
-    return differences
+        found[SECTIONS[row.kind]][row.task] = value(row)
+    return found

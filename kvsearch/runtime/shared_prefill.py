@@ -77,7 +77,7 @@ def compressed(
         started = perf_counter()
         caches = {method: PlanCache(model, program) for method, program in portion.items()}
         logits, mask = read_prompts(model, list(caches.values()), prompts, pad)
-        first = next_tokens(logits)
+        next_tokens(logits)  # refuses NaN
         entries = {method: held_entries(model, cache, lengths) for method, cache in caches.items()}
         nbytes = {method: cache.nbytes() for method, cache in caches.items()}
         seconds = perf_counter() - started
@@ -85,7 +85,7 @@ def compressed(
             times = len(methods)
             masks = mask.repeat(times, 1)
             cache = joined([caches[method] for method in methods], masks, lengths * times)
-            replies = Replies(model, cache, masks, first.repeat(times, 1), pad, stop, finished)
+            replies = Replies(model, cache, masks, logits, pad, stop, finished)
             yield JointReplies(methods, replies, entries, nbytes, seconds, logits)
 
 
@@ -113,7 +113,8 @@ def read(
     check_length(model, max(lengths))
     require_room(model, {"the plan": cache.program}, lengths, chunk)
     logits, mask = read_prompts(model, [cache], prompts, pad, chunk)
-    return Replies(model, cache, mask, next_tokens(logits), pad, stop)
+    next_tokens(logits)  # refuses NaN
+    return Replies(model, cache, mask, logits, pad, stop)
 
 
 def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[int]:

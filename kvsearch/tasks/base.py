@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from kvsearch.core.canonical import sha256_of
+from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import is_none
 from kvsearch.tasks.metrics import METRICS
 
@@ -55,10 +58,37 @@ class Example:
     turns: bool = False
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How replies are drawn: so many to every question, from the likeliest tokens that make up `top_p` of the chance.
+
+    Every reply has a seed of its own: it depends neither on its batch nor on the method, so methods are compared on the
+    same random numbers. UsageError for a temperature or a share that is none.
+    """
+
+    temperature: float
+    top_p: float = 1.0
+    replies: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.temperature < math.inf and 0 < self.top_p <= 1):
+            found = f"got {self.temperature:g} and {self.top_p:g}"
+            raise UsageError(f"replies are drawn at a temperature above 0, from a top-p above 0 and up to 1: {found}")
+
+    def seed_of(self, *place: str | int) -> int:
+        """Return the seed of the reply of a place, which is made of that of all."""
+        return int(sha256_of([self.seed, *place])[:16], 16)
+
+
 class Task(ABC):
-    """A named source of examples with a metric in [0, 1]."""
+    """A named source of examples with a metric in [0, 1].
+
+    Replies of a `traced` task are traces of thought: models may think, and how long replies are is reported.
+    """
 
     name: str
+    traced: ClassVar[bool] = False
 
     @property
     @abstractmethod

@@ -1,6 +1,6 @@
 """Tasks by name, and what there is to know about them before one is chosen.
 
-A spec is a kind of task, or a kind with names: `ruler`, `ruler:vt,cwe`, `longbench:english`, `gsm8k`, `jsonl:FILE`.
+A spec is a kind of task, or a kind with names: `ruler`, `ruler:vt,cwe`, `longbench:english`, `aime:25`, `jsonl:FILE`.
 Several specs are joined by `+`, as in `ruler:vt+gsm8k`. `SETS` has the names that stand for several tasks.
 """
 
@@ -15,11 +15,11 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import suggest
 from kvsearch.tasks import jsonl
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.gsm8k import Gsm8kTask
 from kvsearch.tasks.infinitebench import INFINITEBENCH_LAVA, INFINITEBENCH_TASKS, InfiniteBenchTask
 from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask
 from kvsearch.tasks.longbench_v2 import LONGBENCH_V2, LongBenchV2Task
+from kvsearch.tasks.maths import HUB, Gsm8kTask, TracedTask
 from kvsearch.tasks.metrics import NEEDS
 from kvsearch.tasks.metrics.packages import PACKAGES
 from kvsearch.tasks.niah import NiahTask
@@ -36,10 +36,12 @@ RULER = "ruler"
 LONGBENCH = "longbench"
 INFINITEBENCH = "infinitebench"
 GSM8K = "gsm8k"
+MATH500 = "math500"
+AIME = "aime"
 NEEDLE = "niah"
 JSONL = "jsonl"
 TEXT = "ppl"
-KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, NEEDLE, JSONL, TEXT)
+KINDS: Final = (SYNTHETIC, RULER, LONGBENCH, INFINITEBENCH, GSM8K, MATH500, AIME, NEEDLE, JSONL, TEXT)
 QA_OPTIONS: Final = {"qa_1": "squad", "qa_2": "hotpot"}  # the options that bring the files of RULER's qa tasks
 NO_QA: Final = f"{RULER}:no-qa"
 MANY = "several tasks are joined by +"
@@ -167,6 +169,11 @@ def _entries() -> Iterator[Entry]:
         yield _dataset(INFINITEBENCH, name, InfiniteBenchTask)
     reads = _ROWS | {"shots": "shots", "metric": "metric"}
     yield Entry(GSM8K, Gsm8kTask.category, Gsm8kTask.metric, f"{Gsm8kTask.source}, or --data", Gsm8kTask, reads)
+    reads = _ROWS | {name: name for name in ("prompts", "max_new_tokens")}
+    for name, (hub, _) in HUB.items():
+        spec = TracedTask.specs[name]
+        make = partial(TracedTask, name, source=hub)
+        yield Entry(name.replace("aime", "aime:"), spec.category, spec.metric, f"{hub}, or --data", make, reads)
     reads = {name: name for name in ("lengths", "depths", "haystack", "metric", "split")}
     yield Entry(NEEDLE, NiahTask.category, NiahTask.metric, STORY, NiahTask, reads)
 
@@ -185,6 +192,7 @@ SETS: Final[dict[str, tuple[str, ...]]] = {
     f"{LONGBENCH}:english": _specs(LONGBENCH, LONGBENCH_ENGLISH),
     f"{LONGBENCH}:e": _specs(LONGBENCH, LONGBENCH_E),
     f"{LONGBENCH}:v2": _specs(LONGBENCH, LONGBENCH_V2),
+    AIME: (f"{AIME}:24", f"{AIME}:25"),
     INFINITEBENCH: _specs(INFINITEBENCH, INFINITEBENCH_TASKS),
     f"{INFINITEBENCH}:lava": _specs(INFINITEBENCH, INFINITEBENCH_LAVA),
 }  # specs that stand for several tasks

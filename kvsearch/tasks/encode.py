@@ -17,8 +17,8 @@ from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.origin import ContextSet, context_hash
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
-from kvsearch.tasks.base import Coverage, Example, Query, Task, TokenCount
-from kvsearch.tasks.metrics import score
+from kvsearch.tasks.base import Coverage, Example, Query, Sampling, Task, TokenCount
+from kvsearch.tasks.metrics import is_forced, score
 from kvsearch.tasks.prompts import EmptyTextError, PromptFormat
 
 NO_CONTEXT = "empty context"
@@ -67,7 +67,8 @@ class Prompt:
 class TaskPrompts:
     """A task in token ids, or some of its prompts. `contexts` names the context of every key, see `contexts_of`.
 
-    `recorded` says what each key is known by in records of what was asked, see `kvsearch.plan.origin`.
+    `recorded` says what each key is known by in records of what was asked, see `kvsearch.plan.origin`. Replies are
+    greedy, or drawn as `sampling` says: a question that is replied to several times is there as often.
     """
 
     task: Task
@@ -76,6 +77,7 @@ class TaskPrompts:
     coverage: Coverage
     contexts: Mapping[str, str]
     recorded: Mapping[str, tuple[str, ...]]
+    sampling: Sampling | None = None
 
     @property
     def distinct(self) -> int:
@@ -109,12 +111,16 @@ def encode_tasks(
     seed: int = 0,
     max_length: int | None = None,
     used: ContextSet | None = None,
+    sampling: Sampling | None = None,
 ) -> list[TaskPrompts]:
     """Return up to `samples` examples of every task, cut to what the model and `max_length` allow, none of them `used`.
 
+    Questions are there as often as they are replied to by the `sampling`.
+
     Raises:
         UsageError: two tasks of one name, a task all of whose contexts are used or without a usable question, one that
-            fills contexts to a length above the limit, or a question to which the metric can judge no reply.
+            fills contexts to a length above the limit, a question to which the metric can judge no reply, or one to
+            which no replies can be drawn.
         IncompatibleError: a question leaves no room for its context.
     """
     doubled = [name for name, times in Counter(task.name for task in tasks).items() if times > 1]
@@ -127,7 +133,13 @@ def encode_tasks(
     made = []
     for task in tasks:
         examples, left_out = unused(task, samples, seed, count, used or ContextSet())
-        made.append(encode(loaded.tokenizer, task, examples, samples, limit, left_out))
+        if sampling is not None:
+            if is_forced(task) or (sampling.replies > 1 and any(example.turns for example in examples)):
+                reason = "has texts without replies" if is_forced(task) else "asks in turns, once each"
+                raise UsageError(f"task {task.name} {reason}: ask it without --temperature and --replies")
+            examples = [replace(example, queries=example.queries * sampling.replies) for example in examples]
+        prompts = encode(loaded.tokenizer, task, examples, samples, limit, left_out)
+        made.append(replace(prompts, sampling=sampling))
     return made
 
 

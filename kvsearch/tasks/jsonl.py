@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -78,7 +78,7 @@ class JsonlTask(Task):
             EnvironmentFault: a package that the metric needs is missing.
         """
         by_line, problems = _read(path)
-        rows = [row for line in by_line for row in line.rows]
+        rows = [row for of_line, _ in by_line for row in of_line]
         metrics = sorted({row.metric for row in rows})
         prompts = {row.prompt for row in rows}
         categories = {row.category for row in rows}
@@ -95,7 +95,7 @@ class JsonlTask(Task):
         if problems:
             more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             raise UsageError(f"{path} is not a usable task file:\n  " + "\n  ".join(problems[:SHOWN]) + more)
-        several = len(categories) > 1 or any(line.turns for line in by_line)
+        several = len(categories) > 1 or any(turns for _, turns in by_line)
         category = SEVERAL if several else rows[0].category
         name = Path(path).stem
         return cls(name, _group(name, by_line, several), rows[0].metric, rows[0].prompt, category, split)
@@ -105,14 +105,10 @@ class JsonlTask(Task):
         return draw(part(self.rows, self.split, lambda example: example.key, self.name, OWN_SHARES), samples, seed)
 
 
-class _Line(NamedTuple):
-    """The row of a line, or those of its turns."""
-
-    rows: list[JsonlRow]
-    turns: bool
+Line = tuple[list[JsonlRow], bool]  # its row, or those of its turns
 
 
-def _read(path: str | Path) -> tuple[list[_Line], list[str]]:
+def _read(path: str | Path) -> tuple[list[Line], list[str]]:
     """Return the good lines of a file, and what is wrong with the others."""
     lines = []
     problems = []
@@ -127,13 +123,13 @@ def _read(path: str | Path) -> tuple[list[_Line], list[str]]:
             elif "text" in row and "question" not in row:
                 problems.append(f"{place}: {PLAIN_TEXT}")
             elif TURNS not in row:
-                lines.append(_Line([JsonlRow.model_validate(row)], turns=False))
+                lines.append(([JsonlRow.model_validate(row)], False))
             else:
                 turns = []
                 for turn, content in enumerate(_rows_of_turns(row, place), 1):
                     place = f"line {number}, turn {turn}"
                     turns.append(JsonlRow.model_validate(content))
-                lines.append(_Line(turns, turns=True))
+                lines.append((turns, True))
         except ValidationError as error:
             problems += [f"{place}: {problem}" for problem in problems_of(error)]
         except UsageError as error:
@@ -153,15 +149,15 @@ def _rows_of_turns(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
     return [{**shared, **turn, **name} for turn, name in zip(turns, names, strict=True)]
 
 
-def _group(task: str, lines: Sequence[_Line], several: bool) -> tuple[Example, ...]:
+def _group(task: str, lines: Sequence[Line], several: bool) -> tuple[Example, ...]:
     """Return an example per context, and one per line with turns.
 
     Queries name their category where there are `several`; that of a turn is its number.
     """
     by_context: dict[tuple[str, int], list[Query]] = {}
-    for number, line in enumerate(lines, 1):
-        for turn, row in enumerate(line.rows, 1):
-            category = f"turn {turn}" if line.turns else row.category
+    for number, (rows, turns) in enumerate(lines, 1):
+        for turn, row in enumerate(rows, 1):
+            category = f"turn {turn}" if turns else row.category
             query = Query(
                 row.question,
                 row.answers,
@@ -172,7 +168,7 @@ def _group(task: str, lines: Sequence[_Line], several: bool) -> tuple[Example, .
                 category=category if several else "",
                 written=", ".join(row.answers) if row.metric in OF_ALL_ANSWERS else "",
             )
-            by_context.setdefault((row.context, number if line.turns else 0), []).append(query)
+            by_context.setdefault((row.context, number if turns else 0), []).append(query)
     return tuple(
         Example(task, str(key), context, tuple(queries), turns=number > 0)
         for key, ((context, number), queries) in enumerate(by_context.items())

@@ -19,7 +19,6 @@ _MARK = "\u241e"  # a symbol no template contains: the place where the context e
 PLACE = "{question}"
 PLAIN_PROMPT = f"\n\nQuestion: {PLACE}\nAnswer:"
 TEMPLATE_OPTIONS = {
-    "enable_thinking": False,  # hybrid models (Qwen3) would spend the whole reply on thinking
     "date_string": "26 Jul 2024",  # Llama 3's own default; templates that ask the clock make every day's prompt another
 }
 
@@ -33,17 +32,18 @@ class PromptFormat:
     """Prompts in two pieces: the context is tokenised alone, the question and the template's tail come after it.
 
     `plain` is how a question follows the context where there is no chat template; `template` off leaves the template
-    out even where there is one.
+    out even where there is one. Hybrid models (Qwen3) would spend most replies on `thinking`.
     """
 
     tokenizer: Any
     plain: str = PLAIN_PROMPT
     template: bool = True
+    thinking: bool = False
 
     @classmethod
     def of(cls, tokenizer: Any, task: Task) -> PromptFormat:
         """Return the format that a task wants."""
-        return cls(tokenizer, task.prompt, task.chat)
+        return cls(tokenizer, task.prompt, task.chat, getattr(task, "traced", False))
 
     @property
     def chat(self) -> bool:
@@ -95,9 +95,7 @@ class PromptFormat:
 
     @cached_property
     def _wrapped(self) -> tuple[str, str]:
-        rendered: str = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARK}], add_generation_prompt=True, tokenize=False, **TEMPLATE_OPTIONS
-        )
+        rendered = self._rendered("user", add_generation_prompt=True)
         head, found, tail = rendered.partition(_MARK)
         if not found:
             raise IncompatibleError("the tokenizer's chat template drops the user's message")
@@ -107,13 +105,17 @@ class PromptFormat:
     def _next_turn(self) -> str:
         """What stands between a reply and the question that follows it."""
         roles = ("user", "assistant", "user")
-        rendered: str = self.tokenizer.apply_chat_template(
-            [{"role": role, "content": _MARK} for role in roles], tokenize=False, **TEMPLATE_OPTIONS
-        )
-        parts = rendered.split(_MARK)
+        parts = self._rendered(*roles).split(_MARK)
         if len(parts) <= len(roles):
             raise IncompatibleError("the tokenizer's chat template drops earlier messages: no turn can follow another")
         return parts[2]
+
+    def _rendered(self, *roles: str, **options: Any) -> str:
+        """Return the template with a mark as the message of each role."""
+        messages = [{"role": role, "content": _MARK} for role in roles]
+        options |= {"enable_thinking": self.thinking, "tokenize": False, **TEMPLATE_OPTIONS}
+        text: str = self.tokenizer.apply_chat_template(messages, **options)
+        return text
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]

@@ -48,6 +48,10 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--methods lava --budgets 64 --table NEW.html", "name a .md, .csv or .tex file"),
         ("--methods lava --budgets 64 --tasks ppl:", "a file is given as ppl:FILE"),
         ("--methods lava --budgets 64 --tasks ppl:x", "no file x"),
+        ("--methods lava --budgets 64 --temperature -0.1", "--temperature: must be at least 0"),
+        ("--methods lava --budgets 64 --replies 4", "--replies and --top-p are of replies that are drawn"),
+        ("--methods lava --budgets 64 --temperature 1 --replies 0", "--replies: must be at least 1"),
+        ("--methods lava --budgets 64 --temperature 1 --top-p 1.5", "--top-p: must be at most 1"),
         (
             "--methods lava --budgets 64 --tasks ppl:data/calibration/story.txt --protocol question-aware",
             "text without questions",

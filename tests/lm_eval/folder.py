@@ -78,7 +78,7 @@ def write_folder(folder: Path) -> Path:
         },
     )
     _write(folder, "small_unsafe", {**GENERATE, "unsafe_code": True})
-    _write(folder, "small_sampling", {**GENERATE, "generation_kwargs": {"do_sample": True, "temperature": 0.7}})
+    _write(folder, "small_sampling", {**GENERATE, "generation_kwargs": {"do_sample": True, "temperature": -0.7}})
     _write(folder, "small_broken", {**GENERATE, "output_type": "guess"})
     _write(folder, "small_remote", {**GENERATE, "dataset_path": "nobody/nothing", "dataset_kwargs": cached(folder)})
     _write(folder, "small_failing", {**CHOOSE, "process_results": "FUNCTION"})

@@ -225,6 +225,20 @@ def test_replies_end_where_they_are_told_to(model: LoadedModel) -> None:
         assert planned(model).generate_until([prompt(**options)])[0].split() == expected
 
 
+def test_replies_are_drawn_as_a_task_says(model: LoadedModel) -> None:
+    """By a seed of document and repeat, whatever else is in the batch."""
+    drawn = {"do_sample": True, "temperature": 3.0}
+    requests = [prompt(**drawn), prompt(), prompt(temperature=3.0), prompt(temperature=3.0)]
+    first, greedy, second, third = planned(model, batch=4).generate_until(requests)
+    assert planned(model, batch=1).generate_until(requests) == [first, greedy, second, third]
+    assert len({first, second, third, greedy}) == 4
+    assert greedy == planned(model).generate_until([prompt(do_sample=True, temperature=0.0)])[0]
+    assert greedy == planned(model).generate_until([prompt(temperature=5.0, top_p=1e-6)])[0]
+    other = planned(model, seed=1).generate_until(requests)
+    assert other[0] != first
+    assert other[1] == greedy
+
+
 def test_a_special_token_ends_a_reply(model: LoadedModel) -> None:
     """The text of a reply has no special tokens, so that a stop of that kind must be seen before."""
     lm = planned(model)
@@ -290,7 +304,7 @@ def test_the_response_cache_is_refused(model: LoadedModel, folder: Path, tmp_pat
     [
         ("small_rolling", UsageError, "task small_rolling: .*no context before them that a plan could compress"),
         ("small_unsafe", UsageError, "task small_unsafe runs the code that a model writes"),
-        ("small_sampling", UsageError, "task small_sampling samples its replies"),
+        ("small_sampling", UsageError, "task small_sampling: replies are drawn at a temperature above 0"),
         ("small_broken", UsageError, "task 'small_broken' cannot be loaded .*'guess'"),
     ],
 )
@@ -311,8 +325,9 @@ def test_a_dataset_that_must_be_fetched(folder: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"do_sample": True}, "samples its replies"),
-        ({"temperature": 0.7}, "samples its replies"),
+        ({"do_sample": True, "temperature": -0.7}, "replies are drawn at a temperature above 0, from a top-p above 0"),
+        ({"temperature": 0.7, "top_p": 1.5}, "got 0.7 and 1.5"),
+        ({"do_sample": True, "top_k": 5}, "options that drawn replies cannot honour: top_k"),
         ({"num_beams": 4, "repetition_penalty": 1.2}, "cannot honour: num_beams, repetition_penalty"),
         ({"max_gen_toks": 0}, "replies of 0 tokens"),
         ({"max_gen_toks": 512}, "a reply of up to 512 tokens leaves no room for its prompt within 512"),

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
 from kvsearch.tasks.catalog import ENTRIES, SETS, describe_tasks, find_tasks
-from kvsearch.tasks.gsm8k import Gsm8kTask
 from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask
+from kvsearch.tasks.maths import HUB, Gsm8kTask, TracedTask
 from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
 from kvsearch.tasks.synthetic.suite import SUITES, SyntheticTask
@@ -53,6 +53,10 @@ def test_whole_kinds_and_sets(files: dict[str, Path]) -> None:
     assert names("longbench:e") == list(LONGBENCH_E)
     assert names("longbench:trec_e,english,lsht") == ["trec_e", *LONGBENCH_ENGLISH, "lsht"]
     assert find_tasks("gsm8k") == [Gsm8kTask()]
+    assert find_tasks("aime:25,24+math500") == [
+        TracedTask(name, HUB[name][0]) for name in ("aime25", "aime24", "math500")
+    ]
+    assert names("aime") == ["aime24", "aime25"]
     assert find_tasks("niah") == [NiahTask()]
 
 
@@ -93,6 +97,7 @@ def test_any_specs_joined(specs: list[str]) -> None:
         ("longbench:chinese", r"unknown longbench task 'chinese'.*english, e, v2\)"),
         ("hotpotqa", "unknown task 'hotpotqa'; did you mean 'longbench:hotpotqa'"),
         ("qa_1", "unknown task 'qa_1'; did you mean 'synthetic:qa_1' or 'ruler:qa_1'"),
+        ("aime:26", "unknown aime task '26'; did you mean '25'"),
         ("gsm8k:easy", "unknown task 'gsm8k:easy': gsm8k is a single task, name it alone"),
         ("ruler:vt,gsm8k", r"unknown ruler task 'gsm8k': several tasks are joined by \+, as in ruler\+gsm8k"),
         ("gsm8k+", "unknown task ''"),
@@ -140,11 +145,12 @@ def test_a_plain_length_is_for_those_that_have_one() -> None:
         (
             "niah",
             {"data": "d", "data_revision": "r"},
-            "reads --data, --data-revision: --data is for longbench, infinitebench, gsm8k; ",
+            "reads --data, --data-revision: --data is for longbench, infinitebench, gsm8k, math500, aime; ",
         ),
         ("ruler:vt", {"lengths": (1, 2)}, "ruler tasks take one length, got 1, 2: evaluate one length after the other"),
         ("synthetic+niah", {"lengths": ()}, "synthetic tasks take one length, got none"),
         ("synthetic", {"lengths": (100,)}, "at least 512 tokens"),
+        ("gsm8k", {"max_new_tokens": 9}, "reads --max-new-tokens: --max-new-tokens is for math500, aime$"),
         ("gsm8k", {"metric": "niah_recall"}, "unknown GSM8K metric 'niah_recall'"),
         ("niah", {"metric": "niah_recal"}, "unknown metric 'niah_recal'; did you mean 'niah_recall'"),
         ("niah", {"depths": (50, 10)}, "depths must be rising whole numbers from 0 to 100, got 50, 10"),

@@ -13,8 +13,8 @@ from kvsearch.models.loading import LoadedModel, load
 from kvsearch.plan.origin import ContextSet, context_hash
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set, encode_tasks
-from kvsearch.tasks.gsm8k import Gsm8kTask
 from kvsearch.tasks.jsonl import JsonlTask
+from kvsearch.tasks.maths import Gsm8kTask
 from kvsearch.tasks.ruler import RulerTask
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 

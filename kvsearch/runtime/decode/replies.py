@@ -1,4 +1,4 @@
-"""Greedy replies of a compressed batch."""
+"""Replies of a compressed batch, greedy or drawn."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.steps import DecodeSteps, stepping
 from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.predictions import token_losses
+from kvsearch.tasks.base import Sampling
 
 Finished = Callable[[list[int]], bool]
+Chooser = Callable[[Tensor], Tensor]  # from logits [B, n, V] to the next tokens [B, 1], by the last of them
 
 
 class NonFiniteError(IncompatibleError):
@@ -32,8 +34,8 @@ class NonFiniteError(IncompatibleError):
         self.row = row
 
 
-class GreedyReply:
-    """One greedy reply while it is made: up to `limit` tokens.
+class GrowingReply:
+    """One reply while it is made: up to `limit` tokens.
 
     It ends before a token of `stop`, or with the token that makes `finished` true of it (None: nothing does).
     """
@@ -59,13 +61,14 @@ class GreedyReply:
 
 @dataclass(eq=False)
 class Replies:
-    """Greedy replies of one compressed batch: to questions that follow it, or as its own continuation.
+    """Replies of one compressed batch: to questions that follow it, or as its own continuation.
 
     Prompts and questions of different lengths are padded on the left. A reply ends before a token of `stop`, or with
     the token that makes `finished` true of it (None: nothing does).
 
-    The `cache` holds the prompts; `mask` [B, T] is 0 where they are padded, `first` [B, 1] what follows them (None: not
-    known, as of a cache from a file, which can be asked but does not go on by itself).
+    The `cache` holds the prompts; `mask` [B, T] is 0 where they are padded, `logits` [b, 1, V] are those of their ends,
+    which repeat in a batch of several methods (None: not known, so that it can be asked but does not go on by itself).
+    `choose` takes the next tokens, the likeliest ones if it is left alone.
 
     Raises:
         NonFiniteError: from both kinds of reply.
@@ -74,10 +77,11 @@ class Replies:
     model: Any
     cache: PlanCache
     mask: Tensor
-    first: Tensor | None
+    logits: Tensor | None
     pad: int
     stop: set[int]
     finished: Finished | None = None
+    choose: Chooser = field(default_factory=lambda: next_tokens)
     _compressed: CacheMark | None = None
     _steps: list[DecodeSteps] = field(default_factory=list)  # captured for a question, for the next ones
 
@@ -95,9 +99,9 @@ class Replies:
         mark = self._mark()
         ids, seen, positions = self._following(questions)
         held = self._peak()
-        first = next_tokens(self._forward(self.model, ids, seen, positions))
+        logits = self._forward(self.model, ids, seen, positions)
         held.step(np.array([len(question) for question in questions]))
-        replies = self._generate(first, seen, positions[:, -1:], max_new_tokens, held)
+        replies = self._generate(logits, seen, positions[:, -1:], max_new_tokens, held)
         self.cache.rewind(mark)
         return replies
 
@@ -131,8 +135,9 @@ class Replies:
 
     def reply(self, max_new_tokens: Sequence[int]) -> list[list[int]]:
         """Continue the prompts themselves, once; their last logits give the first token."""
-        first = present(self.first, "a cache whose last logits are not known was to go on by itself")
-        return self._generate(first, self.mask, self.lengths - 1, max_new_tokens, self._peak())
+        logits = present(self.logits, "a cache whose last logits are not known was to go on by itself")
+        logits = logits.repeat(len(self.mask) // len(logits), 1, 1)
+        return self._generate(logits, self.mask, self.lengths - 1, max_new_tokens, self._peak())
 
     def _mark(self) -> CacheMark:
         """Return where the prompts end."""
@@ -153,10 +158,11 @@ class Replies:
         return ids, torch.cat([self.mask, mask], 1), self.lengths + (mask.cumsum(-1) - 1).clamp(min=0)
 
     def _generate(
-        self, ids: Tensor, seen: Tensor, positions: Tensor, max_new_tokens: Sequence[int], held: PeakEntries
+        self, logits: Tensor, seen: Tensor, positions: Tensor, max_new_tokens: Sequence[int], held: PeakEntries
     ) -> list[list[int]]:
-        """Make replies that begin with `ids` [B, 1]; `positions` [B, 1] are those of the tokens before."""
-        replies = [GreedyReply(limit, self.stop, self.finished) for limit in max_new_tokens]
+        """Make replies that begin as `logits` [B, n, V] say; `positions` [B, 1] are those of the tokens before."""
+        ids = self.choose(logits)
+        replies = [GrowingReply(limit, self.stop, self.finished) for limit in max_new_tokens]
         with stepping(self.model, self.cache, max(max_new_tokens), kept=self._steps) as model:
             while True:
                 tokens = ids[:, 0].tolist()
@@ -169,7 +175,7 @@ class Replies:
                     return [reply.tokens for reply in replies]
                 seen = torch.cat([seen, torch.ones_like(ids)], 1)
                 positions = positions + 1
-                ids = next_tokens(self._forward(model, ids, seen, positions))
+                ids = self.choose(self._forward(model, ids, seen, positions))
                 held.step(np.ones(len(replies), dtype=np.int64))
 
     def _peak(self) -> PeakEntries:
@@ -193,6 +199,31 @@ def next_tokens(logits: Tensor) -> Tensor:
     if not bool(finite.all()):
         raise NonFiniteError(int((~finite).nonzero()[0][0]))
     return chosen
+
+
+class Draws:
+    """A `Chooser` that draws the next token of every sequence by a sequence of random numbers of its own."""
+
+    def __init__(self, sampling: Sampling, seeds: Sequence[int]) -> None:
+        self.sampling = sampling
+        self._numbers = [np.random.default_rng(seed) for seed in seeds]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return a token [B, 1] of each sequence by logits [B, n, V]; NonFiniteError if some are no numbers.
+
+        The likeliest tokens whose chances first reach `top_p` share a number line by their chances, the likeliest
+        first, and a random number points at one of them (Holtzman et al., arXiv 1904.09751).
+        """
+        next_tokens(logits)  # refuses NaN
+        last = logits[:, -1].double()
+        warmed = (last - last.amax(-1, keepdim=True)) / self.sampling.temperature
+        chances, tokens = warmed.softmax(-1).sort(stable=True, dim=-1, descending=True)
+        ends = chances.cumsum(-1)
+        final = ((ends - chances) < self.sampling.top_p).sum(-1, keepdim=True) - 1
+        points = torch.tensor([[numbers.random()] for numbers in self._numbers], device=logits.device)
+        places = (ends <= points * ends.gather(-1, final)).sum(-1, keepdim=True)
+        drawn: Tensor = tokens.gather(-1, places.minimum(final))
+        return drawn
 
 
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvsearch.core.arrays import Ints
 from kvsearch.runtime.attention import Output, causal_mask, tag
-from kvsearch.runtime.decode.replies import GreedyReply, left_padded, likeliest
+from kvsearch.runtime.decode.replies import GrowingReply, left_padded, likeliest
 from kvsearch.runtime.decode.steps import repeating
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.stock import CACHE
@@ -262,7 +262,7 @@ def predicted_answers(samples: Sequence[BankSample], device: Any) -> Tensor:
     return left_padded(predicted, -1, device)[0]
 
 
-class BankReply(GreedyReply):
+class BankReply(GrowingReply):
     """A reply that has none where the model emits NaN or infinity."""
 
     failed = False

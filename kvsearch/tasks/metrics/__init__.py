@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.naming import require_known
-from kvsearch.tasks.metrics import gsm8k, infinitebench, likelihood, longbench, strings
+from kvsearch.tasks.metrics import infinitebench, likelihood, longbench, maths, strings
 from kvsearch.tasks.metrics.packages import optional
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _OF_ANSWERS = (
     longbench.retrieval_zh, longbench.count, longbench.edit_similarity, longbench.longbench_v2,
     infinitebench.first_integer, infinitebench.first_number, infinitebench.contains_word,
     infinitebench.character_f1_zh, infinitebench.rouge_l_sum,
-    gsm8k.gsm8k, gsm8k.gsm8k_official,
+    maths.gsm8k, maths.gsm8k_official, maths.math_boxed, maths.integer_boxed,
     likelihood.likelihood,
 )  # fmt: skip
 # scores of a reply and its whole question

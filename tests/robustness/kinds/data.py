@@ -128,7 +128,7 @@ def _infinitebench(path: Path) -> Any:
 
 
 def _gsm8k(path: Path) -> Any:
-    from kvsearch.tasks.gsm8k import Gsm8kTask
+    from kvsearch.tasks.maths import Gsm8kTask
 
     return Gsm8kTask(source=path, shots=1)
 

@@ -193,6 +193,7 @@ def test_very_long_runs_of_digits() -> None:
         ("niah_recall", " ", (), "an answer is blank"),
         ("niah_recall_lava", " ", (), "an answer is blank"),
         ("first_number", "three", (), "'three' is not a number"),
+        ("integer_boxed", "7/2", (), "the answer '7/2' is no integer"),
         *(("gsm8k", answer, (), "has no number") for answer in ("", "many", "####", "#### many")),
         *(
             ("gsm8k_official", answer, (), "is no number")

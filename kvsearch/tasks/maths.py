@@ -1,27 +1,40 @@
-"""GSM8K: grade-school word problems after worked examples (Cobbe et al., arXiv 2110.14168)."""
+"""Problems in mathematics: GSM8K after worked examples, and MATH-500 and AIME, whose replies are long traces.
+
+Sources: Cobbe et al., arXiv 2110.14168; Hendrycks et al., arXiv 2103.03874, of which Lightman et al., arXiv 2305.20050,
+took 500; the American Invitational Mathematics Examination.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import BaseModel
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.dataset_task import DatasetTask, read_shipped
+from kvsearch.tasks.dataset_task import BenchmarkTask, DatasetSpec, DatasetTask, read_shipped, read_specs
+from kvsearch.tasks.metrics.maths import boxed
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.rows import Dataset
+from kvsearch.tasks.rows import Dataset, check_rows, load_rows
 
 REPOSITORY = "openai/gsm8k"
 GSM8K_METRICS = ("gsm8k", "gsm8k_official")
 MAX_NEW_TOKENS = 512
 INSTRUCTION = "Solve each problem step by step. End with the answer as a number."
 CUE = "Solution, step by step:"
+SPECS = read_specs("maths")
+# where the hub has them
+HUB = {
+    "math500": ("HuggingFaceH4/MATH-500", Dataset("default", "test", ("test", "math500"), file="test.jsonl")),
+    "aime24": ("HuggingFaceH4/aime_2024", Dataset("default", "train", ("aime24", "train", "train-*", "data/train-*"))),
+    "aime25": ("math-ai/aime25", Dataset("default", "test", ("aime25", "test"), file="test.jsonl")),
+}
 _FINAL = re.compile(r"####\s*(-?[\d.,]*\d)\s*$")
 _CALCULATOR = re.compile(r"<<[^>]*>>")  # annotations that only training uses
 
@@ -95,3 +108,59 @@ def _asked(question: str) -> str:
 
 def _reply(solution: str, answer: str) -> str:
     return f"{solution}\nThe answer is {answer}."
+
+
+class ProblemRow(BaseModel):
+    """A problem of MATH-500, which has a subject, or of the AIME, whose answers may be numbers; keys in lower case."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
+    problem: str
+    answer: str
+    solution: str = ""
+    subject: str = ""
+    id: str = Field(default="", validation_alias=AliasChoices("unique_id", "id"))
+
+
+@dataclass(frozen=True)
+class TracedTask(BenchmarkTask[ProblemRow]):
+    """Problems whose reply is a trace of up to `max_new_tokens` with the answer in a box; scores are by subject, too.
+
+    The context is the problem, the question what is said of the reply.
+    """
+
+    max_new_tokens: int | None = None
+    benchmark: ClassVar[str] = "mathematics"
+    names: ClassVar[tuple[str, ...]] = tuple(SPECS)
+    specs: ClassVar[dict[str, DatasetSpec]] = SPECS
+    row: ClassVar[type[ProblemRow]] = ProblemRow
+    traced: ClassVar[bool] = True
+
+    @property
+    def dataset(self) -> Dataset:
+        return HUB[self.name][1]
+
+    def read(self) -> Sequence[ProblemRow]:
+        """Return the rows, whatever the case of their columns' names."""
+        rows = load_rows(self.dataset, self.source, self.revision)
+        return check_rows([{name.lower(): row[name] for name in row} for row in rows], self.row, self.where)
+
+    def fault(self, row: ProblemRow) -> str | None:
+        return self.missing(row.problem, "", (row.answer,))
+
+    def document(self, row: ProblemRow) -> str:
+        return row.problem
+
+    def example(self, position: int, row: ProblemRow) -> Example:
+        written = row.solution
+        if boxed(written) is None:
+            written = f"{written}\nThe answer is \\boxed{{{row.answer}}}.".lstrip()
+        query = Query(
+            self.template.question(""),
+            (row.answer,),
+            self.max_new_tokens or self.spec.max_new_tokens,
+            id=row.id,
+            category=row.subject,
+            written=written,
+        )
+        return Example(self.name, str(position), self.template.context(row.problem), (query,))

@@ -1,4 +1,4 @@
-"""GSM8K after worked examples."""
+"""GSM8K after worked examples; MATH-500 and AIME in the formats that the hub has them in."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvsearch.core.errors import KvsearchWarning
+from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.gsm8k import CUE, INSTRUCTION, SHOTS, Gsm8kTask
+from kvsearch.tasks.maths import CUE, HUB, INSTRUCTION, SHOTS, Gsm8kTask, TracedTask
+from kvsearch.tasks.prompts import PromptFormat
+from tests.tiny import chat_tokenizer
 
 ROW = {"question": "Ann has 2 hens and buys 3. How many?", "answer": "Ann has 2 + 3 = <<2+3=5>>5 hens.\n#### 5"}
 
@@ -83,3 +85,61 @@ def test_rows_that_are_left_out_are_counted(tmp_path: Path) -> None:
         KvsearchWarning, match="2 of 3 rows left out: 1 without a last line '#### number', 1 without a qu"
     ):
         assert [example.key for example in task.rows] == ["1"]
+
+
+# --- MATH-500 and AIME -----------------------------------------------------------------------------------------------
+
+MATH = {
+    "problem": "Compute $\\dfrac{1}{2} + \\dfrac{1}{3}$.", "solution": "This is $\\boxed{\\frac{5}{6}}$.",
+    "answer": "\\frac{5}{6}", "subject": "Prealgebra", "level": 1, "unique_id": "test/prealgebra/1.json",
+}  # fmt: skip
+AIME = {"ID": "2024-I-1", "Problem": "How many?", "Solution": "There are 73.", "Answer": 73}
+ASKED = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+def test_a_problem_of_math(tmp_path: Path) -> None:
+    write(tmp_path, MATH)
+    (example,) = TracedTask("math500", tmp_path).examples(9, 0)
+    (query,) = example.queries
+    assert (example.key, example.context, query.question) == ("0", MATH["problem"], ASKED)
+    assert (query.id, query.category, query.max_new_tokens) == ("test/prealgebra/1.json", "Prealgebra", 16384)
+    assert query.right_reply == MATH["solution"]
+    (shorter,) = TracedTask("math500", tmp_path, max_new_tokens=9).rows
+    assert shorter.queries[0].max_new_tokens == 9
+
+
+@pytest.mark.parametrize(
+    "row", [AIME, {"id": 60, "problem": "How many?", "answer": "073", "url": "u", "year": "2024", "solution": ""}]
+)
+def test_a_problem_of_aime(row: dict[str, Any], tmp_path: Path) -> None:
+    task = TracedTask("aime24", write(tmp_path, row))
+    (example,) = task.rows
+    (query,) = example.queries
+    assert (example.context, query.id, query.category) == ("How many?", str(row.get("ID", 60)), "")
+    assert task.score(query.right_reply or "", query) == 1
+    assert task.score("\\boxed{73.0}", query) == 1
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_where_the_hub_has_them(name: str, tmp_path: Path) -> None:
+    _, dataset = HUB[name]
+    assert dataset.file in (None, "test.jsonl")
+    path = write(tmp_path, AIME if name == "aime24" else MATH, name=f"{dataset.files[0]}.jsonl")
+    assert len(TracedTask(name, tmp_path).rows) == len(TracedTask(name, path).rows) == 1
+
+
+def test_problems_that_cannot_be_asked(tmp_path: Path) -> None:
+    task = TracedTask("math500", write(tmp_path, {**MATH, "answer": " "}, MATH, {**MATH, "problem": ""}))
+    with pytest.warns(KvsearchWarning, match="2 of 3 rows left out: 1 without an answer, 1 with an empty context"):
+        assert [example.key for example in task.rows] == ["1"]
+    for missing in ("problem", "answer"):
+        row = {name: value for name, value in MATH.items() if name != missing}
+        with pytest.raises(UsageError, match=f"row 1 of math500 of .* has no column '{missing}'"):
+            _ = TracedTask("math500", write(tmp_path, row)).rows
+
+
+def test_models_may_think_in_traces_alone(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("{{ messages[0]['content'] }} {% if enable_thinking %}amber{% else %}bell{% endif %}")
+    task = TracedTask("math500", write(tmp_path, MATH))
+    asked = [PromptFormat.of(tokenizer, each).question("code")[0].tolist() for each in (task, Gsm8kTask())]
+    assert [tokenizer.decode(ids) for ids in asked] == ["code amber", "code bell"]

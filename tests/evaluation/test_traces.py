@@ -1,0 +1,166 @@
+"""Traces of problems in mathematics: replies that are drawn, how long they are, and how many are cut."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+
+from kvsearch.core.canonical import canonical_json
+from kvsearch.core.errors import UsageError
+from kvsearch.evaluation.compare import Comparison, Evaluation, Split, prepare
+from kvsearch.evaluation.reply_store import open_run
+from kvsearch.evaluation.statistics import student_quantile
+from kvsearch.models.loading import LoadedModel, LoadOptions, load
+from kvsearch.plan import Size
+from kvsearch.plan.schema import QUESTION_AWARE
+from kvsearch.report.evaluation import csv_rows, trace_table
+from kvsearch.results.evaluation import EvaluationResult
+from kvsearch.runs.identity import LEDGER
+from kvsearch.runtime.decode.replies import Draws, NonFiniteError
+from kvsearch.strategies.compared import sweep
+from kvsearch.strategies.methods import find_methods
+from kvsearch.tasks.base import Sampling, Task
+from kvsearch.tasks.maths import TracedTask
+from kvsearch.tasks.text import TextTask
+from tests import tiny
+
+LIMIT = 20
+ENDS = ["vote", "both", "set", "item", "one", "lemon"]
+DRAWN = Sampling(1.2, 0.95, replies=3, seed=7)
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    """The bundled model, whose replies end where it would ask something else."""
+    loaded = load("bundled", LoadOptions())
+    loaded.model.generation_config.eos_token_id = loaded.tokenizer.convert_tokens_to_ids(ENDS)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> TracedTask:
+    """A file in the format of MATH-500, with problems in the language of the model."""
+    folder = tmp_path_factory.mktemp("math")
+    rows = []
+    for seed in range(6):
+        made = tiny.document(60, seed, 3)
+        problem = " ".join((*made.words[1:], *made.questions[0].prompt[:-1]))
+        told = {"solution": "It is \\boxed{4}.", "answer": "4", "level": 1, "unique_id": f"test/{seed}.json"}
+        rows.append({"problem": problem, "subject": "Algebra" if seed % 2 else "Geometry", **told})
+    (folder / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "prompts.json").write_text(json.dumps({"math500": "{context} mango"}))
+    return TracedTask("math500", folder, prompts=folder / "prompts.json", max_new_tokens=LIMIT)
+
+
+def evaluation(model: LoadedModel, task: Task, sampling: Sampling | None = DRAWN, **settings: Any) -> Evaluation:
+    methods = sweep(model, find_methods("streaming", []), [Size(24)], "decode")
+    asked = Split([task], **{"samples": 6, "batch": 4, "sampling": sampling, **settings})
+    return prepare(model, methods, "streaming", asked)
+
+
+@pytest.fixture(scope="module")
+def found(model: LoadedModel, task: TracedTask) -> Comparison:
+    return evaluation(model, task).run()
+
+
+def texts(found: Comparison) -> dict[tuple[Any, ...], str]:
+    return {tuple(sample.place): sample.reply for sample in found.samples}
+
+
+def test_how_long_replies_are_is_paired_by_problem(found: Comparison) -> None:
+    lengths: dict[str, list[list[int]]] = {method: [] for method in ("full", "streaming@24")}
+    for method, tokens in lengths.items():
+        for key in map(str, range(6)):
+            mine = [one for one in found.samples if (one.method, one.key) == (method, key)]
+            assert [one.question for one in mine] == [0, 1, 2]
+            tokens.append([one.reply_tokens for one in mine])
+    full, evicted = (found.traces[method]["math500"] for method in lengths)
+    assert len({count for tokens in lengths["full"] for count in tokens}) > 3
+    for method, length in (("full", full), ("streaming@24", evicted)):
+        assert length.tokens.mean == pytest.approx(fmean(map(fmean, lengths[method])))
+        assert length.at_limit == sum(count == LIMIT for tokens in lengths[method] for count in tokens) > 0
+    longer = [fmean(b) - fmean(a) for a, b in zip(lengths["full"], lengths["streaming@24"], strict=True)]
+    spread = sum((value - fmean(longer)) ** 2 for value in longer) / 5
+    assert full.longer is None
+    assert evicted.longer is not None
+    assert evicted.longer.mean == pytest.approx(fmean(longer))
+    assert evicted.longer.high - evicted.longer.mean == pytest.approx(student_quantile(5) * (spread / 6) ** 0.5)
+
+
+def test_lengths_are_reported(found: Comparison) -> None:
+    result = EvaluationResult.of(found)
+    full, evicted = (found.traces[method]["math500"] for method in ("full", "streaming@24"))
+    counts = f"full {full.at_limit}, streaming@24 {evicted.at_limit}"
+    assert f"math500: of 18 replies so many reached the most tokens of a reply: {counts}" in result.notes
+    table = trace_table(result)
+    assert table.header == ["method", "math500", "math500 - full", "math500 at limit"]
+    assert "temperature 1.2, top-p 0.95, replies to each: 3, 18 questions about 6 contexts" in table.title
+    assert table.groups[1][1][0][1].value == evicted.tokens.mean
+    rows = [row for row in csv.DictReader(csv_rows(result).splitlines()) if row["kind"] == "tokens"]
+    assert [(row["method"], float(row["score"]), row["subject"]) for row in rows] == [
+        ("full", full.tokens.mean, "full"), ("streaming", evicted.tokens.mean, "full"),
+    ]  # fmt: skip
+    again = EvaluationResult.model_validate(result.as_json())
+    assert (again.full.traces, again.sampling) == ({"math500": full}, DRAWN)
+    assert {row.name for row in result.rows if row.kind == "category"} == {"Algebra", "Geometry"}
+
+
+def test_a_reply_depends_on_its_own_seed(model: LoadedModel, task: TracedTask, found: Comparison) -> None:
+    def few(sampling: Sampling | None = DRAWN, **settings: Any) -> dict[tuple[Any, ...], str]:
+        return texts(evaluation(model, task, sampling, samples=2, **settings).run())
+
+    several = texts(found)
+    assert len(few(batch=1).items() & several.items()) == 12
+    assert len(few(replace(DRAWN, replies=1)).items() & several.items()) == 4
+    assert len(few(replace(DRAWN, seed=8)).items() & several.items()) < 6
+    greedy = few(None)
+    assert few(Sampling(1e-4)) == few(Sampling(5.0, top_p=1e-6)) == greedy
+    assert few(batch=1, protocol=QUESTION_AWARE) == few(batch=4, protocol=QUESTION_AWARE)
+
+
+def test_a_run_that_goes_on_draws_the_same(
+    model: LoadedModel, task: TracedTask, found: Comparison, tmp_path: Path
+) -> None:
+    asked = evaluation(model, task)
+    with open_run(tmp_path, asked.config()) as (_, store):
+        asked.run(store=store)
+    ledger = tmp_path / LEDGER
+    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:2]))
+    with open_run(tmp_path, asked.config()) as (_, store):
+        assert store.samples
+        again = asked.run(store=store)
+    assert canonical_json(EvaluationResult.of(again).as_json()) == canonical_json(EvaluationResult.of(found).as_json())
+    others = (evaluation(model, task, replace(DRAWN, **change)) for change in ({"seed": 8}, {"temperature": 0.8}))
+    for other in others:
+        with pytest.raises(UsageError, match="sampling"), open_run(tmp_path, other.config()):
+            pass
+
+
+def test_what_cannot_be_drawn(model: LoadedModel, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the cat sees the dog . " * 200)
+    with pytest.raises(UsageError, match="task text has texts without replies: ask it without --temperature"):
+        evaluation(model, TextTask.load(tmp_path / "text.txt", 64))
+    (row,) = tiny.listed((60, 2)).rows
+    turns = tiny.Listed("turns", (replace(row, turns=True),))
+    with pytest.raises(UsageError, match="task turns asks in turns, once each: ask it without --temperature and --rep"):
+        evaluation(model, turns)
+    assert evaluation(model, turns, Sampling(0.5)).replies == 2 * len(row.queries)
+
+
+def test_tokens_are_drawn_by_their_chances() -> None:
+    chances = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2])
+    logits = chances.log().expand(20_000, 2, 5)
+    for top_p, kept in ((1.0, 5), (0.84, 3), (0.6, 2)):
+        drawn = Draws(Sampling(0.5, top_p), range(20_000))(logits).flatten()
+        expected = chances**2 / (chances**2).sum()  # at a temperature of a half
+        expected[expected.argsort()[: 5 - kept]] = 0
+        assert torch.allclose(drawn.bincount(minlength=5) / 20_000, expected / expected.sum(), atol=0.015)
+    with pytest.raises(NonFiniteError):
+        Draws(DRAWN, [1, 2])(torch.tensor([[[0.0, 1.0]], [[0.0, torch.nan]]]))
