@@ -23,7 +23,7 @@ from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Policy
 from kvsearch.runtime.decode.replies import Finished
-from kvsearch.runtime.replay.forced_answers import ForcedQuestions, Judge, parted_replies
+from kvsearch.runtime.replay.forced_answers import ForcedQuestions, parted_replies, reply_end, right_reply
 from kvsearch.tasks.base import Example, Task
 from kvsearch.tasks.encode import Prompt, TaskPrompts, check_length, counter, encode, middle_cut, most_tokens, unused
 from kvsearch.tasks.fields import is_blank
@@ -259,14 +259,14 @@ def data_of_tasks(
         if not examples:
             raise UsageError(f"task {task.name} has no question with an answer to calibrate on: leave it out")
         encoded = encode(loaded.tokenizer, task, list(examples.values()))
-        judge = Judge(task, encoded.format)
-        contexts += (_context(judge, encoded, prompt, examples[prompt.key].context) for prompt in encoded.prompts)
+        ended = reply_end(encoded)
+        contexts += (_context(encoded, prompt, examples[prompt.key].context, ended) for prompt in encoded.prompts)
     return CalibrationData(
         "+".join(task.name for task in tasks), PLAIN_PROMPT, tuple(contexts), content_hash("", contexts)
     )
 
 
-def _context(judge: Judge, encoded: TaskPrompts, prompt: Prompt, text: str) -> Context:
+def _context(encoded: TaskPrompts, prompt: Prompt, text: str, ended: Finished | None) -> Context:
     """Return a context as records know it, with its questions and what is taken of own replies to them."""
     task = encoded.task
     key = prompt.key
@@ -279,5 +279,6 @@ def _context(judge: Judge, encoded: TaskPrompts, prompt: Prompt, text: str) -> C
         )
         for query in (question.query for question in prompt.questions)
     )
-    taken = tuple(partial(judge.right, key, question.number, question.query) for question in prompt.questions)
-    return Context(text, pairs, task.prompt, task.chat, encoded.recorded[key], taken, judge.ended)
+    judged = replace(encoded, prompts=())  # a reply is judged without what others are asked
+    taken = tuple(partial(right_reply, judged, key, question.number, question.query) for question in prompt.questions)
+    return Context(text, pairs, task.prompt, task.chat, encoded.recorded[key], taken, ended)

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +33,7 @@ from kvsearch.search.trials import STARTS, Candidate, LimitReachedError, TrialRu
 FLAT = 1e-6  # relative; values that differ by less are the same
 COMPLETED = "completed"
 ALL_LAYERS = slice(None)
+VALUE = attrgetter("value")  # of candidates
 
 
 @dataclass
@@ -58,7 +60,7 @@ class SearchOutcome:
             key = candidate.table.tobytes()
             if math.isfinite(candidate.value) and (key not in pool or candidate.value < pool[key].value):
                 pool[key] = candidate
-        ranked = sorted(pool.values(), key=lambda candidate: candidate.value)
+        ranked = sorted(pool.values(), key=VALUE)
         starts = [candidate for candidate in ranked[MAX_POOL:] if candidate.where.startswith(STARTS)]
         self.pool = [*ranked[:MAX_POOL], *starts]
 
@@ -146,14 +148,14 @@ class Search:
         for generation in range(self.settings.generations):
             if optimiser.finished is not None or self.outcome.flat:
                 break
-            best = _choose_better(best, self._run_generation(stage, generation, optimiser))
+            best = min(best, self._run_generation(stage, generation, optimiser), key=VALUE)
         if self.settings.parity or self.outcome.flat:  # the paper's procedure has no use for the mean
             return best
         where = f"{stage.name}, mean"
         mean = stage.space.budgets(optimiser.best_guess)
         (value,) = self._measure([mean], self.log.begin(self.name + where), [where], stage.rows)
         self.outcome.mean = Candidate(mean, value, where)
-        return _choose_better(best, self.outcome.mean)
+        return min(best, self.outcome.mean, key=VALUE)
 
     def _run_generation(self, stage: SearchStage, generation: int, optimiser: Optimiser) -> Candidate:
         """Ask, measure, tell; return the best candidate."""
@@ -246,7 +248,7 @@ class Search:
         candidates = list(map(Candidate, tables, values, where))
         first = candidates[len(self.starts) :][: len(state)]
         rest = [candidate for candidate in candidates if candidate not in first]
-        self.outcome.pool = [*first, *sorted(rest, key=lambda candidate: candidate.value)]
+        self.outcome.pool = [*first, *sorted(rest, key=VALUE)]
         self.outcome.result = None if self.outcome.flat else next(iter(first), None)
 
 
@@ -260,10 +262,6 @@ def worst_of(values: Iterable[float]) -> float:
     most = max(finite)
     least = min(finite)
     return min(most + max(most - least, abs(most), 1.0), sys.float_info.max)
-
-
-def _choose_better(first: Candidate, second: Candidate) -> Candidate:
-    return second if second.value < first.value else first
 
 
 def cache_score(mean: float, budget: float, gamma: float = 0.2) -> float:

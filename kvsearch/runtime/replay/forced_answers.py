@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,10 +25,10 @@ from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import Finished, NonFiniteError, has_windows, stop_tokens
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import batches, compressed
-from kvsearch.tasks.base import Answers, Query, Task
+from kvsearch.tasks.base import Answers, Query
 from kvsearch.tasks.encode import Reading, TaskPrompts, readings
 from kvsearch.tasks.metrics import is_forced, is_right, score
-from kvsearch.tasks.prompts import PromptFormat, cut, stop_at
+from kvsearch.tasks.prompts import cut, stop_at
 
 TOGETHER = 8  # sequences that are decoded in one batch
 PAD = 0  # any token will do: nothing sees it
@@ -51,35 +51,33 @@ class ForcedQuestions:
     ended: Finished | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Judge:
-    """Which own replies to the questions of a task are teacher-forced, and how much of them."""
+def reply_end(task: TaskPrompts) -> Finished | None:
+    """Return whether an own reply has come to a stop text; None where the task has none.
 
-    task: Task
-    format: PromptFormat
+    One that is not taken ends at once.
+    """
+    return (lambda _: True) if is_forced(task.task) else task.format.ended(task.task.stops)
 
-    @cached_property
-    def ended(self) -> Finished | None:
-        """Whether a reply has come to a stop text; None where the task has none. One that is not taken ends at once."""
-        return (lambda _: True) if is_forced(self.task) else self.format.ended(self.task.stops)
 
-    def right(self, key: str, number: int, query: Query, reply: list[int]) -> list[int]:
-        """Return a reply up to the stop text that ended it, in whole tokens; nothing if it is not right, or not scored.
+def right_reply(task: TaskPrompts, key: str, number: int, query: Query, reply: list[int]) -> list[int]:
+    """Return what is teacher-forced of an own reply: up to the stop text that ended it, in whole tokens.
 
-        Raises:
-            UsageError: the metric cannot judge it.
-        """
-        if is_forced(self.task):
-            return []
-        decode = self.format.decode
-        stops = self.task.stops
-        said = list(reply)
-        end = stop_at(decode(reply), stops)
-        while end is not None and said and len(decode(said)) > end:
-            said.pop()
-        if said and is_right(score(self.task, key, number, query, cut(decode(said), stops))):
-            return said
+    Nothing if it is not right, or not scored.
+
+    Raises:
+        UsageError: the metric cannot judge it.
+    """
+    if is_forced(task.task):
         return []
+    decode = task.format.decode
+    stops = task.task.stops
+    said = list(reply)
+    end = stop_at(decode(reply), stops)
+    while end is not None and said and len(decode(said)) > end:
+        said.pop()
+    if said and is_right(score(task.task, key, number, query, cut(decode(said), stops))):
+        return said
+    return []
 
 
 class ForcedAnswer(NamedTuple):
@@ -112,14 +110,14 @@ def forced_answers(
     }
     if answers == "given":
         return found
-    judges = {task.task.name: Judge(task.task, task.format) for task in tasks}
-    questions = [_asking(task, one, judges[task.task.name].ended) for task, one in asked]
+    ends = {task.task.name: reply_end(task) for task in tasks}
+    questions = [_asking(task, one, ends[task.task.name]) for task, one in asked]
     [made] = parted_replies(loaded, [questions], progress)
     for (task, reading), replies in zip(asked, made, strict=True):
         name = task.task.name
         key = reading.prompt.key
         for question, reply in zip(reading.questions, replies, strict=True):
-            if said := judges[name].right(key, question.number, question.query, reply):
+            if said := right_reply(task, key, question.number, question.query, reply):
                 found[name, key, question.number] = ForcedAnswer(torch.tensor(said), own=True)
     return found
 
