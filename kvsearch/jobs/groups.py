@@ -224,8 +224,7 @@ class WithTasks(JobOptions):
 
     def task_options(self, split: str | None = None) -> dict[str, Any]:
         """Return what tasks are made with, of one split (None: the default of each)."""
-        details = {name: getattr(self, name) for name in TASK_DETAILS if name != "length"}
-        return {"lengths": self.length, "split": split, **details}
+        return {"split": split, **{name: getattr(self, name) for name in TASK_DETAILS}}
 
     def find_tasks(self, model: str | None, split: str | None = None) -> list[Task]:
         """Return the tasks for a model, of one split; see `kvsearch.tasks.catalog.find_tasks` for the errors."""

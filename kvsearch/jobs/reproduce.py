@@ -128,7 +128,7 @@ class ReproduceOptions(WithTasks, WithWorkers, Batches):
 
 def options_read(spec: str) -> set[str]:
     """Return which options the tasks of a spec read, by the names of fields; UsageError for an unknown task."""
-    return {"length" if option == "lengths" else option for entry in find_entries(spec) for option in entry.reads}
+    return {option for entry in find_entries(spec) for option in entry.reads}
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Stages:
     def tasks_of(self, stage: Stage) -> list[Task]:
         """Return what a stage asks: of its split, or of one where it has several."""
         options = stage.options
-        made_of = {"lengths": options.get("length"), "split": options.get("split"), **self._details(stage)}
+        made_of = {"length": options.get("length"), "split": options.get("split"), **self._details(stage)}
         return find_tasks(options["tasks"], made_of)
 
     def _details(self, stage: Stage) -> dict[str, Any]:

@@ -52,7 +52,7 @@ FILE = "FILE"
 OF_FILES: Final = (JSONL, TEXT)  # kinds that are given with a file of the user's own
 DRAWN: Final = f"{RULER}:file="  # RULER's tasks as somebody has drawn them
 
-_GENERATED: Final = {"lengths": "length", "split": "split"}
+_GENERATED: Final = {"length": "length", "split": "split"}
 _ROWS: Final = {"data": "source", "data_revision": "revision", "split": "split"}
 
 
@@ -97,7 +97,7 @@ class Entry:
 
 def flag(option: str) -> str:
     """Return what an option is called on the command line."""
-    return "--length" if option == "lengths" else "--" + option.replace("_", "-")
+    return "--" + option.replace("_", "-")
 
 
 def own_file(path: str, kind: str = JSONL) -> Entry:
@@ -174,7 +174,7 @@ def _entries() -> Iterator[Entry]:
         spec = TracedTask.specs[name]
         make = partial(TracedTask, name, source=hub)
         yield Entry(name.replace("aime", "aime:"), spec.category, spec.metric, f"{hub}, or --data", make, reads)
-    reads = {name: name for name in ("lengths", "depths", "haystack", "metric", "split")}
+    reads = {"length": "lengths", **{name: name for name in ("depths", "haystack", "metric", "split")}}
     yield Entry(NEEDLE, NiahTask.category, NiahTask.metric, STORY, NiahTask, reads)
 
 
@@ -216,7 +216,7 @@ def find_tasks(spec: str, options: Mapping[str, Any] | int | None = None) -> lis
     """
     entries = find_entries(spec)
     if isinstance(options, int):
-        return [_make(entry, {"lengths": (options,)}) for entry in entries]
+        return [_make(entry, {"length": (options,)}) for entry in entries]
     chosen = {name: value for name, value in (options or {}).items() if value is not None}
     _refuse_unread(chosen, entries)
     return [_make(entry, chosen) for entry in entries]

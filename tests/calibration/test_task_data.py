@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_contexts_and_questions_are_those_of_an_evaluation(model: LoadedModel, file: Path) -> None:
     """The same token ids before every answer, cut or not."""
-    tasks = find_tasks(f"jsonl:{file}+synthetic:multikey", {"lengths": (512,), "split": "train"})
+    tasks = find_tasks(f"jsonl:{file}+synthetic:multikey", {"length": (512,), "split": "train"})
     data = data_of_tasks(model, tasks, 3, 1)
     assert (data.name, len(data.contexts)) == ("mine+multikey", 6)
     encoded = encode_tasks(model, tasks, 3, 1)
@@ -51,12 +51,12 @@ def test_other_splits_and_seeds_are_other_contexts(model: LoadedModel, file: Pat
     """What is trained on by default is disjoint from what an evaluation asks by default, or of its report split."""
 
     def texts(split: str | None, seed: int = 0) -> set[str]:
-        tasks = find_tasks(f"jsonl:{file}+synthetic:multikey", {"lengths": (512,), "split": split})
+        tasks = find_tasks(f"jsonl:{file}+synthetic:multikey", {"length": (512,), "split": split})
         return {context.text for context in data_of_tasks(model, tasks, 20, seed).contexts}
 
     train, report = texts("train"), texts("report")
     assert train and report and not train & report
-    synthetic = find_tasks("synthetic:multikey", {"lengths": (512,)})
+    synthetic = find_tasks("synthetic:multikey", {"length": (512,)})
     assert not train & {context.text for context in data_of_tasks(model, synthetic, 20, 0).contexts}
     assert data_of_tasks(model, synthetic, 2, 0).sha256 != data_of_tasks(model, synthetic, 2, 1).sha256
 

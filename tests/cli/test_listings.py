@@ -113,8 +113,7 @@ def probed(*arguments: str) -> tuple[int, str, str]:
 
 def test_every_option_of_tasks_has_its_flag_and_arrives() -> None:
     known = {option for entry in ENTRIES.values() for option in entry.reads}
-    taken = ["lengths" if name == "length" else name for name in TASK_DETAILS]
-    assert {*taken, "split"} == known
+    assert {*TASK_DETAILS, "split"} == known
     flags = [typed for offered in describe(Probe) for typed in offered.flags]
     assert [option for option in known if flag(option) not in flags] == []
     assert json.loads(probed()[1]) == {"tasks": None}  # which are then those of the model
@@ -124,6 +123,6 @@ def test_every_option_of_tasks_has_its_flag_and_arrives() -> None:
         "--metric", "gsm8k",
     ]  # fmt: skip
     assert json.loads(probed(*typed)[1]) == {
-        "tasks": "ruler+gsm8k", "lengths": [4096, 8192], "split": "select", "data": "me/it", "data_revision": "v1",
+        "tasks": "ruler+gsm8k", "length": [4096, 8192], "split": "select", "data": "me/it", "data_revision": "v1",
         "prompts": "p", "haystack": "h", "squad": "s", "hotpot": "q", "depths": [0, 50], "shots": 0, "metric": "gsm8k",
     }  # fmt: skip

@@ -38,7 +38,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_the_suite() -> None:
-    assert find_tasks("synthetic", {"lengths": (512,), "split": "select"}) == [
+    assert find_tasks("synthetic", {"length": (512,), "split": "select"}) == [
         SyntheticTask(name, 512, "select") for name in SUITES["core"]
     ]
     assert names("synthetic:") == list(SUITES["core"])
@@ -114,7 +114,7 @@ def test_unknown_tasks(spec: str, problem: str) -> None:
 def test_options_reach_their_tasks(files: dict[str, Path]) -> None:
     common = {"split": "select"}
     hay, squad, hotpot = files["haystack"], files["squad"], files["hotpot"]
-    assert find_tasks("ruler:niah_single_2,vt", dict(haystack=hay, lengths=(512,), **common)) == [
+    assert find_tasks("ruler:niah_single_2,vt", dict(haystack=hay, length=(512,), **common)) == [
         RulerTask("niah_single_2", 512, "select", haystack=hay), RulerTask("vt", 512, "select"),
     ]  # fmt: skip
     assert find_tasks("ruler:qa_1,qa_2", {"squad": squad, "hotpot": hotpot}) == [
@@ -126,7 +126,7 @@ def test_options_reach_their_tasks(files: dict[str, Path]) -> None:
     maths = dict(data="a", data_revision="v", shots=2, metric="gsm8k_official", **common)
     expected = Gsm8kTask(source="a", revision="v", shots=2, metric="gsm8k_official", split="select")
     assert find_tasks("gsm8k", maths) == [expected]
-    grid = dict(lengths=(500, 900), depths=(0, 99), haystack=hay, metric="niah_recall_lava", **common)
+    grid = dict(length=(500, 900), depths=(0, 99), haystack=hay, metric="niah_recall_lava", **common)
     assert find_tasks("niah", grid) == [NiahTask((500, 900), (0, 99), hay, metric="niah_recall_lava", split="select")]
 
 
@@ -138,7 +138,7 @@ def test_a_plain_length_is_for_those_that_have_one() -> None:
     ("spec", "options", "problem"),
     [
         ("gsm8k", {"haystack": Path("h")}, "none of the chosen tasks reads --haystack: --haystack is for ruler:niah_s"),
-        ("gsm8k", {"lengths": (9,)}, "reads --length: --length is for synthetic, ruler, niah$"),
+        ("gsm8k", {"length": (9,)}, "reads --length: --length is for synthetic, ruler, niah$"),
         ("longbench:trec", {"shots": 3}, "reads --shots: --shots is for gsm8k"),
         ("ruler:vt", {"haystack": Path("h")}, f"for {', '.join(f'ruler:{name}' for name in ESSAYS)}, niah$"),
         ("ruler:qa_1", {"squad": Path("s"), "hotpot": Path("h")}, "reads --hotpot: --hotpot is for ruler:qa_2"),
@@ -147,17 +147,17 @@ def test_a_plain_length_is_for_those_that_have_one() -> None:
             {"data": "d", "data_revision": "r"},
             "reads --data, --data-revision: --data is for longbench, infinitebench, gsm8k, math500, aime; ",
         ),
-        ("ruler:vt", {"lengths": (1, 2)}, "ruler tasks take one length, got 1, 2: evaluate one length after the other"),
-        ("synthetic+niah", {"lengths": ()}, "synthetic tasks take one length, got none"),
-        ("synthetic", {"lengths": (100,)}, "at least 512 tokens"),
+        ("ruler:vt", {"length": (1, 2)}, "ruler tasks take one length, got 1, 2: evaluate one length after the other"),
+        ("synthetic+niah", {"length": ()}, "synthetic tasks take one length, got none"),
+        ("synthetic", {"length": (100,)}, "at least 512 tokens"),
         ("gsm8k", {"max_new_tokens": 9}, "reads --max-new-tokens: --max-new-tokens is for math500, aime$"),
         ("gsm8k", {"metric": "niah_recall"}, "unknown GSM8K metric 'niah_recall'"),
         ("niah", {"metric": "niah_recal"}, "unknown metric 'niah_recal'; did you mean 'niah_recall'"),
         ("niah", {"depths": (50, 10)}, "depths must be rising whole numbers from 0 to 100, got 50, 10"),
         ("longbench", {"split": "test"}, "unknown split 'test'"),
         ("niah", {"haystack": Path("/no/such/hay")}, "there is no file /no/such/hay"),
-        ("niah", {"lengths": (2000, 1000)}, "lengths must be rising whole numbers from 1, got 2000, 1000"),
-        ("niah", {"lengths": (0,)}, "lengths must be rising"),
+        ("niah", {"length": (2000, 1000)}, "lengths must be rising whole numbers from 1, got 2000, 1000"),
+        ("niah", {"length": (0,)}, "lengths must be rising"),
         ("gsm8k", {"shots": -1}, "-1 worked examples were asked for: ask for 0 to 8"),
         ("gsm8k", {"shots": 9}, "9 worked examples were asked for: ask for 0 to 8"),
         ("synthetic", {"split": "trian"}, "unknown split 'trian'; did you mean 'train'"),
