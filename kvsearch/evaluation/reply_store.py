@@ -28,7 +28,7 @@ from kvsearch.evaluation.samples import Place, Sample
 from kvsearch.runs.identity import LEDGER, LOSSES, METRICS, REPORT, SAMPLES, TABLES, RunConfig
 from kvsearch.runs.ledger import Ledger, LedgerFormatError, read_lines
 from kvsearch.runs.lock import locked
-from kvsearch.runs.run import Run, run_in
+from kvsearch.runs.run import Run, require_unchanged, run_in
 
 FILES = (REPORT, SAMPLES, TABLES, LOSSES)
 _KEY = "id"  # in place of what the author calls the question, which is looked up again
@@ -95,8 +95,9 @@ def open_run(directory: Path, config: RunConfig, force: bool = False) -> Iterato
         UsageError: another run is there, a damaged ledger, or another process writes to it; see `run_in`.
         EnvironmentFault: the disk is full, permissions are missing.
     """
-    reads = {LOSSES: "delete it, and give --losses to measure them again"}
-    with Run.open(directory, config, force=force, files=FILES, reads=reads) as run:
+    if not force:
+        require_unchanged(directory, LOSSES, "delete it, and give --losses to measure them again")
+    with Run.open(directory, config, force=force, files=FILES) as run:
         _warn_of_metrics(run)
         with run.open_ledger(ReplyStore) as store:
             yield run, store

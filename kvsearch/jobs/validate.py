@@ -35,7 +35,7 @@ from kvsearch.plan.schema import Protocol
 from kvsearch.report.costs import Forecast
 from kvsearch.results.validation import FILE, ValidationResult, load_validation
 from kvsearch.runs.identity import CONFIG, RunConfig
-from kvsearch.runs.run import Run, require_same
+from kvsearch.runs.run import Run, require_same, require_unchanged
 from kvsearch.signals.table import SignalTable
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def dry_run(options: ValidateOptions, reporter: Reporter) -> Forecast:
     prepared = _prepare(options, reporter)
     first = prepared[0]
     if not options.force:
-        require_same(_place(options), _config(options, first))
+        require_same((options.directory / FILE).parent, _config(options, first))
     content = {
         "tasks": list(first.conditions.tasks),
         "split": first.conditions.split,
@@ -199,11 +199,10 @@ def validate(options: ValidateOptions, reporter: Reporter) -> ValidationResult:
     conditions = prepared[0].conditions
     path = options.directory / FILE
     protocol = conditions.protocol
-    reads = {path.name: "restore it, or --force to start anew"}
+    if not options.force:
+        require_unchanged(path.parent, path.name, "restore it, or --force to start anew")
     config = _config(options, prepared[0])
-    with Run.open(
-        _place(options), config, force=options.force, files=(path.name, "[0-9r]*-question-*"), reads=reads
-    ) as run:
+    with Run.open(path.parent, config, force=options.force, files=(path.name, "[0-9r]*-question-*")) as run:
         before = found = load_validation(path)
         for validation in prepared:
             size = validation.size
@@ -222,11 +221,6 @@ def validate(options: ValidateOptions, reporter: Reporter) -> ValidationResult:
     if found == before:
         reporter.say(FINISHED)
     return found
-
-
-def _place(options: ValidateOptions) -> Path:
-    """Return the directory of the validation."""
-    return (options.directory / FILE).parent
 
 
 def _config(options: ValidateOptions, prepared: PreparedValidation) -> RunConfig:

@@ -61,7 +61,6 @@ class Run:
         *,
         force: bool = False,
         files: Sequence[str] = (),
-        reads: Mapping[str, str] | None = None,
     ) -> Iterator[Run]:
         """Begin a run, or go on with the one that is there; its configuration is written, its checksums are not valid.
 
@@ -70,11 +69,9 @@ class Run:
             config: of the run.
             force: whether what is there of any run of this job is removed first.
             files: patterns of what the run writes beside its configuration and ledger.
-            reads: files that a session before has finished and this one reads, with what to do if one was changed.
 
         Raises:
-            UsageError: another run is there, or something else; a file of `reads` was changed; another process writes
-                there.
+            UsageError: another run is there, or something else; another process writes there.
             EnvironmentFault: the disk is full, permissions are missing.
         """
         with locked(directory):
@@ -86,8 +83,6 @@ class Run:
                 earlier = require_same(directory, config)
             if earlier is not None:
                 state = "finished" if CONFIG in read_sums(directory) else "unfinished"
-                for name, remedy in (reads or {}).items():
-                    require_unchanged(directory, name, remedy)
             begin(directory, config, (LEDGER, *files) if force else ())
             yield cls(directory, config, state, earlier, files)
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvsearch.core.errors import UsageError
 from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, REPORT, SUMS, RunConfig
-from kvsearch.runs.run import Run, read_sums
+from kvsearch.runs.run import Run, read_sums, require_unchanged
 from tests.runs.notes import Notes
 
 ONE = RunConfig(job="evaluate", content={"seed": 1}, execution={"batch": 1})
@@ -58,10 +58,8 @@ def test_what_is_read_again_must_be_what_was_finished(tmp_path: Path) -> None:
     with Run.open(tmp_path, ONE, files=(LOSSES,)) as run:
         run.write(LOSSES, [])
         run.finish()
+    require_unchanged(tmp_path, LOSSES, "delete it")
     (tmp_path / LOSSES).write_text("[1]")
-    with (
-        pytest.raises(UsageError, match=r"losses\.json was changed since it was finished, .*: delete it"),
-        Run.open(tmp_path, ONE, files=(LOSSES,), reads={LOSSES: "delete it"}),
-    ):
-        pass
+    with pytest.raises(UsageError, match=r"losses\.json was changed since it was finished, .*: delete it"):
+        require_unchanged(tmp_path, LOSSES, "delete it")
     assert LOSSES in read_sums(tmp_path)
