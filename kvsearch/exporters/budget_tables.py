@@ -238,7 +238,7 @@ class Tangram(BudgetExporter):
             "ratio_per_head": shares[None],
             "ratio_p90_per_head": shares[None],
             "ratio_std_per_head": np.zeros_like(shares[None]),
-            "base_ratios": np.float32([kept]),
+            "base_ratios": np.array([kept], dtype=np.float32),
             "static_layer_ids": np.array([], dtype=np.int32),
             "meta": header,
         }
@@ -258,7 +258,8 @@ class Tangram(BudgetExporter):
         """Return what the profile says of a prompt of `length` tokens."""
         (name,) = (name for name in files if name.endswith(self.profile))
         shares = np.load(io.BytesIO(files[name]))["ratio_per_head"][0]
-        return np.rint(shares.astype(np.float64) * length).astype(np.int64)
+        held: Ints = np.rint(shares.astype(np.float64) * length).astype(np.int64)
+        return held
 
 
 BLOCK = 32  # tokens of a cache block of OpenVINO on a CPU, of which its sizes are multiples
