@@ -140,9 +140,6 @@ def test_with_the_question_in_the_prompt(method: str, model: LoadedModel, data: 
     )
 
 
-# --- the profile --------------------------------------------------------------------------------------------------
-
-
 @methods
 def test_what_a_profile_holds(method: str, profiles: dict[str, Profile], data: CalibrationData) -> None:
     made, (policy, allocation) = profiles[method], METHODS[method]
@@ -202,9 +199,6 @@ def test_a_least_share_for_every_head(model: LoadedModel, data: CalibrationData)
     assert made.metadata.floor == int(np.ceil(0.2 * made.metadata.length))
     assert made.arrays["evicted_ratio"].max() <= 0.8 + 1e-6
     np.testing.assert_allclose(made.arrays["evicted_ratio"][98], made.arrays["evicted_ratio"][80], atol=1e-2)
-
-
-# --- bad input ----------------------------------------------------------------------------------------------------
 
 
 @every_value(where=["model.layers.0.self_attn.v_proj", "lm_head"], method=METHODS)

@@ -74,6 +74,7 @@ def test_it_is_compared_with_other_methods(ranking: Path, tmp_path: Path) -> Non
     done("plan", "uniform", "bundled", "--policy", f"probe={ranking}", "--budget", 64, "-o", tmp_path / "plan.json")
 
 
+@pytest.mark.slow
 def test_plain_texts(run: Run, short: Path, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number, one in enumerate(json.loads(short.read_text())["contexts"][:3]):

@@ -11,7 +11,7 @@ import kvsearch
 from kvsearch.core.resources import resource
 from tests import tiny
 from tests.cli.conftest import Run, done
-from tests.cli.test_bad_input import INCOMPATIBLE, USAGE, refused
+from tests.cli.test_bad_input import USAGE, refused
 
 CONTEXT = " ".join(tiny.document(200, facts=3).words[1:])
 QUESTIONS = [" ".join(question.prompt) for question in tiny.document(200, facts=3).questions]
@@ -78,10 +78,6 @@ def test_what_is_refused(run: Run, plan: Path, saved: Path, tmp_path: Path) -> N
     asked = ("--prompt", "? vote")
     from_file = ("generate", "bundled", "--cache", saved)
     refused(run, USAGE, "leave --context out, or --cache", *from_file, *asked, "--context", "the fox .")
-    refused(run, INCOMPATIBLE, "was made for another model", "generate", "bundled-redundant", "--cache", saved, *asked)
-    refused(
-        run, INCOMPATIBLE, "holds float32 and the model runs in bfloat16", *from_file, *asked, "--dtype", "bfloat16"
-    )
     refused(run, USAGE, "is no safetensors file", "generate", "bundled", "--cache", saved.parent / "plan.json", *asked)
     refused(run, USAGE, "there is no file", "generate", "bundled", "--cache", tmp_path / "nothing.kv", *asked)
     refused(run, USAGE, "give a --prompt with --cache", "generate", resource("data/bundled"), "--cache", saved)

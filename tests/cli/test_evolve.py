@@ -74,6 +74,7 @@ def test_a_search_writes_a_plan_and_a_report(evolved: tuple[Path, str, str]) -> 
     assert any(line.endswith(f"wrote {directory / 'plan.json'}") for line in lines)
 
 
+@pytest.mark.slow
 def test_limits_end_a_search_with_a_result_and_may_be_raised(
     evolved: tuple[Path, str, str], questions: Path, tmp_path: Path
 ) -> None:
@@ -84,6 +85,7 @@ def test_limits_end_a_search_with_a_result_and_may_be_raised(
     assert results(tmp_path / "run") == results(evolved[0])
 
 
+@pytest.mark.slow
 def test_several_budgets(questions: Path, tmp_path: Path) -> None:
     small = ("--budgets", "8,16", *SMALL[2:], "--generations", 1)
     out, _ = done(*command(questions, tmp_path / "run", small=small))

@@ -66,6 +66,7 @@ def asked(words: Iterable[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_from_a_calibration_to_an_evaluation_of_its_plan(place: Path) -> None:
     options = typed(place)
     model = options.pop("model")

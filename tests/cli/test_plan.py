@@ -34,19 +34,6 @@ def test_a_plan_is_made_and_answers(run: Run, phases: str, tmp_path: Path) -> No
     assert "--force" in talk
 
 
-def test_evaluating_a_plan_with_a_decode_phase(tmp_path: Path) -> None:
-    path = tmp_path / "mine.json"
-    done("plan", "uniform", "bundled", "--policy", "h2o", "--budget", 200, "--phases", "both", "-o", path)
-    out, _ = done(
-        "evaluate", "bundled", "--plan", path, "--tasks", "synthetic:single", "--samples", 2, "--length", 512,
-        "--baselines", "snapkv,streaming", "--json",
-    )  # fmt: skip
-    held = {method["name"]: method["held"] for method in json.loads(out)["blocks"][0]["methods"]}
-    assert held["mine"]["entries"] == held["snapkv"]["entries"] == held["streaming"]["entries"] == 200 * 24
-    assert held["mine"]["most"] == held["snapkv"]["most"] == held["streaming"]["most"] == 201 * 24
-    assert load_plan(path).decode is not None
-
-
 def test_a_pyramid_falls_from_layer_to_layer_with_the_total_of_even_budgets(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "pyramid.json"
     making = ("plan", "pyramid", "bundled", "--policy", "pyramidkv", "--budget", 64, "-o", path)
@@ -126,20 +113,6 @@ def test_tables_show_what_differs(a: Path, tmp_path: Path) -> None:
     assert ["total", "32", "43", "+11"] in found
     assert ["total", "-", "16", "-"] in found
     assert not any(row[:2] == ["2", "16"] for row in found)  # layer 2 is the same
-
-
-def test_json_holds_everything(a: Path, tmp_path: Path) -> None:
-    b = written(tmp_path / "b.json", [[10, 7], None, [4, 12]], floor=2)
-    out, _ = done("plan", "diff", a, b, "--json")
-    assert json.loads(out) == {
-        "equal": False,
-        "settings": [
-            {"name": "floor", "before": 4, "after": 2, "phase": None, "layers": []},
-            {"name": "total", "before": 32, "after": 33, "phase": "prefill", "layers": []},
-        ],
-        "budgets": [{"phase": "prefill", "layer": 0, "head": 1, "before": 6, "after": 7}],
-        "totals": {"prefill": [32, 33]},
-    }
 
 
 USAGE = 2

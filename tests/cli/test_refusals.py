@@ -90,6 +90,14 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--sure 1", "--sure 1 is outside [0.5, 1)"),
         ("--budgets 16,24", "--budgets: cannot be given with --budget: leave one of them out"),
         ("-o NEW/plan.json", "its folder does not exist"),
+        ("--run IN/mine.jsonl", "mine.jsonl is a file, name a directory"),
+        ("--run IN/mine.jsonl/deeper", "mine.jsonl is a file, name a directory"),
+    ],
+    "validate": [
+        (f"NEW {VERDICTS}", "does not exist: give the directory of a finished calibration"),
+        (f"IN/mine.jsonl {VERDICTS}", "is a file: give the directory"),
+        (f"IN {VERDICTS}", "has no profile.safetensors"),
+        (f"CAL {VERDICTS}", "has no signals: give the directory of one by"),
     ],
     f"validate IN/polykv {VERDICTS}": [
         ("--signals cosine,,ppl", "--signals: takes values with commas between them"),

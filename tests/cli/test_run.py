@@ -58,13 +58,6 @@ def ledger(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "ledger.jsonl").read_text().splitlines()]
 
 
-def result(directory: Path) -> dict[str, bytes]:
-    """What a run leaves, but for when: command lines and seconds differ."""
-    names = ("plan-40.json", "plan-60.json", "run.json", "contexts.json", "refine/plan-40-1.json")
-    fits = sorted(directory.glob("*.safetensors")) + sorted(directory.rglob("profile.safetensors"))
-    return {str(path.relative_to(directory)): path.read_bytes() for path in (*(directory / n for n in names), *fits)}
-
-
 @pytest.mark.slow
 def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str]) -> None:
     directory, talk = finished
@@ -146,19 +139,6 @@ def test_what_is_fitted_chosen_and_reported_on_is_never_the_same(finished: tuple
     assert all(map(record.reported.has, reported))
     if "probe" in {policy.name for policy in load_plan(directory / "plan-40.json").policies}:
         assert all(map(record.fitted.has, fitted))
-
-
-@pytest.mark.slow
-def test_a_finished_run_says_so_and_stays_as_it_is(questions: Path, finished: tuple[Path, str]) -> None:
-    directory, _ = finished
-    before = result(directory)
-    sums = directory / "refine" / "SHA256SUMS"
-    sealed = sums.read_bytes()
-    sums.unlink()  # as where the search was stopped before its last act
-    _, talk = done(*command(questions, directory, "--budgets", "40,60"))
-    assert "this run was finished: nothing was left to do" in talk
-    assert result(directory) == before
-    assert sums.read_bytes() == sealed
 
 
 def test_a_dry_run_says_what_every_stage_costs(questions: Path, tmp_path: Path) -> None:

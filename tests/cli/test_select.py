@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.jobs.select import SelectOptions
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan
 from kvsearch.report.integrity import verify_paths
@@ -140,13 +139,3 @@ def test_the_evidence_is_there_before_the_plan(
     (directory.parent / "plan.json").write_bytes((directory.parent / "plan.json").read_bytes() + b" ")
     refused(choose, USAGE, "plan.json is another plan than is chosen now: choose another file, or --force", *asked)
     assert (run_of(directory) / "selection.json").read_bytes() == evidence
-
-
-def test_replies_cannot_be_kept_in_a_file(
-    directory: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Found out before the model is loaded."""
-    monkeypatch.setattr(SelectOptions, "load_calibrated", None)
-    (tmp_path / "file").write_text("mine")
-    for place in (tmp_path / "file", tmp_path / "file" / "deeper"):
-        refused(choose, USAGE, "file is a file, name a directory", *command(directory, questions, "--run", place))

@@ -18,7 +18,6 @@ from kvsearch.runs.run import read_sums
 from kvsearch.strategies.from_signals import Strategy
 from tests.cli.conftest import Run, done, done_json
 from tests.cli.test_bad_input import INCOMPATIBLE, USAGE, refused
-from tests.plan.builders import make_profile
 from tests.signals.profiles import make_signals, signal_metadata
 
 PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 8}, "streaming": {"sinks": 4}}
@@ -99,17 +98,6 @@ def test_what_is_finished_is_not_asked_again(run: Run, directory: Path) -> None:
     out, _ = done("validate", directory, *ASKED, *ROUTE, "--ratio", 0.8, "--json")
     assert [(at["budget"], at["ratio"]) for at in json.loads(out)["budgets"]] == [(32, None), (40, 0.8)]
     assert replies_in(directory, "ratio-0.8")
-
-
-def test_directories_without_signals(run: Run, directory: Path, tmp_path: Path) -> None:
-    refused(
-        run, USAGE, "does not exist: give the directory of a finished calibration", "validate", tmp_path / "no", *ASKED
-    )
-    refused(run, USAGE, "is a file: give the directory", "validate", directory / "config.json", *ASKED)
-    (tmp_path / "empty").mkdir()
-    refused(run, USAGE, "has no profile.safetensors", "validate", tmp_path / "empty", *ASKED)
-    save_profile(make_profile(), directory / "profile.safetensors", overwrite=True)
-    refused(run, USAGE, "has no signals: give the directory of one by", "validate", directory, *ASKED)
 
 
 def test_the_model_is_found_or_named(run: Run, directory: Path) -> None:

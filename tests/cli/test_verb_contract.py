@@ -28,8 +28,6 @@ from tests.shared import Finished, finished_once
 
 FINISHED = "this run was finished: nothing was left to do"
 
-# --- runs that are kept -----------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Kept:
@@ -234,9 +232,6 @@ def test_a_second_writer_is_refused(run: Run, inputs: Path, tmp_path: Path, verb
         told = refused(run, USAGE, words, *KEPT[verb].words(inputs, tmp_path, *more))
         assert told.count("\n") == 1
         assert contents(tmp_path) == before
-
-
-# --- directories of something else ------------------------------------------------------------------------------------
 
 
 def model_of_mine(directory: Path) -> None:

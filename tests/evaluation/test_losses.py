@@ -91,9 +91,6 @@ def losses_of(model: Any, plan: Program, context: Tensor, following: Tensor) -> 
             return {layer.index: query_losses(layer, rules[layer.index]) for layer in passed.continuations()}
 
 
-# --- against independent computations ---------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def brute_force(model: Any, kept: dict[int, Tensor], context: Tensor, following: Tensor) -> dict[int, Tensor]:
     """|y - yhat|_1 [K] by layer from the model's own eager modules, with -inf on what is not `kept` [Hkv, T]."""
@@ -220,9 +217,6 @@ def test_what_a_replay_shows_its_tokens_gives_its_outputs(name: str, phases: str
     same()
 
 
-# --- the bound --------------------------------------------------------------------------------------------------------
-
-
 @every_value(method=METHODS, family=EACH_FAMILY)
 def test_the_bound_holds_for_every_layer_and_query(method: str, family: str) -> None:
     model = build(family)
@@ -250,11 +244,6 @@ def test_merging_loses_nothing_where_nothing_leaves(method: str) -> None:
         assert losses.loss.max() < 1e-3  # of outputs of some hundred; token by token rounds differently
         assert losses.evicted_mass.tolist() == [0.0] * COUNT
 
-
-# --- budgets that depend on the prompt --------------------------------------------------------------------------------
-
-
-# --- tasks ------------------------------------------------------------------------------------------------------------
 
 TASK = tiny.listed((60, 3), (48, 1), name="one")
 OTHER = tiny.listed((52, 2), name="two")
@@ -326,9 +315,6 @@ def test_the_models_own_reply_is_followed_where_it_is_right(model: LoadedModel) 
     assert measure_losses(model, plan, tasks[:1], 1, answers="given") != whole
 
 
-# --- what cannot be measured ------------------------------------------------------------------------------------------
-
-
 def test_a_model_that_computes_nan() -> None:
     model = tiny.loaded()
     with torch.no_grad():
@@ -339,8 +325,6 @@ def test_a_model_that_computes_nan() -> None:
     with pytest.raises(IncompatibleError, match=r"task one, example 0: the model emits NaN"):
         measure_losses(model, plan, [TASK], 1)
 
-
-# --- the report -------------------------------------------------------------------------------------------------------
 
 ROWS = [
     LayerLoss("one", "mine", 0, 10, 2.0, 0.25, 8.0, 4.0),
@@ -376,6 +360,3 @@ def test_the_table() -> None:
     assert "tokens of the answer" in alone
     assert "tasks" not in alone
     assert "merges" not in alone
-
-
-# --- end to end -------------------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
 from kvsearch.runs.identity import CONFIG, LEDGER, SCHEMA
-from kvsearch.runs.run import run_in
 from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.methods import find_methods
 from kvsearch.tasks.base import Query
@@ -59,9 +58,6 @@ def begin(directory: Path, one: Evaluation) -> None:
         pass
 
 
-# --- the file --------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     two = replace(ONE, key="0-2", reply="", score=1.0)
     with ReplyStore(tmp_path / "l") as ledger:
@@ -72,9 +68,6 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         assert ledger.samples[ONE.place, "k1"].reply_seconds == ONE.reply_seconds
     assert read_replies(tmp_path / "l") == {"k1": replace(ONE, task="again"), "k2": two}
     assert (tmp_path / "l").read_bytes().count(b"\n") == 2
-
-
-# --- going on --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -135,9 +128,6 @@ def test_scores_are_those_of_the_task_at_hand(model: LoadedModel, tmp_path: Path
         kept(generous, tmp_path / "run")
 
 
-# --- the configuration -----------------------------------------------------------------------------------------------
-
-
 def test_the_configuration_is_there_first_and_says_everything(model: LoadedModel, tmp_path: Path) -> None:
     one = evaluation(model)
     begin(tmp_path / "run", one)
@@ -170,19 +160,6 @@ def test_another_run_is_refused(model: LoadedModel, tmp_path: Path, changes: dic
     message = str(found.value)
     assert words in message
     assert "\n" not in message
-
-
-def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "config.json").write_text('{"method": "lukv"}')
-    (tmp_path / "torn").mkdir()
-    (tmp_path / "torn" / ".kvsearch-12.tmp").write_text("{")
-    for name, words in (("file", "is a file"), ("full", "holds something else than an evaluation")):
-        with pytest.raises(UsageError, match=words):
-            run_in(tmp_path / name, "evaluate")
-    for name in ("torn", "new"):
-        run_in(tmp_path / name, "evaluate")
 
 
 def test_a_key_depends_on_everything_that_decides_a_reply(model: LoadedModel) -> None:

@@ -93,9 +93,6 @@ def test_a_tokenizer_without_padding_token(model: LoadedModel) -> None:
     assert without_bytes(run(bare, programs(model), [TASK], 4)) == expected
 
 
-# --- stop texts ------------------------------------------------------------------------------------------------------
-
-
 LONG = dataclasses.replace(
     TASK,
     rows=tuple(
@@ -159,9 +156,6 @@ def test_white_space_ends_a_reply_only_after_something_was_said(
         assert sample.reply.split() == whole[key].reply.split()[2:4]
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("place", ["context", "question"])
 def test_a_sample_that_breaks_the_model_is_named(protocol: Protocol, place: str) -> None:
@@ -220,9 +214,6 @@ def test_a_score_outside_0_and_1_is_refused(value: float, model: LoadedModel) ->
 
     with pytest.raises(UsageError, match=rf"^task odd, example 0, question 0: its metric gives {value:g}, scores are"):
         run(model, {"full": full_cache(model.model)}, [Wrong("odd", TASK.rows)], 1)
-
-
-# --- many methods at once --------------------------------------------------------------------------------------------
 
 
 def many(model: LoadedModel) -> dict[str, Program]:

@@ -88,9 +88,6 @@ def planned(model: LoadedModel, **options: Any) -> PlannedLM:
     return PlannedLM(model, program(model), **options)
 
 
-# --- the harness' own model ------------------------------------------------------------------------------------------
-
-
 @every_value(options=[{}, {"batch": 1}, {"max_length": 70}], chat=[False, True])
 def test_a_full_plan_gives_what_the_harness_own_model_gives(
     model: LoadedModel, folder: Path, options: dict[str, int], chat: bool
@@ -128,9 +125,6 @@ def assert_equal(ours: list[Any], theirs: list[Any]) -> None:
         else:
             assert mine[0][0] == pytest.approx(other[0][0], abs=CLOSE)
             assert mine[0][1] == other[0][1]
-
-
-# --- under a plan ----------------------------------------------------------------------------------------------------
 
 
 def test_results_say_what_they_were_made_with(model: LoadedModel, folder: Path) -> None:
@@ -208,9 +202,6 @@ def test_requests_are_answered_in_their_order(model: LoadedModel) -> None:
     assert len(set(answers)) == len(answers)
 
 
-# --- the ends of replies ---------------------------------------------------------------------------------------------
-
-
 def test_replies_end_where_they_are_told_to(model: LoadedModel) -> None:
     whole = planned(model).generate_until([prompt()])[0].split()
     assert len(whole) == len(set(whole)) == 6
@@ -255,9 +246,6 @@ def test_a_special_token_ends_a_reply(model: LoadedModel) -> None:
             head[3] = before
 
 
-# --- token ids ------------------------------------------------------------------------------------------------------
-
-
 def spaced_tokenizer() -> Any:
     """Words with the space before them as one token, " " where no word follows; nothing is put in front."""
     words = Tokenizer(WordLevel({"<end>": 0, "code": 1, " amber": 2, " ": 3, "amber": 4, "?": 5}, unk_token="?"))
@@ -285,9 +273,6 @@ def test_where_a_context_ends(
     else:
         with pytest.raises(IncompatibleError, match="the continuation is empty"):
             lm.encode_pair(asked)
-
-
-# --- what has no meaning under a plan --------------------------------------------------------------------------------
 
 
 def test_the_response_cache_is_refused(model: LoadedModel, folder: Path, tmp_path: Path) -> None:
@@ -374,8 +359,6 @@ def test_the_document_that_breaks_a_model_is_named(folder: Path) -> None:
         lm.generate_until([prompt(f"{WORDS} quark")])
 
 
-# --- chat templates --------------------------------------------------------------------------------------------------
-
 STRICT = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}"
     "{% endfor %}"
@@ -392,9 +375,6 @@ def test_a_system_message_that_the_template_refuses(model: LoadedModel) -> None:
     never = planned(replace(model, tokenizer=chat_tokenizer("{{ raise_exception('never') }}")))
     with pytest.raises(IncompatibleError, match="the chat template refuses a prompt: never"):
         never.apply_chat_template(said[1:])
-
-
-# --- failures --------------------------------------------------------------------------------------------------------
 
 
 def test_a_task_that_fails_is_not_our_bug(model: LoadedModel, folder: Path) -> None:

@@ -67,20 +67,11 @@ def test_a_floor_that_binds_takes_from_the_others() -> None:
     assert budgets_at(plan, "prefill", 20).tolist() == [[4, 16]]
 
 
-def test_short_prompts_get_what_is_possible() -> None:
-    plan = make_plan([[4, 6]], length=40, floor=4, model=model_dict(layers=1))
-    assert budgets_at(plan, "prefill", 8).tolist() == [[4, 4]]
-    assert budgets_at(plan, "prefill", 1).tolist() == [[1, 1]]
-
-
 def test_fixed_prefill_budgets_are_clipped_at_the_prompt() -> None:
     plan = make_plan(scaling="fixed", length=None, decode=phase_dict([None, [9, 3], None]), floor=3)
     assert budgets_at(plan, "prefill", 10).tolist() == [[10, 6], [4, 10]]
     assert budgets_at(plan, "prefill", 9999).tolist() == [[10, 6], [4, 12]]
     assert budgets_at(plan, "decode", 5).tolist() == [[9, 3]]  # the sequence goes on
-
-
-# --- another size ---------------------------------------------------------------------------------------------------
 
 
 def rows(plan: Plan, phase: Phase = "prefill") -> list[list[int]]:
@@ -193,9 +184,6 @@ def test_a_decode_phase_can_make_a_size_impossible() -> None:
         scale(fixed(), ratio=0.5)
 
 
-# --- where plans come from ------------------------------------------------------------------------------------------
-
-
 def test_provenance_names_the_files_a_plan_was_made_of(tmp_path: Path) -> None:
     def saved(plan: Plan, name: str) -> str:
         save_plan(plan, tmp_path / name)
@@ -215,9 +203,6 @@ def test_provenance_names_the_files_a_plan_was_made_of(tmp_path: Path) -> None:
     assert scale(fixed(), total=40).provenance.settings["changes"] == (
         f"scaled to total 40: plan {saved(fixed(), 'fixed.json')}",
     )
-
-
-# --- round trips ----------------------------------------------------------------------------------------------------
 
 
 def random_plan(rng: np.random.Generator) -> Plan:

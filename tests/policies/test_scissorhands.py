@@ -25,9 +25,6 @@ ROWS = [
 ]
 
 
-# --- the end of the prompt --------------------------------------------------------------------------------------------
-
-
 def test_persistence_over_the_last_rows() -> None:
     """Thresholds 1/3, 1/4, 1/5; low 0, 3, 1, 1, 0 of 3, 3, 3, 2, 1; an attention of .2 is not below 1/5.
 
@@ -114,9 +111,6 @@ def test_chunks_of_rows_and_heads_change_nothing(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(state.entries[MASS], expected.entries[MASS])
 
 
-# --- the order --------------------------------------------------------------------------------------------------------
-
-
 def places_by_definition(entries: list[tuple[int, int, float]]) -> list[int]:
     keys = [(1 - Fraction(low, seen), mass) for low, seen, mass in entries]
     order = sorted(set(keys))
@@ -154,9 +148,6 @@ def test_close_ratios_are_told_apart_whatever_the_mass(one: tuple[int, int], oth
     for mass in ([[0.0, 1e30]], [[1e30, 0.0]], [[1.0, 1.0]]):
         found = places(low, seen, torch.tensor(mass), torch.ones(1, 2, dtype=torch.bool))
         assert found.tolist() == [[float(better), float(1 - better)]]
-
-
-# --- decoding ---------------------------------------------------------------------------------------------------------
 
 
 def arriving() -> Step:

@@ -171,9 +171,6 @@ def _yaml_as_json(data: bytes) -> bytes:
     return json.dumps(yaml.safe_load(data)).encode()
 
 
-# --- safetensors ------------------------------------------------------------------------------------------------------
-
-
 @lru_cache(maxsize=256)
 def _split(data: bytes, nested: str | None) -> bytes:
     """Return what is nested (None: nothing), the header, and the bytes of the arrays, pickled."""

@@ -170,9 +170,6 @@ def _kept(cache: PlanCache, mask: Tensor) -> dict[int, Tensor]:
     return found
 
 
-# --- what parts of the product need -------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def _limits(model: Any, family: str) -> Iterator[str]:
     """Yield what is left out on this model, in words."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -73,9 +72,6 @@ def said(output: Any) -> Iterator[Tensor]:
     yield from output.logits
 
 
-# --- one call of generate ----------------------------------------
-
-
 def _generating(name: str, pads: int = PADS, **options: Any) -> None:
     def run(side: Side) -> Iterator[Tensor]:
         ids, mask = batch(pads)
@@ -104,13 +100,6 @@ _generating("dynamic_by_name", cache_implementation="dynamic")
 def configuration_by_position(side: Side) -> Iterator[Tensor]:
     ids, mask = batch()
     yield from said(side.generate(ids, GenerationConfig(max_new_tokens=REPLY), attention_mask=mask))
-
-
-@mode
-def configuration_with_a_dynamic_cache(side: Side) -> Iterator[Tensor]:
-    ids, mask = batch()
-    config = GenerationConfig(max_new_tokens=REPLY, cache_implementation="dynamic")
-    yield from said(side.generate(ids, attention_mask=mask, generation_config=config, max_new_tokens=REPLY))
 
 
 @mode
@@ -144,9 +133,6 @@ def assistant(side: Side) -> Iterator[Tensor]:
     helper = copy.deepcopy(side.model)
     helper.set_attn_implementation("eager")
     yield from said(side.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=helper))
-
-
-# --- several turns ----------------------------------------
 
 
 def _conversation(side: Side, hide: Callable[[Tensor, Tensor], Tensor] | None, **options: Any) -> Iterator[Tensor]:
@@ -227,9 +213,6 @@ def drafts_after_a_mask_that_hides(side: Side) -> Iterator[Tensor]:
     ids, mask = torch.cat([ids, ids[:, :5]], 1), torch.cat([mask, ones(5, 1)], 1)
     mask[:, 8:12] = 0
     yield from said(side.generate(ids, attention_mask=mask, past_key_values=cache, prompt_lookup_num_tokens=3))
-
-
-# --- calls of the model ----------------------------------------
 
 
 @mode
@@ -328,9 +311,6 @@ def finished_sequences_are_fed_pads(side: Side) -> Iterator[Tensor]:
         yield side.forward(cache, more(1, seed=step), mask)[:1]
 
 
-# --- caches that are copied and rearranged ----------------------------------------
-
-
 def _after(side: Side, change: Callable[[Any], Any], rows: list[int]) -> Iterator[Tensor]:
     """A prompt and a hidden token, a change of the cache, and a question to the sequences that are there then."""
     ids, mask = batch()
@@ -396,28 +376,6 @@ def _through(side: Side, dump: Callable[[Any], Any]) -> Iterator[Tensor]:
 @mode
 def pickled(side: Side) -> Iterator[Tensor]:
     yield from _through(side, lambda cache: pickle.loads(pickle.dumps(cache)))
-
-
-@mode
-def saved_by_torch(side: Side) -> Iterator[Tensor]:
-    def dump(cache: Any) -> Any:
-        file = io.BytesIO()
-        torch.save(cache, file)
-        file.seek(0)
-        return torch.load(file, weights_only=False)
-
-    yield from _through(side, dump)
-
-
-@mode
-def pickled_between_turns(side: Side) -> Iterator[Tensor]:
-    ids, mask = batch()
-    cache = side.cache()
-    yield from said(output := side.generate(ids, attention_mask=mask, past_key_values=cache))
-    ids = torch.cat([output.sequences, more(3)], 1)
-    mask = torch.cat([mask, ones(ids.shape[1] - mask.shape[1])], 1)
-    again = pickle.loads(pickle.dumps(cache))
-    yield from said(side.generate(ids, attention_mask=mask, past_key_values=again))
 
 
 @mode

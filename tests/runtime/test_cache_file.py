@@ -21,13 +21,11 @@ from kvsearch.policies.registry import policy_of
 from kvsearch.runtime import PlanCache, attach
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.shared_prefill import prefill_all
-from kvsearch.runtime.store.flat import FlatBlock
 from kvsearch.runtime.store.tensor_file import read_tensors, write_tensors
 from tests.combinations import every_value
 from tests.families import DEVICES, SPECIAL, build, prompts
 from tests.policies import probes
 from tests.runtime.helpers import keep_everything, plan_for, running
-from tests.runtime.places import INTERPRETER, PLACES, at
 from tests.runtime.policies import SMALL
 
 LENGTH, PADS = 24, 5
@@ -168,34 +166,6 @@ def test_generate_goes_on_from_a_file(tmp_path: Path) -> None:
         assert torch.equal(planned.generate(asked, past_key_values=loaded, max_new_tokens=5, do_sample=False), expected)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("length", [0, 3])
-def test_a_file_is_the_same_wherever_it_was_written(length: int, tmp_path: Path) -> None:
-    """In blocks or flat, with and without tokens after the prompt; and either form goes on from it."""
-    if INTERPRETER not in PLACES:
-        pytest.skip("kernels are not interpreted here")
-    model, (ids, mask) = build("llama", num_hidden_layers=1), prompts(2, LENGTH, pads=PADS)
-    plan, more = plan_of(model, example("streaming"), "prefill"), prompts(2, 3, seed=1)[0][:, :length]
-    said = {}
-    with running(model, NAME):
-        for place in PLACES:
-            with at(place):
-                cache = read(model, plan, ids, mask)
-                for count, token in enumerate(more.unbind(1), 1):
-                    seen = torch.cat([mask, mask.new_ones(len(mask), count)], 1)
-                    model(token[:, None], attention_mask=seen, past_key_values=cache)
-                cache.save(tmp_path / place)
-                assert isinstance(cache.planned[0].holder.blocks[0], FlatBlock) == (place == INTERPRETER)  # type: ignore[union-attr]
-        longer = torch.cat([mask, torch.ones_like(more)], 1)
-        for written, other in ((PLACES[0], INTERPRETER), (INTERPRETER, PLACES[0])):
-            with at(other):
-                again = PlanCache.load(tmp_path / written, model)
-                assert isinstance(again.planned[0].holder.blocks[0], FlatBlock) == (other == INTERPRETER)  # type: ignore[union-attr]
-                said[other] = say(model, again, longer)
-    assert (tmp_path / PLACES[0]).read_bytes() == (tmp_path / INTERPRETER).read_bytes()
-    torch.testing.assert_close(said[INTERPRETER], said[PLACES[0]], atol=2e-5, rtol=0)
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif("cuda" not in DEVICES, reason="needs a CUDA device")
 def test_it_moves_to_another_device(tmp_path: Path) -> None:
@@ -208,9 +178,6 @@ def test_it_moves_to_another_device(tmp_path: Path) -> None:
         loaded = PlanCache.load(tmp_path / "a.kv", there)
         assert all(layer.holder.store.blocks[0].cached.keys.is_cuda for layer in loaded.planned.values())  # type: ignore[union-attr]
     assert expected.shape[1] == 6
-
-
-# --- the file ---------------------------------------------------------------------------------------------------------
 
 
 def saved(path: Path, phases: str = "both", **changes: Any) -> Path:

@@ -139,28 +139,6 @@ def test_chunks_come_into_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found[1].keys, expected[1].keys, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_chunks_show_a_policy_what_one_pass_does(family: str, device: str) -> None:
-    model = build(family, device)
-    ids, mask = prompts(2, 40, pads=9, device=device)
-    (whole, *_), chunked = observed(model, [(ids, mask)]), []
-    for size in (1, 6, 13):
-        pieces = list(zip(ids.split(size, 1), mask.split(size, 1), strict=True))
-        chunked.append(observed(model, pieces)[0])
-    assert whole.queries.shape[2] == 5
-    for chunk in chunked:
-        real = mask[:, -5:].bool()[:, None, :, None].expand_as(whole.queries)
-        torch.testing.assert_close(chunk.queries[real], whole.queries[real], atol=2e-5, rtol=2e-5)
-        real = mask.bool()[:, None, :, None].expand_as(whole.keys)
-        torch.testing.assert_close(chunk.keys[real], whole.keys[real], atol=2e-5, rtol=2e-5)
-        torch.testing.assert_close(chunk.statistics[FROM].mean, whole.statistics[FROM].mean, atol=2e-5, rtol=2e-5)
-        given, expected = chunk.statistics[FROM].covariance, whole.statistics[FROM].covariance
-        torch.testing.assert_close(given, expected, atol=2e-4, rtol=2e-4)
-        assert torch.equal(chunk.valid, whole.valid)
-        assert chunk.next_position.tolist() == [31, 40]
-
-
 def turned_by_nothing(positions: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ones(len(positions), 4), torch.zeros(len(positions), 4)
 

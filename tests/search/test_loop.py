@@ -304,9 +304,6 @@ def test_parity_begins_with_even_budgets_whatever_the_starts(tmp_path: Path) -> 
     assert not all((table[2:] == BUDGET).all() for table in plain.candidates[2:8])
 
 
-# --- what was found ---------------------------------------------------------------------------------------------------
-
-
 def found(budget: int, value: float, where: str = "group 1") -> Candidate:
     return Candidate(np.array([[budget]]), value, where)
 

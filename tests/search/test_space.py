@@ -24,9 +24,6 @@ def rows(*layers: int) -> Ints:
     return np.array(layers, dtype=np.int64)
 
 
-# --- several phases -----------------------------------------------------------------------------------------------
-
-
 def two_phases(fixed: bool) -> Phases:
     """Three layers of two heads in each of two phases; the first phase may be fixed."""
     first = np.array([[10, 20], [30, 10], [8, 12]]) if fixed else Layers(90, full(3, 2, 4), full(3, 2, 999))
@@ -48,9 +45,6 @@ def test_every_phase_has_its_own_exact_total(fixed: bool, data: st.DataObject) -
     assert space.project(projected).tolist() == projected.tolist()
     assert space.budgets(projected).tolist() == table.tolist()
     assert space.budgets(space.point_of(table)).tolist() == table.tolist()
-
-
-# --- any space, drawn ---------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -178,8 +172,6 @@ def test_floors_and_caps_hold(name: str, data: st.DataObject) -> None:
     assert (budgets <= caps).all()
 
 
-# --- policies and multipliers -------------------------------------------------------------------------------------
-
 FIRST = np.array([[10, 30], [20, 20], [25, 15]])
 SECOND = np.array([[30, 10], [5, 15], [30, 30]])
 FLOORS = np.concatenate([full(3, 2, 4), full(3, 2, 6)])
@@ -269,9 +261,6 @@ def test_nothing_to_choose(build: Callable[[], object], message: str) -> None:
 ENDLESS = full(4, 2, 999)  # caps
 
 
-# --- all layers ---------------------------------------------------------------------------------------------------
-
-
 def test_layers_are_water_filled_onto_the_total() -> None:
     space = Layers(4 * 2 * 40, full(4, 2, 10), ENDLESS)
     assert space.dimension == 4
@@ -287,9 +276,6 @@ def test_layers_are_water_filled_onto_the_total() -> None:
 def test_one_group_of_all_layers_leaves_nothing_to_search() -> None:
     with pytest.raises(UsageError, match="one group of 4 has all 4 layers"):
         layer_groups(4, 4)
-
-
-# --- one group ----------------------------------------------------------------------------------------------------
 
 
 def test_parity_changes_its_layers_only_and_has_no_total() -> None:
@@ -325,8 +311,6 @@ def test_a_group_stops_where_the_others_are_at_their_bounds() -> None:
     np.testing.assert_allclose(free.project(np.array([9.0, 9.0])) * 40, [75, 75])
     assert free.budgets(np.array([9.0, 0.0])).tolist() == [[145, 145], [5, 5], [5, 5], [5, 5]]
 
-
-# --- per head -----------------------------------------------------------------------------------------------------
 
 CALIBRATED = np.array([[10, 30], [50, 10], [20, 20], [90, 10]])
 

@@ -44,9 +44,6 @@ def told(generation: int = 0) -> dict[str, Any]:
     return {"stage": "group 1", "generation": generation, "points": [[1.0]], "values": [2.0]}
 
 
-# --- what is written is read again -----------------------------------------------------------------------------------
-
-
 def test_the_lines_of_a_search(tmp_path: Path) -> None:
     points = [np.array([1.0, 0.1 + 0.2]), np.array([2**-1074, -1e308])]
     with TrialLog(tmp_path / "l") as ledger:
@@ -92,9 +89,6 @@ def test_values_are_kept_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, v
     np.testing.assert_array_equal(found.values, np.array(values))  # takes any NaN for any other
     assert np.array_equal(np.signbit(found.values), np.signbit(values)) or any(map(math.isnan, values))
     assert (found.state == "ok") == bool(np.isfinite(values).all())
-
-
-# --- results ---------------------------------------------------------------------------------------------------------
 
 
 @given(data=st.data())
@@ -152,11 +146,6 @@ def test_what_is_spent_is_counted_over_sessions(tmp_path: Path, monkeypatch: pyt
     assert ats == [0, 5, 5, 7]
 
 
-# --- files that are damaged ----------------------------------------------------------------------------------------
-
-
-# --- what candidates are worth ----------------------------------------------------------------------------------------
-
 TABLES = [np.full((2, 1), entries, dtype=np.int64) for entries in range(5, 12)]
 
 
@@ -204,9 +193,6 @@ def test_no_more_than_is_allowed_and_what_is_known_may_be_asked_beyond_it(tmp_pa
         assert len(measure.candidates) == 4
         assert np.isfinite(runner.values(TABLES)).sum() == 4
         assert runner.measure(TABLES[:4], line) == runner.values(TABLES[:4])
-
-
-# --- failures --------------------------------------------------------------------------------------------------------
 
 
 def measure_firsts(folder: Path, firsts: Sequence[int], job: int = 1) -> TrialLog:

@@ -63,9 +63,6 @@ def patterns(plan: Plan, phase: Any = "prefill") -> list[str]:
     return [layer.policy.name for layer in plan.phase(phase).layers if layer is not None]
 
 
-# --- what there is ---------------------------------------------------------------------------------------------------
-
-
 def test_everything_that_was_measured(model: LoadedModel) -> None:
     profile = profile_of(model)
     routes, allocators = explore(profile, SIZE)
@@ -142,9 +139,6 @@ def test_plain_candidates_are_the_strategies_of_the_paper(model: LoadedModel, ro
     assert (mine.scaling, mine.floor, mine.length) == (theirs.scaling, theirs.floor, theirs.length)
 
 
-# --- budgets ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("length", [None, 90])
 def test_no_head_gets_more_than_the_length_of_the_plan(model: LoadedModel, length: int | None) -> None:
     """Budgets beyond that would be of no use, and a candidate would hold less than the baselines."""
@@ -206,9 +200,6 @@ def test_a_ratio_makes_plans_that_scale(model: LoadedModel) -> None:
     assert max(max(kept(one)) for one in found.plans.values()) <= LENGTH
 
 
-# --- phases ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("phases", ["decode", "both"])
 def test_other_phases_have_baselines_of_the_same_phases(model: LoadedModel, phases: str) -> None:
     found = found_in(model, profile_of(model), ["cosine", "none"], ["uniform", "nll-chosen", *CURVES], phases=phases)
@@ -264,9 +255,6 @@ def test_patterns_that_cannot_be_used_are_left_out_with_a_note(model: LoadedMode
     assert all("pyramidkv" not in patterns(plan) for plan in found.candidates.values())
     with pytest.raises(UsageError, match=r"no pattern of the profile can be used \(snapkv: it always keeps 4 entries"):
         find_signal_candidates(model, profile_of(model, {"snapkv": {"window": 4}}), Size(budget=3))
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,6 @@ SIZE = Size(budget=12)
 HOW = {"samples": 16, "seed": 3, "batch": 8}
 
 
-# --- scores ----------------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(0, 2**32))
 @at_most(30)
 def test_means_are_those_of_every_evaluation(seed: int) -> None:
@@ -74,9 +71,6 @@ def test_two_sets_of_contexts_make_one() -> None:
     assert both.mean("a") == 0.5
     assert one.ranked(["b", "a"]) == ["a", "b"]
     assert one.ranked(["b", "b"]) == ["b", "b"]
-
-
-# --- the share of the gap --------------------------------------------------------------------------------------------
 
 
 def made(**rows: Sequence[float]) -> Scores:
@@ -124,9 +118,6 @@ def test_the_interval_of_a_share_covers_it() -> None:
     assert 88 <= hits <= 100
 
 
-# --- stages ----------------------------------------------------------------------------------------------------------
-
-
 def questions_of(*numbers: int, length: int = 44, name: str = "one", each: int = 1) -> tiny.Listed:
     """A task of contexts of their own."""
     rows = tuple(tiny.listed(*[(length, each)] * (max(numbers) + 1)).rows[number] for number in numbers)
@@ -157,9 +148,6 @@ def test_questions_about_one_context_are_divided_all_the_same(model: LoadedModel
     assert {p.key for p in (*first.prompts, *second.prompts)} == {"0", "1", "2"}
     with pytest.raises(UsageError, match="task one has too few contexts: a budget is looked for on one half"):
         halve_contexts(encode_tasks(model, [tiny.Listed("one", rows[:1])], 8), 0)
-
-
-# --- whole selections ------------------------------------------------------------------------------------------------
 
 
 def profile_of(model: LoadedModel, **options: Any) -> Profile:

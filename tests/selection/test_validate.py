@@ -65,9 +65,6 @@ def prepared(
     return prepare_validation(model, profile, uses=uses, **asked)
 
 
-# --- verdicts --------------------------------------------------------------------------------------------------------
-
-
 def gain(low: float, high: float) -> Difference:
     return Difference((low + high) / 2, low, high, 3, 2, 1)
 
@@ -171,9 +168,6 @@ def test_verdicts_exclude_each_other(
     assert "\n" not in why
 
 
-# --- what is judged --------------------------------------------------------------------------------------------------
-
-
 def test_the_signals_of_the_paper_in_all_phases() -> None:
     """Budgets by the loss under the pattern that is used; by the worst one, as the paper has it, where asked for."""
     found = find_uses(SignalTable(make_signals()))
@@ -214,9 +208,6 @@ def test_what_cannot_be_judged(signals: list[str] | None, phases: list[str] | No
     table = SignalTable(make_signals(signal_metadata(phases=("prefill",)), nll=None, full_nll=None))
     with pytest.raises(UsageError, match=problem):
         find_uses(table, signals, phases)
-
-
-# --- controls --------------------------------------------------------------------------------------------------------
 
 
 def phase_of(made: PreparedValidation, name: str, phase: str = "prefill") -> PhaseProgram:
@@ -330,9 +321,6 @@ def test_prompts_that_nothing_is_evicted_from_are_noted(model: LoadedModel) -> N
         prepared(model, ["cosine"], ["decode"], size=Size(budget=120))
 
 
-# --- results ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def found(model: LoadedModel) -> ValidationResult:
     validation = prepared(model, ["cosine", "entropy"], ["prefill", "both"])
@@ -365,9 +353,6 @@ def test_a_constant_signal(model: LoadedModel, name: str) -> None:
     (one,) = prepared(model, [name], profile=profile).run().signals
     assert (one.verdict, one.reason) == ("useless", "constant: forward and inverse are the same strategy")
     assert one.forward == one.inverse == one.uniform
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
 
 
 def judged(
@@ -408,9 +393,6 @@ def test_merging_keeps_what_was_not_judged_again() -> None:
         ("entropy", "prefill", "useless"),
     ]  # fmt: skip
     assert found.budgets[1].signals == before.budgets[0].signals
-
-
-# --- warnings for others ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -39,9 +39,6 @@ def one(name: str, *typed: str) -> Method:
     return method
 
 
-# --- names -----------------------------------------------------------------------------------------------------------
-
-
 def test_what_names_stand_for() -> None:
     uniform, pyramidal, lava, layers, h2o = find_methods("uniform, pyramid,lava,lava-uniform,h2o")
     assert (uniform.policy, uniform.allocation) == (create_policy("snapkv"), None)
@@ -110,9 +107,6 @@ def test_budgets_below_what_is_protected() -> None:
     one("lava", "window=20").check([Size(20)])
     with pytest.raises(UsageError, match="method lava:d2o: allocation: d2o merges what it evicts"):
         one("lava:d2o").check([Size(ratio=0.5)])
-
-
-# --- totals ----------------------------------------------------------------------------------------------------------
 
 
 EVERY = [name for name in method_names() if name != "duo_attention"]
@@ -186,9 +180,6 @@ def test_heads_that_are_never_evicted_are_found_out(model: LoadedModel) -> None:
         check_totals(model, sweep(model, [method], [Size(8)], "decode"), [40])
 
 
-# --- profiles --------------------------------------------------------------------------------------------------------
-
-
 def profile(model: LoadedModel, **changes: Any) -> Profile:
     """Local ratios around every global one, for prompts of 50 tokens."""
     offsets = np.linspace(-0.009, 0.009, 8).reshape(HEADS)
@@ -259,9 +250,6 @@ def test_settings_that_differ_are_named(model: LoadedModel) -> None:
     assert told("scissorhands:history=8,scissorhands:history=9", "window=2") == (
         "settings differ: scissorhands.history 8 (scissorhands:history=8), 9 (scissorhands:history=9)"
     )
-
-
-# --- plans beside methods --------------------------------------------------------------------------------------------
 
 
 def written(model: LoadedModel, tmp_path: Path, name: str = "mine", budget: int = 15, **changes: Any) -> Path:

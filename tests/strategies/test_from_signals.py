@@ -41,8 +41,6 @@ def names(chosen: Chosen) -> list[str]:
     return [pattern.name for pattern in chosen.policies]
 
 
-# --- patterns -------------------------------------------------------------------------------------------------------
-
 COSINES = by_layer([0.9, 0.5, 0.7], [0.1, 0.2, 0.3], [0.8, 0.8, 0.2], [0.6, 0.9, 0.9])
 
 
@@ -117,9 +115,6 @@ def test_the_full_cache_is_no_candidate_though_nothing_agrees_better_with_itself
     assert set(names(prefill(profile, Strategy(), Size(budget=20)))) == {"snapkv"}
     with pytest.raises(UsageError, match="cannot use policy 'full' in every layer: the full cache evicts nothing"):
         prefill(profile, Strategy(None, policy="full"), Size(budget=20))
-
-
-# --- budgets --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("inverse", "expected"), [(False, [6, 9, 11, 14]), (True, [14, 11, 9, 6])])
@@ -200,9 +195,6 @@ def test_inverse_budgets_are_the_forward_ones_in_reverse_where_no_bound_binds(va
     assert (np.diff(rows[0]) >= 0).all()
 
 
-# --- signals that say nothing ---------------------------------------------------------------------------------------
-
-
 def test_a_route_that_is_the_same_everywhere_is_warned_of() -> None:
     profile = make_signals(cosine=by_layer(*[[1.0] * 3] * 4))
     with pytest.warns(KvsearchWarning, match=r"cosine is .* nothing seems .* evicted at 32 .* so snapkv is used"):
@@ -221,9 +213,6 @@ def test_budgets_of_a_signal_that_is_the_same_everywhere_are_equal(recwarn: pyte
     one = make_signals(signal_metadata(model(layers=1)), mean_entropy=entropies(1))
     assert prefill(one, Strategy(budgets="entropy"), Size(budget=20)).budgets.tolist() == [[20, 20]]
     assert not recwarn.list  # one layer has nobody to be told apart from
-
-
-# --- the plan -------------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_says_where_it_comes_from() -> None:
@@ -274,9 +263,6 @@ def test_a_plan_of_any_choice_such_as_a_random_one() -> None:
     assert (plan.total, plan.provenance.settings["control"]) == (160, "random")
 
 
-# --- names ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("strategy", "name"),
     [
@@ -293,9 +279,6 @@ def test_a_plan_of_any_choice_such_as_a_random_one() -> None:
 )
 def test_a_strategy_has_a_short_name(strategy: Strategy, name: str) -> None:
     assert strategy.name == name
-
-
-# --- what is refused ------------------------------------------------------------------------------------------------
 
 
 def test_a_pattern_that_keeps_too_much_is_named_and_may_be_excluded() -> None:

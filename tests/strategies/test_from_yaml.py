@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,37 +41,8 @@ def plan_of(layers: list[dict[str, Any] | None], **changes: Any) -> Plan:
 
 
 EXAMPLE = plan_of([layer(SNAPKV, 640, 640)] * 3 + [layer(TOVA, 600, 700), None, None])
-EXAMPLE_YAML = """\
-# A plan to read and edit; `kvsearch plan build` makes a plan file of it again.
-# Layers: a number or a range. Budgets: entries per kv head, one for all or a list. full: the whole cache, uncounted.
-format: kvsearch.strategy
-version: 1
-model: toy
-scaling: fixed
-floor: 1
-prefill:
-  layers:
-    0-2: {policy: snapkv, budget: 640, params: {window: 8}}
-    3: {policy: tova, budget: [600, 700]}
-    4-5: full
-fingerprint:
-  model_type: llama
-  config_sha256: c4876eb0bf58683e9c2c1cf77e30d13693ce3b77f7d596ac8202756ae7312a6d
-  weights_sha256: d268719fe168df889a511a52b2241077c7585e2ee3e7237b5d16fb481310b429
-  layers: 6
-  kv_heads: 2
-  head_dim: 8
-provenance:
-  method: uniform
-  seed: 7
-  kvsearch: 0.1.0
-  torch: 2.8.0
-  transformers: 5.17.0
-  settings:
-    note: né
-    questions: 3
-    ratios: [0.5, 0.25]
-"""
+HERE = Path(__file__).parent
+EXAMPLE_YAML = (HERE / "example.yaml").read_text(encoding="utf-8")
 
 
 def edited(*changes: tuple[str, str]) -> str:
@@ -99,8 +72,6 @@ def test_parameters_stand_in_their_entries() -> None:
     assert "5: {policy: snapkv, budget: 50}\n" in text
     same(plan_from_yaml(text, "strategy.yaml"), plan)
 
-
-# --- there and back -------------------------------------------------------------------------------------------------
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
 AWKWARD = st.sampled_from([
@@ -172,9 +143,6 @@ def test_reading_what_was_written_gives_the_same_plan(plan: Plan) -> None:
     assert plan_to_yaml(Plan.model_validate_json(canonical_json(plan))) == text
 
 
-# --- edits ----------------------------------------------------------------------------------------------------------
-
-
 def test_an_edit_changes_what_it_says_and_the_total() -> None:
     text = edited(("0-2: {policy: snapkv, budget: 640", "0 - 1: {policy: snapkv, budget: 100"), ("    3:", "    2-3:"))
     read = plan_from_yaml(text, "strategy.yaml")
@@ -191,9 +159,6 @@ def test_what_stands_under_policies_is_for_entries_without_parameters_of_their_o
     )
     read = plan_from_yaml(text, "strategy.yaml").phase("prefill").layers
     assert [one.policy.params for one in read if one] == [{"window": 8}] * 3 + [{"sinks": 2}] + [{"window": 3}] * 2
-
-
-# --- mistakes -------------------------------------------------------------------------------------------------------
 
 
 def problems(text: str) -> list[str]:
@@ -220,47 +185,14 @@ def test_policy_full_counts_as_the_whole_prompt(phase: str) -> None:
     assert plan_from_yaml(right, "mine.yaml").total == 3 * 2 * 640 + 2000 + 2 * 2400
 
 
-FIRST, LAST = "0-2: {policy: snapkv, budget: 640, params: {window: 8}}", "4-5: full"
-MISTAKES: list[tuple[list[tuple[str, str]], str]] = [
-    ([("scaling: fixed", "scalng: fixed")], "line 6: scalng: unknown key; did you mean 'scaling'?"),
-    ([("scaling: fixed", "scaling: proportional")], 'line 6: scaling: "proportional" needs a length'),
-    ([("floor: 1", "floor: 1\ntotal: 5000")], "line 8: total: follows from budgets: remove it"),
-    ([("floor: 1", "floor: 601")], "line 11: prefill.layers.3.budget: is 600 at head 0, below the floor of 601 entrie"),
-    ([("model: toy\n", "")], "line 3: model: is missing: add it"),
-    ([("  layers:\n", "  layer:\n")], "line 9: prefill.layer: unknown key; did you mean 'layers'?"),
-    ([("  layers:\n    0-2: ", "  layers: [x]\nx:\n    0-2: ")], "line 9: prefill.layers: must be a mapping such as 0"),
-    ([(FIRST, "0-2:")], "line 10: prefill.layers.0-2: must be full (the whole cache) or a mapping such as {policy: sn"),
-    ([(FIRST, "0-x: full")], "line 10: prefill.layers.0-x: must be a layer or a range of layers, such as 3 or 0-7"),
-    ([(LAST, "3-5: full")], "line 12: prefill.layers.3-5: layer 3 is in 3, too: give every layer once"),
-    ([(LAST, "4-6: full")], "line 12: prefill.layers.4-6: the model has layers 0 to 5"),
-    ([(LAST, "4: full")], "line 9: prefill.layers: says nothing of layer 5: add"),
-    ([("budget: 640", "budgt: 640")], "line 10: prefill.layers.0-2.budgt: unknown key; did you mean 'budget'?"),
-    ([("budget: 640, ", "")], "line 10: prefill.layers.0-2.budget: is missing: add it"),
-    ([("tova", "tovva")], "line 11: prefill.layers.3.policy: unknown policy 'tovva'; did you mean 'tova'?"),
-    ([("window: 8", "windw: 8")], "line 10: prefill.layers.0-2.policy: policy snapkv has no parameter 'windw'; did yo"),
-    ([("640", "many")], "line 10: prefill.layers.0-2.budget: must be a whole number, not 'many'"),
-    ([("640", "7")], "line 10: prefill.layers.0-2.budget: is 7 at head 0, 7 at head 1, below the 8 entries that snapk"),
-    ([("700]", "700, 1]")], "line 11: prefill.layers.3.budget: has 3 items, but model.kv_heads is 2: one budget per k"),
-    ([(FIRST, "0-2: full"), ("3: {policy: tova, budget: [600, 700]}", "3: full")], "line 9: prefill.layers: plans no"),
-    ([("prefill:", "prefil:")], "line 8: prefil: unknown key; did you mean 'prefill'?"),
-    ([("  kv_heads: 2\n", "")], "line 13: fingerprint.kv_heads: is missing: add it"),
-    ([("  seed: 7\n", "  sed: 7\n")], "line 22: provenance.sed: unknown key; did you mean 'seed'?"),
-    ([("note: né", "note: {a: 1}")], "line 27: provenance.settings.note: must be a finite number"),
-    ([("prefill:", "allocation: {name: adakv, parms: {}}\nprefill:")], "line 8: allocation.parms: unknown key; did yo"),
-    (
-        [("prefill:", "allocation: {name: adakv}\nprefill:"), (LAST, "4-5: {policy: full, budget: 9}")],
-        "line 13: prefill.layers.4-5: full never evicts some heads",
-    ),
-    ([("prefill:", "policies: tova\nprefill:")], "line 8: policies: must be a mapping such as snapkv: {window: 8}"),
-    ([("prefill:", "policies:\n  tova: {sink: 1}\nprefill:")], "line 13: prefill.layers.3.policy: policy tova has no"),
-    ([("prefill:", "decode: 3\nprefill:")], "line 8: decode: must be a mapping with the keys layers"),
-]  # fmt: skip
+LAST = "4-5: full"
+MISTAKES = yaml.safe_load((HERE / "mistakes.yaml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(("changes", "expected"), MISTAKES, ids=[expected for _, expected in MISTAKES])
-def test_each_mistake_is_named_by_its_line(changes: list[tuple[str, str]], expected: str) -> None:
-    found = problems(edited(*changes))
-    assert any(line.startswith(expected) for line in found), found
+@pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake["says"] for mistake in MISTAKES])
+def test_each_mistake_is_named_by_its_line(mistake: dict[str, Any]) -> None:
+    found = problems(edited(*mistake["edits"]))
+    assert any(line.startswith(mistake["says"]) for line in found), found
 
 
 def test_all_mistakes_are_told_at_once_in_the_order_of_their_lines() -> None:

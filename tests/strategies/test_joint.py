@@ -133,13 +133,7 @@ def test_a_profile_without_curves_is_refused() -> None:
         policy_curves(table)
 
 
-@pytest.mark.parametrize(
-    ("metadata", "arrays", "problem"),
-    [
-        ({}, {KEPT: np.zeros((3, 3, 2, 101), np.float32)}, r"has shape \[3, 3, 2, 101\], must be \[2, 3, 2"),
-    ],
-)
-def test_curves_that_do_not_fit_are_refused(metadata: dict[str, Any], arrays: dict[str, Any], problem: str) -> None:
+def test_curves_that_do_not_fit_are_refused() -> None:
     made = profile(TWO, SNAPKV, KEYDIFF)
-    with pytest.raises(UsageError, match=problem):
-        Profile(made.metadata.model_copy(update=metadata), {**made.arrays, **arrays})
+    with pytest.raises(UsageError, match=r"has shape \[3, 3, 2, 101\], must be \[2, 3, 2"):
+        Profile(made.metadata, {**made.arrays, KEPT: np.zeros((3, 3, 2, 101), np.float32)})

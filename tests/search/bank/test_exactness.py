@@ -146,9 +146,6 @@ def test_budgets_of_the_whole_prompt_are_the_full_cache(family: str, protocol: P
         np.testing.assert_allclose(found[:, number], losses_of(sample, [logits])[0], atol=TOLERANCE)
 
 
-# --- replies ----------------------------------------------------------------------------------------------------------
-
-
 def evaluator_replies(model: LoadedModel, task: TaskPrompts, protocol: Protocol, candidates: Any) -> Any:
     """Token ids by candidate and sample as the evaluator generates them, one sample at a time."""
     programs = {str(number): program_of(model, candidate) for number, candidate in enumerate(candidates)}
@@ -239,9 +236,6 @@ def test_scores_are_those_of_the_evaluator(protocol: Protocol) -> None:
             expected[str(number), sample.reading.prompt.key, sample.question.number] for sample in samples
         ]
     assert set(found.flatten()) == {0.0, 1.0}
-
-
-# --- what a result must not depend on ---------------------------------------------------------------------------------
 
 
 @families

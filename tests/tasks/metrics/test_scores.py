@@ -81,9 +81,6 @@ def test_f1_is_symmetric_and_bounded(metric: str, reply: str, answer: str) -> No
     assert score(metric, answer, reply) == pytest.approx(there)
 
 
-# --- ROUGE-L and edit similarity against their packages -------------------------------------------------------------
-
-
 def official(reply: str, answer: str) -> float:
     """What the package says of all its metrics at once, averaged over one pair, as LongBench asks it."""
     try:
@@ -131,9 +128,6 @@ def test_edit_similarity_is_fuzzywuzzys(line: str, answer: str) -> None:
         assert score("edit_similarity", line, answer) == fuzz.ratio(line, answer) / 100
 
 
-# --- classes, options and needles -----------------------------------------------------------------------------------
-
-
 @given(st.permutations(("a", "b", "ab", "ba", "c")), st.text("abc ", max_size=8), st.sampled_from(("ab", "c")))
 def test_parts_of_the_answer_can_only_lower_the_score(classes: list[str], reply: str, answer: str) -> None:
     others = [name for name in classes if name in reply and (name == answer or name not in answer)]
@@ -156,9 +150,6 @@ def test_more_words_never_lower_the_recall(reply: list[str], more: list[str], an
     assert 0 <= short <= score("niah_recall", " ".join(more + reply), " ".join(answer)) <= 1
 
 
-# --- final numbers --------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(-(10**9), 10**9), st.sampled_from(["{}", "{:,}", "It is {}.", "${:,}", "9 + {:,}", "#### {:,}\n8"]))
 def test_integers_in_any_form(number: int, form: str) -> None:
     assert score("gsm8k", form.format(number), str(number)) == 1
@@ -178,9 +169,6 @@ def test_the_official_scorer_reads_plain_integers(number: int) -> None:
 def test_very_long_runs_of_digits() -> None:
     assert score("gsm8k", "9" * 5000, "9") == 0
     assert score("gsm8k_official", "9" * 5000, "9") == 0
-
-
-# --- answers that cannot be scored ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
