@@ -100,7 +100,7 @@ def test_the_report_has_all_baselines(found: tuple[PreparedSearch, Evolved]) -> 
     assert list(at_budget["gains"]) == list(at_budget["recovered"]) == names[2:]
     assert data["questions"] == dict.fromkeys(("search", "choice", "report"), CONTEXTS * QUESTIONS)
     assert at_budget["budgets"] == evolved.choice.table.tolist()
-    assert [len(table.groups[0].rows) for table in tables(result_of(evolved))] == [
+    assert [len(table.groups[0][1]) for table in tables(result_of(evolved))] == [
         len(evolved.choice.finalists), len(names),
     ]  # fmt: skip
     assert evolved.choice.name in decision(evolved)

@@ -70,7 +70,7 @@ def test_the_front_as_json_and_as_a_table(found: tuple[list[Evolved], Path, Sile
     assert data["found"]["16"]["budgets"] == points[1].choice.table.tolist()
     assert "expanded" in data["found"]["24"]["gains"]
     (table,) = tables(result)
-    rows = [[cell.text for cell in row] for row in table.groups[0].rows]
+    rows = [[cell.text for cell in row] for row in table.groups[0][1]]
     assert [row[0] for row in rows] == ["full", "8", "16", "24"]
     assert rows[1][2] == ""
     assert all(rows[2])
