@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from kvsearch.core.fields import Index, Record, SettingField, Sha256, Text, is_none, refuse
 from kvsearch.core.limits import MOST_SETTINGS
@@ -33,6 +33,15 @@ class ContextSet(Record):
     """
 
     ids: tuple[ContextId, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_jobs(cls, content: Any) -> Any:
+        """Leave out what files of earlier versions say besides: which jobs asked, and no ids as null."""
+        if not isinstance(content, Mapping) or "jobs" not in content:
+            return content
+        kept = {key: value for key, value in content.items() if key not in ("jobs", "sketch")}
+        return {**kept, "ids": kept.get("ids") or ()}
 
     @field_validator("ids")
     @classmethod
