@@ -21,10 +21,7 @@ LENGTHS = "lengths on the host"  # what they are shared by
 
 
 class DeferredCheck(NamedTuple):
-    """What may be wrong, a 0-dim bool on its device that is looked at later, and what to raise if it is.
-
-    The error is made by what pickles know, as caches are pickled with their checks.
-    """
+    """What may be wrong, a 0-dim bool on its device that is looked at later, and what to raise if it is."""
 
     wrong: Tensor
     error: Callable[[], KvsearchError]

@@ -43,7 +43,7 @@ class PlannedModel:
         self._before: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of Python's own protocols: copies, pickles
+        if name.startswith("__"):  # of Python's own protocols: copies
             raise AttributeError(name)
         return getattr(self.model, name)
 
@@ -102,8 +102,6 @@ class PlannedModel:
         cache = cache_of(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHES}
         self.cache = self.new_cache() if cache is None else cache
-        if not self.cache.attention.config:
-            self.cache.bind(self.model)
         prompt = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
         if prompt is not None and not self.cache.get_seq_length():
             chunk = kwargs.get("prefill_chunk_size") or config.prefill_chunk_size

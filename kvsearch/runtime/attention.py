@@ -216,30 +216,6 @@ def slot_attention(
     return output, row if into is None else into.copy_(row)
 
 
-class RunningAttention:
-    """The name of the attention implementation that the model of a cache runs now.
-
-    A pickle leaves the model behind: what is made of it has to be bound to one anew.
-    """
-
-    def __init__(self, config: Any = None) -> None:
-        self.config = config
-
-    def __call__(self) -> str:
-        if self.config is None:
-            raise UsageError(
-                "the cache was unpickled and knows no model: call cache.bind(model), or give it to generate of "
-                "attach(model, plan)"
-            )
-        return str(self.config._attn_implementation)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RunningAttention:
-        return self
-
-    def __reduce__(self) -> tuple[type[RunningAttention], tuple[()]]:
-        return RunningAttention, ()
-
-
 def require_attention(what: str, runs: str) -> None:
     """Raise a UsageError if a model `runs` another attention implementation than "kvsearch", which `what` needs."""
     if runs != NAME:

@@ -15,11 +15,9 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import require_plain_rotary, rotary, text_config
-from kvsearch.models.fingerprint import fingerprint
 from kvsearch.models.memory import refuse_offloaded
 from kvsearch.policies import Policy
 from kvsearch.policies.checks import require_finite
-from kvsearch.runtime.attention import RunningAttention
 from kvsearch.runtime.collector import watch
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule
@@ -66,7 +64,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         program = plan if isinstance(plan, Program) else Program.from_plan(model, plan)
         check_rotary(model, program.policies)
         layers = stock_layers(model)
-        self.attention = RunningAttention(text_config(model))
+        config = text_config(model)
         sharing = None if program.allocation is None else Sharing(program.allocation, program)
         self.read_mask = ReadMask()
         for index in program.layers:
@@ -76,7 +74,7 @@ class PlanCache(Cache):  # type: ignore[misc]
                 index,
                 _phase_rule(program.prefill, index),
                 _phase_rule(program.decode, index),
-                self.attention,
+                lambda: str(config._attn_implementation),
                 rotary(model, index),
                 self.read_mask,
                 sharing=sharing,
@@ -84,7 +82,7 @@ class PlanCache(Cache):  # type: ignore[misc]
                 exact=exact,
             )
         Cache.__init__(self, layers=layers)
-        self._watch(model)
+        watch(model, (need for layer in self.planned.values() for need in layer.needs()))
         self.program = program
         self.tokens: Tensor | None = None  # of a cache from a file: what it has read, [B, T], and where it is padded
         self.mask: Tensor | None = None
@@ -139,20 +137,6 @@ class PlanCache(Cache):  # type: ignore[misc]
         if self.program.plan is None:
             raise UsageError("a cache can be saved if it was made of a Plan, which says how to go on: this one was not")
         return write_cache(path, self.program.plan, self.layers, self.read_mask, (tokens, mask), overwrite)
-
-    def bind(self, model: Any) -> None:
-        """Let a cache that was unpickled go on with `model`, which it was made for.
-
-        Raises:
-            IncompatibleError: it was made for another model.
-        """
-        if self.program.plan is not None:
-            self.program.plan.model.require(fingerprint(model), "this cache")
-        self._watch(model)
-        self.attention.config = text_config(model)
-
-    def _watch(self, model: Any) -> None:
-        watch(model, (need for layer in self.planned.values() for need in layer.needs()))
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Yield keys, values and the window of every layer, as stock caches do; UsageError where entries are gone."""

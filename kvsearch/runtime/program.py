@@ -120,7 +120,11 @@ class Program:
     ) -> Program:
         """Use one policy and prefill budget in all full-attention layers and heads; `entries` maps length to budget."""
         shape = describe(model)
-        table = partial(_even_table, (len(shape.full_layers), shape.kv_heads), entries)
+        size = (len(shape.full_layers), shape.kv_heads)
+
+        def table(length: int) -> NDArray[np.int64]:
+            return np.full(size, entries(length), np.int64)
+
         return cls.of_policy(model, policy, {"prefill": table}, allocation=allocation)
 
     @classmethod
@@ -151,10 +155,6 @@ class Program:
     def policies(self) -> tuple[Policy, ...]:
         """The policies of all phases and layers."""
         return tuple(policy for phase in self.phases for policy in phase.policies.values())
-
-
-def _even_table(size: tuple[int, int], entries: Callable[[int], int], length: int) -> NDArray[np.int64]:
-    return np.full(size, entries(length), np.int64)
 
 
 def full_cache(model: nn.Module) -> Program:

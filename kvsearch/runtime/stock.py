@@ -74,13 +74,6 @@ def _class_for(module: str, base: Any) -> Any:
     # running states are kept where other models keep them, in the layers of the cache
     members["set_linear_cache"] = lambda self, layer_idx, state: self.layers[layer_idx].update_recurrent_state(state)
     members["get_linear_cache"] = lambda self, layer_idx: self.layers[layer_idx].recurrent_states[0]
-    members |= {"__reduce__": lambda self: (_empty, (module, base), vars(self))}  # pickles find no such class
     if base is Cache:
         members["__init__"] = vars(Cache)["__init__"]
     return type(base.__name__, (own,) if base is Cache else (base, own), members)
-
-
-def _empty(module: str, base: Any) -> Any:
-    """Return a cache of the class for a model of `module` that nothing was done to yet."""
-    kind = _class_for(module, base)
-    return object.__new__(kind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -361,21 +360,6 @@ def taken_back(side: Side) -> Iterator[Tensor]:
     yield side.forward(cache, question, torch.cat([mask, asked], 1))[:, -1:]
     cache.crop(-4)
     yield side.forward(cache, more(2), torch.cat([mask, ones(2)], 1))
-
-
-def _through(side: Side, dump: Callable[[Any], Any]) -> Iterator[Tensor]:
-    def change(cache: Any) -> Any:
-        again = dump(cache)
-        if side.planned is not None:
-            again.bind(side.model)
-        return again
-
-    yield from _after(side, change, [0, 1])
-
-
-@mode
-def pickled(side: Side) -> Iterator[Tensor]:
-    yield from _through(side, lambda cache: pickle.loads(pickle.dumps(cache)))
 
 
 @mode

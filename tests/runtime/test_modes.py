@@ -51,18 +51,8 @@ def program(model: Any, name: str, phases: str, budget: int) -> Program:
     policy = for_model(SMALL[name])
     table = np.full((len(shape.full_layers), shape.kv_heads), budget, dtype=np.int64)
     table[:, -1] += 3 * (budget < ENOUGH)
-    phase = PhaseProgram(dict.fromkeys(shape.full_layers, policy), Table(table))
+    phase = PhaseProgram(dict.fromkeys(shape.full_layers, policy), lambda _: table)
     return Program(phase if phases != "decode" else None, phase if phases != "prefill" else None)
-
-
-class Table:
-    """Budgets that do not depend on the length, of a class that pickles know."""
-
-    def __init__(self, table: np.ndarray) -> None:
-        self.table = table
-
-    def __call__(self, length: int) -> np.ndarray:
-        return self.table
 
 
 def outcome(mode: Mode, side: Side) -> list[Tensor] | KvsearchError:
@@ -195,16 +185,3 @@ def test_masks_that_cannot_be(case: tuple[str, Any, str], phases: str) -> None:
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
         assert torch.equal(side.forward(cache, more(2), good), side.forward(untouched, more(2), good))
-
-
-def test_an_unpickled_cache_wants_its_model() -> None:
-    import pickle
-
-    model = model_of("llama")
-    ids, _ = prompts(1, LENGTH)
-    with attach(model, program(model, "tova", "both", 9)) as planned, torch.no_grad():
-        side, cache = Side(model, planned), planned.new_cache()
-        side.forward(cache, ids)
-        again = pickle.loads(pickle.dumps(cache))
-        with pytest.raises(UsageError, match=r"call cache\.bind\(model\)"):
-            side.forward(again, more(1, rows=1))
