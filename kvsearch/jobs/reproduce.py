@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from importlib import import_module
@@ -20,7 +20,7 @@ from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption, overall
 from kvsearch.models.loading import BUNDLED, LoadedModel
 from kvsearch.models.speed import StageCost, Work
-from kvsearch.papers.tables import ASKING, STAGES, Ask, PaperTable, Scale, Stage, StageJob, find_table, model_of
+from kvsearch.papers.tables import ASKING, STAGES, Ask, PaperTable, Scale, Stage, find_table, model_of
 from kvsearch.plan.saved import PROFILE
 from kvsearch.report.artifacts import open_path
 from kvsearch.report.costs import Forecast
@@ -36,12 +36,13 @@ from kvsearch.tasks.catalog import find_entries, find_tasks
 RUNS = Path("runs") / "reproduce"
 FORMS = ".json", ".csv", ".md", ".tex"
 DECIDING = ("model", "seed", "max_length", "dtype", "revision")  # what every stage depends on
-MADE: frozenset[StageJob] = frozenset({"export", "scale"})  # a file, made in a moment
-KEPT: frozenset[StageJob] = frozenset({"evolve", "select"})  # what is finished is not run again
+PLANS: frozenset[str] = frozenset({"scale", "uniform", "pyramid"})  # commands of `kvsearch plan`
+MADE: frozenset[str] = PLANS | {"export"}  # a file, made in a moment
+KEPT: frozenset[str] = frozenset({"evolve", "select"})  # what is finished is not run again
 
 
 # what a stage has found, by its job: a file in its directory
-RESULTS: Mapping[StageJob, str] = {
+RESULTS: Mapping[str, str] = {
     "calibrate": PROFILE, "evolve": PLAN, "select": SELECTION, "validate": str(VALIDATION), "evaluate": REPORT,
 }  # fmt: skip
 LAST = {**RESULTS, "evolve": REPORT}  # the last file that it writes
@@ -190,7 +191,7 @@ class Stages:
             "details": self._details(stage) if stage.job in ASKING else {},
             **{name: getattr(self.options, name) for name in DECIDING},
         }  # fmt: skip
-        return sha256(canonical_json(json.loads(json.dumps(content, default=str)))).hexdigest()[:8]
+        return sha256(canonical_json(_filled(content, {}))).hexdigest()[:8]
 
     # --- where they are kept ------------------------------------------------------------------------------------------
 
@@ -231,12 +232,13 @@ class Stages:
         place = self.place(stage)
         is_finished = stage.job in KEPT and (place / LAST[stage.job]).exists() and self.output(stage).exists()
         if not is_finished:
-            module = import_module(f"kvsearch.jobs.{'plan' if stage.job == 'scale' else stage.job}")
+            module = import_module(f"kvsearch.jobs.{'plan' if stage.job in PLANS else stage.job}")
+            kind = getattr(module, f"{stage.job.capitalize()}Options")
             try:
-                options = getattr(module, f"{stage.job.capitalize()}Options").of(**self._given(usable))
+                options = kind.of(**self._given(usable, kind.model_fields.keys()))
                 if stage.options.get("method") == "polykv":
                     remarks = options.remarks()
-                if stage.job not in MADE:
+                if isinstance(options, Loading):
                     options = options.with_model(loaded)
                 getattr(module, stage.job)(options, reporter=reporter)
             except IncompatibleError as error:
@@ -252,28 +254,24 @@ class Stages:
         text = json.dumps(value, default=str)
         return next((why for name, why in self.impossible.items() if f"{{{name}}}" in text), None)
 
-    def _given(self, stage: Stage) -> dict[str, Any]:
-        """Return all options of a stage's job; the folder of a plan is made."""
+    def _given(self, stage: Stage, fields: Collection[str]) -> dict[str, Any]:
+        """Return all options of a stage's job, which has these `fields`; the folder of a plan is made."""
         own = self.options
-        place = self.place(stage)
         output = self.output(stage)
-        options = _filled(stage.options, self.outputs)
+        named = {*Loading.model_fields, "model", "seed", "max_length"} & set(fields)
+        given = {**{name: getattr(own, name) for name in named}, **_filled(stage.options, self.outputs)}
         if output == self.plan_file(stage):
             require_lock(own.place)
             output.parent.mkdir(parents=True, exist_ok=True)
         if stage.job in MADE:
-            return {**options, "output": place, "force": True}
-        named = (*Loading.model_fields, "model", "seed", "max_length")
-        given = {**{name: getattr(own, name) for name in named}, **options}
+            given["force"] = True
         if stage.job in ASKING:
             given |= {**self._details(stage), "batch": own.batch, "max_memory": own.max_memory}
         if stage.job == "select":
-            return {**given, "output": output, "run": place, "force": output.exists()}
-        if stage.job == "validate":
-            return given
+            return {**given, "output": output, "run": self.place(stage), "force": output.exists()}
         if stage.job == "evaluate":
             given["methods"] = ",".join(_filled(stage.methods, self.outputs))
-        return {**given, "output": place}
+        return {**given, "output": self.place(stage)} if "output" in fields else given
 
     def usable(self, stage: Stage, loaded: LoadedModel) -> tuple[Stage, dict[str, str]]:
         """Return an evaluation without the methods that the model cannot run, and why it cannot, by their names.
@@ -324,15 +322,10 @@ class Stages:
 
 def _filled(value: Any, outputs: Mapping[str, str]) -> Any:
     """Return options with what earlier stages give in the place of their names in braces."""
-    if isinstance(value, str):
-        for name, path in outputs.items():
-            value = value.replace(f"{{{name}}}", path)
-        return value
-    if isinstance(value, Mapping):
-        return {key: _filled(inner, outputs) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_filled(inner, outputs) for inner in value)
-    return value
+    text = json.dumps(value, default=str)
+    for name, path in outputs.items():
+        text = text.replace(f"{{{name}}}", json.dumps(path)[1:-1])
+    return json.loads(text)
 
 
 # --- the job ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 A table is described in `PAPER.yaml` beside this file: where it is, what it shows and of which models, what is asked in
 the paper's form and in the short one, its stages, the `rows` by method, and the `columns` as paths into what the last
-stages have written. In the `rows` {size} and {block} are those of an evaluation.
+stages have written. In the `rows` {size} and {block} are those of an evaluation. `pictures` are drawn of the cells.
 
 A stage is a job of kvsearch (its `verb`) with its options. Text in it may hold `$NAME`, for what the form that is made
 has under that name, or for a variable of `each`, by which there are several stages: one for each of its values. Where
@@ -24,10 +24,9 @@ import yaml
 
 from kvsearch.core.naming import require_known
 
-StageJob = Literal["calibrate", "evolve", "export", "scale", "select", "validate", "evaluate"]
-View = Literal["scores", "best", "categories", "selections", "signals", "layers", "losses", "profiles"]
+Side = Literal["block", "row", "column"]  # of a table: a cell has a name on each
 STAGES = "stages"  # in the directory of tables: a directory of every stage
-ASKING: frozenset[StageJob] = frozenset({"evolve", "select", "validate", "evaluate"})  # jobs that ask tasks
+ASKING: frozenset[str] = frozenset({"evolve", "select", "validate", "evaluate"})  # jobs that ask tasks
 
 
 Ask = Mapping[
@@ -47,7 +46,7 @@ class Stage:
     """
 
     name: str
-    job: StageJob
+    job: str  # a verb, of `kvsearch.jobs.reproduce.RESULTS` or a plan's
     words: str
     options: Mapping[str, Any]
     methods: tuple[str, ...] = ()
@@ -55,6 +54,34 @@ class Stage:
     result: Any = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     remarks: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of the cells of a table: lines over the numbers in names such as "128 entries", or maps.
+
+    What has no number in its name is a level, but totals of columns are left out.
+
+    Args:
+        name: the stem of its files.
+        lines: the side whose names are the lines, or the rows of a map.
+        over: the side whose names are on the axis x, or the columns of a map.
+        each: the third side: there is one picture, or panel of a map, for each of its names that `of` matches.
+        labels: of the axes x and y; of maps those of rows, columns and values.
+        of: a regular expression of whole names.
+        relative: values of a map are shares of the largest of their row.
+        log: the axis x is logarithmic.
+    """
+
+    name: str
+    title: str
+    lines: Side
+    over: Side
+    each: Side
+    labels: tuple[str, ...]
+    of: str = ".*"
+    relative: bool = False
+    log: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +104,8 @@ class PaperTable:
     columns: tuple[str, ...]
     changed: tuple[str, ...]
     smaller: tuple[str, ...]
-    view: View = "scores"
+    view: str = "scores"  # which of its results the cells are, see `kvsearch.report.paper_table.VIEWS`
+    pictures: tuple[Picture, ...] = ()
 
     def stages(self, scale: Scale) -> tuple[Stage, ...]:
         """Return the stages of a form, in their order."""
@@ -157,6 +185,7 @@ def _read_tables(paper: str) -> Iterator[PaperTable]:
             fields[form] = {"asks": [], "searches": [], "budgets": [], "ratios": [], **table[form]}
         for part in ("columns", "changed", "smaller"):
             fields[part] = tuple(_flat(table[part]))
+        fields["pictures"] = tuple(Picture(**picture) for picture in table.get("pictures", ()))
         yield PaperTable(name=name, source=described["paper"], templates=tuple(fields.pop("stages")), **fields)
 
 

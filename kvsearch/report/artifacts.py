@@ -78,23 +78,14 @@ class ArtifactKind:
 KINDS: Mapping[str, ArtifactKind] = {
     "plan": ArtifactKind(plan_parts, model=lambda plan: plan.model.name, headline=plan_headline),
     "profile": ArtifactKind(
-        profile_parts,
-        model=lambda profile: profile.metadata.model.name,
-        figures=profile_figures,
-        headline=caption,
+        profile_parts, model=lambda profile: profile.metadata.model.name, figures=profile_figures, headline=caption
     ),
     "evaluation": ArtifactKind(
-        evaluation.parts,
-        (EvaluationResult,),
-        figures=charts.score_figures,
-        headline=evaluation.headline,
+        evaluation.parts, (EvaluationResult,), figures=charts.score_figures, headline=evaluation.headline
     ),
     "headroom": ArtifactKind(scores.headroom_parts, (HeadroomResult,)),
     "speed": ArtifactKind(
-        SpeedView.parts,
-        (SpeedView,),
-        model=lambda view: view.machine.get("model"),
-        figures=charts.speed_figures,
+        SpeedView.parts, (SpeedView,), model=lambda view: view.machine.get("model"), figures=charts.speed_figures
     ),
     "validation": ArtifactKind(scores.validation_parts, (ValidationResult,), model=lambda result: result.model.name),
     "selection": ArtifactKind(
@@ -110,10 +101,7 @@ KINDS: Mapping[str, ArtifactKind] = {
         figures=charts.search_figures,
     ),
     "run": ArtifactKind(
-        selections.run_parts,
-        (RunResult,),
-        figures=charts.selection_figures,
-        headline=selections.headline,
+        selections.run_parts, (RunResult,), figures=charts.selection_figures, headline=selections.headline
     ),
     "replies": ArtifactKind(lambda content: [scores.progress_table(content)], model=lambda _: None),
     "contexts": ArtifactKind(
@@ -121,7 +109,7 @@ KINDS: Mapping[str, ArtifactKind] = {
         model=lambda _: None,
     ),
     "recipe": ArtifactKind(lambda options: [options], model=lambda options: options.get("model")),
-    "reproduction": ArtifactKind(Reproduced.tables, (Reproduced,)),
+    "reproduction": ArtifactKind(Reproduced.tables, (Reproduced,), figures=charts.table_figures),
     "runs": ArtifactKind(lambda runs: [_runs_table(runs)], model=lambda _: None),
     "cache": ArtifactKind(cache_parts, model=lambda header: header.plan.model.name),
 }

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from kvsearch.papers.tables import TABLES, Picture
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO
 from kvsearch.report.costs import SpeedView
 from kvsearch.report.figures import Figure, HeatMap, LineChart, Role, Series, cells, layer_map
 from kvsearch.report.numbers import asked, asked_words
+from kvsearch.report.paper_table import MeasuredCell, Reproduced, grouped
 from kvsearch.report.profile import RATIO, TITLES, caption, eviction_losses, shown_measures
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.results.search import SearchResult, Trace
@@ -24,6 +27,7 @@ SCORE = "score, %"
 HELD = "entries kept, all layers and kv heads"
 WIDE = 20.0  # from this largest over smallest value on, a scale is logarithmic
 Point = tuple[float, Estimate]
+NUMBER = re.compile(r"\d[\d,]*(\.\d+)?")  # in a name, such as 1,024 tokens
 
 
 def score_figures(result: EvaluationResult) -> Iterator[Figure]:
@@ -139,6 +143,61 @@ def _convergence(trace: Trace, is_finished: bool) -> Figure:
     body = LineChart("candidates evaluated", "value that is minimised", tuple(series), log_y=wide)
     unfinished = "" if is_finished else ", not finished"
     return Figure("convergence", "How the search converged", f"{trace.words}{unfinished}", body)
+
+
+# --- tables of papers -------------------------------------------------------------------------------------------------
+
+
+def table_figures(found: Reproduced) -> Iterator[Figure]:
+    """Yield the pictures of a paper's table or figure that was made again, see `Picture`."""
+    described = TABLES.get(found.table)
+    for picture in () if described is None else described.pictures:
+        known = [cell for cell in found.cells if cell.value is not None]
+        parts = {name: part for name, part in grouped(known, picture.each).items() if re.fullmatch(picture.of, name)}
+        title = f"{found.title.partition(',')[0]}, {picture.title}, on {found.model}"
+        caption = "; ".join(found.caption)
+        if len(picture.labels) > 2 and parts:
+            yield Figure(picture.name, title, caption, _cell_maps(parts, picture), leads=True)
+            continue
+        for name, part in parts.items():
+            lines = tuple(line for mine in grouped(part, picture.lines).values() for line in _cell_lines(mine, picture))
+            body = LineChart(picture.labels[0], picture.labels[1], lines, log_x=picture.log)
+            suffix = "" if len(parts) == 1 else f": {name}"
+            stem = "-".join([picture.name, *re.findall(r"\w+", suffix)])
+            yield Figure(stem, f"{title}{suffix}", caption, body, leads=True)
+
+
+def _cell_lines(line: Sequence[MeasuredCell], picture: Picture) -> Iterator[Series]:
+    """Yield cells with numbers in their names as a line, others as levels."""
+    name = getattr(line[0], picture.lines)
+    points: list[tuple[float, MeasuredCell]] = []
+    for cell in line:
+        place = getattr(cell, picture.over)
+        if (number := NUMBER.search(place)) is not None:
+            points.append((float(number[0].replace(",", "")), cell))
+        elif picture.over != "column":
+            yield Series(place or name, (), (cell.value or 0.0,), style="level", role="muted")
+    if points:
+        points.sort(key=lambda point: point[0])
+        y, *ends = (tuple(getattr(cell, end) for _, cell in points) for end in ("value", "low", "high"))
+        yield Series(name, tuple(x for x, _ in points), y, *(ends if None not in ends[0] else ()))
+
+
+def _cell_maps(parts: Mapping[str, list[MeasuredCell]], picture: Picture) -> HeatMap:
+    """Return a map of each part."""
+    known = [cell for part in parts.values() for cell in part]
+    columns = tuple(grouped(known, picture.over))
+    rows = tuple(grouped(known, picture.lines))
+    panels = {}
+    for name, part in parts.items():
+        at = {(getattr(cell, picture.lines), getattr(cell, picture.over)): cell.value or 0.0 for cell in part}
+        values = np.array([[at.get((row, column), np.nan) for column in columns] for row in rows])
+        if picture.relative:
+            values /= np.nanmax(values, axis=1, keepdims=True)
+        panels[name] = cells(values)
+    row_label, column_label, value_label = picture.labels
+    form = "{:.2g}" if picture.relative else "{:.0f}"
+    return HeatMap(rows, columns, row_label, column_label, value_label, panels, form)
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
@@ -15,13 +16,14 @@ from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.calibration.analysis import lost_mass, stability
 from kvsearch.core.arrays import Floats
 from kvsearch.core.printed import csv_text
-from kvsearch.papers.tables import TABLES, PaperTable, Stage, StageJob, View, find_table, model_of, numbers
+from kvsearch.papers.tables import TABLES, PaperTable, Side, Stage, find_table, model_of, numbers
 from kvsearch.plan import Plan, Profile
 from kvsearch.report.numbers import counted
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.base import Result
-from kvsearch.results.evaluation import SECTIONS, EvaluationResult, ScoreRow, SizeScores
+from kvsearch.results.evaluation import SECTIONS, EvaluationResult, MethodScores, ScoreRow, SizeScores
 from kvsearch.runs.estimates import Estimate
+from kvsearch.signals.table import SignalTable
 from kvsearch.strategies.names import FULL
 
 PAPER = "paper"
@@ -80,35 +82,29 @@ class Reproduced(Result):
 
         The caption is that of the first, the notes are those of the last.
         """
-        parts: list[list[MeasuredCell]] = []
-        for block in dict.fromkeys(cell.block for cell in self.cells):
-            mine = [cell for cell in self.cells if cell.block == block]
-            if not parts or not {cell.column for cell in mine} & {cell.column for cell in parts[-1]}:
-                parts.append([])
-            parts[-1] += mine
-        last = len(parts) - 1
-        return [
-            self._table(cells, self.caption if number == 0 else (), self.notes if number == last else ())
-            for number, cells in enumerate(parts)
-        ]
-
-    def _table(self, cells: Sequence[MeasuredCell], caption: tuple[str, ...], notes: tuple[str, ...]) -> Table:
-        columns = list(dict.fromkeys(cell.column for cell in cells))
-        groups = [
-            (block, list(self._rows([cell for cell in cells if cell.block == block], columns)))
-            for block in dict.fromkeys(cell.block for cell in cells)
-        ]
-        title = self.title if cells[0] is self.cells[0] else f"{self.title} (continued)"
-        return Table(title, ["", *columns], groups, notes, caption)
+        parts: list[dict[str, list[MeasuredCell]]] = []  # cells by block
+        for block, cells in grouped(self.cells, "block").items():
+            before = {cell.column for cells in (parts[-1] if parts else {}).values() for cell in cells}
+            if before.isdisjoint(cell.column for cell in cells):
+                parts.append({})
+            parts[-1][block] = cells
+        found = list[Table]()
+        for part in parts:
+            columns = list(dict.fromkeys(cell.column for cells in part.values() for cell in cells))
+            groups = [(block, list(self._rows(cells, columns))) for block, cells in part.items()]
+            title = f"{self.title} (continued)" if found else self.title
+            notes = self.notes if part is parts[-1] else ()
+            found.append(Table(title, ["", *columns], groups, notes, () if found else self.caption))
+        return found
 
     def _rows(self, cells: Sequence[MeasuredCell], columns: Sequence[str]) -> Iterator[list[Cell]]:
         best: dict[str, str] = {}  # how the highest of a column is printed, where not all are printed alike
         for column in columns:
-            known = [cell for cell in cells if cell.ranked and cell.column == column and cell.value is not None]
-            if len({cell.shown for cell in known}) > 1:
-                best[column] = max(known, key=lambda cell: cell.value or 0.0).shown
-        for row in dict.fromkeys(cell.row for cell in cells):
-            mine = {cell.column: cell for cell in cells if cell.row == row}
+            rivals = [cell for cell in cells if cell.ranked and cell.column == column and cell.value is not None]
+            if len({cell.shown for cell in rivals}) > 1:
+                best[column] = max(rivals, key=lambda cell: cell.value or 0.0).shown
+        for row, known in grouped(cells, "row").items():
+            mine = {cell.column: cell for cell in known}
             texts = {column: mine[column].shown if column in mine else "" for column in columns}
             ranked = {column for column, cell in mine.items() if cell.ranked}
             yield [
@@ -121,11 +117,19 @@ class Reproduced(Result):
 
     def csv(self) -> str:
         """Return a line per cell."""
-        rows: list[Sequence[object]] = [CSV_HEADER]
-        for cell in self.cells:
-            numbers = (cell.value, cell.low, cell.high, cell.text, cell.paper)
-            rows.append([self.table, cell.block, cell.row, cell.column, *numbers])
-        return csv_text(rows)
+        rows = [
+            (self.table, cell.block, cell.row, cell.column, cell.value, cell.low, cell.high, cell.text, cell.paper)
+            for cell in self.cells
+        ]
+        return csv_text([CSV_HEADER, *rows])
+
+
+def grouped(cells: Iterable[MeasuredCell], side: Side) -> dict[str, list[MeasuredCell]]:
+    """Return cells by their names on a side of the table."""
+    groups: dict[str, list[MeasuredCell]] = {}
+    for cell in cells:
+        groups.setdefault(getattr(cell, side), []).append(cell)
+    return groups
 
 
 def list_tables(name: str = "") -> Table:
@@ -214,7 +218,7 @@ def _notes_of_stages(table: PaperTable, stages: Sequence[Stage]) -> Iterator[str
             yield from filter(None, [stage.result.different])
 
 
-def _of_job(stages: Sequence[Stage], job: StageJob) -> list[Stage]:
+def _of_job(stages: Sequence[Stage], job: str) -> list[Stage]:
     """Return the stages of a job."""
     return [stage for stage in stages if stage.job == job]
 
@@ -222,24 +226,19 @@ def _of_job(stages: Sequence[Stage], job: StageJob) -> list[Stage]:
 # --- scores of evaluations --------------------------------------------------------------------------------------------
 
 
-def _sizes(stages: Sequence[Stage]) -> Iterator[tuple[Stage, SizeScores]]:
-    """Yield every evaluation with its scores, size by size."""
-    yield from ((stage, sized) for stage in _of_job(stages, "evaluate") for sized in stage.result.blocks)
+def _sizes(table: PaperTable, stages: Sequence[Stage]) -> Iterator[tuple[Stage, SizeScores, dict[str, MethodScores]]]:
+    """Yield every evaluation with its scores, size by size, and those of the methods that it has of the rows."""
+    for stage in _of_job(stages, "evaluate"):
+        for sized in stage.result.blocks:
+            found = {row: sized.method(row.format(size=sized.size, block=stage.block)) for row in table.rows}
+            yield stage, sized, {row: method for row, method in found.items() if method is not None}
 
 
-def _methods(table: PaperTable, stage: Stage, sized: SizeScores) -> dict[str, str]:
-    """Return the names of the methods of rows in an evaluation at one size."""
-    return {row: row.format(size=sized.size, block=stage.block) for row in table.rows}
-
-
-def _scores(table: PaperTable, stage: Stage, sized: SizeScores) -> dict[str, dict[str, Estimate]]:
+def _scores(table: PaperTable, stage: Stage, methods: Mapping[str, MethodScores]) -> dict[str, dict[str, Estimate]]:
     """Return the scores of rows at one size, by column."""
     columns = _columns(table, stage.result)
-    found = {row: sized.method(name) for row, name in _methods(table, stage, sized).items()}
     return {
-        row: {column: score.of(method.scores) for column, score in columns.items()}
-        for row, method in found.items()
-        if method is not None
+        row: {column: score.of(method.scores) for column, score in columns.items()} for row, method in methods.items()
     }
 
 
@@ -271,26 +270,26 @@ def _share(row: str, column: str, share: Estimate, block: str = "", key: str = "
 
 def scores(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield the scores of all rows at all sizes, after those of the full cache."""
-    for stage, sized in _sizes(stages):
+    for stage, sized, methods in _sizes(table, stages):
         block = stage.block
         heading = ", ".join(filter(None, (block, sized.heading)))
         key = f"{block} {sized.size}".strip()
         if sized is stage.result.blocks[0]:
             for column, score in _columns(table, stage.result).items():
                 yield _share(FULL_CACHE, column, score.of(stage.result.full.scores), block)
-        measured = _scores(table, stage, sized)
-        for row, method in _methods(table, stage, sized).items():
-            if method in stage.left_out:
-                yield MeasuredCell(table.rows[row], AVERAGE, None, heading, text=LEFT_OUT)
+        measured = _scores(table, stage, methods)
+        for row, label in table.rows.items():
+            if row in stage.left_out:
+                yield MeasuredCell(label, AVERAGE, None, heading, text=LEFT_OUT)
             for column, share in measured.get(row, {}).items():
-                yield _share(table.rows[row], column, share, heading, key, ranked=True)
+                yield _share(label, column, share, heading, key, ranked=True)
 
 
 def beside_best(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield PolyKV's Table 2: the best single policy, strategies, and the better one's lead."""
-    for stage, sized in _sizes(stages):
+    for stage, sized, methods in _sizes(table, stages):
         size = str(sized.size)
-        measured = _scores(table, stage, sized)
+        measured = _scores(table, stage, methods)
         mean = {row: 100 * columns[AVERAGE].mean for row, columns in measured.items()}
         best = _best_baseline(measured)
         strategies = [row for row in measured if "{" in row]
@@ -305,8 +304,8 @@ def beside_best(table: PaperTable, stages: Sequence[Stage]) -> Iterator[Measured
 
 def by_category(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield PolyKV's Table 4: the strategy minus the best single policy, by category."""
-    for stage, sized in _sizes(stages):
-        measured = _scores(table, stage, sized)
+    for stage, _, methods in _sizes(table, stages):
+        measured = _scores(table, stage, methods)
         best = _best_baseline(measured)
         strategy = next(row for row in measured if "{" in row)
         for column, share in measured[strategy].items():
@@ -353,36 +352,67 @@ def signals(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell
         yield MeasuredCell(row, "verdict", None, heading, text=signal.verdict)
 
 
-def layers(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
-    """Yield the mean budget of every layer of every plan, and its pattern where a plan has several."""
+def layers(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
+    """Yield the mean budget of every layer of every plan, and its pattern where a plan has several.
+
+    Plans that have rows of their own are named by these.
+    """
     for stage in stages:
         if not isinstance(stage.result, Plan):
             continue
         phase, *_ = stage.result.phases.values()
         size = stage.options["budget"]
+        name = {row.format(size=size): label for row, label in table.rows.items()}.get(stage.name, "entries")
         for index, layer in enumerate(phase.layers):
             if layer is not None:
                 budget = fmean(layer.budget)
                 if len(stage.result.policies) > 1:
                     yield MeasuredCell(f"layer {index}", f"pattern at {size}", None, text=layer.policy.name)
-                yield MeasuredCell(f"layer {index}", f"entries at {size}", budget, text=f"{budget:.0f}")
+                yield MeasuredCell(f"layer {index}", f"{name} at {size}", budget, text=f"{budget:.0f}")
 
 
 def losses(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield LAVa's Table 14: the loss of the first and of the last layer's output."""
     for stage in _of_job(stages, "evaluate"):
-        measured = stage.result.losses
-        known = [method for block in stage.result.blocks for method in block.methods]
-        depths = [loss.layer for loss in measured]
+        names = {method.label: table.rows[method.name] for block in stage.result.blocks for method in block.methods}
+        depths = [loss.layer for loss in stage.result.losses]
         for layer, key in dict(zip((min(depths), max(depths)), table.columns, strict=True)).items():
-            for row, label in table.rows.items():
-                labels = {method.label for method in known if method.name == row}
-                for loss in measured:
-                    if loss.layer == layer and loss.method in labels:
-                        yield MeasuredCell(label, loss.task, loss.loss, f"Layer {layer}", key)
+            mine = [loss for loss in stage.result.losses if loss.layer == layer and loss.method in names]
+            yield from (MeasuredCell(names[loss.method], loss.task, loss.loss, f"Layer {layer}", key) for loss in mine)
+
+
+def needles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
+    """Yield EvolKV's Figure 7: scores by depth and length of the full cache and of every row."""
+    for stage, _, methods in _sizes(table, stages):
+        labels = {method.label: table.rows[row] for row, method in methods.items()}
+        for label, name in {FULL: FULL_CACHE, **labels}.items():
+            grid = stage.result.needle[label]
+            for (depth, length), score in np.ndenumerate(np.array(grid.scores, np.float64)):
+                place = f"{grid.depths[depth]}% deep", f"{grid.lengths[length]:,} tokens"
+                if score == score:
+                    yield MeasuredCell(*place, 100 * score, f"{name}, mean {100 * grid.mean:.1f}")
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def errors(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
+    """Yield PolyKV's Figure 1: the error of every layer's output under every pattern, then the scores."""
+    for stage in _of_job(stages, "calibrate"):
+        signals = SignalTable(stage.result)
+        for phase, budget in product(signals.axes.phases, signals.axes.budgets):
+            for (row, pattern), value in np.ndenumerate(signals.measured("error", phase, budget)):
+                layer = f"layer {stage.result.metadata.layers[row]}"
+                yield MeasuredCell(layer, signals.patterns[pattern], 100 * value, f"{phase} at {budget}")
+    yield from scores(table, stages)
+
+
+def ratios(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
+    """Yield LU-KV's Figures 7 to 9: the local ratio of every head by the global one, in percent evicted."""
+    for stage, evicted in product(_of_job(stages, "calibrate"), range(5, 100, 5)):
+        for (row, head), ratio in np.ndenumerate(stage.result.local_ratios(evicted / 100)):
+            layer = f"layer {stage.result.metadata.layers[row]}"
+            yield MeasuredCell(layer, f"{evicted}%", 100 * float(ratio), f"head {head}")
 
 
 def profiles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
@@ -393,16 +423,13 @@ def profiles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCel
     named = [(table.rows[stage], profile) for stage, profile in known.items()]
     for metric, profile in named:
         for row, name in ((metric, "recall"), (f"{metric}, oracle", "oracle_recall")):
-            curve = profile.arrays[name].mean(axis=(0, 1))
-            for budget in SHOWN_BUDGETS:
-                yield MeasuredCell(row, f"{budget}% kept", 100 * float(curve[budget]), "Figure 1")
+            curve = 100 * profile.arrays[name].mean(axis=(0, 1))
+            yield from (MeasuredCell(row, f"{kept}% kept", float(curve[kept]), "Figure 1") for kept in SHOWN_BUDGETS)
     for metric, profile in named:
         for name, loss in _eviction_losses(profile, ratio, shared if metric == "SnapKV" else None).items():
-            heading = f"Figures 3, 4, 6: {metric}"
-            for layer, lost in zip(profile.metadata.layers, loss.sum(-1), strict=True):
-                yield MeasuredCell(name, f"layer {layer}", 100 * float(lost), heading)
-            yield MeasuredCell(name, "all", 100 * float(loss.sum()), heading)
-            yield MeasuredCell(name, "worst head", 100 * float(loss.max()), heading)
+            lost = {f"layer {layer}": sum(heads) for layer, heads in zip(profile.metadata.layers, loss, strict=True)}
+            for column, value in {**lost, "all": loss.sum(), "worst head": loss.max()}.items():
+                yield MeasuredCell(name, column, 100 * float(value), f"Figures 3, 4, 6: {metric}")
     for metric, profile in named:
         correlation = stability(profile, ratio)
         for column in ("questions", "texts", "halves"):
@@ -423,7 +450,7 @@ def _eviction_losses(profile: Profile, ratio: float, shared: Profile | None) -> 
     return {name: lost_mass(profile, share) for name, share in kept.items()}
 
 
-VIEWS: Mapping[View, Callable[[PaperTable, Sequence[Stage]], Iterator[MeasuredCell]]] = {
+VIEWS: Mapping[str, Callable[[PaperTable, Sequence[Stage]], Iterator[MeasuredCell]]] = {
     "scores": scores, "best": beside_best, "categories": by_category, "selections": selections, "signals": signals,
-    "layers": layers, "losses": losses, "profiles": profiles,
+    "layers": layers, "losses": losses, "profiles": profiles, "ratios": ratios, "errors": errors, "needles": needles,
 }  # fmt: skip

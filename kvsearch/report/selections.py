@@ -9,14 +9,7 @@ from kvsearch.report.numbers import asked, bounds, chance_of, counted, interval,
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.selection import RunResult, SelectionResult, SelectionsResult
 from kvsearch.runs.estimates import Difference, Estimate
-from kvsearch.selection.selection import (
-    LEAST_CONTEXTS,
-    MethodResult,
-    PhaseResult,
-    Rule,
-    Selection,
-    TriedBudget,
-)
+from kvsearch.selection.selection import LEAST_CONTEXTS, MethodResult, PhaseResult, Rule, Selection, TriedBudget
 from kvsearch.strategies.names import FULL
 
 SHOWN = 16  # rows of the table of a race

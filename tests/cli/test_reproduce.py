@@ -10,7 +10,7 @@ import pytest
 from kvsearch.core.resources import resource
 from kvsearch.jobs.reproduce import ReproduceOptions, Stages
 from kvsearch.models.loading import load
-from kvsearch.papers.tables import Stage
+from kvsearch.papers.tables import TABLES, Stage
 from kvsearch.report.artifacts import open_path
 from kvsearch.runs.run import read_sums
 from tests.cli.conftest import Run, done, done_json
@@ -107,3 +107,16 @@ def test_a_table_with_a_search(tmp_path: Path) -> None:
     out, _ = done("reproduce", "evolkv-table5", "bundled", *ONE, "--budgets", "16", "-o", tmp_path, "--json")
     rows = {cell["row"] for cell in json.loads(out)["cells"]}
     assert rows == {"Full", "SnapKV", "PyramidKV", "StreamingLLM", "EvolKV"}
+
+
+FIGURES = [name for name, table in TABLES.items() if table.pictures]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("table", FIGURES)
+def test_a_figure_is_made_and_drawn(run: Run, tmp_path: Path, table: str) -> None:
+    code, _, talk = run("reproduce", table, "bundled", "-o", tmp_path)
+    assert code == 0, talk
+    assert run("report", tmp_path / f"{table}.json", "-o", tmp_path / "page.html", "--figures", tmp_path)[0] == 0
+    stems = {file.stem for file in tmp_path.glob("*.png")}
+    assert all(any(stem.startswith(picture.name) for stem in stems) for picture in TABLES[table].pictures)

@@ -14,7 +14,7 @@ from kvsearch.jobs.calibrate import CalibrateOptions
 from kvsearch.jobs.evaluate import EvaluateOptions
 from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.export import ExportOptions
-from kvsearch.jobs.plan import ScaleOptions
+from kvsearch.jobs.plan import PyramidOptions, ScaleOptions, UniformOptions
 from kvsearch.jobs.reproduce import ReproduceOptions, Stages
 from kvsearch.jobs.select import SelectOptions
 from kvsearch.jobs.validate import ValidateOptions
@@ -22,7 +22,8 @@ from kvsearch.papers.tables import TABLES, PaperTable, Scale, find_table, model_
 
 JOBS: dict[str, type[JobOptions]] = {
     "calibrate": CalibrateOptions, "evaluate": EvaluateOptions, "evolve": EvolveOptions, "export": ExportOptions,
-    "scale": ScaleOptions, "select": SelectOptions, "validate": ValidateOptions,
+    "scale": ScaleOptions, "select": SelectOptions, "validate": ValidateOptions, "uniform": UniformOptions,
+    "pyramid": PyramidOptions,
 }  # fmt: skip
 FORMS = [(table, scale) for table in TABLES.values() for scale in (table.paper, table.bundled)]
 NAMED = [f"{table.name}-{form}" for table in TABLES.values() for form in ("paper", "bundled")]
@@ -43,16 +44,16 @@ def test_every_stage_has_options_of_its_job(table: PaperTable, scale: Scale) -> 
         assert needed <= before
         assert stage.name not in before
         before.add(stage.name)
-        place = {} if stage.job == "validate" else {"output": "out.json"}
-        model = {} if stage.job in ("export", "scale") else {"model": "bundled"}
-        JOBS[stage.job].of(**model, **place, **stage.options)
+        job = JOBS[stage.job]
+        named = {"model": "bundled", "output": "out.json"}
+        job.of(**{name: value for name, value in named.items() if name in job.model_fields}, **stage.options)
 
 
 @pytest.mark.parametrize(("table", "scale"), FORMS, ids=NAMED)
 def test_every_row_is_of_a_method_or_a_plan(table: PaperTable, scale: Scale) -> None:
     stages = table.stages(scale)
     methods = {method.partition("={")[0] for stage in stages for method in stage.methods}
-    plans = {stage.name for stage in stages if stage.job in ("scale", "export", "select")}
+    plans = {stage.name for stage in stages if stage.job not in ("calibrate", "validate", "evaluate")}
     sizes = [str(size) for size in (*scale["budgets"], *scale["ratios"])]
     blocks = [ask.get("block", "") for ask in scale["asks"]]
     there = [row for row in table.rows if _names(row, sizes, blocks) & (methods | plans)]
@@ -64,6 +65,15 @@ def test_every_row_is_of_a_method_or_a_plan(table: PaperTable, scale: Scale) -> 
         assert len(there) in (5, 6)
     else:
         assert len(there) == len(table.rows)
+
+
+@pytest.mark.parametrize("table", [table for table in TABLES.values() if table.pictures], ids=lambda table: table.name)
+def test_a_picture_has_a_side_of_the_table_for_each_axis(table: PaperTable) -> None:
+    for picture in table.pictures:
+        assert {picture.lines, picture.over, picture.each} == {"block", "row", "column"}
+        assert len(picture.labels) in (2, 3)
+        re.compile(picture.of)
+    assert len({picture.name for picture in table.pictures}) == len(table.pictures)
 
 
 def _names(method: str, sizes: list[str], blocks: list[str]) -> set[str]:

@@ -10,10 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.papers.tables import find_table
-from kvsearch.report.paper_table import MeasuredCell, Reproduced, reproduced
+from kvsearch.papers.tables import Picture, find_table
+from kvsearch.report import charts
+from kvsearch.report.charts import table_figures
+from kvsearch.report.figures import HeatMap, LineChart, Series
+from kvsearch.report.paper_table import MeasuredCell, Reproduced, needles, reproduced
 from kvsearch.report.table import markdown
 from kvsearch.results.base import read_content
+from kvsearch.results.evaluation import NeedleGrid
 from kvsearch.runs.estimates import Estimate
 
 CELLS = (
@@ -88,3 +92,49 @@ def test_a_selection_is_beside_the_papers() -> None:
     ]
     assert found.notes[0] == "d2o is left out: why"
     assert found.notes[1] == "LongBench: no strategy beats the best single policy beyond doubt, the plan is cake"
+
+
+def pictured(monkeypatch: pytest.MonkeyPatch, picture: Picture, cells: tuple[MeasuredCell, ...]) -> dict[str, object]:
+    monkeypatch.setattr(charts, "TABLES", {"x-table1": SimpleNamespace(pictures=(picture,))})
+    return {figure.name: figure.body for figure in table_figures(made(cells))}
+
+
+def test_a_picture_has_lines_over_the_numbers_in_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = (
+        MeasuredCell("Full", "a b", 90.0), MeasuredCell("X", "a b", 60.0, "1,024 entries"),
+        MeasuredCell("X", "a b", 40.0, "128 entries"), MeasuredCell("X", "c", 1.0, "128 entries", "", 0.5, 2.0),
+        MeasuredCell("X", "d", None, "128 entries"), MeasuredCell("X", "other", 3.0, "128 entries"),
+    )  # fmt: skip
+    picture = Picture("f", "Figure 1", "row", "block", "column", ("entries", "score"), of="a b|c|d")
+    assert pictured(monkeypatch, picture, cells) == {
+        "f-a-b": LineChart("entries", "score", (
+            Series("Full", (), (90.0,), style="level", role="muted"), Series("X", (128.0, 1024.0), (40.0, 60.0)),
+        )),
+        "f-c": LineChart("entries", "score", (Series("X", (128.0,), (1.0,), (0.5,), (2.0,)),)),
+    }  # fmt: skip
+
+
+def test_a_picture_leaves_totals_of_columns_out_and_maps_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = (
+        MeasuredCell("X", "layer 0", 2.0), MeasuredCell("X", "layer 3", 4.0), MeasuredCell("X", "all", 6.0),
+        MeasuredCell("Y", "layer 3", 5.0),
+    )  # fmt: skip
+    lines = Picture("f", "Figure 1", "row", "column", "block", ("layer", "loss"))
+    (chart,) = pictured(monkeypatch, lines, cells).values()
+    assert chart == LineChart("layer", "loss", (Series("X", (0.0, 3.0), (2.0, 4.0)), Series("Y", (3.0,), (5.0,))))
+    maps = replace(lines, labels=("method", "layer", "share"), relative=True)
+    (body,) = pictured(monkeypatch, maps, (*cells[:2], *cells[3:])).values()
+    panels = {"": ((0.5, 1.0), (None, 1.0))}
+    assert body == HeatMap(("X", "Y"), ("layer 0", "layer 3"), "method", "layer", "share", panels, "{:.2g}")
+
+
+def test_needles_are_maps() -> None:
+    table = find_table("evolkv-figure7")
+    grid = NeedleGrid(lengths=(1000,), depths=(0, 50), scores=((1.0,), (None,)), mean=1.0)
+    method = SimpleNamespace(label="uniform@32")
+    sized = SimpleNamespace(size=32, method=lambda name: method if name == "uniform" else None)
+    result = SimpleNamespace(blocks=(sized,), needle={"full": grid, "uniform@32": grid})
+    stages = table.stages(table.bundled)
+    found = list(needles(table, [replace(stages[-1], result=result)]))
+    assert [cell.block for cell in found] == ["Full, mean 100.0", "SnapKV, mean 100.0"]
+    assert {(cell.row, cell.column, cell.value) for cell in found} == {("0% deep", "1,000 tokens", 100.0)}
