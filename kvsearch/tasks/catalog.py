@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import suggest
 from kvsearch.tasks import jsonl
 from kvsearch.tasks.base import Task
+from kvsearch.tasks.dataset_task import DatasetTask
 from kvsearch.tasks.infinitebench import INFINITEBENCH_LAVA, INFINITEBENCH_TASKS, InfiniteBenchTask
 from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask
@@ -25,7 +27,7 @@ from kvsearch.tasks.metrics.packages import PACKAGES
 from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
 from kvsearch.tasks.ruler.needles import NIAH
-from kvsearch.tasks.ruler.task import QA_FORMATS, RULER_KINDS, DrawnRulerTask, read_drawn
+from kvsearch.tasks.ruler.task import QA_FORMATS, RULER_SPECS, DrawnRulerTask, read_drawn
 from kvsearch.tasks.splits import ALL, SPLITS
 from kvsearch.tasks.synthetic.suite import FORMS, SUITES, SyntheticTask
 from kvsearch.tasks.synthetic.suite import SPLITS as SYNTHETIC_SPLITS
@@ -119,11 +121,10 @@ def drawn_ruler(path: str) -> list[Entry]:
     entries = []
     for name in RULER_TASKS:
         if name in drawn:
-            kind = RULER_KINDS[name]
+            about = RULER_SPECS[name]
+            spec = f"{RULER}:{name} of {path}"
             make = partial(DrawnRulerTask, name, path)
-            entries.append(
-                Entry(f"{RULER}:{name} of {path}", kind.category, kind.metric, YOURS, make, {"split": "split"})
-            )
+            entries.append(Entry(spec, about.category, about.metric, YOURS, make, {"split": "split"}))
     return entries
 
 
@@ -139,41 +140,33 @@ def _ruler(name: str) -> Entry:
         reads[option] = "qa_file"
         source = YOURS
         needs = f"{flag(option)} {FILE}, {QA_FORMATS[name][0]} JSON"
-    kind = RULER_KINDS[name]
-    make = partial(RulerTask, name)
-    return Entry(
-        f"{RULER}:{name}", kind.category, kind.metric, source, make, reads, needs, option, split=RulerTask.split
-    )
+    task = partial(RulerTask, name)
+    about = RULER_SPECS[name]
+    return Entry(f"{RULER}:{name}", about.category, about.metric, source, task, reads, needs, option, RulerTask.split)
 
 
-def _dataset(benchmark: str, name: str, task: type[LongBenchTask | LongBenchV2Task | InfiniteBenchTask]) -> Entry:
-    spec = task.specs[name.removesuffix("_e")]
-    reads = _ROWS | {"prompts": "prompts"}
-    source = f"{task.source}, or --data"
-    return Entry(f"{benchmark}:{name}", spec.category, spec.metric, source, partial(task, name), reads)
+def _dataset(spec: str, task: type[DatasetTask[Any]], name: str, source: str | Path, *options: str) -> Entry:
+    about = task.specs[name]
+    reads = _ROWS | {option: option for option in options}
+    make = partial(task, name, source=source)
+    return Entry(spec, about.category, about.metric, f"{source}, or --data", make, reads)
 
 
 def _entries() -> Iterator[Entry]:
     for name in FORMS:
-        task = SyntheticTask(name)
+        synthetic = SyntheticTask(name)
         yield Entry(
-            f"{SYNTHETIC}:{name}", task.category, task.metric, GENERATED, partial(SyntheticTask, name), _GENERATED,
-            split=task.split, splits=SYNTHETIC_SPLITS,
+            f"{SYNTHETIC}:{name}", synthetic.category, synthetic.metric, GENERATED, partial(SyntheticTask, name),
+            _GENERATED, split=synthetic.split, splits=SYNTHETIC_SPLITS,
         )  # fmt: skip
     yield from map(_ruler, RULER_TASKS)
-    for name in (*LONGBENCH_TASKS, *LONGBENCH_E):
-        yield _dataset(LONGBENCH, name, LongBenchTask)
-    for name in LONGBENCH_V2:
-        yield _dataset(LONGBENCH, name, LongBenchV2Task)
-    for name in INFINITEBENCH_TASKS:
-        yield _dataset(INFINITEBENCH, name, InfiniteBenchTask)
-    reads = _ROWS | {"shots": "shots", "metric": "metric"}
-    yield Entry(GSM8K, Gsm8kTask.category, Gsm8kTask.metric, f"{Gsm8kTask.source}, or --data", Gsm8kTask, reads)
-    reads = _ROWS | {name: name for name in ("prompts", "max_new_tokens")}
+    benchmarks = (LONGBENCH, LongBenchTask), (LONGBENCH, LongBenchV2Task), (INFINITEBENCH, InfiniteBenchTask)
+    for benchmark, task in benchmarks:
+        for name in task.specs:
+            yield _dataset(f"{benchmark}:{name}", task, name, task.source, "prompts")
+    yield _dataset(GSM8K, Gsm8kTask, GSM8K, Gsm8kTask.source, "shots", "metric")
     for name, (hub, _) in HUB.items():
-        spec = TracedTask.specs[name]
-        make = partial(TracedTask, name, source=hub)
-        yield Entry(name.replace("aime", "aime:"), spec.category, spec.metric, f"{hub}, or --data", make, reads)
+        yield _dataset(name.replace("aime", "aime:"), TracedTask, name, hub, "prompts", "max_new_tokens")
     reads = {"length": "lengths", **{name: name for name in ("depths", "haystack", "metric", "split")}}
     yield Entry(NEEDLE, NiahTask.category, NiahTask.metric, STORY, NiahTask, reads)
 

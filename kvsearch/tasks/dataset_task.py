@@ -1,4 +1,4 @@
-"""Tasks made of the rows of a public dataset, and the prompts of those that put a row into a template."""
+"""Tasks made of the rows of a public dataset, which are put into the template of a prompt."""
 
 from __future__ import annotations
 
@@ -22,63 +22,6 @@ from kvsearch.tasks.metrics import find_metric
 from kvsearch.tasks.prompts import PLACE
 from kvsearch.tasks.rows import Checked, Dataset, check_rows, load_rows, usable
 from kvsearch.tasks.splits import ALL, check_split, draw, part
-
-
-@dataclass(frozen=True)
-class DatasetTask(Task, Generic[Checked]):
-    """Rows of `source`, a file, a folder or a dataset id of the hub, which are read when they are first needed."""
-
-    name: str = ""
-    source: str | Path = ""
-    revision: str | None = None
-    split: str = ALL
-
-    def __post_init__(self) -> None:
-        """Find out what cannot be used before rows are read."""
-        check_split(self.split)
-        find_metric(self.metric)
-
-    @property
-    @abstractmethod
-    def dataset(self) -> Dataset:
-        """Where the rows are."""
-
-    @property
-    @abstractmethod
-    def row(self) -> type[Checked]:
-        """What the rows hold."""
-
-    @abstractmethod
-    def fault(self, row: Checked) -> str | None:
-        """Return why a row cannot be asked; None: it can."""
-
-    @abstractmethod
-    def document(self, row: Checked) -> str:
-        """Return the text that no split divides."""
-
-    @abstractmethod
-    def example(self, position: int, row: Checked) -> Example:
-        """Return what is asked of a row."""
-
-    @cached_property
-    def rows(self) -> tuple[Example, ...]:
-        """All examples of the split."""
-        rows = usable(self.read(), self.fault, self.where)
-        chosen = part(rows, self.split, lambda item: self.document(item[1]), self.where)
-        return tuple(self.example(position, row) for position, row in chosen)
-
-    def read(self) -> Sequence[Checked]:
-        """Return all rows; UsageError for other columns or values than those of the dataset."""
-        return check_rows(load_rows(self.dataset, self.source, self.revision), self.row, self.where)
-
-    def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
-        """Return up to `samples` rows, drawn without replacement if the split has more."""
-        return draw(self.rows, samples, seed)
-
-    @property
-    def where(self) -> str:
-        """The task and its source, for messages."""
-        return f"{self.name} of {self.source}"
 
 
 @dataclass(frozen=True)
@@ -132,32 +75,80 @@ class Template:
 
 
 @dataclass(frozen=True)
-class BenchmarkTask(DatasetTask[Checked]):
-    """One dataset of a benchmark; `prompts` is a JSON file of datasets and prompts to use in place of ours.
+class DatasetTask(Task, Generic[Checked]):
+    """Rows of `source`, a file, a folder or a dataset id of the hub, which are read when they are first needed.
+
+    `prompts` is a JSON file of datasets and prompts to use in place of ours.
 
     Raises:
         UsageError: an unknown dataset or split, or prompts that cannot be used; on reading, unusable rows.
         EnvironmentFault: a package that the metric needs is missing; on reading, the hub cannot be reached.
     """
 
+    name: str
+    source: str | Path = ""
+    revision: str | None = None
+    split: str = ALL
     prompts: Path | None = None
     benchmark: ClassVar[str]
-    names: ClassVar[tuple[str, ...]]
     specs: ClassVar[Mapping[str, DatasetSpec]]
 
     def __post_init__(self) -> None:
-        require_known(f"{self.benchmark} dataset", self.name, self.names)
-        super().__post_init__()
+        """Find out what cannot be used before rows are read."""
+        require_known(f"{self.benchmark} dataset", self.name, [*self.specs])
+        check_split(self.split)
+        find_metric(self.metric)
         _ = self.template
 
     @property
+    @abstractmethod
+    def dataset(self) -> Dataset:
+        """Where the rows are."""
+
+    @property
+    @abstractmethod
+    def row(self) -> type[Checked]:
+        """What the rows hold."""
+
+    @abstractmethod
+    def fault(self, row: Checked) -> str | None:
+        """Return why a row cannot be asked; None: it can."""
+
+    @abstractmethod
+    def example(self, position: int, row: Checked) -> Example:
+        """Return what is asked of a row."""
+
+    def document(self, example: Example) -> str:
+        """Return the text that no split divides."""
+        return example.context
+
+    @cached_property
+    def rows(self) -> tuple[Example, ...]:
+        """All examples of the split."""
+        examples = [self.example(position, row) for position, row in usable(self.read(), self.fault, self.where)]
+        return tuple(part(examples, self.split, self.document, self.where))
+
+    def read(self) -> Sequence[Checked]:
+        """Return all rows; UsageError for other columns or values than those of the dataset."""
+        return check_rows(load_rows(self.dataset, self.source, self.revision), self.row, self.where)
+
+    def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
+        """Return up to `samples` rows, drawn without replacement if the split has more."""
+        return draw(self.rows, samples, seed)
+
+    @property
+    def where(self) -> str:
+        """The task and its source, for messages."""
+        return f"{self.name} of {self.source}"
+
+    @property
     def base_name(self) -> str:
-        """The name in `specs`, which variants of a dataset share."""
+        """The name that a prompt goes by, which variants of a dataset share."""
         return self.name
 
     @property
     def spec(self) -> DatasetSpec:
-        return self.specs[self.base_name]
+        return self.specs[self.name]
 
     @cached_property
     def template(self) -> Template:

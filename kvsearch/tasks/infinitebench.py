@@ -9,12 +9,11 @@ from typing import Annotated, ClassVar
 from pydantic import BaseModel, BeforeValidator
 
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.dataset_task import BenchmarkTask, DatasetSpec, read_specs
+from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
 from kvsearch.tasks.fields import IsList, is_blank
 from kvsearch.tasks.metrics.infinitebench import LETTERS
 from kvsearch.tasks.rows import Dataset
 
-REPOSITORY = "xinrongzhang2022/InfiniteBench"
 SPECS = read_specs("infinitebench")
 INFINITEBENCH_TASKS = tuple(SPECS)
 INFINITEBENCH_LAVA = ("longbook_sum_eng", "longbook_choice_eng", "longdialogue_qa_eng")  # LAVa, Table 12
@@ -36,16 +35,15 @@ class InfiniteBenchRow(BaseModel):
 
 
 @dataclass(frozen=True)
-class InfiniteBenchTask(BenchmarkTask[InfiniteBenchRow]):
+class InfiniteBenchTask(DatasetTask[InfiniteBenchRow]):
     """A dataset of InfiniteBench ("longbook_sum_eng").
 
     Contexts beyond a model's positions lose their middle, as in the official scripts.
     """
 
-    source: str | Path = REPOSITORY
+    source: str | Path = "xinrongzhang2022/InfiniteBench"
 
     benchmark: ClassVar[str] = "InfiniteBench"
-    names: ClassVar[tuple[str, ...]] = INFINITEBENCH_TASKS
     specs: ClassVar[dict[str, DatasetSpec]] = SPECS
     row: ClassVar[type[InfiniteBenchRow]] = InfiniteBenchRow
 
@@ -60,9 +58,6 @@ class InfiniteBenchTask(BenchmarkTask[InfiniteBenchRow]):
         if not 2 <= len(row.options) <= len(LETTERS):
             return f"without 2 to {len(LETTERS)} options to choose from"
         return None if row.answer and row.answer[0] in row.options else "whose answer is none of the options"
-
-    def document(self, row: InfiniteBenchRow) -> str:
-        return row.context
 
     def example(self, position: int, row: InfiniteBenchRow) -> Example:
         question = row.input

@@ -11,12 +11,11 @@ from pydantic import BaseModel
 
 from kvsearch.core.errors import UsageError
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.dataset_task import BenchmarkTask, DatasetSpec, read_specs
+from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
 from kvsearch.tasks.fields import IsList, is_blank
 from kvsearch.tasks.metrics.longbench import first_line
 from kvsearch.tasks.rows import Dataset
 
-REPOSITORY = "zai-org/LongBench"
 BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}  # LongBench-E: the length each ends before, in words
 SPECS = read_specs("longbench")
 LONGBENCH_TASKS = tuple(SPECS)
@@ -56,14 +55,13 @@ class LongBenchRow(BaseModel):
 
 
 @dataclass(frozen=True)
-class LongBenchTask(BenchmarkTask[LongBenchRow]):
+class LongBenchTask(DatasetTask[LongBenchRow]):
     """A dataset of LongBench ("qasper") or LongBench-E ("qasper_e"), whose keys begin with their bucket."""
 
-    source: str | Path = REPOSITORY
+    source: str | Path = "zai-org/LongBench"
 
     benchmark: ClassVar[str] = "LongBench"
-    names: ClassVar[tuple[str, ...]] = (*LONGBENCH_TASKS, *LONGBENCH_E)
-    specs: ClassVar[dict[str, DatasetSpec]] = SPECS
+    specs: ClassVar[dict[str, DatasetSpec]] = SPECS | {name: SPECS[name.removesuffix("_e")] for name in LONGBENCH_E}
     row: ClassVar[type[LongBenchRow]] = LongBenchRow
 
     @property
@@ -91,9 +89,6 @@ class LongBenchTask(BenchmarkTask[LongBenchRow]):
 
     def fault(self, row: LongBenchRow) -> str | None:
         return self.missing(row.context, row.input, row.answers)
-
-    def document(self, row: LongBenchRow) -> str:
-        return row.context
 
     def example(self, position: int, row: LongBenchRow) -> Example:
         answers = tuple(answer for answer in row.answers if not is_blank(answer))

@@ -10,11 +10,10 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.dataset_task import BenchmarkTask, DatasetSpec, read_specs
+from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
 from kvsearch.tasks.metrics.infinitebench import LETTERS
 from kvsearch.tasks.rows import Dataset
 
-REPOSITORY = "zai-org/LongBench-v2"
 SPECS = read_specs("longbench_v2")
 LONGBENCH_V2 = tuple(SPECS)
 
@@ -39,13 +38,12 @@ class LongBenchV2Row(BaseModel):
 
 
 @dataclass(frozen=True)
-class LongBenchV2Task(BenchmarkTask[LongBenchV2Row]):
+class LongBenchV2Task(DatasetTask[LongBenchV2Row]):
     """The questions of LongBench v2 about texts of one length ("v2_short"); scores are by domain, too."""
 
-    source: str | Path = REPOSITORY
+    source: str | Path = "zai-org/LongBench-v2"
 
     benchmark: ClassVar[str] = "LongBench v2"
-    names: ClassVar[tuple[str, ...]] = LONGBENCH_V2
     specs: ClassVar[dict[str, DatasetSpec]] = SPECS
     row: ClassVar[type[LongBenchV2Row]] = LongBenchV2Row
 
@@ -61,9 +59,6 @@ class LongBenchV2Task(BenchmarkTask[LongBenchV2Row]):
         if not all(choice.strip() for choice in row.choices):
             return "with a choice that is empty"
         return self.missing(row.context, row.question, (row.answer,))
-
-    def document(self, row: LongBenchV2Row) -> str:
-        return row.context
 
     def example(self, position: int, row: LongBenchV2Row) -> Example:
         choices = "\n".join(f"({letter}) {choice}" for letter, choice in zip(LETTERS, row.choices, strict=True))

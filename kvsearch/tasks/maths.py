@@ -18,14 +18,12 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.dataset_task import BenchmarkTask, DatasetSpec, DatasetTask, read_shipped, read_specs
+from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_shipped, read_specs
 from kvsearch.tasks.metrics.maths import boxed
 from kvsearch.tasks.prompts import PLACE
 from kvsearch.tasks.rows import Dataset, check_rows, load_rows
 
-REPOSITORY = "openai/gsm8k"
 GSM8K_METRICS = ("gsm8k", "gsm8k_official")
-MAX_NEW_TOKENS = 512
 INSTRUCTION = "Solve each problem step by step. End with the answer as a number."
 CUE = "Solution, step by step:"
 SPECS = read_specs("maths")
@@ -53,19 +51,16 @@ SHOTS: tuple[dict[str, str], ...] = tuple(read_shipped("gsm8k"))  # worked examp
 class Gsm8kTask(DatasetTask[Gsm8kRow]):
     """The test problems, each after `shots` worked examples: the context is the examples, the question the problem.
 
-    Raises:
-        UsageError: an unknown metric or split, or more shots than there are; on reading, unusable rows.
-        EnvironmentFault: on reading, the hub cannot be reached.
+    UsageError, beside those of others, for an unknown metric, or more shots than there are.
     """
 
     name: str = "gsm8k"
-    source: str | Path = REPOSITORY
+    source: str | Path = "openai/gsm8k"
     shots: int = 4
     metric: str = "gsm8k"
-    chat: bool = True
-    category: ClassVar[str] = "reasoning"
+    benchmark: ClassVar[str] = "mathematics"
+    specs: ClassVar[dict[str, DatasetSpec]] = {"gsm8k": SPECS["gsm8k"]}
     prompt: ClassVar[str] = f"\n\n{PLACE}\n"
-    stops: ClassVar[tuple[str, ...]] = ("\n\nQuestion:",)
     row: ClassVar[type[Gsm8kRow]] = Gsm8kRow
 
     def __post_init__(self) -> None:
@@ -91,14 +86,14 @@ class Gsm8kTask(DatasetTask[Gsm8kRow]):
             return "without a question"
         return None if _FINAL.search(row.answer) else "without a last line '#### number'"
 
-    def document(self, row: Gsm8kRow) -> str:
-        return row.question
+    def document(self, example: Example) -> str:
+        return example.queries[0].question
 
     def example(self, position: int, row: Gsm8kRow) -> Example:
         [number] = _FINAL.findall(row.answer)
         solution = _CALCULATOR.sub("", _FINAL.sub("", row.answer)).strip()
         answer = number.replace(",", "")
-        query = Query(_asked(row.question), (answer,), MAX_NEW_TOKENS, written=_reply(solution, answer))
+        query = Query(_asked(row.question), (answer,), self.spec.max_new_tokens, written=_reply(solution, answer))
         return Example(self.name, str(position), self.context, (query,))
 
 
@@ -123,7 +118,7 @@ class ProblemRow(BaseModel):
 
 
 @dataclass(frozen=True)
-class TracedTask(BenchmarkTask[ProblemRow]):
+class TracedTask(DatasetTask[ProblemRow]):
     """Problems whose reply is a trace of up to `max_new_tokens` with the answer in a box; scores are by subject, too.
 
     The context is the problem, the question what is said of the reply.
@@ -131,8 +126,7 @@ class TracedTask(BenchmarkTask[ProblemRow]):
 
     max_new_tokens: int | None = None
     benchmark: ClassVar[str] = "mathematics"
-    names: ClassVar[tuple[str, ...]] = tuple(SPECS)
-    specs: ClassVar[dict[str, DatasetSpec]] = SPECS
+    specs: ClassVar[dict[str, DatasetSpec]] = {name: SPECS[name] for name in HUB}
     row: ClassVar[type[ProblemRow]] = ProblemRow
     traced: ClassVar[bool] = True
 
@@ -147,9 +141,6 @@ class TracedTask(BenchmarkTask[ProblemRow]):
 
     def fault(self, row: ProblemRow) -> str | None:
         return self.missing(row.problem, "", (row.answer,))
-
-    def document(self, row: ProblemRow) -> str:
-        return row.problem
 
     def example(self, position: int, row: ProblemRow) -> Example:
         written = row.solution

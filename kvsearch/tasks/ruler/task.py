@@ -13,8 +13,7 @@ from pydantic import BaseModel, Field
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import require_known
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
-from kvsearch.tasks.dataset_task import DatasetTask
-from kvsearch.tasks.fields import is_blank
+from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
 from kvsearch.tasks.prompts import PLACE
 from kvsearch.tasks.rows import Dataset, check_rows, load_rows
 from kvsearch.tasks.ruler.draft import Draft, Stream, largest
@@ -25,19 +24,12 @@ from kvsearch.tasks.ruler.tracing import draft_tracing
 from kvsearch.tasks.splits import check_split
 
 FILLED = 0.95  # the least share of its length that an example has
+RULER_SPECS: Final = read_specs("ruler")
+RULER_TASKS: Final = tuple(RULER_SPECS)
 QA_FORMATS: Final = {
     "qa_1": ("SQuAD's", "data > paragraphs > context, qas", read_squad),
     "qa_2": ("HotpotQA's", "a list of question, answer, context", read_hotpot),
 }
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What tasks of one kind have in common: category, tokens to generate, metric."""
-
-    category: str
-    tokens: int
-    metric: str = "string_match_all"
 
 
 @dataclass(frozen=True)
@@ -71,11 +63,11 @@ class RulerTask(Task):
 
     @property
     def category(self) -> str:
-        return RULER_KINDS[self.name].category
+        return RULER_SPECS[self.name].category
 
     @property
     def metric(self) -> str:
-        return RULER_KINDS[self.name].metric
+        return RULER_SPECS[self.name].metric
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
         """Return the first `samples` examples of a seed; qa has no more than its file has questions for the split.
@@ -90,7 +82,7 @@ class RulerTask(Task):
                 f"{self.name}: {self.length} tokens are too few, with this tokenizer a prompt takes {needed} or more: "
                 "ask for a larger length"
             )
-        tokens = RULER_KINDS[self.name].tokens
+        tokens = RULER_SPECS[self.name].max_new_tokens
         examples = []
         for index, draft in enumerate(drafts):
             query = Query(draft.question, draft.answers, tokens, draft.prefix, written=draft.written)
@@ -127,7 +119,7 @@ class RulerTask(Task):
 
     def _rest(self, draft: Draft, count: TokenCount) -> int:
         """Count the tokens of the question, of the reply's beginning and of what is to be generated."""
-        return count(self.prompt.replace(PLACE, draft.question) + draft.prefix) + RULER_KINDS[self.name].tokens
+        return count(self.prompt.replace(PLACE, draft.question) + draft.prefix) + RULER_SPECS[self.name].max_new_tokens
 
 
 DRAWN = Dataset("default", "test", ("test", "test-*"))
@@ -160,26 +152,11 @@ def read_drawn(source: str | Path) -> tuple[DrawnRow, ...]:
 
 @dataclass(frozen=True)
 class DrawnRulerTask(DatasetTask[DrawnRow]):
-    """One task of RULER whose examples somebody else has drawn: rows with context, question, answer_prefix and answer.
+    """One task of RULER whose examples others have drawn: rows with context, question, answer_prefix and answer."""
 
-    Raises:
-        UsageError: an unknown task or split; on reading, unusable rows.
-    """
-
-    prompt: ClassVar[str] = PLACE
+    benchmark: ClassVar[str] = "RULER"
+    specs: ClassVar[dict[str, DatasetSpec]] = RULER_SPECS
     row: ClassVar[type[DrawnRow]] = DrawnRow
-
-    def __post_init__(self) -> None:
-        require_known("RULER task", self.name, RULER_TASKS)
-        super().__post_init__()
-
-    @property
-    def category(self) -> str:
-        return RULER_KINDS[self.name].category
-
-    @property
-    def metric(self) -> str:
-        return RULER_KINDS[self.name].metric
 
     @property
     def dataset(self) -> Dataset:
@@ -190,23 +167,8 @@ class DrawnRulerTask(DatasetTask[DrawnRow]):
         return [row for row in read_drawn(self.source) if row.task == self.name]
 
     def fault(self, row: DrawnRow) -> str | None:
-        if not row.context.strip():
-            return "with an empty context"
-        return None if any(not is_blank(answer) for answer in row.answer) else "without an answer"
-
-    def document(self, row: DrawnRow) -> str:
-        return row.context
+        return self.missing(row.context, row.question, row.answer)
 
     def example(self, position: int, row: DrawnRow) -> Example:
         query = Query(row.question, tuple(row.answer), row.max_new_tokens, row.answer_prefix)
         return Example(self.name, str(position), row.context, (query,))
-
-
-RULER_KINDS: Final[dict[str, Kind]] = {
-    **dict.fromkeys(NIAH, Kind("RULER retrieval", 128)),
-    "vt": Kind("RULER tracing", 30),
-    "cwe": Kind("RULER aggregation", 120),
-    "fwe": Kind("RULER aggregation", 50),
-    **dict.fromkeys(QA_FORMATS, Kind("RULER QA", 32, "string_match_part")),
-}
-RULER_TASKS: Final = tuple(RULER_KINDS)
