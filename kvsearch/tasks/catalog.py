@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from kvsearch.core.errors import UsageError
@@ -21,7 +20,7 @@ from kvsearch.tasks.infinitebench import INFINITEBENCH_LAVA, INFINITEBENCH_TASKS
 from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask
 from kvsearch.tasks.longbench_v2 import LONGBENCH_V2, LongBenchV2Task
-from kvsearch.tasks.maths import HUB, Gsm8kTask, TracedTask
+from kvsearch.tasks.maths import Gsm8kTask, TracedTask
 from kvsearch.tasks.metrics import NEEDS
 from kvsearch.tasks.metrics.packages import PACKAGES
 from kvsearch.tasks.niah import NiahTask
@@ -145,11 +144,10 @@ def _ruler(name: str) -> Entry:
     return Entry(f"{RULER}:{name}", about.category, about.metric, source, task, reads, needs, option, RulerTask.split)
 
 
-def _dataset(spec: str, task: type[DatasetTask[Any]], name: str, source: str | Path, *options: str) -> Entry:
+def _dataset(spec: str, task: type[DatasetTask[Any]], name: str, *options: str) -> Entry:
     about = task.specs[name]
     reads = _ROWS | {option: option for option in options}
-    make = partial(task, name, source=source)
-    return Entry(spec, about.category, about.metric, f"{source}, or --data", make, reads)
+    return Entry(spec, about.category, about.metric, f"{about.rows.hub}, or --data", partial(task, name), reads)
 
 
 def _entries() -> Iterator[Entry]:
@@ -163,10 +161,10 @@ def _entries() -> Iterator[Entry]:
     benchmarks = (LONGBENCH, LongBenchTask), (LONGBENCH, LongBenchV2Task), (INFINITEBENCH, InfiniteBenchTask)
     for benchmark, task in benchmarks:
         for name in task.specs:
-            yield _dataset(f"{benchmark}:{name}", task, name, task.source, "prompts")
-    yield _dataset(GSM8K, Gsm8kTask, GSM8K, Gsm8kTask.source, "shots", "metric")
-    for name, (hub, _) in HUB.items():
-        yield _dataset(name.replace("aime", "aime:"), TracedTask, name, hub, "prompts", "max_new_tokens")
+            yield _dataset(f"{benchmark}:{name}", task, name, "prompts")
+    yield _dataset(GSM8K, Gsm8kTask, GSM8K, "shots", "metric")
+    for name in TracedTask.specs:
+        yield _dataset(name.replace("aime", "aime:"), TracedTask, name, "prompts", "max_new_tokens")
     reads = {"length": "lengths", **{name: name for name in ("depths", "haystack", "metric", "split")}}
     yield Entry(NEEDLE, NiahTask.category, NiahTask.metric, STORY, NiahTask, reads)
 

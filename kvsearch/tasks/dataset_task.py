@@ -20,7 +20,7 @@ from kvsearch.tasks.base import Example, Task, TokenCount
 from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.metrics import find_metric
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.rows import Checked, Dataset, check_rows, load_rows, usable
+from kvsearch.tasks.rows import Checked, Dataset, Row, check_rows, load_rows, usable
 from kvsearch.tasks.splits import ALL, check_split, draw, part
 
 
@@ -29,13 +29,14 @@ class DatasetSpec:
     """Settings of a dataset in a benchmark.
 
     `first_line`: of a reply only that line is scored. `options`: questions have answers to choose from. `chat` off: the
-    prompt is text that is continued, also by models with a chat template.
+    prompt is text that is continued, also by models with a chat template. `rows` is where its rows are.
     """
 
     category: str
     metric: str
     max_new_tokens: int
     prompt: str
+    rows: Dataset
     chat: bool = True
     first_line: bool = False
     stops: Sequence[str] = ()
@@ -50,8 +51,11 @@ def read_shipped(name: str) -> Any:
 
 
 def read_specs(benchmark: str) -> dict[str, DatasetSpec]:
-    """Return the datasets of a benchmark."""
-    return {name: DatasetSpec(**settings) for name, settings in read_shipped(benchmark).items()}
+    """Return the datasets of a benchmark, which may state `rows` for those that do not."""
+    shipped = read_shipped(benchmark)
+    shared = shipped.pop("rows", {})
+    rows = {name: Dataset(**settings.get("rows", shared)) for name, settings in shipped.items()}
+    return {name: DatasetSpec(**{**settings, "rows": rows[name]}) for name, settings in shipped.items()}
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Template:
 class DatasetTask(Task, Generic[Checked]):
     """Rows of `source`, a file, a folder or a dataset id of the hub, which are read when they are first needed.
 
-    `prompts` is a JSON file of datasets and prompts to use in place of ours.
+    Without a source they are the hub's. `prompts` is a JSON file of datasets and prompts to use in place of ours.
 
     Raises:
         UsageError: an unknown dataset or split, or prompts that cannot be used; on reading, unusable rows.
@@ -86,7 +90,7 @@ class DatasetTask(Task, Generic[Checked]):
     """
 
     name: str
-    source: str | Path = ""
+    source: str | Path | None = None
     revision: str | None = None
     split: str = ALL
     prompts: Path | None = None
@@ -101,9 +105,9 @@ class DatasetTask(Task, Generic[Checked]):
         _ = self.template
 
     @property
-    @abstractmethod
     def dataset(self) -> Dataset:
         """Where the rows are."""
+        return self.spec.rows.named(self.name)
 
     @property
     @abstractmethod
@@ -130,7 +134,11 @@ class DatasetTask(Task, Generic[Checked]):
 
     def read(self) -> Sequence[Checked]:
         """Return all rows; UsageError for other columns or values than those of the dataset."""
-        return check_rows(load_rows(self.dataset, self.source, self.revision), self.row, self.where)
+        return check_rows(self.load(), self.row, self.where)
+
+    def load(self) -> list[Row]:
+        """Return all rows as they are."""
+        return load_rows(self.dataset, self.source or self.dataset.hub, self.revision)
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
         """Return up to `samples` rows, drawn without replacement if the split has more."""
@@ -139,7 +147,7 @@ class DatasetTask(Task, Generic[Checked]):
     @property
     def where(self) -> str:
         """The task and its source, for messages."""
-        return f"{self.name} of {self.source}"
+        return f"{self.name} of {self.source or self.dataset.hub}"
 
     @property
     def base_name(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, BeforeValidator
@@ -12,7 +11,6 @@ from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
 from kvsearch.tasks.fields import IsList, is_blank
 from kvsearch.tasks.metrics.infinitebench import LETTERS
-from kvsearch.tasks.rows import Dataset
 
 SPECS = read_specs("infinitebench")
 INFINITEBENCH_TASKS = tuple(SPECS)
@@ -41,16 +39,9 @@ class InfiniteBenchTask(DatasetTask[InfiniteBenchRow]):
     Contexts beyond a model's positions lose their middle, as in the official scripts.
     """
 
-    source: str | Path = "xinrongzhang2022/InfiniteBench"
-
     benchmark: ClassVar[str] = "InfiniteBench"
     specs: ClassVar[dict[str, DatasetSpec]] = SPECS
     row: ClassVar[type[InfiniteBenchRow]] = InfiniteBenchRow
-
-    @property
-    def dataset(self) -> Dataset:
-        name = self.name
-        return Dataset("default", name, (name, f"data/{name}"), file=f"{name}.jsonl")
 
     def fault(self, row: InfiniteBenchRow) -> str | None:
         if not self.spec.options or not row.context.strip():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import BaseModel
@@ -14,7 +13,6 @@ from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
 from kvsearch.tasks.fields import IsList, is_blank
 from kvsearch.tasks.metrics.longbench import first_line
-from kvsearch.tasks.rows import Dataset
 
 BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}  # LongBench-E: the length each ends before, in words
 SPECS = read_specs("longbench")
@@ -58,8 +56,6 @@ class LongBenchRow(BaseModel):
 class LongBenchTask(DatasetTask[LongBenchRow]):
     """A dataset of LongBench ("qasper") or LongBench-E ("qasper_e"), whose keys begin with their bucket."""
 
-    source: str | Path = "zai-org/LongBench"
-
     benchmark: ClassVar[str] = "LongBench"
     specs: ClassVar[dict[str, DatasetSpec]] = SPECS | {name: SPECS[name.removesuffix("_e")] for name in LONGBENCH_E}
     row: ClassVar[type[LongBenchRow]] = LongBenchRow
@@ -67,12 +63,6 @@ class LongBenchTask(DatasetTask[LongBenchRow]):
     @property
     def base_name(self) -> str:
         return self.name.removesuffix("_e")
-
-    @property
-    def dataset(self) -> Dataset:
-        name = self.name
-        files = (name, f"data/{name}", f"{name}/test", f"{name}/test-*")
-        return Dataset(name, "test", files, "data.zip", (f"data/{name}.jsonl", f"{name}.jsonl"))
 
     def read(self) -> Sequence[LongBenchRow]:
         """Refuse rows of another dataset: files are named by the user, and must not be scored as what they are not."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, Field
@@ -12,7 +11,6 @@ from pydantic import BaseModel, Field
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
 from kvsearch.tasks.metrics.infinitebench import LETTERS
-from kvsearch.tasks.rows import Dataset
 
 SPECS = read_specs("longbench_v2")
 LONGBENCH_V2 = tuple(SPECS)
@@ -41,15 +39,9 @@ class LongBenchV2Row(BaseModel):
 class LongBenchV2Task(DatasetTask[LongBenchV2Row]):
     """The questions of LongBench v2 about texts of one length ("v2_short"); scores are by domain, too."""
 
-    source: str | Path = "zai-org/LongBench-v2"
-
     benchmark: ClassVar[str] = "LongBench v2"
     specs: ClassVar[dict[str, DatasetSpec]] = SPECS
     row: ClassVar[type[LongBenchV2Row]] = LongBenchV2Row
-
-    @property
-    def dataset(self) -> Dataset:
-        return Dataset("default", "train", ("data", "LongBench-v2"), file="data.json")
 
     def read(self) -> Sequence[LongBenchV2Row]:
         """Return the rows of this length."""

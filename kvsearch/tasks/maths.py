@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import ClassVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
@@ -21,18 +20,12 @@ from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_shipped, read_specs
 from kvsearch.tasks.metrics.maths import boxed
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.rows import Dataset, check_rows, load_rows
+from kvsearch.tasks.rows import check_rows
 
 GSM8K_METRICS = ("gsm8k", "gsm8k_official")
 INSTRUCTION = "Solve each problem step by step. End with the answer as a number."
 CUE = "Solution, step by step:"
 SPECS = read_specs("maths")
-# where the hub has them
-HUB = {
-    "math500": ("HuggingFaceH4/MATH-500", Dataset("default", "test", ("test", "math500"), file="test.jsonl")),
-    "aime24": ("HuggingFaceH4/aime_2024", Dataset("default", "train", ("aime24", "train", "train-*", "data/train-*"))),
-    "aime25": ("math-ai/aime25", Dataset("default", "test", ("aime25", "test"), file="test.jsonl")),
-}
 _FINAL = re.compile(r"####\s*(-?[\d.,]*\d)\s*$")
 _CALCULATOR = re.compile(r"<<[^>]*>>")  # annotations that only training uses
 
@@ -55,7 +48,6 @@ class Gsm8kTask(DatasetTask[Gsm8kRow]):
     """
 
     name: str = "gsm8k"
-    source: str | Path = "openai/gsm8k"
     shots: int = 4
     metric: str = "gsm8k"
     benchmark: ClassVar[str] = "mathematics"
@@ -75,11 +67,6 @@ class Gsm8kTask(DatasetTask[Gsm8kRow]):
         shots = SHOTS[: self.shots]
         worked = [f"{_asked(shot['question'])}\n{_reply(shot['solution'], shot['answer'])}" for shot in shots]
         return "\n\n".join([INSTRUCTION, *worked])
-
-    @property
-    def dataset(self) -> Dataset:
-        files = ("test", "test-*", "main/test", "main/test-*", "data/test")
-        return Dataset("main", "test", files)
 
     def fault(self, row: Gsm8kRow) -> str | None:
         if not row.question.strip():
@@ -126,18 +113,14 @@ class TracedTask(DatasetTask[ProblemRow]):
 
     max_new_tokens: int | None = None
     benchmark: ClassVar[str] = "mathematics"
-    specs: ClassVar[dict[str, DatasetSpec]] = {name: SPECS[name] for name in HUB}
+    specs: ClassVar[dict[str, DatasetSpec]] = {name: spec for name, spec in SPECS.items() if name != "gsm8k"}
     row: ClassVar[type[ProblemRow]] = ProblemRow
     traced: ClassVar[bool] = True
 
-    @property
-    def dataset(self) -> Dataset:
-        return HUB[self.name][1]
-
     def read(self) -> Sequence[ProblemRow]:
         """Return the rows, whatever the case of their columns' names."""
-        rows = load_rows(self.dataset, self.source, self.revision)
-        return check_rows([{name.lower(): row[name] for name in row} for row in rows], self.row, self.where)
+        rows = [{name.lower(): row[name] for name in row} for row in self.load()]
+        return check_rows(rows, self.row, self.where)
 
     def fault(self, row: ProblemRow) -> str | None:
         return self.missing(row.problem, "", (row.answer,))

@@ -31,15 +31,25 @@ class Dataset:
     """Where a dataset is on the hub, and under which names its files are looked for in a user's folder.
 
     `files` are patterns without a suffix, the first with a match is read. Where the hub has the rows in a zip
-    `archive`, `members` are the names they may have in it; where it has them in one `file`, that is fetched.
+    `archive`, `members` are the names they may have in it; where it has them in one `file`, that is fetched. `hub` is
+    its id there; empty: there is none.
     """
 
-    config: str
-    split: str
-    files: tuple[str, ...]
+    config: str = "default"
+    split: str = "test"
+    files: Sequence[str] = ("test", "test-*")
     archive: str | None = None
-    members: tuple[str, ...] = ()
+    members: Sequence[str] = ()
     file: str | None = None
+    hub: str = ""
+
+    def named(self, name: str) -> Dataset:
+        """Return the dataset with its name in place of every `{name}`."""
+
+        def put(value: Any) -> Any:
+            return value.replace("{name}", name) if isinstance(value, str) else value and [*map(put, value)]
+
+        return Dataset(**{key: put(value) for key, value in vars(self).items()})
 
 
 def load_rows(dataset: Dataset, source: str | Path, revision: str | None = None) -> list[Row]:

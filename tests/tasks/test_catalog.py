@@ -14,7 +14,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.tasks.catalog import ENTRIES, SETS, describe_tasks, find_tasks
 from kvsearch.tasks.jsonl import JsonlTask
 from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask
-from kvsearch.tasks.maths import HUB, Gsm8kTask, TracedTask
+from kvsearch.tasks.maths import Gsm8kTask, TracedTask
 from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
 from kvsearch.tasks.synthetic.suite import SUITES, SyntheticTask
@@ -53,9 +53,7 @@ def test_whole_kinds_and_sets(files: dict[str, Path]) -> None:
     assert names("longbench:e") == list(LONGBENCH_E)
     assert names("longbench:trec_e,english,lsht") == ["trec_e", *LONGBENCH_ENGLISH, "lsht"]
     assert find_tasks("gsm8k") == [Gsm8kTask()]
-    assert find_tasks("aime:25,24+math500") == [
-        TracedTask(name, HUB[name][0]) for name in ("aime25", "aime24", "math500")
-    ]
+    assert find_tasks("aime:25,24+math500") == [TracedTask(name) for name in ("aime25", "aime24", "math500")]
     assert names("aime") == ["aime24", "aime25"]
     assert find_tasks("niah") == [NiahTask()]
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.maths import CUE, HUB, INSTRUCTION, SHOTS, Gsm8kTask, TracedTask
+from kvsearch.tasks.maths import CUE, INSTRUCTION, SHOTS, Gsm8kTask, TracedTask
 from kvsearch.tasks.prompts import PromptFormat
 from tests.tiny import chat_tokenizer
 
@@ -120,9 +120,9 @@ def test_a_problem_of_aime(row: dict[str, Any], tmp_path: Path) -> None:
     assert task.score("\\boxed{73.0}", query) == 1
 
 
-@pytest.mark.parametrize("name", HUB)
+@pytest.mark.parametrize("name", TracedTask.specs)
 def test_where_the_hub_has_them(name: str, tmp_path: Path) -> None:
-    _, dataset = HUB[name]
+    dataset = TracedTask(name).dataset
     assert dataset.file in (None, "test.jsonl")
     path = write(tmp_path, AIME if name == "aime24" else MATH, name=f"{dataset.files[0]}.jsonl")
     assert len(TracedTask(name, tmp_path).rows) == len(TracedTask(name, path).rows) == 1

@@ -122,9 +122,6 @@ class RulerTask(Task):
         return count(self.prompt.replace(PLACE, draft.question) + draft.prefix) + RULER_SPECS[self.name].max_new_tokens
 
 
-DRAWN = Dataset("default", "test", ("test", "test-*"))
-
-
 class DrawnRow(BaseModel):
     """A row of RULER as kvpress publishes it (`simonjegou/ruler`): drawn once, for everybody the same."""
 
@@ -146,7 +143,7 @@ def read_drawn(source: str | Path) -> tuple[DrawnRow, ...]:
     """
     if not Path(source).exists():
         raise UsageError(f"there is no file or folder {source}: check the path")
-    rows = load_rows(DRAWN, source)
+    rows = load_rows(Dataset(), source)
     return tuple(check_rows(rows, DrawnRow, source))
 
 
@@ -158,13 +155,9 @@ class DrawnRulerTask(DatasetTask[DrawnRow]):
     specs: ClassVar[dict[str, DatasetSpec]] = RULER_SPECS
     row: ClassVar[type[DrawnRow]] = DrawnRow
 
-    @property
-    def dataset(self) -> Dataset:
-        return DRAWN
-
     def read(self) -> Sequence[DrawnRow]:
         """Return the rows of this task."""
-        return [row for row in read_drawn(self.source) if row.task == self.name]
+        return [row for row in read_drawn(self.source or "") if row.task == self.name]
 
     def fault(self, row: DrawnRow) -> str | None:
         return self.missing(row.context, row.question, row.answer)
