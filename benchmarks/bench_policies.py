@@ -26,7 +26,8 @@ from transformers import DynamicCache
 
 from kvsearch.benchmark.speed import decode_seconds, peak_bytes, prefill_seconds
 from kvsearch.models.architecture import describe, rotary
-from kvsearch.policies import Policy, keep_under, policy_names
+from kvsearch.policies import Policy, policy_names
+from kvsearch.policies.ranking import keep_at, limits_under
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.collector import DensePrompt
@@ -113,7 +114,7 @@ def scratch(model: Any, policy: Policy, length: int, budget: int) -> float:
         prompt = DensePrompt([policy.needs(), decode_needs(policy)], rotary(model, 0), layer=0)
         prompt.add(query, (key, value), positions, valid, logits)
         observation = prompt.observation()
-        keep_under(policy, observation, budgets)
+        keep_at(policy, observation, limits_under(policy, budgets, [length]))
         policy.start(observation)
 
     return peak_bytes(model.device, work) / 2**20

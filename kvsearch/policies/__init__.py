@@ -1,10 +1,10 @@
 """Eviction patterns: which cached entries to keep. One file per pattern."""
 
 from kvsearch.policies.base import Needs, Observation, Policy, QueryStatistics
-from kvsearch.policies.ranking import keep_mask, keep_under, rank_entries, rank_under
+from kvsearch.policies.ranking import keep_mask, rank_entries, rank_under
 from kvsearch.policies.registry import create_policy, policy_class, policy_names
 
 __all__ = [
-    "Needs", "Observation", "Policy", "QueryStatistics", "create_policy", "keep_mask", "keep_under", "policy_class",
-    "policy_names", "rank_entries", "rank_under",
+    "Needs", "Observation", "Policy", "QueryStatistics", "create_policy", "keep_mask", "policy_class", "policy_names",
+    "rank_entries", "rank_under",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 The entries kept at a budget are a prefix of those kept at a larger one. Most policies have one score, and then ranks do
 not depend on the budget. Some take the first part of a budget by another priority (H2O's recent half, CriticalKV's
-first stage): `keep_under` applies that at given budgets, `rank_under` finds the one order that holds at all of them.
+first stage): `keep_at` applies that at given budgets, `rank_under` finds the one order that holds at all of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from kvsearch.policies.base import Observation, Policy
-from kvsearch.policies.checks import calling, check_scores, lengths_of
+from kvsearch.policies.checks import calling, check_scores
 from kvsearch.policies.tensors import Tensor, torch
 
 
@@ -116,15 +116,6 @@ def _identity(policy: Policy) -> Hashable:
     return policy
 
 
-def keep_under(policy: Policy, observation: Observation, budgets: Tensor) -> Tensor:
-    """Mark what a policy keeps at `budgets` [B, Hkv] int64, [B, Hkv, T] bool: exactly min(real length, budget) a head.
-
-    Exempt heads keep everything.
-    """
-    limits = limits_under(policy, budgets, lengths_of(observation))
-    return keep_at(policy, observation, limits.to(observation.keys.device))
-
-
 def limits_under(policy: Policy, budgets: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return what heads may keep at `budgets` [B, Hkv] and how much of it is the first stage's, [2, B, Hkv] int64.
 
@@ -151,7 +142,7 @@ def keep_at(policy: Policy, observation: Observation, limits: Tensor) -> Tensor:
 def rank_under(policy: Policy, observation: Observation) -> Tensor:
     """Return the rank of every entry under a policy, [B, Hkv, T] int32; see `rank_entries`.
 
-    At every budget, the entries ranked below it are those of `keep_under`.
+    At every budget, the entries ranked below it are those of `keep_at`.
     """
     valid = observation.valid
     sinks = policy.sink_count

@@ -32,9 +32,10 @@ from kvsearch.policies import (
 )
 from kvsearch.policies.base import Norm
 from kvsearch.policies.decoding import State
-from kvsearch.policies.ranking import at_each, keep_under
+from kvsearch.policies.ranking import at_each
 from kvsearch.policies.scoring import column_sums
 from tests.examples import fixed
+from tests.policies.examples import keep_under
 
 DIM = 4
 MODEL_DIM = 5

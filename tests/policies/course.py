@@ -12,8 +12,8 @@ from torch import Tensor
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.decoding import Cached, State, Step, best, protected_slots
 from kvsearch.policies.h2o import MASS
-from kvsearch.policies.ranking import at_each, keep_under
-from tests.policies.examples import JUNK
+from kvsearch.policies.ranking import at_each
+from tests.policies.examples import JUNK, keep_under
 
 Row = dict[int, float]  # attention by position
 

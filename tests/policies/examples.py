@@ -9,13 +9,19 @@ import torch
 from torch import Tensor
 
 from kvsearch.policies import Observation, Policy
+from kvsearch.policies.checks import lengths_of
 from kvsearch.policies.decoding import Cached, State, Step, lowest, protected_slots
-from kvsearch.policies.ranking import at_each, keep_under
+from kvsearch.policies.ranking import at_each, keep_at, limits_under
 
 NAN = float("nan")
 JUNK = 1e4  # in keys and values of empty slots
 # mean attention of the window over the six candidates, as two rows that see the window causally
 WINDOW_ROWS = [[0.30, 0.02, 0.05, 0.20, 0.03, 0.10, 0.30, 0.00], [0.30, 0.02, 0.05, 0.20, 0.03, 0.10, 0.10, 0.20]]
+
+
+def keep_under(policy: Policy, observation: Observation, budgets: Tensor) -> Tensor:
+    """What a policy keeps at `budgets` [B, Hkv] int64, [B, Hkv, T] bool; exempt heads keep everything."""
+    return keep_at(policy, observation, limits_under(policy, budgets, lengths_of(observation)))
 
 
 def kept(policy: Policy, observation: Observation, budget: int, head: int = 0) -> set[int]:

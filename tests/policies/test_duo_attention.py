@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from kvsearch.policies.duo_attention import DuoAttention
-from kvsearch.policies.ranking import keep_under
 from kvsearch.policies.streaming import StreamingLLM
 from tests.policies.contract import Case, observe
-from tests.policies.examples import kept, leaves, plain, step_at
+from tests.policies.examples import keep_under, kept, leaves, plain, step_at
 
 
 def test_the_example() -> None:

@@ -8,6 +8,12 @@ from collections.abc import Sequence
 from kvsearch.tasks.synthetic.vocabulary import BOS, NUMBERS, ORDINALS
 
 Sentence = tuple[str, ...]
+FACTS = ("code", "item", "set", "vote")
+
+
+def evidence(words: Sequence[str]) -> int:
+    """How many words carry what may be asked, be it asked or not."""
+    return sum(len(sentence) for sentence in sentences(words) if sentence[0] in FACTS)
 
 
 def sentences(words: Sequence[str]) -> list[Sentence]:

@@ -11,6 +11,7 @@ from typing import Final
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import read_text
 from kvsearch.core.resources import resource
+from kvsearch.tasks.dataset_task import read_shipped
 from kvsearch.tasks.ruler.draft import Draft, Stream, insert, listed
 from kvsearch.tasks.ruler.words import Fresh, Maker, most_words, number, uuid4, word
 
@@ -99,16 +100,7 @@ class NeedleSpec:
     queries: int = 1
 
 
-NIAH: Final[dict[str, NeedleSpec]] = {
-    "niah_single_1": NeedleSpec("noise"),
-    "niah_single_2": NeedleSpec("essay"),
-    "niah_single_3": NeedleSpec("essay", value="uuid"),
-    "niah_multikey_1": NeedleSpec("essay", keys=4),
-    "niah_multikey_2": NeedleSpec("needles"),
-    "niah_multikey_3": NeedleSpec("needles", key="uuid", value="uuid"),
-    "niah_multivalue": NeedleSpec("essay", values=4),
-    "niah_multiquery": NeedleSpec("essay", keys=4, queries=4),
-}
+NIAH: Final = {name: NeedleSpec(**settings) for name, settings in read_shipped("needles").items()}
 
 
 def draft_needles(spec: NeedleSpec, essay: Essay | None, stream: Stream) -> Draft:

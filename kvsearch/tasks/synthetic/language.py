@@ -108,11 +108,10 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Document:
-    """A context in words (with the leading `<bos>`), its questions, and how many of its words are evidence."""
+    """A context in words (with the leading `<bos>`), and its questions."""
 
     words: Sentence
     questions: tuple[WordQuestion, ...]
-    evidence: int
 
 
 @dataclass
@@ -235,7 +234,7 @@ def compose(
     questions = [question for group in needles for question in group.questions]
     rng.shuffle(questions)
     words = (v.BOS, *(word for sentence in told for word in sentence))
-    return Document(words, tuple(questions), evidence)
+    return Document(words, tuple(questions))
 
 
 def _after_fact(told: Sequence[Sentence], mention: Sentence) -> int:
