@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 from kvsearch.core.errors import UsageError
-from kvsearch.policies.base import Needs, Observation, Policy, Row
-from kvsearch.policies.decoding import State, Step
-from kvsearch.policies.tensors import Tensor
+from kvsearch.policies.base import Policy
+
+
+def _of_inner(name: str) -> Any:
+    """Return the property that is what the inner policy has under this name, a value or a method."""
+    return property(attrgetter(f"inner.{name}"))
 
 
 @dataclass(frozen=True)
@@ -27,44 +32,15 @@ class Wrapper(Policy):
     def inner(self) -> Policy:
         """The policy inside."""
 
-    @property
-    def sink_count(self) -> int:
-        return self.inner.sink_count
-
-    @property
-    def recent_count(self) -> int:
-        return self.inner.recent_count
-
-    @property
-    def online(self) -> bool:
-        return self.inner.online
-
-    @property
-    def row(self) -> Row | None:
-        return self.inner.row
-
-    @property
-    def refresh_interval(self) -> int:
-        return self.inner.refresh_interval
-
-    def needs(self) -> Needs:
-        return self.inner.needs()
-
-    def score(self, observation: Observation) -> Tensor:
-        """Return the inner policy's score, [B, Hkv, T] fp32."""
-        return self.inner.score(observation)
-
-    def first_stage(self, observation: Observation) -> Tensor | None:
-        return self.inner.first_stage(observation)
-
-    def quota(self, budget: int) -> int:
-        return self.inner.quota(budget)
-
-    def recent_at(self, budget: int) -> int:
-        return self.inner.recent_at(budget)
-
-    def start(self, observation: Observation) -> State:
-        return self.inner.start(observation)
-
-    def step(self, step: Step) -> Tensor:
-        return self.inner.step(step)
+    sink_count = _of_inner("sink_count")
+    recent_count = _of_inner("recent_count")
+    online = _of_inner("online")
+    row = _of_inner("row")
+    refresh_interval = _of_inner("refresh_interval")
+    needs = _of_inner("needs")
+    score = _of_inner("score")
+    first_stage = _of_inner("first_stage")
+    quota = _of_inner("quota")
+    recent_at = _of_inner("recent_at")
+    start = _of_inner("start")
+    step = _of_inner("step")
