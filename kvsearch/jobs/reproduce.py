@@ -26,8 +26,9 @@ from kvsearch.report.artifacts import open_path
 from kvsearch.report.costs import Forecast
 from kvsearch.report.paper_table import Reproduced, reproduced
 from kvsearch.report.table import latex, markdown
+from kvsearch.results.search import read_trace
 from kvsearch.results.validation import FILE as VALIDATION
-from kvsearch.runs.identity import PLAN, REPORT, SELECTION
+from kvsearch.runs.identity import LEDGER, PLAN, REPORT, SELECTION
 from kvsearch.runs.lock import require_lock
 from kvsearch.runs.run import finish, unfinish
 from kvsearch.tasks.base import Task
@@ -38,12 +39,13 @@ FORMS = ".json", ".csv", ".md", ".tex"
 DECIDING = ("model", "seed", "max_length", "dtype", "revision")  # what every stage depends on
 PLANS: frozenset[str] = frozenset({"scale", "uniform", "pyramid"})  # commands of `kvsearch plan`
 MADE: frozenset[str] = PLANS | {"export"}  # a file, made in a moment
-KEPT: frozenset[str] = frozenset({"evolve", "select"})  # what is finished is not run again
+KEPT: frozenset[str] = frozenset({"evolve", "select", "bench"})  # what is finished is not run again
 
 
 # what a stage has found, by its job: a file in its directory
 RESULTS: Mapping[str, str] = {
     "calibrate": PROFILE, "evolve": PLAN, "select": SELECTION, "validate": str(VALIDATION), "evaluate": REPORT,
+    "bench": "costs.json",
 }  # fmt: skip
 LAST = {**RESULTS, "evolve": REPORT}  # the last file that it writes
 
@@ -103,6 +105,8 @@ class ReproduceOptions(WithTasks, WithWorkers, Batches):
     def scale(self, table: PaperTable) -> Scale:
         """Return how much is asked: as the table has it for this model, but for what was given."""
         scale = table.bundled if self.is_short else table.paper
+        if self.length and "lengths" in scale:  # of prompts that are measured
+            scale = {**scale, "lengths": self.length}
         given = {"asks": self._asks(scale["asks"]), "searches": self._asks(scale["searches"], search=True)}
         if self.budgets is None:
             return {**scale, **given}
@@ -153,6 +157,7 @@ class Stages:
         for stage in self.all:
             self.keys[stage.name] = self._key(stage)
         read = {option for stage in self.asking for option in options_read(stage.options["tasks"])}
+        read |= {"length" for stage in self.all if stage.job == "bench"}
         for stage in self.asking:
             self.tasks_of(stage)
         for name in TASK_DETAILS:
@@ -240,14 +245,18 @@ class Stages:
                     remarks = options.remarks()
                 if isinstance(options, Loading):
                     options = options.with_model(loaded)
-                getattr(module, stage.job)(options, reporter=reporter)
+                made = getattr(module, stage.job)(options, reporter=reporter)
+                if stage.job == "bench":  # which writes no file
+                    place.mkdir(parents=True, exist_ok=True)
+                    atomic_write(place / LAST["bench"], canonical_json(made.as_json()))
             except IncompatibleError as error:
                 if stage.job != "calibrate":
                     raise
                 self.impossible[stage.name] = str(error)
                 return
         result = open_path(place / RESULTS.get(stage.job, "")).content
-        self.finished.append(replace(stage, result=result, left_out=left_out, remarks=remarks))
+        trace = read_trace(place / LEDGER) if stage.job == "evolve" else None
+        self.finished.append(replace(stage, result=result, left_out=left_out, remarks=remarks, trace=trace))
 
     def _lost(self, value: object) -> str | None:
         """Return why the model has none of an earlier stage that options name; None: it has them all."""

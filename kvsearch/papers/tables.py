@@ -42,7 +42,7 @@ class Stage:
     `methods` are those that an evaluation compares, one by one, so that one that a model cannot run is left out.
     `block` is that of what is asked. A finished stage has a `result`, the plan, profile or record that it has written;
     `left_out` says which methods the model cannot run, and why; `remarks` are what the job says of its options, such as
-    patterns that cannot be tried.
+    patterns that cannot be tried. `trace` is how a search went.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Stage:
     result: Any = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     remarks: Sequence[str] = ()
+    trace: Any = None
 
 
 @dataclass(frozen=True)

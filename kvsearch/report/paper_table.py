@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
@@ -381,6 +381,14 @@ def losses(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]
             yield from (MeasuredCell(names[loss.method], loss.task, loss.loss, f"Layer {layer}", key) for loss in mine)
 
 
+def searches(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:  # noqa: ARG001
+    """Yield EvolKV's Figure 2b: the best fitness so far after every generation of every search."""
+    for stage in _of_job(stages, "evolve"):
+        best = accumulate((min(line.values) for _, line in stage.trace.generations), min)
+        for number, value in enumerate(best, 1):
+            yield MeasuredCell(f"generation {number}", f"fitness at {stage.options['budget']}", -value)
+
+
 def needles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
     """Yield EvolKV's Figure 7: scores by depth and length of the full cache and of every row."""
     for stage, _, methods in _sizes(table, stages):
@@ -391,6 +399,22 @@ def needles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell
                 place = f"{grid.depths[depth]}% deep", f"{grid.lengths[length]:,} tokens"
                 if score == score:
                     yield MeasuredCell(*place, 100 * score, f"{name}, mean {100 * grid.mean:.1f}")
+
+
+def costs(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCell]:
+    """Yield what caches cost (LAVa, Figure 3; LU-KV, Figure 5; EvolKV, Figure 8): `columns` say which of it."""
+    for stage in _of_job(stages, "bench"):
+        steps = stage.options["new_tokens"]
+        known = [cost for cost in stage.result.costs if Path(cost.cache).stem in table.rows]
+        for heading, cost in product(table.columns, known):
+            prompt = f"{cost.length:,} tokens"
+            column, value = {
+                "peak memory, MB": (prompt, cost.peak_bytes / 1e6),
+                "time to first token, s": (prompt, cost.prefill_seconds),
+                "decoding, ms per token": (prompt, 1e3 * cost.token_seconds),
+                "inference, s": (f"{steps:,} new tokens", cost.prefill_seconds + steps * cost.token_seconds),
+            }[heading]
+            yield MeasuredCell(table.rows[Path(cost.cache).stem], column, value, heading)
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
@@ -452,5 +476,6 @@ def _eviction_losses(profile: Profile, ratio: float, shared: Profile | None) -> 
 
 VIEWS: Mapping[str, Callable[[PaperTable, Sequence[Stage]], Iterator[MeasuredCell]]] = {
     "scores": scores, "best": beside_best, "categories": by_category, "selections": selections, "signals": signals,
-    "layers": layers, "losses": losses, "profiles": profiles, "ratios": ratios, "errors": errors, "needles": needles,
+    "layers": layers, "losses": losses, "profiles": profiles, "ratios": ratios, "errors": errors, "searches": searches,
+    "needles": needles, "costs": costs,
 }  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 
 from kvsearch.config.options import JobOptions
 from kvsearch.core.errors import UsageError
+from kvsearch.jobs.bench import BenchOptions
 from kvsearch.jobs.calibrate import CalibrateOptions
 from kvsearch.jobs.evaluate import EvaluateOptions
 from kvsearch.jobs.evolve import EvolveOptions
@@ -23,7 +24,7 @@ from kvsearch.papers.tables import TABLES, PaperTable, Scale, find_table, model_
 JOBS: dict[str, type[JobOptions]] = {
     "calibrate": CalibrateOptions, "evaluate": EvaluateOptions, "evolve": EvolveOptions, "export": ExportOptions,
     "scale": ScaleOptions, "select": SelectOptions, "validate": ValidateOptions, "uniform": UniformOptions,
-    "pyramid": PyramidOptions,
+    "pyramid": PyramidOptions, "bench": BenchOptions,
 }  # fmt: skip
 FORMS = [(table, scale) for table in TABLES.values() for scale in (table.paper, table.bundled)]
 NAMED = [f"{table.name}-{form}" for table in TABLES.values() for form in ("paper", "bundled")]
@@ -53,7 +54,8 @@ def test_every_stage_has_options_of_its_job(table: PaperTable, scale: Scale) -> 
 def test_every_row_is_of_a_method_or_a_plan(table: PaperTable, scale: Scale) -> None:
     stages = table.stages(scale)
     methods = {method.partition("={")[0] for stage in stages for method in stage.methods}
-    plans = {stage.name for stage in stages if stage.job not in ("calibrate", "validate", "evaluate")}
+    plans = {stage.name for stage in stages if stage.job not in ("calibrate", "validate", "evaluate", "bench")}
+    plans.add("DynamicCache")  # the full one, of costs
     sizes = [str(size) for size in (*scale["budgets"], *scale["ratios"])]
     blocks = [ask.get("block", "") for ask in scale["asks"]]
     there = [row for row in table.rows if _names(row, sizes, blocks) & (methods | plans)]

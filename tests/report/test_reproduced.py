@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvsearch.benchmark.cache_costs import CacheCosts
 from kvsearch.core.errors import UsageError
 from kvsearch.papers.tables import Picture, find_table
 from kvsearch.report import charts
 from kvsearch.report.charts import table_figures
 from kvsearch.report.figures import HeatMap, LineChart, Series
-from kvsearch.report.paper_table import MeasuredCell, Reproduced, needles, reproduced
+from kvsearch.report.paper_table import MeasuredCell, Reproduced, costs, needles, reproduced, searches
 from kvsearch.report.table import markdown
 from kvsearch.results.base import read_content
 from kvsearch.results.evaluation import NeedleGrid
@@ -128,7 +129,18 @@ def test_a_picture_leaves_totals_of_columns_out_and_maps_shares(monkeypatch: pyt
     assert body == HeatMap(("X", "Y"), ("layer 0", "layer 3"), "method", "layer", "share", panels, "{:.2g}")
 
 
-def test_needles_are_maps() -> None:
+def test_costs_are_by_the_length_of_prompts_or_replies() -> None:
+    table = find_table("evolkv-figure8a")
+    cost = CacheCosts("plans/1/uniform.json", 1, 4096, 8.0, 5, 3_000_000, 2.0, 1.0, 0.5, 2.0, 1.0, 0.1, 0.1)
+    result = SimpleNamespace(costs=(cost, replace(cost, cache="StaticCache"), replace(cost, cache="DynamicCache")))
+    stage = replace(table.stages(table.bundled)[-1], result=result)
+    found = [(cell.row, cell.column, cell.value, cell.block) for cell in costs(table, [stage])]
+    assert found == [(name, "32 new tokens", 18.0, "inference, s") for name in ("SnapKV", "Full")]
+    memory = next(costs(find_table("evolkv-figure8b"), [stage]))
+    assert (memory.column, memory.value, memory.block) == ("4,096 tokens", 3.0, "peak memory, MB")
+
+
+def test_needles_are_maps_and_searches_their_best_so_far() -> None:
     table = find_table("evolkv-figure7")
     grid = NeedleGrid(lengths=(1000,), depths=(0, 50), scores=((1.0,), (None,)), mean=1.0)
     method = SimpleNamespace(label="uniform@32")
@@ -138,3 +150,6 @@ def test_needles_are_maps() -> None:
     found = list(needles(table, [replace(stages[-1], result=result)]))
     assert [cell.block for cell in found] == ["Full, mean 100.0", "SnapKV, mean 100.0"]
     assert {(cell.row, cell.column, cell.value) for cell in found} == {("0% deep", "1,000 tokens", 100.0)}
+    told = [(4, SimpleNamespace(values=[-1.0, -3.0])), (8, SimpleNamespace(values=[-2.0, -2.5]))]
+    trace = SimpleNamespace(generations=told)
+    assert [cell.value for cell in searches(table, [replace(stages[0], trace=trace)])] == [3.0, 3.0]
