@@ -35,7 +35,7 @@ from kvsearch.strategies.compared import ReadyMethod, different_settings, full_m
 from kvsearch.strategies.names import FULL as FULL
 from kvsearch.tasks.base import Coverage, Sampling, Task
 from kvsearch.tasks.encode import TaskPrompts, contexts_of, encode_tasks, listed, most_tokens, questions_of, readings
-from kvsearch.tasks.metrics.likelihood import FORCED, read_losses
+from kvsearch.tasks.metrics.likelihood import FORCED, MOST_LOST, read_losses
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 
 OpenStage = AbstractContextManager[tuple[ReplyStore | None, Progress | None]]
@@ -423,7 +423,7 @@ class Comparison(Evaluation):
             full = fmean(loss[1] for loss in losses if loss is not None)
             yield (
                 f"{task}: the full cache has a perplexity of {math.exp(full):.4g}, {full:.4f} nats per token; a point "
-                "less than 100 is a hundredth of a nat more"
+                f"less than 100 is {MOST_LOST / 100:g} nats more"
             )
 
     def _coverage_notes(self, covered: Coverage) -> Iterator[str]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+# Nats per token of a text that is no longer predicted: what one look-up of three tokens that fails costs 64 tokens. Were
+# it more, leads of useful plans would be too small a part of the scale for bets and intervals.
+MOST_LOST = 0.25
 _LOSSES = re.compile(r"([\d.]+) nats per token, ([\d.]+) under the full cache")
 
 
@@ -20,16 +23,15 @@ def read_losses(words: str) -> tuple[float, float] | None:
 
 
 def likelihood(reply: str, answers: Sequence[str]) -> float:  # noqa: ARG001 - they were predicted already
-    """Return 1 minus the nats per token of the answer that are lost to the full cache, between 0 and 1.
+    """Return what is left of the prediction under the full cache: 1 at its loss, 0 where MOST_LOST or more is lost.
 
-    A point of 100 is a hundredth of a nat. Who predicts better than the full cache scores 1, as it does. `reply` is
-    what `loss_words` says; any other scores 0.
+    Who predicts better than the full cache scores 1, as it does. `reply` is what `loss_words` says; any other scores 0.
     """
     losses = read_losses(reply)
     if losses is None:
         return 0.0
     loss, full = losses
-    return min(max(1 - (loss - full), 0.0), 1.0)
+    return min(max(1 - (loss - full) / MOST_LOST, 0.0), 1.0)
 
 
 FORCED = likelihood.__name__  # the metric of tasks whose answers are teacher-forced
