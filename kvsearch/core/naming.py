@@ -1,9 +1,11 @@
-"""Help with names that were typed wrong."""
+"""Help with names that were typed wrong, and names that stand for others."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
+from typing import Any
 
 from kvsearch.core.errors import UsageError
 
@@ -46,3 +48,8 @@ def did_you_mean(name: object, known: Sequence[str], cutoff: float = 0.5) -> str
         return ""
     near = difflib.get_close_matches(name, [one for one in known if len(one) <= LONGEST], n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def forwarded(place: str) -> Any:
+    """Return a property that is what stands at a place of the object, as in "inner.score": a value, or a method."""
+    return property(attrgetter(place))

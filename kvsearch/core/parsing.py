@@ -32,6 +32,7 @@ _OF_KIND: Final = {
     "int_from_float": _NO_WHOLE,
     "float_parsing": "must be a number",
     "model_type": "must be an object",
+    "tuple_type": "must be a list",  # a tuple is a word that who writes files need not know
 }
 _PLAINER: Final = {  # words of pydantic
     "Value error, ": "", "Input should": "must", "greater than or equal to": "at least",

@@ -132,13 +132,9 @@ def by_position(positions: Tensor, chosen: Tensor) -> Tensor:
     return torch.argsort(key, dim=-1, stable=True)
 
 
-def slots_of(chosen: Tensor, positions: Tensor, most: int | None = None) -> Tensor:
-    """Return the `chosen` slots [S, C] in ascending order of position, [S, most per row] int64 with -1 behind.
-
-    Unless `most` is given, the device is asked for it.
-    """
-    count = int(chosen.sum(-1).max()) if most is None else most
-    order = by_position(positions, chosen)[:, :count]
+def slots_of(chosen: Tensor, positions: Tensor, most: int) -> Tensor:
+    """Return the `chosen` slots [S, C] in ascending order of position, [S, most] int64 with -1 behind."""
+    order = by_position(positions, chosen)[:, :most]
     return torch.where(chosen.gather(-1, order), order, -1)
 
 

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
 
 from kvsearch.core.errors import UsageError
+from kvsearch.core.naming import forwarded
 from kvsearch.policies.base import Policy
-
-
-def _of_inner(name: str) -> Any:
-    """Return the property that is what the inner policy has under this name, a value or a method."""
-    return property(attrgetter(f"inner.{name}"))
 
 
 @dataclass(frozen=True)
@@ -32,15 +26,15 @@ class Wrapper(Policy):
     def inner(self) -> Policy:
         """The policy inside."""
 
-    sink_count = _of_inner("sink_count")
-    recent_count = _of_inner("recent_count")
-    online = _of_inner("online")
-    row = _of_inner("row")
-    refresh_interval = _of_inner("refresh_interval")
-    needs = _of_inner("needs")
-    score = _of_inner("score")
-    first_stage = _of_inner("first_stage")
-    quota = _of_inner("quota")
-    recent_at = _of_inner("recent_at")
-    start = _of_inner("start")
-    step = _of_inner("step")
+    sink_count = forwarded("inner.sink_count")
+    recent_count = forwarded("inner.recent_count")
+    online = forwarded("inner.online")
+    row = forwarded("inner.row")
+    refresh_interval = forwarded("inner.refresh_interval")
+    needs = forwarded("inner.needs")
+    score = forwarded("inner.score")
+    first_stage = forwarded("inner.first_stage")
+    quota = forwarded("inner.quota")
+    recent_at = forwarded("inner.recent_at")
+    start = forwarded("inner.start")
+    step = forwarded("inner.step")

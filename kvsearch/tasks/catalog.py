@@ -18,8 +18,7 @@ from kvsearch.tasks.base import Task
 from kvsearch.tasks.dataset_task import DatasetTask
 from kvsearch.tasks.infinitebench import INFINITEBENCH_LAVA, INFINITEBENCH_TASKS, InfiniteBenchTask
 from kvsearch.tasks.jsonl import JsonlTask
-from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask
-from kvsearch.tasks.longbench_v2 import LONGBENCH_V2, LongBenchV2Task
+from kvsearch.tasks.longbench import LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, LongBenchTask, LongBenchV2Task
 from kvsearch.tasks.maths import Gsm8kTask, TracedTask
 from kvsearch.tasks.metrics import NEEDS
 from kvsearch.tasks.metrics.packages import PACKAGES
@@ -182,7 +181,7 @@ SETS: Final[dict[str, tuple[str, ...]]] = {
     LONGBENCH: _specs(LONGBENCH, LONGBENCH_TASKS),
     f"{LONGBENCH}:english": _specs(LONGBENCH, LONGBENCH_ENGLISH),
     f"{LONGBENCH}:e": _specs(LONGBENCH, LONGBENCH_E),
-    f"{LONGBENCH}:v2": _specs(LONGBENCH, LONGBENCH_V2),
+    f"{LONGBENCH}:v2": _specs(LONGBENCH, LongBenchV2Task.specs),
     AIME: (f"{AIME}:24", f"{AIME}:25"),
     INFINITEBENCH: _specs(INFINITEBENCH, INFINITEBENCH_TASKS),
     f"{INFINITEBENCH}:lava": _specs(INFINITEBENCH, INFINITEBENCH_LAVA),

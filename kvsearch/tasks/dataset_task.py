@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic
 import yaml
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import require_known, suggest
+from kvsearch.core.naming import forwarded, require_known, suggest
 from kvsearch.core.parsing import read_json
 from kvsearch.core.resources import resource
 from kvsearch.tasks.base import Example, Task, TokenCount
@@ -168,17 +168,9 @@ class DatasetTask(Task, Generic[Checked]):
     def prompt(self) -> str:
         return self.template.separator + PLACE
 
-    @property
-    def metric(self) -> str:
-        return self.spec.metric
-
-    @property
-    def category(self) -> str:
-        return self.spec.category
-
-    @property
-    def chat(self) -> bool:
-        return self.spec.chat
+    metric = forwarded("spec.metric")
+    category = forwarded("spec.category")
+    chat = forwarded("spec.chat")
 
     @property
     def stops(self) -> tuple[str, ...]:

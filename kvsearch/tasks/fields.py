@@ -5,8 +5,7 @@ from __future__ import annotations
 import unicodedata
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator
 
 _UNSEEN = ("Cc", "Cf")  # control characters, and those of format: zero-width spaces, joiners, byte order marks
 
@@ -28,14 +27,6 @@ def _some(items: tuple[Any, ...]) -> tuple[Any, ...]:
     return items
 
 
-def _listed(items: object) -> object:
-    if not isinstance(items, list | tuple):
-        raise PydanticCustomError("list_type", "must be a list")
-    return items
-
-
 Filled = Annotated[str, AfterValidator(_filled)]
 # unlike a least length, not checked (and complained about) where an item is wrong already
 NotEmpty = AfterValidator(_some)
-# files have lists where the fields are tuples, a word that their writers need not know
-IsList = BeforeValidator(_listed)

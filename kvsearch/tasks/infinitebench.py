@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator
 
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
-from kvsearch.tasks.fields import IsList, is_blank
+from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.metrics.infinitebench import LETTERS
 
 SPECS = read_specs("infinitebench")
@@ -27,9 +27,9 @@ class InfiniteBenchRow(BaseModel):
     """A row of InfiniteBench; `options` are empty where there is nothing to choose from."""
 
     context: str
-    answer: Annotated[tuple[str, ...], IsList, BeforeValidator(_texts)]
+    answer: Annotated[tuple[str, ...], BeforeValidator(_texts)]
     input: str = ""
-    options: Annotated[tuple[str, ...], IsList] = ()
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from kvsearch.core.files import read_bytes
 from kvsearch.core.naming import unknown
 from kvsearch.core.parsing import parse_json, problems_of
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
-from kvsearch.tasks.fields import Filled, IsList, NotEmpty
+from kvsearch.tasks.fields import Filled, NotEmpty
 from kvsearch.tasks.metrics import METRICS, OF_ALL_ANSWERS, find_metric
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
 from kvsearch.tasks.splits import ALL, OWN_SHARES, check_split, draw, part
@@ -41,10 +41,10 @@ class JsonlRow(BaseModel):
 
     context: Filled
     question: Filled
-    answers: Annotated[tuple[Filled, ...], IsList, NotEmpty]
+    answers: Annotated[tuple[Filled, ...], NotEmpty]
     max_new_tokens: int = Field(default=64, ge=1)
     prefix: str = ""
-    options: Annotated[tuple[Filled, ...], IsList] = ()
+    options: tuple[Filled, ...] = ()
     metric: str = METRIC
     prompt: str = PLAIN_PROMPT
     category: Filled = CATEGORY

@@ -10,7 +10,7 @@ import pytest
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.catalog import find_tasks
-from kvsearch.tasks.longbench_v2 import LongBenchV2Task
+from kvsearch.tasks.longbench import LongBenchV2Task
 
 
 def row(**changes: Any) -> dict[str, Any]:

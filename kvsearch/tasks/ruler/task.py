@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 from pydantic import BaseModel, Field
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.naming import require_known
+from kvsearch.core.naming import forwarded, require_known
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
 from kvsearch.tasks.prompts import PLACE
@@ -62,12 +62,11 @@ class RulerTask(Task):
             raise UsageError(f"{self.name} needs questions: give qa_file, a JSON file in {whose} format ({what})")
 
     @property
-    def category(self) -> str:
-        return RULER_SPECS[self.name].category
+    def spec(self) -> DatasetSpec:
+        return RULER_SPECS[self.name]
 
-    @property
-    def metric(self) -> str:
-        return RULER_SPECS[self.name].metric
+    category = forwarded("spec.category")
+    metric = forwarded("spec.metric")
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
         """Return the first `samples` examples of a seed; qa has no more than its file has questions for the split.
@@ -82,10 +81,9 @@ class RulerTask(Task):
                 f"{self.name}: {self.length} tokens are too few, with this tokenizer a prompt takes {needed} or more: "
                 "ask for a larger length"
             )
-        tokens = RULER_SPECS[self.name].max_new_tokens
         examples = []
         for index, draft in enumerate(drafts):
-            query = Query(draft.question, draft.answers, tokens, draft.prefix, written=draft.written)
+            query = Query(draft.question, draft.answers, self.spec.max_new_tokens, draft.prefix, written=draft.written)
             examples.append(Example(self.name, f"{seed}-{index}", self._context(draft, count), (query,)))
         return examples
 
@@ -119,7 +117,7 @@ class RulerTask(Task):
 
     def _rest(self, draft: Draft, count: TokenCount) -> int:
         """Count the tokens of the question, of the reply's beginning and of what is to be generated."""
-        return count(self.prompt.replace(PLACE, draft.question) + draft.prefix) + RULER_SPECS[self.name].max_new_tokens
+        return count(self.prompt.replace(PLACE, draft.question) + draft.prefix) + self.spec.max_new_tokens
 
 
 class DrawnRow(BaseModel):

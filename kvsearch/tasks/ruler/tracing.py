@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from kvsearch.tasks.base import TokenCount
 from kvsearch.tasks.ruler.draft import Draft, Stream, insert, largest, worked_example
@@ -19,58 +19,38 @@ _INTRO = (
 )
 
 
-@dataclass(frozen=True)
-class Chain:
-    """A value and the variables that have it, in the order in which they got it."""
-
-    value: str
-    names: Sequence[str]
-
-    @classmethod
-    def draw(cls, fresh: Fresh, letters: int) -> Chain:
-        return cls(fresh.draw(amount), [fresh.draw(variable(letters)) for _ in range(VARIABLES)])
-
-    @property
-    def question(self) -> str:
-        return f"Question: Which variables have the value {self.value} at the end of the text above? Name all of them."
-
-    @property
-    def prefix(self) -> str:
-        return f"Answer: By the chain in the text above, the {VARIABLES} variables with the value {self.value} are"
-
-    @property
-    def reply(self) -> str:
-        return ", ".join(self.names)
-
-    def hidden(self, depths: Sequence[float], units: int) -> str:
-        """Return the instruction and `units` sentences of noise, with the assignments in order at the depths."""
-        sides = (self.value, *self.names)
-        told = [f"LET {left} = {right}" for left, right in zip(self.names, sides, strict=False)]
-        lines = insert(noise_sentences(units), list(zip(sorted(depths), told, strict=True)))
-        return "\n".join((_INTRO, *lines))
-
-
 def draft_tracing(length: int, count: TokenCount, stream: Stream) -> Draft:
     """Return an example of vt: a worked example with a chain of its own, then the chain that is asked for.
 
     The worked example has at most 500 tokens, or a quarter of the length; its assignments are evenly spread.
     """
     fresh = Fresh(stream.rng(), "\n".join((*NOISE, _INTRO)))
-    chain = Chain.draw(fresh, letters=5)
-    shown = Chain.draw(fresh, letters=3)
+    chain = _chain(fresh, 5, stream.depths(VARIABLES))
     shift = stream.rng("example").random()
-    even = [(place + shift) / VARIABLES for place in range(VARIABLES)]
+    shown = _chain(fresh, 3, [(place + shift) / VARIABLES for place in range(VARIABLES)])
 
     def example(units: int) -> str:
-        return worked_example(shown.hidden(even, units), shown.question, shown.prefix, shown.reply)
+        return worked_example(shown.context(units), shown.question, shown.prefix, shown.written)
 
     room = min(LONGEST_EXAMPLE, length // 4)
     solved = example(largest(lambda units: count(example(units)), room, least=0))
-    depths = stream.depths(VARIABLES)
+    return replace(chain, context=lambda units: solved + chain.context(units))
+
+
+def _chain(fresh: Fresh, letters: int, depths: Sequence[float]) -> Draft:
+    """Return a chain of variables with so many letters, one unit a sentence of noise; assignments are at the depths."""
+    value = fresh.draw(amount)
+    names = [fresh.draw(variable(letters)) for _ in range(VARIABLES)]
+
+    def context(units: int) -> str:
+        told = [f"LET {left} = {right}" for left, right in zip(names, [value, *names], strict=False)]
+        lines = insert(noise_sentences(units), list(zip(sorted(depths), told, strict=True)))
+        return "\n".join((_INTRO, *lines))
+
     return Draft(
-        lambda units: solved + chain.hidden(depths, units),
-        chain.question,
-        chain.prefix,
-        tuple(chain.names),
-        chain.reply,
+        context,
+        f"Question: Which variables have the value {value} at the end of the text above? Name all of them.",
+        f"Answer: By the chain in the text above, the {VARIABLES} variables with the value {value} are",
+        tuple(names),
+        ", ".join(names),
     )
