@@ -110,7 +110,7 @@ def correlate_budgets(own: Path, foreign: Path) -> float:
 
 def share_kept_by_both(own: Path, foreign: Path, asked: Corpus, loaded: LoadedModel) -> float:
     """Return the share of the entries kept at 10% that both rankings keep, the mean over heads and contexts."""
-    tasks = find_tasks(asked.tasks, asked.length)
+    tasks = find_tasks(asked.tasks, {"length": (asked.length,)})
     prompts = [prompt for task in encode_tasks(loaded, tasks, 1) for prompt in task.prompts]
     kept = []
     for directory in (own, foreign):

@@ -121,6 +121,17 @@ def describe_fault(error: Exception) -> str:
     return " ".join(str(error).split())[:_LONGEST_FAULT] or type(error).__name__
 
 
+def in_one_line(error: BaseException) -> str:
+    """Return type and text of an error, `shortened`."""
+    return shortened(f"{type(error).__name__}: {error}")
+
+
+def shortened(text: str) -> str:
+    """Return a text on one line and not too long."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_FAULT else f"{line[:_LONGEST_FAULT]}..."
+
+
 def is_text(value: str) -> bool:
     """Return True if a text can be written as UTF-8: it has no half of a surrogate pair."""
     return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)

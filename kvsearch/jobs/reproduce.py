@@ -32,7 +32,7 @@ from kvsearch.runs.identity import LEDGER, PLAN, REPORT, SELECTION
 from kvsearch.runs.lock import require_lock
 from kvsearch.runs.run import finish, unfinish
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.catalog import find_entries, find_tasks
+from kvsearch.tasks.catalog import describe_tasks, find_tasks
 
 RUNS = Path("runs") / "reproduce"
 FORMS = ".json", ".csv", ".md", ".tex"
@@ -133,7 +133,7 @@ class ReproduceOptions(WithTasks, WithWorkers, Batches):
 
 def options_read(spec: str) -> set[str]:
     """Return which options the tasks of a spec read, by the names of fields; UsageError for an unknown task."""
-    return {option for entry in find_entries(spec) for option in entry.reads}
+    return {option for entry in describe_tasks(spec) for option in entry.reads}
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------

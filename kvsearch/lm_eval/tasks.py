@@ -20,6 +20,7 @@ from lm_eval.utils import handle_non_serializable
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
 from kvsearch.core.naming import suggest
+from kvsearch.core.parsing import in_one_line
 from kvsearch.core.progress import Progress
 from kvsearch.core.resources import version
 from kvsearch.lm_eval.model import ROLLING, Generation, Holding, PlannedLM
@@ -132,7 +133,7 @@ def evaluate_tasks(
         # tasks bring their own code, which may raise anything; what breaks while our model answers is ours
         if isinstance(error, KvsearchError | MemoryError) or model.serving:
             raise
-        raise UsageError(f"lm-evaluation-harness gave up ({_reason(error)})") from error
+        raise UsageError(f"lm-evaluation-harness gave up ({in_one_line(error)})") from error
     return {**as_plain(results), "kvsearch": _provenance(model, plan)}
 
 
@@ -189,7 +190,7 @@ def _hint(name: str, known: Sequence[str]) -> str:
 
 
 def _explain(name: str, error: Exception) -> KvsearchError:
-    reason = _reason(error)
+    reason = in_one_line(error)
     if isinstance(error, ImportError):
         return EnvironmentFault(f"task {name!r} needs a package that cannot be imported: install it ({reason})")
     if isinstance(error, OSError):  # those of datasets, huggingface_hub and httpx for what cannot be reached, too
@@ -197,7 +198,3 @@ def _explain(name: str, error: Exception) -> KvsearchError:
             f"the dataset of task {name!r} cannot be read: check the network, HF_HUB_OFFLINE and its paths ({reason})"
         )
     return UsageError(f"task {name!r} cannot be loaded ({reason})")
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -215,7 +215,6 @@ class Policy(ABC):
 
     # whether scores may be below 0: they have no shares and no entropy
     signed_scores: ClassVar[bool] = False
-    signed_priorities: ClassVar[bool | None] = None  # whether what `step` returns may be; None: as scores
 
     def __post_init__(self) -> None:
         """Raise UsageError for a parameter that is out of range: here those that this class reads."""
@@ -299,7 +298,7 @@ class Policy(ABC):
     @property
     def signed(self) -> bool:
         """Whether priorities may be below 0 while decoding."""
-        return self.signed_scores if self.signed_priorities is None else self.signed_priorities
+        return self.signed_scores
 
     @property
     def row(self) -> Row | None:

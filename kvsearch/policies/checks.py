@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvsearch.core.errors import IncompatibleError, KvsearchError
+from kvsearch.core.parsing import in_one_line
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.policies.registry import fault, is_ours
 from kvsearch.policies.tensors import Tensor, torch
@@ -51,8 +52,7 @@ def calling(policy: Policy, method: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if isinstance(error, KvsearchError) or is_out_of_memory(error) or is_ours(type(policy)):
             raise
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise fault(type(policy), f"failed in {method}() ({said})") from error
+        raise fault(type(policy), f"failed in {method}() ({in_one_line(error)})") from error
 
 
 def check_form(policy: Policy, what: str, found: object, shape: Sequence[int], beside: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class KeyDiff(Policy):
 
     name: ClassVar[str] = "keydiff"
     signed_scores: ClassVar[bool] = True
-    signed_priorities: ClassVar[bool] = False
+    signed: ClassVar[bool] = False
     source: ClassVar[str] = "KeyDiff, arXiv 2504.15364; one-shot form"
 
     sinks: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import forwarded
@@ -29,7 +30,7 @@ class Wrapper(Policy):
     sink_count = forwarded("inner.sink_count")
     recent_count = forwarded("inner.recent_count")
     online = forwarded("inner.online")
-    row = forwarded("inner.row")
+    row: ClassVar[Any] = forwarded("inner.row")
     refresh_interval = forwarded("inner.refresh_interval")
     needs = forwarded("inner.needs")
     score = forwarded("inner.score")

@@ -190,32 +190,25 @@ SPECS: Final = (*SETS, *ENTRIES, *(f"{kind}:" for kind in OF_FILES))  # as they 
 
 
 def describe_tasks(spec: str | None = None) -> list[Entry]:
-    """Return the tasks of a spec, or all there are; UsageError for an unknown kind or name."""
-    return [*ENTRIES.values(), *(own_file(FILE, kind) for kind in OF_FILES)] if spec is None else find_entries(spec)
+    """Return the tasks of a spec, each once, or all there are; UsageError for an unknown kind or name."""
+    if spec is None:
+        return [*ENTRIES.values(), *(own_file(FILE, kind) for kind in OF_FILES)]
+    found = [entry for one in _split(spec) for entry in _find_kind(one)]
+    return list({entry.spec: entry for entry in found}.values())
 
 
-def find_tasks(spec: str, options: Mapping[str, Any] | int | None = None) -> list[Task]:
+def find_tasks(spec: str, options: Mapping[str, Any] | None = None) -> list[Task]:
     """Return the tasks of a spec, each once, made with options by name: those that `Entry.reads` has; None is no value.
-
-    A plain number is a length, for those of them that have one.
 
     Raises:
         UsageError: an unknown kind or name, an option that none of the tasks reads, or one that a task cannot take or
             cannot do without.
         EnvironmentFault: a package that a metric needs is missing.
     """
-    entries = find_entries(spec)
-    if isinstance(options, int):
-        return [_make(entry, {"length": (options,)}) for entry in entries]
+    entries = describe_tasks(spec)
     chosen = {name: value for name, value in (options or {}).items() if value is not None}
     _refuse_unread(chosen, entries)
     return [_make(entry, chosen) for entry in entries]
-
-
-def find_entries(spec: str) -> list[Entry]:
-    """Return the entries of a spec, each once; UsageError for an unknown kind or name."""
-    found = [entry for one in _split(spec) for entry in _find_kind(one)]
-    return list({entry.spec: entry for entry in found}.values())
 
 
 def _split(spec: str) -> list[str]:

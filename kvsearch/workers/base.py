@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from kvsearch.core.errors import KvsearchError
+from kvsearch.core.parsing import in_one_line
 from kvsearch.core.resources import Closing
 from kvsearch.models.memory import free_memory, is_out_of_memory
 
 OutcomeKind = Literal["ok", "oom", "error", "non-finite"]
-_LONGEST_MESSAGE = 300
 
 Job = TypeVar("Job")
 Values = TypeVar("Values")
@@ -98,14 +98,3 @@ def attempt(evaluator: Evaluator[Job, Values], job: Job) -> Outcome[Values]:
     if kind == "oom":
         free_memory()
     return Outcome(kind, values, message, time.perf_counter() - start, evaluator.tokens_spent - tokens)
-
-
-def in_one_line(error: BaseException) -> str:
-    """Return type and text of an error, `shortened`."""
-    return shortened(f"{type(error).__name__}: {error}")
-
-
-def shortened(text: str) -> str:
-    """Return a text on one line and not too long."""
-    line = " ".join(text.split())
-    return line if len(line) <= _LONGEST_MESSAGE else f"{line[:_LONGEST_MESSAGE]}..."

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvsearch.core.errors import EnvironmentFault, InternalError, KvsearchError, KvsearchWarning
+from kvsearch.core.parsing import shortened
 from kvsearch.models.loading import LoadedModel, LoadOptions, Work, load
 from kvsearch.models.memory import is_out_of_memory
-from kvsearch.workers.base import Outcome, shortened
+from kvsearch.workers.base import Outcome
 from kvsearch.workers.ray import RayExecutor, RayPool, RayWorkers
 
 Given = TypeVar("Given")

@@ -23,8 +23,9 @@ from importlib import import_module
 from typing import Any
 
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, UsageError
+from kvsearch.core.parsing import in_one_line, shortened
 from kvsearch.core.resources import Closing
-from kvsearch.workers.base import Evaluator, Executor, Job, Outcome, Values, attempt, in_one_line, shortened
+from kvsearch.workers.base import Evaluator, Executor, Job, Outcome, Values, attempt
 
 _REACH = 10.0  # seconds for a cluster to answer at all
 _STORE = 256 * 2**20  # bytes that workers of this machine share: jobs and values are small

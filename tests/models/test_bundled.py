@@ -48,7 +48,7 @@ def test_both_have_one_vocabulary() -> None:
 
 
 def test_the_full_cache_answers(loaded: LoadedModel) -> None:
-    encoded = encode_tasks(loaded, find_tasks("synthetic", 512), samples=1, seed=5)
+    encoded = encode_tasks(loaded, find_tasks("synthetic", {"length": (512,)}), samples=1, seed=5)
     samples = run_encoded(loaded, {"full": full_cache(loaded.model)}, encoded, QUESTION_AGNOSTIC)
     assert fmean(sample.score for sample in samples) >= 0.95
 
