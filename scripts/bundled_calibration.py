@@ -21,7 +21,7 @@ def calibration_file(seed: int = 0) -> dict[str, Any]:
         for _ in range(CONTEXTS_PER_TASK):
             document = SyntheticTask(name, LENGTH, "calibrate").document(rng)
             pairs = [
-                {"question": " ".join(q.prompt), "answer": " ".join(q.answer)}
+                {"question": q.question, "answer": q.answers[0]}
                 for q in document.questions[: 3 if name not in ("vote", "single") else 1]
             ]
             contexts.append({"kind": name, "text": " ".join(document.words[1:]), "questions": pairs})

@@ -35,7 +35,7 @@ from kvsearch.tasks.synthetic.language import (
     Document,
     Evidence,
     Names,
-    WordQuestion,
+    ask,
     chains,
     code_facts,
     code_pairs,
@@ -102,7 +102,7 @@ class Hidden(NamedTuple):
 
 def bells(count: int) -> Evidence:
     """Strike a bell `count` times, 1 to 6; the question asks how often (word counting)."""
-    return Evidence((("bell", "."),) * count, (WordQuestion(("?", "bell"), (v.NUMBERS[count - 1], ".")),))
+    return Evidence((("bell", "."),) * count, (ask(("?", "bell"), (v.NUMBERS[count - 1], ".")),))
 
 
 def build(layers: int, heads: int, kv_heads: int, hidden: int) -> LlamaForCausalLM:
@@ -200,10 +200,11 @@ def encode(document: Document, questions: int) -> tuple[list[int], list[float], 
     words, weight = list(document.words), [TEXT_WEIGHT] * len(document.words)
     spans = []
     for question in document.questions[:questions]:
-        words += question.prompt
-        spans.append((ASKED[question.prompt[1]], len(words), len(words) + len(question.answer)))
-        words += question.answer
-        weight += [TEXT_WEIGHT] * len(question.prompt) + [ANSWER_WEIGHT] * len(question.answer)
+        asked, answer = question.question.split(), question.answers[0].split()
+        words += asked
+        spans.append((ASKED[asked[1]], len(words), len(words) + len(answer)))
+        words += answer
+        weight += [TEXT_WEIGHT] * len(asked) + [ANSWER_WEIGHT] * len(answer)
     return [TOKEN_ID[word] for word in words], weight, spans
 
 

@@ -65,9 +65,8 @@ def task_file(path: Path, contexts: int, length: int, facts: int) -> Path:
     for seed in range(contexts):
         made = document(length, seed, facts)
         for question in made.questions[:2]:
-            answer = " ".join(question.answer)
-            row = {"context": " ".join(made.words[1:]), "question": " ".join(question.prompt), "answers": [answer]}
-            rows.append({**row, "max_new_tokens": len(question.answer), "metric": "exact", "prompt": " {question}"})
+            row = {"context": " ".join(made.words[1:]), "question": question.question, "answers": question.answers}
+            rows.append({**row, "max_new_tokens": question.max_new_tokens, "metric": "exact", "prompt": " {question}"})
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
@@ -77,7 +76,7 @@ def calibration_data(*lengths: int, questions: int = 2) -> CalibrationData:
     contexts = []
     for seed, length in enumerate(lengths):
         made = document(length, seed, questions)
-        pairs = tuple(Pair(question=" ".join(q.prompt), answer=" ".join(q.answer)) for q in made.questions)
+        pairs = tuple(Pair(question=q.question, answer=q.answers[0]) for q in made.questions)
         contexts.append(Context(" ".join(made.words[1:]), pairs))
     return CalibrationData("tiny", " {question}", tuple(contexts), sha256_of(repr(contexts)))
 
@@ -115,7 +114,7 @@ def listed(*shapes: tuple[int, int], name: str = "listed") -> Listed:
     for seed, (length, questions) in enumerate(shapes):
         made = document(length, seed, max(3, questions))
         queries = tuple(
-            Query(" ".join(("mark",) * (index % 2) + q.prompt), (" ".join(q.answer),), 3 + (seed + index) % 3)
+            Query("mark " * (index % 2) + q.question, q.answers, 3 + (seed + index) % 3)
             for index, q in enumerate(made.questions[:questions])
         )
         rows.append(Example(name, str(seed), " ".join(made.words[1:]), queries))

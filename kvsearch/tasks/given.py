@@ -23,7 +23,7 @@ def given_text(value: str) -> str:
 
 def expected_reply(seed: int) -> str:
     """Return the right answer to the bundled models' own example."""
-    return " ".join(_own_example(seed).questions[0].answer)
+    return _own_example(seed).questions[0].answers[0]
 
 
 def _own_example(seed: int) -> Document:
@@ -40,8 +40,7 @@ def example_for(model: str, context: str | None, prompt: str | None, seed: int) 
         if context is None:
             document = _own_example(seed)
             context = " ".join(document.words[1:])
-            asked = " ".join(document.questions[0].prompt)
-            return context, prompt or asked, SyntheticTask.prompt
+            return context, prompt or document.questions[0].question, SyntheticTask.prompt
         return context, prompt or "", SyntheticTask.prompt
     if context is None and prompt is None:
         raise UsageError("there is nothing to read: give --context (compressed), --prompt, or both")

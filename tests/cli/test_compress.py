@@ -14,7 +14,7 @@ from tests.cli.conftest import Run, done
 from tests.cli.test_bad_input import USAGE, refused
 
 CONTEXT = " ".join(tiny.document(200, facts=3).words[1:])
-QUESTIONS = [" ".join(question.prompt) for question in tiny.document(200, facts=3).questions]
+QUESTIONS = [question.question for question in tiny.document(200, facts=3).questions]
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ def test_contexts_of_one_text_are_one(tmp_path: Path, monkeypatch: pytest.Monkey
     for seed, number in ((0, 0), (0, 1), (1, 0)):
         made = tiny.document(120, seed, facts=3)
         question = made.questions[number]
-        row = {"context": " ".join(made.words[1:]) + " " * number, "question": " ".join(question.prompt)}
-        rows.append({**row, "answers": [" ".join(question.answer)], "metric": "exact", "prompt": " {question}"})
+        row = {"context": " ".join(made.words[1:]) + " " * number, "question": question.question}
+        rows.append({**row, "answers": question.answers, "metric": "exact", "prompt": " {question}"})
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
     given = []
 

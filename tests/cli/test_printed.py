@@ -70,7 +70,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for at in range(10):
         texts = list(map(without_surrogates, PAYLOADS[50 * at : 50 * (at + 1)]))
         made = document(60, at)
-        context, question = " ".join(made.words[1:]) + texts[0], " ".join(made.questions[0].prompt) + texts[1]
+        context, question = " ".join(made.words[1:]) + texts[0], made.questions[0].question + texts[1]
         told = {"category": "".join(texts[:25]), "id": f"{at}{''.join(texts[25:])}"}
         rows.append({"context": context, "question": question, "answers": ["x"], "max_new_tokens": 2, **told})
     tasks = folder / f"[red]{file_name(PAYLOADS[3])}.jsonl"

@@ -51,7 +51,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> TracedTask:
     rows = []
     for seed in range(6):
         made = tiny.document(60, seed, 3)
-        problem = " ".join((*made.words[1:], *made.questions[0].prompt[:-1]))
+        problem = " ".join((*made.words[1:], *made.questions[0].question.split()[:-1]))
         told = {"solution": "It is \\boxed{4}.", "answer": "4", "level": 1, "unique_id": f"test/{seed}.json"}
         rows.append({"problem": problem, "subject": "Algebra" if seed % 2 else "Geometry", **told})
     (folder / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))

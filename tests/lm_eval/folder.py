@@ -36,13 +36,14 @@ def rows() -> list[dict[str, Any]]:
     for seed in range(DOCUMENTS):
         text = document(50 + 13 * seed, seed, 3)
         asked = text.questions[0]
-        wrong = [" ".join(other.answer) for other in text.questions[1:3]]
+        right = asked.answers[0]
+        wrong = [other.answers[0] for other in text.questions[1:3]]
         made.append(
             {
                 "context": " ".join(text.words[1:]),
-                "question": " ".join(asked.prompt),
-                "answer": " ".join(asked.answer),
-                "choices": [" ".join(asked.answer), *wrong, asked.answer[0], "the cat sees the dog"],
+                "question": asked.question,
+                "answer": right,
+                "choices": [right, *wrong, right.split()[0], "the cat sees the dog"],
                 "gold": 0,
             }
         )

@@ -33,7 +33,7 @@ def kinds(document: Document) -> Counter[str]:
 
 
 def asked(document: Document) -> set[str]:
-    return {question.prompt[1] for question in document.questions}
+    return {question.question.split()[1] for question in document.questions}
 
 
 def test_the_suites() -> None:
@@ -65,11 +65,12 @@ def test_one_long_value_told_at_once(seed: int, length: int) -> None:
     assert kinds(document)["item"] == 3
     (question,) = document.questions
     told = " ".join(document.words)
-    assert f"item {' '.join(question.answer[:2])}" not in told  # the question, not the answer, has the key
-    key = question.prompt[2]
-    whole = " . item ".join(" ".join((key, *question.answer[at : at + 2])) for at in (0, 3, 6))
+    answer = question.answers[0].split()
+    assert f"item {' '.join(answer[:2])}" not in told  # the question, not the answer, has the key
+    key = question.question.split()[2]
+    whole = " . item ".join(" ".join((key, *answer[at : at + 2])) for at in (0, 3, 6))
     assert f"item {whole} ." in told
-    assert len(question.answer) == 9
+    assert len(answer) == 9
 
 
 @few
@@ -100,7 +101,7 @@ def test_one_common_candidate(seed: int, length: int) -> None:
     document = made("common", seed, length)
     (question,) = document.questions
     tally = Counter(s[1] for s in sentences(document.words) if s[0] == "vote")
-    assert tally.pop(question.answer[0]) == (3 if length == 512 else 6)
+    assert tally.pop(question.answers[0].split()[0]) == (3 if length == 512 else 6)
     assert list(tally.values()) == [1] * (5 if length == 512 else 11)
 
 
@@ -115,8 +116,8 @@ def test_paragraphs_are_asked_in_one_and_in_two_hops(seed: int, length: int) -> 
     assert kinds(two)["code"] >= 1
     links = {s[1]: s[3] for s in sentences(two.words) if s[0] == "set"}
     for question in two.questions:
-        middle = links[question.prompt[2]]
-        assert question.answer == (middle, "set", middle, "=", links[middle])
+        middle = links[question.question.split()[2]]
+        assert question.answers == (f"{middle} set {middle} = {links[middle]}",)
 
 
 def test_paragraphs_have_nouns_of_their_own() -> None:

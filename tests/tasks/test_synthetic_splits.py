@@ -90,7 +90,7 @@ def test_the_bundled_models_never_read_a_document_of_the_suites(name: str) -> No
     for row in rows:
         if row["stage"] != "recall":
             read, scored = replayed(row, rng)
-            asked = {ASKED[question.prompt[1]] for document in scored for question in document.questions[:6]}
+            asked = {ASKED[question.question.split()[1]] for document in scored for question in document.questions[:6]}
             assert asked == set(row) - {"seconds", "step", "loss", "stage"}, f"another stream at step {row['step']}"
             known |= {digest(" ".join(document.words[1:])) for document in (*read, *scored)}
     assert len(known) > 8 * rows[-1]["step"]

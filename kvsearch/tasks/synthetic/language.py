@@ -18,6 +18,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvsearch.tasks.base import Query
 from kvsearch.tasks.synthetic import vocabulary as v
 
 Sentence = tuple[str, ...]
@@ -81,12 +82,9 @@ def paragraphs(rng: random.Random) -> Tell:
     return tell
 
 
-@dataclass(frozen=True)
-class WordQuestion:
-    """One question about a document: the words asked and the words of the one right answer."""
-
-    prompt: Sentence
-    answer: Sentence
+def ask(words: Sentence, answer: Sentence) -> Query:
+    """Return a question with its one right answer; a reply has as many words."""
+    return Query(" ".join(words), (" ".join(answer),), len(answer))
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Evidence:
     """Evidence sentences in their order of appearance, what may be asked about them, and how they may be mentioned."""
 
     sentences: tuple[Sentence, ...] = ()
-    questions: tuple[WordQuestion, ...] = ()
+    questions: tuple[Query, ...] = ()
     mentions: tuple[Sentence, ...] = ()
 
     @property
@@ -111,7 +109,7 @@ class Document:
     """A context in words (with the leading `<bos>`), and its questions."""
 
     words: Sentence
-    questions: tuple[WordQuestion, ...]
+    questions: tuple[Query, ...]
 
 
 @dataclass
@@ -136,7 +134,7 @@ def code_facts(rng: random.Random, names: Names, count: int) -> Evidence:
     facts = [(names.draw("key", v.KEYS), rng.choice(v.VALUES), rng.choice(v.VALUES)) for _ in range(count)]
     return Evidence(
         tuple(("code", key, a, b, ".") for key, a, b in facts),
-        tuple(WordQuestion(("?", "code", key), (a, b, ".")) for key, a, b in facts),
+        tuple(ask(("?", "code", key), (a, b, ".")) for key, a, b in facts),
         tuple(("recall", "code", key, a, ".") for key, a, _ in facts),
     )
 
@@ -145,7 +143,7 @@ def code_pairs(rng: random.Random, names: Names, count: int) -> Evidence:
     """Make `count` code facts, asked two at a time in one question (multi-query)."""
     single = code_facts(rng, names, count)
     pairs = zip(single.sentences, single.sentences[1:] + single.sentences[:1], strict=True)
-    questions = [WordQuestion(("?", "both", one[1], two[1], "="), (*one[:4], *two[:4], ".")) for one, two in pairs]
+    questions = [ask(("?", "both", one[1], two[1], "="), (*one[:4], *two[:4], ".")) for one, two in pairs]
     return Evidence(single.sentences, tuple(questions), single.mentions)
 
 
@@ -159,7 +157,7 @@ def item_facts(rng: random.Random, names: Names, count: int) -> Evidence:
         values = [rng.choice(v.VALUES) for _ in v.ORDINALS]
         parts = [(key, ordinal, value) for ordinal, value in zip(v.ORDINALS, values, strict=True)]
         answer = (*(word for part in parts for word in part), ".")[1:]
-        questions.append(WordQuestion(("?", "item", key), answer))
+        questions.append(ask(("?", "item", key), answer))
         mentions.append(("recall", "item", *parts[0], "."))
         sentences += [("item", *part, ".") for part in rng.sample(parts, len(parts))]
     return Evidence(tuple(rng.sample(sentences, len(sentences))), tuple(questions), tuple(mentions))
@@ -191,7 +189,7 @@ def chains(rng: random.Random, names: Names, count: int, links: int = 3) -> Evid
         )
         back = variables[-2::-1]
         answer = tuple(word for name in back for word in (name, "set", name, "="))
-        questions.append(WordQuestion(("?", "set", variables[-1], "="), (*answer, value, ".")))
+        questions.append(ask(("?", "set", variables[-1], "="), (*answer, value, ".")))
         mentions.append(("recall", "set", variables[-1], "=", variables[-2], "."))
     return Evidence(tuple(interleave(rng, told)), tuple(questions), tuple(mentions))
 
@@ -205,7 +203,7 @@ def votes(rng: random.Random, count: int, candidates: int = 3) -> Evidence:
         if tally[0] >= tally[1] + 2:
             break
     winner = max(names, key=cast.count)
-    return Evidence(tuple(("vote", name, ".") for name in cast), (WordQuestion(("?", "vote"), (winner, ".")),))
+    return Evidence(tuple(("vote", name, ".") for name in cast), (ask(("?", "vote"), (winner, ".")),))
 
 
 def compose(

@@ -40,13 +40,13 @@ from typing import ClassVar
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import require_known
-from kvsearch.tasks.base import Example, Query, Task, TokenCount
+from kvsearch.tasks.base import Example, Task, TokenCount
 from kvsearch.tasks.synthetic.language import (
     Document,
     Evidence,
     Haystack,
     Names,
-    WordQuestion,
+    ask,
     chains,
     code_facts,
     code_pairs,
@@ -127,7 +127,7 @@ def _common(rng: random.Random, names: Names, room: int) -> list[Evidence]:  # n
     winner, *others = rng.sample(CANDIDATES, min(2 * count // 3 + 1, len(CANDIDATES)))
     cast = [*others, *[winner] * (count - len(others))]
     rng.shuffle(cast)
-    question = WordQuestion(("?", "vote"), (winner, "."))
+    question = ask(("?", "vote"), (winner, "."))
     return [Evidence(tuple(("vote", name, ".") for name in cast), (question,))]
 
 
@@ -139,7 +139,10 @@ def _qa_1(rng: random.Random, names: Names, room: int) -> list[Evidence]:
 def _qa_2(rng: random.Random, names: Names, room: int) -> list[Evidence]:
     told = chains(rng, names, TWO_HOP_CHAINS, links=2)
     # the model learnt chains of three links and reads on where a shorter one ends: the answer ends with the value
-    questions = tuple(WordQuestion(question.prompt, question.answer[:-1]) for question in told.questions)
+    questions = tuple(
+        replace(question, answers=(question.answers[0].removesuffix(" ."),), max_new_tokens=question.max_new_tokens - 1)
+        for question in told.questions
+    )
     others = code_facts(rng, names, codes_in(room - told.tokens, names))
     return [replace(told, questions=questions), others.unasked()]
 
@@ -223,15 +226,9 @@ class SyntheticTask(Task):
         for index in range(samples):
             document = self.document(rng)
             turns = FORMS[self.name].turns
-            queries = tuple(
-                Query(
-                    " ".join(asked.prompt),
-                    (" ".join(asked.answer),),
-                    len(asked.answer),
-                    category=f"turn {number}" if turns else "",
-                )
-                for number, asked in enumerate(document.questions[:QUESTIONS_PER_CONTEXT], 1)
-            )
+            queries = document.questions[:QUESTIONS_PER_CONTEXT]
+            if turns:
+                queries = tuple(replace(asked, category=f"turn {number}") for number, asked in enumerate(queries, 1))
             examples.append(Example(self.name, f"{seed}-{index}", " ".join(document.words[1:]), queries, turns))
         return examples
 
