@@ -61,7 +61,7 @@ def calibrate_dynamic(
     progress: Progress | None = None,
 ) -> Profile:
     """Any allocation, with or without options of its own."""
-    options = options or DynamicOptions()
+    options = (options or DynamicOptions()).model_copy(update={"method": allocation.name})
     allocation.check(policy, f"method {allocation.name}")
     calibration = DynamicCalibration(loaded, data, [policy], options)
     return calibration.average(allocation, calibration.prepare(), progress)

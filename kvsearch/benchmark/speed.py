@@ -260,7 +260,7 @@ def _forgotten(cache: Any) -> Iterator[None]:
     states = [(layer, layer_state(layer)) for layer in cache.layers if not isinstance(layer, EvictingLayer)]
     yield
     for planned, mark in marks:
-        planned.rewind(mark)
+        planned.rewind(length, mark)
     for layer, state in states:
         vars(layer).update(state)
         if isinstance(layer, StaticLayer):  # which counts in place

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +30,8 @@ from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.observe import DensePass
 from kvsearch.runtime.sharing import LayerDemands
 
-AnyDynamic = TypeVar("AnyDynamic", bound=DynamicOptions)
 
-
-class DynamicCalibration(Calibration[AnyDynamic]):
+class DynamicCalibration(Calibration[DynamicOptions]):
     """What a dynamic allocation decides for prompts, averaged at 99 global eviction ratios.
 
     The decisions are those of the runtime under even budgets of the same total. Besides the table of LU-KV's profiles
@@ -62,7 +59,6 @@ class DynamicCalibration(Calibration[AnyDynamic]):
         """
         (policy,) = self.policies
         options = self.options
-        allocation.check(policy, f"method {allocation.name}")
         tables = RatioTables(policy, options.minimum)
         work = partial(ratio_table, policy=policy, allocation=allocation, floor=tables.floor)
         decided = counted(self.loaded.map(work, prompts), len(prompts), progress)
@@ -70,7 +66,7 @@ class DynamicCalibration(Calibration[AnyDynamic]):
             tables.add(table, prompt.length, prompt.text)
         settings = {**options.texts(self.data), **options.settings(), **allocation.parameters()}
         floor = tables.floor(tables.length)
-        metadata = self.describe(policy.spec, allocation.name, settings, tables.lengths, floor)
+        metadata = self.describe(policy.spec, settings, tables.lengths, floor)
         spread = {
             "ratio_deviation": tables.deviation(),
             "question_length": np.array(tables.lengths, dtype=np.int32),

@@ -119,7 +119,7 @@ class LukvCalibration(Calibration[LukvOptions]):
         settings = {**options.texts(self.data), **options.settings()}
         rivals = [compared.spec for compared in compared_policies]
         floor = tables.floor(tables.length)
-        metadata = self.describe(policy.spec, "lukv", settings, tables.lengths, floor, rivals)
+        metadata = self.describe(policy.spec, settings, tables.lengths, floor, rivals)
         return Profile(metadata, arrays)
 
 

@@ -73,7 +73,6 @@ class Calibration(ABC, Generic[Options]):
     def describe(
         self,
         policy: PolicySpec,
-        method: str,
         settings: Mapping[str, Any],
         lengths: Sequence[int],
         floor: int,
@@ -90,14 +89,14 @@ class Calibration(ABC, Generic[Options]):
         record = ContextRecord(fitted=self.data.asked)
         return ProfileMetadata(
             model=self.loaded.fingerprint,
-            method=method,
+            method=self.options.method,
             policy=policy,
             length=max(lengths),
             questions=len(lengths),
             layers=describe(self.loaded.model).full_layers,
             floor=floor,
             policies=(policy, *rivals) if rivals else None,
-            provenance=provenance(method, self.options.seed, self.data.sha256, settings, record),
+            provenance=provenance(self.options.method, self.options.seed, self.data.sha256, settings, record),
         )
 
 

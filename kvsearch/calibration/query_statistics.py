@@ -62,7 +62,7 @@ class QueryStatisticsCalibration(Calibration[QueryStatisticsOptions]):
         lengths = [prompt.length for prompt in prompts]
         queries = int(layers[0][0].rows)
         settings = {"data": self.data.name, **self.options.settings(), "queries": queries}
-        metadata = self.describe(policy.spec, self.options.method, settings, lengths, policy.least)
+        metadata = self.describe(policy.spec, settings, lengths, policy.least)
         return Profile(metadata, {name: array.float().cpu().numpy() for name, array in arrays.items()})
 
 

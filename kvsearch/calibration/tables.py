@@ -71,10 +71,6 @@ class RatioTables:
     def length(self) -> int:
         return max(self.lengths)
 
-    def mean(self) -> NDArray[np.float32]:
-        """Return mean local ratios, float32 [99, L, Hkv]; each row over the prompts that can be cut that far."""
-        return self._mean(range(len(self.tables)))
-
     def held_out(self, folds: Sequence[int]) -> NDArray[np.float32]:
         """Return the mean tables at `CHECKED_RATIOS` without the contexts of each fold, [FOLDS, R, L, Hkv].
 
@@ -82,9 +78,14 @@ class RatioTables:
         """
         rows = [round(100 * ratio) - 1 for ratio in CHECKED_RATIOS]
         parts = [[n for n, context in enumerate(self.contexts) if folds[context] != fold] for fold in range(FOLDS)]
-        return np.stack([self._mean(part)[rows] for part in parts])
+        return np.stack([self.mean(part)[rows] for part in parts])
 
-    def _mean(self, some: Sequence[int]) -> NDArray[np.float32]:
+    def mean(self, some: Sequence[int] | None = None) -> NDArray[np.float32]:
+        """Return mean local ratios, float32 [99, L, Hkv]; each row over those of the prompts that can be cut that far.
+
+        `some` are the numbers of prompts (None: all).
+        """
+        some = range(len(self.tables)) if some is None else some
         tables = np.stack([self.tables[number] for number in some])
         mean: Floats = np.einsum("mr,mrlh->rlh", self._shares(some), tables)
         return mean.astype(np.float32)

@@ -44,7 +44,7 @@ class CompressedContext:
         self.loaded, self.cache, self.ids = loaded, cache, ids
         shape, length = describe(loaded.model), ids.shape[1]
         mask = torch.ones_like(ids, device=loaded.model.device)
-        self.replies = Replies(loaded.model, cache, mask, None, 0, stop_tokens(loaded))
+        self.replies = Replies(loaded.model, cache, mask, None, stop_tokens(loaded))
         self.entries, self.bytes = held_entries(loaded.model, cache, [length])[0], cache.nbytes()
         self.full_entries = len(shape.full_layers) * shape.kv_heads * length
         others = sum(cache.layer_nbytes(index) for index in range(shape.layers) if index not in shape.full_layers)
@@ -68,7 +68,7 @@ class CompressedContext:
             raise UsageError("there is nothing to compress: give a longer context or prompt")
         with running(loaded.model):
             cache = PlanCache(loaded.model, program)
-            read(loaded.model, cache, [ids[0]], 0, stop_tokens(loaded), chunk)
+            read(loaded.model, cache, [ids[0]], stop_tokens(loaded), chunk)
         return cls(loaded, cache, ids)
 
     @classmethod

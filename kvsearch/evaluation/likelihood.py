@@ -32,7 +32,6 @@ def score(
     program: Program,
     contexts: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[Sequence[int]]],
-    pad: int,
 ) -> list[tuple[list[Likelihood], int]]:
     """Score continuations (token ids, at least one) of every context (token ids, at least one), one batch.
 
@@ -47,7 +46,7 @@ def score(
     leads = [torch.tensor(context[: compressible(context)]) for context in contexts]
     require_room(model, {"the plan": program}, [len(lead) for lead in leads])
     cache = PlanCache(model, program)
-    first, mask = read_prompts(model, [cache], leads, pad)
+    first, mask = read_prompts(model, [cache], leads)
     next_tokens(first)  # refuses NaN
     held = held_entries(model, cache, [len(lead) for lead in leads])
     followers: list[dict[tuple[int, ...], list[int]]] = [{} for _ in contexts]  # continuations by what is fed
@@ -61,7 +60,7 @@ def score(
         cache.rewind(mark)
         # a context without a text of that number repeats its last one, unheard
         fed = [list(follower)[min(number, len(follower) - 1)] for follower in followers]
-        logits = torch.cat([first, _forced(model, cache, mask, fed, pad)], 1) if any(fed) else first
+        logits = torch.cat([first, _forced(model, cache, mask, fed)], 1) if any(fed) else first
         for row, follower in enumerate(followers):
             for index in follower[fed[row]] if number < len(follower) else ():
                 predicting = logits[row, : 1 + len(fed[row])]
@@ -82,10 +81,10 @@ def _likelihood(logits: Tensor, text: Sequence[int], row: int) -> Likelihood:
 
 
 @torch.no_grad()
-def _forced(model: Any, cache: PlanCache, mask: Tensor, fed: Sequence[Sequence[int]], pad: int) -> Tensor:
+def _forced(model: Any, cache: PlanCache, mask: Tensor, fed: Sequence[Sequence[int]]) -> Tensor:
     """Return logits [B, K, V] of texts fed after contexts of `mask` [B, T]; padded at the right, where it is unseen."""
     width = max(len(text) for text in fed)
-    ids = torch.tensor([[*text, *[pad] * (width - len(text))] for text in fed], device=mask.device)
+    ids = torch.tensor([[*text, *[0] * (width - len(text))] for text in fed], device=mask.device)
     positions = mask.sum(-1, keepdim=True) + torch.arange(width, device=mask.device)
     seen = torch.cat([mask, torch.ones_like(ids)], 1)
     logits: Tensor = model(input_ids=ids, attention_mask=seen, position_ids=positions, **{CACHE: cache}).logits

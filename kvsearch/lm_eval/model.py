@@ -148,7 +148,6 @@ class PlannedLM(LM):  # type: ignore[misc]
         self.holdings: list[Holding] = []  # in the order of reading
         self.serving = False  # requests are being answered, or broke off
         self._device = loaded.device
-        self._pad = int(self.tokenizer.pad_token_id or 0)
         self._system_refused = False
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
@@ -310,8 +309,8 @@ class PlannedLM(LM):  # type: ignore[misc]
             return any(stop in text for stop in stops)
 
         ids = [torch.tensor(prompt.ids) for prompt, _ in batch]
-        ends = (self._pad, stop_tokens(self.loaded), finished)
-        joint = next(compressed(self.loaded.model, {METHOD: self.program}, ids, *ends))
+        stop = stop_tokens(self.loaded)
+        joint = next(compressed(self.loaded.model, {METHOD: self.program}, ids, stop, finished))
         for (prompt, _), entries in zip(batch, joint.entries[METHOD], strict=True):
             self.holdings.append(Holding(prompt.task, len(prompt.ids), entries, prompt.truncated))
         if asked.sampling is not None:
@@ -323,7 +322,7 @@ class PlannedLM(LM):  # type: ignore[misc]
     def _scores(
         self, batch: Sequence[HarnessText], texts: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[list[tuple[float, bool]]]:
-        scored = score(self.loaded.model, self.program, [context.ids for context in batch], texts, self._pad)
+        scored = score(self.loaded.model, self.program, [context.ids for context in batch], texts)
         for context, (_, entries) in zip(batch, scored, strict=True):
             self.holdings.append(Holding(context.task, compressible(context.ids), entries, context.truncated))
         return [likelihoods for likelihoods, _ in scored]

@@ -45,10 +45,6 @@ class State:
             for name, tensor in mine.items():
                 tensor.copy_(torch.where(rows.view(-1, *[1] * (tensor.dim() - 1)), old[name], tensor))
 
-    def nbytes(self) -> int:
-        """Return the bytes held."""
-        return sum(t.untyped_storage().nbytes() for t in (*self.entries.values(), *self.heads.values()))
-
 
 @dataclass
 class Cached:

@@ -21,7 +21,7 @@ from kvsearch.policies.checks import require_finite
 from kvsearch.runtime.collector import watch
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import PhaseRule
-from kvsearch.runtime.layer import EvictingLayer, Mark
+from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.program import PhaseProgram, Program
 from kvsearch.runtime.read_mask import ReadMask
 from kvsearch.runtime.sharing import Sharing
@@ -156,10 +156,7 @@ class PlanCache(Cache):  # type: ignore[misc]
 
     def entries(self) -> torch.Tensor:
         """Count entries held, [planned layers, B, Hkv] int64, without padding; UsageError before the prompt ends."""
-        held = [layer.holder.entries() for layer in self.planned.values() if layer.holder is not None]
-        if not held:
-            raise UsageError("the cache holds no evicted prompt yet: run the model on the whole prompt first")
-        return torch.stack(held)
+        return torch.stack([layer.evicted.entries() for layer in self.planned.values()])
 
     def most_entries(self) -> torch.Tensor:
         """Return the most entries held at any time since the prompt passed or the last `rewind`, as `entries`.
@@ -167,7 +164,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         Tokens that `crop` took back count. The dense prompt, of which one layer at a time is alive, does not.
         """
         self.check_scores()
-        return torch.stack([layer.most_entries() for layer in self.planned.values()])
+        return torch.stack([layer.evicted.most_entries() for layer in self.planned.values()])
 
     def check_scores(self) -> None:
         """Raise if a policy gave scores that are not finite while decoding: what a step would wait for to know.
@@ -279,29 +276,42 @@ class PlanCache(Cache):  # type: ignore[misc]
 
         For models with sliding-window layers, call `activate_past_recording()` before the tokens to be forgotten.
         """
-        states = {index: layer_state(self.layers[index]) for index in stateful_layers(self.layers)}
-        return CacheMark(self.get_seq_length(), {index: layer.mark() for index, layer in self.planned.items()}, states)
+        states: dict[int, Any] = {index: layer_state(self.layers[index]) for index in stateful_layers(self.layers)}
+        states |= {index: layer.mark() for index, layer in self.planned.items()}
+        return CacheMark(self.get_seq_length(), self._sequences(), states)
 
     def rewind(self, mark: CacheMark) -> None:
         """Forget what came after `mark`, so that another question can follow the same context; any number of times."""
         tokens = self.get_seq_length() - mark.seen
         self._check_sliding(tokens)
+        now = self._sequences()
+        if now and not mark.sequences:
+            raise UsageError("the mark was taken before the prompt was complete: use a new cache instead")
+        if now and now != mark.sequences:
+            raise UsageError(
+                f"the mark is of {mark.sequences} sequences and the cache holds {now} now: those added or dropped "
+                "since do not come back, take the mark after rearranging them"
+            )
         for index, layer in enumerate(self.layers):
             if isinstance(layer, EvictingLayer):
-                layer.rewind(mark.layers[index])
+                layer.rewind(mark.seen, mark.states[index])
             elif index in mark.states:
                 vars(layer).update(deepcopy(mark.states[index]))
             elif tokens:
                 layer.crop(-tokens)
         self.read_mask.crop(mark.seen)
 
+    def _sequences(self) -> int:
+        """Return the sequences of a complete prompt, 0 before."""
+        return max((layer.holder.batch for layer in self.planned.values() if layer.holder is not None), default=0)
+
 
 class CacheMark(NamedTuple):
     """A state of a cache that `PlanCache.rewind` goes back to."""
 
     seen: int
-    layers: dict[int, Mark]
-    states: dict[int, dict[str, Any]]  # of the layers with a running state
+    sequences: int  # of a complete prompt, 0 before
+    states: dict[int, Any]  # what planned layers, and those with a running state, go back to
 
 
 def _phase_rule(phase: PhaseProgram | None, layer: int) -> PhaseRule | None:

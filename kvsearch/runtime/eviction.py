@@ -18,7 +18,7 @@ from kvsearch.policies.decoding import State, slots_of
 from kvsearch.policies.ranking import at_each, first_staged, keep_at, limits_under, scored
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import UNBOUNDED, Limits, StepRule, decode_needs
-from kvsearch.runtime.store.slots import segments_of
+from kvsearch.runtime.store.slots import pack, segments_of, source_of
 from kvsearch.runtime.store.storage import RaggedStore
 
 Budgets = Callable[[list[int]], Tensor]
@@ -88,7 +88,8 @@ def evict(observation: Observation, prefill: PhaseRule | None, decode: PhaseRule
     """Pack what is kept of a dense prompt; with a decode phase its rule is ready for the next token."""
     left = select(observation, prefill, decode)
     if left.rule is not None:
-        return Decoding.begin(left.observation, left.keep, left.counts, left.rule, left.state)
+        source = source_of(left.observation, left.keep, left.counts, left.state)
+        return Decoding(pack([source], left.rule), left.rule, left.keep.shape[2])
     states = (left.observation.keys, left.observation.values)
     return RaggedStore.pack(*states, left.keep, observation.index, left.counts, lengths_of(observation))
 

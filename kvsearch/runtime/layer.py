@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvsearch.core.errors import InternalError, KvsearchError, UsageError
+from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import require_continuation
 from kvsearch.policies.base import Needs, Observation, Rereading
@@ -35,14 +35,6 @@ from kvsearch.runtime.store.storage import RaggedStore
 
 READS_PADDING = "padding was read again as part of a prompt (kvzip): give `generate` the attention_mask"
 States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some tokens
-
-
-class Mark(NamedTuple):
-    """A state of one layer that `rewind` goes back to."""
-
-    seen: int
-    batch: int  # sequences of a complete prompt, 0 before
-    decoding: Decoding | None
 
 
 class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -107,6 +99,13 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
     def holder(self, holder: RaggedStore | Decoding) -> None:
         self._holder = holder
 
+    @property
+    def evicted(self) -> RaggedStore | Decoding:
+        """The entries; UsageError before the prompt ends."""
+        if self.holder is None:
+            raise UsageError("the cache holds no evicted prompt yet: run the model on the whole prompt first")
+        return self.holder
+
     def needs(self) -> list[Needs]:
         """Return what eviction must be given of the prompt."""
         return rules_need(self.prefill, self.decode) + ([] if self.sharing is None else self.sharing.needs(self.index))
@@ -160,14 +159,12 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if self.ahead is not None:
-            tag(key_states, self)
-            return key_states, value_states
-        require_attention("PlanCache", self.implementation())
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        if self.ahead is None:
+            require_attention("PlanCache", self.implementation())
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            self.seen += key_states.shape[-2]
         tag(key_states, self)
-        self.seen += key_states.shape[-2]
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -236,42 +233,35 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.holder is not None:
             self.holder = self.holder.select_rows(rows_of(self.holder.batch))
 
-    def mark(self) -> Mark:
-        """Remember what is held now, for `rewind`."""
-        if not isinstance(self.holder, Decoding):
-            return Mark(self.seen, 0 if self.holder is None else self.holder.batch, None)
+    def mark(self) -> Decoding | None:
+        """Return what `rewind` goes back to, of which tokens that come change a copy; None: they are only added."""
         saved = self.holder
-        self.holder = self.holder.copy()
-        return Mark(self.seen, saved.batch, saved)
+        if not isinstance(saved, Decoding):
+            return None
+        self.holder = saved.copy()
+        return saved
 
-    def rewind(self, mark: Mark) -> None:
-        """Go back to `mark`, as often as wanted."""
-        if self.holder is not None and not mark.batch:
-            raise UsageError("the mark was taken before the prompt was complete: use a new cache instead")
-        if self.holder is not None and self.holder.batch != mark.batch:
-            raise UsageError(
-                f"the mark is of {mark.batch} sequences and the cache holds {self.holder.batch} now: those added or "
-                "dropped since do not come back, take the mark after rearranging them"
-            )
+    def rewind(self, seen: int, saved: Decoding | None) -> None:
+        """Go back to where `seen` tokens had come and `mark` returned `saved`, as often as wanted."""
         if isinstance(self.holder, RaggedStore):
-            self.holder.crop(self.seen - mark.seen)
+            self.holder.crop(self.seen - seen)
             self.holder.most = self.holder.tokens.clone()
-        elif mark.decoding is not None:
-            self.holder = mark.decoding.copy()
-        self.seen = mark.seen
+        elif saved is not None:
+            self.holder = saved.copy()
+        self.seen = seen
 
     # --- one token in two parts: `prepare_step` and `finish_step` on the host, `attend` between them on the device ----
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens ahead of time, whenever there is none; 0: as they come."""
-        self._whole().reserve(tokens)
+        self.evicted.reserve(tokens)
 
     def prepare_step(self, positions: Tensor) -> None:
         """Do the host's part of one token per sequence at rotary `positions` [B or 1, 1]; room is reserved for it.
 
         `attend` then changes tensors in place, binds none, and neither waits for the device nor decides anything.
         """
-        self._whole().prepare_step()
+        self.evicted.prepare_step()
         self.ahead = positions
 
     def finish_step(self) -> None:
@@ -279,18 +269,13 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         self.ahead = None
         self.asked = False
         self.seen += 1
-        self._whole().finish_step()
-
-    def _whole(self) -> RaggedStore | Decoding:
-        if self.holder is None:
-            raise InternalError("a cache layer was asked to continue a prompt that it has not seen")
-        return self.holder
+        self.evicted.finish_step()
 
     def _step(
         self, ahead: Tensor, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
     ) -> Output:
         logits = Logits.of_call(module, query, key, kwargs)
-        holder = self._whole()
+        holder = self.evicted
         if isinstance(holder, RaggedStore):
             holder.put(key, value)
             output = ragged_attention(holder, query, logits)
@@ -342,23 +327,23 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         count = query.shape[2]
         try:
             require_continuation(module, count)
-            visible = self.read_mask.read(mask, key.shape[0], self.seen, count)
+            arrived, shown = self.read_mask.read(mask, key.shape[0], self.seen, count)
         except KvsearchError:
             self.seen -= count  # what is refused has not come
             raise
         logits = Logits.of_call(module, query, key, kwargs, learned=True)
-        holder = self._whole()
+        holder = self.evicted
         if isinstance(holder, Decoding):
             positions = kwargs.get("position_ids")
             if positions is None:
                 positions = torch.arange(self.seen - count, self.seen, device=key.device)[None]
             hidden = self._of_hidden(holder, module, count)
-            output = holder.attend(query, key, value, visible, positions, logits, hidden)
+            output = holder.attend(query, key, value, positions, logits, hidden, arrived, shown)
         else:
             if needs_gradients(query, key, value):
                 holder.separate()
-            holder.append(key, value, visible.arrived)
-            output = ragged_attention(holder, query, logits, visible.tokens)
+            holder.append(key, value, arrived)
+            output = ragged_attention(holder, query, logits, shown)
         if self.exact and (dense := holder.dense(self.seen)) is not None:
             if mask is None and count > 1:
                 mask = causal_mask(count, self.seen, key.device)[None, None]
@@ -399,12 +384,6 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
             self.sharing.end(self.index, observation)
         if not self.read_mask.begun:
             self.read_mask.begin(observation.valid, lengths_of(observation))
-
-    def most_entries(self) -> Tensor:
-        """Return the most entries held at a time since the prompt passed, [B, Hkv] int64."""
-        if self.holder is None:
-            raise UsageError("the cache holds no evicted prompt yet: run the model on the whole prompt first")
-        return self.holder.most_entries()
 
     def nbytes(self) -> int:
         """Return the bytes held for this layer."""

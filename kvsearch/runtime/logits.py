@@ -22,23 +22,16 @@ FEW = 32  # entries whose norms are two small products
 _factors: WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class HeadRows:
-    """Which of some segments belong to which kv head, known on the host before any step."""
+HeadRows = tuple[tuple[int, Tensor], ...] | None  # kv heads with their segments [n] int64; None: whole layers in order
 
-    host: Ints  # [S]
-    count: int  # kv heads of the layer
-    rows: tuple[tuple[int, Tensor], ...] | None  # heads with their segments [n] int64; None: whole layers in order
 
-    @classmethod
-    def of(cls, host: Ints, count: int, device: torch.device) -> HeadRows:
-        """Group segments of these kv heads [S]; one copy to the device where they are not whole layers."""
-        if len(host) % count == 0 and (host.reshape(-1, count) == np.arange(count)).all():
-            return cls(host, count, None)
-        heads, sizes = np.unique(host, return_counts=True)
-        order = torch.from_numpy(np.argsort(host, kind="stable")).to(device)
-        parts = torch.split_with_sizes(order, sizes.tolist())
-        return cls(host, count, tuple(zip(heads.tolist(), parts, strict=True)))
+def head_rows(heads: Ints, count: int, device: torch.device) -> HeadRows:
+    """Group segments by their kv heads [S] of `count`; one copy to the device where they are not whole layers."""
+    if len(heads) % count == 0 and (heads.reshape(-1, count) == np.arange(count)).all():
+        return None
+    numbers, sizes = np.unique(heads, return_counts=True)
+    order = torch.from_numpy(np.argsort(heads, kind="stable")).to(device)
+    return tuple(zip(numbers.tolist(), torch.split_with_sizes(order, sizes.tolist()), strict=True))
 
 
 class OutputProjection:
@@ -70,8 +63,8 @@ class OutputProjection:
         products = by_head @ by_head.transpose(-1, -2)
         return products.view(-1, self.group, *products.shape[1:])
 
-    def of_heads(self, heads: Tensor, of: HeadRows) -> Callable[[Tensor, Norm], Tensor]:
-        """Do the same for values [S, 1, T, Dv] of which row s belongs to kv head `heads[s]`, as `of` has them, too."""
+    def of_heads(self, heads: Tensor, rows: HeadRows) -> Callable[[Tensor, Norm], Tensor]:
+        """Do the same for values [S, 1, T, Dv] whose row s is of kv head `heads[s]`, as `rows` has them, too."""
 
         def projected(values: Tensor, order: Norm) -> Tensor:
             if order == "l2" and values.shape[2] <= FEW:  # as in decode steps
@@ -79,11 +72,11 @@ class OutputProjection:
             weight = output_weight(self.module, self.query_heads)
             group = self.group
             count = self.query_heads // self.group
-            if of.rows is None:
+            if rows is None:
                 whole = projected_norms(values.view(-1, count, *values.shape[2:]), weight, order)
                 return whole.view(len(values), 1, *whole.shape[2:])
             norms = values.new_empty(len(values), 1, group, values.shape[2], dtype=torch.float32)
-            for head, mine in of.rows:
+            for head, mine in rows:
                 some = projected_norms(values.index_select(0, mine), weight[head * group : (head + 1) * group], order)
                 norms.index_copy_(0, mine, some)
             return norms

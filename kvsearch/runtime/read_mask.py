@@ -8,7 +8,6 @@ once per forward pass, for all planned layers together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +15,9 @@ from torch import Tensor
 from kvsearch.core.errors import UsageError
 from kvsearch.runtime.attention import causal_mask
 
-
-class Visible(NamedTuple):
-    """What the mask of one forward pass leaves visible."""
-
-    arrived: Tensor | None = None  # [B, q] bool: which of the tokens that come are no padding; None: all
-    tokens: Tensor | None = None  # [B, T] bool: which tokens are seen, by their index in the sequence; None: all
+# what a mask leaves visible: [B, q] bool, which of the tokens that come are no padding, and [B, T] bool, which tokens
+# are seen, by their index in the sequence; None: all
+Visible = tuple[Tensor | None, Tensor | None]
 
 
 class ReadMask:
@@ -57,7 +53,7 @@ class ReadMask:
             if self.real is not None and not bool(self.real.all()):
                 raise _shows_padding(~self.real.all(-1))
             self.real = None  # padded sequences were dropped, or padding forgotten
-            return Visible()
+            return None, None
         key = (seen, id(mask), mask.device)  # masks live as long as their forward pass; `seen` is another in the next
         if self._current is None or self._current[0] != key:
             self._current = key, self._read(mask, batch, seen, count)
@@ -83,7 +79,7 @@ class ReadMask:
         shown = visible_columns(mask)[:, 0].expand(batch, -1, -1)
         row = shown[:, -1]
         if count == 1 and self.shows_all(row):
-            return Visible()
+            return None, None
         before = seen - count
         known = self.columns(before)
         real = row.new_ones(batch, before) if known is None else known.to(row.device)
@@ -111,7 +107,7 @@ class ReadMask:
         real = torch.cat([real, arrived], 1)
         if padded:
             self.real = real
-        return Visible(arrived if padded else None, by_token(real, row) if hides else None)
+        return arrived if padded else None, by_token(real, row) if hides else None
 
     # --- rows and columns of the cache ----------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from kvsearch.policies import Observation
 from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.decode.decoding import Decoding
-from kvsearch.runtime.decode.replies import Finished, Replies, left_padded, next_tokens
+from kvsearch.runtime.decode.replies import Finished, PeakEntries, Replies, left_padded, next_tokens
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.observe import PromptLayer, Rereads, reread
 from kvsearch.runtime.program import Program, prompt_bytes, require_room
@@ -57,7 +57,6 @@ def compressed(
     model: Any,
     programs: Mapping[str, Program],
     prompts: Sequence[Tensor],
-    pad: int,
     stop: set[int],
     finished: Finished | None = None,
     memory: int | None = None,
@@ -76,7 +75,7 @@ def compressed(
     for portion in _portions(model, programs, lengths, memory):
         started = perf_counter()
         caches = {method: PlanCache(model, program) for method, program in portion.items()}
-        logits, mask = read_prompts(model, list(caches.values()), prompts, pad)
+        logits, mask = read_prompts(model, list(caches.values()), prompts)
         next_tokens(logits)  # refuses NaN
         entries = {method: held_entries(model, cache, lengths) for method, cache in caches.items()}
         nbytes = {method: cache.nbytes() for method, cache in caches.items()}
@@ -85,7 +84,7 @@ def compressed(
             times = len(methods)
             masks = mask.repeat(times, 1)
             cache = joined([caches[method] for method in methods], masks, lengths * times)
-            replies = Replies(model, cache, masks, logits, pad, stop, finished)
+            replies = Replies(model, cache, masks, logits, stop, finished)
             yield JointReplies(methods, replies, entries, nbytes, seconds, logits)
 
 
@@ -99,9 +98,7 @@ def batches(items: Sequence[T], size: int, alike: Callable[[T], object]) -> Iter
             yield group[first : first + size]
 
 
-def read(
-    model: Any, cache: PlanCache, prompts: Sequence[Tensor], pad: int, stop: set[int], chunk: int | None = None
-) -> Replies:
+def read(model: Any, cache: PlanCache, prompts: Sequence[Tensor], stop: set[int], chunk: int | None = None) -> Replies:
     """Read and compress prompts of token ids [T] for one cache alone, `chunk` tokens at a time (None: whole).
 
     Raises:
@@ -112,17 +109,15 @@ def read(
     lengths = [len(prompt) for prompt in prompts]
     check_length(model, max(lengths))
     require_room(model, {"the plan": cache.program}, lengths, chunk)
-    logits, mask = read_prompts(model, [cache], prompts, pad, chunk)
+    logits, mask = read_prompts(model, [cache], prompts, chunk)
     next_tokens(logits)  # refuses NaN
-    return Replies(model, cache, mask, logits, pad, stop)
+    return Replies(model, cache, mask, logits, stop)
 
 
 def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[int]:
     """Count the entries of all full-attention layers per sequence, right after its prompt of `lengths` tokens."""
-    shape = describe(model)
-    unplanned = (len(shape.full_layers) - len(cache.planned)) * shape.kv_heads
-    planned = cache.entries().sum((0, 2)).tolist()
-    return [kept + unplanned * length for kept, length in zip(planned, lengths, strict=True)]
+    entries: list[int] = PeakEntries(model, cache, torch.tensor(lengths)).most.tolist()
+    return entries
 
 
 def _groups(caches: Mapping[str, PlanCache]) -> Iterator[tuple[str, ...]]:
@@ -155,7 +150,7 @@ def _portions(
 
 
 def read_prompts(
-    model: Any, caches: Sequence[PlanCache], prompts: Sequence[Tensor], pad: int, chunk: int | None = None
+    model: Any, caches: Sequence[PlanCache], prompts: Sequence[Tensor], chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Read prompts of token ids [T] into every (empty) cache as `prefill_all` does, in batches without padding.
 
@@ -165,7 +160,7 @@ def read_prompts(
     Returns:
         Logits of the last position, [B, 1, V], and the mask of the prompts [B, T], 0 where shorter ones are padded.
     """
-    ids, mask = left_padded(prompts, pad, model.device)
+    ids, mask = left_padded(prompts, model.device)
     if model.device.type == "cpu":
         return prefill_all(model, caches, ids, mask, chunk), mask
     logits = []

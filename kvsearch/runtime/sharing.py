@@ -179,8 +179,7 @@ class Sharing:
                 self._ready[index] = pool.store()
                 continue
             rule.bound(decode[index])
-            store = pack(pool.sources(), rule, len(pool.tokens), pool.heads)
-            self._ready[index] = Decoding(store, rule, store.used(), columns)
+            self._ready[index] = Decoding(pack(pool.sources(), rule), rule, columns)
         self._phases = {}
 
 

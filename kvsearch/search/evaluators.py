@@ -26,7 +26,7 @@ from kvsearch.runtime.decode.replies import NonFiniteError, has_windows, stop_to
 from kvsearch.runtime.shared_prefill import JointReplies, compressed
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.memory import Splitting
-from kvsearch.search.bank.passes import PAD, predicted_answers
+from kvsearch.search.bank.passes import predicted_answers
 from kvsearch.search.bank.samples import BankSample, check_samples, require_answers
 from kvsearch.search.evolve import PreparedSearch
 from kvsearch.search.start_plans import Base
@@ -119,7 +119,7 @@ class PlanRuns:
         stop = stop_tokens(self.base.loaded)
         known = None
         try:
-            for joint in compressed(self.model, programs, prompts, PAD, stop, firsts[0].finished, self.memory):
+            for joint in compressed(self.model, programs, prompts, stop, firsts[0].finished, self.memory):
                 if joint.logits is not known:
                     known = joint.logits
                     self.tokens_spent += sum(map(len, prompts))

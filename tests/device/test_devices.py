@@ -70,7 +70,7 @@ def test_prompts_of_unequal_length_are_read_without_padding(family: str) -> None
         model.register_forward_pre_hook(lambda _, __, given, passes=read_with: passes.append(given), with_kwargs=True)
         made = programs(model)
         with running(model, NAME):
-            for joint in compressed(model, {str(number): each for number, each in enumerate(made)}, PROMPTS, 0, set()):
+            for joint in compressed(model, {str(number): each for number, each in enumerate(made)}, PROMPTS, set()):
                 assert place == "cpu" or all(
                     given["input_ids"].shape[1] == 1 or given["attention_mask"].all() for given in read_with
                 )

@@ -76,7 +76,7 @@ def test_what_prompts_and_replies_take_by_arithmetic(
     texts = [prompts(1, length)[0][0] for length in lengths]
 
     def answered() -> None:
-        read(model, PlanCache(model, program), texts, 0, set(), chunk).reply([8] * len(lengths))
+        read(model, PlanCache(model, program), texts, set(), chunk).reply([8] * len(lengths))
 
     with using(model, NAME):
         peak = peak_bytes(model.device, answered)

@@ -57,7 +57,7 @@ def scored(
     model: Any, program: Program, contexts: Sequence[Sequence[int]], texts: Sequence[Sequence[Sequence[int]]]
 ) -> list[tuple[list[Likelihood], int]]:
     with running(model, NAME):
-        return score(model, program, contexts, texts, 0)
+        return score(model, program, contexts, texts)
 
 
 def told(logits: Tensor, text: Sequence[int]) -> Likelihood:

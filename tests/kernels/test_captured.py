@@ -149,7 +149,7 @@ class TestFlat:
 
         def answers(recorder: Recorder | None) -> Iterator[list[list[int]]]:
             with capturing(recorder), running(model):
-                replies = read(model, PlanCache(model, program), contexts, 0, set())
+                replies = read(model, PlanCache(model, program), contexts, set())
                 for asked in questions:
                     yield replies.ask(asked, [TOKENS, TOKENS])
 

@@ -125,7 +125,7 @@ def test_the_order_of_entries_is_known_without_sorting_them_in_every_step(
     real = valid[:, None, :, None]  # what becomes of padding is nobody's
     torch.testing.assert_close(feed(layer, holder, 0, 14, valid) * real, outputs * real, atol=1e-5, rtol=1e-5)
     assert held(holder) == held(expected)
-    blocks = holder.store.blocks
+    blocks = holder.blocks
     assert len(linked) == len(blocks)
     for block in blocks:
         kept = block.links.clone()

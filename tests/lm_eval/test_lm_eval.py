@@ -168,7 +168,7 @@ def test_replies_are_those_of_the_compressed_prompt(model: LoadedModel) -> None:
     for text, reply in zip(texts, got, strict=True):
         ids = torch.tensor(model.tokenizer(text)["input_ids"])
         with running(model.model):
-            alone = read(model.model, PlanCache(model.model, program(model)), [ids], 0, {2}).reply([8])[0]
+            alone = read(model.model, PlanCache(model.model, program(model)), [ids], {2}).reply([8])[0]
         assert reply == model.tokenizer.decode(alone, skip_special_tokens=True)
     assert got != PlannedLM(model, full_cache(model.model)).generate_until([prompt(text) for text in texts])
 
@@ -181,7 +181,7 @@ def test_likelihoods_are_those_on_the_compressed_context(model: LoadedModel) -> 
     context = model.tokenizer(text)["input_ids"]
     answers = [model.tokenizer(item.args[1], add_special_tokens=False)["input_ids"] for item in asked]
     with running(model.model):
-        ((expected, entries),) = score(model.model, program(model), [context], [answers], 0)
+        ((expected, entries),) = score(model.model, program(model), [context], [answers])
     assert got == expected
     assert [holding.entries for holding in lm.holdings] == [entries]
     everything = PlannedLM(model, full_cache(model.model)).loglikelihood(asked)

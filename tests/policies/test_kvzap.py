@@ -83,7 +83,7 @@ def test_a_new_token_is_scored_by_its_hidden_state() -> None:
             states = torch.cat(entered[layer])
             wanted = expected(tensors, layer, states)
             assert len(states) == 26
-            for block in found.holder.store.blocks:
+            for block in found.holder.blocks:
                 held = block.in_use()
                 for row, head in enumerate(held.heads.tolist()):
                     there = held.positions[row] >= 0

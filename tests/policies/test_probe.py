@@ -109,7 +109,7 @@ def scored_while_decoding(policy: Policy, scene: Scene) -> tuple[Layer, dict[tup
     layer = Layer(scene)
     _, holder = layer.decode(policy, policy)
     found = {}
-    for block in holder.store.blocks:
+    for block in holder.blocks:
         for row, name in enumerate(block.names.tolist()):
             cached = block.in_use()
             state = next(iter(cached.state.entries.values()))[row]

@@ -161,7 +161,7 @@ def _kept(cache: PlanCache, mask: Tensor) -> dict[int, Tensor]:
     """Return which columns of the prompts are held, [B, Hkv, T] bool by layer."""
     found = {}
     for index, layer in cache.planned.items():
-        heads = layer.most_entries().shape[1]
+        heads = layer.evicted.most_entries().shape[1]
         found[index] = torch.zeros(len(mask), heads, mask.shape[1], dtype=torch.bool)
         for row, length in enumerate(mask.sum(-1).tolist()):
             for head in range(heads):

@@ -15,7 +15,6 @@ from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.runtime.eviction import PhaseRule, evict
 from kvsearch.runtime.logits import Logits, OutputProjection
-from kvsearch.runtime.read_mask import Visible
 from kvsearch.runtime.replay.replay import FollowedLayer, LayerContinuation
 from tests.policies.contract import DIM, rope
 
@@ -105,10 +104,10 @@ class Layer:
         for index, (query, key, value) in enumerate(zip(*(t.split(1, 2) for t in self.tokens()), strict=True)):
             positions = self.valid.sum(-1, keepdim=True) + index
             self.seen.append(held(holder))
-            outputs.append(holder.attend(query, key, value, Visible(), positions, self.logits))
+            outputs.append(holder.attend(query, key, value, positions, self.logits))
         return torch.cat(outputs, 2), holder
 
 
 def held(holder: Decoding) -> list[list[list[int]]]:
     """Token indices held, per sequence and head."""
-    return [[holder.kept_positions(row, head) for head in range(holder.store.heads)] for row in range(holder.batch)]
+    return [[holder.kept_positions(row, head) for head in range(holder.heads)] for row in range(holder.batch)]

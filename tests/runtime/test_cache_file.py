@@ -176,7 +176,7 @@ def test_it_moves_to_another_device(tmp_path: Path) -> None:
         expected = say(model, cache, mask)
     with running(there, NAME):
         loaded = PlanCache.load(tmp_path / "a.kv", there)
-        assert all(layer.holder.store.blocks[0].cached.keys.is_cuda for layer in loaded.planned.values())  # type: ignore[union-attr]
+        assert all(layer.holder.blocks[0].cached.keys.is_cuda for layer in loaded.planned.values())  # type: ignore[union-attr]
     assert expected.shape[1] == 6
 
 

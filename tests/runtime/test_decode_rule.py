@@ -18,7 +18,6 @@ from kvsearch.policies.ranking import at_each
 from kvsearch.policies.registry import BUILT_IN
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
-from kvsearch.runtime.read_mask import Visible
 from tests.combinations import every_value
 from tests.examples import fixed
 from tests.policies.contract import DIM, properties
@@ -38,7 +37,7 @@ def feed(layer: Layer, holder: Decoding, first: int, count: int, valid: Tensor |
     """Tokens `first` to `first + count` after the prompt, as one chunk."""
     query, key, value = (states[:, :, first : first + count] for states in layer.tokens())
     positions = layer.valid.sum(-1, keepdim=True) + torch.arange(first, first + count)
-    return holder.attend(query, key, value, Visible(valid), positions, layer.logits)
+    return holder.attend(query, key, value, positions, layer.logits, arrived=valid)
 
 
 @every_policy
@@ -136,12 +135,12 @@ def padding_among_the_tokens_changes_nothing(
     shift[0] = pads
     query, key, value = layer.tokens()
     positions = (layer.valid.sum(-1, keepdim=True) + torch.arange(tokens) - shift).clamp(min=0)
-    output = holder.attend(query, key, value, Visible(valid), positions, layer.logits)
+    output = holder.attend(query, key, value, positions, layer.logits, arrived=valid)
     for row, (single, start) in enumerate(zip(rows, alone, strict=True)):
         skip, apart = pads if row == 0 else 0, start.copy()
         query, key, value = (states[:, :, skip:] for states in single.tokens())
         positions = single.valid.sum(-1, keepdim=True) + torch.arange(tokens - skip)
-        expected = apart.attend(query, key, value, Visible(), positions, layer.logits)
+        expected = apart.attend(query, key, value, positions, layer.logits)
         torch.testing.assert_close(output[row, :, skip:], expected[0], atol=1e-5, rtol=1e-5)
         assert held(apart)[0] == held(holder)[row]
 
@@ -161,7 +160,7 @@ def sequences_may_pause(
             torch.stack([states[row, :, now[row]] for row in range(batch)])[:, :, None] for states in layer.tokens()
         )
         positions = layer.valid.sum(-1, keepdim=True) + torch.tensor(done)[:, None]
-        output = holder.attend(query, key, value, Visible(torch.tensor(active)[:, None]), positions, layer.logits)
+        output = holder.attend(query, key, value, positions, layer.logits, arrived=torch.tensor(active)[:, None])
         for row in range(batch):
             if active[row]:
                 torch.testing.assert_close(output[row, :, 0], expected[row, :, done[row]], atol=1e-5, rtol=1e-5)
@@ -184,7 +183,7 @@ def rows_can_be_rearranged_and_copied(layer: Layer, saved: Decoding, outputs: Te
     moved = saved.copy().select_rows(order)
     query, key, value = (states[order][:, :, half:] for states in layer.tokens())
     positions = (layer.valid.sum(-1, keepdim=True) + torch.arange(half, tokens))[order]
-    again = moved.attend(query, key, value, Visible(), positions, layer.logits)
+    again = moved.attend(query, key, value, positions, layer.logits)
     torch.testing.assert_close(again, outputs[order][:, :, half:], atol=1e-6, rtol=1e-6)
     assert held(moved) == [held(end)[row] for row in order]
     assert torch.equal(moved.most_entries(), end.most_entries()[order])

@@ -32,7 +32,7 @@ def phase(rows: list[int], policy: tuple[str, dict[str, Any]] = DEFAULT) -> Phas
 
 def replies_of(model: Any, program: Program, *lengths: int) -> Replies:
     contexts = [prompts(1, length, seed=length)[0][0] for length in lengths]
-    return read(model, PlanCache(model, program), contexts, 0, set())
+    return read(model, PlanCache(model, program), contexts, set())
 
 
 def watched(model: Any, program: Program, length: int, question: int, fed: int) -> int:

@@ -16,7 +16,6 @@ from kvsearch.runtime.attention import causal_mask
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
 from kvsearch.runtime.logits import Logits, products
-from kvsearch.runtime.read_mask import Visible
 from kvsearch.search.bank.passes import VisibleKV, prefix_attention
 from tests.combinations import every_value
 from tests.policies.contract import DIM
@@ -81,7 +80,7 @@ def test_outputs_while_decoding(name: str, dtype: torch.dtype) -> None:
     for index, (query, key, value) in enumerate(zip(*(t.split(1, 2) for t in made.tokens()), strict=True)):
         expected = _next_outputs(holder, query, key, value, made.logits)
         positions = made.valid.sum(-1, keepdim=True) + index
-        output = holder.attend(query, key, value, Visible(), positions, made.logits)
+        output = holder.attend(query, key, value, positions, made.logits)
         assert output.dtype == dtype
         assert error(output[:, :, 0], expected) < EXACT[dtype]
 
@@ -90,7 +89,7 @@ def _next_outputs(holder: Decoding, query: Tensor, key: Tensor, value: Tensor, l
     """What the next token attends to: all that is held now, merged as it may be, and itself; [B, Hq, Dv] fp64."""
     own = [tensor.flatten(0, 1) for tensor in (query, key, value)]
     outputs = torch.empty(query.shape[0] * query.shape[1] // 2, 2, value.shape[-1], dtype=torch.float64)
-    for block in holder.store.blocks:
+    for block in holder.blocks:
         cached, names = block.cached, torch.as_tensor(block.names)
         keys, values = (
             torch.cat([held, new[names]], 1) for held, new in zip((cached.keys, cached.values), own[1:], strict=True)

@@ -56,7 +56,7 @@ def replies_of(
     stop: set[int] | None = None,
     finished: Finished | None = None,
 ) -> Replies:
-    replies = read(model, PlanCache(model, program), contexts, 0, stop or set())
+    replies = read(model, PlanCache(model, program), contexts, stop or set())
     replies.finished = finished
     return replies
 

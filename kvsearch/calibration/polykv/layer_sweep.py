@@ -67,12 +67,8 @@ class Ablations:
     @property
     def of_layer(self) -> list[Ablation]:
         """All that happens to one layer."""
-        return [
-            Ablation(budget, phase, pattern)
-            for budget in range(len(self.budgets))
-            for phase in range(len(self.phases))
-            for pattern in range(len(self.policies))
-        ]
+        places = np.ndindex(len(self.budgets), len(self.phases), len(self.policies))
+        return [Ablation(*place) for place in places]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -147,7 +147,7 @@ class PolykvCalibration(Calibration[PolykvOptions]):
         }  # fmt: skip
         if options.phases != "both":
             settings["phases"] = options.phases
-        metadata = self.describe(base.spec, "polykv", settings, arrays[LENGTH].tolist(), base.least)
+        metadata = self.describe(base.spec, settings, arrays[LENGTH].tolist(), base.least)
         axes = SignalAxes(
             patterns=tuple(policy.spec for policy in self.policies),
             phases=options.measured_phases,

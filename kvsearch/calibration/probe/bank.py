@@ -53,7 +53,7 @@ class Bank(NamedTuple):
 
     def policy(self, contexts: FitContexts) -> Policy:
         """Return the policy that ranks by it."""
-        made = contexts.profile(METHOD, self.arrays, {"chosen_by": self.how}, self.even, self.unseen)
+        made = contexts.profile(self.arrays, {"chosen_by": self.how}, self.even, self.unseen)
         return create_policy(METHOD, {**made.metadata.policy.params, WEIGHTS: know(made.to_bytes(), Path(METHOD))})
 
     @property
@@ -79,7 +79,7 @@ class QueryBankCalibration(RankingCalibration[QueryBankOptions]):
         policies = [bank.policy(contexts), *self.policies]
         judged = reported(by_policy(0), partial(contexts.read, contexts.report, policies=policies), first=1)
         arrays = {**bank.arrays, **judged}
-        return contexts.profile(METHOD, arrays, {"chosen_by": bank.how}, bank.even, bank.unseen)
+        return contexts.profile(arrays, {"chosen_by": bank.how}, bank.even, bank.unseen)
 
 
 def _chosen(contexts: FitContexts, options: QueryBankOptions) -> Bank:

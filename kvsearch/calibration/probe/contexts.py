@@ -96,7 +96,7 @@ class FitContexts:
             next(self.ticks, None)
 
     def profile(
-        self, method: str, arrays: Mapping[str, Floats], settings: Mapping[str, Any], even: Tensor, unseen: Tensor
+        self, arrays: Mapping[str, Floats], settings: Mapping[str, Any], even: Tensor, unseen: Tensor
     ) -> Profile:
         """Return what was fitted as a profile, with what is common to all fits among its settings.
 
@@ -107,15 +107,15 @@ class FitContexts:
         parts = (self.fit, self.choose, self.report)
         common = {
             "data": self.calibration.data.name, **options.settings(), WRITTEN_FOR: VERSION,
-            "rankings": (method, *COMPARED), "targets": self.builder.targets,
+            "rankings": (options.method, *COMPARED), "targets": self.builder.targets,
             "without_questions": sum(not prompt.continuations for prompt in self.prompts), "at": BUDGETS,
             "contexts": tuple(map(len, parts)), "spread_heads": int((even & ~unseen).sum()),
             "unseen_heads": tuple(f"{layers[row]}.{head}" for row, head in unseen.nonzero().tolist()),
         }  # fmt: skip
         lengths = [prompt.length for prompt in self.prompts]
-        policy = PolicySpec(name=method, params={"sinks": SINKS, "protect": options.protect})
+        policy = PolicySpec(name=options.method, params={"sinks": SINKS, "protect": options.protect})
         floor = SINKS + options.protect
-        metadata = self.calibration.describe(policy, method, {**common, **settings}, lengths, floor)
+        metadata = self.calibration.describe(policy, {**common, **settings}, lengths, floor)
         return Profile(metadata, dict(arrays))
 
 

@@ -31,7 +31,7 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import Arrays
-from kvsearch.policies.probe import METHOD, SINKS, SPREAD, Coefficients, Weights, columns_of
+from kvsearch.policies.probe import SINKS, SPREAD, Coefficients, Weights, columns_of
 
 RIDGE = (1e-4, 1e-2, 1.0)  # strengths that are tried
 STRONG = (1.0,)  # with few contexts
@@ -77,7 +77,7 @@ class ProbeCalibration(RankingCalibration[ProbeOptions]):
         judged = reported(partial(scores_of, weights), read)
         settings = {"features": options.looked_at, "few_contexts": few}
         arrays = {name: array.numpy() for name, array in weights.arrays._asdict().items()}
-        return contexts.profile(METHOD, {**arrays, **judged}, settings, spread | unseen, unseen)
+        return contexts.profile({**arrays, **judged}, settings, spread | unseen, unseen)
 
 
 def _chosen(

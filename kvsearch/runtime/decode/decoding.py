@@ -18,36 +18,31 @@ from kvsearch.core.arrays import Bools, Ints
 from kvsearch.core.errors import present
 from kvsearch.kernels.dispatch import needs_gradients, serves
 from kvsearch.kernels.step import Slots, step
-from kvsearch.policies import Observation
-from kvsearch.policies.decoding import Cached, State, Step, slots_of
+from kvsearch.policies.decoding import Cached, Step, slots_of
 from kvsearch.runtime.attention import slot_attention
 from kvsearch.runtime.decode.rule import StepRule
 from kvsearch.runtime.logits import Logits
-from kvsearch.runtime.read_mask import Visible
-from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE
-from kvsearch.runtime.store.slots import SlotBlock, SlotSource, SlotStore, StepPlan, capacities, pack, source_of
+from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE, Segmented, index_of
+from kvsearch.runtime.store.slots import SlotBlock, SlotSource, StepPlan, capacities, pack, selected
 
 
-class Decoding:
-    """The entries of one layer and the rule that decides which of them leave."""
+class Decoding(Segmented):
+    """The entries of one layer for a batch, and the rule that decides which of them leave."""
 
-    def __init__(self, store: SlotStore, rule: StepRule, peak: Ints, columns: int) -> None:
-        self.store = store
+    def __init__(self, blocks: list[SlotBlock], rule: StepRule, columns: int, peak: Ints | None = None) -> None:
         self.rule = rule
-        self.peak = peak  # the most each segment has held
+        self.heads = rule.heads
+        self.batch = len(rule.next_position)
+        self._hold(blocks)
+        self.peak = self.used() if peak is None else peak  # the most each segment has held
         self.columns = columns  # tokens so far, padding counted
         self.room = 0  # tokens that there is room for ahead of time; 0: steps are as small as they can be
         self.packed = 0  # how often the storage was made anew, so that what refers to it is not used any more
+
+    def _hold(self, blocks: list[SlotBlock]) -> None:
+        self.blocks = blocks
         self.averages: AttentionAverages | None = None
-
-    @classmethod
-    def begin(cls, observation: Observation, keep: Tensor, counts: Ints, rule: StepRule, state: State) -> Decoding:
-        """Start from a prompt: the entries `keep` [B, Hkv, T] bool, `counts` [B, Hkv] of them.
-
-        `state` is as `StepRule.start` gives it.
-        """
-        store = pack([source_of(observation, keep, counts, state)], rule, *keep.shape[:2])
-        return cls(store, rule, store.used(), keep.shape[2])
+        super().__init__([index_of(block.names, block.slot.device) for block in blocks])
 
     @classmethod
     def joined(cls, parts: Sequence[Decoding]) -> Decoding:
@@ -58,37 +53,37 @@ class Decoding:
         for part in parts:
             sources += [replace(source, names=source.names + first * rule.heads) for source in part._sources()]
             first += part.batch
-        store = pack(sources, rule, first, rule.heads)
-        return cls(store, rule, store.used(), max(part.columns for part in parts))
+        return cls(pack(sources, rule), rule, max(part.columns for part in parts))
 
     def attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        visible: Visible,
         positions: Tensor,
         logits: Logits,
         hidden: Tensor | None = None,
+        arrived: Tensor | None = None,
+        shown: Tensor | None = None,
     ) -> Tensor:
         """Take in q tokens one after the other, each seeing what the rule left; [B, Hq, q, D] -> [B, Hq, q, Dv].
 
         `key` [B, Hkv, q, D] and `value` [B, Hkv, q, Dv] are the tokens' own, `positions` [B, q] their rotary positions,
-        `hidden` [B, Hkv, q] what the policy makes of their hidden states, where it wants them.
+        `hidden` [B, Hkv, q] what the policy makes of their hidden states, where it wants them; for `arrived` and
+        `shown` see `read_mask.Visible`.
         """
-        valid = visible.arrived
-        arrived = None if valid is None else valid.cpu().numpy()
+        known = None if arrived is None else arrived.cpu().numpy()
         outputs = []
         for token in range(query.shape[2]):
             this = slice(token, token + 1)
             real = active = None
-            if valid is not None and arrived is not None and not arrived[:, token].all():
-                real = arrived[:, token]
-                active = valid[:, token]
+            if arrived is not None and known is not None and not known[:, token].all():
+                real = known[:, token]
+                active = arrived[:, token]
             states = None if hidden is None else hidden[:, :, token]
             self.prepare_step(real)
             step = (query[:, :, this], key[:, :, this], value[:, :, this])
-            outputs.append(self.step(*step, positions[:, this], logits, states, active, visible.tokens))
+            outputs.append(self.step(*step, positions[:, this], logits, states, active, shown))
             self.finish_step()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
@@ -96,12 +91,11 @@ class Decoding:
 
     def prepare_step(self, real: Bools | None = None) -> None:
         """Make room for the next token and decide what its step does; it is padding where not `real` [B]."""
-        if any(int(block.used.max()) == block.capacity for block in self.store.blocks):
+        if any(int(block.used.max()) == block.capacity for block in self.blocks):
             self._repack()
-        store = self.store
-        heads = self.store.heads
-        over = np.zeros(store.batch, dtype=bool)
-        for block in store.blocks:
+        heads = self.heads
+        over = np.zeros(self.batch, dtype=bool)
+        for block in self.blocks:
             keys = block.cached.keys
             real_segments = None if real is None else real[block.names // heads]
             dtype = None if serves(keys, block.cached.values) else self._bias_dtype(keys)
@@ -109,25 +103,25 @@ class Decoding:
             over[block.names[used > block.limits.host] // heads] = True
             self.peak[block.names] = np.maximum(self.peak[block.names], used)
         self.rule.prepare_step(over, real)
-        for block in store.blocks if self.rule.running == "pooled" else ():
+        for block in self.blocks if self.rule.running == "pooled" else ():
             if block.links is None and serves(block.cached.keys, block.cached.values):
                 block.link()
                 self.packed += 1
         self.columns += 1
         if self.rule.policy.row == "layer" and (self.averages is None or self.columns > self.averages.columns):
-            slots = [block.capacity for block in store.blocks]
+            slots = [block.capacity for block in self.blocks]
             self.packed += self.averages is not None
-            sequences = [block.rows for block in store.blocks]
+            sequences = [block.rows for block in self.blocks]
             columns = self.columns + self.room
             empty = torch.inf if self.rule.ranks_by_row else 0.0  # then no slot without an entry comes into question
-            self.averages = AttentionAverages(sequences, slots, store.batch, columns, empty)
+            self.averages = AttentionAverages(sequences, slots, self.batch, columns, empty)
 
     def _bias_dtype(self, keys: Tensor) -> torch.dtype:
         return torch.float32 if self.rule.policy.row is not None else keys.dtype
 
     def finish_step(self) -> None:
         """Give up slots that are not needed any more, once many entries have left."""
-        for block in self.store.blocks:
+        for block in self.blocks:
             if block.step_plan is None or block.step_plan.leaving.most <= 1:
                 continue
             # where room is reserved, budgets stay within reach: tensors move once at most
@@ -139,10 +133,10 @@ class Decoding:
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens ahead of time, and let all steps look at all slots; 0: as before."""
         self.room = tokens
-        wanted = (capacities(block.used, block.limits.host, tokens) for block in self.store.blocks)
-        if tokens and any((most > block.capacity).any() for most, block in zip(wanted, self.store.blocks, strict=True)):
+        wanted = (capacities(block.used, block.limits.host, tokens) for block in self.blocks)
+        if tokens and any((most > block.capacity).any() for most, block in zip(wanted, self.blocks, strict=True)):
             self._repack()
-        for block in self.store.blocks:
+        for block in self.blocks:
             block.biased = False
 
     def plan(self) -> tuple[Hashable, ...] | None:
@@ -152,13 +146,13 @@ class Decoding:
         """
         if self.rule.noting:
             return None
-        plans = (_planned_step(block) for block in self.store.blocks)
+        plans = (_planned_step(block) for block in self.blocks)
         return self.rule.due, *((*plan[:3], *plan.leaving[1:], plan.holes) for plan in plans)
 
     def _sources(self) -> list[SlotSource]:
         """Return what is held, to be packed anew."""
         sources = []
-        for block in self.store.blocks:
+        for block in self.blocks:
             cached = block.in_use()
             slots = slots_of(cached.held, cached.positions, int(block.used.max()))
             sources.append(SlotSource(block.names, cached, slots, block.used, block.seen))
@@ -166,9 +160,8 @@ class Decoding:
 
     def _repack(self) -> None:
         """Make new blocks for what is held."""
-        self.store = pack(self._sources(), self.rule, self.store.batch, self.store.heads, self.room)
+        self._hold(pack(self._sources(), self.rule, self.room))
         self.packed += 1
-        self.averages = None
 
     # --- the device's part ----------------------------------------------------------------------------------------
 
@@ -189,19 +182,18 @@ class Decoding:
         their index in the sequence (None: all); the rule, which decides what leaves, knows all of them. Nothing here
         waits for the device, depends on values, or binds a tensor that lasts.
         """
-        store = self.store
         policy = self.rule.policy
         learning = needs_gradients(query, key, value)
         if learning:
-            self._separate()
+            self.separate()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not learning):
             self.rule.begin(query, positions, active, hidden)
-        segments = store.batch * store.heads
-        parts = (store.split(states.reshape(segments, -1, states.shape[-1])) for states in (query, key, value))
+        segments = self.batch * self.heads
+        parts = (self.split(states.reshape(segments, -1, states.shape[-1])) for states in (query, key, value))
         outputs: list[Tensor] = []
         rows: list[Tensor | None] = []
         evicting: list[SlotBlock] = []  # blocks whose step is not done in one go
-        for index, (block, own, keys, values) in enumerate(zip(store.blocks, *parts, strict=True)):
+        for index, (block, own, keys, values) in enumerate(zip(self.blocks, *parts, strict=True)):
             step_plan = _planned_step(block)
             arriving = None if active is None else active[block.rows]
             fused = None
@@ -215,7 +207,7 @@ class Decoding:
             block.put(keys[:, 0], values[:, 0], step_plan, arriving)
             into = None if self.averages is None else self.averages.parts[index][0, :, : step_plan.width]
             cached = block.first(step_plan.width)
-            bias = block.bias_of(step_plan)
+            bias = None if not step_plan.bias or block.bias is None else block.bias[:, : step_plan.width]
             full = step_plan.full
             if visible is not None:
                 cached = block.showing(step_plan, visible)
@@ -228,15 +220,11 @@ class Decoding:
         if self.averages is not None and evicting:  # all blocks of the layer
             rows[:] = self.averages.layer_rows([b.first(_planned_step(b).width).positions for b in evicting])
         if learning:
-            self._separate()
+            self.separate()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not learning):
             for block, row in zip(evicting, rows, strict=True):
                 self._evict(block, row, active, logits)
-        return store.join(outputs).view(store.batch, -1, 1, outputs[0].shape[-1])
-
-    def _separate(self) -> None:
-        for block in self.store.blocks:
-            block.separate()
+        return self.join(outputs).view(self.batch, -1, 1, outputs[0].shape[-1])
 
     def _evict(self, block: SlotBlock, row: Tensor | None, active: Tensor | None, logits: Logits) -> None:
         arriving = None if active is None else active[block.rows]
@@ -254,41 +242,43 @@ class Decoding:
 
     def dense(self, seen: int) -> tuple[Tensor, Tensor] | None:
         """Return keys and values [B, Hkv, seen, D] if nothing is evicted and nothing padded, else None."""
-        if any((block.used != seen).any() or block.width != seen for block in self.store.blocks):
+        if any((block.used != seen).any() or block.width != seen for block in self.blocks):
             return None
-        shape = (self.store.batch, self.store.heads)
-        keys = self.store.join([block.in_use().keys for block in self.store.blocks])
-        values = self.store.join([block.in_use().values for block in self.store.blocks])
+        shape = (self.batch, self.heads)
+        keys = self.join([block.in_use().keys for block in self.blocks])
+        values = self.join([block.in_use().values for block in self.blocks])
         return keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:])
-
-    @property
-    def batch(self) -> int:
-        return self.store.batch
 
     def most_entries(self) -> Tensor:
         """Return the most entries held at a time, [B, Hkv] int64."""
         return torch.from_numpy(self.peak.reshape(self.batch, -1))
 
+    def used(self) -> Ints:
+        """Return the entries held per segment, [B * Hkv]."""
+        held = np.zeros(self.batch * self.heads, dtype=np.int64)
+        for block in self.blocks:
+            held[block.names] = block.used
+        return held
+
     def entries(self) -> Tensor:
         """Return the entries held per sequence and kv head, [B, Hkv] int64."""
-        return self.store.entries()
-
-    def kept_positions(self, row: int, head: int) -> list[int]:
-        """Return the token indices of the entries of one sequence and head, ascending."""
-        return self.store.kept_positions(row, head)
+        return torch.from_numpy(self.used().reshape(self.batch, self.heads))
 
     def select_rows(self, rows: Sequence[int]) -> Decoding:
         """Return sequences `rows` of the batch, in that order and as often as named."""
-        peak = self.peak.reshape(-1, self.store.heads)[list(rows)].flatten()
-        return Decoding(self.store.select_rows(rows), self.rule.select_rows(rows), peak, self.columns)
+        rule = self.rule.select_rows(rows)
+        pairs = zip(self.blocks, self.rows_of(rows), strict=True)
+        blocks = [selected(block, chosen, rule) for block, chosen in pairs if len(chosen)]
+        peak = self.peak.reshape(-1, self.heads)[list(rows)].flatten()
+        return Decoding(blocks, rule, self.columns, peak)
 
     def copy(self) -> Decoding:
         """Return the same, to go its own way."""
-        return self.select_rows(range(self.store.batch))
+        return self.select_rows(range(self.batch))
 
     def nbytes(self) -> int:
-        """Return the bytes held, running state included."""
-        return self.store.nbytes() + self.rule.nbytes()
+        """Return the bytes held, running state and free slots included."""
+        return super().nbytes() + self.rule.nbytes()
 
 
 def cached_bias(cached: Cached, dtype: torch.dtype) -> Tensor:

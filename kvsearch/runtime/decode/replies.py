@@ -78,7 +78,6 @@ class Replies:
     cache: PlanCache
     mask: Tensor
     logits: Tensor | None
-    pad: int
     stop: set[int]
     finished: Finished | None = None
     choose: Chooser = field(default_factory=lambda: next_tokens)
@@ -154,7 +153,7 @@ class Replies:
             raise UsageError(
                 "questions of different lengths cannot share a batch on a model with sliding windows or running states"
             )
-        ids, mask = left_padded(tokens, self.pad, self.model.device)
+        ids, mask = left_padded(tokens, self.model.device)
         return ids, torch.cat([self.mask, mask], 1), self.lengths + (mask.cumsum(-1) - 1).clamp(min=0)
 
     def _generate(
@@ -237,8 +236,8 @@ def has_windows(model: Any) -> bool:
     return len(shape.full_layers) < shape.layers
 
 
-def left_padded(rows: Sequence[Tensor], pad: int, device: Any) -> tuple[Tensor, Tensor]:
-    """Stack rows of token ids, padded on the left: ids and attention mask, both [B, longest]."""
+def left_padded(rows: Sequence[Tensor], device: Any, pad: int = 0) -> tuple[Tensor, Tensor]:
+    """Stack rows of token ids, padded on the left: ids and attention mask, both [B, longest]; nothing sees `pad`."""
     width = max(len(row) for row in rows)
     ids = torch.full((len(rows), width), pad)
     mask = torch.zeros_like(ids)

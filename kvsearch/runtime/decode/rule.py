@@ -34,7 +34,7 @@ from kvsearch.policies.fitted import Fitted
 from kvsearch.policies.ranking import at_each, scores_taking
 from kvsearch.policies.registry import is_ours
 from kvsearch.runtime.collector import Moments, Rotary, plain_queries
-from kvsearch.runtime.logits import HeadRows, Logits
+from kvsearch.runtime.logits import HeadRows, Logits, head_rows
 
 STATISTICS_ROWS = 256  # query rows behind the statistics of a policy that is scored anew while decoding
 UNBOUNDED = 2**62  # the budget of a head that is never evicted
@@ -90,15 +90,6 @@ class Limits:
     quotas: Tensor  # entries that the first stage of the policy takes
     young: Tensor  # `recent`, and one
 
-    @classmethod
-    def of(
-        cls, policy: Policy, host: Ints, heads: HeadRows, device: torch.device, there: Tensor | None = None
-    ) -> Limits:
-        """Return the limits of segments with these budgets; one copy to the device, unless the table is `there`."""
-        table = cls.table(policy, host)
-        guarded = bool((table[1] + table[2]).any())
-        return cls(host, table[3].numpy(), guarded, heads, *(table.to(device) if there is None else there).unbind())
-
     @staticmethod
     def table(policy: Policy, host: Ints) -> Tensor:
         """Return what is on the device of the limits of segments with these budgets, [6, S] int64, on the CPU."""
@@ -107,15 +98,6 @@ class Limits:
         stays = (budgets + 1 - at_each(policy.drop_at, budgets)).clamp(min=1)
         quotas = torch.minimum(at_each(policy.quota, budgets), budgets)
         return torch.stack([budgets, sinks, recent, stays, quotas, recent + 1])
-
-    def select(self, rows: Ints) -> Limits:
-        """Return the limits of some of the segments."""
-        index = torch.from_numpy(rows).to(self.budgets.device)
-        held = (
-            tensor[index] for tensor in (self.budgets, self.sinks, self.recent, self.stays, self.quotas, self.young)
-        )
-        heads = HeadRows.of(self.heads.host[rows], self.heads.count, index.device)
-        return Limits(self.host[rows], self.stay[rows], self.guarded, heads, *held)
 
     def leaving(self, used: Ints, real: Bools | None) -> Leaving:
         """Return what leaves segments that hold `used` entries now; nothing where not `real` [S] (None: all are)."""
@@ -258,10 +240,13 @@ class StepRule:
         self.decisions += asked
 
     def limits(self, names: Ints, device: torch.device) -> Limits:
-        """Return the budgets and protection of the segments `names`."""
-        whole = len(names) == len(self.budgets)
-        heads = HeadRows.of(names % self.heads, self.heads, device)
-        return Limits.of(self.policy, self.budgets[names], heads, device, self.there if whole else None)
+        """Return the budgets and protection of the segments `names`; one copy to the device, unless they are there."""
+        heads = head_rows(names % self.heads, self.heads, device)
+        host = self.budgets[names]
+        table = Limits.table(self.policy, host)
+        there = self.there if len(names) == len(self.budgets) else None
+        guarded = bool((table[1] + table[2]).any())
+        return Limits(host, table[3].numpy(), guarded, heads, *(table.to(device) if there is None else there).unbind())
 
     def decide(
         self,
@@ -380,7 +365,7 @@ class StepRule:
         projection = self.needs.hidden
         if projection is not None and hidden is not None:
             seen = replace(seen, hidden={projection: hidden[:, None, None]})
-        return seen if heads.rows is not None else _by_sequence(seen, self.heads, logits)
+        return seen if heads is not None else _by_sequence(seen, self.heads, logits)
 
     def _seen(self, step: Step, rows: Tensor, heads: HeadRows, order: Tensor, logits: Logits) -> Observation:
         """Return the entries in the slots `order` [S, N] as policies see them, a row for each segment."""

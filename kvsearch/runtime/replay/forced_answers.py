@@ -31,7 +31,6 @@ from kvsearch.tasks.metrics import is_forced, is_right, score
 from kvsearch.tasks.prompts import cut, stop_at
 
 TOGETHER = 8  # sequences that are decoded in one batch
-PAD = 0  # any token will do: nothing sees it
 
 Asked = tuple[str, str, int]  # a question by its task, the key of its example and its number there
 
@@ -170,7 +169,7 @@ def _replies(
     found = dict[tuple[int, int], list[int]]()
     try:
         with running(loaded.model):
-            for joint in compressed(loaded.model, programs, prompts, PAD, stop, ends[end], CPU_BYTES):
+            for joint in compressed(loaded.model, programs, prompts, stop, ends[end], CPU_BYTES):
                 for first in range(0, most, copies):
                     rows = [(row, first + int(copy)) for copy in joint.methods for row in range(size)]
                     # a prompt without a question of that number repeats its first one, unheard

@@ -33,14 +33,14 @@ class Replay:
     """What came of K tokens in one layer."""
 
     outputs: Tensor  # [M, Hq, K, Dv] attention outputs
-    stretches: tuple[Stretch, ...]
+    stretches: Sequence[Stretch]
     width: int  # T + K
 
     @property
     def shown(self) -> Tensor:
         """What each token attended to: the prompt's entries, then the tokens', [M, Hkv, K, T + K] bool."""
         batch, _, count, _ = self.outputs.shape
-        parts = [spread(stretch.held, stretch.columns, self.width) for stretch in self.stretches]
+        parts = [spread(held, columns, self.width) for held, columns in self.stretches]
         return torch.cat(parts, 1).view(batch, -1, count, self.width)
 
 
@@ -97,11 +97,11 @@ class _Stack:
         heads = state.heads
         segments = len(outputs) // len(self.layers)
         for first in range(0, len(outputs), segments):
-            segments_of = slice(first, first + segments)
+            some = slice(first, first + segments)
             replays.append(
                 Replay(
-                    outputs[segments_of].reshape(segments // heads, -1, *outputs.shape[2:]),
-                    tuple(stretch.of(segments_of) for stretch in state.stretches),
+                    outputs[some].reshape(segments // heads, -1, *outputs.shape[2:]),
+                    [(held[some], None if slots is None else slots[some]) for held, slots in state.stretches],
                     state.width,
                 )
             )

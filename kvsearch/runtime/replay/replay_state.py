@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,15 +20,9 @@ from kvsearch.runtime.logits import Logits
 TABLES = 3  # of attention logits that there are at a time: logits, masked ones, weights
 
 
-class Stretch(NamedTuple):
-    """Tokens during which the same slots were there."""
-
-    held: Tensor  # [S, k, C] bool, what each of them attended to
-    columns: Tensor | None  # [S, C] column of each slot; None: a slot for every column
-
-    def of(self, segments: slice) -> Stretch:
-        """Return it for some segments."""
-        return Stretch(self.held[segments], None if self.columns is None else self.columns[segments])
+# k tokens during which the same slots were there: what each of them attended to, [S, k, C] bool, and the column of each
+# slot, [S, C]; None: a slot for every column
+Stretch = tuple[Tensor, Tensor | None]
 
 
 @dataclass(eq=False)
@@ -106,8 +99,8 @@ class ReplayState:
         if not self.waiting:
             return
         held = torch.stack(self.waiting, 1)
-        first = sum(stretch.held.shape[1] for stretch in self.stretches)
-        self.stretches.append(Stretch(held, self.columns))
+        first = sum(before.shape[1] for before, _ in self.stretches)
+        self.stretches.append((held, self.columns))
         self.waiting = []
         if self.rule is not None and self.rule.policy.merges:
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -235,6 +236,10 @@ class Block:
 class Segmented:
     """Segments (sequence * Hkv + kv head) spread over blocks; `names` [S] per block says which are where."""
 
+    batch: int
+    heads: int
+    blocks: Sequence[Any]
+
     def __init__(self, names: Sequence[Tensor]) -> None:
         self._sizes = [len(part) for part in names]
         self._order = torch.cat(list(names))
@@ -250,12 +255,35 @@ class Segmented:
         """Undo `split`."""
         return parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, self._back)
 
-    def place_of(self, segment: int) -> tuple[int, int]:
-        """Return the block that a segment is in, and its row there."""
-        row = int(self._back[segment])
-        starts = np.cumsum([0, *self._sizes])
-        block = int(np.searchsorted(starts, row, side="right")) - 1
-        return block, row - int(starts[block])
+    def places(self) -> list[tuple[int, int]]:
+        """Return the block that each segment is in, and its row there."""
+        places = [(block, row) for block, size in enumerate(self._sizes) for row in range(size)]
+        return [places[number] for number in self._back.tolist()]
+
+    def rows_of(self, sequences: Sequence[int]) -> list[Ints]:
+        """Return of each block its rows of these sequences and their segments in a store of these alone, [S', 2]."""
+        places = self.places()
+        pairs: list[list[tuple[int, int]]] = [[] for _ in self._sizes]
+        segments = [sequence * self.heads + head for sequence in sequences for head in range(self.heads)]
+        for new, old in enumerate(segments):
+            block, row = places[old]
+            pairs[block].append((row, new))
+        return [np.array(chosen, dtype=np.int64) for chosen in pairs]
+
+    def separate(self) -> None:
+        """Go on in copies, so that attention of before can still be differentiated."""
+        for block in self.blocks:
+            block.separate()
+
+    def kept_positions(self, row: int, head: int) -> list[int]:
+        """Return the token indices of the entries of one sequence and head, ascending."""
+        block, index = self.places()[row * self.heads + head]
+        held = self.blocks[block].positions_of(index)
+        return sorted(held[held >= 0].tolist())
+
+    def nbytes(self) -> int:
+        """Return the bytes allocated: entries, positions and what is beside them, padding and spare room included."""
+        return sum(tensor.untyped_storage().nbytes() for block in self.blocks for tensor in block.tensors())
 
 
 def shown_positions(positions: Tensor, sequences: Tensor, visible: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from kvsearch.core.fields import Count, Record, Text
 from kvsearch.core.files import check_target
 from kvsearch.core.parsing import parse_json, require_header, validated
 from kvsearch.core.resources import version
+from kvsearch.kernels.dispatch import serves
 from kvsearch.models.architecture import decoder, describe
 from kvsearch.models.fingerprint import fingerprint
 from kvsearch.plan import Plan
@@ -35,7 +36,8 @@ from kvsearch.runtime.decode.rule import StepRule, decode_needs
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.read_mask import ReadMask
 from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE, Block
-from kvsearch.runtime.store.slots import SlotBlock, SlotStore
+from kvsearch.runtime.store.flat import FlatBlock
+from kvsearch.runtime.store.slots import SlotBlock
 from kvsearch.runtime.store.storage import RaggedStore
 from kvsearch.runtime.store.tensor_file import read_about, read_tensors, write_tensors
 
@@ -97,9 +99,7 @@ def write_cache(
     dtype = torch.float32
     for index, layer in enumerate(layers):
         if isinstance(layer, EvictingLayer):
-            holder = layer.holder
-            if holder is None:
-                raise UsageError("the cache holds no evicted prompt yet: run the model on the whole prompt first")
+            holder = layer.evicted
             held = _of_ragged(holder) if isinstance(holder, RaggedStore) else _of_decoding(holder)
             batch = holder.batch
             length = layer.seen
@@ -172,12 +172,11 @@ def _of_ragged(store: RaggedStore) -> Tensors:
 
 def _of_decoding(decoding: Decoding) -> Tensors:
     rule = decoding.rule
-    store = decoding.store
     tensors = {"budgets": torch.from_numpy(rule.budgets), "scored": torch.from_numpy(rule.scored)}
     tensors |= {"next_position": rule.next_position, "peak": torch.from_numpy(decoding.peak)}
     if rule.queries is not None:
         tensors["queries"] = rule.queries
-    for number, block in enumerate(store.blocks):
+    for number, block in enumerate(decoding.blocks):
         cached = block.in_use()
         part = {"segments": torch.from_numpy(block.names), "seen": block.seen, "slot": block.slot}
         part |= {"positions": cached.positions, "capacity": torch.tensor(block.cached.positions.shape[1])}
@@ -291,7 +290,7 @@ def _fill_planned(layer: EvictingLayer, reader: TensorReader, of: CacheShape) ->
         layer.holder = store
     else:
         decoding = _decoding(reader, layer.decode.policy, layer.rotary, layer.index, of)
-        keys = decoding.store.blocks[0].cached.keys
+        keys = decoding.blocks[0].cached.keys
         layer.holder = decoding
     layer.lazy_initialization(keys, keys)
     layer.seen = of.seen
@@ -312,7 +311,9 @@ def _ragged(reader: TensorReader, of: CacheShape) -> RaggedStore:
     _require_all((block.segments for block in blocks), of.batch * of.heads)
     if appended > min(block.end for block in blocks):
         raise ValueError(f"{appended} tokens came after the prompt, and some heads hold fewer")
-    return RaggedStore.of_blocks(blocks, of.heads, tokens, even, appended, longest)
+    flat = serves(blocks[0].keys, blocks[0].values)
+    held = [FlatBlock.of_blocks(blocks, appended)] if flat else blocks
+    return RaggedStore(held, of.heads, tokens, even, appended, longest)
 
 
 def _decoding(reader: TensorReader, policy: Policy, rotary: Rotary, layer: int, of: CacheShape) -> Decoding:
@@ -326,7 +327,7 @@ def _decoding(reader: TensorReader, policy: Policy, rotary: Rotary, layer: int, 
     rule = StepRule(policy, budgets, rotary, layer, of.heads, queries, position, scored)
     blocks = [_slots(part, rule, of) for part in reader.blocks()]
     _require_all((torch.from_numpy(block.names) for block in blocks), segments)
-    return Decoding(SlotStore(blocks, of.batch, of.heads), rule, peak, of.seen)
+    return Decoding(blocks, rule, of.seen, peak)
 
 
 def _slots(part: TensorReader, rule: StepRule, of: CacheShape) -> SlotBlock:

@@ -21,7 +21,7 @@ from kvsearch.core.arrays import Bools, Ints
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import Cached, State, slots_of
 from kvsearch.runtime.decode.rule import Leaving, Limits, StepRule
-from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE, Segmented, bucket, index_of, shown_positions
+from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE, bucket, index_of, shown_positions
 
 
 class StepPlan(NamedTuple):
@@ -123,13 +123,19 @@ class SlotBlock:
         elif self.bias is not None and step_plan.bias == "fill":
             self.bias.scatter_(1, self.slot[:, None], 0.0)
 
-    def bias_of(self, step_plan: StepPlan) -> Tensor | None:
-        """Return what to add to the logits, [S, width]; None: every slot holds an entry, or it is not used."""
-        return None if not step_plan.bias or self.bias is None else self.bias[:, : step_plan.width]
-
     def in_use(self) -> Cached:
         """Return the slots in use, as views of keys, values, positions and state."""
         return self.first(self.width)
+
+    def positions_of(self, row: int) -> Tensor:
+        """Return the positions of one segment, -1 where there is no entry."""
+        return self.cached.positions[row]
+
+    def tensors(self) -> list[Tensor]:
+        """Return keys, values, positions and running state."""
+        cached = self.cached
+        state = (*cached.state.entries.values(), *cached.state.heads.values())
+        return [cached.keys, cached.values, cached.positions, *state]
 
     def first(self, width: int) -> Cached:
         """Return the first slots, as views."""
@@ -193,54 +199,6 @@ def _beside(slots: Tensor, tensor: Tensor) -> Tensor:
     return slots.view(*slots.shape, *[1] * len(rest)).expand(*slots.shape, *rest)
 
 
-class SlotStore(Segmented):
-    """The entries one layer holds for a batch while its decode rule is in force."""
-
-    def __init__(self, blocks: list[SlotBlock], batch: int, heads: int) -> None:
-        self.blocks = blocks
-        self.batch = batch
-        self.heads = heads
-        super().__init__([index_of(block.names, block.slot.device) for block in blocks])
-
-    def used(self) -> Ints:
-        """Return the entries held per segment, [B * Hkv]."""
-        held = np.zeros(self.batch * self.heads, dtype=np.int64)
-        for block in self.blocks:
-            held[block.names] = block.used
-        return held
-
-    def entries(self) -> Tensor:
-        """Return the entries held per sequence and kv head, [B, Hkv] int64."""
-        return torch.from_numpy(self.used().reshape(self.batch, self.heads))
-
-    def kept_positions(self, row: int, head: int) -> list[int]:
-        """Return the token indices of the entries of one sequence and head, ascending."""
-        block, index = self.place_of(row * self.heads + head)
-        held = self.blocks[block].cached.positions[index]
-        return sorted(held[held >= 0].tolist())
-
-    def select_rows(self, rows: Sequence[int]) -> SlotStore:
-        """Return sequences `rows` of this store, in that order and as often as named, as a new store."""
-        blocks = []
-        for block in self.blocks:
-            pairs = [
-                (new * self.heads + int(name) % self.heads, index)
-                for new, old in enumerate(rows)
-                for index, name in enumerate(block.names)
-                if name // self.heads == old
-            ]
-            if pairs:
-                chosen = np.array(sorted(pairs))
-                blocks.append(_selected(block, chosen[:, 0], chosen[:, 1], self.heads))
-        return SlotStore(blocks, len(rows), self.heads)
-
-    def nbytes(self) -> int:
-        """Return the bytes of storage allocated: keys, values, positions and running state, free slots included."""
-        held = [(block.cached.keys, block.cached.values, block.cached.positions) for block in self.blocks]
-        state = sum(block.cached.state.nbytes() for block in self.blocks)
-        return state + sum(tensor.untyped_storage().nbytes() for tensors in held for tensor in tensors)
-
-
 @dataclass(frozen=True)
 class SlotSource:
     """Segments to be packed: the slots `order` [S, E] of `cached`, ascending by position, -1 behind the last."""
@@ -282,19 +240,19 @@ def capacities(used: Ints, budgets: Ints, room: int = 0) -> Ints:
     return slots
 
 
-def pack(sources: Sequence[SlotSource], rule: StepRule, batch: int, heads: int, room: int = 0) -> SlotStore:
-    """Copy the entries of sources into a store with room for more tokens, in as few blocks as is economical."""
+def pack(sources: Sequence[SlotSource], rule: StepRule, room: int = 0) -> list[SlotBlock]:
+    """Copy the entries of sources into blocks with room for more tokens, as few as is economical."""
     names = np.concatenate([source.names for source in sources])
     used = np.concatenate([source.used for source in sources])
     capacity = capacities(used, rule.budgets[names], room)
     blocks = []
     for group in bucket(capacity.tolist(), sources[0].order.device):
         members = np.array(sorted(group, key=lambda index: names[index]))
-        blocks.append(_block(sources, names[members], int(capacity[members].max()), rule, heads))
-    return SlotStore(blocks, batch, heads)
+        blocks.append(_block(sources, names[members], int(capacity[members].max()), rule))
+    return blocks
 
 
-def _block(sources: Sequence[SlotSource], names: Ints, capacity: int, rule: StepRule, heads: int) -> SlotBlock:
+def _block(sources: Sequence[SlotSource], names: Ints, capacity: int, rule: StepRule) -> SlotBlock:
     """Gather the block of the segments `names` from the sources that hold them."""
     parts = [(source, np.flatnonzero(np.isin(source.names, names))) for source in sources]
     parts = [(source, rows) for source, rows in parts if len(rows)]
@@ -306,7 +264,7 @@ def _block(sources: Sequence[SlotSource], names: Ints, capacity: int, rule: Step
     used = np.concatenate([source.used[rows] for source, rows in parts])[back]
     return SlotBlock(
         names=names,
-        rows=index_of(names, device) // heads,
+        rows=index_of(names, device) // rule.heads,
         cached=cached,
         limits=rule.limits(names, device),
         used=used,
@@ -342,29 +300,27 @@ def _gathered(source: SlotSource, rows: Ints, capacity: int) -> tuple[Cached, Te
 def _joined(parts: list[Cached], back: Ints) -> Cached:
     if len(parts) == 1 and (back == np.arange(len(back))).all():
         return parts[0]
-    order = torch.from_numpy(back).to(parts[0].keys.device)
-
-    def both(tensors: list[Tensor]) -> Tensor:
-        return torch.cat(tensors)[order]
-
-    return replace(
+    whole = replace(
         parts[0],
-        keys=both([part.keys for part in parts]),
-        values=both([part.values for part in parts]),
-        positions=both([part.positions for part in parts]),
-        state=State.joined([part.state for part in parts]).changed(lambda t: t[order], lambda t: t[order]),
-        heads=both([part.heads for part in parts]),
+        keys=torch.cat([part.keys for part in parts]),
+        values=torch.cat([part.values for part in parts]),
+        positions=torch.cat([part.positions for part in parts]),
+        state=State.joined([part.state for part in parts]),
+        heads=torch.cat([part.heads for part in parts]),
     )
+    return whole.segments(torch.from_numpy(back).to(whole.keys.device))
 
 
-def _selected(block: SlotBlock, names: Ints, rows: Ints, heads: int) -> SlotBlock:
+def selected(block: SlotBlock, chosen: Ints, rule: StepRule) -> SlotBlock:
+    """Return a block that holds row r of this one as segment s of `rule`, for all (r, s) of `chosen` [S', 2]."""
+    rows, names = chosen.T
     index = torch.from_numpy(rows).to(block.slot.device)
     return replace(
         block,
         names=names,
-        rows=torch.from_numpy(names // heads).to(index.device),
+        rows=torch.from_numpy(names // rule.heads).to(index.device),
         cached=block.cached.segments(index),
-        limits=block.limits.select(rows),
+        limits=rule.limits(names, index.device),
         used=block.used[rows],
         seen=block.seen[index],
         slot=block.slot[index],

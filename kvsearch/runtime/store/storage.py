@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,14 +21,22 @@ from kvsearch.runtime.store.flat import AnyBlock, FlatBlock, regrouped
 class RaggedStore(Segmented):
     """The entries one layer kept for a batch, in as few blocks as is economical."""
 
-    def __init__(self, blocks: Sequence[AnyBlock], heads: int, tokens: Tensor, even: bool) -> None:
-        self.blocks = list(blocks)
+    def __init__(
+        self,
+        blocks: Sequence[AnyBlock],
+        heads: int,
+        tokens: Tensor,
+        even: bool,
+        appended: int = 0,
+        most: Tensor | None = None,
+    ) -> None:
+        self.blocks: list[AnyBlock] = list(blocks)
         self.batch = len(tokens)
         self.heads = heads
         self.tokens = tokens.clone()  # [B] int32 tokens of each sequence
-        self.most = tokens  # and how many they were before some were forgotten
+        self.most = tokens if most is None else most  # and how many they were before some were forgotten
         self.even = even  # all sequences have the same number of tokens
-        self.appended = 0
+        self.appended = appended
         self.room = 0  # tokens that there is room for ahead of time, in fixed blocks; 0: they are not
         self.packed = 0  # how often tensors were made anew, so that what refers to them is not used any more
         super().__init__([block.segments for block in blocks])
@@ -79,17 +86,6 @@ class RaggedStore(Segmented):
         tokens = torch.cat([store.tokens for store in stores])
         return cls(blocks, heads, tokens, even)
 
-    @classmethod
-    def of_blocks(
-        cls, blocks: Sequence[Block], heads: int, tokens: Tensor, even: bool, appended: int, longest: Tensor
-    ) -> RaggedStore:
-        """Return the store that these blocks were of, `appended` tokens included."""
-        flat = serves(blocks[0].keys, blocks[0].values)
-        store = cls([FlatBlock.of_blocks(blocks, appended)] if flat else blocks, heads, tokens, even)
-        store.appended = appended
-        store.most = longest.clone()
-        return store
-
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> None:
         """Add q tokens to every segment.
 
@@ -107,11 +103,6 @@ class RaggedStore(Segmented):
             block.append(own_keys, own_values, own_positions, valid is not None)
         self.tokens += count if valid is None else valid.sum(-1).int()
         self.appended += count
-
-    def separate(self) -> None:
-        """Go on in copies, so that attention of before can still be differentiated."""
-        for block in self.blocks:
-            block.separate()
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens ahead of time, whenever there is none; 0: steps are as small as they can be."""
@@ -180,18 +171,10 @@ class RaggedStore(Segmented):
 
     def select_rows(self, rows: Sequence[int]) -> RaggedStore:
         """Return sequences `rows` of this store, in that order and as often as named, as a new store."""
-        home = {s: (b, r) for b, block in enumerate(self.blocks) for r, s in enumerate(block.segments.tolist())}
-        members: list[list[tuple[int, int]]] = [[] for _ in self.blocks]
-        for new_row, old_row in enumerate(rows):
-            for head in range(self.heads):
-                block, row = home[old_row * self.heads + head]
-                members[block].append((row, new_row * self.heads + head))
-        blocks = [source.select(np.array(pairs)) for source, pairs in zip(self.blocks, members, strict=True) if pairs]
+        pairs = zip(self.blocks, self.rows_of(rows), strict=True)
+        blocks = [block.select(chosen) for block, chosen in pairs if len(chosen)]
         index = torch.as_tensor(rows, device=self.tokens.device)
-        chosen_store = RaggedStore(blocks, self.heads, self.tokens[index], self.even)
-        chosen_store.appended = self.appended
-        chosen_store.most = self.longest[index]
-        return chosen_store
+        return RaggedStore(blocks, self.heads, self.tokens[index], self.even, self.appended, self.longest[index])
 
     def entries(self) -> Tensor:
         """Return the entries held per sequence and kv head, [B, Hkv] int64 (padding not counted)."""
@@ -203,13 +186,3 @@ class RaggedStore(Segmented):
     def most_entries(self) -> Tensor:
         """Return the most entries held at a time, [B, Hkv] int64."""
         return self.entries() + (self.longest - self.tokens)[:, None].cpu()
-
-    def kept_positions(self, row: int, head: int) -> list[int]:
-        """Return the token indices of the entries of one sequence and head, ascending."""
-        block, index = self.place_of(row * self.heads + head)
-        held = self.blocks[block].positions_of(index)
-        return sorted(held[held >= 0].tolist())
-
-    def nbytes(self) -> int:
-        """Return the bytes allocated: entries, positions, biases and places, padding and spare columns included."""
-        return sum(tensor.untyped_storage().nbytes() for block in self.blocks for tensor in block.tensors())

@@ -24,7 +24,6 @@ from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.stock import CACHE
 from kvsearch.search.bank.samples import BankSample
 
-PAD = 0  # any token will do: nothing sees it
 LayerStates = Sequence[Sequence[tuple[Tensor, Tensor]]]  # keys and values by layer and policy
 
 
@@ -259,7 +258,7 @@ def side_by_side(states: Sequence[Tensor], right: bool) -> Tensor:
 def predicted_answers(samples: Sequence[BankSample], device: Any) -> Tensor:
     """Return the tokens [S, R] of the samples' answers that logits predict, right-aligned, -1 where there is none."""
     predicted = [sample.answer[len(sample.answer) - sample.predicting :] for sample in samples]
-    return left_padded(predicted, -1, device)[0]
+    return left_padded(predicted, device, -1)[0]
 
 
 class BankReply(GrowingReply):
@@ -330,7 +329,7 @@ class Pass:
         keep = max(sample.predicting for sample in self.samples)
         if keep == 0:
             return None
-        ids, mask = left_padded([sample.following for sample in self.samples], PAD, self.model.device)
+        ids, mask = left_padded([sample.following for sample in self.samples], self.model.device)
         return self.read(ids, mask.bool(), keep)
 
     def _following(self, ids: Tensor, every: Tensor, tokens: int) -> Callable[[], Tensor]:
@@ -366,7 +365,7 @@ class Pass:
         """
         samples = self.samples
         if first is None:
-            ids, mask = left_padded([sample.asked for sample in samples], PAD, self.model.device)
+            ids, mask = left_padded([sample.asked for sample in samples], self.model.device)
             logits = self.read(ids, mask.bool(), 1)[:, :, 0]
         else:
             logits = first.expand(self.count, *first.shape)

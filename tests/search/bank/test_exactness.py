@@ -153,7 +153,7 @@ def evaluator_replies(model: LoadedModel, task: TaskPrompts, protocol: Protocol,
     with running(model.model):
         for sample in bank_samples([task], protocol):
             stop, finished = stop_tokens(model), sample.finished
-            for joint in compressed(model.model, programs, [sample.prompt], 0, stop, finished):
+            for joint in compressed(model.model, programs, [sample.prompt], stop, finished):
                 limits = [sample.limit] * len(joint.methods)
                 asked = [sample.asked] * len(joint.methods)
                 replies = joint.replies.ask(asked, limits) if len(sample.asked) else joint.replies.reply(limits)
