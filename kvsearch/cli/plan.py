@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from kvsearch.cli.command import load
 from kvsearch.cli.registry import PLAN_VERBS, Output, job_verb, verb, view_output
+from kvsearch.report.numbers import counted
 
 if TYPE_CHECKING:
     from kvsearch.cli.console import Console
     from kvsearch.config.options import JobOptions
-    from kvsearch.exporters.base import Exported
     from kvsearch.jobs.export import ExportOptions
     from kvsearch.jobs.plan import PlanOptions, YamlOptions
     from kvsearch.report.plans import DifferenceView
@@ -45,18 +45,13 @@ def make_and_show(job: str, options: PlanOptions, console: Console) -> None:
 
 
 def run_export(options: ExportOptions, console: Console) -> None:
-    """Write a plan, or the files of a target, and say what was written."""
+    """Write a plan, or the files of a target, and say what was written, what it lost, and how it is loaded."""
     from kvsearch.jobs.export import PLAN, export_to
 
     if options.to == PLAN:
         make_and_show("kvsearch.jobs.export:export", options, console)
         return
     found = options.for_target(console) if console.dry_run else export_to(options, reporter=console)
-    _say_target(found, options, console)
-
-
-def _say_target(found: Exported, options: ExportOptions, console: Console) -> None:
-    """Say where the files of a target are, what they lost, and how they are loaded."""
     usage = [line.format(path=str(options.output)) for line in found.usage]
     if console.as_json:
         losses = [{"what": what, "entries": entries} for what, entries in found.losses.items()]
@@ -64,8 +59,6 @@ def _say_target(found: Exported, options: ExportOptions, console: Console) -> No
         summary = {"target": options.to, "files": files, "losses": losses, "total": found.total, "usage": usage}
         console.print_json(summary)
         return
-    from kvsearch.report.numbers import counted
-
     verb = "would write" if console.dry_run else "wrote"
     lost = "nothing is lost" if not found.losses else f"{counted(len(found.losses), 'thing')} lost"
     console.say(f"{verb} {options.output} for {options.to}: {lost}")

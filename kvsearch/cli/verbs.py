@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from kvsearch.cli.plan import run_export
 from kvsearch.cli.registry import (
     VERBS,
     Output,
@@ -133,8 +134,6 @@ def export(options: ExportOptions, console: Console) -> None:
 
     kvsearch export plan.json --to folder -o deploy
     """
-    from kvsearch.cli.plan import run_export
-
     run_export(options, console)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-# Nats per token of a text that is no longer predicted: what one look-up of three tokens that fails costs 64 tokens. Were
-# it more, leads of useful plans would be too small a part of the scale for bets and intervals.
+# Nats per token of a text that is no longer predicted: what one look-up of three tokens that fails costs 64 tokens.
+# Were it more, leads of useful plans would be too small a part of the scale for bets and intervals.
 MOST_LOST = 0.25
 _LOSSES = re.compile(r"([\d.]+) nats per token, ([\d.]+) under the full cache")
 
