@@ -29,19 +29,19 @@ from pathlib import Path
 # The most that --check, which `make lint` calls, lets the package have. A limit may only come down: put the figure of
 # today here when it is lower.
 GATES = {
-    "code lines": 34_417,
-    "files": 309,
-    "records": 374,
+    "code lines": 34_172,
+    "files": 308,
+    "records": 355,
     "public class names used twice": 0,
     "module names used more than twice": 3,
-    "private helpers of at most 6 lines with one caller": 33,
-    "imports inside functions of jobs, commands and cli": 100,
-    "assignments of a tuple to a tuple": 53,
+    "private helpers of at most 6 lines with one caller": 29,
+    "imports inside functions of jobs, commands and cli": 97,
+    "assignments of a tuple to a tuple": 47,
     "lists repeated by a condition": 0,
     "docstrings that only say See": 0,
-    "places that raise UsageError": 396,
+    "places that raise UsageError": 383,
     "import circles": 0,
-    "test lines": 46_544,
+    "test lines": 45_969,
 }
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
