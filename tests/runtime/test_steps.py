@@ -302,7 +302,7 @@ class TestStandIn:
             graphs.capture(lambda: None)
         assert (cuda.stream, cuda.ended) == ("main", [(0, 0)])
         cuda.broken = False
-        assert graphs.capture(lambda: 3).output == 3
+        assert graphs.capture(lambda: 3)() == 3
         assert cuda.stream == "main"
         graphs.drop()
         assert graphs.pool == 1
