@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Sequence
-from operator import attrgetter
 from typing import Any
 
 from kvsearch.core.errors import UsageError
@@ -52,4 +51,5 @@ def did_you_mean(name: object, known: Sequence[str], cutoff: float = 0.5) -> str
 
 def forwarded(place: str) -> Any:
     """Return a property that is what stands at a place of the object, as in "inner.score": a value, or a method."""
-    return property(attrgetter(place))
+    inner, name = place.split(".")
+    return property(lambda owner: getattr(getattr(owner, inner), name))  # torch.compile cannot follow attrgetter
