@@ -266,11 +266,10 @@ class Decoding(Segmented):
 
     def select_rows(self, rows: Sequence[int]) -> Decoding:
         """Return sequences `rows` of the batch, in that order and as often as named."""
-        rule = self.rule.select_rows(rows)
         pairs = zip(self.blocks, self.rows_of(rows), strict=True)
-        blocks = [selected(block, chosen, rule) for block, chosen in pairs if len(chosen)]
+        blocks = [selected(block, chosen, self.heads) for block, chosen in pairs if len(chosen)]
         peak = self.peak.reshape(-1, self.heads)[list(rows)].flatten()
-        return Decoding(blocks, rule, self.columns, peak)
+        return Decoding(blocks, self.rule.select_rows(rows), self.columns, peak)
 
     def copy(self) -> Decoding:
         """Return the same, to go its own way."""

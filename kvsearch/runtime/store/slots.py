@@ -21,6 +21,7 @@ from kvsearch.core.arrays import Bools, Ints
 from kvsearch.policies import Observation
 from kvsearch.policies.decoding import Cached, State, slots_of
 from kvsearch.runtime.decode.rule import Leaving, Limits, StepRule
+from kvsearch.runtime.logits import head_rows
 from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE, bucket, index_of, shown_positions
 
 
@@ -311,16 +312,16 @@ def _joined(parts: list[Cached], back: Ints) -> Cached:
     return whole.segments(torch.from_numpy(back).to(whole.keys.device))
 
 
-def selected(block: SlotBlock, chosen: Ints, rule: StepRule) -> SlotBlock:
-    """Return a block that holds row r of this one as segment s of `rule`, for all (r, s) of `chosen` [S', 2]."""
+def selected(block: SlotBlock, chosen: Ints, heads: int) -> SlotBlock:
+    """Return a block that holds row r of this one as segment s of a store, for all (r, s) of `chosen` [S', 2]."""
     rows, names = chosen.T
     index = torch.from_numpy(rows).to(block.slot.device)
     return replace(
         block,
         names=names,
-        rows=torch.from_numpy(names // rule.heads).to(index.device),
+        rows=torch.from_numpy(names // heads).to(index.device),
         cached=block.cached.segments(index),
-        limits=rule.limits(names, index.device),
+        limits=block.limits.select(rows, index, head_rows(names % heads, heads, index.device)),
         used=block.used[rows],
         seen=block.seen[index],
         slot=block.slot[index],
