@@ -193,11 +193,16 @@ class Replies:
 
 
 def next_tokens(logits: Tensor) -> Tensor:
-    """Return the likeliest next tokens [B, 1] by logits [B, n, V]; NonFiniteError if some are no numbers."""
-    chosen, finite = likeliest(logits[:, -1:])
+    """Return the likeliest next tokens [B, 1] by logits [B, n, V]; errors as `check_logits`."""
+    check_logits(logits)
+    return logits[:, -1:].argmax(-1)
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raise NonFiniteError if some of the last logits of [B, n, V] are no numbers."""
+    finite = logits[:, -1].isfinite().all(-1)
     if not bool(finite.all()):
-        raise NonFiniteError(int((~finite).nonzero()[0][0]))
-    return chosen
+        raise NonFiniteError(int((~finite).nonzero()[0]))
 
 
 class Draws:
@@ -213,7 +218,7 @@ class Draws:
         The likeliest tokens whose chances first reach `top_p` share a number line by their chances, the likeliest
         first, and a random number points at one of them (Holtzman et al., arXiv 1904.09751).
         """
-        next_tokens(logits)  # refuses NaN
+        check_logits(logits)
         last = logits[:, -1].double()
         warmed = (last - last.amax(-1, keepdim=True)) / self.sampling.temperature
         chances, tokens = warmed.softmax(-1).sort(stable=True, dim=-1, descending=True)
@@ -223,11 +228,6 @@ class Draws:
         places = (ends <= points * ends.gather(-1, final)).sum(-1, keepdim=True)
         drawn: Tensor = tokens.gather(-1, places.minimum(final))
         return drawn
-
-
-def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the likeliest tokens [...] by logits [..., V], and where these are numbers, bool [...]."""
-    return logits.argmax(-1), logits.isfinite().all(-1)
 
 
 def has_windows(model: Any) -> bool:

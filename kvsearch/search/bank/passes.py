@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvsearch.core.arrays import Ints
 from kvsearch.runtime.attention import Output, causal_mask, tag
-from kvsearch.runtime.decode.replies import GrowingReply, left_padded, likeliest
+from kvsearch.runtime.decode.replies import GrowingReply, left_padded
 from kvsearch.runtime.decode.steps import repeating
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.stock import CACHE
@@ -378,7 +378,8 @@ class Pass:
         ids = torch.empty(len(rows), 1, dtype=torch.int64, device=every.device)
         step = self._following(ids, every, max(limits))
         while True:
-            chosen, finite = (each.flatten() for each in likeliest(logits))
+            chosen = logits.argmax(-1).flatten()
+            finite = logits.isfinite().all(-1).flatten()
             for row, token, known in zip(rows, chosen.tolist(), finite.tolist(), strict=True):
                 if not row.ended:
                     row.take(token) if known else row.fail()
