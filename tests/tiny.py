@@ -82,7 +82,7 @@ def calibration_data(*lengths: int, questions: int = 2) -> CalibrationData:
 
 
 @dataclass(frozen=True)
-class Listed:
+class Listed(Task):
     """A task of given examples; a reply is right if it begins with an answer, or by another `metric`."""
 
     name: str

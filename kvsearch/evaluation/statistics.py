@@ -242,7 +242,7 @@ class TraceLength:
         """Return how long replies are, by method and traced task; means and intervals are over contexts."""
         found: dict[str, dict[str, TraceLength]] = {}
         for task in asked:
-            if not getattr(task.task, "traced", False):
+            if not task.task.traced:
                 continue
             name = task.task.name
             most = {

@@ -206,7 +206,6 @@ class Tangram(BudgetExporter):
     ranks: ClassVar[tuple[str, ...]] = ("snapkv", "keydiff", "expected_attention")
     proportional: ClassVar[bool | None] = True
     scorers: ClassVar[Mapping[str, str]] = {"expected_attention": "ea"}
-    profile: ClassVar[str] = "profile.npz"
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Sort heads by what they keep, most first, and cut that order into clusters of P."""
@@ -246,20 +245,13 @@ class Tangram(BudgetExporter):
         folder = f"{self.scorers.get(scorer, scorer)}/{model.name.rpartition('/')[2]}"
         files = {
             f"{folder}/pg{page}_r{kept:.2f}.npz": npz_bytes(cluster_map),
-            f"{folder}/{self.profile}": npz_bytes(profile),
+            f"{folder}/profile.npz": npz_bytes(profile),
         }
         losses = {
             "budgets are not enforced: a head keeps what is above the engine's own threshold": budgets.total,
             "the spread over prompts is not in a plan: p90 is the mean, the deviation 0": None,
         }
         return Exported(files, ("the folder of cluster maps {path}",), losses)
-
-    def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:  # noqa: ARG002
-        """Return what the profile says of a prompt of `length` tokens."""
-        (name,) = (name for name in files if name.endswith(self.profile))
-        shares = np.load(io.BytesIO(files[name]))["ratio_per_head"][0]
-        held: Ints = np.rint(shares.astype(np.float64) * length).astype(np.int64)
-        return held
 
 
 BLOCK = 32  # tokens of a cache block of OpenVINO on a CPU, of which its sizes are multiples

@@ -43,7 +43,7 @@ class PromptFormat:
     @classmethod
     def of(cls, tokenizer: Any, task: Task) -> PromptFormat:
         """Return the format that a task wants."""
-        return cls(tokenizer, task.prompt, task.chat, getattr(task, "traced", False))
+        return cls(tokenizer, task.prompt, task.chat, task.traced)
 
     @property
     def chat(self) -> bool:

@@ -44,19 +44,13 @@ def exported(name: str, plan: Plan, length: int | None = None) -> Any:
 
 
 def of_shares(files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
-    """As many entries as the heads could hold, shared out as Attention Matching does."""
+    """As many entries as the heads could hold, by shares of heads (Attention Matching) or of layers (SpectralKV)."""
     shares = json.loads(files[SINGLE])
-    heads = [shares[f"L{layer}H{head}"] for layer in range(model.layers) for head in range(model.kv_heads)]
+    heads = [f"L{layer}H{head}" for layer in range(model.layers) for head in range(model.kv_heads)]
+    by_layer = np.repeat(shares.get("weights", ()), model.kv_heads) / model.kv_heads
+    by_head = by_layer if len(by_layer) else np.array([shares[head] for head in heads])
     total = length * len(heads)
-    return largest_remainder(np.array(heads) * total, total).reshape(model.layers, model.kv_heads)
-
-
-def of_layers(files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
-    """As many entries as the heads could hold, shared out between layers as SpectralKV does."""
-    weights = np.array(json.loads(files[SINGLE])["weights"])
-    total = length * model.layers * model.kv_heads
-    layers = largest_remainder(weights * total, total)
-    return np.stack([largest_remainder(np.full(model.kv_heads, layer / model.kv_heads), layer) for layer in layers])
+    return largest_remainder(by_head * total, total).reshape(model.layers, model.kv_heads)
 
 
 def of_presses(files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
@@ -69,10 +63,21 @@ def of_plan(files: Mapping[str, bytes], model: ModelFingerprint, length: int) ->
     return Budgets.of(Plan.model_validate(json.loads(files[name])), length).entries
 
 
+def arrays_of(files: Mapping[str, bytes], part: str) -> Any:
+    """The arrays of the one file with this part in its name."""
+    (data,) = (data for name, data in files.items() if part in name)
+    return np.load(io.BytesIO(data))
+
+
+def of_profile(files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
+    """What Tangram's retention profile says of a prompt."""
+    return np.rint(arrays_of(files, "profile")["ratio_per_head"][0].astype(np.float64) * length).astype(np.int64)
+
+
 # what targets make of their files, where the package does not compare it with the plan
 READERS = {
-    "attention-matching": of_shares, "spectralkv": of_layers, "kvpress-layers": of_presses, "folder": of_plan,
-    "model": of_plan,
+    "attention-matching": of_shares, "spectralkv": of_shares, "kvpress-layers": of_presses, "folder": of_plan,
+    "model": of_plan, "tangram": of_profile,
 }  # fmt: skip
 
 
@@ -161,10 +166,9 @@ def test_headkv_gives_every_query_head_its_budget_of_a_whole_mean() -> None:
 
 def test_heads_that_keep_as_much_share_pages() -> None:
     """Which heads share a page, by the rules of the engine's loader, on four heads with P = 2."""
-    plan = plan_of([[100, 20], [40, 80]], "keydiff")
-    _, found = exported("tangram", plan)
+    _, found = exported("tangram", plan_of([[100, 20], [40, 80]], "keydiff"))
     assert list(found.files) == ["keydiff/toy/pg2_r0.15.npz", "keydiff/toy/profile.npz"]
-    pages = np.load(io.BytesIO(found.files["keydiff/toy/pg2_r0.15.npz"]))
+    pages = arrays_of(found.files, "pg2")
     assert pages["cluster_of"].tolist() == [[0, 1], [1, 0]]
     assert pages["column_of"].tolist() == [[0, 0], [1, 1]]
     assert pages["cluster_members"].tolist() == [[[0, 0], [1, 1]], [[0, 1], [1, 0]]]
@@ -175,15 +179,14 @@ def test_heads_that_keep_as_much_share_pages() -> None:
 @given(st.lists(rows | st.none(), min_size=1, max_size=5).filter(any))
 def test_clusters_hold_every_head_once(budgets: list[list[int] | None]) -> None:
     _, found = exported("tangram", plan_of(budgets))
-    (name,) = (name for name in found.files if "pg" in name)
-    pages = np.load(io.BytesIO(found.files[name]))
+    pages = arrays_of(found.files, "pg")
     members = pages["cluster_members"]
     assert members.shape == (len(budgets), HEADS, 2)
-    for cluster, column in np.ndindex(len(budgets), HEADS):
-        layer, head = members[cluster, column]
-        assert (pages["cluster_of"][layer, head], pages["column_of"][layer, head]) == (cluster, column)
+    layers, heads = np.moveaxis(members, -1, 0)
+    places = np.stack([pages["cluster_of"][layers, heads], pages["column_of"][layers, heads]])
+    assert (places == np.indices(layers.shape)).all()
     assert (np.diff(members[:, :, 0], axis=1) >= 0).all()  # heads of one layer are neighbours
-    shares = pages["rank_score"][tuple(members.reshape(-1, 2).T)].reshape(-1, HEADS)
+    shares = pages["rank_score"][layers, heads]
     assert (shares[:-1].min(1) >= shares[1:].max(1)).all()
 
 

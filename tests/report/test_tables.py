@@ -60,10 +60,9 @@ def comparison(
     covered = [Coverage(task, category, 2, 2, 2, 0, 2, {}) for task, category in tasks.items()]
     named = {MACRO: tuple(tasks), **averages}
     blocks = blocks_of(samples, ready, subject, named)
-    encoded: Any = [
-        SimpleNamespace(task=SimpleNamespace(name=of_task.task, metric="exact"), coverage=of_task, prompts=())
-        for of_task in covered
-    ]
+    asked = [SimpleNamespace(name=task, metric="exact", traced=False) for task in tasks]
+    pairs = zip(asked, covered, strict=True)
+    encoded: Any = [SimpleNamespace(task=task, coverage=of_task, prompts=()) for task, of_task in pairs]
     model: Any = SimpleNamespace(name="m")
     found = Comparison(model, ready, subject, encoded, Split(()), samples=samples)
     known = {"averages": named, "blocks": blocks, "contexts": None, "seen": {}, "decode_entries": {}}

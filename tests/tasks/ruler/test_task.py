@@ -23,6 +23,8 @@ OFFICIAL = (
 TOO_SHORT = {("cwe", 512, "bpe")}
 generated = pytest.mark.parametrize("name", GENERATED)
 TOKENIZERS = ["words", "bpe", "bundled"]
+DRAWN = {"task": "vt", "context": "A text.", "question": "\nWhich?", "answer_prefix": " It is", "answer": ["7", "8"],
+         "max_new_tokens": 9}  # fmt: skip
 
 
 def digest(example: Example) -> str:
@@ -104,17 +106,14 @@ def test_the_right_reply_has_all_answers_in_order(name: str, files: dict[str, Pa
 
 def test_tasks_that_others_have_drawn(tmp_path: Path) -> None:
     """The columns of `simonjegou/ruler`, of which kvpress' numbers are."""
-    rows = [
-        {"context": "A text.", "question": "\nWhich?", "answer_prefix": " It is", "answer": ["7", "8"], "task": task,
-         "max_new_tokens": tokens}
-        for task, tokens in (("qa_1", 32), ("vt", 30), ("qa_1", 16))
-    ]  # fmt: skip
+    asked = (("qa_1", 32), ("vt", 30), ("qa_1", 16))
+    rows = [DRAWN | {"task": task, "max_new_tokens": tokens} for task, tokens in asked]
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    tracing, asked = find_tasks(f"ruler:file={tmp_path}")
-    assert [tracing.name, asked.name] == ["vt", "qa_1"]
-    assert (asked.metric, asked.category) == ("string_match_part", "RULER QA")
-    example, other = asked.examples(9, 0, len)
-    assert asked.prompt == "{question}"
+    tracing, questions = find_tasks(f"ruler:file={tmp_path}")
+    assert [tracing.name, questions.name] == ["vt", "qa_1"]
+    assert (questions.metric, questions.category) == ("string_match_part", "RULER QA")
+    example, other = questions.examples(9, 0, len)
+    assert questions.prompt == "{question}"
     (query,) = example.queries
     assert (example.context, query.question, query.prefix) == ("A text.", "\nWhich?", " It is")
     assert (query.answers, query.max_new_tokens) == (("7", "8"), 32)
@@ -132,9 +131,8 @@ def test_tasks_that_others_have_drawn(tmp_path: Path) -> None:
     ],
 )
 def test_drawn_rows_that_cannot_be_asked(row: dict[str, object], problem: str, tmp_path: Path) -> None:
-    good = {"context": "c", "question": "q", "answer_prefix": "", "answer": ["7"], "task": "vt", "max_new_tokens": 9}
     file = tmp_path / "test.jsonl"
-    file.write_text(json.dumps(good | row))
+    file.write_text(json.dumps(DRAWN | row))
     with pytest.raises(UsageError) as error:
         find_tasks(f"ruler:file={file}")[0].examples(1, 0, len)
     assert problem in str(error.value)
