@@ -20,7 +20,7 @@ from kvsearch.plan import Plan
 from kvsearch.report.costs import Forecast
 
 if TYPE_CHECKING:
-    from kvsearch.lm_eval.tasks import HarnessTasks
+    from lm_eval.tasks.manager import TaskManager
 
 
 class LmEvalOptions(WithModel, Seeded):
@@ -47,9 +47,9 @@ class LmEvalOptions(WithModel, Seeded):
 
 def dry_run(options: LmEvalOptions, reporter: Reporter) -> Forecast:  # noqa: ARG001 - as others have it
     """Return what would be run; errors as `run_lm_eval` before a model is loaded."""
-    _, names = _check(options)
-    content = {"tasks": list(names.names), "limit": options.limit, "num_fewshot": options.num_fewshot}
-    stages = [StageCost(name, options.limit or 0, options.limit or 0, Work()) for name in names.names]
+    _, _, names = _check(options)
+    content = {"tasks": names, "limit": options.limit, "num_fewshot": options.num_fewshot}
+    stages = [StageCost(name, options.limit or 0, options.limit or 0, Work()) for name in names]
     return Forecast(content, stages)
 
 
@@ -61,14 +61,14 @@ def run_lm_eval(options: LmEvalOptions, reporter: Reporter) -> dict[str, Any]:
         UsageError: unknown tasks, a plan that cannot be used, or a file that cannot be written.
         EnvironmentFault: the extra `lm-eval` is missing.
     """
-    plan, names = _check(options)
-    from kvsearch.lm_eval.tasks import evaluate_tasks
+    plan, manager, names = _check(options)
+    from kvsearch.lm_eval.tasks import evaluate_tasks, load_tasks
 
-    tasks = names.load()
+    tasks = load_tasks(manager, names)
     loaded = options.load(options.model, reporter)
     with reporter.progress("batches") as progress:
         results: dict[str, Any] = evaluate_tasks(
-            loaded, plan, tasks, limit=options.limit, num_fewshot=options.num_fewshot,
+            loaded, plan, manager, tasks, limit=options.limit, num_fewshot=options.num_fewshot,
             chat_template=options.apply_chat_template, samples=options.log_samples is not None, seed=options.seed,
             batch=options.batch, max_length=options.max_length, progress=progress,
         )  # fmt: skip
@@ -82,16 +82,17 @@ def run_lm_eval(options: LmEvalOptions, reporter: Reporter) -> dict[str, Any]:
     return results
 
 
-def _check(options: LmEvalOptions) -> tuple[Plan, HarnessTasks]:
-    """Return the plan and the names of the tasks, once all is checked that can be without a model."""
+def _check(options: LmEvalOptions) -> tuple[Plan, TaskManager, list[str]]:
+    """Return the plan, what has the tasks, and their names, once all is checked that can be without a model."""
     os.environ["TQDM_DISABLE"] = "1"  # read when the harness is imported: progress is shown here
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    from kvsearch.lm_eval.tasks import HarnessTasks
+    from kvsearch.lm_eval.tasks import find_names, open_manager
 
     plan = checked_plan(options.plan)
     if options.log_samples is not None:
         check_output(options.log_samples, options.force)
-    return plan, HarnessTasks.find([name for name in options.tasks.split(",") if name], list(options.include_path))
+    manager = open_manager(options.include_path)
+    return plan, manager, find_names(manager, [name for name in options.tasks.split(",") if name])
 
 
 def _doubts(results: dict[str, Any]) -> Iterator[str]:

@@ -11,7 +11,6 @@ import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -100,16 +99,6 @@ def _last(request: Instance, ids: Sequence[int], room: int | None) -> HarnessTex
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Holding:
-    """What the cache held of one prompt or context of a task once its `tokens` were compressed."""
-
-    task: str
-    tokens: int
-    entries: int
-    truncated: bool
-
-
 class PlannedLM(LM):  # type: ignore[misc]
     """A model for `lm_eval.simple_evaluate(model=...)` that runs under `program`; tasks say how replies are drawn.
 
@@ -145,7 +134,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         self.seed = seed
         self.tokenizer: Any = loaded.tokenizer
         self.max_length = most_tokens(loaded.model, max_length)
-        self.holdings: list[Holding] = []  # in the order of reading
+        self.held: dict[str, Counter[str]] = {}  # sums over the prompts and contexts of a task
         self.serving = False  # requests are being answered, or broke off
         self._device = loaded.device
         self._system_refused = False
@@ -312,7 +301,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         stop = stop_tokens(self.loaded)
         joint = next(compressed(self.loaded.model, {METHOD: self.program}, ids, stop, finished))
         for (prompt, _), entries in zip(batch, joint.entries[METHOD], strict=True):
-            self.holdings.append(Holding(prompt.task, len(prompt.ids), entries, prompt.truncated))
+            self._note_held(prompt, len(prompt.ids), entries)
         if asked.sampling is not None:
             joint.replies.choose = Draws(asked.sampling, [asked.sampling.seed_of(*document) for document in places])
         replies = joint.replies.reply([generation.max_new_tokens for _, generation in batch])
@@ -324,8 +313,17 @@ class PlannedLM(LM):  # type: ignore[misc]
     ) -> list[list[tuple[float, bool]]]:
         scored = score(self.loaded.model, self.program, [context.ids for context in batch], texts)
         for context, (_, entries) in zip(batch, scored, strict=True):
-            self.holdings.append(Holding(context.task, compressible(context.ids), entries, context.truncated))
+            self._note_held(context, compressible(context.ids), entries)
         return [likelihoods for likelihoods, _ in scored]
+
+    def _note_held(self, text: HarnessText, tokens: int, entries: int) -> None:
+        """Add what the cache held of a text once its `tokens` were compressed."""
+        held = self.held.setdefault(text.task, Counter())
+        held["prompts"] += 1
+        held["truncated"] += text.truncated
+        held["single_tokens"] += tokens == 1
+        held["tokens"] += tokens
+        held["entries"] += entries
 
 
 @contextmanager

@@ -5,9 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from lm_eval import simple_evaluate
@@ -23,7 +21,7 @@ from kvsearch.core.naming import suggest
 from kvsearch.core.parsing import in_one_line
 from kvsearch.core.progress import Progress
 from kvsearch.core.resources import version
-from kvsearch.lm_eval.model import ROLLING, Generation, Holding, PlannedLM
+from kvsearch.lm_eval.model import ROLLING, Generation, PlannedLM
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
@@ -33,64 +31,58 @@ from kvsearch.runtime import Program
 NEAR = 5  # names to suggest: the harness has thousands
 
 
-@dataclass(frozen=True)
-class HarnessTasks:
-    """Names of tasks, groups and tags that the harness has, and where it finds them.
+def open_manager(folders: Sequence[Path]) -> TaskManager:
+    """Return what knows the tasks of the harness and of some folders; UsageError if there is no such folder."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"there is no folder {folder} to look for tasks in: check the path")
+    return TaskManager(include_path=list(map(str, folders)))
 
-    `items` are the tasks and groups themselves, once they are loaded; the harness changes them, so evaluate them once.
+
+def find_names(manager: TaskManager, names: Sequence[str]) -> list[str]:
+    """Return the tasks, groups and tags of the harness with these names, which may have wildcards.
+
+    Raises:
+        UsageError: there is no such task.
     """
+    found: dict[str, None] = {}
+    for name in names:
+        matching = manager.match_tasks([name])
+        if not matching:
+            raise UsageError(f"unknown task {name!r}{_hint(name, manager.all_tasks)}")
+        found.update(dict.fromkeys(matching))
+    if not found:
+        raise UsageError("there is no task to evaluate: name one or more")
+    return list(found)
 
-    manager: Any
-    names: tuple[str, ...]
-    items: tuple[Task | Group, ...] = ()
 
-    @classmethod
-    def find(cls, names: Sequence[str], include: Sequence[Path] = (), own: bool = True) -> HarnessTasks:
-        """Look names up, which may have wildcards, among those of the harness (unless `own` is off) and of folders.
+def load_tasks(manager: TaskManager, names: Sequence[str]) -> list[Task | Group]:
+    """Load tasks and groups with their datasets; the harness changes them, so evaluate them once.
 
-        Raises:
-            UsageError: there is no such task or folder.
-        """
-        for folder in include:
-            if not folder.is_dir():
-                raise UsageError(f"there is no folder {folder} to look for tasks in: check the path")
-        manager = TaskManager(include_path=[str(folder) for folder in include], include_defaults=own)
-        found: dict[str, None] = {}
-        for name in names:
-            matching = manager.match_tasks([name])
-            if not matching:
-                raise UsageError(f"unknown task {name!r}{_hint(name, manager.all_tasks)}")
-            found.update(dict.fromkeys(matching))
-        if not found:
-            raise UsageError("there is no task to evaluate: name one or more")
-        return cls(manager, tuple(found))
-
-    def load(self) -> HarnessTasks:
-        """Load the tasks and their datasets.
-
-        Raises:
-            EnvironmentFault: a dataset or a package is not at hand.
-            UsageError: a task is broken, or cannot run under a plan.
-        """
-        items: list[Any] = []
-        for name in self.names:
-            try:
-                loaded = self.manager.load([name])
-            except Exception as error:
-                # what goes wrong shows as an exception of datasets, huggingface_hub, yaml, the task or Python itself
-                if isinstance(error, MemoryError):
-                    raise
-                raise _explain(name, error) from error
-            for task in loaded["tasks"].values():
-                _check(task)
-            items += [loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values()
-        return replace(self, items=tuple(items))
+    Raises:
+        EnvironmentFault: a dataset or a package is not at hand.
+        UsageError: a task is broken, or cannot run under a plan.
+    """
+    items: list[Task | Group] = []
+    for name in names:
+        try:
+            loaded = manager.load([name])
+        except Exception as error:
+            # what goes wrong shows as an exception of datasets, huggingface_hub, yaml, the task or Python itself
+            if isinstance(error, MemoryError):
+                raise
+            raise _explain(name, error) from error
+        for task in loaded["tasks"].values():
+            _check(task)
+        items += [loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values()
+    return items
 
 
 def evaluate_tasks(
     loaded: LoadedModel,
     plan: Plan,
-    tasks: HarnessTasks,
+    manager: TaskManager,
+    tasks: Sequence[Task | Group],
     *,
     limit: int | None = None,
     num_fewshot: int | None = None,
@@ -106,7 +98,8 @@ def evaluate_tasks(
     Args:
         loaded: the model that the plan is for.
         plan: what is evicted.
-        tasks: what to evaluate.
+        manager: where the tasks are from.
+        tasks: what to evaluate, see `load_tasks`.
         limit: documents per task; None: all.
         num_fewshot: examples before each question, for tasks that do not fix their number.
         chat_template: put prompts into the tokenizer's chat template.
@@ -125,7 +118,7 @@ def evaluate_tasks(
     others = dict.fromkeys(("numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), DEFAULT_OTHER_SEED + seed)
     try:
         results = simple_evaluate(
-            model=model, tasks=list(tasks.items), task_manager=tasks.manager, limit=limit, num_fewshot=num_fewshot,
+            model=model, tasks=list(tasks), task_manager=manager, limit=limit, num_fewshot=num_fewshot,
             apply_chat_template=chat_template, log_samples=samples, batch_size=batch, device=str(loaded.device),
             random_seed=DEFAULT_RANDOM_SEED + seed, **others,
         )  # fmt: skip
@@ -146,26 +139,18 @@ def as_plain(results: Any) -> Any:
 def _provenance(model: PlannedLM, plan: Plan) -> dict[str, Any]:
     shape = describe(model.loaded.model)
     heads = len(shape.full_layers) * shape.kv_heads
-    tasks = sorted({holding.task for holding in model.holdings})
+    held = {}
+    for task, sums in sorted(model.held.items()):
+        tokens = sums["tokens"] / sums["prompts"]
+        entries = sums["entries"] / sums["prompts"]
+        held[task] = {**sums, "tokens": tokens, "entries": entries, "full_entries": heads * tokens}
     return {
         "version": version("kvsearch"),
         "plan_sha256": sha256_of(plan),
         "model": model.loaded.fingerprint.model_dump(),
         "protocol": QUESTION_AWARE,
         "max_length": model.max_length,
-        "held": {task: _held([held for held in model.holdings if held.task == task], heads) for task in tasks},
-    }
-
-
-def _held(holdings: Sequence[Holding], heads: int) -> dict[str, float]:
-    """Average over the prompts of a task, with `heads` kv heads in all full-attention layers together."""
-    return {
-        "prompts": len(holdings),
-        "truncated": sum(held.truncated for held in holdings),
-        "single_tokens": sum(held.tokens == 1 for held in holdings),
-        "tokens": fmean(held.tokens for held in holdings),
-        "entries": fmean(held.entries for held in holdings),
-        "full_entries": heads * fmean(held.tokens for held in holdings),
+        "held": held,
     }
 
 

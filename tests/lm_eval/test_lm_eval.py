@@ -35,7 +35,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from kvsearch.lm_eval.model import PlannedLM
-from kvsearch.lm_eval.tasks import HarnessTasks, as_plain, evaluate_tasks
+from kvsearch.lm_eval.tasks import TaskManager, as_plain, evaluate_tasks, load_tasks
 
 CLOSE = 1e-4
 LAYERS, HEADS = 4, 2
@@ -45,8 +45,10 @@ WORDS = "code amber set vote bell recall mark alpha beta gamma"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("tasks"))
+def manager(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
+    """The tasks of a folder, without those of the harness."""
+    folder = write_folder(tmp_path_factory.mktemp("tasks"))
+    return TaskManager(include_path=[str(folder)], include_defaults=False)
 
 
 @pytest.fixture(autouse=True)
@@ -72,10 +74,6 @@ def program(model: LoadedModel) -> Program:
     return Program.from_plan(model.model, small_plan(model))
 
 
-def find(folder: Path, *names: str) -> HarnessTasks:
-    return HarnessTasks.find(names, [folder], own=False)
-
-
 def request(text: str, second: Any, kind: str = "loglikelihood", document: int = 3) -> Instance:
     return Instance(kind, {}, (text, second), 0, metadata=("toy", document, 1))
 
@@ -90,15 +88,16 @@ def planned(model: LoadedModel, **options: Any) -> PlannedLM:
 
 @every_value(options=[{}, {"batch": 1}, {"max_length": 70}], chat=[False, True])
 def test_a_full_plan_gives_what_the_harness_own_model_gives(
-    model: LoadedModel, folder: Path, options: dict[str, int], chat: bool
+    model: LoadedModel, manager: TaskManager, options: dict[str, int], chat: bool
 ) -> None:
     if chat:
         model = replace(model, tokenizer=chat_tokenizer(CHAT))
-    names = find(folder, *NAMES, "small_shots")
-    ours = evaluate_tasks(model, full_plan(model), names.load(), chat_template=chat, samples=True, **options)
+    names = [*NAMES, "small_shots"]
+    tasks = load_tasks(manager, names)
+    ours = evaluate_tasks(model, full_plan(model), manager, tasks, chat_template=chat, samples=True, **options)
     own = HFLM(model.model, tokenizer=model.tokenizer, batch_size=1, max_length=options.get("max_length"))
     results = simple_evaluate(
-        model=own, tasks=list(names.load().items), task_manager=names.manager, apply_chat_template=chat
+        model=own, tasks=load_tasks(manager, names), task_manager=manager, apply_chat_template=chat
     )
     theirs = as_plain(results)
     assert ours["samples"].keys() == theirs["samples"].keys()
@@ -127,9 +126,9 @@ def assert_equal(ours: list[Any], theirs: list[Any]) -> None:
             assert mine[0][1] == other[0][1]
 
 
-def test_results_say_what_they_were_made_with(model: LoadedModel, folder: Path) -> None:
+def test_results_say_what_they_were_made_with(model: LoadedModel, manager: TaskManager) -> None:
     plan = small_plan(model)
-    results = evaluate_tasks(model, plan, find(folder, *NAMES).load(), limit=3, seed=2)
+    results = evaluate_tasks(model, plan, manager, load_tasks(manager, NAMES), limit=3, seed=2)
     assert results["n-samples"]["small_choose"] == {"original": DOCUMENTS, "effective": 3}
     assert results["results"]["small_generate"]["exact_match,none"] in (0.0, 1 / 3, 2 / 3, 1.0)
     assert results["config"]["fewshot_seed"] == 1236
@@ -144,8 +143,8 @@ def test_results_say_what_they_were_made_with(model: LoadedModel, folder: Path) 
     assert json.loads(json.dumps(results, allow_nan=False)) == results
 
 
-def test_what_the_cache_held_is_counted(model: LoadedModel, folder: Path) -> None:
-    results = evaluate_tasks(model, small_plan(model), find(folder, "small_generate", "small_choose").load())
+def test_what_the_cache_held_is_counted(model: LoadedModel, manager: TaskManager) -> None:
+    results = evaluate_tasks(model, small_plan(model), manager, load_tasks(manager, ["small_generate", "small_choose"]))
     prefill = program(model).prefill
     lengths = [1 + len(f"{row['context']} {row['question']}".split()) for row in rows()]
     entries = [prefill.entries(length) + HEADS * length for length in lengths]  # one layer is not planned
@@ -183,7 +182,7 @@ def test_likelihoods_are_those_on_the_compressed_context(model: LoadedModel) -> 
     with running(model.model):
         ((expected, entries),) = score(model.model, program(model), [context], [answers])
     assert got == expected
-    assert [holding.entries for holding in lm.holdings] == [entries]
+    assert lm.held["toy"]["entries"] == entries
     everything = PlannedLM(model, full_cache(model.model)).loglikelihood(asked)
     assert all(abs(one[0] - other[0]) > 10 * CLOSE for one, other in zip(got, everything, strict=True))
 
@@ -275,13 +274,10 @@ def test_where_a_context_ends(
             lm.encode_pair(asked)
 
 
-def test_the_response_cache_is_refused(model: LoadedModel, folder: Path, tmp_path: Path) -> None:
+def test_the_response_cache_is_refused(model: LoadedModel, manager: TaskManager, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"response cache \(use_cache\) does not know the plan"):
-        names = find(folder, "small_choose")
-        tasks = list(names.load().items)
-        simple_evaluate(
-            model=planned(model), tasks=tasks, task_manager=names.manager, use_cache=str(tmp_path / "cache")
-        )
+        tasks = load_tasks(manager, ["small_choose"])
+        simple_evaluate(model=planned(model), tasks=tasks, task_manager=manager, use_cache=str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(
@@ -294,17 +290,17 @@ def test_the_response_cache_is_refused(model: LoadedModel, folder: Path, tmp_pat
     ],
 )
 def test_tasks_that_cannot_run_are_refused_when_they_are_loaded(
-    folder: Path, name: str, fault: type[KvsearchError], message: str
+    manager: TaskManager, name: str, fault: type[KvsearchError], message: str
 ) -> None:
     with pytest.raises(fault, match=message) as caught:
-        find(folder, name).load()
+        load_tasks(manager, [name])
     assert "\n" not in str(caught.value)
 
 
-def test_a_dataset_that_must_be_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_that_must_be_fetched(manager: TaskManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(EnvironmentFault, match="the dataset of task 'small_remote' cannot be read: check the network"):
-        find(folder, "small_remote").load()
+        load_tasks(manager, ["small_remote"])
 
 
 @pytest.mark.parametrize(
@@ -331,7 +327,7 @@ def test_texts_without_tokens_or_room(model: LoadedModel) -> None:
     with pytest.raises(IncompatibleError, match="a continuation of 10 tokens is longer than the 8"):
         lm.loglikelihood([request("code", f" {WORDS}")])
     assert lm.loglikelihood([request(WORDS, " a b c d e f g h")])[0][0] < 0
-    assert [(holding.tokens, holding.truncated) for holding in lm.holdings] == [(1, True)]
+    assert [lm.held["toy"][name] for name in ("prompts", "truncated", "single_tokens")] == [1, 1, 1]
 
 
 def test_texts_without_a_start(model: LoadedModel) -> None:
@@ -347,7 +343,7 @@ def test_texts_without_a_start(model: LoadedModel) -> None:
     assert len(lm.generate_until([prompt(WORDS)])[0].split()) == 6
 
 
-def test_the_document_that_breaks_a_model_is_named(folder: Path) -> None:
+def test_the_document_that_breaks_a_model_is_named() -> None:
     broken = loaded("llama", tie_word_embeddings=False)
     lm = planned(broken)
     with torch.no_grad():
@@ -377,20 +373,20 @@ def test_a_system_message_that_the_template_refuses(model: LoadedModel) -> None:
         never.apply_chat_template(said[1:])
 
 
-def test_a_task_that_fails_is_not_our_bug(model: LoadedModel, folder: Path) -> None:
+def test_a_task_that_fails_is_not_our_bug(model: LoadedModel, manager: TaskManager) -> None:
     with pytest.raises(UsageError, match=r"lm-evaluation-harness gave up \(RuntimeError: no such luck\)"):
-        evaluate_tasks(model, small_plan(model), find(folder, "small_failing").load(), limit=1)
+        evaluate_tasks(model, small_plan(model), manager, load_tasks(manager, ["small_failing"]), limit=1)
 
 
 def test_our_bug_is_not_blamed_on_the_harness(
-    model: LoadedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+    model: LoadedModel, manager: TaskManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("ours")
 
     monkeypatch.setattr("kvsearch.lm_eval.model.score", fail)
     with pytest.raises(RuntimeError, match="ours"):
-        evaluate_tasks(model, small_plan(model), find(folder, "small_choose").load(), limit=1)
+        evaluate_tasks(model, small_plan(model), manager, load_tasks(manager, ["small_choose"]), limit=1)
     assert model.model.config._attn_implementation == "sdpa"
 
 
