@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,8 @@ def calibrate(
     prompts = calibration.prepare()
     compared = [[policy.name, policy.parameters()] for policy in policies]
     identity = step_identity(loaded, data, prompts, {**options.model_dump(mode="json"), "policies": compared})
-    return replace(calibration, steps=StepCache(directory, identity)).measure(prompts, progress)
+    calibration.steps = StepCache(directory, identity)
+    return calibration.measure(prompts, progress)
 
 
 def calibrate_lukv(

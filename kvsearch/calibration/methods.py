@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -33,18 +32,20 @@ if TYPE_CHECKING:
 Options = TypeVar("Options", bound=CalibrationOptions)
 
 
-@dataclass(frozen=True, eq=False)
 class Calibration(ABC, Generic[Options]):
     """A method on a model and texts; `policies` are those that are measured, the first is what budgets are for.
 
     Slow methods store what is finished in `steps`, so that they can go on.
     """
 
-    loaded: LoadedModel
-    data: CalibrationData
-    policies: Sequence[Policy]
-    options: Options
-    steps: StepCache = field(default_factory=StepCache)
+    def __init__(
+        self, loaded: LoadedModel, data: CalibrationData, policies: Sequence[Policy], options: Options
+    ) -> None:
+        self.loaded = loaded
+        self.data = data
+        self.policies = policies
+        self.options = options
+        self.steps = StepCache()
 
     @abstractmethod
     def prepare(self) -> list[CalibrationPrompt]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -17,7 +16,7 @@ from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.progress import Progress
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import KeptReplies, environment, metric_of, rows_hash, run_encoded
-from kvsearch.evaluation.samples import Contexts, Footprint, Sample, context_of
+from kvsearch.evaluation.samples import Contexts, Footprint, Sample
 from kvsearch.evaluation.statistics import SizeBlock, TraceLength, blocks_of, contrast, named_averages, summarize
 from kvsearch.evaluation.totals import check_totals, decode_entries
 from kvsearch.models.architecture import describe
@@ -391,7 +390,7 @@ class Comparison(Evaluation):
     @cached_property
     def distinct(self) -> dict[str, int]:
         """How many different contexts each task has; intervals are over these."""
-        return dict(Counter(task for task, _ in {(one.task, context_of(one, self.contexts)) for one in self.samples}))
+        return {task.task.name: task.distinct for task in self.encoded}
 
     @property
     def labels(self) -> list[str]:

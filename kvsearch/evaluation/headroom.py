@@ -128,7 +128,7 @@ def importance_cost(loaded: LoadedModel, encoded: Sequence[TaskPrompts]) -> Stag
     Importance takes a pass over what is asked, and one more for every layer.
     """
     programs = [full_cache(loaded.model)] * (1 + PROGRAMS)
-    cost = replies_cost("true importance, replies", encoded, Split((), batch=1), programs)
+    cost = replies_cost("true importance, replies", encoded, Split([task.task for task in encoded], batch=1), programs)
     questions = [question for task in encoded for prompt in task.prompts for question in prompt.questions]
     lengths = [len(question.ids) + question.query.max_new_tokens for question in questions]
     times = 1 + cost.contexts * min(MANY, len(questions)) / len(questions)  # for its own context, and for others

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,15 +38,7 @@ LayerRules = tuple[PhaseRule | None, PhaseRule | None]
 ForcedTokens = tuple[Tensor, str]  # ids [K] that are teacher-forced after what is compressed, and of which question
 
 
-class QueryLosses(NamedTuple):
-    """What the output of a layer loses for each of K queries, [K] each; see `LayerLoss`."""
-
-    loss: Tensor
-    evicted_mass: Tensor
-    bound: Tensor | None
-    bound_by_head: Tensor | None
-
-
+QueryLosses = dict[str, Tensor]  # what a layer loses for each of K queries, [K] each, by the field of `LayerLoss`
 Measured = dict[tuple[int, str], list[QueryLosses]]  # by layer and method
 
 
@@ -88,13 +80,13 @@ def measure_losses(
         measured = found.setdefault(name, {})
         for layer, method, losses in some:
             measured.setdefault((layer, method), []).append(losses)
-    return [
-        _mean(task, method, layer, measured[layer, method])
-        for task, measured in found.items()
-        for layer in sorted({layer for layer, _ in measured})
-        for method in programs
-        if (layer, method) in measured
-    ]
+    rows = []
+    for task, measured in found.items():
+        for layer, method in sorted(measured, key=lambda place: (place[0], [*programs].index(place[1]))):
+            parts = measured[layer, method]
+            means = {name: float(torch.cat([part[name] for part in parts]).double().mean()) for name in parts[0]}
+            rows.append(LayerLoss(task, method, layer, queries=sum(len(part["loss"]) for part in parts), **means))
+    return rows
 
 
 def _following(task: TaskPrompts, reading: Reading, forced: Mapping[Asked, ForcedAnswer]) -> list[ForcedTokens]:
@@ -131,7 +123,7 @@ def _measure(
                         if layer.index not in rules[method]:
                             continue
                         losses = query_losses(layer, rules[method][layer.index])
-                        if not bool(losses.loss.isfinite().all()):
+                        if not bool(losses["loss"].isfinite().all()):
                             raise IncompatibleError(
                                 f"{place}, method {method}: the output of layer {layer.index} is NaN or "
                                 "infinite: check the model's dtype and weights"
@@ -163,7 +155,10 @@ def _decided(rules: LayerRules, holder: RaggedStore | Decoding | None) -> LayerR
 
 
 def query_losses(layer: FollowedLayer, rules: LayerRules) -> QueryLosses:
-    """Measure what the output of one layer loses for the tokens that followed a context, on the CPU."""
+    """Measure what the output of one layer loses for the tokens that followed a context, on the CPU.
+
+    There are no bounds where entries are merged.
+    """
     prefill, decode = rules
     plan = layer.replay(prefill, decode)
     logits = layer.logits
@@ -171,30 +166,12 @@ def query_losses(layer: FollowedLayer, rules: LayerRules) -> QueryLosses:
     change, evicted = attention_change(
         layer.query, layer.keys, layer.values, plan.shown, logits.scaling, logits.softcap, logits.sinks
     )
-    bound = by_head = None
+    bounds = {}
     merges_prompt = prefill is not None and prefill.policy.merges_prompt
     if merges_prompt or (decode is not None and decode.policy.merges):
         # both outputs as decoding computes them, in the model's dtype
         change = layer.full_outputs.float() - plan.outputs.float()
     else:
-        bound, by_head = (each[0].cpu() for each in loss_bounds(evicted, layer.values, weight))
-    return QueryLosses(output_loss(change, weight)[0].cpu(), evicted.mean(1)[0].cpu(), bound, by_head)
-
-
-def _mean(task: str, method: str, layer: int, parts: Sequence[QueryLosses]) -> LayerLoss:
-    bounds = [part.bound for part in parts if part.bound is not None]
-    by_head = [part.bound_by_head for part in parts if part.bound_by_head is not None]
-    return LayerLoss(
-        task,
-        method,
-        layer,
-        queries=sum(len(part.loss) for part in parts),
-        loss=_mean_of([part.loss for part in parts]),
-        evicted_mass=_mean_of([part.evicted_mass for part in parts]),
-        bound=_mean_of(bounds) if bounds else None,
-        bound_by_head=_mean_of(by_head) if by_head else None,
-    )
-
-
-def _mean_of(parts: Sequence[Tensor]) -> float:
-    return float(torch.cat(list(parts)).double().mean())
+        bounds = dict(zip(("bound", "bound_by_head"), loss_bounds(evicted, layer.values, weight), strict=True))
+    losses = {"loss": output_loss(change, weight), "evicted_mass": evicted.mean(1), **bounds}
+    return {name: values[0].cpu() for name, values in losses.items()}

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,19 +75,19 @@ def run_encoded(
         return tuple(len(question.ids) for question in reading.questions) if parted else ()
 
     work = [
-        _Batch(number, part)
+        (number, part)
         for number, task in enumerate(tasks)
         for part in batches(readings(task.prompts, protocol), batch, follows)
     ]
-    if kept is not None:
-        work = [kept.recall(tasks[batch.task], batch, programs) for batch in work]
-    left = [batch._replace(samples=()) for batch in work if set(programs) - batch.finished]
+    known = [[] if kept is None else kept.recall(tasks[number], part, programs) for number, part in work]
+    finished = [{sample.method for sample in samples} for samples in known]
+    left = [(*item, done) for item, done in zip(work, finished, strict=True) if programs.keys() - done]
     answers = loaded.map(_Answering([replace(task, prompts=()) for task in tasks], programs, memory), left)
     results: list[Sample] = []
-    for batch_work in counted(work, len(work), progress):
-        task, part = tasks[batch_work.task], batch_work.readings
-        samples = score_replies(task, part, batch_work.samples)
-        for replies in next(answers) if set(programs) - batch_work.finished else ():
+    for (number, part), recalled, done in counted(list(zip(work, known, finished, strict=True)), len(work), progress):
+        task = tasks[number]
+        samples = score_replies(task, part, recalled)
+        for replies in next(answers) if programs.keys() - done else ():
             scored = list(replies)
             try:
                 scored = score_replies(task, part, replies)
@@ -97,23 +97,11 @@ def run_encoded(
             samples += scored
         found = {sample.place: sample for sample in samples}
         results += [
-            found[Place(task.task.name, reading.prompt.key, question.number, method)]
+            found[task.task.name, reading.prompt.key, question.number, method]
             for method in programs
             for reading, question in questions_of(part)
         ]
     return results
-
-
-class _Batch(NamedTuple):
-    """What is read together, of the task of that number, and what is known of it.
-
-    `samples` are those of the `finished` methods, with scores that were computed earlier.
-    """
-
-    task: int
-    readings: Sequence[Reading]
-    samples: Sequence[Sample] = ()
-    finished: frozenset[str] = frozenset()
 
 
 class _Answering:
@@ -123,10 +111,16 @@ class _Answering:
         self.tasks, self.programs, self.memory = tasks, programs, memory
         self._fits, self._from = sys.maxsize, sys.maxsize  # contexts at a time, of so many tokens and more
 
-    def __call__(self, loaded: LoadedModel, batch: _Batch) -> Iterator[list[Sample]]:
-        """Yield the replies of methods that reply together; they are not scored."""
+    def __call__(
+        self, loaded: LoadedModel, item: tuple[int, Sequence[Reading], Collection[str]]
+    ) -> Iterator[list[Sample]]:
+        """Yield the replies of methods that reply together; they are not scored.
+
+        The `item` is the number of a task, what is read together of it, and the methods that are finished.
+        """
+        number, batch, finished = item
         with running(loaded.model):
-            yield from self._that_fit(loaded, self.tasks[batch.task], batch.readings, self.programs, batch.finished)
+            yield from self._that_fit(loaded, self.tasks[number], batch, self.programs, finished)
 
     def _that_fit(
         self,
@@ -174,16 +168,14 @@ class KeptReplies:
             shared["model"].pop(label)
         self._methods = {method.label: sha256_of({**shared, "method": method.definition}) for method in methods}
 
-    def recall(self, task: TaskPrompts, batch: _Batch, methods: Iterable[str]) -> _Batch:
-        """Return a batch with the methods all of whose replies are known."""
+    def recall(self, task: TaskPrompts, batch: Sequence[Reading], methods: Iterable[str]) -> list[Sample]:
+        """Return the replies to a batch of the methods all of whose replies are known, as they were scored then."""
         samples: list[Sample] = []
-        finished = set()
         for method in methods:
-            keyed = self.keys(task, batch.readings, method)
+            keyed = self.keys(task, batch, method)
             if all(pair in self.store.samples for pair in keyed.items()):
                 samples += [self.store.samples[pair] for pair in keyed.items()]
-                finished.add(method)
-        return batch._replace(samples=samples, finished=frozenset(finished))
+        return samples
 
     def keep(self, task: TaskPrompts, batch: Sequence[Reading], samples: Sequence[Sample]) -> None:
         """Write samples that were finished together; errors as for `ReplyStore.add`."""
@@ -194,7 +186,7 @@ class KeptReplies:
 
     def keys(self, task: TaskPrompts, batch: Sequence[Reading], method: str) -> dict[Place, str]:
         """Return the key of each reply of a method to a batch."""
-        keys = {}
+        keys: dict[Place, str] = {}
         for reading, question in questions_of(batch):
             prompt = reading.prompt
             asked: dict[str, Any] = {
@@ -204,7 +196,7 @@ class KeptReplies:
             if task.sampling is not None:
                 seed = task.sampling.seed_of(task.task.name, prompt.key, question.number)
                 asked["drawn"] = [task.sampling.temperature, task.sampling.top_p, seed]
-            place = Place(task.task.name, prompt.key, question.number, method)
+            place = (task.task.name, prompt.key, question.number, method)
             keys[place] = sha256_of([self._methods[method], sha256_of(asked)])
         return keys
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
 
 from kvsearch.core.files import atomic_write
 from kvsearch.core.printed import csv_text
 
 Contexts = Mapping[tuple[str, str], str]  # by task and key: what names the context, see `contexts_of`
+Place = tuple[str, str, int, str]  # of a reply in its run: task, key, number of the question, method
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,7 @@ class Sample:
     @property
     def place(self) -> Place:
         """Where the reply belongs in its run."""
-        return Place(self.task, self.key, self.question, self.method)
-
-
-class Place(NamedTuple):
-    """Where a reply belongs in its run."""
-
-    task: str
-    key: str
-    question: int
-    method: str
-
-
-def context_of(sample: Sample, contexts: Contexts | None) -> str:
-    """What names the context of a sample within its task; its key where `contexts` are not known."""
-    return sample.key if contexts is None else contexts[sample.task, sample.key]
+        return self.task, self.key, self.question, self.method
 
 
 def write_samples(samples: Sequence[Sample], path: Path) -> None:
@@ -96,8 +82,8 @@ class LayerLoss:
     queries: int
     loss: float  # |y - yhat|_1
     evicted_mass: float  # attention on entries that are gone, mean over the query heads
-    bound: float | None  # 2 C sum_h Vmax_h m_h
-    bound_by_head: float | None  # 2 sum_h C_h Vmax_h m_h
+    bound: float | None = None  # 2 C sum_h Vmax_h m_h
+    bound_by_head: float | None = None  # 2 sum_h C_h Vmax_h m_h
 
     @property
     def ratio(self) -> float | None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import InternalError
-from kvsearch.evaluation.samples import Contexts, Sample, context_of
+from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.plan import Size
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.strategies.names import FULL
@@ -182,7 +182,7 @@ def scores_by_task(samples: Sequence[Sample], contexts: Contexts | None = None) 
 
 def _scores(samples: Sequence[Sample], task: str, contexts: Contexts | None) -> TaskScores:
     mine = [sample for sample in samples if sample.task == task]
-    named = {sample.key: context_of(sample, contexts) for sample in mine}
+    named = {sample.key: sample.key if contexts is None else contexts[task, sample.key] for sample in mine}
     numbers = {name: number for number, name in enumerate(dict.fromkeys(named.values()))}
     categories = {(sample.key, sample.question): sample.category for sample in mine}
     questions = {asked: n for n, asked in enumerate(categories)}

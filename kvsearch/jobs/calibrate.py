@@ -193,8 +193,7 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Profile:
     count = f"{len(data.contexts)} contexts with {data.questions} questions"
     reporter.say(f"calibrating {options.model} by {options.method} {among} {names} on {count} from {data.name}")
     prompts = calibration.prepare()
-    steps = StepCache(directory, step_identity(loaded, data, prompts, config.content))
-    calibration = replace(calibration, steps=steps)
+    calibration.steps = StepCache(directory, step_identity(loaded, data, prompts, config.content))
     config = config.model_copy(update={"execution": environment(loaded)})
 
     def words_to_go_on() -> str:

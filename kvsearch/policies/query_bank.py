@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from kvsearch.core.errors import UsageError
 from kvsearch.kernels import constant
@@ -29,14 +29,6 @@ EVEN = "even"
 LEAST = 1e-13  # the mean score of heads that are ranked evenly: where nothing is looked at, all are told apart
 MEAN = "mean"  # running state: of the scores of the prompt's entries that are ranked
 NORMALISER = "normaliser"  # running state: log of the sum of exponentials over the prompt, of every query
-
-
-class BankWeights(NamedTuple):
-    """The queries, heads that are ranked evenly instead (older files have none), and the model layer of each row."""
-
-    queries: Tensor  # [L, Hkv, G, N, D]
-    even: Tensor  # [L, Hkv] bool
-    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -97,10 +89,14 @@ class QueryBank(CalibratedRanking):
 
     def _evened(self, scores: Tensor, mean: Tensor, observation: Observation) -> Tensor:
         """Return scores [B, Hkv, T], in heads that are even those that places make of a `mean` [B, Hkv, 1]."""
-        weights = _bank(self.weights, observation.keys.device)
-        row = row_of(observation.layer, weights.layers, METHOD)
-        even = heads_of(weights.even[row], observation)[..., None]
-        return torch.where(even, 2 * mean * even_places(observation.index)[:, None], scores)
+        _, even = self._stored(observation)
+        return torch.where(even[..., None], 2 * mean * even_places(observation.index)[:, None], scores)
+
+    def _stored(self, observation: Observation) -> tuple[Tensor, Tensor]:
+        """Return the queries of a layer [B or 1, Hkv, G, N, D], and heads that are ranked evenly [B or 1, Hkv] bool."""
+        queries, even, layers = _bank(self.weights, observation.keys.device)
+        row = row_of(observation.layer, layers, METHOD)
+        return heads_of(queries[row], observation), heads_of(even[row], observation)
 
     def _attended(self, observation: Observation) -> tuple[Tensor, Tensor]:
         """Return scores [B, Hkv, T] and the normaliser of every query [B, Hkv, G, N], once per observation."""
@@ -122,9 +118,7 @@ class QueryBank(CalibratedRanking):
 
     def _logits(self, observation: Observation) -> Iterator[Tensor]:
         """Yield logits of a few queries at a time, -inf at padding, [B, Hkv, G, n, T] fp32."""
-        weights = _bank(self.weights, observation.keys.device)
-        row = row_of(observation.layer, weights.layers, METHOD)
-        queries = heads_of(weights.queries[row], observation)  # [B or 1, Hkv, G, N, D]
+        queries, _ = self._stored(observation)
         stored = queries.shape[2]
         group = observation.projected_norms("l2").shape[2]
         if stored not in (1, group):
@@ -154,11 +148,14 @@ def _amplitude(observation: Observation) -> Tensor:
 
 @constant
 @lru_cache(maxsize=16)
-def _bank(digest: str, device: Any = "cpu") -> BankWeights:
-    """Return what a file has; UsageError if it is not here, or its arrays have other shapes."""
+def _bank(digest: str, device: Any = "cpu") -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Return the queries [L, Hkv, G, N, D], the heads that are even [L, Hkv] bool, and the model layer of each row.
+
+    Older files have no even heads. UsageError if the file is not here, or its arrays have other shapes.
+    """
     profile = profile_of(digest, METHOD)
     tails = {QUERIES: ("G", "N", "D"), **({EVEN: ()} if EVEN in profile.arrays else {})}
     require_arrays(profile, tails, {"D": profile.metadata.model.head_dim})
     queries = torch.from_numpy(profile.arrays[QUERIES].copy()).float()
     even = torch.from_numpy(profile.arrays[EVEN] > 0) if EVEN in profile.arrays else torch.zeros(queries.shape[:2]) > 0
-    return BankWeights(queries.to(device), even.to(device), profile.metadata.layers)
+    return queries.to(device), even.to(device), profile.metadata.layers

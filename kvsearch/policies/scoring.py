@@ -141,7 +141,7 @@ def mean_window_attention(observation: Observation, window: int, group: str = "m
             total = observation.keys.new_zeros(batch, heads, observation.group, length, dtype=torch.float32)
             for part, probability in window_rows(observation, window):
                 total[part][..., : probability.shape[-1]] += probability.sum(-2)
-            received = aggregate(total, group, 2)
+            received = total.amax(2) if group == "max" else total.mean(2)
         return received / window_size(observation, window)[:, None, None]
 
     return observation.shared(("window", window, group), compute)
@@ -210,11 +210,6 @@ def column_sums(
 def chunk_bytes(device: torch.device) -> int:
     """Return the scratch bytes that a chunk of work should take: what stays in a CPU's cache, more on other devices."""
     return CACHE_BYTES if device.type == "cpu" else SCRATCH_BYTES
-
-
-def aggregate(scores: Tensor, how: str, dim: int) -> Tensor:
-    """Aggregate over the query heads of a kv head: "mean" or "max"."""
-    return scores.amax(dim) if how == "max" else scores.mean(dim)
 
 
 def pool_positions(scores: Tensor, kernel: int, pooling: str, candidates: Tensor | None = None) -> Tensor:

@@ -266,6 +266,10 @@ def reread(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor | N
         UsageError: the model runs another attention implementation.
         IncompatibleError: a prompt leaves next to no room to read it again.
     """
+
+    def norms(prompt: Observation) -> tuple[Tensor | None]:
+        return (None if prompt.projection is None else prompt.projected_norms("l2"),)
+
     wanted = {need.reread for need in needs if need.reread is not None}
     if not wanted:
         return {}
@@ -276,17 +280,13 @@ def reread(model: Any, needs: Iterable[Needs], prompts: Tensor, mask: Tensor | N
     for ids, count in zip(prompts, counts, strict=True):
         real = ids[None, length - count :]
         needed = [Needs(projection=any(how.plus for how in wanted))]
-        passed = DensePass(model, dict.fromkeys(full, needed), _norms, real)
+        passed = DensePass(model, dict.fromkeys(full, needed), norms, real)
         again: dict[int, dict[Rereading, Tensor]] = {layer: {} for layer in full}
         for how in wanted:
             for layer, scores in _reread(passed, real, how).items():
                 again[layer][how] = nn.functional.pad(scores, (length - count, 0))
         rows.append(again)
     return {layer: {how: torch.cat([row[layer][how] for row in rows]) for how in wanted} for layer in full}
-
-
-def _norms(prompt: Observation) -> tuple[Tensor | None]:
-    return (None if prompt.projection is None else prompt.projected_norms("l2"),)
 
 
 def _reread(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Rereading) -> dict[int, Tensor]:

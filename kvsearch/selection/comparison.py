@@ -103,7 +103,7 @@ class PlanRace:
         assert race.winner is not None
         assert race.verdict is not None
         plans = self.candidate_set
-        contexts = join_contexts(rounds)
+        contexts = rounds[-1].contexts  # of all rounds
         methods = [_method_result(name, race, rounds, contexts) for name in plans.plans]
         methods.sort(key=lambda method: (-method.contexts, -method.score.mean))
         samples = [sample for asked in rounds for sample in asked.samples]
@@ -125,7 +125,7 @@ class PlanRace:
         )
 
 
-def _method_result(name: str, race: Race, rounds: Sequence[Comparison], contexts: Contexts | None) -> MethodResult:
+def _method_result(name: str, race: Race, rounds: Sequence[Comparison], contexts: Contexts) -> MethodResult:
     """Return what a candidate or baseline scored in the rounds that asked it, and what a candidate leads by there."""
     asked_in = [asked for asked in rounds if name in asked.names]
     samples = [sample for asked in asked_in for sample in asked.samples]
@@ -138,7 +138,7 @@ def _method_result(name: str, race: Race, rounds: Sequence[Comparison], contexts
     return MethodResult(name, "candidate", score, count, lead, chance)
 
 
-def lower_kinds(samples: Sequence[Sample], contexts: Contexts | None, written: str, best: str) -> list[str]:
+def lower_kinds(samples: Sequence[Sample], contexts: Contexts, written: str, best: str) -> list[str]:
     """Return the kinds of questions on which what is written scores less than the best baseline."""
     compared = [sample for sample in samples if sample.method in {written, best}]
     scores = {kind: Scores.of(of_kind, contexts) for kind, of_kind in by_kind(compared).items()}
@@ -154,7 +154,7 @@ def behind_on_kinds(
     kind there is none to hide.
     """
     samples = [sample for comparison in rounds for sample in comparison.samples]
-    contexts = join_contexts(rounds)
+    contexts = rounds[-1].contexts  # of all rounds
     asked = [sample for sample in samples if sample.method in {*candidates, *baselines}]
     best = Scores.of(asked, contexts).ranked(baselines)[0]
     kinds = by_kind(asked)
@@ -166,16 +166,6 @@ def behind_on_kinds(
             if lead_bound(scores, best, name, level) > 0:
                 behind[name] = f"{name} is out: {best} is ahead of it on {kind}"
     return behind
-
-
-def join_contexts(rounds: Sequence[Comparison]) -> Contexts | None:
-    """Return what names the contexts of all rounds; None where every key is a context."""
-    contexts: dict[tuple[str, str], str] = {}
-    for asked in rounds:
-        if asked.contexts is None:
-            return None
-        contexts.update(asked.contexts)
-    return contexts
 
 
 def by_kind(samples: Sequence[Sample]) -> dict[str, list[Sample]]:

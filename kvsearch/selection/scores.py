@@ -83,16 +83,16 @@ class Scores:
         return np.array([1 / (asked[task] * len(asked)) for task in self.tasks])
 
 
-def measure_gap_closed(report: Scores, winner: str, baseline: str, full: str = FULL, seed: int = 0) -> Estimate | None:
+def measure_gap_closed(report: Scores, winner: str, baseline: str, seed: int = 0) -> Estimate | None:
     """Return the share of the gap from a baseline to the full cache that a winner closes; None where there is no gap.
 
     The 95% interval is over bootstrap resamples of the contexts. In a resample without a gap the share is unbounded, on
     the side of the winner's lead there, so where the gap is in doubt an end of the interval may have no bound, NaN.
     """
-    lead, whole = (report.mean(name) - report.mean(baseline) for name in (winner, full))
+    lead, whole = (report.mean(name) - report.mean(baseline) for name in (winner, FULL))
     if whole <= TIE:
         return None
-    won, base, most = report.resampled([winner, baseline, full], seed)
+    won, base, most = report.resampled([winner, baseline, FULL], seed)
     leads, gaps = won - base, most - base
     unbounded = np.where(leads > TIE, np.inf, np.where(leads < -TIE, -np.inf, 0.0))
     shares = np.where(gaps > TIE, leads / np.where(gaps > TIE, gaps, 1.0), unbounded)

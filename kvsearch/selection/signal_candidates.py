@@ -32,11 +32,11 @@ from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import Chosen
 from kvsearch.strategies.from_signals import (
     Strategy,
+    check_kept,
     choose,
     floor_of,
     floors_of,
     plan_of,
-    recent_parameter,
 )
 from kvsearch.strategies.names import METHODS, PYRAMID, UNIFORM, Recipe
 
@@ -173,13 +173,7 @@ class _SignalPlans(PlanFactory):
 
     def _method_plan(self, recipe: Recipe) -> Plan:
         policy = tuned_policy(recipe.policy, self.table.profile)
-        if self.pool.mean < policy.least:
-            lower = recent_parameter(policy)
-            smaller = f", or calibrate with a smaller --set {lower}" if lower else ""
-            raise UsageError(
-                f"{self.pool.mean:g} entries per kv head is below the {policy.least} that {policy.name} always "
-                f"keeps: keep more{smaller}"
-            )
+        check_kept(self.pool.mean, policy)
         size = replace(self.size, length=self.pool.length)  # as for candidates, no head gets more
         return self.direct_plan(policy, recipe, size)
 

@@ -39,7 +39,7 @@ from kvsearch.selection.verdicts import (
 )
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import Chosen
-from kvsearch.strategies.from_signals import Strategy, choose, plan_of, recent_parameter
+from kvsearch.strategies.from_signals import Strategy, check_kept, choose, plan_of
 from kvsearch.strategies.names import FULL
 
 SIGNALS: Final[dict[Kind, tuple[str, ...]]] = {"route": ROUTES, "budgets": SENSITIVITIES}
@@ -216,7 +216,9 @@ def _make_strategies(
     signal, kind, phases = use
     uniform = Strategy(route=None, phases=phases)  # all else is as in it
     if kind == "route":
-        _check_floors(table, size)
+        mean = size.pool(table.profile.metadata).mean
+        for pattern in table.evicting:  # without one of them the choice would be another
+            check_kept(mean, policy_of(pattern), instead=f"calibrate without {pattern.name}")
         forward = Strategy(signal, phases=phases)
     else:
         forward = Strategy(None, signal, phases)
@@ -286,17 +288,3 @@ def distinct_orders(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
         larger = next(n for n in reversed(range(len(row))) if row[n] > row[falls])
         row[falls], row[larger] = row[larger], row[falls]
         row[falls + 1 :] = reversed(row[falls + 1 :])
-
-
-def _check_floors(table: SignalTable, size: Size) -> None:
-    """Raise UsageError if some candidate always keeps more than there is: the others alone would be another choice."""
-    given = int(size.pool(table.profile.metadata).mean)
-    for pattern in table.evicting:
-        policy = policy_of(pattern)
-        if given < policy.least:
-            lower = recent_parameter(policy)
-            instead = f"with a smaller {lower}" if lower else f"without {pattern.name}"
-            raise UsageError(
-                f"{given} entries per kv head are below the {policy.least} that {pattern.name} always keeps: validate "
-                f"routes at a larger budget, or calibrate {instead}"
-            )

@@ -111,7 +111,11 @@ def choose(table: SignalTable, strategy: Strategy, size: Size, inverse: bool = F
     routed = {phase: _route(table, strategy, phase, pool.mean, inverse) for phase in PHASES[strategy.phases]}
     patterns = {phase: [table.axes.patterns[index] for index in indices] for phase, indices in routed.items()}
     floors = floors_of(patterns)
-    _check_floors(table, strategy, patterns, floors, pool.mean)
+    row = int(np.argmax(floors))
+    for phase, own in patterns.items():
+        instead = f"calibrate without {own[row].name}" if strategy.route else "use another policy"
+        where = f" in {phase} layer {table.profile.metadata.layers[row]}"
+        check_kept(pool.mean, policy_of(own[row]), where, instead)
     low = np.broadcast_to(np.array(floors)[:, None], pool.shape)
     budgets = _share(table, strategy, routed, pool, low, inverse)
     return {phase: Chosen(tuple(own), budgets) for phase, own in patterns.items()}
@@ -127,9 +131,15 @@ def floor_of(pattern: PolicySpec) -> int:
     return policy_of(pattern).least
 
 
-def recent_parameter(policy: Policy) -> str | None:
-    """Return the parameter that makes smaller what a policy always keeps, the sinks aside: protect or window."""
-    return next((name for name in policy.protecting if name in ("protect", "window")), None)
+def check_kept(mean: float, policy: Policy, where: str = "", instead: str = "") -> None:
+    """Raise UsageError if the mean budget of kv heads is below what a policy always keeps."""
+    if mean < policy.least:
+        lower = [name for name in policy.protecting if name in ("protect", "window")]
+        remedies = ["keep more", instead, *(f"calibrate with a smaller --set {name}" for name in lower)]
+        raise UsageError(
+            f"{mean:g} entries per kv head is below the {policy.least} that {policy.name}{where} always keeps: "
+            + ", or ".join(filter(None, remedies))
+        )
 
 
 def plan_of(profile: Profile, chosen: Mapping[Phase, Chosen], size: Size, settings: Mapping[str, Any]) -> Plan:
@@ -197,28 +207,6 @@ def _index(table: SignalTable, name: str, what: str) -> int:
     if name not in known:
         raise UsageError(f"cannot {what} {name!r}: the profile has no such pattern{suggest(name, known)}")
     return known.index(name)
-
-
-def _check_floors(
-    table: SignalTable,
-    strategy: Strategy,
-    patterns: Mapping[Phase, Sequence[PolicySpec]],
-    floors: Sequence[int],
-    mean: float,
-) -> None:
-    """Raise UsageError if the mean is below what a pattern always keeps."""
-    row = max(range(len(floors)), key=floors.__getitem__)
-    if mean >= floors[row]:
-        return
-    phase = max(patterns, key=lambda phase: floor_of(patterns[phase][row]))
-    pattern = patterns[phase][row]
-    instead = f"calibrate without {pattern.name}" if strategy.route else "use another policy"
-    lower = recent_parameter(policy_of(pattern))
-    smaller = f", or calibrate it with a smaller {lower}" if lower else ""
-    raise UsageError(
-        f"{mean:g} entries per kv head is below the {floors[row]} that {pattern.name} in {phase} layer "
-        f"{table.profile.metadata.layers[row]} always keeps: keep more{',' if smaller else ' or'} {instead}{smaller}"
-    )
 
 
 def _share(

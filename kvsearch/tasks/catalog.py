@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from kvsearch.core.errors import UsageError
@@ -23,9 +24,10 @@ from kvsearch.tasks.maths import Gsm8kTask, TracedTask
 from kvsearch.tasks.metrics import NEEDS
 from kvsearch.tasks.metrics.packages import PACKAGES
 from kvsearch.tasks.niah import NiahTask
+from kvsearch.tasks.rows import Dataset, check_rows, load_shared_rows
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
 from kvsearch.tasks.ruler.needles import NIAH
-from kvsearch.tasks.ruler.task import QA_FORMATS, RULER_SPECS, DrawnRulerTask, read_drawn
+from kvsearch.tasks.ruler.task import QA_FORMATS, RULER_SPECS, DrawnRow, DrawnRulerTask
 from kvsearch.tasks.splits import ALL, SPLITS
 from kvsearch.tasks.synthetic.suite import FORMS, SUITES, SyntheticTask
 from kvsearch.tasks.synthetic.suite import SPLITS as SYNTHETIC_SPLITS
@@ -112,8 +114,15 @@ def own_file(path: str, kind: str = JSONL) -> Entry:
 
 
 def drawn_ruler(path: str) -> list[Entry]:
-    """Return RULER's tasks of which a file has examples that others have drawn, in RULER's order; errors as reading."""
-    drawn = {row.task for row in read_drawn(path)}
+    """Return RULER's tasks of which a file or folder has examples that others have drawn, in RULER's order.
+
+    Raises:
+        UsageError: there is no such file, or its rows have other columns or are of unknown tasks.
+        EnvironmentFault: it cannot be read.
+    """
+    if not Path(path).exists():
+        raise UsageError(f"there is no file or folder {path}: check the path")
+    drawn = {row.task for row in check_rows(load_shared_rows(Dataset(), path, None), DrawnRow, path)}
     if unknown := sorted(drawn - {*RULER_TASKS}):
         raise UsageError(f"{path} has rows of the unknown task {unknown[0]!r}{suggest(unknown[0], RULER_TASKS)}")
     entries = []

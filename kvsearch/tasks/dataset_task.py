@@ -20,7 +20,7 @@ from kvsearch.tasks.base import Example, Task, TokenCount
 from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.metrics import find_metric
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.rows import Checked, Dataset, Row, check_rows, load_rows, usable
+from kvsearch.tasks.rows import Checked, Dataset, Row, check_rows, load_rows, load_shared_rows, usable
 from kvsearch.tasks.splits import ALL, check_split, draw, part
 
 
@@ -96,6 +96,7 @@ class DatasetTask(Task, Generic[Checked]):
     prompts: Path | None = None
     benchmark: ClassVar[str]
     specs: ClassVar[Mapping[str, DatasetSpec]]
+    shared: ClassVar[bool] = False  # several tasks have their rows in one file
 
     def __post_init__(self) -> None:
         """Find out what cannot be used before rows are read."""
@@ -138,7 +139,8 @@ class DatasetTask(Task, Generic[Checked]):
 
     def load(self) -> list[Row]:
         """Return all rows as they are."""
-        return load_rows(self.dataset, self.source or self.dataset.hub, self.revision)
+        load = load_shared_rows if self.shared else load_rows
+        return load(self.dataset, self.source or self.dataset.hub, self.revision)
 
     def examples(self, samples: int, seed: int, count: TokenCount | None = None) -> list[Example]:  # noqa: ARG002
         """Return up to `samples` rows, drawn without replacement if the split has more."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, BeforeValidator
@@ -32,7 +31,6 @@ class InfiniteBenchRow(BaseModel):
     options: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
 class InfiniteBenchTask(DatasetTask[InfiniteBenchRow]):
     """A dataset of InfiniteBench ("longbook_sum_eng").
 

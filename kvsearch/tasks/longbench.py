@@ -6,7 +6,6 @@ LongBench v2: questions with four choices about texts of 8,000 to 2 million word
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, Field
@@ -57,7 +56,6 @@ class LongBenchRow(BaseModel):
     all_classes: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True)
 class LongBenchTask(DatasetTask[LongBenchRow]):
     """A dataset of LongBench ("qasper") or LongBench-E ("qasper_e"), whose keys begin with their bucket."""
 
@@ -120,13 +118,13 @@ class LongBenchV2Row(BaseModel):
         return [self.choice_A, self.choice_B, self.choice_C, self.choice_D]
 
 
-@dataclass(frozen=True)
 class LongBenchV2Task(DatasetTask[LongBenchV2Row]):
     """The questions of LongBench v2 about texts of one length ("v2_short"); scores are by domain, too."""
 
     benchmark: ClassVar[str] = "LongBench v2"
     specs: ClassVar[dict[str, DatasetSpec]] = V2_SPECS
     row: ClassVar[type[LongBenchV2Row]] = LongBenchV2Row
+    shared: ClassVar[bool] = True
 
     def read(self) -> Sequence[LongBenchV2Row]:
         """Return the rows of this length."""

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -47,7 +48,7 @@ class Dataset:
         """Return the dataset with its name in place of every `{name}`."""
 
         def put(value: Any) -> Any:
-            return value.replace("{name}", name) if isinstance(value, str) else value and [*map(put, value)]
+            return value.replace("{name}", name) if isinstance(value, str) else value and tuple(map(put, value))
 
         return Dataset(**{key: put(value) for key, value in vars(self).items()})
 
@@ -69,6 +70,9 @@ def load_rows(dataset: Dataset, source: str | Path, revision: str | None = None)
     if path.is_dir():
         return _from_folder(dataset, path)
     return read_archive(path, dataset.members) if path.suffix == ".zip" and dataset.members else read_file(path)
+
+
+load_shared_rows = lru_cache(maxsize=1)(load_rows)  # of a file that several tasks have theirs in: it is read once
 
 
 def check_rows(rows: Sequence[Row], model: type[Checked], where: object) -> list[Checked]:

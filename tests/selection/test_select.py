@@ -79,11 +79,12 @@ def made(**rows: Sequence[float]) -> Scores:
     return Scores(("t",) * contexts, np.ones(contexts), sums)
 
 
-def simulated(rng: np.random.Generator, quality: Sequence[float], contexts: int, questions: int = 4) -> Scores:
-    """Methods named by number on contexts that are hard for all or for some; replies are right or wrong."""
-    level = np.array(quality)[:, None] + rng.normal(0, 1, contexts) + rng.normal(0, 0.7, (len(quality), contexts))
+def simulated(rng: np.random.Generator, quality: dict[str, float], contexts: int, questions: int = 4) -> Scores:
+    """Methods on contexts that are hard for all or for some; replies are right or wrong."""
+    means = np.array([*quality.values()])[:, None]
+    level = means + rng.normal(0, 1, contexts) + rng.normal(0, 0.7, (len(quality), contexts))
     right = rng.binomial(questions, 1 / (1 + np.exp(-level)))
-    return Scores(("t",) * contexts, np.full(contexts, float(questions)), {str(n): row for n, row in enumerate(right)})
+    return Scores(("t",) * contexts, np.full(contexts, float(questions)), dict(zip(quality, right, strict=True)))
 
 
 def test_a_share_worked_by_hand() -> None:
@@ -111,8 +112,8 @@ def test_the_interval_of_a_share_covers_it() -> None:
     rng = np.random.default_rng(0)
     hits = 0
     for _ in range(100):
-        scores = simulated(rng, [0.5, 0.0, 1.5], 60)
-        share = measure_gap_closed(scores, "0", "1", "2")
+        scores = simulated(rng, {"a": 0.5, "b": 0.0, "full": 1.5}, 60)
+        share = measure_gap_closed(scores, "a", "b")
         truth = 0.36  # of 200,000 contexts
         hits += (share.low or -np.inf) <= truth <= (share.high or np.inf)
     assert 88 <= hits <= 100

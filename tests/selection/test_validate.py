@@ -298,7 +298,7 @@ def test_more_random_controls_begin_with_the_fewer(model: LoadedModel) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"size": Size(budget=3)}, "3 entries per kv head are below the 4 that snapkv always keeps"),
+        ({"size": Size(budget=3)}, "3 entries per kv head is below the 4 that snapkv always keeps"),
         ({"asked": {"samples": 1}}, "task one has one context"),
         (
             {"size": Size(budget=71)},

@@ -11,6 +11,7 @@ import pytest
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.longbench import LongBenchV2Task
+from kvsearch.tasks.rows import load_shared_rows
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -21,6 +22,7 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def write(folder: Path, *rows: dict[str, Any]) -> Path:
+    load_shared_rows.cache_clear()
     (folder / "data.json").write_text(json.dumps(rows))
     return folder
 
@@ -38,6 +40,7 @@ def test_a_question_has_its_choices_and_is_scored_by_the_letter(tmp_path: Path) 
     assert [example.queries[0].id for example in long.examples(5, 0, len)] == ["2"]
     with pytest.raises(UsageError, match=r"v2_medium of .* has no usable row"):
         medium.examples(5, 0, len)
+    assert load_shared_rows.cache_info().misses == 1
 
 
 def test_the_official_wording_may_be_given(tmp_path: Path) -> None:
@@ -48,12 +51,9 @@ def test_the_official_wording_may_be_given(tmp_path: Path) -> None:
 
 
 def test_rows_that_cannot_be_asked(tmp_path: Path) -> None:
-    folder = write(tmp_path, row(), row(choice_B=" "))
     with pytest.warns(KvsearchWarning, match="1 of 2 rows left out: 1 with a choice that is empty"):
-        assert len(LongBenchV2Task("v2_short", folder).rows) == 1
-    folder = write(tmp_path, {key: value for key, value in row().items() if key != "choice_D"})
-    with pytest.raises(UsageError, match=r"row 1 of v2_short .* has no column 'choice_D'"):
-        LongBenchV2Task("v2_short", folder).examples(1, 0)
-    folder = write(tmp_path, row(answer="E"))
-    with pytest.raises(UsageError, match="row 1: answer"):
-        LongBenchV2Task("v2_short", folder).examples(1, 0)
+        assert len(LongBenchV2Task("v2_short", write(tmp_path, row(), row(choice_B=" "))).rows) == 1
+    lacking = {key: value for key, value in row().items() if key != "choice_D"}
+    for wrong, said in ((lacking, "of v2_short .* has no column 'choice_D'"), (row(answer="E"), "row 1: answer")):
+        with pytest.raises(UsageError, match=said):
+            LongBenchV2Task("v2_short", write(tmp_path, wrong)).examples(1, 0)

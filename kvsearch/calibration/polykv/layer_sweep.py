@@ -7,7 +7,7 @@ padded on the left, the tokens that follow them on the right.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -222,7 +222,6 @@ def batches_of(prompts: Sequence[CalibrationPrompt], size: int, device: torch.de
 HEAD_BYTES = 64 * 2**20  # of logits over the vocabulary at a time
 
 
-@dataclass(eq=False)
 class LayerSweep:
     """The cheap exact procedure for one batch of prompts; the model must run the attention "kvsearch".
 
@@ -234,17 +233,17 @@ class LayerSweep:
         at_once: how much is computed at a time.
     """
 
-    model: Any
-    tried: Ablations
-    batch: PromptBatch
-    signals: Sequence[str]
-    at_once: AtOnce
-
-    def __post_init__(self) -> None:
-        wanted = needs_of(self.tried.policies, self.tried.phases) if {"cosine", "ppl"} & set(self.signals) else []
-        wanted += [entropy_needs(self.tried.phases)] if "entropy" in self.signals else []
-        ids, mask = self.batch.padded(self.model.device)
-        self.tree = Tree(self.model, dict.fromkeys(self.tried.layers, wanted), ids, mask)
+    def __init__(
+        self, model: Any, tried: Ablations, batch: PromptBatch, signals: Sequence[str], at_once: AtOnce
+    ) -> None:
+        self.model = model
+        self.tried = tried
+        self.signals = signals
+        self.at_once = at_once
+        wanted = needs_of(tried.policies, tried.phases) if {"cosine", "ppl"} & set(signals) else []
+        wanted += [entropy_needs(tried.phases)] if "entropy" in signals else []
+        ids, mask = batch.padded(model.device)
+        self.tree = Tree(model, dict.fromkeys(tried.layers, wanted), ids, mask)
 
     def measure(self, after: ContinuationBatch) -> AblationResults:
         """Measure cosine, relative error and loss under every ablation, and entropy, as far as they are wanted."""
@@ -315,23 +314,30 @@ class LayerSweep:
         return rows.gather(2, (position % width)[:, None].expand_as(rows)).cpu()
 
 
-@dataclass(eq=False)
 class _Replays:
     """Attention outputs of ablated layers; how they agree with the full cache's is noted in `results` on the way.
 
     `together` layers are replayed side by side, and what comes of those ahead is held until it is asked for.
     """
 
-    tried: Ablations
-    layers: Mapping[int, FollowedLayer]
-    after: ContinuationBatch
-    results: AblationResults | None
-    together: int
-    _first: int = 0  # of the layers that are side by side
-    _layers: list[FollowedLayer] = field(default_factory=list)
-    _replays: Replays = field(default_factory=lambda: Replays([]))
-    _full: list[Tensor] = field(default_factory=list)  # what the blocks put out under the full cache, [M, K, d_model]
-    _ahead: dict[tuple[int, Ablation], Tensor] = field(default_factory=dict)
+    def __init__(
+        self,
+        tried: Ablations,
+        layers: Mapping[int, FollowedLayer],
+        after: ContinuationBatch,
+        results: AblationResults | None,
+        together: int,
+    ) -> None:
+        self.tried = tried
+        self.layers = layers
+        self.after = after
+        self.results = results
+        self.together = together
+        self._first = 0  # of the layers that are side by side
+        self._layers: list[FollowedLayer] = []
+        self._replays = Replays([])
+        self._full: list[Tensor] = []  # what the blocks put out under the full cache, [M, K, d_model]
+        self._ahead: dict[tuple[int, Ablation], Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, index: int, items: Sequence[Ablation]) -> list[Tensor]:

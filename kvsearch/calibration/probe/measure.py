@@ -12,7 +12,6 @@ others.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -132,14 +131,17 @@ def sample_entries(context_pass: ContextPass, places: Mapping[int, Tensor]) -> d
     }
 
 
-@dataclass(frozen=True)
 class LayerSamples(Sequence[LayerSample]):
-    """The samples of some layers, by their `rows`; each is read when it is asked for: all may be more than memory."""
+    """The samples of some layers, by their `rows`; each is read when it is asked for: all may be more than memory.
 
-    samples: Sequence[Arrays]  # of all contexts
-    worth: Tensor  # [L, Hkv, N] targets
-    unseen: Tensor  # [L, Hkv]
-    rows: Sequence[int]
+    `samples` are those of all contexts, `worth` [L, Hkv, N] their targets, `unseen` is [L, Hkv].
+    """
+
+    def __init__(self, samples: Sequence[Arrays], worth: Tensor, unseen: Tensor, rows: Sequence[int]) -> None:
+        self.samples = samples
+        self.worth = worth
+        self.unseen = unseen
+        self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)

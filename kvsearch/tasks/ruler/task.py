@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -15,7 +15,6 @@ from kvsearch.core.naming import forwarded, require_known
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.dataset_task import DatasetSpec, DatasetTask, read_specs
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.rows import Dataset, check_rows, load_rows
 from kvsearch.tasks.ruler.draft import Draft, Stream, largest
 from kvsearch.tasks.ruler.frequency import draft_coded_words, draft_common_words
 from kvsearch.tasks.ruler.needles import NIAH, Essay, draft_needles
@@ -131,31 +130,17 @@ class DrawnRow(BaseModel):
     max_new_tokens: int = Field(gt=0)
 
 
-@lru_cache(maxsize=1)
-def read_drawn(source: str | Path) -> tuple[DrawnRow, ...]:
-    """Return the rows of all tasks of a file, or of the `test` files of a folder, which is read once.
-
-    Raises:
-        UsageError: there is no such file, or rows have other columns.
-        EnvironmentFault: it cannot be read.
-    """
-    if not Path(source).exists():
-        raise UsageError(f"there is no file or folder {source}: check the path")
-    rows = load_rows(Dataset(), source)
-    return tuple(check_rows(rows, DrawnRow, source))
-
-
-@dataclass(frozen=True)
 class DrawnRulerTask(DatasetTask[DrawnRow]):
     """One task of RULER whose examples others have drawn: rows with context, question, answer_prefix and answer."""
 
     benchmark: ClassVar[str] = "RULER"
     specs: ClassVar[dict[str, DatasetSpec]] = RULER_SPECS
     row: ClassVar[type[DrawnRow]] = DrawnRow
+    shared: ClassVar[bool] = True
 
     def read(self) -> Sequence[DrawnRow]:
         """Return the rows of this task."""
-        return [row for row in read_drawn(self.source or "") if row.task == self.name]
+        return [row for row in super().read() if row.task == self.name]
 
     def fault(self, row: DrawnRow) -> str | None:
         return self.missing(row.context, row.question, row.answer)
