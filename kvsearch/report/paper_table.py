@@ -10,8 +10,10 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import Field
 
+from kvsearch.budgets.lukv import MarginalSolver, exact_budgets
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.calibration.analysis import lost_mass, stability
 from kvsearch.core.arrays import Floats
@@ -458,6 +460,21 @@ def profiles(table: PaperTable, stages: Sequence[Stage]) -> Iterator[MeasuredCel
         correlation = stability(profile, ratio)
         for column in ("questions", "texts", "halves"):
             yield MeasuredCell(metric, column, getattr(correlation, column), "Figure 2b")
+        for name, evicted, kept in kept_by_solver(profile.arrays["mass"]):
+            yield MeasuredCell(f"{metric}, {name}", f"{evicted}% evicted", 100 * kept, "Figure 2a")
+
+
+def kept_by_solver(curves: ArrayLike) -> Iterator[tuple[str, int, float]]:
+    """Yield the share of importance that LU-KV's solver and an exact one keep, after their name and percent evicted.
+
+    `curves` [L, Hkv, 101] is the importance that heads keep with 0 ... 100% of their entries.
+    """
+    steps = np.diff(np.asarray(curves, dtype=np.float64))
+    greedy = MarginalSolver(steps)
+    for evicted in range(5, 100, 5):
+        total = (100 - evicted) * steps[..., 0].size
+        for name, budgets in (("greedy", greedy.solve(total)), ("exact", exact_budgets(steps, total))):
+            yield name, evicted, greedy.kept(budgets) / float(steps.sum())
 
 
 def _eviction_losses(profile: Profile, ratio: float, shared: Profile | None) -> dict[str, Floats]:

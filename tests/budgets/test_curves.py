@@ -6,7 +6,7 @@ from hypothesis import given
 
 from kvsearch.budgets.convex import oracle_recall_curve, recall_curve, without_gap
 from kvsearch.core.arrays import Floats
-from tests.budgets.exact import eviction_loss
+from tests.budgets.loss import eviction_loss
 from tests.budgets.samples import tables
 
 A = [1.0, 5, 3, 1]

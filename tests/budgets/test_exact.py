@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from kvsearch.budgets.lukv import exact_budgets
 from kvsearch.core.arrays import Floats
-from tests.budgets.exact import eviction_loss, exact_budgets
+from tests.budgets.loss import eviction_loss
 from tests.budgets.samples import tables
 
 

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.budgets.joint import JointSolver
-from kvsearch.budgets.lukv import MarginalSolver
+from kvsearch.budgets.lukv import MarginalSolver, exact_budgets
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
-from tests.budgets.exact import exact_budgets
 
 # Of one layer with one head: the first ranking finds 6 at once and 4 last, the second 1, 9 and then nothing.
 EARLY, LATE = [6.0, 0, 0, 4], [1.0, 9, 0, 0]

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from kvsearch.budgets.allocator import Allocator, Signals
 from kvsearch.budgets.convex import without_gap
-from kvsearch.budgets.lukv import MarginalSolver, profile_grid
+from kvsearch.budgets.lukv import MarginalSolver, exact_budgets, profile_grid
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
-from tests.budgets.exact import eviction_loss, exact_budgets
+from tests.budgets.loss import eviction_loss
 from tests.budgets.samples import heavy_tailed, marginal_gains, tables
 
 FIRST = np.array([[[1.0, 5, 3, 1], [4, 2, 2, 2]]])

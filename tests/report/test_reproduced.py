@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from kvsearch.benchmark.cache_costs import CacheCosts
@@ -15,7 +16,7 @@ from kvsearch.papers.tables import Picture, find_table
 from kvsearch.report import charts
 from kvsearch.report.charts import table_figures
 from kvsearch.report.figures import HeatMap, LineChart, Series
-from kvsearch.report.paper_table import MeasuredCell, Reproduced, costs, needles, reproduced, searches
+from kvsearch.report.paper_table import MeasuredCell, Reproduced, costs, kept_by_solver, needles, reproduced, searches
 from kvsearch.report.table import markdown
 from kvsearch.results.base import read_content
 from kvsearch.results.evaluation import NeedleGrid
@@ -43,6 +44,19 @@ def test_the_paper_stands_below_the_rows_that_it_has() -> None:
         "|  | average | vt |", "| --- | ---: | ---: |", "| Full | 90.00 |  |", "| Full, paper | 91.00 |  |",
         "| *128 entries* |  |  |", "| A | **51.23** | 10.00 |", "| A, paper | 55.50 |  |", "| B | 40.00 | left out |",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("concave", [True, False])
+def test_solvers_keep_the_same_of_concave_curves_alone(concave: bool) -> None:
+    steps = np.random.default_rng(0).pareto(1.0, (2, 2, 100))
+    steps = -np.sort(-steps) if concave else steps
+    curves = np.insert(steps.cumsum(-1), 0, 0.0, axis=-1)  # [L, Hkv, 101]
+    shares = {(name, evicted): kept for name, evicted, kept in kept_by_solver(curves)}
+    gaps = [shares["exact", evicted] - shares["greedy", evicted] for evicted in range(5, 100, 5)]
+    assert min(gaps) > -1e-9
+    assert (max(gaps) < 1e-9) == concave
+    best = np.sort(steps, axis=None)[-200:].sum() / steps.sum()
+    assert shares["exact", 50] == pytest.approx(best) if concave else shares["exact", 50] < best
 
 
 def test_every_cell_is_a_line_of_the_csv() -> None:
