@@ -165,7 +165,7 @@ def _entries() -> Iterator[Entry]:
             f"{SYNTHETIC}:{name}", synthetic.category, synthetic.metric, GENERATED, partial(SyntheticTask, name),
             _GENERATED, split=synthetic.split, splits=SYNTHETIC_SPLITS,
         )  # fmt: skip
-    yield from map(_ruler, RULER_TASKS)
+    yield from map(_ruler, RULER_SPECS)
     benchmarks = (LONGBENCH, LongBenchTask), (LONGBENCH, LongBenchV2Task), (INFINITEBENCH, InfiniteBenchTask)
     for benchmark, task in benchmarks:
         for name in task.specs:

@@ -19,7 +19,7 @@ from kvsearch.tasks.niah import NiahTask
 from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
 from kvsearch.tasks.synthetic.suite import SUITES, SyntheticTask
 
-ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
+ESSAYS = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery", "niah_turns")
 
 
 def names(spec: str, **options: Any) -> list[str]:

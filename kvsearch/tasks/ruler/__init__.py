@@ -1,4 +1,4 @@
-"""The 13 tasks of RULER, generated for any tokenizer and any length.
+"""The 13 tasks of RULER, generated for any tokenizer and any length, and its multiquery in turns (SCBench's setting).
 
 The benchmark is that of "RULER: What's the Real Context Size of Your Long-Context Language Models?" (Hsieh et al.,
 2024). What equals the official data:

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvsearch.tasks.base import Query
+
 DEPTHS = 40  # how many evenly spaced places needles have, 0 and 1 included
 FULL = 0.98  # a context that fills this share of its room is not searched further
 _INTERPOLATIONS = 8
@@ -34,14 +36,11 @@ class Stream:
 class Draft:
     """A prompt whose context holds any number of units of haystack, from `least` to `most` (None: without end).
 
-    `written` has all answers as a reply names them; empty where any one of them is a right reply.
+    Several `queries` are asked in turns. How many tokens a reply may have is the task's affair.
     """
 
     context: Callable[[int], str]
-    question: str
-    prefix: str
-    answers: tuple[str, ...]
-    written: str = ""
+    queries: tuple[Query, ...]
     least: int = 1
     most: int | None = None
 
@@ -79,9 +78,9 @@ def insert(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> li
     return told
 
 
-def worked_example(context: str, question: str, prefix: str, answers: str) -> str:
+def worked_example(context: str, query: Query) -> str:
     """Return a prompt with its reply, to be put before the prompt that is asked."""
-    return f"{context}\n{question} {prefix} {answers}\n\n"
+    return f"{context}\n{query.question} {query.prefix} {query.written}\n\n"
 
 
 def listed(items: Sequence[str]) -> str:

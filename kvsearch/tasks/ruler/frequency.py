@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from random import Random
 
+from kvsearch.tasks.base import Query
 from kvsearch.tasks.ruler.draft import Draft, Stream, listed, worked_example
 from kvsearch.tasks.ruler.words import Fresh, coded, vocabulary
 
@@ -45,14 +46,17 @@ def draft_common_words(length: int, stream: Stream) -> Draft:
     shown, words = _distinct(words)
     rare = words[shown_rare:]
     solved = _listed([*shown * shown_times, *words[:shown_rare] * rare_times], rng)
-    example = worked_example(solved, _LIST_QUESTION, _LIST_PREFIX, _numbered(shown))
+    example = worked_example(solved, _ask_common(shown))
 
     def context(units: int) -> str:
         return example + _listed([*common * common_times, *rare[:units] * rare_times], stream.rng("order"))
 
-    answers = tuple(common)
-    written = _numbered(common)
-    return Draft(context, _LIST_QUESTION, _LIST_PREFIX, answers, written, least=COMMON, most=len(rare))
+    return Draft(context, (_ask_common(common),), least=COMMON, most=len(rare))
+
+
+def _ask_common(words: Sequence[str]) -> Query:
+    """Return the question for the most frequent words."""
+    return Query(_LIST_QUESTION, tuple(words), prefix=_LIST_PREFIX, written=_numbered(words))
 
 
 # so many coded words that ranks 4 and 5, the last that counts and the first that does not, differ by one whole word
@@ -73,7 +77,8 @@ def draft_coded_words(stream: Stream) -> Draft:
         return f"{_CODE_INTRO}\n{' '.join(text)}"
 
     answers = tuple(_code(stream, TOP))
-    return Draft(context, _CODE_QUESTION, _CODE_PREFIX, answers, listed(answers), least=LEAST_CODED)
+    query = Query(_CODE_QUESTION, answers, prefix=_CODE_PREFIX, written=listed(answers))
+    return Draft(context, (query,), least=LEAST_CODED)
 
 
 def word_counts(n: int) -> list[int]:

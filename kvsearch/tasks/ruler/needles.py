@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -11,6 +12,7 @@ from typing import Final
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import read_text
 from kvsearch.core.resources import resource
+from kvsearch.tasks.base import Query
 from kvsearch.tasks.dataset_task import read_shipped
 from kvsearch.tasks.ruler.draft import Draft, Stream, insert, listed
 from kvsearch.tasks.ruler.words import Fresh, Maker, most_words, number, uuid4, word
@@ -89,7 +91,8 @@ _INTROS: Final = (
 class NeedleSpec:
     """The haystack ("noise", "essay" or "needles"), what keys and values are, and how many there are of each.
 
-    The first `queries` keys are asked for; a haystack of needles has further keys, one for every unit.
+    The first `queries` keys are asked for, in one question or in `turns`; a haystack of needles has further keys, one
+    for every unit.
     """
 
     haystack: str
@@ -98,6 +101,7 @@ class NeedleSpec:
     keys: int = 1
     values: int = 1
     queries: int = 1
+    turns: bool = False
 
 
 NIAH: Final = {name: NeedleSpec(**settings) for name, settings in read_shipped("needles").items()}
@@ -117,11 +121,12 @@ def draft_needles(spec: NeedleSpec, essay: Essay | None, stream: Stream) -> Draf
     keys = [fresh.draw(make_key) for _ in range(spec.keys)]
     facts = [(key, fresh.draw(make_value)) for key in keys for _ in range(spec.values)]
     told = list(zip(stream.depths(len(facts)), [needle(*fact) for fact in facts], strict=True))
-    answers = tuple(value for key, value in facts if key in keys[: spec.queries])
-    many = len(answers) > 1
-    intro = _INTROS[many].format(kind=spec.value)
-    asked = f"{spec.value}{'s' if many else ''} of {listed(keys[: spec.queries])}"
-    verb = "are" if many else "is"
+    told_keys = keys[: spec.queries]
+    intro = _INTROS[spec.queries * spec.values > 1].format(kind=spec.value)
+    if spec.turns:
+        queries = tuple(_ask(spec, facts, [key], f"turn {turn}") for turn, key in enumerate(told_keys, 1))
+    else:
+        queries = (_ask(spec, facts, told_keys),)
 
     def context(units: int) -> str:
         if among_needles:
@@ -132,11 +137,19 @@ def draft_needles(spec: NeedleSpec, essay: Essay | None, stream: Stream) -> Draf
         separator = " " if essay else "\n"
         return f"{intro}\n{separator.join(insert(sentences, told))}"
 
-    return Draft(
-        context,
+    return Draft(context, queries, most=most_words() if among_needles and spec.key == "word" else None)
+
+
+def _ask(spec: NeedleSpec, facts: Sequence[tuple[str, str]], keys: Sequence[str], category: str = "") -> Query:
+    """Return the question for the values of keys."""
+    answers = tuple(value for key, value in facts if key in keys)
+    many = len(answers) > 1
+    asked = f"{spec.value}{'s' if many else ''} of {listed(keys)}"
+    verb = "are" if many else "is"
+    return Query(
         f"What {verb} the secret {asked} that the text above tells?",
-        f"The secret {asked} that the text above tells {verb}",
         answers,
-        listed(answers) if many else "",
-        most=most_words() if among_needles and spec.key == "word" else None,
+        prefix=f"The secret {asked} that the text above tells {verb}",
+        category=category,
+        written=listed(answers) if many else "",
     )

@@ -10,6 +10,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from kvsearch.core.limits import MOST_DATA
 from kvsearch.core.parsing import read_json, validated
+from kvsearch.tasks.base import Query
 from kvsearch.tasks.fields import Filled, NotEmpty
 from kvsearch.tasks.ruler.draft import Draft, Stream
 from kvsearch.tasks.splits import part
@@ -124,11 +125,5 @@ class QaDocuments:
             told = (f"Document {place}:\n{text}" for place, text in enumerate(chosen, 1))
             return "\n\n".join((_INTRO, *told))
 
-        return Draft(
-            context,
-            _QUESTION + question.text,
-            _PREFIX,
-            question.answers,
-            least=len(question.own),
-            most=len(self.documents),
-        )
+        query = Query(_QUESTION + question.text, question.answers, prefix=_PREFIX)
+        return Draft(context, (query,), least=len(question.own), most=len(self.documents))

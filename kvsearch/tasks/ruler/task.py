@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final
@@ -24,7 +24,8 @@ from kvsearch.tasks.splits import check_split
 
 FILLED = 0.95  # the least share of its length that an example has
 RULER_SPECS: Final = read_specs("ruler")
-RULER_TASKS: Final = tuple(RULER_SPECS)
+TURNS: Final = "niah_turns"  # multiquery in turns: SCBench's setting, none of RULER's own tasks
+RULER_TASKS: Final = tuple(name for name in RULER_SPECS if name != TURNS)
 QA_FORMATS: Final = {
     "qa_1": ("SQuAD's", "data > paragraphs > context, qas", read_squad),
     "qa_2": ("HotpotQA's", "a list of question, answer, context", read_hotpot),
@@ -33,7 +34,7 @@ QA_FORMATS: Final = {
 
 @dataclass(frozen=True)
 class RulerTask(Task):
-    """One task of RULER at a whole prompt of at most `length` tokens, those to generate included.
+    """One task of RULER, or its `TURNS`, at a whole prompt of at most `length` tokens, those to generate included.
 
     `haystack` is a text file for the tasks that hide needles in an essay (without: the story shipped with kvsearch).
     `qa_file` is what qa_1 (SQuAD's format) and qa_2 (HotpotQA's) ask about. The other tasks make other examples for
@@ -51,7 +52,7 @@ class RulerTask(Task):
     prompt: ClassVar[str] = f"\n{PLACE} "
 
     def __post_init__(self) -> None:
-        require_known("RULER task", self.name, RULER_TASKS)
+        require_known("RULER task", self.name, RULER_SPECS)
         check_split(self.split)
         for path in (self.haystack, self.qa_file):
             if path is not None and not path.is_file():
@@ -82,8 +83,9 @@ class RulerTask(Task):
             )
         examples = []
         for index, draft in enumerate(drafts):
-            query = Query(draft.question, draft.answers, self.spec.max_new_tokens, draft.prefix, written=draft.written)
-            examples.append(Example(self.name, f"{seed}-{index}", self._context(draft, count), (query,)))
+            queries = tuple(replace(query, max_new_tokens=self.spec.max_new_tokens) for query in draft.queries)
+            context = self._context(draft, count)
+            examples.append(Example(self.name, f"{seed}-{index}", context, queries, turns=len(queries) > 1))
         return examples
 
     def _drafts(self, samples: int, seed: int, count: TokenCount) -> list[Draft]:
@@ -115,8 +117,9 @@ class RulerTask(Task):
         return context
 
     def _rest(self, draft: Draft, count: TokenCount) -> int:
-        """Count the tokens of the question, of the reply's beginning and of what is to be generated."""
-        return count(self.prompt.replace(PLACE, draft.question) + draft.prefix) + self.spec.max_new_tokens
+        """Count the tokens of questions, of the beginnings of replies and of what is to be generated."""
+        asked = (self.prompt.replace(PLACE, query.question) + query.prefix for query in draft.queries)
+        return sum(count(text) + self.spec.max_new_tokens for text in asked)
 
 
 class DrawnRow(BaseModel):

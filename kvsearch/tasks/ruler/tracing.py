@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
-from kvsearch.tasks.base import TokenCount
+from kvsearch.tasks.base import Query, TokenCount
 from kvsearch.tasks.ruler.draft import Draft, Stream, insert, largest, worked_example
 from kvsearch.tasks.ruler.needles import NOISE, noise_sentences
 from kvsearch.tasks.ruler.words import Fresh, amount, variable
@@ -25,20 +24,23 @@ def draft_tracing(length: int, count: TokenCount, stream: Stream) -> Draft:
     The worked example has at most 500 tokens, or a quarter of the length; its assignments are evenly spread.
     """
     fresh = Fresh(stream.rng(), "\n".join((*NOISE, _INTRO)))
-    chain = _chain(fresh, 5, stream.depths(VARIABLES))
+    chain, query = _chain(fresh, 5, stream.depths(VARIABLES))
     shift = stream.rng("example").random()
-    shown = _chain(fresh, 3, [(place + shift) / VARIABLES for place in range(VARIABLES)])
+    shown, answered = _chain(fresh, 3, [(place + shift) / VARIABLES for place in range(VARIABLES)])
 
     def example(units: int) -> str:
-        return worked_example(shown.context(units), shown.question, shown.prefix, shown.written)
+        return worked_example(shown(units), answered)
 
     room = min(LONGEST_EXAMPLE, length // 4)
     solved = example(largest(lambda units: count(example(units)), room, least=0))
-    return replace(chain, context=lambda units: solved + chain.context(units))
+    return Draft(lambda units: solved + chain(units), (query,))
 
 
-def _chain(fresh: Fresh, letters: int, depths: Sequence[float]) -> Draft:
-    """Return a chain of variables with so many letters, one unit a sentence of noise; assignments are at the depths."""
+def _chain(fresh: Fresh, letters: int, depths: Sequence[float]) -> tuple[Callable[[int], str], Query]:
+    """Return a text by its sentences of noise, with a chain of variables of so many letters, and the question for them.
+
+    Assignments are at the depths.
+    """
     value = fresh.draw(amount)
     names = [fresh.draw(variable(letters)) for _ in range(VARIABLES)]
 
@@ -47,10 +49,10 @@ def _chain(fresh: Fresh, letters: int, depths: Sequence[float]) -> Draft:
         lines = insert(noise_sentences(units), list(zip(sorted(depths), told, strict=True)))
         return "\n".join((_INTRO, *lines))
 
-    return Draft(
-        context,
+    query = Query(
         f"Question: Which variables have the value {value} at the end of the text above? Name all of them.",
-        f"Answer: By the chain in the text above, the {VARIABLES} variables with the value {value} are",
         tuple(names),
-        ", ".join(names),
+        prefix=f"Answer: By the chain in the text above, the {VARIABLES} variables with the value {value} are",
+        written=", ".join(names),
     )
+    return context, query

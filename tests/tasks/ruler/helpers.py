@@ -10,9 +10,10 @@ from typing import Any
 from kvsearch.core.resources import resource
 from kvsearch.tasks.base import Example, TokenCount
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
+from kvsearch.tasks.ruler import RulerTask
+from kvsearch.tasks.ruler.task import RULER_SPECS
 
-GENERATED = [name for name in RULER_TASKS if not name.startswith("qa")]
+GENERATED = [name for name in RULER_SPECS if not name.startswith("qa")]
 STORY = "data/calibration/novel.txt"
 
 
@@ -53,14 +54,14 @@ def count_of(name: str) -> TokenCount:
 
 
 def whole(example: Example) -> str:
-    """The whole prompt of an example, where there is no chat template."""
-    (query,) = example.queries
-    return example.context + RulerTask.prompt.replace(PLACE, query.question) + query.prefix
+    """The whole prompt of an example, all turns included, where there is no chat template."""
+    asked = (RulerTask.prompt.replace(PLACE, query.question) + query.prefix for query in example.queries)
+    return example.context + "".join(asked)
 
 
 def used(example: Example, count: TokenCount) -> int:
     """Tokens of the whole prompt and of the reply."""
-    return count(whole(example)) + example.queries[0].max_new_tokens
+    return count(whole(example)) + sum(query.max_new_tokens for query in example.queries)
 
 
 def paragraph(number: int) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from kvsearch.core.resources import resource
 from kvsearch.tasks.base import Example
+from kvsearch.tasks.catalog import describe_tasks
 from kvsearch.tasks.ruler import RulerTask
 from kvsearch.tasks.ruler.needles import NIAH, NOISE
 from tests.combinations import every_value
@@ -26,6 +27,7 @@ EXPECTED = {  # needles without those of the haystack, keys asked, form of keys 
     "niah_multikey_3": (None, 1, UUID, UUID),
     "niah_multivalue": (4, 1, WORD, NUMBER),
     "niah_multiquery": (4, 4, WORD, NUMBER),
+    "niah_turns": (4, 4, WORD, NUMBER),
 }
 tasks = pytest.mark.parametrize("name", list(NIAH))
 
@@ -36,9 +38,16 @@ def body(example: Example) -> str:
 
 
 def asked(example: Example) -> list[str]:
-    found = re.search(r" of (.*) that the text above tells\?", example.queries[0].question)
-    assert found
-    return re.split(", | and ", found[1])
+    keys = []
+    for query in example.queries:
+        found = re.search(r" of (.*) that the text above tells\?", query.question)
+        assert found
+        keys += re.split(", | and ", found[1])
+    return keys
+
+
+def answers(example: Example) -> list[str]:
+    return [answer for query in example.queries for answer in query.answers]
 
 
 @every_value(name=NIAH, length=[512, 2048, 8192])
@@ -46,16 +55,16 @@ def test_what_is_hidden(name: str, length: int) -> None:
     needles, queries, key_form, value_form = EXPECTED[name]
     for example in RulerTask(name, length).examples(6, 0, words):
         told = [(key, value) for _, key, value in NEEDLE.findall(body(example))]
-        (query,) = example.queries
+        right = answers(example)
         keys = asked(example)
         assert len(keys) == len(set(keys)) == queries
         assert needles is None or len(told) == needles
         assert all(re.fullmatch(key_form, key) and re.fullmatch(value_form, value) for key, value in told)
-        assert sorted(query.answers) == sorted(value for key, value in told if key in keys)
+        assert sorted(right) == sorted(value for key, value in told if key in keys)
         for number, key in enumerate(keys):
-            right = [value for other, value in told if other == key]
-            share = len(query.answers) // len(keys)
-            assert sorted(query.answers[number * share : (number + 1) * share]) == sorted(right)
+            share = len(right) // len(keys)
+            of_key = sorted(value for other, value in told if other == key)
+            assert sorted(right[number * share : (number + 1) * share]) == of_key
 
 
 @every_value(name=NIAH, length=[512, 8192])
@@ -63,19 +72,25 @@ def test_nothing_is_there_by_accident(name: str, length: int) -> None:
     """Each value once, each key in its own needles only, no answer in the question, no key inside another one."""
     for example in RulerTask(name, length).examples(3, 1, words):
         told = [(key, value) for _, key, value in NEEDLE.findall(body(example))]
-        (query,) = example.queries
+        right = answers(example)
         values = [value for _, value in told]
         assert len(set(values)) == len(values)
         assert not {key for key, _ in told} & set(values)
-        for answer in query.answers:
+        for answer in right:
             assert whole(example).count(answer) == 1
         for key in asked(example):
             assert (
-                body(example).count(key)
-                == sum(other == key for other, _ in told)
-                == len(query.answers) / len(asked(example))
+                body(example).count(key) == sum(other == key for other, _ in told) == len(right) / len(asked(example))
             )
             assert whole(example).count(key) == body(example).count(key) + 2
+
+
+def test_turns_ask_for_one_key_each() -> None:
+    (example,) = RulerTask("niah_turns", 512).examples(1, 0, words)
+    assert example.turns
+    assert [query.category for query in example.queries] == [f"turn {turn}" for turn in range(1, 5)]
+    assert all(len(query.answers) == 1 for query in example.queries)
+    assert "ruler:niah_turns" not in {entry.spec for entry in describe_tasks("ruler")}
 
 
 @pytest.mark.parametrize("name", [name for name, spec in NIAH.items() if spec.haystack == "essay"])
