@@ -44,7 +44,7 @@ def _write(value: object, indent: str, place: str) -> str:
         for key in value:
             if not isinstance(key, str):
                 raise InternalError(f"cannot write the key {key!r} at {_named(place)}: JSON keys are text")
-        members = (f"{_text(key)}: {_write(value[key], deeper, f'{place}.{key}')}" for key in sorted(value))
+        members = (f"{_scalar(key, place)}: {_write(value[key], deeper, f'{place}.{key}')}" for key in sorted(value))
         return _block("{", members, "}", indent)
     if isinstance(value, list | tuple):
         if all(isinstance(item, int | float) for item in value):
@@ -62,10 +62,8 @@ def _block(opening: str, members: Iterable[str], closing: str, indent: str) -> s
 
 
 def _scalar(value: object, place: str) -> str:
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    if isinstance(value, str):
-        return _text(value)
+    if value is None or isinstance(value, bool | str):
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, int):
         return int.__repr__(value)
     if isinstance(value, float):
@@ -73,10 +71,6 @@ def _scalar(value: object, place: str) -> str:
             raise UsageError(f"cannot write {float(value)} at {_named(place)}: JSON has finite numbers only")
         return float.__repr__(value)
     raise InternalError(f"cannot write a {type(value).__name__} at {_named(place)} as JSON")
-
-
-def _text(value: str) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _named(place: str) -> str:

@@ -118,12 +118,6 @@ def check_output(path: Path, force: bool) -> None:
         raise UsageError(f"{path} exists: choose another file, or --force to replace it")
 
 
-def require_exists(path: Path) -> None:
-    """Raise UsageError if there is nothing at `path`, where a file or a directory has to be."""
-    if not path.exists():
-        raise UsageError(f"there is no file or directory {path}: check the path")
-
-
 def require_directory(path: Path) -> None:
     """Raise UsageError, before anything is written, if there can be no directory at `path`: it is a file."""
     if path.exists() and not path.is_dir():

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from kvsearch.core.errors import UsageError
+from kvsearch.core.printed import cut
 
 LONGEST = 100  # letters of a name that somebody may have meant: to compare takes the product of the lengths
 _SHOWN = 60  # letters of a known name
@@ -15,8 +16,7 @@ _LISTED = 100  # known names
 
 def unknown(what: str, name: object, known: Sequence[str]) -> str:
     """Return what to say of a name of `what` that nothing has: in short, the nearest known one, and all of them."""
-    text = repr(name)
-    return f"unknown {what} {text if len(text) <= LONGEST else f'{text[:LONGEST]}...'}{suggest(name, known)}"
+    return f"unknown {what} {cut(repr(name), LONGEST)}{suggest(name, known)}"
 
 
 def require_known(what: str, name: object, known: Collection[str]) -> None:
@@ -36,7 +36,7 @@ def check_unique(what: str, names: Iterable[object]) -> None:
 
 def suggest(name: object, known: Sequence[str]) -> str:
     """Return the tail of an error message about an unknown name: the nearest known one, and all of them."""
-    listed = [one if len(one) <= _SHOWN else f"{one[:_SHOWN]}..." for one in known[:_LISTED]]
+    listed = [cut(one, _SHOWN) for one in known[:_LISTED]]
     more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
     return f"{did_you_mean(name, known)} (known: {', '.join(listed)}{more})"
 

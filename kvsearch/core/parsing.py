@@ -13,6 +13,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import COMPLETE
 from kvsearch.core.files import decoded, read_bytes
 from kvsearch.core.limits import MOST_DOCUMENT
+from kvsearch.core.printed import cut
 
 Valid = TypeVar("Valid")
 
@@ -76,8 +77,7 @@ def located_problems(error: ValidationError) -> list[tuple[tuple[str | int, ...]
 
 def short_key(key: str | int) -> str:
     """Return a part of a place for a message: short, as `shown` has values."""
-    text = str(key)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+    return cut(str(key), _LONGEST_VALUE)
 
 
 def list_problems(problems: list[str], name: str) -> str:
@@ -117,8 +117,8 @@ def require_plain(content: Any) -> None:
 
 
 def describe_fault(error: Exception) -> str:
-    """Return what a library says of a file that it cannot read, on one line; its kind if it says nothing."""
-    return " ".join(str(error).split())[:_LONGEST_FAULT] or type(error).__name__
+    """Return what a library says of a file that it cannot read, `shortened`; its kind if it says nothing."""
+    return shortened(str(error)) or type(error).__name__
 
 
 def in_one_line(error: BaseException) -> str:
@@ -128,8 +128,7 @@ def in_one_line(error: BaseException) -> str:
 
 def shortened(text: str) -> str:
     """Return a text on one line and not too long."""
-    line = " ".join(text.split())
-    return line if len(line) <= _LONGEST_FAULT else f"{line[:_LONGEST_FAULT]}..."
+    return cut(" ".join(text.split()), _LONGEST_FAULT)
 
 
 def is_text(value: str) -> bool:
@@ -161,14 +160,13 @@ def shown(value: object) -> str:
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, int) and value.bit_length() > _MOST_SHOWN_BITS:
         return "a number of very many digits"
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+    return "null" if value is None else cut(repr(value), _LONGEST_VALUE)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        seen = set[str]()
-        key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {key!r} occurs twice in one object")
+    content: dict[str, object] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"the key {key!r} occurs twice in one object")
+        content[key] = value
     return content

@@ -46,8 +46,12 @@ def visible_line(text: str) -> str:
 
 def brief(text: str) -> str:
     """Return `visible_line` of what went wrong, which names what is in files: lines without end are cut."""
-    lines = visible_line(text).split("\n")
-    return "\n".join(line if len(line) <= LONGEST else f"{line[:LONGEST]}..." for line in lines)
+    return "\n".join(cut(line, LONGEST) for line in visible_line(text).split("\n"))
+
+
+def cut(text: str, most: int) -> str:
+    """Return a text or, of a longer one, so many letters and three points."""
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def visible_reply(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -44,13 +44,6 @@ class ListingOptions(JobOptions):
     )
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
-    table = listing(title, columns)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 # --- policies -------------------------------------------------------------------------------------------
 
 
@@ -62,7 +55,7 @@ def policies(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: A
         return asdict(policy), _policy_lines(policy)
     known, faults = catalog()
     rows = [(one.name, " ".join(one.phases) or "-", _decode_rule(one), one.source, one.package) for one in known]
-    table = _table("eviction policies", ["name", "phases", "while decoding", "source", "package"], rows)
+    table = listing("eviction policies", ["name", "phases", "while decoding", "source", "package"], rows)
     content = {"policies": list(map(asdict, known)), "problems": faults}
     return content, [table, *("{name} ({package}): {error}".format(**fault) for fault in faults)]
 
@@ -105,7 +98,7 @@ def tasks(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: ARG0
     rows = [
         (one.spec, one.category, one.metric, ", ".join(one.packages) or "-", one.needs or one.source) for one in known
     ]
-    table = _table("tasks", ["task", "category", "metric", "packages", "texts from"], rows)
+    table = listing("tasks", ["task", "category", "metric", "packages", "texts from"], rows)
     sets = "; ".join(f"{name} ({len(members)})" for name, members in SETS.items())
     return content, [table, f"sets: {sets}. One in full: kvsearch tasks SPEC"]
 
@@ -131,7 +124,7 @@ def recipes(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: AR
         text = path.read_text(encoding="utf-8")
         return {"name": name, "recipe": text}, text.splitlines()
     rows = [(name, about(path)) for name, path in shipped_recipes(options.name or "").items()]
-    table = _table("recipes: kvsearch COMMAND --recipe NAME", ["command/name", "what it is"], rows)
+    table = listing("recipes: kvsearch COMMAND --recipe NAME", ["command/name", "what it is"], rows)
     return {"recipes": [{"name": name, "about": text} for name, text in rows]}, [table]
 
 

@@ -74,9 +74,9 @@ def verify(options: VerifyOptions, reporter: Reporter) -> Verification:  # noqa:
         UsageError: nothing is there that kvsearch has written.
         EnvironmentFault: it cannot be read.
     """
-    from kvsearch.report.integrity import verify_paths
+    from kvsearch.report.integrity import Verification
 
-    return verify_paths(options.paths)
+    return Verification(options.paths)
 
 
 class ReportOptions(JobOptions):

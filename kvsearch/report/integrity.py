@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from kvsearch.calibration.steps import SAMPLES as MEASURED
 from kvsearch.core.errors import KvsearchError, UsageError
-from kvsearch.core.files import TEMPORARY, opened, read_bytes, require_exists
+from kvsearch.core.files import TEMPORARY, opened, read_bytes
 from kvsearch.core.parsing import read_json
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.plan import Plan, Profile
@@ -53,11 +53,19 @@ class Artefact:
     sealed: bool = False
 
 
-@dataclass(frozen=True)
 class Verification:
-    """All artefacts at some paths, in order."""
+    """All artefacts at some paths, files and directories with all that is in them, in order.
 
-    artefacts: tuple[Artefact, ...]
+    Raises:
+        UsageError: nothing is there that kvsearch has written.
+        EnvironmentFault: a directory cannot be read.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        checked: dict[Path, Artefact] = {}
+        for path in paths:
+            checked |= _check_all(path)
+        self.artefacts = tuple(checked.values())
 
     @cached_property
     def damaged(self) -> tuple[Artefact, ...]:
@@ -85,27 +93,20 @@ class Verification:
         yield f"{counted(len(self.artefacts), 'artefact')}: {counts}; {counted(checksums, 'checksum')} compared{listed}"
 
 
-def verify_paths(paths: Iterable[Path]) -> Verification:
-    """Check every artefact at `paths`, files and directories with all that is in them.
-
-    Raises:
-        UsageError: nothing is there that kvsearch has written.
-        EnvironmentFault: a directory cannot be read.
-    """
-    artefacts: dict[Path, Artefact] = {}
-    for path in paths:
-        require_exists(path)
-        sums = _sums_over(path)
-        files = [path]
-        if path.is_dir():
-            place = path.absolute()
-            ours = {file for file in place.rglob("*") if file.is_file() and (file in sums or _is_ours(file))}
-            ours |= {file for file in sums if file.is_relative_to(place)}  # some may be missing
-            files = [path / file.relative_to(place) for file in sorted(ours)]
-        if not files:
-            raise UsageError(f"{path} has nothing in it that kvsearch can verify: name a run, or a file of one")
-        artefacts |= {file: _check(file, sums) for file in files}
-    return Verification(tuple(artefacts.values()))
+def _check_all(path: Path) -> dict[Path, Artefact]:
+    """Return the artefact at a path, or all that are in a directory, by their own paths."""
+    if not path.exists():
+        raise UsageError(f"there is no file or directory {path}: check the path")
+    sums = _sums_over(path)
+    if not path.is_dir():
+        return {path: _check(path, sums)}
+    place = path.absolute()
+    ours = {file for file in place.rglob("*") if file.is_file() and (file in sums or _is_ours(file))}
+    ours |= {file for file in sums if file.is_relative_to(place)}  # some may be missing
+    if not ours:
+        raise UsageError(f"{path} has nothing in it that kvsearch can verify: name a run, or a file of one")
+    files = [path / file.relative_to(place) for file in sorted(ours)]
+    return {file: _check(file, sums) for file in files}
 
 
 def _sums_over(path: Path) -> dict[Path, str]:

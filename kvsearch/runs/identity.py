@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 from kvsearch.core.canonical import canonical_json, sha256_of
 from kvsearch.core.fields import Record
 from kvsearch.core.parsing import parse_json, read_json, validated
+from kvsearch.core.printed import cut
 from kvsearch.runs.lock import this_command
 
 CONFIG: Final = "config.json"  # what is run, see `RunConfig`
@@ -107,8 +108,4 @@ def difference(there: object, now: object, place: str = "") -> str | None:
     if isinstance(there, list) and isinstance(now, list) and len(there) == len(now):
         pairs = enumerate(zip(there, now, strict=True))
         return next(words for at, pair in pairs if (words := difference(*pair, f"{place}.{at}")))
-    old = repr(there)
-    new = repr(now)
-    return f"{place} is {old if len(old) <= _SHOWN else f'{old[:_SHOWN]}...'} there, " + (
-        f"{new if len(new) <= _SHOWN else f'{new[:_SHOWN]}...'} here"
-    )
+    return f"{place} is {cut(repr(there), _SHOWN)} there, {cut(repr(now), _SHOWN)} here"

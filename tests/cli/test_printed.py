@@ -185,8 +185,7 @@ def test_all_that_a_console_says(shown_on: str, monkeypatch: pytest.MonkeyPatch,
             pass
         with console.progress(text) as tell:
             tell(1, 2)
-        listed = listing(text, ["a", text])
-        listed.add_row(text, text)
+        listed = listing(text, ["a", text], [(text, text)])
         parts = [listed, Table.plain(text, ["a", text], [[text, text]], notes=(text,)), {text: text}]
         console.out.print_parts(parts)
 

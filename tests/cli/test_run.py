@@ -11,7 +11,7 @@ import pytest
 
 from kvsearch.jobs.run import RunOptions, planned_size
 from kvsearch.plan import Size, load_plan
-from kvsearch.report.integrity import verify_paths
+from kvsearch.report.integrity import Verification
 from kvsearch.report.selections import smallest_words
 from kvsearch.runs.estimates import Difference
 from kvsearch.runs.run import read_contexts
@@ -61,7 +61,7 @@ def ledger(directory: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_every_size_gets_a_plan_that_holds_its_entries(finished: tuple[Path, str]) -> None:
     directory, talk = finished
-    verified = verify_paths([directory]).artefacts
+    verified = Verification([directory]).artefacts
     assert {one.state for one in verified} == {"whole"}
     assert {one.path.name for one in verified if not one.sealed} == {"SHA256SUMS"}
     sizes = json.loads((directory / "run.json").read_bytes())["sizes"]

@@ -13,7 +13,7 @@ import pytest
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.models.loading import load
 from kvsearch.plan import load_plan
-from kvsearch.report.integrity import verify_paths
+from kvsearch.report.integrity import Verification
 from kvsearch.runs.run import read_sums
 from tests import tiny
 from tests.cli.conftest import invoke
@@ -62,7 +62,7 @@ def chosen(tmp_path_factory: pytest.TempPathFactory, measured: bytes, questions:
     directory = calibrated(tmp_path_factory.mktemp("chosen") / "polykv", measured)
     code, out, talk = choose(*command(directory, questions))
     assert code == 0, talk
-    assert {one.state for one in verify_paths([directory, directory.parent / "plan.json"]).artefacts} == {"whole"}
+    assert {one.state for one in Verification([directory, directory.parent / "plan.json"]).artefacts} == {"whole"}
     assert {"selection.json", "prefill/report/ledger.jsonl"} <= read_sums(run_of(directory)).keys()
     return directory, out, talk
 

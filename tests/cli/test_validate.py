@@ -11,7 +11,7 @@ import pytest
 
 from kvsearch.models.loading import load
 from kvsearch.plan import save_profile
-from kvsearch.report.integrity import verify_paths
+from kvsearch.report.integrity import Verification
 from kvsearch.results.validation import harmful
 from kvsearch.runs.run import read_sums
 from kvsearch.strategies.from_signals import Strategy
@@ -48,7 +48,7 @@ def replies_in(directory: Path, size: str) -> int:
 
 def test_all_measured_budgets(directory: Path) -> None:
     out, talk = done("validate", directory, *ASKED, *ROUTE, "--json")
-    assert {one.state for one in verify_paths([directory]).artefacts} == {"whole"}
+    assert {one.state for one in Verification([directory]).artefacts} == {"whole"}
     assert {"validation.json", "64-question-agnostic/ledger.jsonl"} <= read_sums(directory / "validation").keys()
     found = json.loads(out)
     assert found == json.loads((directory / "validation" / "validation.json").read_text())

@@ -16,7 +16,7 @@ from kvsearch.evaluation.compare import Split, prepare
 from kvsearch.evaluation.reply_store import FILES, open_run
 from kvsearch.evaluation.samples import write_samples
 from kvsearch.plan import save_plan
-from kvsearch.report.integrity import Verification, verify_paths
+from kvsearch.report.integrity import Verification
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, SUMS, read_config
 from kvsearch.runs.run import finish, unfinish, write_json
@@ -52,7 +52,7 @@ def states(found: Verification) -> dict[str, str]:
 
 def problem(directory: Path, name: str) -> str:
     """What is said of the one file that is damaged, on one line, with what to do."""
-    found = verify_paths([directory])
+    found = Verification([directory])
     assert [one.path.name for one in found.damaged] == [name], found.damaged
     (damaged,) = found.damaged
     assert damaged.remedy
@@ -61,7 +61,7 @@ def problem(directory: Path, name: str) -> str:
 
 
 def test_a_finished_run_is_whole(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = verify_paths([run])
+    found = Verification([run])
     assert set(states(found).items()) == {
         (name, "whole") for name in (CONFIG, LEDGER, SUMS, "samples.csv", "report.json")
     }
@@ -72,9 +72,9 @@ def test_a_finished_run_is_whole(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert line.endswith("compared; -v lists them")
     assert len(list(found.parts(all_artefacts=True))) == 2
     monkeypatch.chdir(run)
-    assert verify_paths([Path()]).damaged == ()
-    assert [one.path for one in verify_paths([Path("report.json")]).artefacts] == [Path("report.json")]
-    assert verify_paths([Path("report.json"), run]).artefacts[0].sealed  # the checksums lie beside it
+    assert Verification([Path()]).damaged == ()
+    assert [one.path for one in Verification([Path("report.json")]).artefacts] == [Path("report.json")]
+    assert Verification([Path("report.json"), run]).artefacts[0].sealed  # the checksums lie beside it
 
 
 def flipped(path: Path, at: int) -> None:
@@ -96,7 +96,7 @@ def flipped(path: Path, at: int) -> None:
 )
 def test_any_damage_to_any_file_is_found(run: Path, name: str, damage: Callable[[Path], None]) -> None:
     damage(run / name)
-    found = verify_paths([run])
+    found = Verification([run])
     assert name in [one.path.name for one in found.damaged]
     assert all(one.path.name in (name, LEDGER) for one in found.damaged)  # a ledger begins with its configuration
 
@@ -119,7 +119,7 @@ def test_what_is_not_finished_is_not_damaged(run: Path) -> None:
     os.truncate(run / LEDGER, (run / LEDGER).stat().st_size - 5)
     (run / ".kvsearch-12.tmp").write_text("{")
     (run / "samples.csv").unlink()
-    found = verify_paths([run])
+    found = Verification([run])
     assert states(found) == {CONFIG: "unfinished", LEDGER: "whole", "report.json": "whole"}
     assert found.damaged == ()
     ledger = next(one for one in found.artefacts if one.path.name == LEDGER)
@@ -132,7 +132,7 @@ def test_files_that_stand_for_themselves(tmp_path: Path) -> None:
     budgets = [[10, 6], [8, 8], [4, 12]]
     phase = phase_dict(budgets, {"name": "streaming", "params": {"sinks": 2}})
     save_plan(make_plan(budgets, prefill=phase), tmp_path / "mine.json")
-    assert verify_paths([tmp_path]).artefacts[0].what == "a plan of 48 entries"
+    assert Verification([tmp_path]).artefacts[0].what == "a plan of 48 entries"
     text = (tmp_path / "mine.json").read_text()
     for old, new, words in (
         ('"total": 48', '"total": 49', "add up to 48"),
@@ -149,7 +149,7 @@ def test_weights_are_those_of_their_name(tmp_path: Path) -> None:
     data = save({"x": np.zeros(3, np.float32)})
     path = tmp_path / f"probe-{sha256(data).hexdigest()[:12]}.safetensors"
     path.write_bytes(data)
-    assert states(verify_paths([path])) == {path.name: "whole"}
+    assert states(Verification([path])) == {path.name: "whole"}
     flipped(path, len(data) - 1)
     assert "has other weights than its name says" in problem(tmp_path, path.name)
 
@@ -160,8 +160,8 @@ def test_files_of_others_are_left_alone(run: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"architectures": []}')
     (tmp_path / "model" / "model.safetensors").write_bytes(save({"x": np.zeros(3, np.float32)}))
-    assert set(states(verify_paths([tmp_path]))) == {CONFIG, LEDGER, SUMS, "samples.csv", "report.json"}
+    assert set(states(Verification([tmp_path]))) == {CONFIG, LEDGER, SUMS, "samples.csv", "report.json"}
     for path in (tmp_path / "model", tmp_path / "nothing"):
         with pytest.raises(UsageError, match="nothing"):
-            verify_paths([path])
-    assert verify_paths([run / "notes.txt", run / "mine.json"]).damaged[0].path == run / "mine.json"
+            Verification([path])
+    assert Verification([run / "notes.txt", run / "mine.json"]).damaged[0].path == run / "mine.json"

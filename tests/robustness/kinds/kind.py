@@ -76,9 +76,9 @@ def show(path: Path, **options: Any) -> None:
 
 def verify(path: Path) -> None:
     """Do what `kvsearch verify` does; what is damaged is told, not raised."""
-    from kvsearch.report.integrity import verify_paths
+    from kvsearch.report.integrity import Verification
 
-    found = verify_paths([path])
+    found = Verification([path])
     json.dumps(found.as_json(), allow_nan=False).encode()
     assert list(found.parts())
 
