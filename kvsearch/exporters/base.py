@@ -54,35 +54,27 @@ class Exported:
         ]
 
 
-@dataclass(frozen=True)
 class Budgets:
-    """The prefill budgets of a plan at one prompt length: `entries` [L, Hkv] of all layers of the model.
+    """The prefill budgets of a plan: `entries` [L, Hkv] of all layers, for prompts of `length` tokens.
 
-    A layer that is not planned holds the whole prompt. `length` is None where the plan is for no length and none was
-    asked for.
+    Those that follow the prompt are scaled to the length; None is that of the plan, if it has one. A layer that is not
+    planned holds the whole prompt.
+
+    Raises:
+        IncompatibleError: the plan has no prefill phase.
+        UsageError: the plan leaves layers alone, and what they hold cannot be known without a length.
     """
 
-    plan: Plan
-    entries: Ints
-    length: int | None
-
-    @classmethod
-    def of(cls, plan: Plan, length: int | None = None) -> Budgets:
-        """Read them off a plan, scaled to prompts of `length` tokens where they follow the prompt.
-
-        Raises:
-            IncompatibleError: the plan has no prefill phase.
-            UsageError: the plan leaves layers alone, and what they hold cannot be known without a length.
-        """
+    def __init__(self, plan: Plan, length: int | None = None) -> None:
         if plan.prefill is None:
             raise IncompatibleError("the plan evicts while decoding only, and other tools are told budgets of a prompt")
-        at = length or plan.length
+        self.plan = plan
+        self.length = at = length or plan.length
         if at is None and None in plan.prefill.layers:
             raise UsageError("the plan leaves some layers their whole cache: give the --length of your prompts")
-        entries = np.full((plan.model.layers, plan.model.kv_heads), at or 0, dtype=np.int64)
+        self.entries: Ints = np.full((plan.model.layers, plan.model.kv_heads), at or 0, dtype=np.int64)
         # without a length budgets are fixed, and no prompt is shorter than all of them together
-        entries[list(plan.prefill.planned_layers)] = budgets_at(plan, "prefill", at or plan.prefill.total)
-        return cls(plan, entries, at)
+        self.entries[list(plan.prefill.planned_layers)] = budgets_at(plan, "prefill", at or plan.prefill.total)
 
     @property
     def total(self) -> int:
@@ -132,9 +124,6 @@ class Inputs:
         return given(self.architecture, "the target is told of query heads, which a plan does not know: give --model")
 
 
-NOTHING = Inputs()
-
-
 class Exporter:
     """A target: another tool, or a form in which a plan is handed on."""
 
@@ -145,7 +134,7 @@ class PlanExporter(Exporter, ABC):
     """A target that is told a plan."""
 
     @abstractmethod
-    def export(self, plan: Plan, inputs: Inputs = NOTHING) -> Exported:
+    def export(self, plan: Plan, inputs: Inputs) -> Exported:
         """Make the files for prompts of `inputs.length` tokens, by default those of the plan.
 
         Raises:
@@ -166,9 +155,9 @@ class BudgetExporter(PlanExporter):
     ranks: ClassVar[tuple[str, ...]] = ()
     proportional: ClassVar[bool | None] = False
 
-    def export(self, plan: Plan, inputs: Inputs = NOTHING) -> Exported:
+    def export(self, plan: Plan, inputs: Inputs) -> Exported:
         """Write the budgets, and say what is lost of them, of policies, and of the plan."""
-        budgets = Budgets.of(plan, inputs.length)
+        budgets = Budgets(plan, inputs.length)
         written = self.write(budgets, inputs)
         losses: dict[str, int | None] = {}
         if self.coarser:
@@ -195,7 +184,7 @@ class ProfileExporter(Exporter, ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def export(self, profile: Profile, inputs: Inputs = NOTHING) -> Exported:
+    def export(self, profile: Profile, inputs: Inputs) -> Exported:
         """Make the files.
 
         Raises:

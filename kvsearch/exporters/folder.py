@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kvsearch.core.printed import command_line, markdown_text
-from kvsearch.exporters.base import NOTHING, Exported, Inputs, PlanExporter
+from kvsearch.exporters.base import Exported, Inputs, PlanExporter
 from kvsearch.models.loading import CONFIG
 from kvsearch.plan import Plan, canonical_json
 from kvsearch.plan.origin import USES
@@ -28,7 +28,7 @@ from kvsearch.plan.saved import (
 class Folder(PlanExporter):
     """Everything of a plan in one folder, which `load_plan` reads; nothing is lost."""
 
-    def export(self, plan: Plan, inputs: Inputs = NOTHING) -> Exported:
+    def export(self, plan: Plan, inputs: Inputs) -> Exported:
         """Make the folder; UsageError if the weights of a fitted ranking are not here."""
         places = with_weights(plan.policies, FOLDER_PLAN)
         weights = {place.name: known_weights(str(spec.params[WEIGHTS]))[1] for spec, place in places}
@@ -45,7 +45,7 @@ class Folder(PlanExporter):
 class ModelFolder(Folder):
     """A plan and its weights in the folder of its model, whose `config.json` names it by its size."""
 
-    def export(self, plan: Plan, inputs: Inputs = NOTHING) -> Exported:
+    def export(self, plan: Plan, inputs: Inputs) -> Exported:
         """Make what lies beside the model; UsageError if the weights of a fitted ranking are not here."""
         listed = dict(check_listing(inputs.config.get(MODEL_KEY), "the model"))
         size = size_of(plan)

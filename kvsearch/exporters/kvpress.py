@@ -10,7 +10,6 @@ import numpy as np
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.exporters.base import (
-    NOTHING,
     SINGLE,
     BudgetExporter,
     Budgets,
@@ -40,7 +39,7 @@ class KvpressLukv(ProfileExporter):
 
     name: ClassVar[str] = "kvpress-lukv"
 
-    def export(self, profile: Profile, inputs: Inputs = NOTHING) -> Exported:  # noqa: ARG002
+    def export(self, profile: Profile, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Make the table and the lines that set it on a press."""
         metadata = profile.metadata
         if EVICTED_RATIO not in profile.arrays:

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from kvsearch.core.errors import IncompatibleError, UsageError, given
-from kvsearch.exporters.base import NOTHING, WEIGHTS, Exported, Inputs, ProfileExporter
+from kvsearch.exporters.base import WEIGHTS, Exported, Inputs, ProfileExporter
 from kvsearch.models.architecture import attention_modules
 from kvsearch.models.loading import CONFIG
 from kvsearch.plan import Profile, canonical_json
@@ -35,7 +35,7 @@ class KvpressKvzap(ProfileExporter):
     name: ClassVar[str] = "kvpress-kvzap"
     needs_model: ClassVar[bool] = True
 
-    def export(self, profile: Profile, inputs: Inputs = NOTHING) -> Exported:
+    def export(self, profile: Profile, inputs: Inputs) -> Exported:
         """Make the folder.
 
         Raises:

@@ -11,7 +11,7 @@ from safetensors.numpy import save
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.printed import markdown_text
-from kvsearch.exporters.base import NOTHING, WEIGHTS, Exported, Inputs, ProfileExporter
+from kvsearch.exporters.base import WEIGHTS, Exported, Inputs, ProfileExporter
 from kvsearch.models.loading import CONFIG
 from kvsearch.plan import Profile, canonical_json
 from kvsearch.plan.profile_arrays import QUERIES, QUERY_ABS, QUERY_COVARIANCE, QUERY_MEAN
@@ -48,7 +48,7 @@ class KvpressEA(ProfileExporter):
 
     name: ClassVar[str] = "kvpress-ea"
 
-    def export(self, profile: Profile, inputs: Inputs = NOTHING) -> Exported:  # noqa: ARG002
+    def export(self, profile: Profile, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Make the folder."""
         arrays = statistics_of(profile, self.name)
         metadata = profile.metadata
@@ -83,7 +83,7 @@ class TriAttention(ProfileExporter):
 
     name: ClassVar[str] = "triattention"
 
-    def export(self, profile: Profile, inputs: Inputs = NOTHING) -> Exported:  # noqa: ARG002
+    def export(self, profile: Profile, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Make the folder.
 
         Raises:

@@ -60,7 +60,7 @@ def of_presses(files: Mapping[str, bytes], model: ModelFingerprint, length: int)
 
 def of_plan(files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
     name = next(name for name in files if Path(name).match("plan*.json"))
-    return Budgets.of(Plan.model_validate(json.loads(files[name])), length).entries
+    return Budgets(Plan.model_validate(json.loads(files[name])), length).entries
 
 
 def arrays_of(files: Mapping[str, bytes], part: str) -> Any:
@@ -98,7 +98,7 @@ def test_entries_that_a_target_does_not_hold_are_counted(
     plan = plan_of(budgets, policy, scaling="fixed" if fixed else "proportional")
     exporter, found = exported(name, plan)
     length = found.total // plan.model.layers // HEADS if name == "headkv" else LENGTH  # it is told the mean
-    planned = Budgets.of(plan).entries
+    planned = Budgets(plan).entries
     held = read(name, exporter, found.files, plan.model, max(1, length))
     missing = int(np.maximum(planned - held, 0).sum())
     counted = [entries for entries in found.losses.values() if entries is not None]
@@ -113,7 +113,7 @@ def test_entries_that_a_target_does_not_hold_are_counted(
 def test_shares_of_a_total_come_back(name: str, budgets: list[list[int] | None]) -> None:
     plan = plan_of(budgets)
     exporter, found = exported(name, plan)
-    planned = Budgets.of(plan).entries
+    planned = Budgets(plan).entries
     if name == "spectralkv":
         planned = np.repeat(planned.sum(1, keepdims=True) / HEADS, HEADS, axis=1)
     held = read(name, exporter, found.files, plan.model, 10**6)
@@ -205,7 +205,7 @@ def test_what_a_target_needs_and_has_no_word_for() -> None:
     with pytest.raises(IncompatibleError, match="while decoding only"):
         exported("openvino", decode)
     with pytest.raises(UsageError, match="give --model"):
-        exporter_of("headkv").export(plan)  # type: ignore[attr-defined]
+        exporter_of("headkv").export(plan, Inputs())  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="give --length"):
         exported("kvpress-layers", plan_of([[8, 8]], scaling="fixed", length=None))
     with pytest.raises(IncompatibleError, match="no press that ranks as h2o"):
@@ -215,7 +215,7 @@ def test_what_a_target_needs_and_has_no_word_for() -> None:
 
 
 def test_unplanned_layers_hold_the_prompt() -> None:
-    budgets = Budgets.of(make_plan(), 80)
+    budgets = Budgets(make_plan(), 80)
     assert budgets.entries.tolist() == [[20, 12], [80, 80], [8, 24]]
 
 

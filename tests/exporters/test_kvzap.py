@@ -80,9 +80,9 @@ def test_heads_that_look_at_places_are_a_loss() -> None:
 def test_what_is_not_linear_in_hidden_states_is_refused() -> None:
     model, profile = made()
     with pytest.raises(UsageError, match="give --model"):
-        KvpressKvzap().export(profile)
+        KvpressKvzap().export(profile, Inputs())
     with pytest.raises(UsageError, match="this is a lukv profile"):
-        KvpressKvzap().export(make_profile())
+        KvpressKvzap().export(make_profile(), Inputs())
     with pytest.raises(UsageError, match=r"looks at snapkv, too: calibrate --method probe --features key,value"):
         KvpressKvzap().export(made(features=("key", "value", "snapkv", "spread"))[1], Inputs(model=model.model))
     for family, why in (("qwen3", "has k_norm"), ("phi3", "no linear k_proj")):

@@ -91,7 +91,7 @@ def test_a_share_per_layer_keeps_what_the_plan_keeps(
     spec = {"policy": {"name": policy, "params": params}}
     layers = [{**spec, "budget": budget} for budget in budgets]
     plan = plan_for(made, budgets, prefill={"layers": layers}, length=LENGTH, floor=1)
-    exported = KvpressLayers().export(plan)
+    exported = KvpressLayers().export(plan, Inputs())
     assert exported.losses == ()
     path = tmp_path / "ratios.json"
     path.write_bytes(exported.files[SINGLE])
@@ -111,7 +111,7 @@ def test_the_curve_keeps_what_the_plan_keeps(model: tuple[Any, Path], tmp_path: 
     entries = [largest_remainder(row * LENGTH, total, 10, LENGTH) for row, total in zip(wanted, totals, strict=True)]
     table = 1 - np.stack(entries) / LENGTH
     profile = Profile(ProfileMetadata.model_validate(metadata), {"evicted_ratio": table.astype(np.float32)})
-    exported = KvpressLukv().export(profile)
+    exported = KvpressLukv().export(profile, Inputs())
     assert exported.losses == ()
     path = tmp_path / "curve.npy"
     path.write_bytes(exported.files[SINGLE])
@@ -133,7 +133,7 @@ def test_the_gates_choose_the_heads_that_keep_everything(model: tuple[Any, Path]
     spec = {"policy": {"name": "duo_attention", "params": {"sinks": 4, "window": 8}}}
     layers = [{**spec, "budget": budget} for budget in budgets]
     plan = plan_for(made, budgets, prefill={"layers": layers}, length=LENGTH, floor=12)
-    exported = DuoAttentionGates().export(plan)
+    exported = DuoAttentionGates().export(plan, Inputs())
     assert exported.losses == ()
     for name, data in exported.files.items():
         (tmp_path / name).write_bytes(data)
@@ -180,7 +180,7 @@ def test_query_statistics_rank_as_they_do_here(model: tuple[Any, Path], tmp_path
     options = QueryStatisticsOptions(params={"sinks": 4})
     policy = options.make_policy()
     profile = calibrate_query_statistics(made, calibration_data(80, 120), policy, options)
-    exported = KvpressEA().export(profile)
+    exported = KvpressEA().export(profile, Inputs())
     statistics = [
         QueryStatistics(
             *(torch.from_numpy(profile.arrays[name][layer].copy())[None] for name in ("query_mean", "query_cov"))
