@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvsearch.cli.command import VerbCommand
     from kvsearch.cli.console import Console
     from kvsearch.core.errors import KvsearchError
+    from kvsearch.jobs.listings import Listing
     from kvsearch.jobs.reporter import Reporter
     from kvsearch.report.figures import Part
     from kvsearch.report.screen import View
@@ -58,10 +59,10 @@ def view_output(view: View) -> Output:
     return Output(view.as_json, shown_parts(view.parts))
 
 
-def listed(listing: tuple[dict[str, Any], Iterable[RenderableType]]) -> Output:
+def listed(listing: Listing) -> Output:
     """Return the output of a listing, for programs and for people."""
-    content, lines = listing
-    return Output(lambda: content, shown_parts(lambda: lines))
+    content, parts = listing
+    return Output(lambda: content, shown_parts(lambda: parts))
 
 
 def print_dry_run(function: Callable[[Any, Reporter], View], checked: Any, console: Console) -> None:

@@ -365,10 +365,9 @@ def recipes(options: JobOptions, listing: Listing) -> Output:
 def doctor(options: JobOptions, facts: dict[str, Any]) -> Output:
     """Check versions, devices and the bundled models, and run one tiny generation on the runtime's cache."""
     from kvsearch.jobs.listings import MISSING
-    from kvsearch.report.screen import facts as fact_lines
 
     missing = [name for name, value in facts.items() if value == MISSING]
     problem = None
     if missing:
         problem = EnvironmentFault(f"{', '.join(missing)} missing: run `pip install -e .` again where kvsearch is")
-    return Output(lambda: facts, shown_parts(lambda: fact_lines(facts)), problem=problem)
+    return Output(lambda: facts, shown_parts(lambda: [facts]), problem=problem)

@@ -115,10 +115,6 @@ class JobOptions(Record):
     def check_model(self) -> None:
         """Raise the error of a model that cannot be loaded, where the job has one that is named."""
 
-    def without_work(self) -> Self:
-        """Return the options for a call that only tells what the job would do."""
-        return self
-
     def close(self) -> None:
         """Give back what the options have opened for the job."""
 

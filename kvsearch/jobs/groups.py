@@ -133,9 +133,6 @@ class WithWorkers(Loading):
         """Return the Ray workers that are asked for."""
         return None if self.workers is None else RayWorkers(self.workers, address=self.ray_address)
 
-    def without_work(self) -> Self:
-        return self.model_copy(update={"workers": None, "ray_address": None})
-
     def load(self, name: str, reporter: Reporter | None = None, **instead: Any) -> LoadedModel:
         """See `Loading.load`; the workers load the model, too, when there is something to do.
 

@@ -16,12 +16,14 @@ from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import BUNDLED
 from kvsearch.policies.registry import PolicyFacts, catalog, describe_policy
-from kvsearch.report.screen import facts, listing
-from kvsearch.tasks.catalog import SETS, Entry, describe_tasks
+from kvsearch.report.screen import listing
+from kvsearch.tasks.catalog import SETS, describe_tasks
 from kvsearch.tasks.given import example_for
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from kvsearch.report.figures import Part
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "datasets", "scikit-learn", "cma", "pandas", "safetensors", "typer",
@@ -30,7 +32,7 @@ PACKAGES = (
 EXTRAS = ("ray", "lm-eval")
 MISSING = "missing"
 OPEN = "depends on its parameters"
-Listing = tuple[dict[str, Any], "Iterable[RenderableType]"]  # for programs, and line by line for people
+Listing = tuple[dict[str, Any], "Iterable[Part | RenderableType]"]  # for programs, and part by part for people
 STAGES = {None: OPEN, 1: "one score chooses what stays", 2: "two scores in turn choose what stays"}
 
 
@@ -52,37 +54,31 @@ def policies(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: A
     """Return all policies, or all there is to know about one."""
     if options.name is not None:
         policy = describe_policy(options.name)
-        return asdict(policy), _policy_lines(policy)
+        return asdict(policy), _policy_parts(policy)
     known, faults = catalog()
-    rows = [(one.name, " ".join(one.phases) or "-", _decode_rule(one), one.source, one.package) for one in known]
+    rows = [(one.name, " ".join(one.phases) or "-", one.decode or OPEN, one.source, one.package) for one in known]
     table = listing("eviction policies", ["name", "phases", "while decoding", "source", "package"], rows)
     content = {"policies": list(map(asdict, known)), "problems": faults}
     return content, [table, *("{name} ({package}): {error}".format(**fault) for fault in faults)]
 
 
-def _policy_lines(policy: PolicyFacts) -> Iterator[str]:
+def _policy_parts(policy: PolicyFacts) -> Iterator[Part]:
     for text in (policy.title, policy.formula):
         if text:
             yield from (*text.split("\n"), "")
     stages = {"of the prompt": STAGES[policy.stages]} if policy.phases else {}
     kept = OPEN if policy.sinks is None else f"{policy.sinks} first entries, {policy.window} most recent ones"
-    yield from facts(
-        {
-            "name": policy.name, "source": policy.source, "package": policy.package, "class": policy.implementation,
-            "evicts in": " and ".join(policy.phases) or "no phase: it keeps everything", **stages,
-            "while decoding": _decode_rule(policy),
-            "needs": OPEN if policy.needs is None else ", ".join(policy.needs) or "keys and values",
-            "always kept": kept,
-            **{
-                f"parameter {name}": f"default {'(none)' if default is None else default}"
-                for name, default in policy.parameters.items()
-            },
-        }
-    )  # fmt: skip
-
-
-def _decode_rule(policy: PolicyFacts) -> str:
-    return policy.decode or OPEN
+    yield {
+        "name": policy.name, "source": policy.source, "package": policy.package, "class": policy.implementation,
+        "evicts in": " and ".join(policy.phases) or "no phase: it keeps everything", **stages,
+        "while decoding": policy.decode or OPEN,
+        "needs": OPEN if policy.needs is None else ", ".join(policy.needs) or "keys and values",
+        "always kept": kept,
+        **{
+            f"parameter {name}": f"default {'(none)' if default is None else default}"
+            for name, default in policy.parameters.items()
+        },
+    }  # fmt: skip
 
 
 # --- tasks ----------------------------------------------------------------------------------------------
@@ -94,23 +90,19 @@ def tasks(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: ARG0
     known = describe_tasks(options.name)
     content = {"tasks": [task.facts() for task in known], "sets": SETS}
     if len(known) == 1:
-        return content, _task_lines(known[0])
+        (task,) = known
+        facts = {
+            "task": task.spec, "category": task.category, "metric": task.metric, "texts from": task.source,
+            "needs": task.needs or "no file of yours", "packages": ", ".join(task.packages) or "none besides kvsearch",
+            "options": " ".join(task.options), "splits": f"{', '.join(task.splits)}; default {task.split}",
+        }  # fmt: skip
+        return content, [facts]
     rows = [
         (one.spec, one.category, one.metric, ", ".join(one.packages) or "-", one.needs or one.source) for one in known
     ]
     table = listing("tasks", ["task", "category", "metric", "packages", "texts from"], rows)
     sets = "; ".join(f"{name} ({len(members)})" for name, members in SETS.items())
     return content, [table, f"sets: {sets}. One in full: kvsearch tasks SPEC"]
-
-
-def _task_lines(task: Entry) -> Iterator[str]:
-    return facts(
-        {
-            "task": task.spec, "category": task.category, "metric": task.metric, "texts from": task.source,
-            "needs": task.needs or "no file of yours", "packages": ", ".join(task.packages) or "none besides kvsearch",
-            "options": " ".join(task.options), "splits": f"{', '.join(task.splits)}; default {task.split}",
-        }
-    )  # fmt: skip
 
 
 # --- recipes --------------------------------------------------------------------------------------------

@@ -71,7 +71,8 @@ def run_job(
                 refuse_locked(place)
             else:
                 locks.enter_context(writing(place))
-        checked = checked.without_work() if dry else checked
+        if dry and isinstance(checked, WithWorkers):
+            checked = checked.model_copy(update={"workers": None})
         locks.callback(checked.close)
         began = perf_counter()
         result = function(checked, reporter or Silent())

@@ -52,7 +52,8 @@ from kvsearch.policies.fitted import Fitted, is_last, profile_of
 from kvsearch.policies.registry import FITTED
 from kvsearch.report.costs import Forecast
 from kvsearch.report.ranking import find_losses
-from kvsearch.report.selections import run_result, sentences, smallest_words
+from kvsearch.report.selections import selection_result, sentences, smallest_words
+from kvsearch.results.selection import RunResult
 from kvsearch.runs.identity import PLAN, RunConfig
 from kvsearch.runs.run import Run, run_in, write_contexts
 from kvsearch.selection.selection import LEAST_CONTEXTS, shared_level
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
     from kvsearch.plan import Plan
     from kvsearch.plan.origin import Use
     from kvsearch.policies import Policy
-    from kvsearch.results.selection import RunResult
     from kvsearch.selection.selection import PhaseResult, Rule, Selection, TriedBudget
     from kvsearch.selection.selection_job import SelectionJob
     from kvsearch.tasks.base import TokenCount
@@ -349,12 +349,14 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
             if options.smallest:
                 selection, tried = stages.find_smallest(calibrated, display)
                 selections.append(selection)
-        files = tuple(options.plan_file(selection.job.size) for selection in selections)
-        for selection, file in zip(selections, files, strict=True):
+        sizes = {}
+        for selection in selections:
+            file = options.plan_file(selection.job.size)
             check_plan(selection.plan, f"the plan for {file}")
             save_plan(selection.plan, file, overwrite=True)
+            sizes[str(selection.job.size)] = selection_result(selection, file.name)
         write_contexts(directory, stages.hashes)
-        result = run_result(selections, [file.name for file in files], tried)
+        result = RunResult(sizes=sizes, tried=tuple(tried))
         opened.write(REPORT, result.as_json())
         opened.finish()
     if tried:

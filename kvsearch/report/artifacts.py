@@ -56,6 +56,12 @@ KNOWN = (
 UNFINISHED = "this run is not finished: give its command again to go on"
 
 
+def name_of_model(content: Any) -> Any:
+    """Return the name of the model that most contents state, by itself or with its hashes; None where there is none."""
+    model = getattr(content, "model", None)
+    return getattr(model, "name", model)
+
+
 @dataclass(frozen=True)
 class ArtifactKind:
     """What can be done with the content of a file.
@@ -70,13 +76,13 @@ class ArtifactKind:
 
     parts: Callable[[Any], Iterable[Part]]
     records: tuple[type[Result], ...] = ()
-    model: Callable[[Any], Any] = lambda content: content.model
+    model: Callable[[Any], Any] = name_of_model
     figures: Callable[[Any], Iterable[Figure]] = lambda _: ()
     headline: Callable[[Any], str] = lambda _: ""
 
 
 KINDS: Mapping[str, ArtifactKind] = {
-    "plan": ArtifactKind(plan_parts, model=lambda plan: plan.model.name, headline=plan_headline),
+    "plan": ArtifactKind(plan_parts, headline=plan_headline),
     "profile": ArtifactKind(
         profile_parts, model=lambda profile: profile.metadata.model.name, figures=profile_figures, headline=caption
     ),
@@ -87,30 +93,24 @@ KINDS: Mapping[str, ArtifactKind] = {
     "speed": ArtifactKind(
         SpeedView.parts, (SpeedView,), model=lambda view: view.machine.get("model"), figures=charts.speed_figures
     ),
-    "validation": ArtifactKind(scores.validation_parts, (ValidationResult,), model=lambda result: result.model.name),
+    "validation": ArtifactKind(scores.validation_parts, (ValidationResult,)),
     "selection": ArtifactKind(
         lambda result: selections.tables(*result.choices),
         (SelectionResult, SelectionsResult),
         figures=charts.selection_figures,
         headline=selections.headline,
     ),
-    "search": ArtifactKind(
-        search.parts,
-        (SearchResult,),
-        model=lambda content: getattr(content, "model", None),
-        figures=charts.search_figures,
-    ),
+    "search": ArtifactKind(search.parts, (SearchResult,), figures=charts.search_figures),
     "run": ArtifactKind(
         selections.run_parts, (RunResult,), figures=charts.selection_figures, headline=selections.headline
     ),
-    "replies": ArtifactKind(lambda content: [scores.progress_table(content)], model=lambda _: None),
+    "replies": ArtifactKind(lambda content: [scores.progress_table(content)]),
     "contexts": ArtifactKind(
-        lambda content: [{use: counted(len(getattr(content, use)), "context hash") for use in USES}],
-        model=lambda _: None,
+        lambda content: [{use: counted(len(getattr(content, use)), "context hash") for use in USES}]
     ),
     "recipe": ArtifactKind(lambda options: [options], model=lambda options: options.get("model")),
     "reproduction": ArtifactKind(Reproduced.tables, (Reproduced,), figures=charts.table_figures),
-    "runs": ArtifactKind(lambda runs: [_runs_table(runs)], model=lambda _: None),
+    "runs": ArtifactKind(lambda runs: [_runs_table(runs)]),
     "cache": ArtifactKind(cache_parts, model=lambda header: header.plan.model.name),
 }
 RECORDS = {

@@ -166,12 +166,6 @@ def _lead_words(method: MethodResult, result: PhaseResult) -> str:
     return f"{100 * method.lead.mean:+.2f} points{least} (chance {chance_of(method.chance)}{shared})"
 
 
-def run_result(found: Sequence[Selection], files: Sequence[str], tried: Sequence[TriedBudget] = ()) -> RunResult:
-    """Return everything by size; `files` are the names of the plans, budgets were `tried` where one was to be found."""
-    sizes = {str(one.job.size): selection_result(one, file) for one, file in zip(found, files, strict=True)}
-    return RunResult(sizes=sizes, tried=tuple(tried))
-
-
 def run_parts(content: RunResult) -> Iterator[str | Table]:
     """Yield what was chosen at each size, in words and as tables, and what was tried to find the size."""
     for one in content.choices:
