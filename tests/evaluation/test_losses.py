@@ -36,7 +36,7 @@ from tests import tiny
 from tests.combinations import every_value
 from tests.families import EACH_FAMILY, build, prompts
 from tests.policies.contract import properties
-from tests.runtime.helpers import feed, one_by_one, random_eviction, running
+from tests.runtime.helpers import columns, feed, one_by_one, random_eviction, running
 from tests.runtime.layers import Layer, Scene, scenes
 from tests.runtime.policies import SMALL
 
@@ -122,23 +122,14 @@ def brute_force(model: Any, kept: dict[int, Tensor], context: Tensor, following:
     return found
 
 
-def held(cache: PlanCache, heads: int, length: int) -> dict[int, Tensor]:
-    """What a cache of one sequence holds, [Hkv, length] bool by layer."""
-    found = {}
-    for layer in cache.planned:
-        found[layer] = torch.zeros(heads, length, dtype=torch.bool)
-        for head in range(heads):
-            found[layer][head, cache.kept_positions(layer, 0, head)] = True
-    return found
-
-
 @torch.no_grad()
-def compressed(model: Any, plan: Program, context: Tensor) -> PlanCache:
-    """The real cache after the context."""
+def held(model: Any, plan: Program, context: Tensor) -> dict[int, Tensor]:
+    """What the real cache holds of the context, [Hkv, T] bool by layer."""
     cache = PlanCache(model, plan)
     with running(model, NAME):
         model(context, past_key_values=cache)
-    return cache
+    kept = columns(cache, torch.ones_like(context), describe(model).kv_heads, context.shape[1])
+    return {layer: shown[0] for layer, shown in kept.items()}
 
 
 @every_value(method=["random", "snapkv", "lava", "adakv"], family=EACH_FAMILY)
@@ -146,8 +137,7 @@ def test_losses_are_those_of_masked_eager_attention(method: str, family: str) ->
     model = build(family)
     context, following = tokens()
     plan = program(model, method)
-    kept = held(compressed(model, plan, context), describe(model).kv_heads, LENGTH)
-    expected = brute_force(model, kept, context, following)
+    expected = brute_force(model, held(model, plan, context), context, following)
     found = losses_of(model, plan, context, following)
     assert list(found) == list(expected) == list(describe(model).full_layers)
     for layer, losses in found.items():

@@ -38,7 +38,8 @@ from kvsearch.policies.snapkv import SnapKV
 from kvsearch.runtime.attention import Output, dense_attention, running, using
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.program import PhaseProgram, Program
-from tests.families import REFUSED, build
+from tests.families import REFUSED, build, prompts
+from tests.runtime.helpers import columns, feed, one_by_one
 from tests.runtime.masked import masked
 
 Verdict = Literal["supported", "partly", "refused", "FAILED"]
@@ -102,17 +103,18 @@ def _uneven(model: Any) -> Any:
 
 @torch.no_grad()
 def _check_plans(model: Any) -> None:
-    ids, mask = _prompts(2, PROMPT, PADS)
+    ids, mask = prompts(2, PROMPT, PADS)
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": REPLY, "do_sample": False}
     stock = model.generate(ids, **options)
     with running(model):
         full = PlanCache(model, Program.uniform(model, FullKV(), lambda length: length))
         said = model.generate(ids, past_key_values=full, **options)
         cache = PlanCache(model, _ragged(model))
-        more, _ = _prompts(2, REPLY - 1, 0, seed=1)
+        more, _ = prompts(2, REPLY - 1, 0, seed=1)
         planned = _fed(model, ids, mask, more, cache)
     _require(torch.equal(stock, said), "a plan that evicts nothing changes what the model says")
-    kept = _kept(cache, mask)
+    held = columns(cache, mask, describe(model).kv_heads, PROMPT + more.shape[1])
+    kept = {layer: shown[..., :PROMPT] for layer, shown in held.items()}
     entries = cache.entries() - more.shape[1]
     budgets = torch.stack([chosen.sum(-1) for chosen in kept.values()])
     _require(torch.equal(entries, budgets), "a head holds another number of entries than its budget")
@@ -135,39 +137,9 @@ def _ragged(model: Any) -> Program:
     return Program(PhaseProgram(policies, lambda _: budgets.copy()))
 
 
-def _prompts(batch: int, length: int, pads: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(ids)
-    ids[0, :pads], mask[0, :pads] = 0, 0
-    return ids, mask
-
-
 def _fed(model: Any, ids: Tensor, mask: Tensor, more: Tensor, cache: Any) -> Tensor:
-    """Return logits [B, n, V] of tokens `more` [B, n] that follow the prompts one by one (None: in its own cache)."""
-    given = {} if cache is None else {"past_key_values": cache}
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, **given)
-    logits, following = [], positions[:, -1:]
-    for token in torch.split(more, 1, -1):
-        mask, following = torch.cat([mask, torch.ones_like(token)], 1), following + 1
-        output = model(
-            input_ids=token, attention_mask=mask, position_ids=following, past_key_values=output.past_key_values
-        )
-        logits.append(output.logits)
-    return torch.cat(logits, 1)
-
-
-def _kept(cache: PlanCache, mask: Tensor) -> dict[int, Tensor]:
-    """Return which columns of the prompts are held, [B, Hkv, T] bool by layer."""
-    found = {}
-    for index, layer in cache.planned.items():
-        heads = layer.evicted.most_entries().shape[1]
-        found[index] = torch.zeros(len(mask), heads, mask.shape[1], dtype=torch.bool)
-        for row, length in enumerate(mask.sum(-1).tolist()):
-            for head in range(heads):
-                held = [token for token in cache.kept_positions(index, row, head) if token < length]
-                found[index][row, head, [token + mask.shape[1] - length for token in held]] = True
-    return found
+    """Return logits [B, n, V] of tokens `more` [B, n] that follow the prompts one by one."""
+    return torch.cat(feed(model, cache, [(ids, mask), *one_by_one(more)])[1:], 1)
 
 
 @torch.no_grad()
@@ -179,7 +151,7 @@ def _limits(model: Any, family: str) -> Iterator[str]:
         yield f"its layers of {' and '.join(kinds)} are left alone"
     calls = {index: _Call(module) for index, module in attention_modules(model).items() if index in shape.full_layers}
     with using(model, WATCHED), _watching(calls):
-        model(_prompts(1, PROMPT, 0)[0], use_cache=False)
+        model(prompts(1, PROMPT)[0], use_cache=False)
         same = all(torch.equal(call.output, call.projected) for call in calls.values())
         turned_back = all(_turns_back(call, rotary(model, index)) for index, call in calls.items())
     _require(
@@ -204,7 +176,7 @@ def _limits(model: Any, family: str) -> Iterator[str]:
 
 def _continues(model: Any) -> bool:
     """Tell whether the model's own code says the same of a text in two pieces as of all of it."""
-    ids, _ = _prompts(1, PROMPT, 0)
+    ids, _ = prompts(1, PROMPT)
     whole = model(ids, use_cache=False).logits[:, -1]
     start = model(ids[:, : PROMPT // 2])
     positions = torch.arange(PROMPT // 2, PROMPT)[None]

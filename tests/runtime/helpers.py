@@ -110,14 +110,17 @@ def reference(model: Any, kept: Kept) -> Iterator[DynamicCache]:
 
 
 @torch.no_grad()
-def feed(model: Any, cache: Any, pieces: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Logits [B, q, V] of consecutive pieces (ids, mask) [B, q], each one forward pass, positions as `generate` has."""
-    seen: Tensor | None = None
+def feed(model: Any, cache: Any, pieces: Sequence[tuple[Tensor, Tensor]], seen: Tensor | None = None) -> list[Tensor]:
+    """Logits [B, q, V] of consecutive pieces (ids, mask) [B, q], each one forward pass, positions as `generate` has.
+
+    `seen` is the mask of what the cache has read before, None: nothing.
+    """
     logits = []
     for ids, mask in pieces:
         seen = mask if seen is None else torch.cat([seen, mask], 1)
         positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         output = model(input_ids=ids, attention_mask=seen, position_ids=positions, past_key_values=cache)
+        cache = output.past_key_values  # the model's own, where none was given
         logits.append(output.logits)
     return logits
 
@@ -155,3 +158,15 @@ def kept_tokens(chosen: Tensor, mask: Tensor) -> list[list[list[int]]]:
 def held_tokens(cache: PlanCache, layer: int, batch: int, heads: int) -> list[list[list[int]]]:
     """The same of a cache."""
     return [[cache.kept_positions(layer, row, head) for head in range(heads)] for row in range(batch)]
+
+
+def columns(cache: PlanCache, mask: Tensor, kv_heads: int, width: int) -> Kept:
+    """What each head holds as masks [B, Hkv, width] over the columns of a left-padded batch."""
+    kept = {}
+    for layer in cache.planned:
+        shown = torch.zeros(len(mask), kv_heads, width, dtype=torch.bool)
+        for row, pads in enumerate((mask == 0).sum(-1).tolist()):
+            for head in range(kv_heads):
+                shown[row, head, [pads + index for index in cache.kept_positions(layer, row, head)]] = True
+        kept[layer] = shown
+    return kept

@@ -17,7 +17,7 @@ from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
 from tests.combinations import every_value
 from tests.families import DEVICES, EACH_FAMILY, build, prompts
-from tests.runtime.helpers import assert_close, feed, one_by_one, plan_for, reference, running
+from tests.runtime.helpers import assert_close, columns, feed, one_by_one, plan_for, reference, running
 from tests.runtime.masked import hide
 from tests.runtime.policies import SMALL, for_model, policies_of
 
@@ -32,25 +32,9 @@ def phase(model: Any, policy: Policy, budgets: tuple[int, ...]) -> PhaseProgram:
     return PhaseProgram(dict.fromkeys(layers, policy), lambda length: table)
 
 
-def columns(cache: PlanCache, mask: Tensor, kv_heads: int, width: int) -> dict[int, Tensor]:
-    """What each head holds as masks [B, Hkv, width] over the columns of a left-padded batch."""
-    kept = {}
-    for layer in cache.planned:
-        shown = torch.zeros(len(mask), kv_heads, width, dtype=torch.bool)
-        for row, pads in enumerate((mask == 0).sum(-1).tolist()):
-            for head in range(kv_heads):
-                shown[row, head, [pads + index for index in cache.kept_positions(layer, row, head)]] = True
-        kept[layer] = shown
-    return kept
-
-
-@torch.no_grad()
-def one_step(model: Any, cache: Any, mask: Tensor, step: int, token: Tensor) -> Tensor:
+def one_step(model: Any, cache: Any, mask: Tensor, step: int, token: tuple[Tensor, Tensor]) -> Tensor:
     """Logits of the token `step` places after a prompt with this mask."""
-    seen = torch.cat([mask, mask.new_ones(len(mask), step + 1)], 1)
-    positions = (seen.cumsum(-1) - 1)[:, -1:]
-    logits: Tensor = model(token, attention_mask=seen, position_ids=positions, past_key_values=cache).logits
-    return logits
+    return feed(model, cache, [token], torch.cat([mask, mask.new_ones(len(mask), step)], 1))[0]
 
 
 @every_value(name=policies_of(REVERSIBLE), prefilled=[False, True])
@@ -74,12 +58,12 @@ def compare(family: str, policy: Policy, prefilled: bool, device: str) -> None:
     with running(model, NAME):
         cache = PlanCache(model, program)
         planned, kept = feed(model, cache, [(ids, mask)]), [columns(cache, mask, heads, 20)]
-        for step, (token, _) in enumerate(answer):
+        for step, token in enumerate(answer):
             planned.append(one_step(model, cache, mask, step, token))
             kept.append(columns(cache, mask, heads, 21 + step))
     with reference(model, {}) as full:
         feed(model, full, [(ids, mask)])
-        for step, (token, _) in enumerate(answer):
+        for step, token in enumerate(answer):
             hide(kept[step])
             assert_close(planned[step + 1], one_step(model, full, mask, step, token))
     if policy.name not in ("full", "duo_attention"):  # some heads of theirs grow

@@ -26,21 +26,6 @@ from tests.runtime.helpers import (
 from tests.runtime.places import families, places
 
 
-@families
-@pytest.mark.parametrize("exact", [False, True])
-def test_decoding_equals_masking(family: str, exact: bool, device: str) -> None:
-    model = build(family, device)
-    ids, mask = prompts(2, 40, pads=9, device=device)
-    eviction = random_eviction(model, mask)
-    pieces = [(ids, mask), *one_by_one(prompts(2, 8, device=device, seed=1)[0])]
-    planned, expected, cache = planned_and_reference(model, eviction, pieces, exact=exact)
-    for actual, wanted in zip(planned[1:], expected[1:], strict=True):
-        assert_close(actual, wanted)
-    evicts_nothing = feed(model, None, [(torch.cat([ids, pieces[1][0]], 1), torch.cat([mask, pieces[1][1]], 1))])
-    assert float((evicts_nothing[0][:, -1:] - expected[1]).abs().max()) > 1e-2  # the test would notice
-    assert cache.get_seq_length() == 48
-
-
 @places
 @pytest.mark.parametrize("kv_heads", [1, 8])
 def test_one_kv_head_and_one_per_query_head(kv_heads: int, device: str) -> None:
@@ -55,16 +40,20 @@ def test_one_kv_head_and_one_per_query_head(kv_heads: int, device: str) -> None:
 
 
 @families
-def test_a_padded_second_turn_equals_masking(family: str, device: str) -> None:
+@pytest.mark.parametrize("exact", [False, True])
+def test_decoding_and_a_padded_second_turn_equal_masking(family: str, exact: bool, device: str) -> None:
     model = build(family, device)
     ids, mask = prompts(2, 30, pads=9, device=device)
     question, question_mask = prompts(2, 7, pads=4, device=device, seed=1)
     more, more_mask = prompts(2, 5, device=device, seed=2)
     answer = one_by_one(prompts(2, 3, device=device, seed=3)[0])
     pieces = [(ids, mask), (question, question_mask), *answer, (more, more_mask), *answer]
-    planned, expected, _ = planned_and_reference(model, random_eviction(model, mask, seed=1), pieces)
+    planned, expected, cache = planned_and_reference(model, random_eviction(model, mask, seed=1), pieces, exact=exact)
     for (_, real), actual, wanted in list(zip(pieces, planned, expected, strict=True))[1:]:
         assert_close(actual[real.bool()], wanted[real.bool()])
+    full = feed(model, None, pieces)
+    assert float((full[2] - expected[2]).abs().max()) > 1e-2  # the test would notice
+    assert cache.get_seq_length() == 30 + 7 + 3 + 5 + 3
 
 
 @families

@@ -66,15 +66,10 @@ def test_one_prompt_serves_many_plans(family: str) -> None:
     model = build(family)
     ids, mask = prompts(1, 30)
     programs = [random_eviction(model, mask, seed=seed).program for seed in (0, 1)]
-    after = one_by_one(prompts(1, 4, seed=1)[0])
-    positions = torch.arange(30, 34)[None]
+    after = prompts(1, 4, seed=1)[0]
 
     def go_on(cache: PlanCache, rows: int = 1) -> Any:
-        steps = [
-            model(ids.repeat(rows, 1), position_ids=positions[:, i : i + 1], past_key_values=cache).logits
-            for i, (ids, _) in enumerate(after)
-        ]
-        return torch.cat(steps, 1)
+        return torch.cat(feed(model, cache, one_by_one(after.repeat(rows, 1)), mask.repeat(rows, 1)), 1)
 
     with running(model, NAME), torch.no_grad():
         alone = []

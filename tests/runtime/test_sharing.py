@@ -29,9 +29,8 @@ from tests.budgets.known import OfScores
 from tests.combinations import every_value
 from tests.examples import at_most
 from tests.families import DEVICES, EACH_FAMILY, build, prompts
-from tests.runtime.helpers import assert_close, feed, one_by_one, reference, running
+from tests.runtime.helpers import assert_close, columns, feed, one_by_one, reference, running
 from tests.runtime.policies import SMALL
-from tests.runtime.test_decode_phase import columns
 
 SINGLE = ["lava{'window': 3, 'kernel': 3}", "snapkv{'window': 4, 'kernel': 3, 'sinks': 1}"]
 ALLOCATIONS = {
@@ -95,25 +94,17 @@ class Recorded:
         monkeypatch.setattr(Sharing, "end", recording)
 
 
-@torch.no_grad()
 def read(model: Any, program: Program, ids: Tensor, mask: Tensor) -> PlanCache:
     cache = PlanCache(model, program)
     with running(model, NAME):
-        model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), past_key_values=cache)
+        feed(model, cache, [(ids, mask)])
     return cache
 
 
-@torch.no_grad()
 def go_on(model: Any, cache: PlanCache, ids: Tensor, mask: Tensor) -> list[Tensor]:
     """Logits of tokens [B, n] that follow the prompt of `mask` one by one."""
-    logits, seen = [], mask
     with running(model, NAME):
-        for token in ids.split(1, 1):
-            seen = torch.cat([seen, seen.new_ones(len(seen), 1)], 1)
-            positions = (seen.cumsum(-1) - 1)[:, -1:]
-            output = model(token, attention_mask=seen, position_ids=positions, past_key_values=cache)
-            logits.append(output.logits)
-    return logits
+        return feed(model, cache, one_by_one(ids), mask)
 
 
 def decided_at_the_end(

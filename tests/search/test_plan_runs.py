@@ -26,7 +26,7 @@ from kvsearch.search.evaluators import PlanRuns
 from kvsearch.search.start_plans import Base
 from tests import tiny
 from tests.combinations import every_value
-from tests.runtime.helpers import TOLERANCE
+from tests.runtime.helpers import TOLERANCE, feed, one_by_one
 from tests.search.bank.cases import PROTOCOLS, SNAPKV, encoded, losses_of, random_candidates, samples_of
 
 PHASES: dict[str, tuple[Phase, ...]] = {"decode": ("decode",), "both": ("prefill", "decode")}
@@ -43,17 +43,13 @@ def candidates_of(loaded: LoadedModel, base: Base, count: int, most: int = 40) -
     return [np.concatenate(tables[n::count]) for n in range(count)]
 
 
-@torch.no_grad()
-def one_by_one(loaded: LoadedModel, program: Program, sample: BankSample) -> Tensor:
+def logits_of(loaded: LoadedModel, program: Program, sample: BankSample) -> Tensor:
     """Logits [A, V] for the answer: the prompt, then every token by itself."""
-    model, cache = loaded.model, PlanCache(loaded.model, program)
-    rows = []
-    with running(model):
-        rows.append(model(input_ids=sample.prompt[None], past_key_values=cache).logits[0, -1:])
-        for step, token in enumerate(sample.following):
-            position = torch.tensor([[len(sample.prompt) + step]])
-            rows.append(model(input_ids=token[None, None], position_ids=position, past_key_values=cache).logits[0, -1:])
-    return torch.cat(rows)[-len(sample.answer) :]
+    prompt = sample.prompt[None]
+    pieces = [(prompt, torch.ones_like(prompt)), *one_by_one(sample.following[None])]
+    with running(loaded.model):
+        rows = feed(loaded.model, PlanCache(loaded.model, program), pieces)
+    return torch.cat([row[0, -1:] for row in rows])[-len(sample.answer) :]
 
 
 @every_value(family=["llama", "gemma2"], protocol=PROTOCOLS, name=PHASES)
@@ -63,7 +59,7 @@ def test_losses_are_those_of_token_by_token_decoding(family: str, protocol: Prot
     candidates = candidates_of(loaded, base, 2)
     found = PlanRuns(base, samples, batch=2).evaluate(candidates)
     expected = [
-        [losses_of(sample, [one_by_one(loaded, Program.from_plan(loaded.model, base.plan(table, {}, 0)), sample)])[0]
+        [losses_of(sample, [logits_of(loaded, Program.from_plan(loaded.model, base.plan(table, {}, 0)), sample)])[0]
          for sample in samples]
         for table in candidates
     ]  # fmt: skip

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.models.architecture import describe
@@ -18,8 +17,6 @@ from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.shared_prefill import compressed
 from kvsearch.search.bank.bank import CandidateBank
-from kvsearch.search.bank.passes import Pass
-from kvsearch.search.bank.prepared import windows_of
 from kvsearch.search.bank.samples import bank_samples
 from kvsearch.search.spaces import placed
 from kvsearch.tasks.base import Example, Query
@@ -27,7 +24,7 @@ from kvsearch.tasks.encode import TaskPrompts, encode_tasks
 from tests import tiny
 from tests.combinations import every_value
 from tests.families import EACH_FAMILY
-from tests.runtime.helpers import TOLERANCE, assert_close
+from tests.runtime.helpers import TOLERANCE
 from tests.runtime.recorder import Recorder, capturing
 from tests.search.bank.cases import (
     PROTOCOLS,
@@ -51,20 +48,6 @@ def loaded(family: str) -> LoadedModel:
     return tiny.loaded(family, tie_word_embeddings=False)
 
 
-@every_value(family=EACH_FAMILY, protocol=PROTOCOLS)
-def test_logits_are_those_of_the_runtime(family: str, protocol: Protocol) -> None:
-    """Prompts, questions and answers of different lengths in one pass, other budgets in every head."""
-    model = loaded(family)
-    samples, candidates = samples_of(model, protocol), random_candidates(model, 4, 100)
-    with CandidateBank(model, SNAPKV, samples, cap=100) as bank, running(model.model):
-        states = bank.states(range(len(samples)), [100] * bank.shape[0])
-        found = Pass(model.model, samples, states, windows_of(model.model), np.stack(candidates)).forced()
-    for number, sample in enumerate(samples):
-        expected = torch.stack(runtime_logits(model, sample, candidates))
-        rows = sample.predicting
-        assert_close(found[:, number, found.shape[2] - rows :], expected[:, len(sample.answer) - rows :])
-
-
 @families
 def test_each_layer_has_the_policy_that_it_has_entries_under(family: str) -> None:
     """Tables of two policies, one below the other, against plans of these policies."""
@@ -84,13 +67,15 @@ def test_each_layer_has_the_policy_that_it_has_entries_under(family: str) -> Non
 
 @every_value(family=EACH_FAMILY, protocol=PROTOCOLS)
 def test_losses_and_their_order_are_those_of_the_runtime(family: str, protocol: Protocol) -> None:
+    """Of prompts, questions and answers of different lengths, other budgets in every head, and the whole prompt."""
     model = loaded(family)
-    samples, candidates = samples_of(model, protocol), random_candidates(model, 8, 60, seed=1)
-    with CandidateBank(model, SNAPKV, samples, cap=60) as bank:
+    everything = [np.full(table_shape(model), budget) for budget in (100, 10**6)]
+    samples, candidates = samples_of(model, protocol), [*random_candidates(model, 8, 60, seed=1), *everything]
+    with CandidateBank(model, SNAPKV, samples, cap=100) as bank:
         found = bank.losses(candidates)
     expected = np.stack([losses_of(sample, runtime_logits(model, sample, candidates)) for sample in samples], axis=1)
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
-    assert found.mean(1).argsort().tolist() == expected.mean(1).argsort().tolist()
+    assert found[:8].mean(1).argsort().tolist() == expected[:8].mean(1).argsort().tolist()
     assert np.ptp(expected, axis=0).min() > 100 * TOLERANCE  # candidates do differ
 
 
@@ -130,20 +115,6 @@ def test_policies_of_every_kind(policy: str, params: dict[str, Any]) -> None:
         found = bank.losses(candidates)
     expected = [losses_of(sample, runtime_logits(model, sample, candidates, chosen)) for sample in samples]
     np.testing.assert_allclose(found, np.transpose(expected), atol=TOLERANCE)
-
-
-@every_value(family=EACH_FAMILY, protocol=PROTOCOLS)
-def test_budgets_of_the_whole_prompt_are_the_full_cache(family: str, protocol: Protocol) -> None:
-    model = loaded(family)
-    samples = samples_of(model, protocol)
-    everything = [np.full(table_shape(model), budget) for budget in (100, 10**6)]
-    with CandidateBank(model, SNAPKV, samples, cap=100) as bank:
-        found = bank.losses(everything)
-    for number, sample in enumerate(samples):
-        whole = torch.cat([sample.prompt, sample.following])[None]
-        with torch.no_grad():
-            logits = model.model(whole).logits[0, -len(sample.answer) :]
-        np.testing.assert_allclose(found[:, number], losses_of(sample, [logits])[0], atol=TOLERANCE)
 
 
 def evaluator_replies(model: LoadedModel, task: TaskPrompts, protocol: Protocol, candidates: Any) -> Any:
