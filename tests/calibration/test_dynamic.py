@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,9 +25,11 @@ from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
+from kvsearch.tasks.synthetic.vocabulary import WORDS
 from tests import tiny
 from tests.calibrations import calibrate_dynamic
 from tests.combinations import every_value
+from tests.runtime import test_sharing
 from tests.runtime.helpers import running
 
 LAVA: Policy = create_policy("lava", {"window": 4, "kernel": 3, "sinks": 2})
@@ -67,13 +68,8 @@ def profiles(model: LoadedModel, data: CalibrationData) -> dict[str, Profile]:
     return {name: calibrate_dynamic(model, data, *how) for name, how in METHODS.items()}
 
 
-def uneven(family: str = "llama", **changes: Any) -> LoadedModel:
-    """A model whose layers differ in how sharp their attention is."""
-    made = tiny.loaded(family, **changes)
-    with torch.no_grad():
-        for index, layer in enumerate(made.model.model.layers):
-            layer.self_attn.q_proj.weight.mul_((3.0, 0.2, 1.0, 0.02)[index])
-    return tiny.wrap(made.model)
+def uneven() -> LoadedModel:
+    return tiny.wrap(test_sharing.uneven(vocab_size=len(WORDS)))
 
 
 def decided(model: LoadedModel, prompt: CalibrationPrompt, how: tuple[Policy, Allocation], floor: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvsearch.models.loading import load
 from tests import tiny
 from tests.robustness.inputs import calibration_file
 from tests.runs.guard import every_write_locked
-from tests.shared import finished_once, folder_once
+from tests.shared import Finished, finished_once, folder_once
 from tests.signals.profiles import make_signals, signal_metadata
 
 PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 8}, "streaming": {"sinks": 4}, "tova": {}}
@@ -53,7 +53,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def make(folder: Path) -> tuple[int, str, str]:
         directory = folder / "run"
-        code, out, talk = invoke("calibrate", "bundled", "-o", directory, "--questions", 2)
+        code, out, talk = invoke("calibrate", "bundled", "-o", directory, "--questions", 2, "--no-check")
         if code:
             return code, out, talk
         return invoke("export", directory, "--ratio", 0.8, "-o", directory / "plan.json")
@@ -68,10 +68,32 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def fill(folder: Path) -> None:
         tiny.task_file(folder / "mine.jsonl", 40, length=100, facts=3)
         calibration_file(folder / "texts.json", 4)
-        (folder / "polykv").mkdir()
-        signals = make_signals(signal_metadata(load("bundled").fingerprint, PATTERNS, budgets=(24,)))
-        (folder / "polykv" / "profile.safetensors").write_bytes(signals.to_bytes())
-        config = {"model": "bundled", "recipe": {"method": "polykv"}, "seed": 0}
-        (folder / "polykv" / "config.json").write_text(json.dumps(config))
+        polykv_in(folder / "polykv", budgets=(24,))
 
     return folder_once(tmp_path_factory, "verbs", fill)
+
+
+def polykv_in(
+    directory: Path, patterns: Mapping[str, dict[str, Any]] = PATTERNS, made: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> Path:  # fmt: skip
+    """What a calibration of the bundled model by polykv leaves; `made` are arrays of its profile."""
+    directory.mkdir(parents=True, exist_ok=True)
+    metadata = signal_metadata(load("bundled").fingerprint, dict(patterns), **changes)
+    (directory / "profile.safetensors").write_bytes(make_signals(metadata, **(made or {})).to_bytes())
+    (directory / "config.json").write_text(json.dumps({"model": "bundled", "recipe": {"method": "polykv"}, "seed": 0}))
+    return directory
+
+
+SEARCH = "--budget 12 --set window=4 --group-size 2 --generations 2 --finalists 3 --samples 4"
+
+
+@pytest.fixture(scope="session")
+def evolved(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Finished:
+    """A search of the bundled model, in the folder `run`."""
+
+    def make(folder: Path) -> tuple[int, str, str]:
+        asked = ("--tasks", f"jsonl:{inputs / 'mine.jsonl'}", "-o", folder / "run")
+        return invoke("evolve", "bundled", *SEARCH.split(), *asked)
+
+    return finished_once(tmp_path_factory, "evolved", make)

@@ -6,7 +6,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,42 +23,30 @@ from kvsearch.runs.lock import locked
 from kvsearch.runs.run import read_contexts
 from kvsearch.search.trials import Candidate, TrialLog
 from tests import tiny
-from tests.cli.conftest import Run, done, invoke
+from tests.cli.conftest import SEARCH, Run, done
 from tests.cli.test_bad_input import ENVIRONMENT, USAGE, refused
 from tests.plan.builders import PROVENANCE
-from tests.shared import finished_once, folder_once
+from tests.shared import Finished
 
-CONTEXTS, SAMPLES = 30, 4
-SMALL = ("--budget", 12, "--set", "window=4", "--group-size", 2, "--generations", 2, "--finalists", 3)
-
-
-@pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A task file of short contexts in the bundled model's language."""
-
-    def fill(folder: Path) -> None:
-        tiny.task_file(folder / "mine.jsonl", CONTEXTS, length=100, facts=3)
-
-    return folder_once(tmp_path_factory, "evolve-questions", fill) / "mine.jsonl"
-
-
-def command(questions: Path, output: Path, *more: object, small: tuple[object, ...] = SMALL) -> tuple[object, ...]:
-    return ("evolve", "bundled", *small, "--tasks", f"jsonl:{questions}", "--samples", SAMPLES, "-o", output, *more)
+SAMPLES = 4
+SMALL = SEARCH.split()
 
 
 @pytest.fixture(scope="module")
-def evolved(tmp_path_factory: pytest.TempPathFactory, questions: Path) -> tuple[Path, str, str]:
-    """The directory of a search; what was printed."""
-    evolved = finished_once(tmp_path_factory, "evolved", lambda folder: invoke(*command(questions, folder / "run")))
-    return evolved.folder / "run", evolved.out, evolved.talk
+def questions(inputs: Path) -> Path:
+    return inputs / "mine.jsonl"
+
+
+def command(questions: Path, output: Path, *more: object, small: Sequence[object] = SMALL) -> tuple[object, ...]:
+    return ("evolve", "bundled", *small, "--samples", SAMPLES, "--tasks", f"jsonl:{questions}", "-o", output, *more)
 
 
 def results(directory: Path) -> tuple[bytes, bytes]:
     return (directory / "plan.json").read_bytes(), (directory / "report.json").read_bytes()
 
 
-def test_a_search_writes_a_plan_and_a_report(evolved: tuple[Path, str, str]) -> None:
-    directory, out, talk = evolved
+def test_a_search_writes_a_plan_and_a_report(evolved: Finished) -> None:
+    directory, out, talk = evolved.folder / "run", evolved.out, evolved.talk
     plan = load_plan(directory / "plan.json")
     check_plan(plan, "plan.json")
     assert plan.total == 12 * 24
@@ -76,13 +64,13 @@ def test_a_search_writes_a_plan_and_a_report(evolved: tuple[Path, str, str]) -> 
 
 @pytest.mark.slow
 def test_limits_end_a_search_with_a_result_and_may_be_raised(
-    evolved: tuple[Path, str, str], questions: Path, tmp_path: Path
+    evolved: Finished, questions: Path, tmp_path: Path
 ) -> None:
     out, talk = done(*command(questions, tmp_path / "run", "--max-evals", 5, "--json"))
     assert json.loads(out)["evaluations"] == 5
     assert "search ended: 5 candidates were evaluated, as many as allowed" in talk
     done(*command(questions, tmp_path / "run"))
-    assert results(tmp_path / "run") == results(evolved[0])
+    assert results(tmp_path / "run") == results(evolved.folder / "run")
 
 
 @pytest.mark.slow
@@ -129,17 +117,18 @@ def test_hard_questions_alone(questions: Path, run: Run, tmp_path: Path) -> None
 
 
 def test_start_plans_bring_their_policies_and_what_they_have_seen(
-    evolved: tuple[Path, str, str], questions: Path, run: Run, tmp_path: Path
+    evolved: Finished, questions: Path, run: Run, tmp_path: Path
 ) -> None:
-    plan, start = load_plan(evolved[0] / "plan.json"), tmp_path / "plan.json"
-    record, asked = plan.provenance.contexts, read_contexts(evolved[0])
+    before, start = evolved.folder / "run", tmp_path / "plan.json"
+    plan, asked = load_plan(before / "plan.json"), read_contexts(before)
+    record = plan.provenance.contexts
     assert (record.chosen, record.reported) == (ContextSet.of(asked.chosen), ContextSet.of(asked.reported))
     save_plan(tiny.plan_for(load("bundled"), [[20] * 4] * 3 + [[8] * 4] * 3, provenance=plan.provenance), start)
     small = ("--budget", 16, "--start", start, "--group-size", 2)
     out, talk = done(*command(questions, tmp_path / "run", "--dry-run", "--json", small=small))
     told = json.loads(out)
-    before = json.loads((evolved[0] / "config.json").read_text())["content"]["splits"]["choice"]
-    assert told["splits"]["choice"] != before
+    content = json.loads((before / "config.json").read_text())["content"]
+    assert told["splits"]["choice"] != content["splits"]["choice"]
     assert "does not say what it was fitted" not in talk
     assert list(told["starts"][0]) == ["plan", "pyramid", "uniform"]
     assert {one["params"]["window"] for one in told["policies"]} == {4}
@@ -160,12 +149,13 @@ def test_one_question_is_not_enough(run: Run, questions: Path, tmp_path: Path) -
     "more", [("--max-memory", 0.00001), pytest.param(("--workers", 500), marks=pytest.mark.nightly)]
 )
 def test_what_cannot_begin_leaves_the_old_run(
-    more: tuple[object, ...], evolved: tuple[Path, str, str], questions: Path, run: Run
+    more: tuple[object, ...], evolved: Finished, questions: Path, run: Run
 ) -> None:
-    before = results(evolved[0]), (evolved[0] / "ledger.jsonl").read_bytes()
-    code, _, _ = run(*command(questions, evolved[0], "--force", *more))
+    directory = evolved.folder / "run"
+    before = results(directory), (directory / "ledger.jsonl").read_bytes()
+    code, _, _ = run(*command(questions, directory, "--force", *more))
     assert code in (USAGE, ENVIRONMENT)
-    assert (results(evolved[0]), (evolved[0] / "ledger.jsonl").read_bytes()) == before
+    assert (results(directory), (directory / "ledger.jsonl").read_bytes()) == before
 
 
 START = Candidate(np.full((2, 1), 8), 2.5, "start uniform")

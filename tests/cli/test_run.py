@@ -16,11 +16,9 @@ from kvsearch.report.selections import smallest_words
 from kvsearch.runs.estimates import Difference
 from kvsearch.runs.run import read_contexts
 from kvsearch.selection.selection import TriedBudget
-from tests import tiny
 from tests.cli.conftest import done, invoke
-from tests.shared import finished_once, folder_once
+from tests.shared import finished_once
 
-CONTEXTS = 40  # of a file; a fifth each to fit and to choose on
 EVALUATIONS = 40
 FEW = (
     *("--policies", "snapkv", "--form", "linear", "--fit", 4, "--measure", 2, "--samples", 4),
@@ -29,13 +27,9 @@ FEW = (
 
 
 @pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A task file of short contexts in the bundled model's language."""
-
-    def fill(folder: Path) -> None:
-        tiny.task_file(folder / "mine.jsonl", CONTEXTS, length=110, facts=3)
-
-    return folder_once(tmp_path_factory, "run-questions", fill) / "mine.jsonl"
+def questions(inputs: Path) -> Path:
+    """A task file of forty short contexts: a fifth each to fit and to choose on."""
+    return inputs / "mine.jsonl"
 
 
 def command(questions: Path, directory: Path, *more: object) -> tuple[object, ...]:

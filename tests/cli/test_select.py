@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.models.loading import load
 from kvsearch.plan import load_plan
 from kvsearch.report.integrity import Verification
 from kvsearch.runs.run import read_sums
 from tests import tiny
-from tests.cli.conftest import invoke
+from tests.cli.conftest import invoke, polykv_in
 from tests.cli.test_bad_input import USAGE, refused
-from tests.signals.profiles import make_signals, signal_metadata
 
-PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 8}, "streaming": {"sinks": 4}, "tova": {}}
 RETRIEVING = 3  # the layer in which the bundled model retrieves
 CONTEXTS, SAMPLES = 92, 32
 choose = partial(invoke, "select")
@@ -32,34 +27,23 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.task_file(tmp_path_factory.mktemp("task") / "mine.jsonl", CONTEXTS, length=200, facts=4)
 
 
-@pytest.fixture(scope="module")
-def measured() -> bytes:
-    """A profile that knows which layer needs its entries."""
-    metadata = signal_metadata(load("bundled").fingerprint, PATTERNS, budgets=(16, 48, 128), length=512)
+def calibrated(directory: Path) -> Path:
+    """What a calibration leaves; its profile knows which layer needs its entries."""
     losses = np.zeros((2, 3, 2, 6, 3))
     losses[:, :, :, RETRIEVING] = np.array([[2.0, 3, 2.5], [1, 2, 1.5], [0.3, 1, 0.6]])[:, None]
-    full = np.ones(2)
-    found = make_signals(metadata, 2, nll=losses + [0, 0.02, 0.01] + full[0], full_nll=full)
-    return found.to_bytes()
-
-
-def calibrated(directory: Path, profile: bytes) -> Path:
-    """What a calibration leaves."""
-    directory.mkdir(parents=True)
-    (directory / "profile.safetensors").write_bytes(profile)
-    (directory / "config.json").write_text(json.dumps({"model": "bundled", "recipe": {"method": "polykv"}, "seed": 0}))
-    return directory
+    made = {"samples": 2, "nll": losses + [0, 0.02, 0.01] + 1, "full_nll": np.ones(2)}
+    return polykv_in(directory, made=made, budgets=(16, 48, 128), length=512)
 
 
 @pytest.fixture
-def directory(tmp_path: Path, measured: bytes) -> Path:
-    return calibrated(tmp_path / "polykv", measured)
+def directory(tmp_path: Path) -> Path:
+    return calibrated(tmp_path / "polykv")
 
 
 @pytest.fixture(scope="module")
-def chosen(tmp_path_factory: pytest.TempPathFactory, measured: bytes, questions: Path) -> tuple[Path, str, str]:
+def chosen(tmp_path_factory: pytest.TempPathFactory, questions: Path) -> tuple[Path, str, str]:
     """The directory of a calibration from which a strategy was chosen, with its plan beside it; what was printed."""
-    directory = calibrated(tmp_path_factory.mktemp("chosen") / "polykv", measured)
+    directory = calibrated(tmp_path_factory.mktemp("chosen") / "polykv")
     code, out, talk = choose(*command(directory, questions))
     assert code == 0, talk
     assert {one.state for one in Verification([directory, directory.parent / "plan.json"]).artefacts} == {"whole"}

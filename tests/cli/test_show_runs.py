@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvsearch.report.artifacts import open_path
 from kvsearch.results.search import SearchResult, read_trace
 from tests.cli.conftest import Run, done
 from tests.plan.builders import make_plan, model_dict, phase_dict
+from tests.shared import Finished
 
 ASKED = ("--length", 512, "--samples", 2, "--tasks", "synthetic:single,multikey")
 
@@ -61,23 +63,22 @@ def test_a_folder_of_runs(run: Run, evaluated: tuple[Path, str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_search(tmp_path: Path) -> None:
+def test_a_search(evolved: Finished, tmp_path: Path) -> None:
     """Finished: what was chosen, and how it converged; cut short: how far it is."""
-    how = ("--budget", 32, "--set", "window=8", "--group-size", 6, "--generations", 1, "--finalists", 1, *ASKED)
-    printed, _ = done("evolve", "bundled", *how, "-o", tmp_path / "run")
-    out, _ = done("show", tmp_path / "run")
-    for line in filter(str.strip, printed.splitlines()):
+    directory = Path(shutil.copytree(evolved.folder / "run", tmp_path / "run"))
+    out, _ = done("show", directory)
+    for line in filter(str.strip, evolved.out.splitlines()):
         assert line in out.splitlines()
     assert "convergence: " in out
-    assert f"next: kvsearch show {tmp_path / 'run' / 'plan.json'}" in out
-    content = open_path(tmp_path / "run").content
+    assert f"next: kvsearch show {directory / 'plan.json'}" in out
+    content = open_path(directory).content
     assert isinstance(content, SearchResult)
-    assert content.trace == read_trace(tmp_path / "run" / "ledger.jsonl")
+    assert content.trace == read_trace(directory / "ledger.jsonl")
     assert content.trace.best is not None
     assert content.trace.generations
     for name in ("report.json", "plan.json"):
-        (tmp_path / "run" / name).unlink()
-    out, _ = done("show", tmp_path / "run")
+        (directory / name).unlink()
+    out, _ = done("show", directory)
     assert "this run is not finished" in out
     assert "; best value" in out
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvsearch.models.loading import load
 from kvsearch.plan import save_profile
 from kvsearch.report.integrity import Verification
 from kvsearch.results.validation import harmful
 from kvsearch.runs.run import read_sums
 from kvsearch.strategies.from_signals import Strategy
-from tests.cli.conftest import Run, done, done_json
+from tests.cli.conftest import Run, done, done_json, polykv_in
 from tests.cli.test_bad_input import INCOMPATIBLE, USAGE, refused
 from tests.signals.profiles import make_signals, signal_metadata
 
@@ -24,20 +22,9 @@ ASKED = ("--tasks", "synthetic:single", "--length", 512, "--samples", 2)
 ROUTE = ("--signals", "cosine", "--phases", "prefill")
 
 
-@pytest.fixture(scope="module")
-def profile() -> Iterator[bytes]:
-    metadata = signal_metadata(load("bundled").fingerprint, PATTERNS, budgets=(32, 64))
-    yield make_signals(metadata).to_bytes()
-
-
 @pytest.fixture
-def directory(tmp_path: Path, profile: bytes) -> Path:
-    """What a calibration of the bundled model leaves."""
-    made = tmp_path / "polykv"
-    made.mkdir()
-    (made / "profile.safetensors").write_bytes(profile)
-    (made / "config.json").write_text(json.dumps({"model": "bundled", "recipe": {"method": "polykv"}, "seed": 0}))
-    return made
+def directory(tmp_path: Path) -> Path:
+    return polykv_in(tmp_path / "polykv", PATTERNS, budgets=(32, 64))
 
 
 def replies_in(directory: Path, size: str) -> int:

@@ -149,17 +149,22 @@ def test_the_best_is_of_everything_that_was_tried(model: LoadedModel) -> None:
     }  # fmt: skip
 
 
-def test_agnostic_importance_is_of_other_contexts_alone(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A context of the same text is no other one; what is alone has no agnostic importance."""
-    same = replace(TASK.rows[0], key="same", queries=TASK.rows[0].queries[:1])
-    measured: list[list[Replied]] = []
-    measure = module.measure_importance
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[Replied]]:
+    """What is asked of each context whose importance is measured."""
+    made: list[list[Replied]] = []
 
     def noted(passed: ImportancePass, asked: list[Replied]) -> tuple[Tensor, dict[str, Tensor]]:
-        measured.append(list(asked))
-        return measure(passed, asked)
+        made.append(list(asked))
+        return measure_importance(passed, asked)
 
     monkeypatch.setattr(module, "measure_importance", noted)
+    return made
+
+
+def test_agnostic_importance_is_of_other_contexts_alone(model: LoadedModel, measured: list[list[Replied]]) -> None:
+    """A context of the same text is no other one; what is alone has no agnostic importance."""
+    same = replace(TASK.rows[0], key="same", queries=TASK.rows[0].queries[:1])
     samples = headroom(model, [replace(TASK, rows=(*TASK.rows, same))], 0.7, 3)
     assert [len(asked) for asked in measured] == [2, 1, 1, 3, 1, 1]
     assert {sample.method for sample in samples} == set(METHODS)
@@ -167,9 +172,7 @@ def test_agnostic_importance_is_of_other_contexts_alone(model: LoadedModel, monk
     assert {sample.method for sample in alone} == {*METHODS} - {AGNOSTIC}
 
 
-def test_what_is_important_is_so_for_the_reply_that_is_right(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_important_is_so_for_the_reply_that_is_right(model: LoadedModel, measured: list[list[Replied]]) -> None:
     """The model's own where the metric takes it, else all answers in the form of the task; never the first of many."""
     first, second = TASK.rows[0].queries
     rows = (replace(TASK.rows[0], queries=(replace(first, written="lantern green"), second)),)
@@ -178,18 +181,9 @@ def test_what_is_important_is_so_for_the_reply_that_is_right(
         def score(self, reply: str, query: Query) -> float:
             return float(bool(reply) and query.question == second.question)
 
-    task = Own("own", rows)
-    looked: list[list[Replied]] = []
-    measure = module.measure_importance
-
-    def noted(passed: ImportancePass, asked: list[Replied]) -> tuple[Tensor, dict[str, Tensor]]:
-        looked.append(asked)
-        return measure(passed, asked)
-
-    monkeypatch.setattr(module, "measure_importance", noted)
-    samples = headroom(model, [task], 0.7, 1)
+    samples = headroom(model, [Own("own", rows)], 0.7, 1)
     said = [sample.reply for sample in samples if sample.method == "full"]
-    ((written, own),) = ([model.tokenizer.decode(reply) for _, reply in asked] for asked in looked)
+    ((written, own),) = ([model.tokenizer.decode(reply) for _, reply in asked] for asked in measured)
     assert written == "lantern green"
     assert own == said[1] != second.answers[0]
 

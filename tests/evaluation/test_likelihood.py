@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from kvsearch.evaluation.likelihood import Likelihood, compressible, score
-from kvsearch.models.architecture import describe
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import full_cache
-from kvsearch.strategies.compared import equal_uniform
 from tests.combinations import every_value
 from tests.families import EACH_FAMILY, build, prompts
 from tests.runtime.helpers import feed, one_by_one, random_eviction, reference, running
+from tests.runtime.test_replies import both_phases
 
 CLOSE = 1e-4
 families = pytest.mark.parametrize("family", EACH_FAMILY)
@@ -40,17 +39,6 @@ TEXTS = [
 def third(model: Any) -> Program:
     policy = create_policy("snapkv", {"window": 2, "kernel": 3, "sinks": 1})
     return Program.uniform(model, policy, lambda length: max(min(4, length), length // 3))
-
-
-def both_phases(model: Any) -> Program:
-    """A third of the prompt, and no more than that while a text grows."""
-    shape = describe(model)
-    heads = len(shape.full_layers) * shape.kv_heads
-
-    def total(length: int) -> int:
-        return heads * max(1, length // 3)
-
-    return equal_uniform(model, create_policy("tova"), {"prefill": total, "decode": total})
 
 
 def scored(

@@ -67,7 +67,7 @@ def both_phases(model: Any) -> Program:
     heads = len(shape.full_layers) * shape.kv_heads
 
     def total(length: int) -> int:
-        return heads * (length // 3)
+        return heads * max(1, length // 3)
 
     return equal_uniform(model, create_policy("tova"), {"prefill": total, "decode": total})
 

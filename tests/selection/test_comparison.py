@@ -15,6 +15,11 @@ from kvsearch.selection.comparison import behind_on_kinds, by_kind, lower_kinds
 from kvsearch.selection.selection import MethodResult, PhaseResult, QuestionCount
 from tests.evaluation.test_statistics import samples
 
+SCORE = Estimate(1.0, 1.0, 1.0)
+AHEAD = MethodResult("a", "candidate", SCORE, 10, Difference(1.0, 1.0, 1.0, 10, 0, 0), chance=1 / 30)
+METHODS = (AHEAD, MethodResult("b", "baseline", SCORE, 10))
+LIKELY = PhaseResult("prefill", METHODS, SCORE, "b", "a", "likely", 0.01, 0.9, 0.5, QuestionCount(10, 10, 1, 1), 10)
+
 
 def comparison_of(*scores: Sample) -> Any:
     """Return what stands for a round: its replies."""
@@ -44,11 +49,7 @@ def test_the_first_line_says_on_which_kinds_a_plan_scores_less() -> None:
     asked = of_two_kinds(0.9)
     assert lower_kinds(asked.samples, asked.contexts, "a", "b") == ["u"]
     assert lower_kinds(asked.samples, asked.contexts, "b", "a") == ["t"]
-    score = Estimate(1.0, 1.0, 1.0)
-    ahead = MethodResult("a", "candidate", score, 10, Difference(1.0, 1.0, 1.0, 10, 0, 0), chance=1 / 30)
-    methods = (ahead, MethodResult("b", "baseline", score, 10))
-    count = QuestionCount(10, 10, 1, 1)
-    result = PhaseResult("prefill", methods, score, "b", "a", "likely", 0.01, 0.9, 0.5, count, 10, lower=("t", "u"))
+    result = replace(LIKELY, lower=("t", "u"))
     assert decision(result).endswith("; it scores less on t and u")
     assert decision(replace(result, verdict="beats")).endswith("; it scores less on t and u")
 
@@ -61,10 +62,5 @@ def test_kinds_are_tasks_or_their_categories() -> None:
 
 @pytest.mark.parametrize(("level", "verdict"), [(0.01, "likely"), (0.05, "beats")])
 def test_what_is_likely_may_beat_at_a_higher_level(level: float, verdict: str) -> None:
-    score = Estimate(1.0, 1.0, 1.0)
-    ahead = MethodResult("a", "candidate", score, 10, Difference(1.0, 1.0, 1.0, 10, 0, 0), chance=1 / 30)
-    behind = MethodResult("b", "baseline", score, 10)
-    asked = QuestionCount(10, 10, 1, 1)
-    result = PhaseResult("prefill", (ahead, behind), score, "b", "a", "likely", 0.01, 0.9, 0.5, asked, 10)
-    assert result.at_level(level).verdict == verdict
-    assert replace(result, verdict="baseline", winner=None).at_level(0.05).verdict == "baseline"
+    assert LIKELY.at_level(level).verdict == verdict
+    assert replace(LIKELY, verdict="baseline", winner=None).at_level(0.05).verdict == "baseline"

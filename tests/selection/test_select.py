@@ -35,6 +35,7 @@ from tests import tiny
 from tests.evaluation.shown import rendered
 from tests.evaluation.test_statistics import samples
 from tests.examples import at_most
+from tests.selection.test_race import made
 from tests.signals.profiles import make_signals, signal_metadata
 
 PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 4}, "streaming": {"sinks": 2}, "tova": {}}
@@ -71,12 +72,6 @@ def test_two_sets_of_contexts_make_one() -> None:
     assert both.mean("a") == 0.5
     assert one.ranked(["b", "a"]) == ["a", "b"]
     assert one.ranked(["b", "b"]) == ["b", "b"]
-
-
-def made(**rows: Sequence[float]) -> Scores:
-    contexts = len(next(iter(rows.values())))
-    sums = {name: np.array(row, dtype=float) for name, row in rows.items()}
-    return Scores(("t",) * contexts, np.ones(contexts), sums)
 
 
 def simulated(rng: np.random.Generator, quality: dict[str, float], contexts: int, questions: int = 4) -> Scores:

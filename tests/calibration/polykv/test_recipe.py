@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 from kvsearch.calibration.polykv.measure import PolykvCalibration
 from kvsearch.calibration.polykv.options import PAPER, PolykvOptions
 from kvsearch.cli import app
-from kvsearch.config.options import parse_setting
 from kvsearch.core.errors import UsageError
-from kvsearch.jobs.calibrate import CalibrateOptions
 from kvsearch.plan import load_plan, load_profile
 from kvsearch.policies import create_policy
+from tests.calibration.test_recipe import resolve_recipe
 from tests.robustness.inputs import calibration_file
 from tests.signals.profiles import make_signals
 
@@ -28,8 +27,7 @@ def typed(
     *settings: str, options: tuple[str, ...] = (), path: Path | str | None = None, **values: Any
 ) -> PolykvOptions:
     """What the command line says, over a recipe file."""
-    given = {"params": settings or None, "model": "bundled", "output": Path("runs/x")}
-    return CalibrateOptions.of(path, method="polykv", **given, **values, **dict(map(parse_setting, options)))
+    return resolve_recipe(path, {"method": "polykv", **values}, list(settings), options)
 
 
 def written(folder: Path, text: str) -> PolykvOptions:
