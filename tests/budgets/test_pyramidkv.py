@@ -1,9 +1,11 @@
+"""Budgets that nothing measured decides: even ones, and PyramidKV's line."""
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from kvsearch.budgets.allocator import Allocator, Signals
+from kvsearch.budgets.allocator import Allocator, Signals, Uniform
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
@@ -69,3 +71,22 @@ def test_a_flat_line_where_nothing_is_left_to_tilt() -> None:
 def test_options_are_checked(options: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):
         Pyramid(**options)  # type: ignore[arg-type]
+
+
+class TestUniform(AllocatorContract):
+    def allocator(self) -> Allocator:
+        return Uniform()
+
+    def signals(self, rng: np.random.Generator) -> Signals:
+        return rng.random((LAYERS, HEADS))
+
+
+def test_worked_example() -> None:
+    floors, caps = np.zeros((2, 2), dtype=np.int64), np.full((2, 2), 100)
+    assert Uniform().allocate(np.zeros(1), 16, floors, caps).tolist() == [[4, 4], [4, 4]]
+    assert Uniform().allocate(np.zeros(1), 18, floors, caps).tolist() == [[5, 5], [4, 4]]
+
+
+def test_a_full_head_passes_its_share_on() -> None:
+    floors, caps = np.zeros((1, 3), dtype=np.int64), np.array([[2, 100, 100]])
+    assert Uniform().allocate(np.zeros(1), 30, floors, caps).tolist() == [[2, 14, 14]]

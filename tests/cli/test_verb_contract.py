@@ -23,7 +23,7 @@ from kvsearch.runs.run import begin
 from tests.cli.conftest import Run, done, invoke
 from tests.cli.test_bad_input import INTERRUPTED, USAGE, refused
 from tests.combinations import every_value
-from tests.runs.locks import locked_elsewhere
+from tests.runs.guard import locked_elsewhere
 from tests.shared import Finished, finished_once
 
 FINISHED = "this run was finished: nothing was left to do"

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from kvsearch.plan import load_profile
 from tests.cli.conftest import done
-from tests.cli.test_calibrate_dynamic import short
+from tests.cli.test_calibrate import short
 from tests.device.accelerator import NAME, backend, spread
 
 __all__ = ["short"]

@@ -1,4 +1,4 @@
-"""Every command that README and the docs print is read by the command line: verbs, flags, values, and together."""
+"""Commands and Python in the documents are read, and run where that takes no model of others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import kvsearch
 from kvsearch.cli import app
 from kvsearch.cli.console import Console
 from kvsearch.core.errors import UsageError
@@ -57,3 +59,51 @@ def test_a_command_is_read(page: str, line: str, monkeypatch: pytest.MonkeyPatch
         assert "config.json" in str(result.exception)  # of a run that is not here
         return
     assert result.exit_code == 0, result.exception or result.output
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```python( options)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
+SIGNATURE = re.compile(r"`(\w+)\(([^`]*?)\) ->", re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    session: dict[str, Any] = {}
+    for checked, block in BLOCK.findall(PAGE):
+        if not checked:
+            exec(compile(block, "<docs/python.md>", "exec"), session)
+    assert (tmp_path / "report.html").exists()
+
+
+class Checked:
+    """The verbs, which read their options and do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        parts = inspect.getclosurevars(getattr(kvsearch, name)).nonlocals
+
+        def check(*places: Any, **keywords: Any) -> None:
+            parts["options"].of(**dict(zip(parts["places"], places, strict=False)), **keywords)
+
+        return check
+
+
+def test_options_of_long_verbs_are_read() -> None:
+    [block] = [block for checked, block in BLOCK.findall(PAGE) if checked]
+    exec(compile(block, "<docs/python.md>", "exec"), {"kvsearch": Checked()})
+
+
+@pytest.mark.parametrize("name", kvsearch.__all__)
+def test_every_name_has_an_example(name: str) -> None:
+    assert re.search(rf"\b{name}\b", "".join(block for _, block in BLOCK.findall(PAGE))) or f"`{name}" in PAGE
+
+
+def test_signatures_are_those_of_the_functions() -> None:
+    found = SIGNATURE.findall(PAGE)
+    assert len(found) > 10
+    for name, written in found:
+        if hasattr(kvsearch, name):
+            known = inspect.signature(getattr(kvsearch, name)).parameters
+            for parameter in re.findall(r"(?:^|[,|*])\s*(\w+)(?=\s*(?:[,=|]|$))", written):
+                assert parameter in known, f"{name}: {parameter}"

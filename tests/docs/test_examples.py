@@ -1,8 +1,9 @@
-"""docs/examples: every script runs as printed, on the bundled model."""
+"""Examples and the tutorial do what they show."""
 
 from __future__ import annotations
 
 import importlib
+import re
 import runpy
 import sys
 import threading
@@ -14,6 +15,7 @@ import pytest
 from kvsearch import attach, load_plan
 from kvsearch.models.loading import load
 from kvsearch.tasks.prompts import PromptFormat
+from scripts.tutorial import PAGE, directory_of, rendered, run_here
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
@@ -48,3 +50,28 @@ def test_a_policy_is_written(
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
     importlib.import_module("write_policy").main()
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["value_norm", "snapkv"]
+
+
+NUMBER = re.compile(r"\b[0-9a-f]{64}\b|[+-]?\d+(\.\d+)?")
+
+
+def test_outputs_follow_their_commands() -> None:
+    page = "a\n```console\n$ kvsearch one 'two words'\nold\n$ kvsearch three\n```\nb"
+    said = {"one": "\n  said  \n", "three": ""}
+    asked: list[list[str]] = []
+
+    def run(words: list[str]) -> str:
+        asked.append(words)
+        return said[words[1]]
+
+    assert rendered(page, run) == "a\n```console\n$ kvsearch one 'two words'\n  said\n\n$ kvsearch three\n```\nb"
+    assert asked == [["kvsearch", "one", "two words"], ["kvsearch", "three"]]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_it_is_that_of_today() -> None:
+    """Words are the same; numbers may differ in the last place on another machine, and are those of some machine."""
+    with directory_of(PAGE.read_text()):
+        today = rendered(PAGE.read_text(), run_here)
+    assert NUMBER.sub("#", today).split() == NUMBER.sub("#", PAGE.read_text()).split()

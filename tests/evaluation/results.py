@@ -1,12 +1,17 @@
-"""What is written of a comparison, and its tables."""
+"""What is written of a comparison, its tables, and what rich prints of them."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from kvsearch.cli.console import Screen
 from kvsearch.evaluation.compare import Comparison
 from kvsearch.report.evaluation import tables
+from kvsearch.report.figures import Figure
+from kvsearch.report.screen import printable
 from kvsearch.report.table import Table
 from kvsearch.results.evaluation import EvaluationResult
 
@@ -24,3 +29,11 @@ def as_if(comparison: Comparison, **known: Any) -> Comparison:
 
 def tables_of(comparison: Comparison) -> list[Table]:
     return tables(EvaluationResult.of(comparison))
+
+
+def rendered(tables: Iterable[Any], width: int = 200) -> str:
+    """The text of tables, without colours."""
+    console = Screen(width=width, record=True, file=io.StringIO())
+    for table in tables:
+        console.print(printable(table) if isinstance(table, Table | Figure) else table)
+    return console.export_text()

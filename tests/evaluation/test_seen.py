@@ -12,8 +12,7 @@ from kvsearch.strategies.compared import sweep, with_baselines
 from kvsearch.strategies.methods import find_methods
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
-from tests.evaluation.results import json_of, tables_of
-from tests.evaluation.shown import rendered
+from tests.evaluation.results import json_of, rendered, tables_of
 from tests.report.test_tables import method
 
 TASK = tiny.listed((60, 2), (48, 1), (70, 2), name="one")

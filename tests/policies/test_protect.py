@@ -1,4 +1,4 @@
-"""What a window policy looks at, `window`, and what it never lets go, `protect`."""
+"""What is looked at and what is protected are two numbers; protected entries stay while decoding, too."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
 from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.core.canonical import canonical_json
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.base import Needs
 from kvsearch.policies.cake import CAKE
+from kvsearch.policies.decoding import best
 from kvsearch.policies.lava import LAVa
 from kvsearch.policies.snapkv import SnapKV
 from tests.policies.examples import WINDOW_ROWS, attending, kept, leaves, step_at
@@ -91,3 +95,34 @@ def test_what_to_lower_is_named() -> None:
     assert SnapKV(protect=0).protecting == []
     keydiff: Policy = create_policy("keydiff", {"window": 1})
     assert keydiff.protecting == ["window"]
+
+
+# equal ones among them, both zeros, and the ends of what floats can say
+PRIORITIES = st.sampled_from([float("-inf"), -3.0e38, -1.0, -1e-45, -0.0, 0.0, 1e-45, 1.0, 2.0, 3.0e38, float("inf")])
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Priorities, protected slots, positions [S, C], and how many stay [S]."""
+    count, width = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    rows: list[tuple[list[float], list[bool], list[int], int]] = []
+    for _ in range(count):
+        positions = draw(st.permutations(range(width)))
+        positions = [position if draw(st.booleans()) else -1 for position in positions]
+        held = sum(position >= 0 for position in positions)
+        protected = [position >= 0 and draw(st.booleans()) for position in positions]
+        rows.append(([draw(PRIORITIES) for _ in positions], protected, positions, draw(st.integers(0, held))))
+    priorities, protected, positions, counts = zip(*rows, strict=True)
+    return torch.tensor(priorities), torch.tensor(protected), torch.tensor(positions), torch.tensor(counts)
+
+
+@given(segments(), st.integers(0, 3))
+def test_protected_entries_stay_then_the_highest_then_the_first(
+    given: tuple[Tensor, Tensor, Tensor, Tensor], spare: int
+) -> None:
+    priorities, protected, positions, counts = given
+    found = best(*given, most=int(counts.max()) + spare)
+    for row, count in enumerate(counts.tolist()):
+        held = [slot for slot, position in enumerate(positions[row].tolist()) if position >= 0]
+        held.sort(key=lambda slot: (not protected[row, slot], -float(priorities[row, slot]), int(positions[row, slot])))
+        assert sorted(held[:count]) == found[row].nonzero().flatten().tolist()

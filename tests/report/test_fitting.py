@@ -14,7 +14,7 @@ from kvsearch.report.evaluation import score_table
 from kvsearch.report.figures import Figure, layer_map
 from kvsearch.report.screen import WIDEST
 from kvsearch.report.table import Table
-from tests.evaluation.shown import rendered
+from tests.evaluation.results import rendered
 from tests.report.test_tables import comparison
 
 WIDTHS = [60, 120, WIDEST]

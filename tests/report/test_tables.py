@@ -27,8 +27,7 @@ from kvsearch.runtime.program import PhaseProgram
 from kvsearch.strategies.compared import ReadyMethod
 from kvsearch.tasks.base import Coverage
 from kvsearch.tasks.niah import GridCell
-from tests.evaluation.results import as_if
-from tests.evaluation.shown import rendered
+from tests.evaluation.results import as_if, rendered
 
 MEANS = {  # of two tasks of one category and one of another
     "full": (1.0, 0.8, 0.6), "uniform@8": (0.5, 0.25, 0.125), "lava@8": (0.625, 0.25, 0.0),

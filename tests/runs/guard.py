@@ -1,14 +1,11 @@
-"""A watch over all writes of a command: what is written without the lock of its directory is found out.
-
-Files that a command was told to write by name (`-o plan.json`, `--table`) are replaced in one step, and need no lock;
-neither do the weights beside a plan, which have their content in their name.
-"""
+"""Locks that others hold, and writes that are told when they have none."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import Context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +13,7 @@ from unittest import mock
 from kvsearch.core import files
 from kvsearch.core.errors import InternalError
 from kvsearch.runs.ledger import Ledger
-from kvsearch.runs.lock import require_lock
+from kvsearch.runs.lock import locked, require_lock
 
 WEIGHTS = re.compile(r"\w+-[0-9a-f]{12}\.safetensors")
 
@@ -54,3 +51,14 @@ def every_write_locked(named: tuple[object, ...] = ()) -> Iterator[list[Path]]:
 def _is_of_several(path: Path, own: list[Path]) -> bool:
     """Tell whether it is PLAN-N.json of a plan file that is named."""
     return any(path.parent == one.parent and path.stem.rpartition("-")[0] == one.stem for one in own)
+
+
+@contextmanager
+def locked_elsewhere(directory: Path) -> Iterator[None]:
+    """Have the lock of a directory in a context of its own, so that code in this one does not have it."""
+    context, lock = Context(), locked(directory)
+    context.run(lock.__enter__)
+    try:
+        yield
+    finally:
+        context.run(lock.__exit__, None, None, None)

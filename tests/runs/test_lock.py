@@ -21,7 +21,7 @@ import pytest
 from kvsearch.core.errors import EnvironmentFault, InternalError, KvsearchWarning, UsageError
 from kvsearch.runs.lock import LOCK, locked, refuse_locked, require_lock
 from kvsearch.runs.run import is_unused
-from tests.runs.locks import locked_elsewhere
+from tests.runs.guard import locked_elsewhere
 
 HOLDER = """
 import sys, time

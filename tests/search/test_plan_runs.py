@@ -1,7 +1,8 @@
-"""Candidates with budgets of the decode phase, run whole, against caches that take in one token after the other."""
+"""Candidates of the decode phase, run whole, against caches fed token by token; what workers measure is the same."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.arrays import Ints
+from kvsearch.core.errors import IncompatibleError
 from kvsearch.evaluation.runner import run_encoded
-from kvsearch.models.loading import LoadedModel
+from kvsearch.models.loading import LoadedModel, LoadOptions
 from kvsearch.plan import Phase
 from kvsearch.plan.schema import Protocol
 from kvsearch.policies import Policy, create_policy
@@ -22,12 +24,17 @@ from kvsearch.runtime.shared_prefill import JointReplies
 from kvsearch.search import evaluators
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import BankSample, bank_samples
-from kvsearch.search.evaluators import PlanRuns
+from kvsearch.search.evaluators import PlanRuns, make_executor, worker_factory
+from kvsearch.search.evolve import PreparedSearch
 from kvsearch.search.start_plans import Base
+from kvsearch.search.trials import Evaluator
+from kvsearch.workers.models import ModelSource
+from kvsearch.workers.ray import import_ray
 from tests import tiny
 from tests.combinations import every_value
 from tests.runtime.helpers import TOLERANCE, feed, one_by_one
 from tests.search.bank.cases import PROTOCOLS, SNAPKV, encoded, losses_of, random_candidates, samples_of
+from tests.search.evolving import CONTEXTS, QUESTIONS, prepare
 
 PHASES: dict[str, tuple[Phase, ...]] = {"decode": ("decode",), "both": ("prefill", "decode")}
 phases = pytest.mark.parametrize("name", PHASES)
@@ -131,3 +138,31 @@ def test_memory_for_one_candidate_is_enough(name: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(evaluators, "compressed", cramped)
     np.testing.assert_allclose(PlanRuns(base, samples).evaluate(candidates), expected, atol=TOLERANCE)
+
+
+def worker_bank(prepared: PreparedSearch, source: ModelSource) -> Evaluator:
+    """Built as in a worker, of what is sent to it."""
+    settings = {"batch": 8, "cap": prepared.cap, "objective": prepared.settings.objective, "max_memory": None}
+    factory = pickle.loads(import_ray().cloudpickle.dumps(worker_factory(prepared, source, settings)))
+    return factory()
+
+
+@pytest.mark.parametrize(("objective", "phases"), [("nll", "prefill"), ("metric", "prefill"), ("nll", "decode")])
+def test_the_bank_of_a_worker_measures_the_same(objective: str, phases: str, loaded: LoadedModel) -> None:
+    prepared = prepare(loaded, objective=objective, phases=phases)
+    job = tuple(prepared.starts.values())
+    evaluator = worker_bank(prepared, ModelSource(loaded, LoadOptions()))
+    with make_executor(prepared, prepared.cap) as here:
+        [(_, outcome)] = here.run([job])
+    values = evaluator.evaluate(job)
+    assert values.shape == (len(prepared.starts), CONTEXTS * QUESTIONS)
+    np.testing.assert_equal(values, outcome.values)
+    assert evaluator.tokens_spent >= outcome.tokens  # those that were read before, too
+    evaluator.close()
+
+
+def test_another_model_is_refused(loaded: LoadedModel) -> None:
+    source = ModelSource(loaded, LoadOptions())
+    source.fingerprint = source.fingerprint.model_copy(update={"weights_sha256": "0" * 64})
+    with pytest.raises(IncompatibleError, match="this job was made for another model"):
+        worker_bank(prepare(loaded), source)

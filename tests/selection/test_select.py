@@ -32,7 +32,7 @@ from kvsearch.selection.signal_candidates import find_signal_candidates
 from kvsearch.selection.splits import divide_contexts, halve_contexts
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
-from tests.evaluation.shown import rendered
+from tests.evaluation.results import rendered
 from tests.evaluation.test_statistics import samples
 from tests.examples import at_most
 from tests.selection.test_race import made

@@ -19,8 +19,7 @@ from tempfile import TemporaryDirectory
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.robustness.crash.faults import KINDS
-from tests.robustness.crash.trial import Undisturbed
+from tests.robustness.crash.trial import KINDS, Undisturbed
 from tests.robustness.inputs import laid_out
 from tests.robustness.processes import hold_models, warm
 from tests.robustness.writers import WRITERS

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from kvsearch.core.errors import EnvironmentFault
+from tests import tiny
 from tests.robustness.forms import Json, Safetensors
 from tests.robustness.kinds.kind import Kind
-from tests.robustness.valid import models
 
 
 def _model(path: Path) -> None:
@@ -35,6 +36,21 @@ def kinds() -> Iterator[Kind]:
     """Return these kinds."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         what = name.removesuffix(".json").replace("_", "-")
-        yield Kind(f"model-{what}", name, partial(models.files, name), Json(), _model, models.folder)
+        yield Kind(f"model-{what}", name, partial(files, name), Json(), _model, folder)
     weights = "model.safetensors"
-    yield Kind("model-weights", weights, partial(models.files, weights), Safetensors(None), _model, models.folder)
+    yield Kind("model-weights", weights, partial(files, weights), Safetensors(None), _model, folder)
+
+
+@cache
+def folder() -> dict[str, bytes]:
+    """Return the files of the directory."""
+    made = tiny.loaded("llama", num_hidden_layers=2)
+    with TemporaryDirectory() as place:
+        made.model.save_pretrained(place)
+        made.tokenizer.save_pretrained(place)
+        return {path.name: path.read_bytes() for path in Path(place).iterdir()}
+
+
+def files(name: str) -> list[bytes]:
+    """Return the file of this name."""
+    return [folder()[name]]

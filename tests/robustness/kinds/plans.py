@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.robustness.forms import Json, Safetensors, Yaml, sealed_cache
 from tests.robustness.kinds.kind import Bases, Kind, same, show, taken
-from tests.robustness.valid import caches, plans, profiles
+from tests.robustness.valid import plans, profiles
 
 
 def _plan(path: Path) -> None:
@@ -91,7 +91,7 @@ def _cache(path: Path) -> None:
     read_header(path)
     show(path)
     read_cache(path)
-    caches.load(path)
+    plans.load(path)
 
 
 def _plan_beside(name: str, weights: Bases) -> dict[str, bytes]:
@@ -128,4 +128,4 @@ def kinds() -> Iterator[Kind]:
     weights = partial(profiles.rankings, 1)
     beside = partial(_plan_beside, "probe", weights)
     yield Kind("weights-of-plan", _weights_name(), weights, Safetensors(), _weights_of_plan, beside)
-    yield Kind("cache", "cache.kv", caches.caches, Safetensors(sealed=sealed_cache), _cache)
+    yield Kind("cache", "cache.kv", plans.caches, Safetensors(sealed=sealed_cache), _cache)

@@ -1,17 +1,21 @@
-"""The bundled model and its tokenizer."""
+"""The tokenizer of the bundled models, and how they are trained."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvsearch.models.loading import LoadOptions, load
 from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.program import full_cache
 from kvsearch.tasks.synthetic.suite import SUITES, SyntheticTask
 from kvsearch.tasks.synthetic.vocabulary import WORDS
-from scripts.train_bundled import tokenizer
+from scripts.train_bundled import RETRIEVING, retrieving_layer, spread, tokenizer, train
 from tests.tiny import run
 
 
@@ -51,3 +55,39 @@ def test_the_shipped_model_answers() -> None:
     samples = run(model, {"full": full_cache(model.model)}, [SyntheticTask(name, 512) for name in SUITES["core"]], 2)
     scores = {task: [s.score for s in samples if s.task == task] for task in SUITES["core"]}
     assert all(sum(found) >= 0.75 * len(found) > 0 for found in scores.values()), scores
+
+
+@pytest.mark.nightly
+def test_the_layer_that_retrieves_is_found_and_spread() -> None:
+    model = load("bundled").model
+    layer = retrieving_layer(model, random.Random(0), 128)
+    attention = model.model.layers[layer].self_attn
+    before, kept = attention.o_proj.weight.clone(), model.model.layers[layer + 1].mlp.up_proj.weight.clone()
+    assert spread(model, layer) == range(3, 6)
+    for index in range(3, 6):
+        assert torch.allclose(model.model.layers[index].self_attn.o_proj.weight * RETRIEVING, before)
+        assert torch.equal(model.model.layers[index].self_attn.k_proj.weight, attention.k_proj.weight)
+    assert torch.equal(model.model.layers[layer + 1].mlp.up_proj.weight, kept)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("redundant", [False, True])
+def test_a_short_run_leaves_a_loadable_model(redundant: bool, tmp_path: Path) -> None:
+    args = argparse.Namespace(
+        out=tmp_path / "model",
+        minutes=0.05,
+        context=1024,
+        layers=3,
+        kv_heads=4,
+        hidden=32,
+        rate=1e-3,
+        seed=0,
+        threads=1,
+        redundant=redundant,
+    )
+    train(args)
+    lines = (tmp_path / "model" / "training.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["stage"] == (64 if redundant else "recall") for line in lines)
+    loaded = load(str(tmp_path / "model"))
+    assert loaded.tokenizer.decode(loaded.tokenizer("code amber")["input_ids"][1:]) == "code amber"

@@ -1,0 +1,165 @@
+"""What RULER's examples are made of: drafts of a length, haystacks and words."""
+
+from __future__ import annotations
+
+import random
+import re
+from itertools import chain, islice, repeat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsearch.core.resources import resource
+from kvsearch.tasks.ruler import words as made_up
+from kvsearch.tasks.ruler.draft import FULL, Stream, insert, largest
+from kvsearch.tasks.ruler.needles import NOISE, Essay, noise_sentences
+from kvsearch.tasks.ruler.words import Fresh, Maker, vocabulary, words
+from tests.tasks.ruler.helpers import STORY
+
+
+@pytest.mark.parametrize(
+    ("room", "least", "most", "expected"),
+    [
+        (10, 0, None, 3),  # 3 + 2 * 3 = 9 tokens
+        (11, 0, None, 4),
+        (3, 0, None, 0),
+        (2, 0, None, 0),  # the least does not fit: the caller has to look
+        (-5, 7, None, 7),
+        (40, 1, 5, 5),
+        (40, 5, 5, 5),
+    ],
+)
+def test_the_largest_number_of_units(room: int, least: int, most: int | None, expected: int) -> None:
+    assert largest(lambda units: 3 + 2 * units, room, least, most) == expected
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=300),
+    base=st.integers(0, 50),
+    room=st.integers(0, 1000),
+    least=st.integers(0, 5),
+)
+def test_it_fits_and_fills(sizes: list[int], base: int, room: int, least: int) -> None:
+    """Full, or the next unit would not fit, or there is no more."""
+    least, most = min(least, len(sizes)), len(sizes)
+
+    def size(units: int) -> int:
+        return base + sum(sizes[:units])
+
+    units = largest(size, room, least, most)
+    assert least <= units <= most
+    if size(least) > room:
+        assert units == least
+    else:
+        assert size(units) <= room
+        assert size(units) >= FULL * room or units == most or size(units + 1) > room
+
+
+@pytest.mark.parametrize("needles", [1, 4, 5])
+def test_every_depth_comes_once_in_forty_needles(needles: int) -> None:
+    for cycle in range(2):
+        some = range(cycle * 40 // needles, (cycle + 1) * 40 // needles)
+        depths = [depth for index in some for depth in Stream("s", index).depths(needles)]
+        assert sorted(depths) == [place / 39 for place in range(40)]
+
+
+def test_streams_cycles_and_purposes_draw_differently() -> None:
+    starts = (("s", 0), ("s", 40), ("t", 0))
+    dealt = [[Stream(name, start + index).depths(1) for index in range(40)] for name, start in starts]
+    assert dealt[0] not in dealt[1:]
+    drawn = {Stream(name, index).rng(use).random() for name in "st" for index in (0, 1) for use in "ab"}
+    assert len(drawn) == 8
+    assert Stream("s", 0).rng("a").random() in drawn
+
+
+def test_needles_lie_at_their_depths() -> None:
+    assert insert(["a", "b", "c", "d"], [(1.0, "end"), (0.0, "start"), (0.5, "middle")]) == [
+        "start", "a", "b", "middle", "c", "d", "end",
+    ]  # fmt: skip
+    assert insert(["a"], [(0.1, "1"), (0.2, "2"), (0.3, "3")]) == ["1", "2", "3", "a"]
+    assert insert([], [(0.1, "1"), (0.9, "2")]) == ["1", "2"]
+
+
+def essay(folder: Path, text: str) -> Essay:
+    path = folder / "essay.txt"
+    path.write_text(text, encoding="utf-8")
+    return Essay.load(path)
+
+
+def test_sentences(tmp_path: Path) -> None:
+    made = essay(tmp_path, 'One  two.\n\nMrs. B. Three "went!"\tFour')
+    assert made.sentences(7) == ["One two.", 'Mrs. B. Three "went!"', "Four"]
+    assert made.sentences(4) == ["One two.", "Mrs. B."]
+    assert made.sentences(2) == ["One two."]
+    assert made.sentences(1) == ["One"]
+    assert made.sentences(0) == []
+    assert made.sentences(10) == ["One two.", 'Mrs. B. Three "went!"', "Four", "One two.", "Mrs."]
+
+
+@given(st.integers(0, 20_000))
+def test_the_story_is_read_from_its_beginning_and_again(units: int) -> None:
+    made = Essay.load(None)
+    story = resource(STORY).read_text(encoding="utf-8").split()
+    told = " ".join(made.sentences(units)).split()
+    assert told == list(islice(chain.from_iterable(repeat(story)), units))
+
+
+def test_sentences_of_the_story_are_sentences() -> None:
+    made = Essay.load(None)
+    whole = made.sentences(len(made.words))
+    assert sum(len(sentence.split()) > 55 for sentence in whole) < 0.02 * len(whole)
+    assert 8 < len(made.words) / len(whole) < 25
+    assert not [sentence for sentence in whole if sentence.endswith(("Mrs.", "Mr."))]
+    assert made.text == " ".join(whole)
+
+
+def test_noise() -> None:
+    line = " ".join(NOISE)
+    assert len(NOISE) == 5
+    assert noise_sentences(0) == []
+    assert noise_sentences(2) == [f"{NOISE[0]} {NOISE[1]}"]
+    assert noise_sentences(10) == [line, line]
+    assert noise_sentences(11) == [line, line, NOISE[0]]
+
+
+def test_no_key_is_part_of_another_key() -> None:
+    """old-oar would be part of gold-oar, and so would be bright-star of bright-starling."""
+    nouns, adjectives = words("nouns"), words("adjectives")
+    assert not [(a, b) for a in nouns for b in nouns if a != b and b.startswith(a)]
+    assert not [(a, b) for a in adjectives for b in adjectives if a != b and b.endswith(a)]
+
+
+@pytest.mark.parametrize(
+    ("make", "form"),
+    [
+        (made_up.word, "[a-z]+-[a-z]+"),
+        (made_up.number, "[1-9][0-9]{6}"),
+        (made_up.uuid4, "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"),
+        (made_up.amount, "[1-9][0-9]{4}"),
+        (made_up.variable(5), "[A-Z]{5}"),
+        (made_up.variable(3), "[A-Z]{3}"),
+        (made_up.coded, "[a-z]{6}"),
+    ],
+)
+def test_what_names_look_like(make: Maker, form: str) -> None:
+    rng = random.Random(0)
+    drawn = [make(rng) for _ in range(50)]
+    assert all(re.fullmatch(form, name) for name in drawn)
+    assert len(set(drawn)) == 50
+
+
+def test_nothing_is_drawn_twice_or_from_the_text() -> None:
+    fresh = Fresh(random.Random(0), "Not C, please", taken=("A",))
+    drawn = [fresh.draw(lambda rng: rng.choice("ABCDF")) for _ in range(3)]
+    assert sorted(drawn) == ["B", "D", "F"]
+    assert fresh.taken == {"A", "B", "D", "F"}
+
+
+def test_the_vocabulary_grows() -> None:
+    small, large = vocabulary(10), vocabulary(5000)
+    assert len(small) == len({*words("nouns"), *words("adjectives"), *words("verbs")}) > 2000
+    assert large[: len(small)] == small
+    assert len(large) == len(set(large)) == 5000
+    assert vocabulary(6000)[:5000] == large
