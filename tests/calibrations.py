@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from kvsearch.budgets.dynamic import Allocation
 from kvsearch.calibration.data import CalibrationData
@@ -64,7 +65,8 @@ def calibrate_dynamic(
     options = (options or DynamicOptions()).model_copy(update={"method": allocation.name})
     allocation.check(policy, f"method {allocation.name}")
     calibration = DynamicCalibration(loaded, data, [policy], options)
-    return calibration.average(allocation, calibration.prepare(), progress)
+    with patch.object(DynamicOptions, "make_allocation", return_value=allocation):
+        return calibration.measure(calibration.prepare(), progress)
 
 
 def calibrate_cake(

@@ -18,10 +18,6 @@ Signals = NDArray[np.floating[Any]]
 class Allocator(Protocol):
     """How much each kv head keeps."""
 
-    @property
-    def name(self) -> str:
-        """The name that plans and reports call it by."""
-
     def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:
         """Turn signals into budgets in entries per kv head that sum to `total` exactly.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -27,7 +26,6 @@ class LossCurves:
             length of the prompts. Two or more, of at least one entry.
     """
 
-    name: ClassVar[str] = "curves"
     budgets: tuple[int, ...]
 
     def allocate(self, signals: Signals, total: int, floors: Ints, caps: Ints) -> Ints:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
-from kvsearch.budgets.allocator import (
-    Signals,
-    check_signals,
-    lift_floors,
-    share_above,
-)
+from kvsearch.budgets.allocator import Signals, check_signals, lift_floors, share_above
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.plan.rounding import check_bounds, largest_remainder
 from kvsearch.plan.size import round_half_up
@@ -36,7 +31,6 @@ class Proportional:
             reach it everywhere is shared equally.
     """
 
-    name: ClassVar[str] = "proportional"
     direction: Direction = "forward"
     least: int | None = None
 

@@ -46,12 +46,7 @@ class DynamicCalibration(Calibration[DynamicOptions]):
         return prompts
 
     def measure(self, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None) -> Profile:
-        return self.average(self.options.make_allocation(self.loaded.name), prompts, progress)
-
-    def average(
-        self, allocation: Allocation, prompts: Sequence[CalibrationPrompt], progress: Progress | None = None
-    ) -> Profile:
-        """Return the profile of what `allocation` decides.
+        """Return the profile of what the allocation decides.
 
         Raises:
             UsageError: the policy's scores cannot be shared like this (lava: they are negative).
@@ -59,6 +54,7 @@ class DynamicCalibration(Calibration[DynamicOptions]):
         """
         (policy,) = self.policies
         options = self.options
+        allocation = options.make_allocation(self.loaded.name)
         tables = RatioTables(policy, options.minimum)
         work = partial(ratio_table, policy=policy, allocation=allocation, floor=tables.floor)
         decided = counted(self.loaded.map(work, prompts), len(prompts), progress)
@@ -96,7 +92,7 @@ def observe_demands(
     """Read off one prompt what every full-attention layer demands; the model must run the attention "kvsearch".
 
     Raises:
-        UsageError, IncompatibleError: see `DynamicCalibration.average`.
+        UsageError, IncompatibleError: see `DynamicCalibration.measure`.
     """
     check_rotary(loaded.model, [policy])
     needs = dict.fromkeys(describe(loaded.model).full_layers, (policy.needs(), allocation.needs(policy)))

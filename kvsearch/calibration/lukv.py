@@ -20,12 +20,7 @@ from kvsearch.budgets.convex import oracle_recall_curve, prefix_sums, recall_cur
 from kvsearch.budgets.lukv import MarginalSolver, profile_grid
 from kvsearch.calibration.importance import NODES, ImportancePass, integrated_gradients
 from kvsearch.calibration.methods import Calibration
-from kvsearch.calibration.options import (
-    IN_NATS,
-    AnsweredOptions,
-    LukvOptions,
-    Normalization,
-)
+from kvsearch.calibration.options import IN_NATS, AnsweredOptions, LukvOptions, Normalization
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation, check_lengths, prompts_of, with_own_replies
 from kvsearch.calibration.steps import StepCache
 from kvsearch.calibration.tables import (

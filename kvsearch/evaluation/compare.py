@@ -155,7 +155,7 @@ def replies_cost(name: str, encoded: Sequence[TaskPrompts], asked: Split, progra
             for number in range(max(len(reading.questions) for reading in batch)):
                 replied = [reading.questions[number] for reading in batch if number < len(reading.questions)]
                 work += Work(together * (1 + max(question.query.max_new_tokens for question in replied)))
-            after = sum(len(question.ids) for _, question in pairs) if asked.protocol == QUESTION_AGNOSTIC else 0
+            after = sum(len(reading.following(question)) for reading, question in pairs)
             replies = sum(question.query.max_new_tokens for _, question in pairs)
             work += Work(tokens=len(programs) * (after + replies))
     return StageCost(name, contexts, questions, work)

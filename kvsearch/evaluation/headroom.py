@@ -189,7 +189,7 @@ def replied(task: TaskPrompts, prompt: Prompt, forced: Mapping[Asked, ForcedAnsw
 
 
 def _programs(
-    loaded: LoadedModel, context: Tensor, asked: Sequence[Replied], ratio: float, others: Sequence[Replied] = ()
+    loaded: LoadedModel, context: Tensor, asked: Sequence[Replied], ratio: float, others: Sequence[Replied]
 ) -> Iterator[tuple[str, Program]]:
     """Yield what is tried on a context, token ids [T]."""
     passed = ImportancePass(loaded.model, [], context[None].to(loaded.device))
@@ -202,19 +202,19 @@ def _programs(
     }
     uniform = even["snapkv"]
     yield FULL, full_cache(loaded.model)
-    for name, program in _allocations(loaded, known.amax(0), weights, uniform, total):
+    for name, program in _allocations(loaded, known.amax(0), weights, total):
         yield f"{KNOWN}, {name}", program
     if others:
         strange, weights = measure_importance(passed, others)
         for how, importance in (("mean", strange.mean(0)), ("largest", strange.amax(0))):
-            for name, program in _allocations(loaded, importance, weights, uniform, total):
+            for name, program in _allocations(loaded, importance, weights, total):
                 yield f"{AGNOSTIC}, {how}, {name}", program
     yield from even.items()
     yield from baselines(loaded.model, uniform, ("streaming", "random")).items()
 
 
 def _allocations(
-    loaded: LoadedModel, importance: Tensor, weights: Mapping[str, Tensor], uniform: Program, total: int
+    loaded: LoadedModel, importance: Tensor, weights: Mapping[str, Tensor], total: int
 ) -> Iterator[tuple[str, Program]]:
     """Yield allocations of `total` entries that rank by `importance`.
 
@@ -236,13 +236,10 @@ def _allocations(
             budgets[name] = MarginalSolver(values, floor).solve(total)
         equal = np.repeat(budgets["effect"].sum(-1, keepdims=True) / heads, heads, 1)
         budgets["layers"] = largest_remainder(equal, total, floor, length)
+        budgets["even"] = largest_remainder(np.full((layers, heads), total / (layers * heads)), total, 0, length)
         for name, table in budgets.items():
-            yield (
-                f"{name}, {recent} recent",
-                Program(PhaseProgram(policies, partial(lambda budgets, _: budgets, table))),
-            )
-        if uniform.prefill is not None:
-            yield f"even, {recent} recent", Program(PhaseProgram(policies, uniform.prefill.table))
+            program = Program(PhaseProgram(policies, partial(lambda budgets, _: budgets, table)))
+            yield f"{name}, {recent} recent", program
 
 
 def measure_importance(passed: ImportancePass, asked: Sequence[Replied]) -> tuple[Tensor, dict[str, Tensor]]:

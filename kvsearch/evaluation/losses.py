@@ -97,8 +97,7 @@ def _following(task: TaskPrompts, reading: Reading, forced: Mapping[Asked, Force
         answer = forced[task.task.name, reading.prompt.key, question.number].ids
         if not len(answer):
             raise UsageError(f"{place}: output losses are measured on a right answer, and there is none")
-        apart = reading.protocol == QUESTION_AGNOSTIC
-        found.append((torch.cat([question.ids, answer]) if apart else answer, place))
+        found.append((torch.cat([reading.following(question), answer]), place))
     return found
 
 

@@ -283,11 +283,9 @@ def _replied(
                     full_losses |= {(row, asked): losses[first + row] for row in range(len(batch))}
                 replies = [loss_words(loss, full_losses[row % len(batch), asked]) for row, loss in enumerate(losses)]
             else:
-                if batch[0].protocol == QUESTION_AGNOSTIC:
-                    texts = [torch.cat([*before, one.ids]) for before, one in zip(earlier, everyone, strict=True)]
-                    answered = joint.replies.ask(texts, limits)
-                else:
-                    answered = joint.replies.reply(limits)
+                following = [reading.following(one) for reading, one in zip(sequences, everyone, strict=True)]
+                texts = [torch.cat([*before, ids]) for before, ids in zip(earlier, following, strict=True)]
+                answered = joint.replies.ask(texts, limits)
                 replies = [cut(prompts.format.decode(tokens), task.stops) for tokens in answered]
         seconds = perf_counter() - started  # replies have waited for the device: each looks at its logits
         for row, (tokens, most) in enumerate(zip(answered, joint.replies.most, strict=True)):

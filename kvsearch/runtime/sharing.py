@@ -138,8 +138,7 @@ class Sharing:
 
     def _policy(self, layer: int) -> Policy:
         """Return the policy whose scores are compared: that of the prefill phase, if there is one."""
-        policies = [phase.policies[layer] for phase in self.program.phases if layer in phase.policies]
-        return policies[0]
+        return next(phase.policies[layer] for phase in self.program.phases if layer in phase.policies)
 
     def _now(self, index: int, observation: Observation) -> RaggedStore | Decoding:
         """Evict at once."""

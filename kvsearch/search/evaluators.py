@@ -19,7 +19,6 @@ import numpy as np
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.progress import Progress
-from kvsearch.plan.schema import QUESTION_AGNOSTIC
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import NonFiniteError, has_windows, stop_tokens
@@ -145,10 +144,7 @@ class PlanRuns:
         replies = joint.replies
         limits = [sample.limit for sample in samples]
         try:
-            if samples[0].reading.protocol == QUESTION_AGNOSTIC:
-                made = replies.ask([sample.asked for sample in samples], limits)
-            else:
-                made = replies.reply(limits)
+            made = replies.ask([sample.asked for sample in samples], limits)
         except NonFiniteError:
             return [math.nan] * len(samples)
         self.tokens_spent += sum(len(sample.asked) + len(reply) for sample, reply in zip(samples, made, strict=True))

@@ -107,7 +107,6 @@ class PlanRace:
         methods = [_method_result(name, race, rounds, contexts) for name in plans.plans]
         methods.sort(key=lambda method: (-method.contexts, -method.score.mean))
         samples = [sample for asked in rounds for sample in asked.samples]
-        counts = [QuestionCount.of(asked) for asked in rounds]
         return PhaseResult(
             phases=plans.phases,
             methods=tuple(methods),
@@ -118,7 +117,7 @@ class PlanRace:
             level=level,
             sure=self.rule.sure,
             bound=race.bound if math.isfinite(race.bound) else None,
-            asked=QuestionCount.total(counts),
+            asked=QuestionCount.of(rounds),
             available=sum(task.distinct for task in self.encoded),
             notes=(*plans.notes, *behind, *rounds[-1].notes),
             lower=tuple(lower_kinds(samples, contexts, race.winner, race.best)),

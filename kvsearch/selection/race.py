@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from scipy.special import logsumexp, stdtrit
@@ -119,7 +118,6 @@ def plan_rounds(counts: Sequence[int]) -> list[list[int]]:
     return [*rounds[1:], list(counts)]
 
 
-@dataclass(eq=False)
 class Race:
     """Candidates and baselines that answer contexts in rounds; see the head of this file.
 
@@ -129,16 +127,17 @@ class Race:
     one-sided bound at `Rule.sure` of what the candidate with the highest score leads it by.
     """
 
-    candidates: list[str]
-    baselines: list[str]
-    rule: Rule
-    scores: Scores | None = None
-    wealths: dict[str, float] = field(default_factory=dict)
-    best: str = ""
-    bound: float = -math.inf
-    winner: str | None = None
-    verdict: Verdict | None = None
-    _bettors: dict[tuple[str, str], Floats] = field(default_factory=dict)
+    def __init__(self, candidates: list[str], baselines: list[str], rule: Rule) -> None:
+        self.candidates = candidates
+        self.baselines = baselines
+        self.rule = rule
+        self.scores: Scores | None = None
+        self.wealths: dict[str, float] = {}
+        self.best = ""
+        self.bound = -math.inf
+        self.winner: str | None = None
+        self.verdict: Verdict | None = None
+        self._bettors: dict[tuple[str, str], Floats] = {}
 
     def judge_round(self, asked: Scores, *, is_last: bool) -> None:
         """Take in the scores of a round, and let those leave that cannot win any more."""

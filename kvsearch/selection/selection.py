@@ -61,21 +61,12 @@ class QuestionCount:
     longest: int
 
     @classmethod
-    def of(cls, comparison: Comparison) -> QuestionCount:
-        """Count what was asked in a comparison."""
-        lengths = [sample.context_tokens for sample in comparison.samples]
-        questions = sum(one.questions for one in comparison.coverage)
-        return cls(sum(comparison.distinct.values()), questions, min(lengths), max(lengths))
-
-    @classmethod
-    def total(cls, counts: Sequence[QuestionCount]) -> QuestionCount:
-        """Add up what was asked in several rounds."""
-        return cls(
-            sum(count.contexts for count in counts),
-            sum(count.questions for count in counts),
-            min(count.shortest for count in counts),
-            max(count.longest for count in counts),
-        )
+    def of(cls, rounds: Sequence[Comparison]) -> QuestionCount:
+        """Count what was asked in all rounds."""
+        lengths = [sample.context_tokens for comparison in rounds for sample in comparison.samples]
+        contexts = sum(sum(comparison.distinct.values()) for comparison in rounds)
+        questions = sum(task.questions for comparison in rounds for task in comparison.coverage)
+        return cls(contexts, questions, min(lengths), max(lengths))
 
 
 @dataclass(frozen=True)

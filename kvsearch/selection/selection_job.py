@@ -27,15 +27,7 @@ from kvsearch.runs.identity import RunConfig
 from kvsearch.selection.candidates import content_hash
 from kvsearch.selection.comparison import PlanRace, prepare_race
 from kvsearch.selection.scores import Scores, measure_gap_closed
-from kvsearch.selection.selection import (
-    FOREMOST,
-    PhaseResult,
-    QuestionCount,
-    Reported,
-    Rule,
-    Selection,
-    TriedBudget,
-)
+from kvsearch.selection.selection import FOREMOST, PhaseResult, QuestionCount, Reported, Rule, Selection, TriedBudget
 from kvsearch.selection.signal_candidates import Explored, find_signal_candidates
 from kvsearch.selection.splits import halve_contexts, refuse_shared
 from kvsearch.strategies.names import FULL
@@ -137,7 +129,7 @@ class SelectionJob:
             scores = Scores.of(report.samples, report.contexts)
             share = measure_gap_closed(scores, chosen.winner, chosen.best, seed=self.seed)
         reported = Reported(
-            asked=QuestionCount.of(report),
+            asked=QuestionCount.of([report]),
             scores={name: report.score(name) for name in report.names},
             held={name: report.held[label] for name, label in report.names.items()},
             gain=gain,

@@ -30,14 +30,7 @@ from kvsearch.policies.registry import create_policy, policy_class
 from kvsearch.selection.candidates import CandidateSet, NamedPlan, PlanFactory
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import Chosen
-from kvsearch.strategies.from_signals import (
-    Strategy,
-    check_kept,
-    choose,
-    floor_of,
-    floors_of,
-    plan_of,
-)
+from kvsearch.strategies.from_signals import Strategy, check_kept, choose, floor_of, floors_of, plan_of
 from kvsearch.strategies.names import METHODS, PYRAMID, UNIFORM, Recipe
 
 NONE: Final = "none"  # the route that stands for every pattern alone

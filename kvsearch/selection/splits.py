@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kvsearch.core.errors import UsageError
 from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import TaskPrompts, token_hash
+from kvsearch.tasks.encode import TaskPrompts, counts_of, token_hash
 from kvsearch.tasks.splits import group_by_text
 
 REPORTED = ("report", "all")  # splits with examples that results are reported on
@@ -99,12 +99,4 @@ def halve_contexts(encoded: Sequence[TaskPrompts], seed: int) -> tuple[list[Task
 def _part(task: TaskPrompts, texts: set[tuple[str, ...]]) -> TaskPrompts:
     """Return the part of a task that is about some texts."""
     prompts = tuple(prompt for prompt in task.prompts if task.recorded[prompt.key] in texts)
-    coverage = replace(
-        task.coverage,
-        contexts=len(prompts),
-        truncated=sum(prompt.truncated for prompt in prompts),
-        questions=sum(len(prompt.questions) for prompt in prompts),
-        shortest=min(len(prompt.context) for prompt in prompts),
-        longest=max(len(prompt.context) for prompt in prompts),
-    )
-    return replace(task, prompts=prompts, coverage=coverage)
+    return replace(task, prompts=prompts, coverage=replace(task.coverage, **counts_of(prompts)))

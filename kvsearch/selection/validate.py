@@ -192,27 +192,13 @@ def _choose_phases(table: SignalTable, typed: Sequence[str] | None) -> list[Phas
     return [setting for setting in measured if typed is None or setting in typed]
 
 
-def _name_strategies(use: SignalUse, controls: int, exact: bool) -> StrategyNames:
-    """Name what a signal is judged by.
-
-    Controls that do not depend on the signal have the same names for all signals, so they run once.
-    """
-    signal, kind, phases = use
-    own = f"{signal} {kind}"
-    chance = "random patterns" if kind == "route" else f"{own} permuted"
-    return StrategyNames(
-        f"{own} ({phases})",
-        f"{own} inverse ({phases})",
-        f"uniform ({phases})",
-        tuple(f"{chance} {number} ({phases})" for number in range(1, controls + 1)),
-        exact,
-    )
-
-
 def _make_strategies(
     table: SignalTable, use: SignalUse, size: Size, permutations: int, seed: int
 ) -> tuple[StrategyNames, dict[str, dict[Phase, Chosen]]]:
-    """Make what a signal is judged by, by name."""
+    """Make what a signal is judged by, by name.
+
+    Controls that do not depend on the signal have the same names for all signals, so they run once.
+    """
     signal, kind, phases = use
     uniform = Strategy(route=None, phases=phases)  # all else is as in it
     if kind == "route":
@@ -232,7 +218,15 @@ def _make_strategies(
         exact, random = False, [_reroute(table, chosen, rng) for rng in islice(draws, permutations)]
     else:
         exact, random = _reorder(chosen, draws, permutations)
-    names = _name_strategies(use, len(random), exact)
+    own = f"{signal} {kind}"
+    chance = "random patterns" if kind == "route" else f"{own} permuted"
+    names = StrategyNames(
+        f"{own} ({phases})",
+        f"{own} inverse ({phases})",
+        f"uniform ({phases})",
+        tuple(f"{chance} {number} ({phases})" for number in range(1, len(random) + 1)),
+        exact,
+    )
     made = {names.forward: chosen, names.inverse: worst, names.uniform: even}
     return names, made | dict(zip(names.random, random, strict=True))
 

@@ -183,16 +183,22 @@ def encode(
         task.category,
         wanted=len(examples) if wanted is None else wanted,
         found=len(examples),
-        contexts=len(prompts),
-        truncated=sum(prompt.truncated for prompt in prompts),
-        questions=sum(len(prompt.questions) for prompt in prompts),
         excluded=dict(sorted(excluded.items())),
         used=used,
         split=getattr(task, "split", None),
-        shortest=min(len(prompt.context) for prompt in prompts),
-        longest=max(len(prompt.context) for prompt in prompts),
+        **counts_of(prompts),
     )
     return TaskPrompts(task, form, prompts, coverage, contexts, recorded)
+
+
+def counts_of(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Return what `Coverage` says of some prompts."""
+    lengths = [len(prompt.context) for prompt in prompts]
+    return {
+        "contexts": len(prompts), "truncated": sum(prompt.truncated for prompt in prompts),
+        "questions": sum(len(prompt.questions) for prompt in prompts),
+        "shortest": min(lengths), "longest": max(lengths),
+    }  # fmt: skip
 
 
 def hashes_of(example: Example) -> tuple[str, ...]:
@@ -325,6 +331,10 @@ class Reading:
         if self.protocol == QUESTION_AGNOSTIC:
             return self.prompt.context
         return self.prompt.with_question(self.questions[0])
+
+    def following(self, question: Question) -> Tensor:
+        """Token ids [K] between these and the reply to one of the questions: none where it is compressed, too."""
+        return question.ids if self.protocol == QUESTION_AGNOSTIC else question.ids[:0]
 
 
 def readings(prompts: Sequence[Prompt], protocol: Protocol) -> list[Reading]:

@@ -86,7 +86,7 @@ def test_by_importance_the_most_important_entries_stay(model: LoadedModel) -> No
     ids = tiny.ids_of(example.context)
     lost = {}
     with running(model.model, NAME):
-        programs = dict(module._programs(model, *given(model, example), 0.8))
+        programs = dict(module._programs(model, *given(model, example), 0.8, ()))
         by_effect = f"{KNOWN}, effect, 32 recent"
         for method in (by_effect, EVEN_ALLOCATION, "snapkv", "random"):
             cache = PlanCache(model.model, programs[method])

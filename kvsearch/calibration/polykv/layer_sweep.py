@@ -24,6 +24,7 @@ from kvsearch.models.architecture import output_projection
 from kvsearch.plan import Phase
 from kvsearch.policies import Policy
 from kvsearch.policies.base import Needs
+from kvsearch.runtime.decode.replies import left_padded
 from kvsearch.runtime.decode.rule import decode_needs
 from kvsearch.runtime.eviction import PhaseRule
 from kvsearch.runtime.replay.replay import FollowedLayer, Replays, at_rows
@@ -169,10 +170,7 @@ class PromptBatch:
 
     def padded(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return token ids [B, T] and their mask, padded on the left with token 0."""
-        rows = [prompt.ids[0] for prompt in self.prompts]
-        masks = [torch.ones_like(row) for row in rows]
-        ids, mask = (pad_sequence(some, batch_first=True, padding_side="left").to(device) for some in (rows, masks))
-        return ids, mask
+        return left_padded([prompt.ids[0] for prompt in self.prompts], device)
 
     def passes(self, size: int) -> list[list[TextContinuation]]:
         """Put all continuations into passes of at most `size`, those of about as many tokens together."""

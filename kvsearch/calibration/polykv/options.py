@@ -8,13 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, model_validator
 
-from kvsearch.calibration.options import (
-    ANSWER_TOKENS,
-    AnswerTokens,
-    CalibrationOptions,
-    ProtocolChoice,
-    Whole,
-)
+from kvsearch.calibration.options import ANSWER_TOKENS, AnswerTokens, CalibrationOptions, ProtocolChoice, Whole
 from kvsearch.config.options import Listed, option
 from kvsearch.core.errors import KvsearchError, UsageError
 from kvsearch.core.fields import Entries, Scalar, refuse

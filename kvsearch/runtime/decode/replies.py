@@ -91,10 +91,14 @@ class Replies:
     def ask(self, questions: Sequence[Tensor], max_new_tokens: Sequence[int]) -> list[list[int]]:
         """Ask one question per sequence, any number of times: no question sees another.
 
+        Questions without a token are none: the prompts go on by themselves, see `reply`.
+
         Raises:
             UsageError: questions of different lengths, where padding between context and question would take the place
                 of tokens in the model's sliding windows.
         """
+        if not any(map(len, questions)):
+            return self.reply(max_new_tokens)
         mark = self._mark()
         ids, seen, positions = self._following(questions)
         held = self._peak()

@@ -21,15 +21,7 @@ from kvsearch.core.errors import InternalError, UsageError
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.base import Needs, QueryStatistics, Running
 from kvsearch.policies.checks import DeferredCheck, calling, check_form, not_finite, start_state
-from kvsearch.policies.decoding import (
-    State,
-    Step,
-    best,
-    entries_at,
-    lowest,
-    protected_slots,
-    slots_of,
-)
+from kvsearch.policies.decoding import State, Step, best, entries_at, lowest, protected_slots, slots_of
 from kvsearch.policies.fitted import Fitted
 from kvsearch.policies.ranking import at_each, scores_taking
 from kvsearch.policies.registry import is_ours

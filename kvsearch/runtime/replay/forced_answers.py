@@ -20,7 +20,7 @@ from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.progress import Progress, counted
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import CPU_BYTES
-from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
+from kvsearch.plan.schema import Protocol
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import Finished, NonFiniteError, has_windows, stop_tokens
 from kvsearch.runtime.program import full_cache
@@ -176,18 +176,16 @@ def _replies(
                     chosen = [(part[row], number if number < len(part[row].questions) else 0) for row, number in rows]
                     limits = [one.limits[number] for one, number in chosen]
                     questions = [one.questions[number] for one, number in chosen]
-                    said = joint.replies.ask(questions, limits) if len(questions[0]) else joint.replies.reply(limits)
-                    found.update(zip(rows, said, strict=True))
+                    found.update(zip(rows, joint.replies.ask(questions, limits), strict=True))
     except NonFiniteError as error:
         raise IncompatibleError(f"{part[error.row % size].place}: {error}") from error
     return [[found[row, number] for number in range(len(one.questions))] for row, one in enumerate(part)]
 
 
 def _asking(task: TaskPrompts, reading: Reading, ended: Finished | None) -> ForcedQuestions:
-    apart = reading.protocol == QUESTION_AGNOSTIC
     return ForcedQuestions(
         reading.ids,
-        tuple(question.ids if apart else question.ids[:0] for question in reading.questions),
+        tuple(map(reading.following, reading.questions)),
         tuple(question.query.max_new_tokens for question in reading.questions),
         f"task {task.task.name}, example {reading.prompt.key}",
         ended,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvsearch.core.errors import UsageError
 from kvsearch.models.architecture import check_length
-from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
+from kvsearch.plan.schema import Protocol
 from kvsearch.runtime.decode.replies import Finished
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer
 from kvsearch.tasks.encode import Question, Reading, TaskPrompts, readings, token_hash
@@ -44,8 +44,8 @@ class BankSample:
 
     @property
     def asked(self) -> Tensor:
-        """Token ids of what follows before the reply: the question, or none where it is compressed, too."""
-        return self.question.ids if self.reading.protocol == QUESTION_AGNOSTIC else self.question.ids[:0]
+        """Token ids of what follows before the reply, see `Reading.following`."""
+        return self.reading.following(self.question)
 
     @cached_property
     def following(self) -> Tensor:
