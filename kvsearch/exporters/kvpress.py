@@ -9,15 +9,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.exporters.base import (
-    SINGLE,
-    BudgetExporter,
-    Budgets,
-    Exported,
-    Inputs,
-    ProfileExporter,
-    heads_lost,
-)
+from kvsearch.exporters.base import SINGLE, BudgetExporter, Budgets, Exported, Inputs, ProfileExporter, heads_lost
 from kvsearch.plan import Profile, canonical_json
 from kvsearch.plan.profile_arrays import EVICTED_RATIO, GRID
 from kvsearch.policies import Policy

@@ -161,8 +161,7 @@ def _load(
         loaded = options.load(str(options.model), reporter)
     else:
         with reporter.loading(options.shape):
-            dtype = options.loading().dtype
-            loaded = random_model(options.shape, options.layers, options.device, dtype, weights=weights)
+            loaded = random_model(options.shape, options.layers, options.device, options.dtype, weights=weights)
     from kvsearch.benchmark.capacity import require_memory
     from kvsearch.benchmark.speed import Workload, program_at
     from kvsearch.models.architecture import describe

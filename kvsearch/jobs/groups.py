@@ -11,7 +11,6 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from kvsearch.config.options import (
     FIRST,
-    MACHINE,
     QUESTIONS,
     RESULT,
     RULE,
@@ -63,28 +62,19 @@ OUTPUT_OPTION = Option(
 )
 
 
-class Loading(JobOptions):
-    """How the model of a job is loaded."""
+class Loading(LoadOptions):
+    """A job that loads a model."""
 
-    panel: ClassVar[str] = "The model"
-
-    device: str = option("auto", "auto, cpu, cuda or cuda:1.", MACHINE)
-    device_map: str | None = option(None, "Spread the model over several GPUs: auto, balanced, sequential.")
-    dtype: str = option("auto", "auto, float32, bfloat16 or float16.")
-    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
-    trust_remote_code: bool = option(False, "Run code that a model brings along.", recorded=False)
-    offline: bool = option(False, "Never touch the network.", recorded=False)
-
-    def loading(self) -> LoadOptions:
-        """Return the options of `kvsearch.models.loading.load`; UsageError if they contradict each other."""
-        return LoadOptions(**{name: getattr(self, name) for name in Loading.model_fields})
+    def loading(self, **instead: Any) -> LoadOptions:
+        """Return how the model is loaded, and nothing else of the job, but for what is given `instead`."""
+        return LoadOptions(**{**{name: getattr(self, name) for name in LoadOptions.model_fields}, **instead})
 
     _loaded: Any = PrivateAttr(default=None)  # a LoadedModel
 
     def check_model(self) -> None:
         """Raise the error of a model, dtype or device that is not known; nothing that computes is imported."""
         if self._loaded is None and (name := getattr(self, "model", None)):
-            loading.find_source(name, self.loading())
+            loading.find_source(name, self)
             loading.check_device(self.device)
 
     def with_model(self, loaded: LoadedModel) -> Self:
@@ -95,14 +85,14 @@ class Loading(JobOptions):
 
     def without_weights(self, name: str) -> Self:
         """Return the options with the shape of a model, which is all that is loaded: see `load`."""
-        return self if self._loaded is not None else self.with_model(loading.load(name, self.loading(), weights=False))
+        return self if self._loaded is not None else self.with_model(loading.load(name, self, weights=False))
 
     def load(self, name: str, reporter: Reporter | None = None, **instead: Any) -> LoadedModel:
         """Load the model of that name as these options say, but for those given `instead`; errors: see `load`."""
         if self._loaded is not None:
             return cast("LoadedModel", self._loaded)
         with (reporter or Silent()).loading(name):
-            return loading.load(name, replace(self.loading(), **instead))
+            return loading.load(name, self.loading(**instead))
 
 
 class WithWorkers(Loading):
@@ -144,7 +134,7 @@ class WithWorkers(Loading):
             return super().load(name, reporter, **instead)
         import_ray()  # before a model is loaded
         loaded = super().load(name, reporter, **instead)
-        self._opened.append(ModelWorkers(loaded, replace(self.loading(), **instead), wanted))
+        self._opened.append(ModelWorkers(loaded, self.loading(**instead), wanted))
         return replace(loaded, workers=self._opened[-1])
 
     def close(self) -> None:

@@ -258,17 +258,10 @@ class Refinement:
         """Search at every budget, and write the best plans."""
         files = (CONTEXTS, "plan-*.json")
         most = self.options.generations * len(searches)
-        with (
-            open_search(self.options.output, self.options.config, searches, files, reporter) as (
-                ready,
-                executor,
-                run,
-                log,
-            ),
-            closing(SearchProgress(reporter, log, most)) as watcher,
-        ):
-            write_contexts(self.options.output, {"fitted": ready[0].hashes["fitted"]})
-            for number, search in enumerate(ready, 1):
+        opening = open_search(self.options.output, self.options.config, searches, files, reporter)
+        with opening as (searches, executor, run, log), closing(SearchProgress(reporter, log, most)) as watcher:
+            write_contexts(self.options.output, {"fitted": searches[0].hashes["fitted"]})
+            for number, search in enumerate(searches, 1):
                 allowed = number * self.options.generations  # one log has all searches
                 outcome = search.search(executor, log, allowed, watcher, f"budget {search.budget}: ")
                 for rank, candidate in enumerate(_find_better(search, outcome), 1):

@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
+from pydantic import model_validator
+
+from kvsearch.config.options import MACHINE, JobOptions, option
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError, warn_once
 from kvsearch.core.limits import MOST_LAYERS
 from kvsearch.core.naming import did_you_mean, require_known
@@ -43,23 +46,26 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 ROOM = 32_768  # tokens of a prompt that a GPU must have room for beside the weights to hold a model alone
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """How to load a model. `device` is "auto", "cpu", "cuda" or "cuda:1"; `device_map` spreads it over several GPUs."""
+class LoadOptions(JobOptions):
+    """How a model is loaded."""
 
-    device: str = "auto"
-    device_map: str | None = None  # accelerate: "auto", "balanced", "balanced_low_0" or "sequential"
-    dtype: str = "auto"
-    revision: str | None = None
-    trust_remote_code: bool = False
-    offline: bool = False
+    panel: ClassVar[str] = "The model"
 
-    def __post_init__(self) -> None:
+    device: str = option("auto", "auto, cpu, cuda or cuda:1.", MACHINE)
+    device_map: str | None = option(None, "Spread the model over several GPUs: auto, balanced, sequential.")
+    dtype: str = option("auto", "auto, float32, bfloat16 or float16.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    trust_remote_code: bool = option(False, "Run code that a model brings along.", recorded=False)
+    offline: bool = option(False, "Never touch the network.", recorded=False)
+
+    @model_validator(mode="after")
+    def _are_known(self) -> Self:
         if self.device_map is not None:
             require_known("device map", self.device_map, DEVICE_MAPS)
             if self.device != "auto":
                 raise UsageError("give either --device or --device-map, not both")
         require_known("dtype", self.dtype, DTYPES)
+        return self
 
 
 class Workers(Protocol):

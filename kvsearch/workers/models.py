@@ -37,7 +37,7 @@ class ModelSource:
         import torch
 
         self.model = str(Path(loaded.name).resolve()) if Path(loaded.name).exists() else loaded.name
-        self.options = replace(options, device=loaded.device.type, device_map=None)
+        self.options = options.model_copy(update={"device": loaded.device.type, "device_map": None})
         self.fingerprint = loaded.fingerprint
         self.threads = torch.get_num_threads()
 

@@ -21,7 +21,7 @@ PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 8}, "streaming": {"s
 
 @pytest.fixture(scope="module")
 def bundled() -> ModelFingerprint:
-    return load("bundled", LoadOptions("cpu")).fingerprint
+    return load("bundled", LoadOptions(device="cpu")).fingerprint
 
 
 def calibrated_as(
