@@ -28,7 +28,7 @@ from kvsearch.runtime.program import PhaseProgram
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 from tests import tiny
 from tests.calibrations import calibrate_dynamic
-from tests.combinations import every_value
+from tests.combinations import in_turn
 from tests.runtime import test_sharing
 from tests.runtime.helpers import running
 
@@ -121,7 +121,7 @@ def test_every_variant_decides_as_the_runtime_does(how: str, model: LoadedModel,
     assert_runtime_agrees(model, prompt, VARIANTS[how], PROTECTED, (0, 20, 49, 79, 88, 98))
 
 
-@every_value(method=METHODS, family=["qwen2", "qwen3", "gemma2", "gemma3"])
+@in_turn(method=METHODS, family=["qwen2", "qwen3", "gemma2", "gemma3"])
 def test_every_family_decides_as_the_runtime_does(method: str, family: str, data: CalibrationData) -> None:
     other = tiny.loaded(family)
     assert_runtime_agrees(other, prompts_of(other, data)[0], METHODS[method], PROTECTED, (9, 49, 84))
@@ -197,7 +197,7 @@ def test_a_least_share_for_every_head(model: LoadedModel, data: CalibrationData)
     np.testing.assert_allclose(made.arrays["evicted_ratio"][98], made.arrays["evicted_ratio"][80], atol=1e-2)
 
 
-@every_value(where=["model.layers.0.self_attn.v_proj", "lm_head"], method=METHODS)
+@in_turn(where=["model.layers.0.self_attn.v_proj", "lm_head"], method=METHODS)
 def test_a_model_that_computes_nan(where: str, method: str, data: CalibrationData) -> None:
     model = uneven()
     with torch.no_grad():

@@ -25,7 +25,7 @@ from kvsearch.runtime.attention import NAME
 from kvsearch.signals.predictions import divergence
 from tests import tiny
 from tests.calibrations import calibrate_lukv
-from tests.combinations import every_value
+from tests.combinations import in_turn
 from tests.runtime.helpers import feed, reference, running
 
 POLICY: Policy = create_policy("snapkv", {"window": 4, "kernel": 3, "sinks": 2})
@@ -268,7 +268,7 @@ def test_an_answer_without_a_token(model: LoadedModel, data: CalibrationData) ->
     assert "the answer ' ' is empty" in refusal(model, broken)
 
 
-@every_value(
+@in_turn(
     where=["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_proj", "lm_head"],
     normalization=["effect", "layer"],
 )

@@ -33,7 +33,7 @@ from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.attention_rows import attention_change
 from kvsearch.tasks.base import Query
 from tests import tiny
-from tests.combinations import every_value
+from tests.combinations import in_turn
 from tests.families import EACH_FAMILY, build, prompts
 from tests.policies.contract import properties
 from tests.runtime.helpers import columns, feed, one_by_one, random_eviction, running
@@ -132,7 +132,7 @@ def held(model: Any, plan: Program, context: Tensor) -> dict[int, Tensor]:
     return {layer: shown[0] for layer, shown in kept.items()}
 
 
-@every_value(method=["random", "snapkv", "lava", "adakv"], family=EACH_FAMILY)
+@in_turn(method=["random", "snapkv", "lava", "adakv"], family=EACH_FAMILY)
 def test_losses_are_those_of_masked_eager_attention(method: str, family: str) -> None:
     model = build(family)
     context, following = tokens()
@@ -168,7 +168,7 @@ def outputs_of(model: Any, cache: Any, context: Tensor, following: Tensor, layer
     return torch.cat(noted[1:])
 
 
-@every_value(method=[*METHODS, *MERGING, "tova, decode only"], family=["llama", "gemma2", "gemma3", "qwen3"])
+@in_turn(method=[*METHODS, *MERGING, "tova, decode only"], family=["llama", "gemma2", "gemma3", "qwen3"])
 def test_losses_are_those_of_the_real_cache_in_the_first_layer(method: str, family: str) -> None:
     """What the first governed layer reads is the same under every plan."""
     model = build(family)
@@ -184,7 +184,7 @@ def test_losses_are_those_of_the_real_cache_in_the_first_layer(method: str, fami
     assert ("bound" not in losses) == (method in MERGING)
 
 
-@every_value(name=["h2o", "tova", SNAPKV, "keydiff"], phases=["prefill", "decode", "both"])
+@in_turn(name=["h2o", "tova", SNAPKV, "keydiff"], phases=["prefill", "decode", "both"])
 def test_what_a_replay_shows_its_tokens_gives_its_outputs(name: str, phases: str) -> None:
     policy = SMALL[name]
 
@@ -207,7 +207,7 @@ def test_what_a_replay_shows_its_tokens_gives_its_outputs(name: str, phases: str
     same()
 
 
-@every_value(method=METHODS, family=EACH_FAMILY)
+@in_turn(method=METHODS, family=EACH_FAMILY)
 def test_the_bound_holds_for_every_layer_and_query(method: str, family: str) -> None:
     model = build(family)
     for seed, budget in [(0, 3), (1, 11), (2, 30)]:
@@ -219,7 +219,7 @@ def test_the_bound_holds_for_every_layer_and_query(method: str, family: str) -> 
             assert losses["evicted_mass"].max() > 0
 
 
-@every_value(method=[*METHODS, "tova, decode only", "cam, prompt only"], dtype=[torch.float32, torch.bfloat16])
+@in_turn(method=[*METHODS, "tova, decode only", "cam, prompt only"], dtype=[torch.float32, torch.bfloat16])
 def test_budgets_above_the_length_lose_nothing(method: str, dtype: torch.dtype) -> None:
     model = build("llama").to(dtype)
     budget = 10**4 if method == "cake, decode" else LENGTH + COUNT  # layers share it, some get less

@@ -10,7 +10,7 @@ from kvsearch.policies import scoring
 from kvsearch.policies.cake import CAKE, row_moments
 from kvsearch.policies.decoding import Step
 from kvsearch.policies.scoring import window_rows
-from tests.combinations import every_value
+from tests.combinations import in_turn
 from tests.policies.contract import Case, observe
 from tests.policies.examples import attending, check_order_of_slots, kept, leaves, scattered, step_at
 
@@ -127,7 +127,7 @@ def by_definition(policy: CAKE, step: Step, segment: int) -> dict[int, float]:
     return {position: sum(mass[at : at + policy.kernel]) / policy.kernel for at, (position, _) in enumerate(inside)}
 
 
-@every_value(policy=[CAKE(window=4), CAKE(window=1, kernel=3), CAKE(window=30)], seed=range(8))
+@in_turn(policy=[CAKE(window=4), CAKE(window=1, kernel=3), CAKE(window=30)], seed=range(8))
 def test_decode_priorities(policy: CAKE, seed: int) -> None:
     step = scattered(seed)
     check_order_of_slots(policy, step, seed)

@@ -95,6 +95,13 @@ _generating("in_chunks_with_a_last_token", prefill_chunk_size=23)
 _generating("dynamic_by_name", cache_implementation="dynamic")
 
 
+# what only `generate` reads: the model is called as in other modes
+OPTIONS = (
+    "sampling", "beam_sampling", "several_sequences", "several_beams", "repetition_penalty", "dynamic_by_name",
+    "min_length_and_processors", "in_chunks_with_a_last_token", "configuration_by_position", "prompt_named_inputs",
+)  # fmt: skip
+
+
 @mode
 def configuration_by_position(side: Side) -> Iterator[Tensor]:
     ids, mask = batch()

@@ -22,7 +22,7 @@ from kvsearch.runtime import PlanCache, attach
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.shared_prefill import prefill_all
 from kvsearch.runtime.store.tensor_file import read_tensors, write_tensors
-from tests.combinations import every_value
+from tests.combinations import every_value, in_turn
 from tests.families import DEVICES, SPECIAL, build, prompts
 from tests.policies import probes
 from tests.runtime.helpers import keep_everything, plan_for, running
@@ -107,7 +107,7 @@ def example(name: str) -> PolicySpec:
 SNAPKV = example("snapkv")
 
 
-@every_value(name=policy_names(), phases=PHASES)
+@in_turn(name=policy_names(), phases=PHASES)
 def test_every_policy_answers_as_without_the_detour(
     name: str, phases: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +125,7 @@ def test_budgets_of_the_prompt_are_kept(allocation: str, phases: str, tmp_path: 
     same_after(tiny(), plan, tmp_path / "a.kv")
 
 
-@every_value(family=["gemma3", *SPECIAL], phases=["prefill", "both"])
+@in_turn(family=["gemma3", *SPECIAL], phases=["prefill", "both"])
 def test_layers_outside_the_plan_keep_their_own(family: str, phases: str, tmp_path: Path) -> None:
     model = tiny(family)
     question = 1 if family in FORGETFUL else 3

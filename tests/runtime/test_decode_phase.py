@@ -15,7 +15,7 @@ from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
-from tests.combinations import every_value
+from tests.combinations import every_value, in_turn
 from tests.families import DEVICES, EACH_FAMILY, build, prompts
 from tests.runtime.helpers import assert_close, columns, feed, one_by_one, plan_for, reference, running
 from tests.runtime.masked import hide
@@ -71,7 +71,7 @@ def compare(family: str, policy: Policy, prefilled: bool, device: str) -> None:
         assert bool((cache.entries() <= limits).all())
 
 
-@every_value(name=SMALL, dtype=[torch.float32, torch.bfloat16])
+@in_turn(name=SMALL, dtype=[torch.float32, torch.bfloat16])
 def test_a_budget_above_the_length_is_the_full_cache_bit_for_bit(name: str, dtype: torch.dtype, device: str) -> None:
     model = build("llama", device).to(dtype)
     ids, mask = prompts(1, 20, device=device)

@@ -18,7 +18,7 @@ from kvsearch.policies.ranking import at_each
 from kvsearch.policies.registry import BUILT_IN
 from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.eviction import evict
-from tests.combinations import every_value
+from tests.combinations import in_turn
 from tests.examples import fixed
 from tests.policies.contract import DIM, properties
 from tests.policies.probes import example
@@ -214,7 +214,7 @@ def test_every_policy_is_covered() -> None:
         example(name)
 
 
-@every_value(name=[name for name in BUILT_IN if name not in ("kvzip", "kvzap")], phases=["decode", "both"])
+@in_turn(name=[name for name in BUILT_IN if name not in ("kvzip", "kvzap")], phases=["decode", "both"])
 def test_replay_equals_token_by_token(name: str, phases: str) -> None:
     policy = example(name)
 

@@ -11,7 +11,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.policies import create_policy
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
-from tests.combinations import every_value
+from tests.combinations import every_value, in_turn
 from tests.families import DEVICES, EACH_FAMILY, build, prompts
 from tests.runtime.helpers import assert_close, feed, random_eviction, reference, running
 
@@ -33,7 +33,7 @@ def snapkv(model: Any) -> Program:
     return Program.uniform(model, create_policy("snapkv", {"window": 4, "kernel": 3}), lambda length: 12)
 
 
-@every_value(family=EACH_FAMILY, way=DECODING)
+@in_turn(family=EACH_FAMILY, way=DECODING)
 def test_evicted_prompts_generate_what_masking_does(family: str, way: str, device: str) -> None:
     model = build(family, device)
     ids, mask = prompts(2, 30, pads=6, device=device)
@@ -77,7 +77,7 @@ def test_a_second_turn_through_generate(family: str, device: str) -> None:
         assert_close(actual, chat(model.generate, past_key_values=full))
 
 
-@every_value(family=SOME_FAMILIES, tokens=[1, 3, 7])
+@in_turn(family=SOME_FAMILIES, tokens=[1, 3, 7])
 def test_prompt_lookup_decoding_equals_plain_decoding(family: str, tokens: int, device: str) -> None:
     """A repetitive prompt is drafted from at once: the first forward pass holds more than the prompt."""
     model = build(family, device)

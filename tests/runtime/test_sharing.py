@@ -26,7 +26,7 @@ from kvsearch.runtime.program import PhaseProgram
 from kvsearch.runtime.sharing import EntryPool, Sharing
 from kvsearch.signals.attention_rows import dispersion
 from tests.budgets.known import OfScores
-from tests.combinations import every_value
+from tests.combinations import every_value, in_turn
 from tests.examples import at_most
 from tests.families import DEVICES, EACH_FAMILY, build, prompts
 from tests.runtime.helpers import assert_close, columns, feed, one_by_one, reference, running
@@ -190,7 +190,7 @@ def test_decoding_equals_masking(how: str, family: str, device: str) -> None:
             assert_close(ours, theirs)
 
 
-@every_value(how=ALLOCATIONS, name=[*SINGLE, "h2o", "cake{'window': 3, 'kernel': 3}"])
+@in_turn(how=ALLOCATIONS, name=[*SINGLE, "h2o", "cake{'window': 3, 'kernel': 3}"])
 def test_decode_budgets_follow_the_prompt(how: str, name: str) -> None:
     """With the same totals in both phases a head may hold while decoding what it was left with."""
     model = build("llama")

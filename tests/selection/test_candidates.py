@@ -19,7 +19,7 @@ from kvsearch.selection.signal_candidates import (
 )
 from kvsearch.strategies.from_signals import Strategy, strategy_plan
 from kvsearch.strategies.names import METHODS
-from tests.combinations import every_value
+from tests.combinations import in_turn
 from tests.signals.profiles import make_signals, signal_metadata
 
 LAYERS, HEADS, LENGTH = 4, 2, 60
@@ -129,7 +129,7 @@ def test_a_policy_is_set_as_the_profile_has_it(model: LoadedModel) -> None:
     assert tuned_policy("streaming", profile).parameters() == {"sinks": 4}
 
 
-@every_value(route=["cosine", "ppl", "error"], signal=["uniform", "entropy", "ppl", "nll-chosen", "error-mean"])
+@in_turn(route=["cosine", "ppl", "error"], signal=["uniform", "entropy", "ppl", "nll-chosen", "error-mean"])
 def test_plain_candidates_are_the_strategies_of_the_paper(model: LoadedModel, route: str, signal: str) -> None:
     profile = profile_of(model)
     found = found_in(model, profile, [route], ["uniform", signal])
