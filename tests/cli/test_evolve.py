@@ -45,6 +45,7 @@ def results(directory: Path) -> tuple[bytes, bytes]:
     return (directory / "plan.json").read_bytes(), (directory / "report.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_search_writes_a_plan_and_a_report(evolved: Finished) -> None:
     directory, out, talk = evolved.folder / "run", evolved.out, evolved.talk
     plan = load_plan(directory / "plan.json")
@@ -97,6 +98,7 @@ def test_budgets_of_the_decode_phase(questions: Path, tmp_path: Path) -> None:
     assert "report split, 12 entries per kv head, question-agnostic, decode" in out
 
 
+@pytest.mark.slow
 def test_hard_questions_alone(questions: Path, run: Run, tmp_path: Path) -> None:
     hard = (*SMALL, "--hard-below", 100, "--hard-most", 2, "--generations", 1, "--max-evals", 3)
     _, talk = done(*command(questions, tmp_path / "run", small=hard))
@@ -116,6 +118,7 @@ def test_hard_questions_alone(questions: Path, run: Run, tmp_path: Path) -> None
     assert (code, results(tmp_path / "run")) == (0, before)
 
 
+@pytest.mark.slow
 def test_start_plans_bring_their_policies_and_what_they_have_seen(
     evolved: Finished, questions: Path, run: Run, tmp_path: Path
 ) -> None:
@@ -145,6 +148,7 @@ def test_one_question_is_not_enough(run: Run, questions: Path, tmp_path: Path) -
     refused(run, USAGE, "one question to search on: the result would fit that one alone", *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [("--max-memory", 0.00001), pytest.param(("--workers", 500), marks=pytest.mark.nightly)]
 )

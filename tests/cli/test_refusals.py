@@ -148,6 +148,10 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("lava-table2 bundled -o NEW --tasks ruler", "ruler:qa_1 needs questions"),
         ("lukv-table1 NEW --dry-run", "there is no model"),
     ],
+    "headroom bundled": [
+        ("--workers 0", "--workers: must be at least 1"),
+        ("--ray-address auto", "--ray-address is for Ray workers: say how many with --workers"),
+    ],
     "show": [("CAL/plan.json --ratio 0.5", "--ratio is for profiles")],
     "policies": [("snapvk", "did you mean")],
     "tasks": [("longbench:trek", "did you mean")],

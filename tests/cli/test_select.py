@@ -18,6 +18,7 @@ from tests.cli.test_bad_input import USAGE, refused
 
 RETRIEVING = 3  # the layer in which the bundled model retrieves
 CONTEXTS, SAMPLES = 92, 32
+pytestmark = pytest.mark.slow
 choose = partial(invoke, "select")
 
 

@@ -33,6 +33,7 @@ def replies_in(directory: Path, size: str) -> int:
     return len({tuple(sample[name] for name in ("task", "key", "question", "method")) for sample in samples})
 
 
+@pytest.mark.slow
 def test_all_measured_budgets(directory: Path) -> None:
     out, talk = done("validate", directory, *ASKED, *ROUTE, "--json")
     assert {one.state for one in Verification([directory]).artefacts} == {"whole"}
@@ -55,6 +56,7 @@ def test_all_measured_budgets(directory: Path) -> None:
     assert harmful(directory, Strategy("ppl"), 64) is None
 
 
+@pytest.mark.slow
 def test_the_default_is_everything_that_was_measured(directory: Path) -> None:
     told = done_json("validate", directory, *ASKED, "--dry-run", "--json")
     assert (told["tasks"], told["split"], told["protocol"]) == (["single"], "select", "question-agnostic")
@@ -64,6 +66,7 @@ def test_the_default_is_everything_that_was_measured(directory: Path) -> None:
     assert not (directory / "validation").exists()
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_not_asked_again(run: Run, directory: Path) -> None:
     """More signals, more permutations and another budget join what is there."""
     one = ("validate", directory, *ASKED, "--budget", 32, "--json")
@@ -87,7 +90,7 @@ def test_what_is_finished_is_not_asked_again(run: Run, directory: Path) -> None:
 
 
 def test_the_model_is_found_or_named(run: Run, directory: Path) -> None:
-    command = ("validate", directory, *ASKED, "--dry-run")
+    command = ("validate", directory, *ASKED, *ROUTE, "--dry-run")
     for content in (None, "{}", "[]", '{"model": 3}'):
         (directory / "config.json").unlink(missing_ok=True)
         if content is not None:

@@ -48,7 +48,8 @@ class Kept:
 TASKS = "--tasks jsonl:IN/mine.jsonl"
 KEPT = {
     "calibrate": Kept(
-        "calibrate bundled --data IN/texts.json --policy knorm --no-check --questions 3 -o RUN",
+        "calibrate bundled --data IN/texts.json --policy knorm --no-check --normalization effect "
+        "--questions 3 -o RUN",
         "--questions 2", ("run/profile.safetensors", "run/contexts.json"), None, 4,
     ),
     "headroom": Kept(
@@ -79,8 +80,9 @@ KEPT = {
     ),
 }  # fmt: skip
 # for whole runs: `run` itself, which takes longest, has tests/cli/test_run.py before every commit
+MARKS = {"run": [pytest.mark.nightly], "evaluate": []}
 finished = pytest.mark.parametrize(
-    "verb", [pytest.param(verb, marks=[pytest.mark.nightly] if verb == "run" else []) for verb in KEPT]
+    "verb", [pytest.param(verb, marks=MARKS.get(verb, [pytest.mark.slow])) for verb in KEPT]
 )
 
 
