@@ -42,7 +42,9 @@ class LossCurves:
         """
         low, high = check_bounds(np.shape(floors), total, floors, caps)
         losses = check_signals(signals, "losses")
-        knots, curves = self.curves(losses)
+        knots = np.array(self.budgets, dtype=np.int64)
+        whole = np.concatenate([np.maximum(losses, 0.0), np.zeros((len(losses), 1))], axis=1)
+        curves = convex(knots.astype(np.float64), whole)
         have = lift_floors(int(knots[0]), total, low, high)
         gain = np.diff(-curves, axis=1) / np.diff(knots)
         sums = _bought(np.maximum(gain, 0.0), knots * low.shape[1], total, have.sum(axis=1), high.sum(axis=1))
@@ -58,12 +60,6 @@ class LossCurves:
         known = np.log(np.array(self.budgets[:-1], dtype=np.float64))
         nearest = np.abs(np.log(np.maximum(budgets.mean(axis=1), 1.0))[:, None] - known).argmin(axis=1)
         return budgets, losses[np.arange(len(losses)), :, nearest].argmin(axis=1)
-
-    def curves(self, losses: Floats) -> tuple[Ints, Floats]:
-        """Return the knots [K] of the curves, in entries per kv head, and convex losses there, [L, K]."""
-        known = np.array(self.budgets, dtype=np.int64)
-        whole = np.concatenate([np.maximum(losses, 0.0), np.zeros((len(losses), 1))], axis=1)
-        return known, convex(known.astype(np.float64), whole)
 
 
 def convex(at: Floats, values: Floats) -> Floats:

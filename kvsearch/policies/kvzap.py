@@ -69,21 +69,17 @@ class KVzap(Fitted):
                 f"{model.layers} of {model.kv_heads}: take those of this model"
             )
 
-    @property
-    def surrogate(self) -> Surrogate:
-        """What is made of hidden states."""
-        return Surrogate(self.weights)
-
     def needs(self) -> Needs:
-        return Needs(hidden=self.surrogate)
+        return Needs(hidden=Surrogate(self.weights))
 
     def score(self, observation: Observation) -> Tensor:
         """Return the scores, [B, Hkv, T] fp32."""
-        return _score(observation.of_hidden(self.surrogate))
+        return _score(observation.of_hidden(Surrogate(self.weights)))
 
     def arriving(self, step: Step) -> Tensor:
-        hidden = step.arrived.of_hidden(self.surrogate).flatten(0, 1) if step.hidden is None else step.hidden[:, None]
-        return _score(hidden)
+        if step.hidden is not None:
+            return _score(step.hidden[:, None])
+        return _score(step.arrived.of_hidden(Surrogate(self.weights)).flatten(0, 1))
 
 
 def _score(logs: Tensor) -> Tensor:

@@ -49,9 +49,8 @@ class PhaseProgram:
         table = self.table(length)
         if self.allocation is not None:
             room = np.full_like(table, length)
-            if self.allocation.shares_layers:
-                return int(min(table.sum(), room.sum()))
-            return int(np.minimum(table.sum(-1), room.sum(-1)).sum())
+            axis = None if self.allocation.shares_layers else -1  # one pool of all layers, or one of each
+            return int(np.minimum(table.sum(axis), room.sum(axis)).sum())
         table = np.minimum(table, length)
         for row, (_, policy) in enumerate(sorted(self.policies.items())):
             table[row] = [length if policy.exempt(budget, length) else budget for budget in table[row].tolist()]

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from kvsearch.core.arrays import TIE
 from kvsearch.core.errors import UsageError
+from kvsearch.core.naming import forwarded
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans, replies_cost
 from kvsearch.evaluation.runner import rows_hash
 from kvsearch.models.loading import LoadedModel
@@ -22,7 +23,6 @@ from kvsearch.models.speed import StageCost
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.plan.origin import ContextRecord, Use, joined, provenance
 from kvsearch.plan.profile_arrays import SIGNALLED
-from kvsearch.plan.schema import Protocol
 from kvsearch.runs.identity import RunConfig
 from kvsearch.selection.candidates import content_hash
 from kvsearch.selection.comparison import PlanRace, prepare_race
@@ -48,20 +48,12 @@ class SelectionJob:
     reported: Split
     race: PlanRace
     profile: Profile | None = None
+    protocol = forwarded("reported.protocol")
+    seed = forwarded("reported.seed")
 
     def check(self) -> None:
         """Raise UsageError if the selection and the report split have questions or contexts in common."""
         refuse_shared({"selection": self.race.encoded, "report": self.report_prompts})
-
-    @property
-    def protocol(self) -> Protocol:
-        """The protocol in which all is asked."""
-        return self.reported.protocol
-
-    @property
-    def seed(self) -> int:
-        """The seed of all that is drawn."""
-        return self.reported.seed
 
     @cached_property
     def report_prompts(self) -> list[TaskPrompts]:

@@ -33,8 +33,8 @@ class TestLossCurves(AllocatorContract):
 
 def gains(losses: Floats) -> Floats:
     """Loss that an entry saves, [L, pieces]."""
-    knots, curves = LossCurves(BUDGETS).curves(losses)
-    return -np.diff(curves, axis=1) / np.diff(knots)
+    whole = np.append(losses, np.zeros((len(losses), 1)), axis=1)
+    return -np.diff(convex(np.array(BUDGETS, dtype=float), whole), axis=1) / np.diff(BUDGETS)
 
 
 def bounds(layers: int, heads: int = 1, floor: int = 0, cap: int = 100) -> tuple[Ints, Ints]:

@@ -164,14 +164,13 @@ class CandidateBank(Closing):
 
     def scores(self, candidates: Sequence[Ints]) -> Floats:
         """Return the metric of every reply, 0 to 1, float64 [P, S]; UsageError if a reply cannot be judged."""
-        scores = [
-            [
-                np.nan if reply.failed else sample.score(reply.tokens)
-                for sample, reply in zip(self.samples, row, strict=True)
-            ]
-            for row in self.replies(candidates)
-        ]
-        return np.array(scores, dtype=np.float64).reshape(len(scores), len(self.samples))
+        replies = self.replies(candidates)
+        scores = np.full((len(replies), len(self.samples)), np.nan)
+        for row, of_candidate in enumerate(replies):
+            for column, (sample, reply) in enumerate(zip(self.samples, of_candidate, strict=True)):
+                if not reply.failed:
+                    scores[row, column] = sample.score(reply.tokens)
+        return scores
 
     def close(self) -> None:
         """Free what is held; the bank cannot be used afterwards."""
