@@ -61,7 +61,7 @@ def comparison(
     blocks = blocks_of(samples, ready, subject, named)
     asked = [SimpleNamespace(name=task, metric="exact", traced=False) for task in tasks]
     pairs = zip(asked, covered, strict=True)
-    encoded: Any = [SimpleNamespace(task=task, coverage=of_task, prompts=()) for task, of_task in pairs]
+    encoded: Any = [SimpleNamespace(task=one, coverage=of, prompts=(), distinct=of.contexts) for one, of in pairs]
     model: Any = SimpleNamespace(name="m")
     found = Comparison(model, ready, subject, encoded, Split(()), samples=samples)
     known = {"averages": named, "blocks": blocks, "contexts": None, "seen": {}, "decode_entries": {}}

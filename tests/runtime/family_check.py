@@ -39,8 +39,7 @@ from kvsearch.runtime.attention import Output, dense_attention, running, using
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.program import PhaseProgram, Program
 from tests.families import REFUSED, build, prompts
-from tests.runtime.helpers import columns, feed, one_by_one
-from tests.runtime.masked import masked
+from tests.runtime.helpers import columns, feed, masked, one_by_one
 
 Verdict = Literal["supported", "partly", "refused", "FAILED"]
 PROMPT, PADS, REPLY, KEPT = 40, 5, 6, (6, 20)  # tokens, and the fewest and most entries of a head

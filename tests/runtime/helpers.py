@@ -1,20 +1,22 @@
 """A policy with given scores, random ragged programs, and the reference that every runtime result is held against.
 
 The reference is eager attention over a full `DynamicCache` in which evicted keys get a mask of -inf, in every forward
-pass after the prompt's.
+pass after the prompt's. It shares nothing with ragged storage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import DynamicCache
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import eager_mask
 
 from kvsearch.models.architecture import describe
 from kvsearch.models.fingerprint import fingerprint
@@ -23,10 +25,9 @@ from kvsearch.plan.origin import ContextRecord, Provenance
 from kvsearch.plan.schema import LayerPlan
 from kvsearch.policies import Observation, Policy
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.attention import NAME
+from kvsearch.runtime.attention import NAME, Output, using
 from kvsearch.runtime.attention import using as running
 from kvsearch.runtime.program import PhaseProgram
-from tests.runtime.masked import masked
 
 TOLERANCE = 2e-5
 Kept = dict[int, Tensor]  # model layer -> [B, Hkv, T] bool
@@ -170,3 +171,43 @@ def columns(cache: PlanCache, mask: Tensor, kv_heads: int, width: int) -> Kept:
                 shown[row, head, [pads + index for index in cache.kept_positions(layer, row, head)]] = True
         kept[layer] = shown
     return kept
+
+
+REFERENCE = "kvsearch_masked"
+_evicted: dict[int, Tensor] = {}  # by model layer, [B, Hkv, T] bool: the entries of the prompt that are not seen
+
+
+def _masked_eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> Output:
+    index: Any = module.layer_idx
+    evicted = _evicted.get(index)
+    if evicted is not None and key.shape[2] > evicted.shape[2]:
+        bias = torch.zeros(*evicted.shape[:2], 1, key.shape[2], device=key.device)
+        bias[:, :, 0, : evicted.shape[2]].masked_fill_(evicted.to(key.device), float("-inf"))
+        bias = bias.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        mask = bias if mask is None else mask + bias
+    output: Output = sys.modules[type(module).__module__].eager_attention_forward(
+        module, query, key, value, mask, **kwargs
+    )
+    return output
+
+
+def hide(kept: Mapping[int, Tensor]) -> None:
+    """From now on, of the columns [B, Hkv, T] bool of each layer, only the `kept` ones are seen."""
+    _evicted.update({layer: ~chosen for layer, chosen in kept.items()})
+
+
+@contextmanager
+def masked(model: Any, kept: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let `model` see of its prompt only what is `kept` in each layer, once the prompt has passed."""
+    hide(kept)
+    try:
+        with using(model, REFERENCE):
+            yield
+    finally:
+        _evicted.clear()
+
+
+AttentionInterface.register(REFERENCE, _masked_eager)
+AttentionMaskInterface.register(REFERENCE, eager_mask)

@@ -17,8 +17,7 @@ from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.program import PhaseProgram
 from tests.combinations import every_value, in_turn
 from tests.families import DEVICES, EACH_FAMILY, build, prompts
-from tests.runtime.helpers import assert_close, columns, feed, one_by_one, plan_for, reference, running
-from tests.runtime.masked import hide
+from tests.runtime.helpers import assert_close, columns, feed, hide, one_by_one, plan_for, reference, running
 from tests.runtime.policies import SMALL, for_model, policies_of
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

@@ -1,3 +1,5 @@
+"""Golden sections of one number; choices and numbers together."""
+
 from __future__ import annotations
 
 import math
@@ -8,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.search.optimisers import Optimiser
+from kvsearch.core.arrays import Vector
+from kvsearch.search.optimisers import Optimiser, default_population
 from tests.examples import at_most
 from tests.search.contract import OptimiserContract, create_optimiser
 
@@ -77,3 +80,96 @@ def test_injected_points_do_not_move_the_bracket() -> None:
     injected.tell(points, [-1.0, *(abs(float(point[0]) - 1) for point in points[1:])])
     assert minimise(lambda x: abs(x - 1), injected) == minimise(lambda x: abs(x - 1), plain)[1:]
     assert injected.best_guess.tolist() == [3.0]
+
+
+CATEGORIES = np.array([3, 0, 4, 0])
+
+
+class TestMixed(OptimiserContract):
+    name = "mixed"
+
+    def moved(self, points: list[Vector]) -> list[Vector]:
+        """A lattice as wide as the steps would hold them all back."""
+        return [np.round(point * 1024) / 1024 for point in points]
+
+
+def build(seed: int = 0, **options: float) -> Optimiser:
+    start, upper = [0.0, 1.0, 0.0, 1.0], [2.0, 2.0, 3.0, 2.0]
+    return create_optimiser("mixed", start, [0.0] * 4, upper, seed, categories=CATEGORIES, **options)
+
+
+def loss(point: Vector) -> float:
+    """Best at choices 2 and 1 with numbers 1.5 and 0.5; which number is best depends on the choice."""
+    first = 1.5 if point[0] == 2 else 0.2
+    return float((point[0] != 2) + (point[2] != 1) + (point[1] - first) ** 2 + (point[3] - 0.5) ** 2)
+
+
+def run(optimiser: Optimiser, generations: int = 200) -> list[list[Vector]]:
+    asked = []
+    for _ in range(generations):
+        if optimiser.finished is not None:
+            break
+        asked.append(optimiser.ask())
+        optimiser.tell(asked[-1], [loss(point) for point in asked[-1]])
+    return asked
+
+
+def test_it_finds_choices_and_numbers() -> None:
+    optimiser = build(tolerance=0.01)
+    asked = run(optimiser)
+    assert optimiser.best_guess[[0, 2]].tolist() == [2, 1]
+    assert optimiser.best_guess[[1, 3]] == pytest.approx([1.5, 0.5], abs=0.05)
+    assert "no choice is better" in optimiser.finished
+    assert all(point[[0, 2]].tolist() == np.rint(point[[0, 2]]).tolist() for points in asked for point in points)
+
+
+def test_generations_take_turns_and_change_one_choice_at_a_time() -> None:
+    optimiser = build()
+    first = optimiser.ask()
+    np.testing.assert_equal(first[-1], optimiser.start)
+    changed = [np.flatnonzero(point != optimiser.start).tolist() for point in first[:-1]]
+    assert changed == [[0], [0], [2], [2], [2]]
+    optimiser.tell(first, [1.0] * len(first))
+    numbers = optimiser.ask()
+    assert all(point[[0, 2]].tolist() == [0, 0] for point in numbers)
+    assert len(numbers) == 8
+
+
+def test_a_small_population_takes_coordinates_in_turn() -> None:
+    optimiser = build(population=3)
+    seen = []
+    for _ in range(4):
+        points = optimiser.ask()
+        seen.append({int(at) for point in points for at in np.flatnonzero(point != optimiser.start)})
+        optimiser.tell(points, [1.0] * len(points))
+    assert seen[0] == {0}
+    assert seen[2] == {2}
+
+
+def test_choices_alone() -> None:
+    optimiser = create_optimiser("mixed", [0.0, 0.0], [0.0] * 2, [3.0] * 2, 0, categories=np.array([4, 4]))
+    for _ in range(20):
+        if optimiser.finished is not None:
+            break
+        points = optimiser.ask()
+        optimiser.tell(points, [abs(point[0] - 2) + abs(point[1] - 3) for point in points])
+    assert optimiser.best_guess.tolist() == [2, 3]
+    assert optimiser.finished is not None
+
+
+@pytest.mark.parametrize(("dimension", "points"), [(1, 4), (2, 6), (4, 8), (8, 10), (16, 12), (32, 14)])
+def test_the_population_of_the_paper(dimension: int, points: int) -> None:
+    assert default_population(dimension) == points
+    if dimension > 1:
+        optimiser = create_optimiser("cma", np.ones(dimension), np.zeros(dimension), np.full(dimension, 2.0), 0)
+        assert len(optimiser.ask()) == points
+
+
+def test_the_best_of_equal_points_is_the_nearest_to_the_start_then_the_first() -> None:
+    optimiser = create_optimiser("mixed", [1.0], [0.0], [2.0], 0, population=4)
+    optimiser.ask()
+    optimiser.tell([np.array([x]) for x in (0.2, 1.5, 0.5, 1.1)], [3.0, 2.0, 2.0, 2.5])
+    assert optimiser.best_guess.tolist() == [1.5]
+    optimiser.ask()
+    optimiser.tell([np.array([x]) for x in (0.9, 1.25, 0.75, 0.1)], [2.5, 2.0, 2.0, 2.0])
+    assert optimiser.best_guess.tolist() == [1.25]
