@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvsearch.benchmark.speed import decode_seconds, peak_bytes, prefill_seconds
-from kvsearch.models.architecture import describe, rotary
+from kvsearch.models.architecture import RotaryTables, describe
 from kvsearch.policies import Policy, policy_names
 from kvsearch.policies.ranking import keep_at, limits_under
 from kvsearch.runtime import PlanCache, Program
@@ -111,7 +111,7 @@ def scratch(model: Any, policy: Policy, length: int, budget: int) -> float:
     budgets = torch.full((1, shape.kv_heads), budget)
 
     def work() -> None:
-        prompt = DensePrompt([policy.needs(), decode_needs(policy)], rotary(model, 0), layer=0)
+        prompt = DensePrompt([policy.needs(), decode_needs(policy)], RotaryTables(model, 0), layer=0)
         prompt.add(query, (key, value), positions, valid, logits)
         observation = prompt.observation()
         keep_at(policy, observation, limits_under(policy, budgets, [length]))

@@ -35,8 +35,6 @@ class IncompatibleError(UsageError):
 class InternalError(KvsearchError):
     """A bug in kvsearch: please report it."""
 
-    exit_code = 1
-
 
 class KvsearchWarning(UserWarning):
     """Something that works but is probably not what one wants."""

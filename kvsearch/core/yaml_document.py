@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,33 @@ _TAG = "tag:yaml.org,2002:"
 _TAGS = frozenset(f"{_TAG}{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map"))
 
 
-@dataclass
 class YamlDocument:
-    """What a text says.
+    """Plain data in YAML, called `name`, usually its file; `problems` are what a reader finds wrong, with their lines.
 
-    Args:
-        name: what to call it, usually its file.
-        data: its content; keys are texts.
-        lines: the line, from 1, of every place in it.
-        problems: what its reader finds wrong with the content, each with its line.
+    `data` is its content, in which keys are texts, and `lines` has the line, from 1, of every place in it.
+
+    Raises:
+        UsageError: it is no YAML, has a key twice, aliases or types of its own, or what `require_plain` refuses.
     """
 
-    name: str
-    data: Any = None
-    lines: dict[Place, int] = field(default_factory=dict)
-    problems: list[tuple[int, str]] = field(default_factory=list)
+    def __init__(self, text: bytes | str, name: str) -> None:
+        self.name = name
+        self.data: Any = None
+        self.lines: dict[Place, int] = {}
+        self.problems: list[tuple[int, str]] = []
+        try:
+            loader = _Loader(text if isinstance(text, str) else decoded(text, name))
+            node = loader.get_single_node()
+            if node is not None:
+                self._note_lines(node)
+                self.data = loader.construct_document(node)
+            require_plain(self.data)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            where = f" at line {mark.line + 1}" if mark else ""
+            raise UsageError(f"{name} is not valid YAML{where}: {error.problem or error.context}") from error
+        except (yaml.YAMLError, *FAULTS) as error:
+            raise UsageError(f"{name} is not valid YAML: {describe_fault(error)}") from error
 
     def tell(self, place: Place, what: str) -> None:
         """Note a problem; of a place that is not in the document, the line is that of what it would be in."""
@@ -41,19 +52,19 @@ class YamlDocument:
         name = ".".join(map(str, place)) or "the whole"
         self.problems.append((self.lines.get(known, 1), f"{name}: {what}"))
 
-    def note_lines(self, node: Any, place: Place = ()) -> None:
+    def _note_lines(self, node: Any, place: Place = ()) -> None:
         """Note the lines of a node and of all that is in it; yaml.MarkedYAMLError for a key that is given twice."""
         self.lines.setdefault(place, node.start_mark.line + 1)
         if isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
-                self.note_lines(item, (*place, index))
+                self._note_lines(item, (*place, index))
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
                 inner = (*place, key.value)
                 if inner in self.lines:
                     raise _refusal(key, f"the key {shown(key.value)} is given twice: remove one")
                 self.lines[inner] = key.start_mark.line + 1
-                self.note_lines(value, inner)
+                self._note_lines(value, inner)
 
     def refusal(self) -> UsageError:
         """Return all problems, by their lines."""
@@ -62,32 +73,8 @@ class YamlDocument:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Read a YAML file as plain data; errors as `read_bytes` and `parse_yaml`."""
-    return parse_yaml(read_bytes(path, MOST_YAML), str(path)).data
-
-
-def parse_yaml(data: bytes | str, name: str) -> YamlDocument:
-    """Read plain data in YAML, called `name`.
-
-    Raises:
-        UsageError: it is no YAML, has a key twice, aliases or types of its own, or what `require_plain` refuses.
-    """
-    text = data if isinstance(data, str) else decoded(data, name)
-    document = YamlDocument(name)
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is not None:
-            document.note_lines(node)
-            document.data = loader.construct_document(node)
-        require_plain(document.data)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f" at line {mark.line + 1}" if mark else ""
-        raise UsageError(f"{name} is not valid YAML{where}: {error.problem or error.context}") from error
-    except (yaml.YAMLError, *FAULTS) as error:
-        raise UsageError(f"{name} is not valid YAML: {describe_fault(error)}") from error
-    return document
+    """Read a YAML file as plain data; errors as `read_bytes` and `YamlDocument`."""
+    return YamlDocument(read_bytes(path, MOST_YAML), str(path)).data
 
 
 class _Loader(yaml.SafeLoader):

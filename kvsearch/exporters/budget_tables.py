@@ -12,7 +12,7 @@ import yaml
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.core.yaml_document import parse_yaml
+from kvsearch.core.yaml_document import YamlDocument
 from kvsearch.exporters.base import (
     SINGLE,
     BudgetExporter,
@@ -278,7 +278,7 @@ class TensorRTLLM(Windows):
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Hold as much of a prompt as the windows."""
-        windows = parse_yaml(files[SINGLE], SINGLE).data["kv_cache_config"]["max_attention_window"]
+        windows = YamlDocument(files[SINGLE], SINGLE).data["kv_cache_config"]["max_attention_window"]
         return same_for_heads([min(window, length) for window in windows], model.kv_heads)
 
 

@@ -43,35 +43,36 @@ WITHOUT_EFFECT = {*DRAWN, "top_k", "min_p"}  # as long as nothing is drawn
 # --- requests in token ids, tokenised and cut as the harness' own model does it -------------------------------------
 
 
-class Generation(NamedTuple):
-    """How a reply ends: before the first of `stops`, or after so many tokens; and how it is drawn (None: greedy)."""
+class Generation:
+    """What generation options of a task say of a reply.
 
-    stops: tuple[str, ...]
-    max_new_tokens: int
-    sampling: Sampling | None = None
+    It ends before the first of `stops`, or after `max_new_tokens`, and is drawn by `sampling` (None: greedy).
 
-    @classmethod
-    def of(cls, options: Mapping[str, Any], where: str, seed: int = 0) -> Generation:
-        """Read a task's generation options; UsageError for those that cannot be honoured."""
+    Raises:
+        UsageError: options that cannot be honoured.
+    """
+
+    def __init__(self, options: Mapping[str, Any], where: str, seed: int = 0) -> None:
         settings = dict(normalize_gen_kwargs(dict(options)))
         drawn = settings.pop("do_sample") and settings.get("temperature") != 0
-        sampling = None
+        self.sampling: Sampling | None = None
         if drawn:
             try:
-                sampling = Sampling(settings.get("temperature", 1.0), settings.get("top_p", 1.0), seed=seed)
+                self.sampling = Sampling(settings.get("temperature", 1.0), settings.get("top_p", 1.0), seed=seed)
             except UsageError as error:
                 raise UsageError(f"{where}: {error}") from error
-        stops = settings.pop("until")
-        limit = settings.pop("max_gen_toks")
+        self.stops = tuple(stop for stop in settings.pop("until") if stop)
+        self.max_new_tokens: int = settings.pop("max_gen_toks")
         if settings.get("num_beams") == 1:
             del settings["num_beams"]
         other = sorted(settings.keys() - (DRAWN if drawn else WITHOUT_EFFECT))
         if other:
             how = "drawn" if drawn else "greedy"
             raise UsageError(f"{where} has generation options that {how} replies cannot honour: {', '.join(other)}")
-        if limit < 1:
-            raise UsageError(f"{where} allows replies of {limit} tokens: it needs max_gen_toks of 1 or more")
-        return cls(tuple(stop for stop in stops if stop), limit, sampling)
+        if self.max_new_tokens < 1:
+            raise UsageError(
+                f"{where} allows replies of {self.max_new_tokens} tokens: it needs max_gen_toks of 1 or more"
+            )
 
 
 class HarnessText(NamedTuple):
@@ -226,7 +227,7 @@ class PlannedLM(LM):  # type: ignore[misc]
     def _prompt(self, request: Instance) -> tuple[HarnessText, Generation]:
         """Encode a request for a reply, so that there is room for it."""
         text, options = request.args[:2]
-        generation = Generation.of(options, place(request), self.seed)
+        generation = Generation(options, place(request), self.seed)
         ids = self._encode(text)
         if not ids:
             raise IncompatibleError(f"{place(request)}: the prompt is empty once it is tokenised")

@@ -164,7 +164,7 @@ def _check(task: Task) -> None:
     if task.OUTPUT_TYPE == "loglikelihood_rolling":
         raise UsageError(f"{where}: {ROLLING}")
     if task.OUTPUT_TYPE == "generate_until":
-        Generation.of(task.get_config("generation_kwargs") or {}, where)
+        Generation(task.get_config("generation_kwargs") or {}, where)
 
 
 def _hint(name: str, known: Sequence[str]) -> str:

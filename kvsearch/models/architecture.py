@@ -167,11 +167,12 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     return {index: module for index, module in found.items() if module is not None}
 
 
-@dataclass(frozen=True)
 class RotaryTables:
-    """Cosines and sines of a full-attention layer by the model's rotary embedding; None: no rotation."""
+    """Cosines and sines of a full-attention layer, by the rotary embedding of its model; some layers do not rotate."""
 
-    module: Any
+    def __init__(self, model: nn.Module, layer: int) -> None:
+        rotates = getattr(attention_modules(model)[layer], "use_rope", True)
+        self.module: Any = getattr(decoder(model), "rotary_emb", None) if rotates else None
 
     @torch.no_grad()
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,12 +192,6 @@ class RotaryTables:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RotaryTables:
         return self  # it is the model's
-
-
-def rotary(model: nn.Module, layer: int) -> RotaryTables:
-    """Return the cosine and sine tables of a full-attention layer."""
-    rotates = getattr(attention_modules(model)[layer], "use_rope", True)
-    return RotaryTables(getattr(decoder(model), "rotary_emb", None) if rotates else None)
 
 
 def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -29,9 +29,8 @@ STAGES = "stages"  # in the directory of tables: a directory of every stage
 ASKING: frozenset[str] = frozenset({"evolve", "select", "validate", "evaluate"})  # jobs that ask tasks
 
 
-Ask = Mapping[
-    str, Any
-]  # tasks, samples of each, perhaps length; block: what the paper calls it, where several are asked
+# tasks, samples of each, perhaps length; block: what the paper calls it, where several are asked
+Ask = Mapping[str, Any]
 Scale = Mapping[str, Any]  # asks, searches (what budgets are searched on), budgets, ratios, other numbers of stages
 
 

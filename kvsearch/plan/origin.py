@@ -92,10 +92,10 @@ def joined(records: Iterable[ContextRecord | None]) -> ContextRecord | None:
     known = [one for one in found if one is not None]
     if not known:
         return None
-    whole = known[0]
-    for one in known[1:]:
+    whole = ContextRecord(complete=len(known) == len(found) and all(one.complete for one in known))
+    for one in known:
         whole = whole.with_more(**{use: getattr(one, use) for use in USES})
-    return whole.model_copy(update={"complete": all(one is not None and one.complete for one in found)})
+    return whole
 
 
 CHANGES = "changes"

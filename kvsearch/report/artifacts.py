@@ -336,10 +336,10 @@ def _existing(places: list[Path]) -> tuple[Path, ...]:
 
 def _yaml(path: Path) -> Opened:
     from kvsearch.core.limits import MOST_YAML
-    from kvsearch.core.yaml_document import parse_yaml
+    from kvsearch.core.yaml_document import YamlDocument
     from kvsearch.strategies.from_yaml import plan_of_document
 
-    document = parse_yaml(read_bytes(path, MOST_YAML), str(path))
+    document = YamlDocument(read_bytes(path, MOST_YAML), str(path))
     content = document.data
     if not isinstance(content, dict):
         raise _unknown(path)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -19,17 +18,20 @@ from kvsearch.report.table import Cell, Table
 CHANCE: Final = 0.05
 
 
-@dataclass(frozen=True, eq=False)
 class TextLosses:
     """How far replies move on every text where all heads keep as much, under rankings of which the first was fitted.
 
     A ranking is better than another where that is so at every size, beyond chance: by a sign-flip test over texts,
     whose chance is that of the luckiest of all that it is compared with. Below five texts nothing is beyond chance.
+
+    They are those of a profile that has them: `values` [N, P, B] by text, ranking and size, `at` [B] shares of entries.
     """
 
-    values: Floats  # [N, P, B]
-    rankings: tuple[str, ...]
-    at: tuple[float, ...]  # shares of the entries, [B]
+    def __init__(self, profile: Profile) -> None:
+        settings: dict[str, Any] = profile.metadata.provenance.settings
+        self.values: Floats = profile.arrays["text_loss"].astype(np.float64)
+        self.rankings: Sequence[str] = settings["rankings"]
+        self.at: Sequence[float] = settings["at"]
 
     @property
     def mean(self) -> Floats:
@@ -73,9 +75,7 @@ class TextLosses:
 
 def find_losses(profile: Profile) -> TextLosses | None:
     """Return how far replies move under a fitted ranking and others; None: not measured, as by older fits."""
-    values = profile.arrays.get("text_loss")
-    settings: dict[str, Any] = profile.metadata.provenance.settings
-    return None if values is None else TextLosses(values.astype(np.float64), settings["rankings"], settings["at"])
+    return TextLosses(profile) if "text_loss" in profile.arrays else None
 
 
 def ranking_remarks(profile: Profile) -> Iterator[str]:

@@ -48,16 +48,10 @@ def tables(result: SearchResult) -> list[Table]:
         return [_front_table(result)]
     ((budget, found),) = result.found.items()
     ranked = sorted(found.finalists.items(), key=lambda one: (-one[1].score.mean, one[0]))
-    finalists = [
-        [
-            name,
-            one.where,
-            "" if one.value is None else Cell.number(one.value, ".6g"),
-            Cell.mean(one.score),
-            *lead_cells(one.lead, one.chance),
-        ]
-        for name, one in ranked
-    ]
+    finalists = []
+    for name, one in ranked:
+        value = "" if one.value is None else Cell.number(one.value, ".6g")
+        finalists.append([name, one.where, value, Cell.mean(one.score), *lead_cells(one.lead, one.chance)])
     rows = []
     for name, score in best_first(found.report):
         share = found.recovered.get(name)

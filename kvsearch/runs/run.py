@@ -55,12 +55,7 @@ class Run:
     @classmethod
     @contextmanager
     def open(
-        cls,
-        directory: Path,
-        config: RunConfig,
-        *,
-        force: bool = False,
-        files: Sequence[str] = (),
+        cls, directory: Path, config: RunConfig, *, force: bool = False, files: Sequence[str] = ()
     ) -> Iterator[Run]:
         """Begin a run, or go on with the one that is there; its configuration is written, its checksums are not valid.
 

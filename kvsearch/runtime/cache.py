@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.models.architecture import require_plain_rotary, rotary, text_config
+from kvsearch.models.architecture import RotaryTables, require_plain_rotary, text_config
 from kvsearch.models.memory import refuse_offloaded
 from kvsearch.policies import Policy
 from kvsearch.policies.checks import require_finite
@@ -75,7 +75,7 @@ class PlanCache(Cache):  # type: ignore[misc]
                 _phase_rule(program.prefill, index),
                 _phase_rule(program.decode, index),
                 lambda: str(config._attn_implementation),
-                rotary(model, index),
+                RotaryTables(model, index),
                 self.read_mask,
                 sharing=sharing,
                 prompt_length=prompt_length,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvsearch.core.errors import IncompatibleError, present
-from kvsearch.models.architecture import describe, require_continuation, rotary
+from kvsearch.models.architecture import RotaryTables, describe, require_continuation
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs, Rereading
 from kvsearch.runtime.attention import Output, causal_mask, dense_attention, gated_attention, require_attention, tag
@@ -182,7 +182,7 @@ class DensePass(Generic[Noted]):
         watch(model, (need for wanted in needs.values() for need in wanted))
         layers = stock_layers(model)
         for index, wanted in needs.items():
-            layers[index] = self.layer(index, wanted, rotary(model, index), seen if again else look, refusal)
+            layers[index] = self.layer(index, wanted, RotaryTables(model, index), seen if again else look, refusal)
         self.observed: list[ObservedLayer[Noted]] = [layers[index] for index in sorted(needs)]
         self.model = model
         self.cache = cache_class(model, Cache)(layers=layers)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvsearch.core.errors import UsageError
-from kvsearch.models.architecture import check_length, describe, rotary
+from kvsearch.models.architecture import RotaryTables, check_length, describe
 from kvsearch.models.memory import default_memory
 from kvsearch.policies import Observation
 from kvsearch.runtime.attention import require_attention
@@ -200,7 +200,7 @@ def prefill_all(model: Any, caches: Sequence[PlanCache], ids: Tensor, mask: Tens
         targets = [cache.layers[index] for cache in caches]
         needs = [need for target in targets if isinstance(target, EvictingLayer) for need in target.needs()]
         look = partial(_hand_on, targets, again)
-        layers[index] = PromptLayer(index, needs, rotary(model, index), look, ids.shape[1])
+        layers[index] = PromptLayer(index, needs, RotaryTables(model, index), look, ids.shape[1])
     shared = cache_class(model, Cache)(layers=layers)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     size = chunk or ids.shape[1]

@@ -14,7 +14,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.limits import MOST_HEADS, MOST_LAYERS
 from kvsearch.core.naming import suggest
 from kvsearch.core.parsing import located_problems, require_header
-from kvsearch.core.yaml_document import Place, YamlDocument, parse_yaml
+from kvsearch.core.yaml_document import Place, YamlDocument
 from kvsearch.plan import PHASES, AllocationSpec, ModelFingerprint, Plan
 from kvsearch.plan.origin import Provenance
 from kvsearch.plan.yaml import STRATEGY_FORMAT, STRATEGY_VERSION, WHOLE, layer_ranges
@@ -36,7 +36,7 @@ def plan_from_yaml(text: bytes | str, name: str) -> Plan:
             with a line for each.
         EnvironmentFault: a policy comes from a package that cannot be imported.
     """
-    return plan_of_document(parse_yaml(text, name))
+    return plan_of_document(YamlDocument(text, name))
 
 
 def plan_of_document(document: YamlDocument) -> Plan:

@@ -9,11 +9,11 @@ from torch import nn
 
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.models.architecture import (
+    RotaryTables,
     attention_modules,
     decoder,
     describe,
     output_weight,
-    rotary,
     text_config,
     unrotate,
 )
@@ -53,7 +53,7 @@ def test_unrotate_undoes_the_models_own_rotation(family: str, changes: dict[str,
     layer = describe(model).full_layers[0]
     module: Any = attention_modules(model)[layer]
     apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
-    tables = rotary(model, layer)
+    tables = RotaryTables(model, layer)
     positions = torch.tensor([0, 1, 7, 100, 411])
     cos, sin = (table[None] for table in tables(positions))
     if changes.get("rope_parameters") is PARTIAL:
@@ -72,7 +72,7 @@ def test_unrotate_undoes_the_models_own_rotation(family: str, changes: dict[str,
 def test_tables_are_those_of_full_attention_layers(family: str) -> None:
     model = build(family)
     positions = torch.arange(20)
-    cos, sin = rotary(model, 1)(positions)
+    cos, sin = RotaryTables(model, 1)(positions)
     assert cos.dtype == sin.dtype == torch.float32
     module: Any = decoder(model).rotary_emb
     extra = ("full_attention",) if family == "gemma3" else ()
@@ -85,7 +85,7 @@ def test_tables_are_those_of_full_attention_layers(family: str) -> None:
 
 
 def test_tables_of_a_half_precision_model_are_not_rounded() -> None:
-    cos, sin = rotary(build("llama").to(torch.bfloat16), 0)(torch.arange(300))
+    cos, sin = RotaryTables(build("llama").to(torch.bfloat16), 0)(torch.arange(300))
     assert cos.dtype == sin.dtype == torch.float32
     torch.testing.assert_close(cos.square() + sin.square(), torch.ones_like(cos))
 
@@ -105,7 +105,7 @@ def test_layers_without_rotary_embedding() -> None:
     """SmolLM3 leaves the rotary embedding out of some layers, Jamba has none."""
     positions, states = torch.arange(5), torch.randn(1, 2, 5, 8)
     for model, layer, turns in ((build("smollm3"), 0, True), (build("smollm3"), 1, False), (build("jamba"), 1, False)):
-        cos, sin = rotary(model, layer)(positions)
+        cos, sin = RotaryTables(model, layer)(positions)
         assert torch.equal(unrotate(states, cos[None], sin[None]), states) != turns
 
 

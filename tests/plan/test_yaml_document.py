@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.limits import MOST_NUMBER, MOST_YAML
-from kvsearch.core.yaml_document import parse_yaml, read_yaml
+from kvsearch.core.yaml_document import YamlDocument, read_yaml
 
 BILLION = "a: &a [x, x]\n" + "".join(
     f"{new}: &{new} [*{old}, *{old}]\n" for old, new in zip("abcde", "bcdef", strict=True)
@@ -40,7 +40,7 @@ BILLION = "a: &a [x, x]\n" + "".join(
 )
 def test_what_is_refused_is_said_on_one_line(text: str, what: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parse_yaml(text, "mine.yaml")
+        YamlDocument(text, "mine.yaml")
     assert str(caught.value).startswith(f"mine.yaml is not valid YAML{what}")
     assert "\n" not in str(caught.value)
 
@@ -63,14 +63,14 @@ def test_a_large_file_is_refused_unread(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_plain_words(text: str, value: Any) -> None:
-    found = parse_yaml(f"a: {text}", "x").data["a"]
+    found = YamlDocument(f"a: {text}", "x").data["a"]
     assert (found, type(found)) == (value, type(value))
 
 
 def test_keys_are_texts_and_places_have_lines() -> None:
-    assert parse_yaml("", "x").data is None
-    assert parse_yaml("1: {~: x, yes: y}", "x").data == {"1": {"~": "x", "yes": "y"}}
-    assert parse_yaml("a:\n- b: 1\n- c", "x").lines[("a", 1)] == 3
+    assert YamlDocument("", "x").data is None
+    assert YamlDocument("1: {~: x, yes: y}", "x").data == {"1": {"~": "x", "yes": "y"}}
+    assert YamlDocument("a:\n- b: 1\n- c", "x").lines[("a", 1)] == 3
 
 
 WORDS = st.text(st.characters(codec="ascii", exclude_categories=("Cc",)), max_size=6)
@@ -82,12 +82,12 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_what_json_says_yaml_says_too(value: Any) -> None:
-    assert parse_yaml(json.dumps(value), "x").data == value
+    assert YamlDocument(json.dumps(value), "x").data == value
 
 
 @given(st.text(max_size=40) | st.text("[]{}:-?!&*|>'\"%@`#,. \n\t09axe~<=", max_size=40))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
-        parse_yaml(text, "x")
+        YamlDocument(text, "x")
     except UsageError as error:
         assert "\n" not in str(error)

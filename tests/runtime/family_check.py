@@ -25,10 +25,10 @@ from kvsearch.models.architecture import (
     FULL,
     LEFT_ALONE,
     UNROTATED,
+    RotaryTables,
     attention_modules,
     describe,
     output_projection,
-    rotary,
     unrotate,
     unsupported,
 )
@@ -152,7 +152,7 @@ def _limits(model: Any, family: str) -> Iterator[str]:
     with using(model, WATCHED), _watching(calls):
         model(prompts(1, PROMPT)[0], use_cache=False)
         same = all(torch.equal(call.output, call.projected) for call in calls.values())
-        turned_back = all(_turns_back(call, rotary(model, index)) for index, call in calls.items())
+        turned_back = all(_turns_back(call, RotaryTables(model, index)) for index, call in calls.items())
     _require(
         turned_back == (family in UNROTATED),
         f"queries turn back to position 0: {turned_back}, which UNROTATED does not say",

@@ -33,7 +33,7 @@ from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.core.progress import Progress
-from kvsearch.models.architecture import require_plain_rotary, rotary
+from kvsearch.models.architecture import RotaryTables, require_plain_rotary
 from kvsearch.plan import Profile
 from kvsearch.plan.saved import WEIGHTS, know
 from kvsearch.policies import Policy, create_policy
@@ -130,7 +130,7 @@ def queries_asked(context_pass: ContextPass, places: Tensor) -> Tensor:
             )
             layers = []
             for layer in context_pass.passed.continuations():
-                plain = plain_queries(layer.query, positions, rotary(context_pass.passed.model, layer.index))[0]
+                plain = plain_queries(layer.query, positions, RotaryTables(context_pass.passed.model, layer.index))[0]
                 layers.append(plain.view(layer.keys.shape[1], -1, *plain.shape[1:]).cpu())
             parts.append(torch.stack(layers))
     queries = torch.cat(parts, 3)

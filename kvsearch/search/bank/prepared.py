@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, UsageError
 from kvsearch.core.parsing import describe_fault
-from kvsearch.models.architecture import FULL, describe, rotary
+from kvsearch.models.architecture import FULL, RotaryTables, describe
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.checks import DeferredCheck, require_finite
 from kvsearch.runtime.attention import require_attention
@@ -53,7 +53,7 @@ def prefill(model: Any, policies: Rankings, ids: Tensor, cap: int) -> tuple[list
     watch(model, (policy.needs() for some in policies.values() for policy in some))
     layers = stock_layers(model)
     for index, some in policies.items():
-        layers[index] = PromptLayer(index, [policy.needs() for policy in some], rotary(model, index), best)
+        layers[index] = PromptLayer(index, [policy.needs() for policy in some], RotaryTables(model, index), best)
     with torch.no_grad():
         output = model(input_ids=ids[None].to(model.device), logits_to_keep=1, **{CACHE: Cache(layers=layers)})
     require_finite(checks)

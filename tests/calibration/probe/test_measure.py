@@ -24,7 +24,7 @@ from kvsearch.plan import Profile, Size, load_plan, save_plan, save_profile
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import GOLDEN, is_last, parse_policy
 from kvsearch.policies.probe import Coefficients, Weights
-from kvsearch.report.ranking import find_losses, ranking_remarks
+from kvsearch.report.ranking import TextLosses, find_losses, ranking_remarks
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.strategies.build import plan_from_profile
@@ -102,7 +102,7 @@ def test_headlines_hold_at_every_size_beyond_chance(
     for size in range(len(BUDGETS)):
         values = made.arrays["text_loss"].copy()
         values[..., size] = 1
-        assert replace(losses, values=values).is_better is None
+        assert TextLosses(Profile(made.metadata, {**made.arrays, "text_loss": values})).is_better is None
 
 
 def test_a_fit_that_loses_says_so(profile: Profile, tmp_path: Path) -> None:
