@@ -19,7 +19,7 @@ from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import CONFIG as MODEL_CONFIG
 from kvsearch.plan import ModelFingerprint, Plan, Profile, load_plan, load_profile
-from kvsearch.plan.saved import plan_of_folder
+from kvsearch.plan.saved import FOLDER_PLAN, PROFILE
 from kvsearch.results.validation import harmful
 from kvsearch.runs.identity import CONFIG
 from kvsearch.runs.lock import locked
@@ -128,7 +128,9 @@ class ExportOptions(PlanOptions, Sized, Loading):
 
         exporter = exporter_of(self.to)
         path = self.profile
-        of_plan = plan_of_folder(path) is not None if path.is_dir() else path.suffix != ".safetensors"
+        of_plan = path.suffix != ".safetensors"
+        if path.is_dir():  # which may be that of a calibration
+            of_plan = (path / FOLDER_PLAN).is_file() and not (path / PROFILE).exists()
         if isinstance(exporter, ProfileExporter):
             if of_plan:
                 raise UsageError(

@@ -28,7 +28,7 @@ from kvsearch.models.memory import (
     reading_needs,
     refuse_offloaded,
 )
-from kvsearch.models.speed import Speed, measure_speed
+from kvsearch.models.speed import Speed
 
 if TYPE_CHECKING:
     from kvsearch.plan import ModelFingerprint
@@ -108,7 +108,7 @@ class LoadedModel:
     @cached_property
     def speed(self) -> Speed:
         """How fast it runs on this machine, measured when that is first asked for."""
-        return measure_speed(self.model)
+        return Speed(self.model)
 
 
 def adopt(model: Any, tokenizer: Any) -> LoadedModel:

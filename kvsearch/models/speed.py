@@ -49,43 +49,41 @@ class StageCost:
     work: Work
 
 
-@dataclass(frozen=True)
 class Speed:
-    """Seconds on `device` of a pass, whatever its length, and of a token that it reads; `tokens` had the longest."""
+    """How fast a model runs where it is, timed by a short pass and by one over more and more tokens until that is long.
 
-    device: str
-    tokens: int
-    start: float
-    read: float
+    `start` are the seconds of a pass on `device`, whatever its length, and `read` those of a token; `tokens` had the
+    longest pass.
+    """
+
+    def __init__(self, model: Any) -> None:
+        import torch
+
+        from kvsearch.models.architecture import describe, text_config
+
+        most = min(MOST, describe(model).max_positions or MOST)
+        ids = (torch.arange(most, device=model.device) % text_config(model).vocab_size)[None]
+
+        def once(length: int) -> float:
+            started = perf_counter()
+            model(input_ids=ids[:, :length], logits_to_keep=1).logits[0, -1, 0].item()  # waits for the device
+            return perf_counter() - started
+
+        def least(length: int) -> float:  # what else runs on the machine only adds
+            return min(once(length) for _ in range(TIMES))
+
+        with torch.inference_mode():
+            length = first = min(SHORT, most)
+            once(first)  # the first one of all takes longer
+            short = took = least(first)
+            while took < ENOUGH and 2 * length <= most:
+                length *= 2
+                took = least(length)
+        self.device = str(model.device)
+        self.tokens = length
+        self.read = max(0.0, took - short) / max(1, length - first)
+        self.start = max(0.0, short - first * self.read)
 
     def seconds(self, work: Work) -> float:
         """Return about how long work takes."""
         return work.passes * self.start + work.tokens * self.read
-
-
-def measure_speed(model: Any) -> Speed:
-    """Time a short pass, and one over more and more tokens until it takes long enough."""
-    import torch
-
-    from kvsearch.models.architecture import describe, text_config
-
-    most = min(MOST, describe(model).max_positions or MOST)
-    ids = (torch.arange(most, device=model.device) % text_config(model).vocab_size)[None]
-
-    def once(length: int) -> float:
-        started = perf_counter()
-        model(input_ids=ids[:, :length], logits_to_keep=1).logits[0, -1, 0].item()  # waits for the device
-        return perf_counter() - started
-
-    def least(length: int) -> float:  # what else runs on the machine only adds
-        return min(once(length) for _ in range(TIMES))
-
-    with torch.inference_mode():
-        length = first = min(SHORT, most)
-        once(first)  # the first one of all takes longer
-        short = took = least(first)
-        while took < ENOUGH and 2 * length <= most:
-            length *= 2
-            took = least(length)
-    read = max(0.0, took - short) / max(1, length - first)
-    return Speed(str(model.device), length, max(0.0, short - first * read), read)

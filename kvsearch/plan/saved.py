@@ -54,12 +54,6 @@ def save_plan(plan: Plan, path: str | Path, overwrite: bool = False) -> None:
     atomic_write(path, canonical_json(checked), overwrite)
 
 
-def plan_of_folder(path: Path) -> Path | None:
-    """Return the plan of a folder that holds no profile; None: it has none, or is that of a calibration."""
-    plan = path / FOLDER_PLAN
-    return plan if plan.is_file() and not (path / PROFILE).exists() else None
-
-
 def size_of(plan: Plan) -> str:
     """Return the size of a plan as `--ratio` or `--budget` states it: the share evicted, or entries per kv head."""
     heads = len(next(iter(plan.phases.values())).planned_layers) * plan.model.kv_heads

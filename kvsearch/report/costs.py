@@ -56,7 +56,7 @@ class Forecast:
         for stage, seconds in zip(self.stages, self.seconds, strict=True):
             fields = asdict(stage)
             stages.append({**fields.pop("work"), **fields, "seconds": seconds})
-        measured = None if self.speed is None else asdict(self.speed)
+        measured = None if self.speed is None else vars(self.speed)
         estimate = {"stages": stages, "start": self.start, "seconds": self.total, "measured": measured}
         return {**self.content, "estimate": estimate}
 
