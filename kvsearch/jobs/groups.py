@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -25,7 +25,7 @@ from kvsearch.config.options import (
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.printed import command_line
-from kvsearch.jobs.reporter import Reporter, Silent
+from kvsearch.jobs.reporter import Reporter
 from kvsearch.models import loading
 from kvsearch.models.loading import BUNDLED, LoadedModel, LoadOptions
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
@@ -69,7 +69,7 @@ class Loading(LoadOptions):
         """Return how the model is loaded, and nothing else of the job, but for what is given `instead`."""
         return LoadOptions(**{**{name: getattr(self, name) for name in LoadOptions.model_fields}, **instead})
 
-    _loaded: Any = PrivateAttr(default=None)  # a LoadedModel
+    _loaded: LoadedModel | None = PrivateAttr(default=None)
 
     def check_model(self) -> None:
         """Raise the error of a model, dtype or device that is not known; nothing that computes is imported."""
@@ -83,15 +83,15 @@ class Loading(LoadOptions):
         found._loaded = loaded
         return found
 
-    def without_weights(self, name: str) -> Self:
-        """Return the options with the shape of a model, which is all that is loaded: see `load`."""
-        return self if self._loaded is not None else self.with_model(loading.load(name, self, weights=False))
+    def load_shape(self, name: str) -> LoadedModel:
+        """Return the model of that name, of which no more than the shape is loaded; errors: see `load`."""
+        return self._loaded or loading.load(name, self, weights=False)
 
-    def load(self, name: str, reporter: Reporter | None = None, **instead: Any) -> LoadedModel:
+    def load(self, name: str, reporter: Reporter, **instead: Any) -> LoadedModel:
         """Load the model of that name as these options say, but for those given `instead`; errors: see `load`."""
         if self._loaded is not None:
-            return cast("LoadedModel", self._loaded)
-        with (reporter or Silent()).loading(name):
+            return self._loaded
+        with reporter.loading(name):
             return loading.load(name, self.loading(**instead))
 
 
@@ -123,7 +123,7 @@ class WithWorkers(Loading):
         """Return the Ray workers that are asked for."""
         return None if self.workers is None else RayWorkers(self.workers, address=self.ray_address)
 
-    def load(self, name: str, reporter: Reporter | None = None, **instead: Any) -> LoadedModel:
+    def load(self, name: str, reporter: Reporter, **instead: Any) -> LoadedModel:
         """See `Loading.load`; the workers load the model, too, when there is something to do.
 
         Raises:

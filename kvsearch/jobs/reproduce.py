@@ -340,14 +340,14 @@ def _filled(value: Any, outputs: Mapping[str, str]) -> Any:
 # --- the job ----------------------------------------------------------------------------------------------------------
 
 
-def dry_run(options: ReproduceOptions, reporter: Reporter) -> Forecast:
+def dry_run(options: ReproduceOptions, reporter: Reporter) -> Forecast:  # noqa: ARG001 - as others have it
     """Return the stages with what they read.
 
     Of the model its configuration and tokenizer are read, of all tasks a context; errors as `reproduce`.
     """
     table = options.chosen_table()
     stages = Stages(options, table.stages(options.scale(table)))
-    stages.require_data(options.without_weights(options.model).load(options.model, reporter))
+    stages.require_data(options.load_shape(options.model))
     content = {
         "table": table.name, "model": options.model, "directory": str(options.place),
         "paper_numbers": model_of(table, options.model) is not None,
