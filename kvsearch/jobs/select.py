@@ -109,7 +109,7 @@ def dry_run(options: SelectOptions, reporter: Reporter) -> Forecast:
         },
     }
     costs = [cost for selection in selections for cost in selection.costs]
-    return Forecast(content, costs, selections[0].race.loaded.speed)
+    return Forecast(content, costs, selections[0].race.prepared.loaded.speed)
 
 
 @job(SelectOptions)

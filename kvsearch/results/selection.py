@@ -55,7 +55,7 @@ class SelectionResult(Result):
             notes.append(DECODE_ONLY)
         job = selection.job
         return cls(
-            model=job.race.loaded.name,
+            model=job.race.prepared.loaded.name,
             budget=job.size.budget,
             ratio=job.size.ratio,
             protocol=job.protocol,

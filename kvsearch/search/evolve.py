@@ -232,8 +232,8 @@ class PreparedSearch:
         candidates = {name: plans[name] for name in ranked if name not in self.starts}
         starts = {name: plans[name] for name in ranked if name in self.starts}
         candidate_set = CandidateSet(self.settings.phases, candidates, starts, even=UNIFORM)
-        race = PlanRace(self.base.loaded, candidate_set, self.splits["choice"], self.rule, store_name)
-        result = race.decide(store, level)
+        prepared = prepare_plans(self.base.loaded, candidate_set.plans, self.splits["choice"])
+        result = PlanRace(prepared, candidate_set, self.rule, store_name).decide(store, level)
         chosen = result.written
         if outcome.result is not None:
             paper = outcome.result.table

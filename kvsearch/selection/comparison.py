@@ -34,28 +34,25 @@ class PlanRace:
     The replies of a round are kept by the name of the race and its number.
     """
 
-    loaded: LoadedModel
+    prepared: Evaluation  # all candidates and baselines on the questions of all rounds
     candidate_set: CandidateSet
-    split: Split
     rule: Rule
     name: str
-    only: Sequence[TaskPrompts] | None = None  # a part of the questions of the tasks; None: all
-
-    @cached_property
-    def prepared(self) -> Evaluation:
-        """All candidates and baselines on all questions."""
-        return prepare_plans(self.loaded, self.candidate_set.plans, self.split)
 
     @property
     def encoded(self) -> list[TaskPrompts]:
         """The questions of all rounds."""
-        return self.prepared.encoded if self.only is None else list(self.only)
+        return self.prepared.encoded
+
+    def on(self, questions: list[TaskPrompts]) -> PlanRace:
+        """Return the race on a part of its questions."""
+        return replace(self, prepared=replace(self.prepared, encoded=questions))
 
     @cached_property
     def rounds(self) -> list[list[TaskPrompts]]:
         """The questions of each round."""
         counts = [len(texts_of(task)) for task in self.encoded]
-        return divide_contexts(self.encoded, plan_rounds(counts), self.split.seed)
+        return divide_contexts(self.encoded, plan_rounds(counts), self.prepared.split.seed)
 
     def ask(
         self,
@@ -195,8 +192,8 @@ def prepare_race(
         UsageError: nothing is evicted from any prompt; see `prepare_plans`.
         IncompatibleError: see `prepare_plans`.
     """
-    race = PlanRace(loaded, plans, split, rule, plans.phases if name is None else name)
-    note = check_eviction(race.prepared, size)
-    if note is None:
-        return race
-    return replace(race, candidate_set=replace(plans, notes=(*plans.notes, note)))
+    prepared = prepare_plans(loaded, plans.plans, split)
+    note = check_eviction(prepared, size)
+    if note is not None:
+        plans = replace(plans, notes=(*plans.notes, note))
+    return PlanRace(prepared, plans, rule, plans.phases if name is None else name)

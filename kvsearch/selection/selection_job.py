@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import cycle, islice
@@ -58,7 +58,7 @@ class SelectionJob:
     @cached_property
     def report_prompts(self) -> list[TaskPrompts]:
         """What is asked once, of what was chosen and what it is compared with."""
-        return self.reported.encode(self.race.loaded)
+        return self.reported.encode(self.race.prepared.loaded)
 
     @property
     def hashes(self) -> dict[Use, list[str]]:
@@ -112,7 +112,7 @@ class SelectionJob:
             foremost += chosen.foremost("baseline")
         names = [chosen.written, chosen.best, candidate_set.even, *(method.name for method in foremost)]
         asked = {name: plans[name] for name in dict.fromkeys(names)}
-        evaluation = prepare_plans(self.race.loaded, asked, self.reported)
+        evaluation = prepare_plans(self.race.prepared.loaded, asked, self.reported)
         stage = "report" if self.profile is None else f"{chosen.phases}/report"
         report = evaluation.run_stage(stage, store)
         gain = share = None
@@ -223,7 +223,7 @@ def find_smallest(
         race = selection.race
         plans = race.candidate_set
         names = list(plans.candidates) or list(plans.baselines)
-        first, _ = halve_contexts(race.encoded, race.split.seed)
+        first, _ = halve_contexts(race.encoded, selection.seed)
         stage = race.ask(first, names, "look", store)
         best = max(names, key=lambda name: stage.score(name).mean)
         loss = stage.score(FULL).mean - stage.score(best).mean
@@ -233,7 +233,7 @@ def find_smallest(
     for budget in budgets[bisect_left(budgets, True, key=looks_good) :]:
         selection, store = selection_at(budget)
         _, second = halve_contexts(selection.race.encoded, selection.seed)
-        result = replace(selection.race, only=second).decide(store, answered=True)
+        result = selection.race.on(second).decide(store, answered=True)
         loss = result.full.mean - result.score
         tried.append(TriedBudget(budget, result.written, loss, confirmed=True))
         if loss <= within + TIE:

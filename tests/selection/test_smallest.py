@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Split, StageStore
+from kvsearch.evaluation.compare import StageStore
 from kvsearch.selection.selection import TriedBudget
 from kvsearch.selection.selection_job import SelectionJob, find_smallest, ladder
 from kvsearch.strategies.names import FULL
@@ -27,9 +27,11 @@ class MadeRace:
     first_loss: float
     second_loss: float
     encoded: tuple[Any, ...] = ()
-    split: Split = field(default_factory=lambda: Split([]))
     candidate_set: Any = field(default_factory=lambda: SimpleNamespace(candidates={"bad": 0, "good": 1}, baselines={}))
     only: Any = None
+
+    def on(self, questions: list[Any]) -> MadeRace:
+        return replace(self, only=questions)
 
     def ask(self, questions: list[Any], names: list[str], stage: str, store: object) -> Any:
         assert (questions, names, stage) == ([], ["bad", "good"], "look")
