@@ -111,10 +111,11 @@ class Overall:
 
 
 @contextmanager
-def overall(reporter: Reporter, work: Mapping[str, float]) -> Iterator[Overall]:
-    """Show one bar for stages that take so long, see `Overall`."""
+def overall(reporter: Reporter, work: Mapping[str, float], directory: Path) -> Iterator[Overall]:
+    """Show one bar for stages that take so long, see `Overall`; after Ctrl-C say where what is finished is kept."""
     display = Overall(reporter, work)
-    with reporter.progress(lambda: display.title) as show:
+    again = f"what is finished is kept in {directory}: {AGAIN}"
+    with on_interruption(reporter, lambda: again), reporter.progress(lambda: display.title) as show:
         display.show = show
         yield display
 

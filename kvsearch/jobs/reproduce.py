@@ -17,7 +17,7 @@ from kvsearch.core.fields import Entries, Samples
 from kvsearch.core.files import atomic_write
 from kvsearch.jobs.groups import ASKED, BUDGET, MODEL, TASK_DETAILS, Batches, Loading, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, on_interruption, overall
+from kvsearch.jobs.reporter import FINISHED, Reporter, overall
 from kvsearch.models.loading import BUNDLED, LoadedModel
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.papers.tables import ASKING, STAGES, Ask, PaperTable, Scale, Stage, find_table, model_of
@@ -379,9 +379,8 @@ def reproduce(options: ReproduceOptions, reporter: Reporter) -> Reproduced:
     loaded = options.load(options.model, reporter)
     stages.require_data(loaded)
     unfinish(options.place, files)
-    again = f"what is finished is kept in {options.place}: give the same command again to go on"
     work = {stage.name: 1.0 + stages.count_contexts(stage) for stage in stages.all}  # beside each other
-    with on_interruption(reporter, lambda: again), overall(reporter, work) as whole:
+    with overall(reporter, work, options.place) as whole:
         for stage in stages.all:
             with whole.stage(stage.name) as part:
                 stages.run(stage, loaded, part)

@@ -39,7 +39,6 @@ from kvsearch.jobs.reporter import (
     Overall,
     Reporter,
     StageReporter,
-    on_interruption,
     overall,
     stage_store,
     warn_of_coverage,
@@ -335,13 +334,9 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
     directory = options.output
     recorded = options.recorded()
     config = RunConfig(job="run", options=recorded, content=stages.content(recorded))
-    again = f"what is finished is kept in {directory}: give the same command again to go on"
-    with (
-        Run.open(directory, config, force=options.force, files=FILES) as opened,
-        on_interruption(reporter, lambda: again),
-    ):
+    with Run.open(directory, config, force=options.force, files=FILES) as opened:
         speed = stages.loaded.speed
-        with overall(reporter, {cost.name: speed.seconds(cost.work) for cost in stages.costs}) as display:
+        with overall(reporter, {cost.name: speed.seconds(cost.work) for cost in stages.costs}, directory) as display:
             calibrated = stages.calibrate(display)
             refined = stages.refine(calibrated, display)
             selections = stages.select(calibrated, refined, display)
