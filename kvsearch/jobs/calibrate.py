@@ -114,7 +114,7 @@ class CalibrateOptions(WithModel, WithWorkers, WithRun, WithTasks, CalibrationOp
             raise UsageError(list_problems([problem], str(path)))
         if typed not in (None, name):
             raise UsageError(f"{path} is a recipe of method {name}, not {typed}: leave --method or --recipe out")
-        options = OPTIONS[name]
+        options: Any = cls.variants().get(name, cls)
         options.check_given(given)
         return cast("type[Self]", options)
 

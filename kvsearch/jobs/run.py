@@ -103,11 +103,6 @@ class Curves(LukvOptions, CalibrateOptions):
         protected = {"protect": self.protect} if policy.name in OBSERVING else {}
         return create_policy(policy.name, {**policy.parameters(), **protected})
 
-    @classmethod
-    def chosen(cls, stated: Mapping[str, Any], given: Mapping[str, Any], path: Path | None) -> type[Self]:  # noqa: ARG003
-        """Return this kind of options, whatever was stated."""
-        return cls
-
     def with_policies(self, names: Sequence[str]) -> Self:
         """Return the options of a measurement of these policies, of which there is one at least."""
         return self.model_copy(update={"policy": names[0], "rivals": tuple(names[1:])})
