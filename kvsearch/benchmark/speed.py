@@ -284,7 +284,6 @@ def cache_nbytes(cache: Any) -> int:
 @torch.no_grad()
 def _peak(model: Any, kind: CacheKind, ids: Tensor, steps: int) -> int:
     """Return the most bytes allocated beyond the weights while prompts are read and a few tokens come."""
-    model.set_attn_implementation(kind.implementation)
 
     def pass_through() -> None:
         cache = kind.make()

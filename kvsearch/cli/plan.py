@@ -32,12 +32,10 @@ def make_and_show(job: str, options: PlanOptions, console: Console) -> None:
             }
         )  # fmt: skip
         return
-    part = next(iter(plan.phases.values()))
-    mean = plan.total / (len(part.planned_layers) * plan.model.kv_heads)
     of = f" of a {plan.length}-token prompt" if plan.length else ""
     shared = "" if plan.allocation.name == "static" else f", shared out by {plan.allocation.name}"
     verb = "would write" if console.dry_run else "wrote"
-    size = f"{plan.total} entries, {mean:.1f} per kv head{of}, {plan.scaling}{shared}"
+    size = f"{plan.total} entries, {plan.total / plan.heads:.1f} per kv head{of}, {plan.scaling}{shared}"
     console.say(f"{verb} {options.output}: {size}")
     if not console.dry_run:
         console.say(following("show", options.output))

@@ -64,8 +64,7 @@ class ModelFolder(Folder):
 def card(plan: Plan, scores: str | None = None) -> bytes:
     """Return a card in Markdown, with the front matter of the hub; `scores` are in Markdown, too."""
     model = plan.model
-    heads = len(next(iter(plan.phases.values())).planned_layers) * model.kv_heads
-    size = f"{plan.total / heads:.4g} entries per kv head on average, {plan.total:,} in {heads} heads"
+    size = f"{plan.total / plan.heads:.4g} entries per kv head on average, {plan.total:,} in {plan.heads} heads"
     evaluate = ["kvsearch", "evaluate", model.name, "--plan", "FOLDER", "--tasks", "jsonl:YOUR.jsonl"]
     return _fill(
         "README.md", plan=plan, model=model, origin=plan.provenance, uses=USES, size=size,

@@ -76,10 +76,9 @@ def scale(
         UsageError: no size or several, a ratio without a length, or a size that the bounds make impossible.
     """
     phases = plan.phases
-    heads = next(iter(phases.values())).table.size
     at = plan.length if length is None else length
     scaling: Scaling = "fixed" if ratio is None else "proportional"
-    wanted = _entries(heads, total, budget, ratio, at)
+    wanted = _entries(plan.heads, total, budget, ratio, at)
     tables = {
         name: _scaled(plan, name, _times(phase.total, wanted, plan.total), _most(plan, name, length, scaling))
         for name, phase in phases.items()

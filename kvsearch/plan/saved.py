@@ -56,8 +56,7 @@ def save_plan(plan: Plan, path: str | Path, overwrite: bool = False) -> None:
 
 def size_of(plan: Plan) -> str:
     """Return the size of a plan as `--ratio` or `--budget` states it: the share evicted, or entries per kv head."""
-    heads = len(next(iter(plan.phases.values())).planned_layers) * plan.model.kv_heads
-    mean = plan.total / heads
+    mean = plan.total / plan.heads
     return f"{mean if plan.length is None or plan.scaling == 'fixed' else 1 - mean / plan.length:.4g}"
 
 

@@ -217,6 +217,11 @@ class Plan(Record):
         phases: dict[Phase, PhasePlan | None] = {"prefill": self.prefill, "decode": self.decode}
         return {name: phase for name, phase in phases.items() if phase is not None}
 
+    @property
+    def heads(self) -> int:
+        """How many kv heads share the total."""
+        return len(next(iter(self.phases.values())).planned_layers) * self.model.kv_heads
+
     def phase(self, name: Phase) -> PhasePlan:
         """Select the part of the plan for "prefill" or "decode".
 
