@@ -18,7 +18,6 @@ from kvsearch.plan.schema import PHASES, AllocationSpec, Phase, PhasePlan, Plan,
 from kvsearch.plan.size import ONE_SIZE, Size
 
 Scaling = Literal["fixed", "proportional"]
-Change = tuple[str, Scalar | None, Scalar | None]  # the name of a setting, and its value in two plans
 
 
 def budgets_at(plan: Plan, phase: Phase, length: int, clip: bool = True) -> Ints:
@@ -179,24 +178,24 @@ def diff(a: Plan, b: Plan) -> tuple[list[SettingChange], list[BudgetChange]]:
         raise IncompatibleError(
             f"cannot compare plans of {a.model.short()} and {b.model.short()}: other layers or heads"
         )
-    settings = [SettingChange(*change) for change in _changes(_whole(a), _whole(b))]
+    settings = list(_changes(_whole(a), _whole(b)))
     budgets = list[BudgetChange]()
     unplanned = (None,) * a.model.kv_heads
     for phase in PHASES["both"]:
         parts = [plan.phases.get(phase) for plan in (a, b)]
         totals = [{} if part is None else {"total": part.total} for part in parts]
-        settings += [SettingChange(*change, phase) for change in _changes(*totals)]
+        settings += _changes(*totals, phase=phase)
         pairs = zip(*((None,) * a.model.layers if part is None else part.layers for part in parts), strict=True)
-        changed_in: dict[Change, list[int]] = {}
+        changed_in: dict[SettingChange, list[int]] = {}
         for layer, pair in enumerate(pairs):
             policies = [{} if planned is None else _named("policy", planned.policy) for planned in pair]
-            for change in _changes(*policies):
+            for change in _changes(*policies, phase=phase):
                 changed_in.setdefault(change, []).append(layer)
             heads = zip(*(unplanned if planned is None else planned.budget for planned in pair), strict=True)
             budgets += [
                 BudgetChange(phase, layer, head, *both) for head, both in enumerate(heads) if len(set(both)) > 1
             ]
-        settings += [SettingChange(*change, phase, tuple(layers)) for change, layers in changed_in.items()]
+        settings += [change._replace(layers=tuple(layers)) for change, layers in changed_in.items()]
     return settings, budgets
 
 
@@ -206,10 +205,12 @@ def _whole(plan: Plan) -> dict[str, Scalar | None]:
     return {**model, **own, **_named("allocation", plan.allocation)}
 
 
-def _changes(before: Mapping[str, Scalar | None], after: Mapping[str, Scalar | None]) -> Iterator[Change]:
+def _changes(
+    before: Mapping[str, Scalar | None], after: Mapping[str, Scalar | None], phase: Phase | None = None
+) -> Iterator[SettingChange]:
     for name in dict.fromkeys([*before, *after]):
         if before.get(name) != after.get(name):
-            yield name, before.get(name), after.get(name)
+            yield SettingChange(name, before.get(name), after.get(name), phase)
 
 
 def _named(what: str, spec: PolicySpec | AllocationSpec) -> dict[str, Scalar]:
