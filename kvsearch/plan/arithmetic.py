@@ -184,12 +184,12 @@ def diff(a: Plan, b: Plan) -> tuple[list[SettingChange], list[BudgetChange]]:
     for phase in PHASES["both"]:
         parts = [plan.phases.get(phase) for plan in (a, b)]
         totals = [{} if part is None else {"total": part.total} for part in parts]
-        settings += _changes(*totals, phase=phase)
+        settings += _changes(totals[0], totals[1], phase)
         pairs = zip(*((None,) * a.model.layers if part is None else part.layers for part in parts), strict=True)
         changed_in: dict[SettingChange, list[int]] = {}
         for layer, pair in enumerate(pairs):
             policies = [{} if planned is None else _named("policy", planned.policy) for planned in pair]
-            for change in _changes(*policies, phase=phase):
+            for change in _changes(policies[0], policies[1], phase):
                 changed_in.setdefault(change, []).append(layer)
             heads = zip(*(unplanned if planned is None else planned.budget for planned in pair), strict=True)
             budgets += [
