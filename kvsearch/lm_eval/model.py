@@ -329,8 +329,12 @@ class PlannedLM(LM):  # type: ignore[misc]
 
 @contextmanager
 def _naming(requests: Sequence[Instance]) -> Iterator[None]:
-    """Say for which request of a batch the model emitted NaN."""
+    """Say for which request of a batch the model computed NaN, as far as it is known."""
     try:
         yield
     except NonFiniteError as error:
         raise IncompatibleError(f"{place(requests[error.row])}: {error}") from error
+    except IncompatibleError as error:
+        others = len(requests) - 1
+        among = f" or one of the {others} read with it" if others else ""
+        raise IncompatibleError(f"{place(requests[0])}{among}: {error}") from error

@@ -351,7 +351,7 @@ def test_the_document_that_breaks_a_model_is_named() -> None:
     asked = [request(WORDS, " amber", document=1), request(f"{WORDS} quark", " amber", document=7)]
     with pytest.raises(IncompatibleError, match="task toy, document 7: the model emits NaN"):
         lm.loglikelihood(asked)
-    with pytest.raises(IncompatibleError, match="task toy, document 3: the model emits NaN"):
+    with pytest.raises(IncompatibleError, match=r"task toy, document 3: .* the model computes NaN"):
         lm.generate_until([prompt(f"{WORDS} quark")])
 
 
