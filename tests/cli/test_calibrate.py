@@ -94,7 +94,7 @@ def ranking(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("probe") / "run"
     _, talk = done(
         "calibrate", "bundled", "--method", "probe", "-o", directory, "--data", short, "--form", "linear",
-        "--entries", 300,
+        "--entries", 300, "--answer-tokens", 2,
     )  # fmt: skip
     assert "fitted on 1 context, chosen on 1, reported on 1" in talk
     assert f"next: kvsearch calibrate bundled --policy probe={directory} -o {directory}-budgets" in talk
@@ -106,7 +106,7 @@ def ranking(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_plan_of_it_runs_in_another_folder(
     run: Run, ranking: Path, short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = ("--data", short, "--questions", 2)
+    few = ("--data", short, "--questions", 2, "--answers", "given")
     done("calibrate", "bundled", "--policy", f"probe={ranking}", "-o", tmp_path / "lukv", *few)
     done("export", tmp_path / "lukv", "--ratio", 0.8, "-o", tmp_path / "plan.json")
     monkeypatch.setattr(weights, "_known", {})  # as in a process of its own
@@ -124,8 +124,9 @@ def test_a_plan_of_it_runs_in_another_folder(
 @pytest.mark.nightly
 def test_layers_choose_between_it_and_other_policies(ranking: Path, short: Path, tmp_path: Path) -> None:
     _, talk = done(
-        "calibrate", "bundled", "--rivals", f"probe={ranking},keydiff", "-o", tmp_path / "lukv", "--data", short
-    )
+        "calibrate", "bundled", "--rivals", f"probe={ranking},keydiff", "-o", tmp_path / "lukv", "--data", short,
+        "--answers", "given",
+    )  # fmt: skip
     assert "by lukv for snapkv, probe, keydiff on" in talk
     _, talk = done("export", tmp_path / "lukv", "--ratio", 0.8, "-o", tmp_path / "joint.json")
     assert "of the measured importance is kept; " in talk

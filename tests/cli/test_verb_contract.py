@@ -49,7 +49,7 @@ TASKS = "--tasks jsonl:IN/mine.jsonl"
 KEPT = {
     "calibrate": Kept(
         "calibrate bundled --data IN/texts.json --policy knorm --no-check --normalization effect "
-        "--questions 3 -o RUN",
+        "--questions 3 --answer-tokens 2 -o RUN",
         "--questions 2", ("run/profile.safetensors", "run/contexts.json"), None, 4,
     ),
     "headroom": Kept(

@@ -27,12 +27,13 @@ ASKED = ("--length", 512, "--samples", 2, "--tasks", "synthetic:single")
 WINDOW, TWO = ("--set", "window=8"), ("--questions", 2)
 # in this order: later ones use what earlier ones wrote, in the folder {}
 COMMANDS = {
-    "lukv": ("calibrate", "bundled", "--policy", "snapkv", *WINDOW, *TWO, "-o", "{}/lukv"),
+    "lukv": ("calibrate", "bundled", "--policy", "snapkv", *WINDOW, *TWO, "--answers", "given", "-o", "{}/lukv"),
     "lava": ("calibrate", "bundled", "--method", "lava", *WINDOW, *TWO, "-o", "{}/lava"),
     "cake": ("calibrate", "bundled", "--method", "cake", *WINDOW, *TWO, "-o", "{}/cake"),
     "polykv": ("calibrate", "bundled", "--method", "polykv", "--patterns", "snapkv,h2o", "--budgets", 64,
                *TWO, "-o", "{}/polykv"),
-    "probe": ("calibrate", "bundled", "--method", "probe", "--form", "linear", "--entries", 100, "-o", "{}/probe"),
+    "probe": ("calibrate", "bundled", "--method", "probe", "--form", "linear", "--entries", 100,
+              "--answer-tokens", 2, "-o", "{}/probe"),
     "export": ("export", "{}/lukv", "--ratio", 0.8, "-o", "{}/plan.json"),
     "generate": ("generate", "bundled", "--plan", "{}/plan.json", "--max-new-tokens", 4),
     "compress": ("compress", "bundled", "--plan", "{}/plan.json", "-o", "{}/cache.safetensors"),
