@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from kvsearch.runs.identity import CONFIG, SUMS
+from kvsearch.runs.identity import SUMS
 from tests.robustness.operations import Watch, watched
 
 NOW = 1_000_000.0
@@ -132,13 +132,18 @@ def warm(folder: Path, words: Sequence[str]) -> None:
 
 
 def tree_of(folder: Path) -> Tree:
-    """Return the digest of every file in a folder, by its path, wherever the folder is: config.json has its place."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    contents = {path: path.read_bytes().replace(str(folder.resolve()).encode(), b"FOLDER") for path in files}
-    for sums in (path for path in files if path.name == SUMS):
-        lines = contents[sums].splitlines(keepends=True)
-        contents[sums] = b"".join(line for line in lines if not line.endswith(f" {CONFIG}\n".encode()))
-    return {str(path.relative_to(folder)): hashlib.sha256(content).hexdigest() for path, content in contents.items()}
+    """Return the digest of every file in a folder, by its path, wherever the folder is: some files say where."""
+    place = str(folder.resolve()).encode()
+    contents = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    tree = {}
+    for path, content in contents.items():
+        lines = content.splitlines(keepends=True)
+        if path.name == SUMS:  # without the sums of files that say where they are
+            files = [path.parent / line.split(maxsplit=1)[1].decode().rstrip() for line in lines]
+            lines = [line for line, file in zip(lines, files, strict=True) if place not in contents.get(file, b"")]
+        digest = hashlib.sha256(b"".join(lines).replace(place, b"FOLDER"))
+        tree[str(path.relative_to(folder))] = digest.hexdigest()
+    return tree
 
 
 def hold_models() -> None:
