@@ -1,4 +1,4 @@
-"""Importance tables for the tests: hypothesis strategies and heavy-tailed draws."""
+"""Importance tables for the tests, hypothesis strategies and heavy-tailed draws, and what solvers are compared by."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ def tables(draw: st.DrawFn, heads: int = 4, length: int = 8) -> Floats:
             shape
         )
     return heavy_tailed(np.random.default_rng(draw(st.integers(0, 2**32))), shape)
+
+
+def eviction_loss(importance: ArrayLike, budgets: ArrayLike) -> Floats:
+    """Sum the importance [..., T] beyond the first b ranked entries, `budgets` [...], float64 (LU-KV, Eq. 6)."""
+    ranked = np.asarray(importance, dtype=np.float64)
+    lost: Floats = np.where(np.arange(ranked.shape[-1]) >= np.asarray(budgets)[..., None], ranked, 0.0).sum(axis=-1)
+    return lost
 
 
 def marginal_gains(importance: ArrayLike) -> Floats:

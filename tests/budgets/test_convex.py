@@ -12,8 +12,7 @@ from kvsearch.budgets.convex import oracle_recall_curve, recall_curve, sorted_bl
 from kvsearch.budgets.lukv import exact_budgets
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
-from tests.budgets.loss import eviction_loss
-from tests.budgets.samples import marginal_gains, tables
+from tests.budgets.samples import eviction_loss, marginal_gains, tables
 
 
 def concave_majorant(x: Floats) -> Floats:

@@ -15,8 +15,7 @@ from kvsearch.budgets.lukv import MarginalSolver, exact_budgets, profile_grid
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from tests.budgets.contract import HEADS, LAYERS, LENGTH, AllocatorContract
-from tests.budgets.loss import eviction_loss
-from tests.budgets.samples import heavy_tailed, marginal_gains, tables
+from tests.budgets.samples import eviction_loss, heavy_tailed, marginal_gains, tables
 
 FIRST = np.array([[[1.0, 5, 3, 1], [4, 2, 2, 2]]])
 SECOND = np.array([[[1.0, 1, 1, 5], [3, 2, 1, 1]]])

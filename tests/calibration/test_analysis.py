@@ -20,7 +20,7 @@ from kvsearch.calibration.analysis import (
 )
 from kvsearch.calibration.options import STABILITY_RATIOS
 from kvsearch.plan import Profile, ProfileMetadata
-from tests.budgets.loss import eviction_loss
+from tests.budgets.samples import eviction_loss
 from tests.examples import fixed
 from tests.plan.builders import metadata_dict, ratio_table
 

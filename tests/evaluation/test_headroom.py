@@ -33,7 +33,7 @@ from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import encode
 from tests import tiny
-from tests.budgets.loss import eviction_loss
+from tests.budgets.samples import eviction_loss
 from tests.runtime.helpers import feed, running
 
 TASK = tiny.listed((60, 2), (75, 1))
