@@ -36,9 +36,15 @@ def loaded() -> Any:
     return load("bundled")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what needs Ray, in one process, so that Ray is started once, and with what takes longest."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with what needs Ray, in one process, so that Ray is started once; shares begin with what takes minutes."""
     items.sort(key=_turn)
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    for number, file in enumerate(("tests/docs/test_gpu.py", "tests/docs/test_examples.py"), 1):
+        long = [item for item in items if item.nodeid.startswith(file)]
+        others = [item for item in items if item not in long]
+        begin = number * len(items) // workers + workers  # of the share of another worker, or shortly after it
+        items[:] = [*others[:begin], *long, *others[begin:]]
 
 
 def _turn(item: pytest.Item) -> int:

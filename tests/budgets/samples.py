@@ -18,9 +18,8 @@ def tables(draw: st.DrawFn, heads: int = 4, length: int = 8) -> Floats:
     shape = draw(st.integers(1, 2)), draw(st.integers(1, heads)), draw(st.integers(1, length))
     if draw(st.booleans()):
         values = st.integers(0, draw(st.sampled_from([1, 3, 9]))).map(float)
-        return np.array(draw(st.lists(values, min_size=int(np.prod(shape)), max_size=int(np.prod(shape))))).reshape(
-            shape
-        )
+        size = int(np.prod(shape))
+        return np.array(draw(st.lists(values, min_size=size, max_size=size))).reshape(shape)
     return heavy_tailed(np.random.default_rng(draw(st.integers(0, 2**32))), shape)
 
 

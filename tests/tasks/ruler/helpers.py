@@ -10,10 +10,9 @@ from typing import Any
 from kvsearch.core.resources import resource
 from kvsearch.tasks.base import Example, TokenCount
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.ruler import RulerTask
-from kvsearch.tasks.ruler.task import RULER_SPECS
+from kvsearch.tasks.ruler import RULER_TASKS, RulerTask
 
-GENERATED = [name for name in RULER_SPECS if not name.startswith("qa")]
+GENERATED = [name for name in RULER_TASKS if not name.startswith("qa")]
 STORY = "data/calibration/novel.txt"
 
 
