@@ -89,14 +89,15 @@ class QueryBank(CalibratedRanking):
 
     def _evened(self, scores: Tensor, mean: Tensor, observation: Observation) -> Tensor:
         """Return scores [B, Hkv, T], in heads that are even those that places make of a `mean` [B, Hkv, 1]."""
-        _, even = self._stored(observation)
-        return torch.where(even[..., None], 2 * mean * even_places(observation.index)[:, None], scores)
+        _, of_layer = self._stored(observation)
+        even = heads_of(of_layer, observation)[..., None]
+        return torch.where(even, 2 * mean * even_places(observation.index)[:, None], scores)
 
     def _stored(self, observation: Observation) -> tuple[Tensor, Tensor]:
-        """Return the queries of a layer [B or 1, Hkv, G, N, D], and heads that are ranked evenly [B or 1, Hkv] bool."""
+        """Return the queries of a layer [Hkv, G, N, D], and heads that are ranked evenly [Hkv] bool, as views."""
         queries, even, layers = _bank(self.weights, observation.keys.device)
         row = row_of(observation.layer, layers, METHOD)
-        return heads_of(queries[row], observation), heads_of(even[row], observation)
+        return queries[row], even[row]
 
     def _attended(self, observation: Observation) -> tuple[Tensor, Tensor]:
         """Return scores [B, Hkv, T] and the normaliser of every query [B, Hkv, G, N], once per observation."""
@@ -118,7 +119,8 @@ class QueryBank(CalibratedRanking):
 
     def _logits(self, observation: Observation) -> Iterator[Tensor]:
         """Yield logits of a few queries at a time, -inf at padding, [B, Hkv, G, n, T] fp32."""
-        queries, _ = self._stored(observation)
+        of_layer, _ = self._stored(observation)
+        queries = heads_of(of_layer, observation)  # [B or 1, Hkv, G, N, D]
         stored = queries.shape[2]
         group = observation.projected_norms("l2").shape[2]
         if stored not in (1, group):
