@@ -116,29 +116,31 @@ class MarginalSolver:
         return solved.reshape(-1, *self.shape)
 
 
-def exact_budgets(importance: ArrayLike, total: int, floors: ArrayLike = 0) -> Ints:
+def exact_budgets(importance: ArrayLike, totals: Sequence[int], floors: ArrayLike = 0) -> Ints:
     """Maximise the importance kept by prefixes of every head by dynamic programming (LU-KV, Figure 2a: MCKP).
 
-    It takes O(L * Hkv * T * total): `MarginalSolver` is for use, this is what shows how little it loses.
+    It takes O(L * Hkv * T * the largest total), for the smaller ones, too: `MarginalSolver` is for use, this is what
+    shows how little it loses.
 
     Args:
         importance: [L, Hkv, T] in the ranking's order.
-        total: entries of all heads together, between the sum of the floors and L * Hkv * T.
+        totals: entries of all heads together, between the sum of the floors and L * Hkv * T.
         floors: least entries per head, broadcasts to [L, Hkv].
 
     Returns:
-        int64 [L, Hkv] that sums to `total`.
+        int64 [len(totals), L, Hkv] that sum to them.
     """
     values = np.asarray(importance, dtype=np.float64)
     heads = values.shape[:-1]
     low = np.broadcast_to(np.asarray(floors, dtype=np.int64), heads)
     rows = values.reshape(-1, values.shape[-1])
-    choices = _choices(rows, low.ravel(), total)
-    budgets = np.zeros(len(rows), dtype=np.int64)
+    choices = _choices(rows, low.ravel(), max(totals))
+    left = np.array(totals, dtype=np.int64)
+    budgets = np.zeros((len(left), len(rows)), dtype=np.int64)
     for head in reversed(range(len(rows))):
-        budgets[head] = choices[head, total]
-        total -= int(budgets[head])
-    return budgets.reshape(heads)
+        budgets[:, head] = choices[head, left]
+        left -= budgets[:, head]
+    return budgets.reshape(-1, *heads)
 
 
 def _choices(rows: Floats, floors: Ints, total: int) -> Ints:

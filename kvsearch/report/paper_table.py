@@ -471,9 +471,10 @@ def kept_by_solver(curves: ArrayLike) -> Iterator[tuple[str, int, float]]:
     """
     steps = np.diff(np.asarray(curves, dtype=np.float64))
     greedy = MarginalSolver(steps)
-    for evicted in range(5, 100, 5):
-        total = (100 - evicted) * steps[..., 0].size
-        for name, budgets in (("greedy", greedy.solve(total)), ("exact", exact_budgets(steps, total))):
+    ratios = range(5, 100, 5)
+    totals = [(100 - evicted) * steps[..., 0].size for evicted in ratios]
+    for name, solved in (("greedy", greedy.solve_many(totals)), ("exact", exact_budgets(steps, totals))):
+        for evicted, budgets in zip(ratios, solved, strict=True):
             yield name, evicted, greedy.kept(budgets) / float(steps.sum())
 
 

@@ -31,7 +31,7 @@ def optimum(importance: Floats, total: int, floors: Ints) -> float:
         low = floors[chosen, np.arange(layers)]
         if low.sum() <= total:
             rows = importance[chosen, np.arange(layers)]
-            best = max(best, value(importance, chosen, exact_budgets(rows, total, low)))
+            best = max(best, value(importance, chosen, exact_budgets(rows, [total], low)[0]))
     return best
 
 
