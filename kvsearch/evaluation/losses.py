@@ -81,8 +81,9 @@ def measure_losses(
         for layer, method, losses in some:
             measured.setdefault((layer, method), []).append(losses)
     rows = []
+    order = {method: number for number, method in enumerate(programs)}
     for task, measured in found.items():
-        for layer, method in sorted(measured, key=lambda place: (place[0], [*programs].index(place[1]))):
+        for layer, method in sorted(measured, key=lambda place: (place[0], order[place[1]])):
             parts = measured[layer, method]
             means = {name: float(torch.cat([part[name] for part in parts]).double().mean()) for name in parts[0]}
             rows.append(LayerLoss(task, method, layer, queries=sum(len(part["loss"]) for part in parts), **means))

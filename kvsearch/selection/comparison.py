@@ -177,12 +177,7 @@ def by_kind(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
 
 
 def prepare_race(
-    loaded: LoadedModel,
-    plans: CandidateSet,
-    split: Split,
-    rule: Rule,
-    size: Size,
-    name: str | None = None,
+    loaded: LoadedModel, plans: CandidateSet, split: Split, rule: Rule, size: Size, name: str | None = None
 ) -> PlanRace:
     """Return a race of plans of a size that evict something.
 

@@ -93,8 +93,8 @@ class Limits:
 
     def select(self, rows: Ints, index: Tensor, heads: HeadRows) -> Limits:
         """Return the limits of segments `rows`, which are of these `heads`, of what is on the device at the `index`."""
-        there = (self.budgets, self.sinks, self.recent, self.stays, self.quotas, self.young)
-        return Limits(self.host[rows], self.stay[rows], self.guarded, heads, *(tensor[index] for tensor in there))
+        on_device = (self.budgets, self.sinks, self.recent, self.stays, self.quotas, self.young)
+        return Limits(self.host[rows], self.stay[rows], self.guarded, heads, *(tensor[index] for tensor in on_device))
 
     def leaving(self, used: Ints, real: Bools | None) -> Leaving:
         """Return what leaves segments that hold `used` entries now; nothing where not `real` [S] (None: all are)."""
