@@ -62,12 +62,6 @@ def test_the_floor_share_moves_from_counts_to_equal(variant: Variant) -> None:
     assert head_budgets(scores, 12, 1.0, variant).tolist() == [4, 4, 4]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_all_equal_scores_mean_equal_budgets(variant: Variant) -> None:
-    for value in (0.0, 3.0, -1.0):
-        assert head_budgets(np.full((4, 9), value), 20, variant=variant).tolist() == [5, 5, 5, 5]
-
-
 def test_ties_at_the_last_place_are_shared() -> None:
     scores = [[5.0, 1, 1, 1], [4.0, 1, 1, 1], [1.0, 0, 0, 0]]
     assert head_budgets(scores, 5, floor_share=0).tolist() == [2, 2, 1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvsearch.budgets.convex import oracle_recall_curve, recall_curve, sorted_blocks, without_gap
+from kvsearch.budgets.convex import oracle_recall_curve, recall_curve, without_gap
 from kvsearch.budgets.lukv import exact_budgets
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
@@ -55,20 +55,6 @@ def test_gains_are_the_slopes_of_the_concave_majorant(table: Floats) -> None:
         assert (above >= true - 1e-9 * (1 + true[-1])).all()
         ends = np.flatnonzero(np.append(np.diff(g) != 0, True)) + 1
         assert np.allclose(above[ends], true[ends])
-
-
-def test_blocks_sort_by_slope_then_size_then_head() -> None:
-    rows = np.array([[2.0, 2, 2, 0], [1, 3, 1, 1], [2, 0, 0, 0]])
-    blocks = sorted_blocks(rows, np.zeros(3, dtype=np.int64), np.full(3, 4))
-    found = list(zip(blocks.slope.tolist(), blocks.size.tolist(), blocks.head.tolist(), strict=True))
-    assert found == [(2, 1, 2), (2, 2, 1), (2, 3, 0), (1, 2, 1), (0, 1, 0), (0, 3, 2)]
-
-
-def test_floors_and_caps_cut_the_blocks() -> None:
-    rows = np.array([[9.0, 1, 3, 9], [5, 5, 5, 5], [1, 2, 3, 4]])
-    blocks = sorted_blocks(rows, np.array([1, 4, 0]), np.array([3, 4, 2]))
-    found = list(zip(blocks.slope.tolist(), blocks.size.tolist(), blocks.head.tolist(), strict=True))
-    assert found == [(2, 2, 0), (1.5, 2, 2)]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -0.5])

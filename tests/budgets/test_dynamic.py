@@ -78,13 +78,6 @@ def test_worked_example_of_the_pool() -> None:
     assert shares.budgets().tolist() == [[16, 16], [12, 12], [14, 14]]
 
 
-def test_the_first_layer_holds_its_whole_prompt_if_the_pool_permits() -> None:
-    shares = Shares(LAVaAllocation(heads="equal"), even(3, 1, 14), even(3, 1, 4), even(3, 1, 20))
-    shares.add(0, LayerDemand(0.2, np.zeros(0, dtype=np.uint8)))
-    assert shares.most(0).tolist() == [20]
-    assert shares.open_to(0) == 16
-
-
 def test_heads_split_what_their_layer_gets() -> None:
     order = np.array([0] * 9 + [1] * 4 + [2] * 2 + [0, 1, 2] * 10, dtype=np.uint8)
     shares = Shares(LAVaAllocation(layers="planned"), even(1, 3, 7), even(1, 3, 2), even(1, 3, 60))

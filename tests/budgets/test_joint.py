@@ -66,24 +66,6 @@ def test_a_layer_inside_a_piece_keeps_the_policy_that_is_better_there() -> None:
     assert (solver.solve(3).kept, solver.solve(3).bound) == (6.0, 8.0)
 
 
-def test_each_layer_has_the_ranking_that_suits_it() -> None:
-    good, bad = [5.0, 5, 0, 0, 0, 0], [0.0, 0, 0, 0, 5, 5]
-    importance = np.array([[good, bad], [bad, good]])[:, :, None]
-    found = JointSolver(importance).solve(4)
-    assert found.policies.tolist() == [0, 1]
-    assert found.budgets.tolist() == [[2], [2]]
-    assert found.kept == found.bound == 20
-
-
-def test_floors_belong_to_policies() -> None:
-    # the better ranking protects three entries of each head, which the total does not have
-    importance = np.array([[1.0, 1, 1, 1, 1], [5.0, 0, 0, 0, 0]])[:, None, None]
-    solver = JointSolver(importance, floors=np.array([0, 3])[:, None, None])
-    assert (solver.least, solver.most) == (0, 5)
-    assert solver.solve(2).policies.tolist() == [0]
-    assert solver.solve(3).policies.tolist() == [1]
-
-
 @given(rankings())
 def test_nothing_keeps_more_at_the_end_of_a_piece(drawn: tuple[Floats, Ints]) -> None:
     importance, floors = drawn

@@ -90,11 +90,6 @@ def test_a_zero_signal_counts_a_millionth_of_the_mean() -> None:
     assert noise.ravel().tolist() == [500, 500]
 
 
-def test_a_cap_passes_the_rest_on_in_proportion() -> None:
-    budgets = Proportional(least=0).allocate(np.array([1.0, 2, 3, 4]), 40, *bounds(4, cap=12))
-    assert budgets.ravel().tolist() == [5, 11, 12, 12]
-
-
 def test_the_inverse_has_the_same_budgets_in_reversed_order() -> None:
     rng = np.random.default_rng(4)
     for shape in ((7,), (7, 3)):

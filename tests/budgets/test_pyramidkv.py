@@ -85,8 +85,3 @@ def test_worked_example() -> None:
     floors, caps = np.zeros((2, 2), dtype=np.int64), np.full((2, 2), 100)
     assert Uniform().allocate(np.zeros(1), 16, floors, caps).tolist() == [[4, 4], [4, 4]]
     assert Uniform().allocate(np.zeros(1), 18, floors, caps).tolist() == [[5, 5], [4, 4]]
-
-
-def test_a_full_head_passes_its_share_on() -> None:
-    floors, caps = np.zeros((1, 3), dtype=np.int64), np.array([[2, 100, 100]])
-    assert Uniform().allocate(np.zeros(1), 30, floors, caps).tolist() == [[2, 14, 14]]

@@ -21,7 +21,6 @@ from kvsearch.runtime.program import full_cache
 from kvsearch.strategies.compared import equal_uniform
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.prompts import PromptFormat
-from kvsearch.tasks.synthetic.suite import SyntheticTask
 from tests import tiny
 from tests.tiny import chat_tokenizer, listed, loaded, run
 
@@ -168,9 +167,3 @@ def test_the_chat_template_stands_between_turns() -> None:
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     parts = (form.context("recall"), form.question("vote"), form.answer("mark"), form.question("code", follows=True))
     assert torch.cat(parts, 1)[0].tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
-
-
-def test_the_synthetic_task_asks_in_turns() -> None:
-    for example in SyntheticTask("turns").examples(3, 0):
-        assert example.turns
-        assert [query.category for query in example.queries] == [f"turn {number}" for number in (1, 2, 3, 4)]

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import InternalError, UsageError
 from kvsearch.plan import canonical_json
 
@@ -44,10 +43,6 @@ def test_long_lists_take_a_line_per_number() -> None:
     lines = canonical_json({"a": list(range(1000, 1040))}).decode().splitlines()
     assert len(lines) == 44
     assert lines[2] == "    1000,"
-
-
-def test_digest_is_that_of_the_bytes() -> None:
-    assert sha256_of([]) == "37517e5f3dc66819f61f5a7bb8ace1921282415f10551d2defa5c3eb0985b570"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -33,12 +33,6 @@ def test_budgets_are_compared_head_by_head() -> None:
     assert values == [(7, 6), (5, None), (5, None), (8, None), (8, None)]
 
 
-def test_totals_of_each_phase() -> None:
-    after = make_plan([[10, 7], None, [4, 12]], decode=phase_dict([None, None, [8, 8]]))
-    totals = [change for change in diff(make_plan(), after)[0] if change.name == "total"]
-    assert totals == [SettingChange("total", 32, 33, "prefill"), SettingChange("total", None, 16, "decode")]
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -34,13 +34,6 @@ def test_round_trip(path: Path) -> None:
     assert path.read_bytes() == canonical_json(plan)
 
 
-def test_an_existing_file_is_kept_unless_asked(path: Path) -> None:
-    path.write_text("mine")
-    with pytest.raises(UsageError, match=r"plan\.json exists already"):
-        save_plan(make_plan(), path)
-    assert path.read_text() == "mine"
-
-
 def test_a_file_that_another_process_makes_meanwhile_is_kept(path: Path) -> None:
     def pieces() -> Iterator[bytes]:
         path.write_text("theirs")

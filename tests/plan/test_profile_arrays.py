@@ -124,11 +124,6 @@ def test_shapes(name: str, shape: tuple[int, ...], expected: list[int]) -> None:
     ]
 
 
-def test_the_samples_are_counted_by_their_tokens() -> None:
-    tokens = np.ones(2, dtype=np.int32)
-    assert len(problems_of(sample_tokens=tokens)) == 6  # all others have three samples
-
-
 def test_axes_are_of_polykv_profiles() -> None:
     plain = {**signal_metadata().model_dump(), "signals": None}
     with pytest.raises(UsageError, match="signals: is missing, a polykv profile needs it"):

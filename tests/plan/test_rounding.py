@@ -44,11 +44,6 @@ def test_worked_examples(ideal: list[float], total: int, lower: int, expected: l
     assert largest_remainder(ideal, total, lower).tolist() == expected
 
 
-def test_upper_bound_passes_the_unit_on() -> None:
-    assert largest_remainder([5.9, 2.5, 2.1], 10, upper=[5, 3, 9]).tolist() == [5, 3, 2]
-    assert largest_remainder([100.0, 50.0], 2, upper=5).tolist() == [2, 0]
-
-
 @st.composite
 def bounded(draw: st.DrawFn) -> tuple[list[float], int, list[int], list[int]]:
     size = draw(st.integers(1, 7))

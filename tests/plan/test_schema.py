@@ -24,22 +24,9 @@ def without(data: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in data.items() if name != key}
 
 
-def test_a_plan_tells_budgets_and_planned_layers() -> None:
-    plan = make_plan(decode=phase_dict([None, None, [7, 7]]))
-    assert plan.budgets("prefill") == ((10, 6), None, (4, 12))
-    assert plan.planned_layers("prefill") == (0, 2)
-    assert plan.planned_layers("decode") == (2,)
-    assert plan.total == plan.phase("prefill").total == 32
-
-
 def test_a_missing_phase_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="no 'decode' phase, only prefill"):
         make_plan().budgets("decode")
-
-
-def test_a_decode_only_plan_counts_its_decode_budgets() -> None:
-    plan = make_plan(prefill=None, decode=phase_dict([[5, 5], [5, 5], [5, 5]]), total=30)
-    assert plan.planned_layers("decode") == (0, 1, 2)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -76,11 +63,6 @@ def test_all_mistakes_are_reported_at_once() -> None:
     places = [line.partition(":")[0] for line in problems(data)]
     expected = ["prefill.layers.0.budget", "prefill.layers.2.budget", "provenance.seed", "provenance.when", "extra"]
     assert sorted(places) == sorted([*expected])
-
-
-def test_fixed_budgets_may_exceed_the_calibration_length() -> None:
-    assert make_plan([[100, 4], [4, 4]], scaling="fixed").length == 40
-    assert make_plan(scaling="fixed", length=None).length is None
 
 
 def test_name_and_revision_never_cause_a_mismatch() -> None:

@@ -112,11 +112,6 @@ def test_a_decode_step_pools_its_row_over_the_order_of_positions() -> None:
     assert leaves(CAKE(window=2, kernel=3, pooling="none", sinks=2), step, budget=5) == [2]
 
 
-def test_a_head_that_holds_less_than_the_window_loses_its_oldest_entry() -> None:
-    step = step_at([3, -1, 2, 4], [0.1, 0.0, 0.8, 0.1])
-    assert leaves(CAKE(), step, budget=2) == [2]
-
-
 def by_definition(policy: CAKE, step: Step, segment: int) -> dict[int, float]:
     """Priorities by position: entries before the window in order, zeros around, mean of the kernel."""
     before = int(step.seen[segment]) - policy.window

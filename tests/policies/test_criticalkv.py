@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from kvsearch.policies import Observation, QueryStatistics
 from kvsearch.policies.base import Norm
 from kvsearch.policies.criticalkv import CriticalKV
-from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.ranking import rank_under
 from kvsearch.policies.scoring import projected_norms
 from kvsearch.policies.snapkv import SnapKV
@@ -116,18 +114,3 @@ def test_entries_without_a_norm_are_no_nan() -> None:
 def test_quota(ratio: float, budgets: list[int], quota: list[int]) -> None:
     """0.29 * 100 is 28.999... in floating point."""
     assert [CriticalKV(ratio=ratio).quota(budget) for budget in budgets] == quota
-
-
-@pytest.mark.parametrize("ratio", [0.1, 0.29, 1 / 3, 0.999, 1.0])
-def test_the_quota_grows_by_at_most_one(ratio: float) -> None:
-    quotas = [CriticalKV(ratio=ratio).quota(budget) for budget in range(5000)]
-    assert {later - quota for quota, later in pairwise(quotas)} <= {0, 1}
-
-
-def test_needs_and_decode_rule_are_those_of_the_base() -> None:
-    window, future = CriticalKV(window=6), CriticalKV(base="expected_attention", sinks=3, window=0)
-    assert window.needs() == dataclasses.replace(SnapKV(window=6).needs(), projection=True)
-    assert future.needs() == dataclasses.replace(ExpectedAttention(sinks=3).needs(), projection=True)
-    assert [p.refresh_interval for p in (window, future, CriticalKV(window=6, refresh=7))] == [3, 32, 7]
-    assert CriticalKV(base="expected_attention", window=0, refresh=5).refresh_interval == 5
-    assert not window.online

@@ -83,27 +83,6 @@ def arriving(positions: list[int], mass: list[float], row: list[float]) -> Step:
     return dataclasses.replace(step, cached=dataclasses.replace(step.cached, state=State({MASS: torch.tensor([mass])})))
 
 
-@pytest.mark.parametrize(
-    ("policy", "recent"),
-    [
-        (H2O(), [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]),
-        (H2O(recent_share=0.9), [1, 2, 3, 4, 5, 6, 7, 8, 9, 9]),  # 10 * (1 - .9) is .999..., and counts as 1
-        (H2O(recent_share=0.8), [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]),
-        (H2O(recent_share=0.0), [1] * 10),
-        (H2O(recent_share=1.0), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
-        (H2O(recent=3), [3] * 10),
-    ],
-)
-def test_the_recent_part_of_a_budget(policy: H2O, recent: list[int]) -> None:
-    budgets = range(1, 11)
-    assert [policy.recent_at(budget) for budget in budgets] == recent
-    share = policy.recent == 0 and policy.recent_share > 0
-    assert [policy.quota(budget) for budget in budgets] == [count if share else 0 for count in recent]
-    sinks = dataclasses.replace(policy, sinks=2)
-    quotas = [0 if policy.recent else count * share + 2 for count in recent]
-    assert [sinks.quota(budget) for budget in budgets] == quotas
-
-
 @properties
 @given(cases(), st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0]), st.integers(0, 3), st.integers(1, 15))
 def test_kept_sets_by_definition(case: Case, share: float, sinks: int, budget: int) -> None:
@@ -132,12 +111,6 @@ def test_the_mean_over_all_heads_of_the_layer_ranks_for_every_head(kv_heads: int
     expected = torch.tensor([0.3, 0.1, 0.2, 0.05, 0.35]).expand(1, kv_heads, 5)
     torch.testing.assert_close(TOVA().score(observation), expected)
     assert all(kept(TOVA(), observation, 3, head) == {0, 2, 4} for head in range(kv_heads))
-
-
-def test_only_the_last_row_counts() -> None:
-    earlier = [[[0.0, 1.0, 0.0, 0.0, 0.0], *rows] for rows in HEADS]
-    assert kept(TOVA(), attending(*earlier), 3) == {0, 2, 4}
-    assert TOVA().needs().query_rows == 1
 
 
 def test_the_newest_and_the_first_token_may_go_unless_they_are_protected() -> None:

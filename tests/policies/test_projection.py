@@ -26,12 +26,6 @@ def by_definition(values: Tensor, weight: Tensor, order: Norm) -> Tensor:
     return torch.stack(heads, 1).view(BATCH, HEADS, GROUP, -1)
 
 
-@both
-def test_norms_of_the_projected_values(order: Norm) -> None:
-    values, weight = states()
-    torch.testing.assert_close(projected_norms(values, weight, order), by_definition(values, weight, order))
-
-
 def test_by_hand() -> None:
     values = torch.tensor([[[[1.0, 2.0], [0.0, -1.0]]]])
     weight = torch.tensor([[[1.0, 0.0], [1.0, 2.0]]])  # v W = [3, 4] and [-1, -2]

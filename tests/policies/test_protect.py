@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.core.canonical import canonical_json
 from kvsearch.policies import Policy, create_policy
-from kvsearch.policies.base import Needs
 from kvsearch.policies.cake import CAKE
 from kvsearch.policies.decoding import best
 from kvsearch.policies.lava import LAVa
@@ -36,21 +34,6 @@ def test_the_window_is_protected_by_default_and_plans_do_not_say_so(name: str) -
         same = create_policy(name, {"window": 6, "protect": protect, **OBSERVING[name]})
         assert same == plain
         assert canonical_json(same.spec) == canonical_json(plain.spec)
-
-
-@pytest.mark.parametrize("protect", [0, 2, 9])
-@pytest.mark.parametrize("name", OBSERVING)
-def test_looking_and_protecting_are_two_numbers(name: str, protect: int) -> None:
-    policy = create_policy(name, {"window": 6, "protect": protect, **OBSERVING[name]})
-    assert (policy.observed, policy.recent_count, policy.needs().query_rows) == (6, protect, 6)
-    assert policy.parameters()["protect"] == protect
-    assert policy.least == max(1, policy.sink_count + protect)
-    assert policy.protected(100) == policy.sink_count + protect
-    assert policy.recent_at(50) == protect
-    assert CAKEAllocation().needs(policy) == Needs(query_rows=6)
-    assert create_policy(name, policy.parameters()) == policy
-    if not policy.online:
-        assert policy.refresh_interval == 3  # half of what is looked at
 
 
 @pytest.mark.parametrize(

@@ -34,16 +34,6 @@ def test_accumulated_attention_times_the_value_norm() -> None:
     assert kept(VATP(sinks=1, recent=1), observation, 3) == {0, 3, 4}
 
 
-def test_the_budget_is_split_as_in_h2o() -> None:
-    observation = received(SUMS, VALUES)
-    assert kept(VATP(sinks=0), observation, 3) == {1, 3, 4}
-    assert kept(VATP(sinks=0, recent_share=1.0), observation, 3) == {2, 3, 4}
-    assert kept(VATP(sinks=1), observation, 3) == {0, 3, 4}
-    policy, h2o = VATP(sinks=3, recent_share=0.25), H2O(0.25, sinks=3)
-    for budget in range(1, 9):
-        assert (policy.quota(budget), policy.recent_at(budget)) == (h2o.quota(budget), h2o.recent_at(budget))
-
-
 def test_a_decode_step() -> None:
     """Token 5 arrives with a value of norm 3: masses 3.0, .8, .6, .4, .4 times .1, 2, 4, 1, 3."""
 

@@ -57,13 +57,6 @@ def test_it_is_snapkv_with_a_window_of_eight() -> None:
     assert not torch.equal(PyramidKV().score(observation), SnapKV(window=4).score(observation))
 
 
-@pytest.mark.parametrize(
-    ("policy", "interval"), [(PyramidKV(), 4), (PyramidKV(window=1), 1), (PyramidKV(refresh=9), 9)]
-)
-def test_it_is_scored_anew_every_half_window(policy: PyramidKV, interval: int) -> None:
-    assert (policy.online, policy.refresh_interval) == (False, interval)
-
-
 # two heads with four candidates and a window of one; the largest value norms are 1 and 3, in the window 100
 ATTENTION = ([[0.40, 0.20, 0.10, 0.05, 0.25]], [[0.10, 0.10, 0.30, 0.20, 0.30]])
 LARGEST = torch.tensor([[0.6, -0.4], [-1.0, 2.0]])  # one vector per head, |.|_1 = 1 and 3

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvsearch.budgets.allocator import Uniform
-from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.plan import PHASES, ModelFingerprint, PolicySpec, Size
 from kvsearch.plan.arithmetic import budgets_at
@@ -79,9 +78,3 @@ def test_layers_that_are_not_planned_keep_everything() -> None:
     assert [layer.policy for layer in plan.phase("decode").layers if layer is not None] == list(POLICIES)
     assert (plan.total, plan.floor, plan.scaling, plan.length, plan.provenance) == (18, 3, "fixed", None, ORIGIN)
     assert plan.allocation.name == "static"
-
-
-def test_the_total_is_that_of_the_only_phase() -> None:
-    plan = build_plan(MODEL, (1, 2), {"decode": CHOSEN}, ORIGIN, 3, "proportional", 9, LAVaAllocation(floor_share=0.5))
-    assert (plan.total, plan.prefill, plan.scaling, plan.length) == (18, None, "proportional", 9)
-    assert (plan.allocation.name, plan.allocation.params["floor_share"]) == ("lava", 0.5)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import Profile, ProfileMetadata, Size
 from kvsearch.plan.size import round_half_up
-from kvsearch.strategies.build import plan_from_profile, round_ratios
+from kvsearch.strategies.build import plan_from_profile
 from tests.examples import fixed
 from tests.plan.builders import metadata_dict, model_dict
 
@@ -71,35 +71,12 @@ def test_a_ratio_of_any_prompt(made: Profile, percent: float, length: int | None
             plan_from_profile(made, size)
 
 
-def test_the_worked_example() -> None:
-    """ideals [19.5, 38.75, .25, 21.5] of 100 tokens, one entry at least."""
-    ratios = np.array([[0.805, 0.6125], [0.9975, 0.785]])
-    assert round_ratios(ratios, 100, 80, 1).tolist() == [[19, 39], [1, 21]]
-
-
-def test_budgets_follow_the_local_ratios() -> None:
-    made = profile(3, 3, seed=4)
-    for percent in (20, 50, 83):
-        plan = plan_from_profile(made, Size(ratio=percent / 100))
-        ideal = (1 - made.local_ratios(percent / 100)) * LENGTH
-        assert np.abs(budgets_of(plan) - ideal).max() <= 1.0
-
-
 def test_a_budget_is_a_ratio_of_the_length() -> None:
     made = profile(3, 3, seed=4)
     by_budget = plan_from_profile(made, Size(budget=50))
     by_ratio = plan_from_profile(made, Size(ratio=0.75))
     assert by_budget.prefill == by_ratio.prefill
     assert (by_budget.scaling, by_ratio.scaling) == ("fixed", "proportional")
-
-
-def test_layers_and_policy() -> None:
-    made = profile()
-    plan = plan_from_profile(made, Size(ratio=0.5))
-    assert plan.planned_layers("prefill") == (0, 2)
-    assert plan.model == made.metadata.model
-    assert plan.decode is None
-    assert [layer.policy for layer in plan.prefill.layers if layer is not None] == [made.metadata.policy] * 2
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.plan import PHASES, Phase, Profile, Size
+from kvsearch.plan import PHASES, Profile, Size
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import Chosen
-from kvsearch.strategies.from_signals import Strategy, choose, plan_of, strategy_plan
+from kvsearch.strategies.from_signals import Strategy, choose, strategy_plan
 from tests.plan.builders import PROVENANCE, model
 from tests.signals.profiles import make_signals, signal_metadata
 
@@ -251,34 +251,6 @@ def test_layers_that_were_not_measured_keep_their_full_cache() -> None:
     metadata = signal_metadata(model(layers=4), layers=[1, 3])
     plan = strategy_plan(make_signals(metadata), Strategy(), Size(budget=20))
     assert plan.planned_layers("prefill") == (1, 3)
-
-
-def test_a_plan_of_any_choice_such_as_a_random_one() -> None:
-    profile = make_signals()
-    chosen: dict[Phase, Chosen] = choose(SignalTable(profile), Strategy(), Size(budget=20))
-    turned = Chosen(chosen["prefill"].policies[::-1], chosen["prefill"].budgets)
-    plan = plan_of(profile, {"decode": turned}, Size(budget=20), {"control": "random"})
-    assert plan.prefill is None
-    assert [layer.policy for layer in plan.phase("decode").layers if layer] == list(turned.policies)
-    assert (plan.total, plan.provenance.settings["control"]) == (160, "random")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "name"),
-    [
-        (Strategy(), "cosine"),
-        (Strategy(phases="both"), "cosine"),
-        (Strategy(budgets="entropy"), "cosine + entropy"),
-        (Strategy(None, policy="snapkv", budgets="ppl"), "snapkv + ppl"),
-        (Strategy(None), "policy"),
-        (
-            Strategy("ppl", exclude=("tova", "h2o"), budgets="ppl", least=8),
-            "ppl + ppl (least 8)",
-        ),
-    ],
-)
-def test_a_strategy_has_a_short_name(strategy: Strategy, name: str) -> None:
-    assert strategy.name == name
 
 
 def test_a_pattern_that_keeps_too_much_is_named_and_may_be_excluded() -> None:

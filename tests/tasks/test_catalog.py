@@ -128,10 +128,6 @@ def test_options_reach_their_tasks(files: dict[str, Path]) -> None:
     assert find_tasks("niah", grid) == [NiahTask((500, 900), (0, 99), hay, metric="niah_recall_lava", split="select")]
 
 
-def test_a_length_is_for_those_that_have_one() -> None:
-    assert find_tasks("gsm8k+ruler:vt", {"length": (700,)}) == [Gsm8kTask(), RulerTask("vt", 700)]
-
-
 @pytest.mark.parametrize(
     ("spec", "options", "problem"),
     [

@@ -45,22 +45,6 @@ def words(ids: torch.Tensor) -> list[str]:
     return [WORDS[token] for token in ids.tolist()]
 
 
-@pytest.mark.parametrize(
-    ("lead", "room", "expected"),
-    [
-        (0, 10, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
-        (0, 6, [0, 1, 2, 7, 8, 9]),
-        (0, 5, [0, 1, 2, 8, 9]),
-        (1, 5, [0, 1, 2, 8, 9]),
-        (2, 5, [0, 1, 2, 3, 9]),
-        (3, 5, [0, 1, 2, 3, 9]),
-        (3, 4, [0, 1, 2, 3]),
-    ],
-)
-def test_middle_cut_by_hand(lead: int, room: int, expected: list[int]) -> None:
-    assert middle_cut(torch.arange(10), lead, room).tolist() == expected
-
-
 @given(st.integers(1, 60), st.integers(0, 10), st.integers(2, 70))
 def test_head_and_tail_stay(length: int, lead: int, more: int) -> None:
     lead = min(lead, length)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.jsonl import JsonlTask
-from kvsearch.tasks.metrics.packages import optional
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 from kvsearch.tasks.splits import SPLITS
 
@@ -147,13 +145,6 @@ def test_splits_never_divide_a_context(tmp_path: Path) -> None:
     keys = [example.key for some in parts for example in some]
     assert sorted(keys) == sorted(example.key for example in JsonlTask.load(path).examples(99, 0))
     assert set(JsonlTask.load(path, "train").examples(2, 1)) <= set(parts[0])
-
-
-def test_a_metric_whose_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rouge", None)
-    optional.cache_clear()
-    with pytest.raises(EnvironmentFault, match=r"needs rouge==1.0.1"):
-        JsonlTask.load(write(tmp_path, row(metric="rouge_l")))
 
 
 def test_turns_are_an_example_of_their_own(tmp_path: Path) -> None:

@@ -109,12 +109,6 @@ def test_votes_have_a_clear_winner() -> None:
         assert group.questions[0].answers == (f"{tally[0][0]} .",)
 
 
-def test_names_are_drawn_once() -> None:
-    names = Names(random.Random(0))
-    assert sorted(names.draw("key", v.KEYS) for _ in v.KEYS) == sorted(v.KEYS)
-    assert (names.left("key", v.KEYS), names.left("variable", v.VARIABLES)) == (0, len(v.VARIABLES))
-
-
 @tasks
 def test_equal_seeds_give_equal_examples(task: str) -> None:
     first, again = (SyntheticTask(task, 512).examples(4, 7) for _ in range(2))

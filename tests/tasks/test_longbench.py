@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.dataset_task import parse_template
-from kvsearch.tasks.longbench import AVERAGES, LONGBENCH_E, LONGBENCH_ENGLISH, LONGBENCH_TASKS, SPECS, LongBenchTask
+from kvsearch.tasks.longbench import AVERAGES, LONGBENCH_ENGLISH, LONGBENCH_TASKS, SPECS, LongBenchTask
 from kvsearch.tasks.prompts import PLACE
 
-CHINESE = {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
 ASKS_NOTHING = {"gov_report", "multi_news", "vcsum", "passage_count", "lcc"}  # their rows have an empty input
 
 
@@ -37,16 +36,6 @@ def write(folder: Path, *rows: dict[str, Any], name: str = "hotpotqa") -> Path:
 
 def load(folder: Path, *rows: dict[str, Any], name: str = "hotpotqa", **options: Any) -> LongBenchTask:
     return LongBenchTask(name, write(folder, *rows, name=name), **options)
-
-
-def test_the_sets_of_datasets() -> None:
-    assert len(LONGBENCH_TASKS) == 21
-    assert len(LONGBENCH_ENGLISH) == 16
-    assert set(LONGBENCH_TASKS) - set(LONGBENCH_ENGLISH) == CHINESE
-    assert [name.removesuffix("_e") for name in LONGBENCH_E] == [
-        "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec", "triviaqa", "samsum",
-        "passage_count", "passage_retrieval_en", "lcc", "repobench-p",
-    ]  # fmt: skip
 
 
 def test_the_averages_of_the_papers() -> None:

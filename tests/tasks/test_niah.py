@@ -92,25 +92,6 @@ def test_lines_and_chinese_sentences(tmp_path: Path) -> None:
     assert example.context == "one\ntwo The key is red.\nthree"
 
 
-def test_titles_end_no_sentence(tmp_path: Path) -> None:
-    text = 'He saw "Mrs. A. Quince." She left.'
-    assert [sentence.strip() for sentence in small(tmp_path, text)._sentences] == [
-        'He saw "Mrs. A. Quince."',
-        "She left.",
-    ]
-
-
-def test_part_of_a_grid_by_hand() -> None:
-    """Two lengths, four depths: the first diagonal has every depth once and every length twice."""
-    grid = [GridCell(length, depth) for length in (10, 20) for depth in (0, 1, 2, 3)]
-    four = spread(grid, 4, 0)
-    assert sorted(cell.depth for cell in four) == [0, 1, 2, 3]
-    assert [cell.length for cell in four] == [10, 10, 20, 20]
-    assert four == [cell for cell in grid if cell in four]
-    assert spread(grid, 8, 0) == spread(grid, 99, 5) == grid
-    assert len({tuple(spread(grid, 4, seed)) for seed in range(20)}) > 1
-
-
 @at_most(60)
 @given(st.integers(1, 7), st.integers(1, 11), st.integers(0, 99), st.data())
 def test_parts_of_a_grid_are_even(lengths: int, depths: int, seed: int, data: st.DataObject) -> None:

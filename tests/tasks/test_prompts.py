@@ -80,12 +80,6 @@ def test_a_template_can_be_left_out() -> None:
     assert not PromptFormat.of(tokenizer(), Listed("t", (), chat=True)).chat  # there is none
 
 
-def test_how_many_tokens_come_before_a_context_s_own() -> None:
-    assert plain().lead == 1  # <bos>
-    assert PromptFormat(chat_tokenizer()).lead == 2  # <bos> recall
-    assert PromptFormat(chat_tokenizer(), template=False).lead == 1
-
-
 def test_the_template_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = chat_tokenizer()
     rendered: list[dict[str, Any]] = []

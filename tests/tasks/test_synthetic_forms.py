@@ -36,12 +36,6 @@ def asked(document: Document) -> set[str]:
     return {question.question.split()[1] for question in document.questions}
 
 
-def test_the_suites() -> None:
-    assert SUITES["core"] == tuple(FORMS)[:6] == ("single", "multikey", "multiquery", "multivalue", "chain", "vote")
-    assert len(SUITES["ruler"]) == len(set(SUITES["ruler"])) == 13
-    assert set(SUITES["ruler"]) == set(FORMS) - {"turns"}
-
-
 def test_what_cannot_be_told_from_its_haystack_is_a_category_and_in_no_sparse_suite() -> None:
     apart = {name for name in FORMS if SyntheticTask(name).category == FACTS_AMONG_FACTS}
     assert apart == {"multikey_2", "multikey_3"}

@@ -93,15 +93,6 @@ def test_splits_ask_about_different_documents(tmp_path: Path) -> None:
     assert asked["train"] | asked["select"] | asked["report"] == asked["all"]
 
 
-def test_seeds_ask_in_different_order(tmp_path: Path) -> None:
-    one, again, other = (task(tmp_path, length=512).examples(24, seed, words) for seed in (0, 0, 1))
-    assert one == again
-    assert task(tmp_path, length=512).examples(3, 0, words) == one[:3]
-    assert [e.queries for e in one] != [e.queries for e in other]
-    assert {e.queries for e in one} == {e.queries for e in other}
-    assert len({e.queries for e in one}) == 24
-
-
 def test_a_file_that_is_too_small(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"qa_1 has material for 2\d+ of 4096 tokens: ask for a smaller length"):
         task(tmp_path, length=4096).examples(1, 0, words)

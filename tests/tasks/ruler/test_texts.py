@@ -13,26 +13,10 @@ from hypothesis import strategies as st
 
 from kvsearch.core.resources import resource
 from kvsearch.tasks.ruler import words as made_up
-from kvsearch.tasks.ruler.draft import FULL, Stream, insert, largest
-from kvsearch.tasks.ruler.needles import NOISE, Essay, noise_sentences
+from kvsearch.tasks.ruler.draft import FULL, Stream, largest
+from kvsearch.tasks.ruler.needles import Essay
 from kvsearch.tasks.ruler.words import Fresh, Maker, vocabulary, words
 from tests.tasks.ruler.helpers import STORY
-
-
-@pytest.mark.parametrize(
-    ("room", "least", "most", "expected"),
-    [
-        (10, 0, None, 3),  # 3 + 2 * 3 = 9 tokens
-        (11, 0, None, 4),
-        (3, 0, None, 0),
-        (2, 0, None, 0),  # the least does not fit: the caller has to look
-        (-5, 7, None, 7),
-        (40, 1, 5, 5),
-        (40, 5, 5, 5),
-    ],
-)
-def test_the_largest_number_of_units(room: int, least: int, most: int | None, expected: int) -> None:
-    assert largest(lambda units: 3 + 2 * units, room, least, most) == expected
 
 
 @given(
@@ -74,14 +58,6 @@ def test_streams_cycles_and_purposes_draw_differently() -> None:
     assert Stream("s", 0).rng("a").random() in drawn
 
 
-def test_needles_lie_at_their_depths() -> None:
-    assert insert(["a", "b", "c", "d"], [(1.0, "end"), (0.0, "start"), (0.5, "middle")]) == [
-        "start", "a", "b", "middle", "c", "d", "end",
-    ]  # fmt: skip
-    assert insert(["a"], [(0.1, "1"), (0.2, "2"), (0.3, "3")]) == ["1", "2", "3", "a"]
-    assert insert([], [(0.1, "1"), (0.9, "2")]) == ["1", "2"]
-
-
 def essay(folder: Path, text: str) -> Essay:
     path = folder / "essay.txt"
     path.write_text(text, encoding="utf-8")
@@ -104,24 +80,6 @@ def test_the_story_is_read_from_its_beginning_and_again(units: int) -> None:
     story = resource(STORY).read_text(encoding="utf-8").split()
     told = " ".join(made.sentences(units)).split()
     assert told == list(islice(chain.from_iterable(repeat(story)), units))
-
-
-def test_sentences_of_the_story_are_sentences() -> None:
-    made = Essay.load(None)
-    whole = made.sentences(len(made.words))
-    assert sum(len(sentence.split()) > 55 for sentence in whole) < 0.02 * len(whole)
-    assert 8 < len(made.words) / len(whole) < 25
-    assert not [sentence for sentence in whole if sentence.endswith(("Mrs.", "Mr."))]
-    assert made.text == " ".join(whole)
-
-
-def test_noise() -> None:
-    line = " ".join(NOISE)
-    assert len(NOISE) == 5
-    assert noise_sentences(0) == []
-    assert noise_sentences(2) == [f"{NOISE[0]} {NOISE[1]}"]
-    assert noise_sentences(10) == [line, line]
-    assert noise_sentences(11) == [line, line, NOISE[0]]
 
 
 def test_no_key_is_part_of_another_key() -> None:

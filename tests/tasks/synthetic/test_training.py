@@ -19,23 +19,6 @@ from scripts.train_bundled import RETRIEVING, retrieving_layer, spread, tokenize
 from tests.tiny import run
 
 
-def test_words_are_tokens() -> None:
-    words = tokenizer()
-    assert len(words) == len(WORDS)
-    assert words("the calm fox .\n\nin  barn")["input_ids"] == [1] + [
-        WORDS.index(word) for word in "the calm fox . in barn".split()
-    ]
-    assert words.decode(words("the calm fox .")["input_ids"], skip_special_tokens=True) == "the calm fox ."
-
-
-def test_unknown_words_and_special_tokens() -> None:
-    words = tokenizer()
-    assert words("the Fox", add_special_tokens=False)["input_ids"] == [WORDS.index("the"), words.unk_token_id]
-    assert (words.pad_token_id, words.bos_token_id, words.eos_token_id, words.unk_token_id) == (0, 1, 2, 3)
-    assert words.padding_side == "left"
-    assert not words.chat_template
-
-
 def test_it_survives_being_saved(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
