@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvsearch.calibration.data import CalibrationData, Context, Pair
-from kvsearch.calibration.prompts import Continuation, check_lengths, prompts_of
+from kvsearch.calibration.prompts import check_lengths, prompts_of
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.policies import create_policy
@@ -57,15 +57,6 @@ def test_the_template_leads_to_the_reply_in_the_prompt(model: LoadedModel) -> No
 def test_answers_are_cut(model: LoadedModel) -> None:
     assert [after.predicted for after in prompts_of(model, DATA, answer_tokens=1)[0].continuations] == [1, 1]
     assert prompts_of(model, DATA, "question-aware", 2)[0].continuations[0].tokens.shape == (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "answer", "rows"), [(5, 3, [2, 3]), (5, 0, [0, 1, 2, 3]), (5, 1, [0, 1, 2, 3]), (1, 0, []), (2, 0, [0])]
-)
-def test_rows_that_predict_the_answer(tokens: int, answer: int, rows: list[int]) -> None:
-    after = Continuation(torch.zeros(1, tokens), answer)
-    assert list(range(tokens))[after.predicting] == rows
-    assert after.predicted == len(rows)
 
 
 def test_lengths(model: LoadedModel) -> None:

@@ -148,19 +148,6 @@ def test_recipes_of_no_use(text: str, problems: list[str], tmp_path: Path) -> No
     assert all(problem in str(caught.value) for problem in problems)
 
 
-def test_the_defaults_of_the_dynamic_methods() -> None:
-    for method, name, allocation in (
-        ("lava", "lava", LAVaAllocation()),
-        ("cake", "cake", CAKEAllocation()),
-        ("adakv", "snapkv", AdaKVAllocation()),
-    ):
-        recipe = dynamic(method)
-        assert (recipe.method, recipe.make_policy().name) == (method, name)
-        assert recipe.make_policy().sink_count == 0, "the rule as published, without LU-KV's sinks"
-        assert recipe.make_allocation() == allocation
-        assert (recipe.protocol, recipe.minimum, recipe.seed) == ("question-agnostic", 0.0, 0)
-
-
 def test_options_of_the_methods() -> None:
     lava = dynamic("lava", "floor_share=0", "layers=planned", "minimum=0.05", protocol="question-aware")
     assert lava.make_allocation() == LAVaAllocation(0.0, layers="planned")

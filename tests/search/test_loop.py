@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from kvsearch.core.arrays import Ints, Vector
 from kvsearch.core.errors import EnvironmentFault
 from kvsearch.search import loop
-from kvsearch.search.loop import SearchOutcome, cache_score, fitness, flatness, loss_score, worst_of
+from kvsearch.search.loop import SearchOutcome, cache_score, fitness, loss_score, worst_of
 from kvsearch.search.stages import Frame
 from kvsearch.search.trials import Candidate, ToldLine, TrialLog
 from tests.search.searching import (
@@ -179,21 +178,6 @@ class TestFailures:
         assert told(run(tmp_path / "l")) == told(expected)
 
 
-@pytest.mark.parametrize(
-    ("values", "worst"),
-    [
-        ([2.0], 4.0),  # its own size away
-        ([0.25], 1.25),  # at least 1
-        ([-8.0, 8.0], 24.0),  # the spread
-        ([-5.0], 0.0),
-        ([1.0, math.nan, math.inf, 3.0], 6.0),
-        ([sys.float_info.max], sys.float_info.max),
-    ],
-)
-def test_the_value_of_a_failure(values: list[float], worst: float) -> None:
-    assert worst_of(values) == worst
-
-
 @given(st.lists(st.floats(-1e300, 1e300), min_size=1))
 def test_a_failure_is_worse_than_everything_and_finite(values: list[float]) -> None:
     assert math.isfinite(worst_of(values))
@@ -321,12 +305,6 @@ def test_a_pool_has_its_best_and_the_start_plans(monkeypatch: pytest.MonkeyPatch
     assert [one.value for one in outcome.pool] == [1.0, 2.5, 2.75, 9.0]
 
 
-def test_nothing_is_flat_once_two_plans_differ() -> None:
-    assert flatness([2.0], "nll") is None
-    assert flatness([2.0, 2.0 + 1e-9], "nll") == "2 plans and all the same: this budget does not matter here"
-    assert flatness([2.0, 2.0 + 1e-9, 2.1, 2.0], "nll") is None
-
-
 @pytest.mark.parametrize(
     ("mean", "score"),
     [(0, 0.8), (64, 0.9), (96, 0.95), (128, 1.0), (160, 0.75), (192, 0.5), (256, 0.0), (300, 0.0)],
@@ -349,19 +327,7 @@ def test_a_quarter_over_budget_costs_six_percent_and_a_quarter_under_it_one() ->
     assert math.log(at_budget / over) == pytest.approx(0.059, abs=5e-4)
 
 
-def test_the_unit_of_a_score_and_a_shift_of_a_loss_are_factors() -> None:
-    cache = cache_score(100, 128)
-    assert fitness(0.41, cache) * 100 == pytest.approx(fitness(41.0, cache))
-    assert fitness(loss_score(2.5), cache) * math.exp(0.7) == pytest.approx(fitness(loss_score(1.8), cache))
-    assert fitness(0.0, 1.0) == fitness(0.0, 0.0) == 0.0
-
-
 @given(st.floats(0, 50), st.floats(0, 50), st.floats(0, 1))
 def test_less_loss_is_fitter_at_the_same_budget(one: float, other: float, cache: float) -> None:
     less, more = sorted((one, other))
     assert fitness(loss_score(less), cache) >= fitness(loss_score(more), cache) > 0
-
-
-def test_a_failed_candidate_stays_failed() -> None:
-    assert math.isnan(fitness(math.nan, 1.0))
-    assert math.isnan(fitness(loss_score(math.nan), 1.0))

@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
@@ -133,17 +131,6 @@ def test_worked_examples_for_an_average_of_60(budgets: list[int], literal: list[
     assert completed.sum() == 240
     assert np.abs(completed - given * 240 / given.sum()).max() < 1
     assert completed.ravel().tolist() == exact
-
-
-@given(st.lists(st.integers(0, 3000), min_size=1, max_size=40).filter(any), st.integers(1, 500))
-@settings(max_examples=200)
-def test_shares_stay_and_the_sum_is_exact(budgets: list[int], average: int) -> None:
-    table: Ints = np.array(budgets)[:, None]
-    total = average * len(budgets)
-    exact = frame(table, average).complete(table)
-    assert exact.sum() == total
-    shares = table * total / table.sum()
-    assert np.abs(exact - shares).max() < 1 + 1e-6
 
 
 def test_bounds_bind_without_losing_entries() -> None:

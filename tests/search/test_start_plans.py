@@ -30,12 +30,6 @@ def base(loaded: LoadedModel) -> Base:
     return Base.of(loaded, POLICY)
 
 
-def test_a_policy_for_all_layers(base: Base) -> None:
-    assert base.heads == (4, 2)
-    assert base.floors.tolist() == [[6, 6]] * 4
-    assert base.by_layer == dict.fromkeys(range(4), (POLICY,))
-
-
 def test_a_plan_leaves_sliding_layers_alone() -> None:
     """Gemma 2: every other layer has a sliding window."""
     loaded = tiny.loaded("gemma2")

@@ -161,13 +161,6 @@ def test_means_that_are_to_be_minimised(tmp_path: Path) -> None:
         assert runner_of(ledger, measure, "metric").measure(TABLES[:1], line) == [-7.5]
 
 
-def test_jobs_are_of_about_equal_size(tmp_path: Path) -> None:
-    measure = Measure()
-    with TrialLog(tmp_path / "l") as ledger:
-        runner_of(ledger, measure).measure(TABLES, ledger.begin("a"))
-    assert [len(job) for job in measure.jobs] == [2, 2, 3]
-
-
 def test_a_job_is_the_same_whatever_of_it_was_known_before_it_was_cut(tmp_path: Path) -> None:
     """What a generation has measured stays among its jobs, so those that are left are as they were."""
     whole = Measure()

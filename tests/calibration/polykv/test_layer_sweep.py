@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from kvsearch.calibration.polykv.layer_sweep import (
     LayerSweep,
     PromptBatch,
     TextContinuation,
-    batches_of,
 )
 from kvsearch.calibration.polykv.tree import shared_attention
 from kvsearch.calibration.prompts import CalibrationPrompt, Continuation
@@ -214,24 +212,6 @@ def test_shared_attention_is_attention_of_every_group(softcap: float | None, len
             scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
             expected = scores.masked_fill(~seen[row], float("-inf")).softmax(-1) @ values
             torch.testing.assert_close(found[at], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_batches_hold_prompts_that_are_alike() -> None:
-    prompts = batch((9, (2,)), (5, (2, 2)), (7, (2,)), (6, (3, 3)), (8, (2,))).prompts
-    assert [list(part.places) for part in batches_of(prompts, 2, torch.device("cpu"))] == [[1, 3], [2, 4], [0]]
-    alike = batch((9, (2,)), (5, (2,)), (9, (2,))).prompts
-    assert [list(part.places) for part in batches_of(alike, 2, torch.device("cuda"))] == [[1], [0, 2]]
-
-
-def test_passes_hold_continuations_that_are_alike() -> None:
-    """Of 9, 5, 6, 5 and 20 tokens, three at a time."""
-    prompts = replace(batch((9, (9, 5)), (8, (6,)), (7, (5, 20))), places=[3, 4, 7])
-    made = prompts.passes(3)
-    assert made == [[(0, 1), (1, 0), (2, 0)], [(0, 0)], [(2, 1)]]
-    after = prompts.continuations(made[0], CPU)
-    assert after.counts.tolist() == [5, 6, 5]
-    assert after.rows.tolist() == [0, 1, 2]
-    assert prompts.repeated(made[0]).places == (3, 4, 7)
 
 
 def test_continuations_count_what_is_predicted() -> None:

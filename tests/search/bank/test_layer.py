@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,30 +17,12 @@ def yes(*rows: str) -> list[list[bool]]:
     return [[letter == "x" for letter in row] for row in rows]
 
 
-def test_tokens_without_padding_see_themselves_and_earlier_ones() -> None:
-    suffix = SuffixTokens(torch.tensor([5, 9]))
-    positions = suffix.extend(torch.ones(2, 3, dtype=torch.bool))
-    assert positions.tolist() == [[5, 6, 7], [9, 10, 11]]
-    assert suffix.seen.tolist() == [[[yes("x..", "xx.", "xxx")]]]
-
-
 def test_padding_takes_no_position_and_is_seen_by_itself_alone() -> None:
     suffix = SuffixTokens(torch.tensor([5, 9]))
     positions = suffix.extend(torch.tensor([[False, True, True], [True, True, True]]))
     assert positions[:, 1:].tolist() == [[5, 6], [10, 11]]
     assert positions[1, 0] == 9
     assert suffix.seen[:, 0, 0].tolist() == [yes("x..", ".x.", ".xx"), yes("x..", "xx.", "xxx")]
-
-
-def test_a_single_token_sees_all_that_is_no_padding() -> None:
-    even, padded = SuffixTokens(torch.tensor([5, 9])), SuffixTokens(torch.tensor([5, 9]))
-    one = torch.ones(2, 1, dtype=torch.bool)
-    even.extend(one)
-    assert even.extend(one).tolist() == [[6], [10]]
-    assert even.seen is None
-    padded.extend(torch.tensor([[False, True], [True, True]]))
-    assert padded.extend(one).tolist() == [[6], [11]]
-    assert padded.seen[:, 0, 0].tolist() == [yes(".xx"), yes("xxx")]
 
 
 def test_a_prefix_is_a_view_with_a_mask_only_where_heads_differ() -> None:
@@ -109,16 +90,3 @@ def test_attention_is_one_softmax_over_prefix_and_own_tokens(
     expected = naive(query, keys, values, seen.repeat_interleave(group, 1), 0.7, logits.softcap)
     assert found.shape == (samples, heads * group, rows, 5)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_two_entries_by_hand() -> None:
-    """Logits 0 and ln 3 over a stored entry with value 4 and the token itself with value 8: (4 + 3 * 8) / 4."""
-    query, stored, own = torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([3.0]).log()
-    shape = (1, 1, 1, 1)
-    found = prefix_attention(
-        query.view(shape),
-        VisibleKV(stored.view(shape), torch.full(shape, 4.0), None),
-        VisibleKV(own.view(shape), torch.full(shape, 8.0), None),
-        Logits(1.0),
-    )
-    assert found.item() == pytest.approx(7.0)
