@@ -25,7 +25,6 @@ from kvsearch.runtime.program import full_cache
 from kvsearch.strategies.compared import full_method
 from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import encode_tasks
-from kvsearch.tasks.prompts import PromptFormat
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 from tests import tiny
 from tests.combinations import every_value
@@ -135,25 +134,6 @@ def test_generation_ends_with_the_stop_text(model: LoadedModel, protocol: Protoc
     handle.remove()
     assert len(fed) == (3 if protocol == QUESTION_AGNOSTIC else 2)  # what is read, and one token of two
     assert cut.most == whole.most - 10 * 8
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_white_space_ends_a_reply_only_after_something_was_said(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, protocol: Protocol
-) -> None:
-    """As if the first two words of every reply were newlines, and so the fifth."""
-    whole = by_question(run(model, {"full": full_cache(model.model)}, [LONG], 4, protocol=protocol))
-
-    def lines(_: PromptFormat, ids: list[int]) -> str:
-        return "".join("\n" if at in (0, 1, 4) else f"{WORDS[token]} " for at, token in enumerate(ids))
-
-    monkeypatch.setattr(PromptFormat, "decode", lines)
-    stopped = run(model, {"full": full_cache(model.model)}, [dataclasses.replace(LONG, stops=("\n",))], 4,
-                  protocol=protocol)  # fmt: skip
-    assert len(stopped) == len(whole)
-    for key, sample in by_question(stopped).items():
-        assert sample.reply_tokens == min(5, whole[key].reply_tokens)
-        assert sample.reply.split() == whole[key].reply.split()[2:4]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

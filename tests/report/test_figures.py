@@ -139,17 +139,6 @@ def test_every_cell_is_there_at_any_width(columns: int, width: int) -> None:
     assert names == sum(line.split()[:1] == ["method"] for line in text.splitlines())  # in every block
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_a_wide_model(width: int) -> None:
-    """128 layers of 32 heads: numbers and sums, in as many blocks of columns as it takes."""
-    values = np.arange(128 * 32).reshape(128, 32)
-    text = rendered([heatmap("entries", values, range(128))], width)
-    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
-    assert "…" not in text
-    assert f" {values[127].sum()}" in text
-    assert " 4095 " in text
-
-
 def test_more_heads_than_anybody_reads() -> None:
     text = rendered([heatmap("entries", np.full((200, 100), 3), range(200))], 140)
     assert "20,000 cells are too many for a map: --json has them all" in text

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kvsearch.benchmark.cache_costs import CacheCosts
-from kvsearch.core.errors import UsageError
 from kvsearch.papers.tables import Picture, find_table
 from kvsearch.report import charts
 from kvsearch.report.charts import table_figures
 from kvsearch.report.figures import HeatMap, LineChart, Series
 from kvsearch.report.paper_table import MeasuredCell, Reproduced, costs, kept_by_solver, needles, reproduced, searches
 from kvsearch.report.table import markdown
-from kvsearch.results.base import read_content
 from kvsearch.results.evaluation import NeedleGrid
 from kvsearch.runs.estimates import Estimate
 
@@ -68,14 +64,6 @@ def test_every_cell_is_a_line_of_the_csv() -> None:
         "row": "B", "column": "vt", "value": None, "block": "128 entries", "key": "128", "low": None, "high": None,
         "text": "left out", "paper": None, "ranked": False,
     }  # fmt: skip
-
-
-def test_what_is_written_is_read_again() -> None:
-    data = json.loads(json.dumps(made().as_json()))
-    assert read_content(Reproduced, data, Path("x.json")) == made()
-    del data["cells"][1]["row"]
-    with pytest.raises(UsageError, match=r"x\.json is damaged \(cells\.1\.row: is missing"):
-        read_content(Reproduced, data, Path("x.json"))
 
 
 def test_blocks_without_a_common_column_are_tables_of_their_own() -> None:

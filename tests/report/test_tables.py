@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv as files
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,14 +182,6 @@ def test_csv_has_every_number(tmp_path: Path) -> None:
     assert (own["kind"], own["difference"], own["wins"]) == ("category", "", "")
 
 
-@pytest.mark.parametrize(("name", "start"), [("t.md", "**m: score"), ("t.tex", "\\begin{table}")])
-def test_files(tmp_path: Path, name: str, start: str) -> None:
-    write_tables(comparison(), tmp_path / name)
-    text = (tmp_path / name).read_text()
-    assert text.startswith(start)
-    assert text.count("question-agnostic, phases: prefill") == 3
-
-
 @pytest.mark.parametrize("name", ["t.html", "t", "none/t.md"])
 def test_files_that_cannot_be_written(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match=r"name a \.md, \.csv or \.tex file|its folder does not exist"):
@@ -229,14 +220,6 @@ def test_a_grid_per_method() -> None:
     assert (grids["plan"].depths, grids["plan"].lengths) == ((0, 100), (1000, 2000))
     assert grids["plan"].scores == ((0.25, 0.5), (0.75, None))
     assert needle_grids(SAMPLES[-1:]) == {}
-
-
-def test_json() -> None:
-    told = needle_grids(SAMPLES)["plan"].model_dump(mode="json")
-    assert told == {
-        "lengths": [1000, 2000], "depths": [0, 100], "scores": [[0.25, 0.5], [0.75, None]], "mean": 0.5,
-    }  # fmt: skip
-    assert json.loads(json.dumps(told, allow_nan=False)) == told
 
 
 @given(st.lists(st.tuples(st.sampled_from((1, 2, 3)), st.sampled_from((0, 40, 100)), st.floats(0, 1)), min_size=1))

@@ -21,24 +21,19 @@ SHAPED = [[12, 4 + 16], [8, 24], [30, 6 + 4], [9, 15]]
 
 
 @pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return tiny.loaded()
-
-
-@pytest.fixture(scope="module")
-def base(loaded: LoadedModel) -> Base:
-    return Base.of(loaded, POLICY)
+def base(model: LoadedModel) -> Base:
+    return Base.of(model, POLICY)
 
 
 def test_a_plan_leaves_sliding_layers_alone() -> None:
     """Gemma 2: every other layer has a sliding window."""
-    loaded = tiny.loaded("gemma2")
-    base = Base.of(loaded, POLICY)
+    model = tiny.loaded("gemma2")
+    base = Base.of(model, POLICY)
     assert base.heads == (2, 2)
     table = np.array([[10, 14], [20, 12]])
     plan = base.plan(table, {"budget": 14}, seed=3)
     assert [row.budget if row else None for row in plan.prefill.layers] == [None, (10, 14), None, (20, 12)]
-    Program.from_plan(loaded.model, plan)
+    Program.from_plan(model.model, plan)
 
 
 def test_the_plan_of_a_table(base: Base) -> None:
@@ -56,43 +51,43 @@ def test_the_plan_of_a_table(base: Base) -> None:
 BOTH = ("prefill", "decode")
 
 
-def two_phases(loaded: LoadedModel) -> Plan:
+def two_phases(model: LoadedModel) -> Plan:
     """The rows of `SHAPED`, turned round while decoding."""
-    one, other = (tiny.plan_for(loaded, rows).model_dump(mode="json") for rows in (SHAPED, SHAPED[::-1]))
+    one, other = (tiny.plan_for(model, rows).model_dump(mode="json") for rows in (SHAPED, SHAPED[::-1]))
     return make_plan(list(SHAPED), model=one["model"], prefill=one["prefill"], decode=other["prefill"])
 
 
 class TestPhases:
-    def test_a_table_of_both_phases(self, loaded: LoadedModel) -> None:
-        base = Base.of(loaded, POLICY, BOTH)
+    def test_a_table_of_both_phases(self, model: LoadedModel) -> None:
+        base = Base.of(model, POLICY, BOTH)
         assert base.heads == (4, 2)
         assert base.floors.shape == (8, 2)
         assert not base.in_prefill
         plan = base.plan(np.concatenate([SHAPED, SHAPED[::-1]]), {}, seed=0)
         np.testing.assert_equal(budgets_at(plan, "prefill", 1000), SHAPED)
         np.testing.assert_equal(budgets_at(plan, "decode", 1000), SHAPED[::-1])
-        Program.from_plan(loaded.model, plan)
+        Program.from_plan(model.model, plan)
 
-    def test_starts_have_the_size_in_each_phase(self, loaded: LoadedModel) -> None:
-        base = Base.of(loaded, two_phases(loaded), BOTH)
+    def test_starts_have_the_size_in_each_phase(self, model: LoadedModel) -> None:
+        base = Base.of(model, two_phases(model), BOTH)
         assert base.policies == (POLICY,) * 8
-        found = start_tables(base, 20, {"mine": two_phases(loaded)})
+        found = start_tables(base, 20, {"mine": two_phases(model)})
         assert list(found) == ["uniform", "pyramid", "mine"]
         for table in found.values():
             assert [int(part.sum()) for part in np.split(table, 2)] == [160, 160]
-        np.testing.assert_equal(start_tables(base, 16, {"mine": two_phases(loaded)})["mine"], [*SHAPED, *SHAPED[::-1]])
+        np.testing.assert_equal(start_tables(base, 16, {"mine": two_phases(model)})["mine"], [*SHAPED, *SHAPED[::-1]])
 
     @pytest.mark.parametrize(
         ("phases", "what"), [(("decode",), "the decode phase alone"), (BOTH, "both phases")], ids=["decode", "both"]
     )
-    def test_a_start_plan_of_other_phases(self, phases: tuple[Phase, ...], what: str, loaded: LoadedModel) -> None:
+    def test_a_start_plan_of_other_phases(self, phases: tuple[Phase, ...], what: str, model: LoadedModel) -> None:
         with pytest.raises(UsageError, match=f"start plan mine is no static plan of {what}, which is what is searched"):
-            start_tables(Base.of(loaded, POLICY, phases), 20, {"mine": tiny.plan_for(loaded, list(SHAPED))})
+            start_tables(Base.of(model, POLICY, phases), 20, {"mine": tiny.plan_for(model, list(SHAPED))})
 
-    def test_a_policy_that_cannot_decode(self, loaded: LoadedModel) -> None:
-        assert Base.of(loaded, Sums()).in_prefill
+    def test_a_policy_that_cannot_decode(self, model: LoadedModel) -> None:
+        assert Base.of(model, Sums()).in_prefill
         with pytest.raises(UsageError, match="policy sums needs attention column sums and has no decode rule"):
-            Base.of(loaded, Sums(), BOTH)
+            Base.of(model, Sums(), BOTH)
 
 
 class TestStarts:
@@ -103,17 +98,17 @@ class TestStarts:
         assert found["pyramid"].sum() == 160
         assert (np.diff(found["pyramid"][:, 0]) < 0).all()
 
-    def test_plans_are_scaled(self, base: Base, loaded: LoadedModel) -> None:
-        plan = tiny.plan_for(loaded, list(SHAPED))
+    def test_plans_are_scaled(self, base: Base, model: LoadedModel) -> None:
+        plan = tiny.plan_for(model, list(SHAPED))
         found = start_tables(base, 30, {"mine": plan})
         assert found["mine"].sum() == 240
         assert found["mine"].min() >= 6
         np.testing.assert_equal(start_tables(base, 16, {"mine": plan})["mine"], SHAPED)
 
-    def test_equal_tables_are_there_once(self, base: Base, loaded: LoadedModel) -> None:
-        plan = tiny.plan_for(loaded, [[20, 20]] * 4)
+    def test_equal_tables_are_there_once(self, base: Base, model: LoadedModel) -> None:
+        plan = tiny.plan_for(model, [[20, 20]] * 4)
         assert list(start_tables(base, 20, {"mine": plan, "twin": plan})) == ["uniform", "pyramid"]
 
-    def test_a_plan_with_full_layers(self, base: Base, loaded: LoadedModel) -> None:
+    def test_a_plan_with_full_layers(self, base: Base, model: LoadedModel) -> None:
         with pytest.raises(UsageError, match="start plan mine leaves layers their full cache"):
-            start_tables(base, 20, {"mine": tiny.plan_for(loaded, [None, *SHAPED[1:]])})
+            start_tables(base, 20, {"mine": tiny.plan_for(model, [None, *SHAPED[1:]])})

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
-from kvsearch.models.loading import LoadedModel, load
+from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.origin import ContextSet, context_hash
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, asked_hashes, asked_set, encode_tasks
@@ -85,11 +85,6 @@ ROWS = 12
 
 
 @pytest.fixture(scope="module")
-def model() -> LoadedModel:
-    return load("bundled")
-
-
-@pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> JsonlTask:
     """A file of twelve contexts."""
     path: Path = tmp_path_factory.mktemp("own") / "own.jsonl"
@@ -98,55 +93,55 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> JsonlTask:
     return JsonlTask.load(path)
 
 
-def drawn(model: LoadedModel, task: Task, samples: int, used: ContextSet | None = None, seed: int = 0) -> TaskPrompts:
-    (found,) = encode_tasks(model, [task], samples, seed, used=used)
+def drawn(loaded: LoadedModel, task: Task, samples: int, used: ContextSet | None = None, seed: int = 0) -> TaskPrompts:
+    (found,) = encode_tasks(loaded, [task], samples, seed, used=used)
     return found
 
 
 @pytest.mark.parametrize(
     "task", [SyntheticTask("single", 512), RulerTask("niah_multikey_3", 1024)], ids=["synthetic", "ruler"]
 )
-def test_a_task_that_makes_its_examples_makes_others(model: LoadedModel, task: Task) -> None:
+def test_a_task_that_makes_its_examples_makes_others(loaded: LoadedModel, task: Task) -> None:
     """They are those that come next under the same seed: the order of what is fresh does not depend on what is not."""
-    whole = asked_hashes([drawn(model, task, 5)])
+    whole = asked_hashes([drawn(loaded, task, 5)])
     used = ContextSet.of([whole[0], whole[2]])
-    found = drawn(model, task, 3, used)
+    found = drawn(loaded, task, 3, used)
     assert asked_hashes([found]) == [whole[1], whole[3], whole[4]]
     assert (found.coverage.wanted, found.coverage.found, found.coverage.used) == (3, 3, 2)
 
 
 @given(data=st.data())
 def test_a_task_with_a_number_of_contexts_gives_what_is_left(
-    model: LoadedModel, own: JsonlTask, data: st.DataObject
+    loaded: LoadedModel, own: JsonlTask, data: st.DataObject
 ) -> None:
     known = [context_hash(row.context) for row in own.rows]
     out = data.draw(st.sets(st.sampled_from(known), max_size=ROWS - 1))
     samples, seed = data.draw(st.integers(1, ROWS)), data.draw(st.integers(0, 3))
-    found = drawn(model, own, samples, ContextSet.of(out), seed)
+    found = drawn(loaded, own, samples, ContextSet.of(out), seed)
     asked = asked_hashes([found])
     assert len(asked) == len(set(asked)) == min(samples, ROWS - len(out))
     assert not set(asked) & out
     if not out:
-        assert asked == asked_hashes([drawn(model, own, samples, seed=seed)])
+        assert asked == asked_hashes([drawn(loaded, own, samples, seed=seed)])
 
 
-def test_a_task_without_a_fresh_context_is_refused(model: LoadedModel, own: JsonlTask) -> None:
-    every = asked_set([drawn(model, own, ROWS)])
+def test_a_task_without_a_fresh_context_is_refused(loaded: LoadedModel, own: JsonlTask) -> None:
+    every = asked_set([drawn(loaded, own, ROWS)])
     message = r"task own: none of its 12 contexts of split all is fresh, .* chosen on all of them \(12 in all\)"
     with pytest.raises(UsageError, match=message):
-        drawn(model, own, 4, every)
+        drawn(loaded, own, 4, every)
 
 
 def test_problems_after_one_set_of_worked_examples_are_contexts_of_their_own(
-    model: LoadedModel, tmp_path: Path
+    loaded: LoadedModel, tmp_path: Path
 ) -> None:
     path = tmp_path / "test.jsonl"
     path.write_text("".join(f'{{"question": "{n} bells?", "answer": "so #### {n}"}}\n' for n in range(1, 7)))
     task = Gsm8kTask(source=path)
-    first = drawn(model, task, 3)
+    first = drawn(loaded, task, 3)
     used = asked_set([first])
     assert len(used.ids) == 3
-    second = drawn(model, task, 6, used)
+    second = drawn(loaded, task, 6, used)
     assert {prompt.key for prompt in second.prompts} == set("012345") - {prompt.key for prompt in first.prompts}
-    alone = drawn(model, task, 1, used)  # of one drawn alone nobody can tell that the others have its context
+    alone = drawn(loaded, task, 1, used)  # of one drawn alone nobody can tell that the others have its context
     assert alone.prompts[0].key not in {prompt.key for prompt in first.prompts}
