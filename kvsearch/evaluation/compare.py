@@ -177,7 +177,7 @@ class Evaluation:
 
     `subject` is the method that the others are compared with. `told` are notes on what is asked. `names` are those of
     plans that are compared, with the label of the method that replies for it: equal plans share their replies, and the
-    full cache is always there.
+    full cache is always there. `samples` are the replies once it has run: scores and what follows are made of them.
     """
 
     loaded: LoadedModel
@@ -187,6 +187,7 @@ class Evaluation:
     split: Split
     told: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
+    samples: Sequence[Sample] = ()
 
     def of(self, names: Sequence[str], questions: list[TaskPrompts]) -> Evaluation:
         """Return the evaluation of some plans and the full cache, on a part of the questions."""
@@ -243,12 +244,11 @@ class Evaluation:
         rounding = {name: whole.content[name] for name in ROUNDING}
         return RunConfig(job=job, content={**left, **content}, execution={**whole.execution, **rounding})
 
-    def run(self, progress: Progress | None = None, store: ReplyStore | None = None) -> Comparison:
+    def run(self, progress: Progress | None = None, store: ReplyStore | None = None) -> Evaluation:
         """Ask everything that is not in the store, and summarise it; see `run_encoded` for the errors."""
-        samples = self._replies(self.methods, progress, store)
-        return Comparison(**{one.name: getattr(self, one.name) for one in fields(Evaluation)}, samples=samples)
+        return replace(self, samples=self._replies(self.methods, progress, store))
 
-    def run_stage(self, name: str, store: StageStore | None, *, answered: bool = False) -> Comparison:
+    def run_stage(self, name: str, store: StageStore | None, *, answered: bool = False) -> Evaluation:
         """Run as the stage `name`, whose replies are kept in `store` (None: nowhere); see `run`.
 
         `answered`: only if the full cache can answer, see `require_answers`.
@@ -281,12 +281,7 @@ class Evaluation:
             self.loaded, programs, self.encoded, asked.protocol, asked.batch, progress, asked.max_memory, kept
         )
 
-
-@dataclass(frozen=True, eq=False)
-class Comparison(Evaluation):
-    """An evaluation with the replies to it, and what they come to."""
-
-    samples: list[Sample] = field(kw_only=True)
+    # --- what the replies come to ----------------------------------------------------------------------------------
 
     @cached_property
     def averages(self) -> dict[str, tuple[str, ...]]:

@@ -41,8 +41,7 @@ from kvsearch.runtime.program import PhaseProgram, full_cache
 from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_answers
 from kvsearch.strategies.compared import baselines, equal_uniform
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.base import Task
-from kvsearch.tasks.encode import Prompt, Reading, TaskPrompts, encode_tasks, listed, readings
+from kvsearch.tasks.encode import Prompt, Reading, TaskPrompts, listed, readings
 
 BEST, EVEN, AGNOSTIC = "best tried", "true importance, even", "agnostic importance"
 KNOWN = "true importance"  # allocations are called "true importance, NAME"
@@ -76,10 +75,8 @@ Replies = dict[str, list[Sample]]  # of one context, by method
 
 def headroom(
     loaded: LoadedModel,
-    tasks: Sequence[Task],
+    encoded: Sequence[TaskPrompts],
     ratio: float,
-    samples: int,
-    seed: int = 0,
     progress: Progress | None = None,
     store: ReplyStore | None = None,
 ) -> list[Sample]:
@@ -89,7 +86,6 @@ def headroom(
     is for the questions of other contexts, in the allocation that scores highest on these; a context alone has none.
     A context whose replies are in the `store` is not asked again.
     """
-    encoded = encode_tasks(loaded, tasks, samples, seed)
     for task in encoded:
         if task.coverage.excluded:
             raise IncompatibleError(f"task {task.task.name}: {listed(task.coverage.excluded)}")

@@ -42,7 +42,6 @@ from kvsearch.tasks.base import Sampling
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Evaluation
     from kvsearch.strategies.compared import Request
-    from kvsearch.tasks.base import Task
 
 
 class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
@@ -164,13 +163,12 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> EvaluationResult:
     _, evaluation = _prepare(options, reporter)
     directory = options.output
     config = evaluation.config().changed(options=options.recorded())
-    tasks = [task.task for task in evaluation.encoded]
     with (
         open_replies(directory, config, evaluation.replies, reporter, options.force) as store,
         reporter.progress("batches") as progress,
     ):
         comparison = evaluation.run(progress, store)
-        losses = _output_losses(evaluation, tasks, directory, options.losses, progress)
+        losses = _output_losses(evaluation, directory, options.losses, progress)
         result = EvaluationResult.of(comparison, losses)
         if directory is not None:
             write_samples(comparison.samples, directory / SAMPLES)
@@ -207,7 +205,7 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
 
 
 def _output_losses(
-    evaluation: Evaluation, tasks: list[Task], directory: Path | None, wanted: bool, progress: Progress
+    evaluation: Evaluation, directory: Path | None, wanted: bool, progress: Progress
 ) -> list[LayerLoss] | None:
     """Return the output losses of all methods but the full cache, if they are wanted; a kept run measures them once."""
     file = None if directory is None else directory / LOSSES
@@ -220,7 +218,7 @@ def _output_losses(
     split = evaluation.split
     programs = {method.label: method.program for method in evaluation.methods if method.name != FULL}
     losses = measure_losses(
-        evaluation.loaded, programs, tasks, split.samples, split.seed, progress,
+        evaluation.loaded, programs, split.tasks, split.samples, split.seed, progress,
         protocol=split.protocol, max_length=split.max_length,
     )  # fmt: skip
     if file is not None:
@@ -271,13 +269,12 @@ def headroom(options: HeadroomOptions, reporter: Reporter) -> HeadroomResult:
     from kvsearch.evaluation.headroom import headroom as measure
     from kvsearch.tasks.encode import contexts_of
 
-    tasks = [task.task for task in full.encoded]
     config = full.stage_config("headroom", ratio=options.ratio).changed(options=options.recorded())
     with open_replies(options.output, config, (1 + PROGRAMS) * full.replies, reporter, options.force) as store:
         with reporter.progress("batches of the full cache") as progress:
             full.require_answers(progress, store)
         with reporter.progress("contexts") as progress:
-            results = measure(full.loaded, tasks, options.ratio, options.samples, options.seed, progress, store)
+            results = measure(full.loaded, full.encoded, options.ratio, progress, store)
         rows = summarize(results, FULL, contexts_of(full.encoded))
         asked = tuple(task.coverage for task in full.encoded)
         result = HeadroomResult(

@@ -216,7 +216,7 @@ def _prepare(options: EvolveOptions, reporter: Reporter) -> tuple[PreparedSearch
     else:
         base = Base.of(loaded, policies[0] if policies else next(iter(plans.values())), PHASES[options.phases])
     splits = {use: options.split(name, tasks[name], options.protocol) for use, name in SPLITS.items()}
-    searches = prepare_searches(base, budgets, options, splits, plans, options.rule)
+    searches = prepare_searches(base, dict.fromkeys(sorted(budgets), plans), options, splits, rule=options.rule)
     if options.samples is not None:
         warn_of_coverage(reporter, [task for encoded in searches[0].encoded.values() for task in encoded])
     return searches

@@ -89,13 +89,17 @@ class ExportOptions(PlanOptions, Sized, Loading):
         None, "The model, for targets that need its query heads or weights.", panel=TOOLS_PANEL, recorded=False
     )
 
+    @property
+    def folder(self) -> Path:
+        """The directory of the profile."""
+        return self.profile if self.profile.is_dir() else self.profile.parent
+
     def asked(self) -> JobOptions:
         """Return the options of the calibration, where its directory has them."""
         from kvsearch.jobs.calibrate import CalibrateOptions
 
-        directory = self.profile if self.profile.is_dir() else self.profile.parent
         with suppress(UsageError):
-            return CalibrateOptions.of(recipe=directory / CONFIG, output=directory)
+            return CalibrateOptions.of(recipe=self.folder / CONFIG, output=self.folder)
         return self
 
     def inputs(self, model: ModelFingerprint, length: int | None, reporter: Reporter) -> Inputs:
@@ -145,7 +149,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
             if self.to == "folder":
                 from kvsearch.report.artifacts import run_scores
 
-                inputs = replace(inputs, scores=run_scores(path if path.is_dir() else path.parent, plan))
+                inputs = replace(inputs, scores=run_scores(self.folder, plan))
             found = exporter.export(plan, inputs)
         if found.losses and not self.lossy:
             raise IncompatibleError(
@@ -203,8 +207,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
         size = size_or_measured(self.budget, self.ratio, self.length, SignalTable(profile).axes.budgets)
         strategy = self.strategy(profile)
         plan = strategy_plan(profile, strategy, size)
-        directory = self.profile if self.profile.is_dir() else self.profile.parent
-        self._refuse_harmful(harmful(directory, strategy, size.pool(profile.metadata).mean), reporter)
+        self._refuse_harmful(harmful(self.folder, strategy, size.pool(profile.metadata).mean), reporter)
         return plan
 
     def strategy(self, profile: Profile) -> Strategy:

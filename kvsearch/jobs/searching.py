@@ -28,9 +28,10 @@ from kvsearch.policies.registry import policy_of
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, RunConfig
 from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, write_contexts, write_json
 from kvsearch.runtime.program import full_cache
+from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.search.bank.prepared import ranking_policies
 from kvsearch.search.evaluators import make_executor
-from kvsearch.search.evolve import PreparedSearch, prepare_search, resize_search
+from kvsearch.search.evolve import PreparedSearch, prepare_searches
 from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.start_plans import RESERVED, Base
 from kvsearch.search.trials import STARTS, Candidate, Executor, TrialLog
@@ -84,15 +85,16 @@ def open_search(
 
 def _decide_answers(searches: Sequence[PreparedSearch], reporter: Reporter) -> tuple[PreparedSearch, ...]:
     """Decide what is teacher-forced after the questions, which all searches share."""
-    if not searches[0].needs_replies:
+    first = searches[0]
+    if not first.needs_replies:
         return tuple(searches)
+    asked = first.settings
     with reporter.progress("own replies") as progress:
-        first = searches[0].answered(progress)
-    found = first.answers or {}
+        found = forced_answers(first.base.loaded, first.encoded["search"], asked.protocol, asked.answers, progress)
     own = sum(answer.own for answer in found.values())
     reporter.say(f"the model's own reply is right and teacher-forced after {own} of {len(found)} questions, the right "
              "answer after the others")  # fmt: skip
-    return (first, *(replace(search, answers=found) for search in searches[1:]))
+    return tuple(replace(search, answers=found) for search in searches)
 
 
 def describe_searches(searches: Sequence[PreparedSearch]) -> dict[str, Any]:
@@ -246,13 +248,11 @@ class Refinement:
         """Prepare a search for every size from its `starts`, among the policies that were measured."""
         base = Base.choosing(self.loaded, [policy_of(spec) for spec in calibrated.policies])
         ranking_policies(self.loaded.model, base.by_layer)  # told before prompts are read
-        (budget, plans), *others = (
-            (_budget(size), {name: plan for name, plan in solved.items() if name not in RESERVED})
+        named = {
+            _budget(size): {name: plan for name, plan in solved.items() if name not in RESERVED}
             for size, solved in starts.items()
-        )
-        splits = {"search": self.searched}
-        first = prepare_search(base, budget, self.options, splits, plans, calibrated.contexts)
-        return (first, *(resize_search(first, budget, plans) for budget, plans in others))
+        }
+        return prepare_searches(base, named, self.options, {"search": self.searched}, calibrated.contexts)
 
     def _search(self, searches: tuple[PreparedSearch, ...], reporter: Reporter) -> None:
         """Search at every budget, and write the best plans."""

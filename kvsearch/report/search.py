@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.report.numbers import asked_words, chance_of, counted, interval, percent
 from kvsearch.report.selections import ahead_words, best_first, gap_bounds, lead_cells, lower_words
 from kvsearch.report.table import Cell, Table
-from kvsearch.results.search import SearchResult, Trace
+from kvsearch.results.search import Finalist, FoundAtBudget, SearchResult, Trace
 from kvsearch.runs.estimates import Estimate
+from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.strategies.names import EVOLVED, EXPANDED, FULL, UNIFORM
 
 if TYPE_CHECKING:
@@ -18,7 +20,56 @@ if TYPE_CHECKING:
 
 def search_result(found: Sequence[Evolved], evaluations: int, tokens: int) -> SearchResult:
     """Return everything that a search found at one or at several budgets; its first part took so much."""
-    return SearchResult.of(found, evaluations, tokens, list(map(decision, found)))
+    first = found[0].search
+    coverage = {name: tuple(task.coverage for task in encoded) for name, encoded in first.encoded.items()}
+    questions = {name: sum(task.questions for task in asked) for name, asked in coverage.items()}
+    return SearchResult(
+        model=first.base.loaded.name,
+        questions={**questions, "search": len(first.samples)},
+        asked=coverage,
+        evaluations=evaluations,
+        tokens=tokens,
+        settings=first.settings.as_json(),
+        found={evolved.search.budget: found_at_budget(evolved) for evolved in found},
+    )
+
+
+def found_at_budget(evolved: Evolved) -> FoundAtBudget:
+    """Return what a search found at its budget."""
+    choice = evolved.choice
+    report = evolved.report
+    labels = report.names
+    others = [name for name in labels if name not in (EVOLVED, FULL)]
+    scores = Scores.of(report.samples, report.contexts)
+    finalists = {}
+    for name, finalist in choice.finalists.items():
+        method = choice.race.method(name)
+        finalists[name] = Finalist(
+            budgets=finalist.table.tolist(),
+            value=finalist.value if math.isfinite(finalist.value) else None,
+            where=finalist.where,
+            score=method.score,
+            lead=method.lead,
+            chance=method.chance,
+        )
+    return FoundAtBudget(
+        ended=evolved.outcome.ended,
+        decision=decision(evolved),
+        flat=evolved.outcome.flat,
+        starts={name: table.tolist() for name, table in evolved.search.starts.items()},
+        finalists=finalists,
+        start=choice.race.best,
+        chosen=choice.name,
+        verdict=choice.race.verdict,
+        best=choice.best,
+        budgets=choice.table.tolist(),
+        report={name: report.score(name) for name in labels},
+        gains={name: report.gain(EVOLVED, [name]) for name in others},
+        recovered={
+            name: measure_gap_closed(scores, labels[EVOLVED], labels[name], seed=report.split.seed) for name in others
+        },
+        ahead=report.ahead(EVOLVED),
+    )
 
 
 def parts(content: SearchResult | Trace) -> Iterator[str | Table]:

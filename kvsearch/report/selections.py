@@ -13,11 +13,34 @@ from kvsearch.selection.selection import LEAST_CONTEXTS, MethodResult, PhaseResu
 from kvsearch.strategies.names import FULL
 
 SHOWN = 16  # rows of the table of a race
+DECODE_ONLY = (
+    "decode-only strategies hold the full cache at the end of prefill: their peak memory is that of no eviction"
+)
 
 
 def selection_result(selection: Selection, plan: str | None = None) -> SelectionResult:
     """Return everything that a selection found, with the file of its plan."""
-    return SelectionResult.of(selection, decision(selection.chosen), report_words(selection), plan)
+    job = selection.job
+    notes = [*selection.chosen.notes, *selection.report.notes]
+    if selection.chosen.phases == "decode":
+        notes.append(DECODE_ONLY)
+    return SelectionResult(
+        model=job.race.prepared.loaded.name,
+        budget=job.size.budget,
+        ratio=job.size.ratio,
+        protocol=job.protocol,
+        seed=job.seed,
+        rule=job.race.rule,
+        chosen=selection.chosen,
+        decision=decision(selection.chosen),
+        total=selection.plan.total,
+        uniform=job.race.candidate_set.even,
+        report=selection.report,
+        reported=report_words(selection),
+        notes=tuple(dict.fromkeys(notes)),
+        loss=selection.loss,
+        plan=plan,
+    )
 
 
 def decision(result: PhaseResult) -> str:

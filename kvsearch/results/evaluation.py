@@ -25,7 +25,7 @@ from kvsearch.tasks.longbench import AVERAGES
 from kvsearch.tasks.niah import GridCell, NiahTask
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import Comparison
+    from kvsearch.evaluation.compare import Evaluation
     from kvsearch.evaluation.samples import Sample
     from kvsearch.evaluation.statistics import SizeBlock
 
@@ -145,7 +145,7 @@ class EvaluationResult(Result):
     losses: tuple[LossField, ...] | None = Field(default=None, exclude_if=is_none)
 
     @classmethod
-    def of(cls, found: Comparison, losses: Sequence[LayerLoss] | None = None) -> EvaluationResult:
+    def of(cls, found: Evaluation, losses: Sequence[LayerLoss] | None = None) -> EvaluationResult:
         """Return what a comparison found, with the output losses of layers where they were measured."""
         tasks = [replace(task, metric=found.metrics[task.task]) for task in found.coverage]
         full = FullScores(
@@ -238,7 +238,7 @@ def needle_grids(samples: Sequence[Sample]) -> dict[str, NeedleGrid]:
     return {method: NeedleGrid.of(sample for sample in mine if sample.method == method) for method in methods}
 
 
-def _size(block: SizeBlock, found: Comparison) -> SizeScores:
+def _size(block: SizeBlock, found: Evaluation) -> SizeScores:
     """Return the methods of one size."""
     by_label = {method.label: method for method in found.methods}
     methods = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, ClassVar, Final, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, PlainSerializer, model_validator
 
@@ -13,12 +13,8 @@ from kvsearch.plan import Size
 from kvsearch.plan.schema import Protocol
 from kvsearch.results.base import Result
 from kvsearch.runs.estimates import Difference
-from kvsearch.selection.selection import PhaseResult, Reported, Rule, Selection, TriedBudget
+from kvsearch.selection.selection import PhaseResult, Reported, Rule, TriedBudget
 from kvsearch.strategies.names import FULL
-
-DECODE_ONLY: Final = (
-    "decode-only strategies hold the full cache at the end of prefill: their peak memory is that of no eviction"
-)
 
 
 class SelectionResult(Result):
@@ -46,31 +42,6 @@ class SelectionResult(Result):
     notes: tuple[str, ...] = ()
     loss: Difference
     plan: str | None = Field(default=None, exclude_if=is_none)
-
-    @classmethod
-    def of(cls, selection: Selection, decision: str, reported: str, plan: str | None) -> Self:
-        """Return everything that a selection found."""
-        notes = [*selection.chosen.notes, *selection.report.notes]
-        if selection.chosen.phases == "decode":
-            notes.append(DECODE_ONLY)
-        job = selection.job
-        return cls(
-            model=job.race.prepared.loaded.name,
-            budget=job.size.budget,
-            ratio=job.size.ratio,
-            protocol=job.protocol,
-            seed=job.seed,
-            rule=job.race.rule,
-            chosen=selection.chosen,
-            decision=decision,
-            total=selection.plan.total,
-            uniform=job.race.candidate_set.even,
-            report=selection.report,
-            reported=reported,
-            notes=tuple(dict.fromkeys(notes)),
-            loss=selection.loss,
-            plan=plan,
-        )
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

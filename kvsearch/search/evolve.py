@@ -24,15 +24,14 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import UsageError
 from kvsearch.core.progress import Progress
-from kvsearch.evaluation.compare import Comparison, Split, StageStore, prepare_plans, replies_cost
-from kvsearch.evaluation.runner import run_encoded
+from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans, replies_cost
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Phase, Plan, Size
 from kvsearch.plan.origin import ContextRecord, Use, joined
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import full_cache
-from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_answers
+from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer
 from kvsearch.search.bank.samples import BankSample, bank_samples
 from kvsearch.search.loop import Search, SearchOutcome, Watcher
 from kvsearch.search.optimisers import default_population
@@ -71,7 +70,7 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class PreparedSearch:
-    """A search whose model, questions and start plans fit together; see `prepare_search`.
+    """A search whose model, questions and start plans fit together; see `prepare_searches`.
 
     `splits` are those of `SPLIT_USES`, the first one alone where nothing is chosen.
     """
@@ -104,17 +103,8 @@ class PreparedSearch:
 
     @property
     def needs_replies(self) -> bool:
-        """Whether the model's own replies decide what is teacher-forced; `answered` makes them."""
+        """Whether the model's own replies decide what is teacher-forced."""
         return self.settings.answers == "own" and self.settings.objective != "metric"
-
-    def answered(self, progress: Progress | None = None) -> PreparedSearch:
-        """Return the search with what is teacher-forced decided, if replies decide it; errors as `forced_answers`."""
-        if not self.needs_replies:
-            return self
-        settings = self.settings
-        tasks = self.encoded["search"]
-        answers = forced_answers(self.base.loaded, tasks, settings.protocol, settings.answers, progress)
-        return replace(self, answers=answers)
 
     @cached_property
     def data_sha256(self) -> str:
@@ -287,23 +277,22 @@ class Evolved:
     search: PreparedSearch
     outcome: SearchOutcome
     choice: Choice
-    report: Comparison
+    report: Evaluation
 
 
-def prepare_search(
+def prepare_searches(
     base: Base,
-    budget: int,
+    starts: Mapping[int, Mapping[str, Plan]],
     settings: EvolveSettings,
     splits: Mapping[str, Split],
-    plans: Mapping[str, Plan],
     before: ContextRecord | None = None,
     rule: Rule | None = None,
-) -> PreparedSearch:
-    """Draw the questions of all splits, and check that everything fits together.
+) -> tuple[PreparedSearch, ...]:
+    """Draw the questions of all splits, and prepare a search on them at every budget; all fits together.
 
-    `budget` is c, the entries that a kv head keeps on average, `plans` are start plans by name, `rule` says how sure to
-    be. No context is asked that one of these plans was fitted or chosen on, as `before` says (None: as the plans say
-    themselves).
+    `starts` are start plans by name, by budget: the entries that a kv head keeps on average. `rule` says how sure to
+    be. No context is asked that one of these plans was fitted or chosen on, as `before` says (None: as those of the
+    first budget say themselves).
 
     Raises:
         UsageError: too few questions, no fresh context, a question in two splits, a group size above the layers, a
@@ -317,45 +306,23 @@ def prepare_search(
         settings = settings.model_copy(update={"group_size": size})
     if settings.space == "groups" and settings.group_size > layers:
         raise UsageError(f"a group of {settings.group_size} layers: the model has {layers}, give at most that many")
-    starts = start_tables(base, budget, plans)
+    tables = {budget: start_tables(base, budget, plans) for budget, plans in starts.items()}
+    plans = next(iter(starts.values()))
     if before is None and plans:
         before = joined(plan.provenance.contexts for plan in plans.values()) or ContextRecord(complete=False)
     before = before or ContextRecord()
     splits = {name: split.without(before.used) for name, split in splits.items()}
     encoded = {name: split.encode(base.loaded) for name, split in splits.items()}
-    prepared = PreparedSearch(base, budget, settings, starts, splits, encoded, before, rule or Rule())
-    if len(prepared.samples) < 2:
+    searches = tuple(
+        PreparedSearch(base, budget, settings, table, splits, encoded, before, rule or Rule())
+        for budget, table in tables.items()
+    )
+    if len(searches[0].samples) < 2:
         raise UsageError("one question to search on: the result would fit that one alone, give more --samples")
     refuse_shared(encoded)
-    check_budget(prepared)
-    return prepared
-
-
-def resize_search(search: PreparedSearch, budget: int, plans: Mapping[str, Plan]) -> PreparedSearch:
-    """Return a search of the same questions at another size, from these start plans; errors as `prepare_search`."""
-    resized = replace(search, budget=budget, starts=start_tables(search.base, budget, plans))
-    check_budget(resized)
-    return resized
-
-
-def prepare_searches(
-    base: Base,
-    budgets: Sequence[int],
-    settings: EvolveSettings,
-    splits: Mapping[str, Split],
-    plans: Mapping[str, Plan],
-    rule: Rule | None = None,
-) -> tuple[PreparedSearch, ...]:
-    """Prepare a search of the same questions at every budget, ascending; the rest is as for `prepare_search`.
-
-    Raises:
-        UsageError: several budgets are the same one.
-    """
-    sizes = sorted(set(budgets))
-    if len(sizes) < min(len(budgets), 2):
-        raise UsageError("a front needs two different budgets or more: give a single one with --budget")
-    first = prepare_search(base, sizes[0], settings, splits, plans, rule=rule)
-    return (first, *(resize_search(first, size, plans) for size in sizes[1:]))
+    for search in searches:
+        check_budget(search)
+    return searches
 
 
 def run_searches(
@@ -447,7 +414,7 @@ def keep_hard_questions(
     first = searches[0]
     settings = first.settings
     assert settings.hard_below is not None
-    scores = _measure_difficulty(first, progress)
+    scores = measure_difficulty(first, progress)
     right = [name for name, score in scores.items() if is_right(score[FULL])]
     hard = [name for name in right if 100 * scores[name][UNIFORM] < settings.hard_below]
     kept = hard
@@ -466,15 +433,10 @@ def keep_hard_questions(
     return tuple(replace(search, kept=frozenset(kept)) for search in searches), words
 
 
-def _measure_difficulty(search: PreparedSearch, progress: Progress | None) -> dict[str, dict[str, float]]:
+def measure_difficulty(search: PreparedSearch, progress: Progress | None = None) -> dict[str, dict[str, float]]:
     """Return the scores of all questions, by SHA-256, with the full cache and under even budgets."""
-    model = search.base.loaded.model
-    even = Program.from_plan(model, search.plan(search.starts[UNIFORM], {}))
-    programs = {FULL: full_cache(model), UNIFORM: even}
-    asked = search.asked
-    tasks = search.encoded["search"]
-    replies = run_encoded(search.base.loaded, programs, tasks, asked.protocol, asked.batch, progress, asked.max_memory)
+    even = {UNIFORM: search.plan(search.starts[UNIFORM], {})}
     scores: dict[str, dict[str, float]] = {}
-    for reply in replies:
+    for reply in prepare_plans(search.base.loaded, even, search.asked).run(progress).samples:
         scores.setdefault(reply.prompt_sha256, {})[reply.method] = reply.score
     return scores

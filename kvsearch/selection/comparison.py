@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvsearch.core.arrays import TIE
-from kvsearch.evaluation.compare import Comparison, Evaluation, Split, StageStore, prepare_plans
+from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import contrast, estimate
 from kvsearch.evaluation.totals import check_eviction
@@ -62,7 +62,7 @@ class PlanRace:
         store: StageStore | None = None,
         *,
         answered: bool = False,
-    ) -> Comparison:
+    ) -> Evaluation:
         """Ask some candidates and baselines; their replies are kept as those of `stage`, `answered` as for `decide`."""
         part = self.prepared.of(names, questions)
         return part.run_stage("/".join(filter(None, (self.name, stage))), store, answered=answered)
@@ -81,7 +81,7 @@ class PlanRace:
         level = self.rule.level if level is None else level
         rule = replace(self.rule, level=level)
         race = Race(list(self.candidate_set.candidates), list(self.candidate_set.baselines), rule)
-        rounds: list[Comparison] = []
+        rounds: list[Evaluation] = []
         behind: dict[str, str] = {}
         for number, questions in enumerate(self.rounds, 1):
             names = [*race.candidates, *race.baselines]
@@ -95,7 +95,7 @@ class PlanRace:
                 break
         return self._result(race, rounds, tuple(behind.values()), level)
 
-    def _result(self, race: Race, rounds: Sequence[Comparison], behind: tuple[str, ...], level: float) -> PhaseResult:
+    def _result(self, race: Race, rounds: Sequence[Evaluation], behind: tuple[str, ...], level: float) -> PhaseResult:
         """Return how a race ended; methods that were asked longest come first, then those with the higher score."""
         assert race.winner is not None
         assert race.verdict is not None
@@ -121,7 +121,7 @@ class PlanRace:
         )
 
 
-def _method_result(name: str, race: Race, rounds: Sequence[Comparison], contexts: Contexts) -> MethodResult:
+def _method_result(name: str, race: Race, rounds: Sequence[Evaluation], contexts: Contexts) -> MethodResult:
     """Return what a candidate or baseline scored in the rounds that asked it, and what a candidate leads by there."""
     asked_in = [asked for asked in rounds if name in asked.names]
     samples = [sample for asked in asked_in for sample in asked.samples]
@@ -142,7 +142,7 @@ def lower_kinds(samples: Sequence[Sample], contexts: Contexts, written: str, bes
 
 
 def behind_on_kinds(
-    rounds: Sequence[Comparison], candidates: Sequence[str], baselines: Sequence[str]
+    rounds: Sequence[Evaluation], candidates: Sequence[str], baselines: Sequence[str]
 ) -> dict[str, str]:
     """Return the candidates that the best baseline leads on a kind of question beyond chance, with a reason each.
 

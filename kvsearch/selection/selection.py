@@ -12,7 +12,7 @@ from kvsearch.plan import Plan
 from kvsearch.runs.estimates import Difference, Estimate
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import Comparison
+    from kvsearch.evaluation.compare import Evaluation
     from kvsearch.selection.selection_job import SelectionJob
 
 Kind = Literal["candidate", "baseline"]
@@ -61,7 +61,7 @@ class QuestionCount:
     longest: int
 
     @classmethod
-    def of(cls, rounds: Sequence[Comparison]) -> QuestionCount:
+    def of(cls, rounds: Sequence[Evaluation]) -> QuestionCount:
         """Count what was asked in all rounds."""
         lengths = [sample.context_tokens for comparison in rounds for sample in comparison.samples]
         contexts = sum(sum(comparison.distinct.values()) for comparison in rounds)

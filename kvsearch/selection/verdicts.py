@@ -16,7 +16,7 @@ from kvsearch.plan.schema import Protocol
 from kvsearch.runs.estimates import Difference, Estimate
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import Comparison
+    from kvsearch.evaluation.compare import Evaluation
 
 Kind = Literal["route", "budgets"]
 Verdict = Literal["useful", "unproven", "useless", "harmful"]
@@ -216,7 +216,7 @@ def prediction_reach(controls: Sequence[float]) -> float:
     return float(student_quantile(len(controls) - 1) * stdev(controls) * (1 + 1 / len(controls)) ** 0.5)
 
 
-def judge_signal(result: Comparison, use: SignalUse, names: StrategyNames) -> JudgedSignal:
+def judge_signal(result: Evaluation, use: SignalUse, names: StrategyNames) -> JudgedSignal:
     """Judge a signal by the scores of a comparison."""
     forward, random = result.score(names.forward), tuple(map(result.score, names.random))
     gains = Gains(

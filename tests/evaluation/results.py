@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvsearch.cli.console import Screen
-from kvsearch.evaluation.compare import Comparison
+from kvsearch.evaluation.compare import Evaluation
 from kvsearch.report.evaluation import tables
 from kvsearch.report.figures import Figure
 from kvsearch.report.screen import printable
@@ -16,18 +16,18 @@ from kvsearch.report.table import Table
 from kvsearch.results.evaluation import EvaluationResult
 
 
-def json_of(comparison: Comparison) -> dict[str, Any]:
+def json_of(comparison: Evaluation) -> dict[str, Any]:
     return EvaluationResult.of(comparison).as_json()
 
 
-def as_if(comparison: Comparison, **known: Any) -> Comparison:
+def as_if(comparison: Evaluation, **known: Any) -> Evaluation:
     """The same comparison, with these of the properties that it works out."""
     told = replace(comparison)
     vars(told).update(known)
     return told
 
 
-def tables_of(comparison: Comparison) -> list[Table]:
+def tables_of(comparison: Evaluation) -> list[Table]:
     return tables(EvaluationResult.of(comparison))
 
 

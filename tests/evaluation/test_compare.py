@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Comparison, Split, prepare
+from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.statistics import LEAST_CONTEXTS
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
@@ -31,13 +31,13 @@ TASKS = [
 
 def studied(
     model: LoadedModel, plans: dict[str, Plan], names: Sequence[str], tasks: Sequence[Task] = TASKS, **settings: Any
-) -> Comparison:
+) -> Evaluation:
     subject = settings.pop("subject", next(iter(plans)))
     split = Split(tasks, **{"samples": 3, "seed": 5, "batch": 2, **settings})
     return prepare(model, with_baselines(model, plans, names, subject), subject, split).run()
 
 
-def made(model: LoadedModel, names: Sequence[str] = (), **settings: Any) -> Comparison:
+def made(model: LoadedModel, names: Sequence[str] = (), **settings: Any) -> Evaluation:
     plans = {
         "mine": tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]]),
         "yours": tiny.plan_for(model, [[15, 15]] * 4),
@@ -46,7 +46,7 @@ def made(model: LoadedModel, names: Sequence[str] = (), **settings: Any) -> Comp
 
 
 @pytest.fixture(scope="module")
-def result(model: LoadedModel) -> Comparison:
+def result(model: LoadedModel) -> Evaluation:
     return made(model, ("uniform", "snapkv", "streaming", "random"))
 
 
@@ -105,7 +105,7 @@ def test_what_is_refused(plans: Any, given: list[Path], names: tuple[str, ...], 
         check_plans(plans, given, names)
 
 
-def test_methods(result: Comparison) -> None:
+def test_methods(result: Evaluation) -> None:
     assert result.labels == ["full", "mine", "yours", "uniform", "snapkv", "streaming", "random"]
     assert (result.loaded.name, result.subject, result.split.seed) == ("tiny", "mine", 5)
     (block,) = result.blocks
@@ -120,7 +120,7 @@ def test_methods(result: Comparison) -> None:
         assert list(row.differences) == [method for method in result.labels if method != "mine"]
 
 
-def test_every_method_but_the_full_cache_holds_the_same(result: Comparison) -> None:
+def test_every_method_but_the_full_cache_holds_the_same(result: Evaluation) -> None:
     held = dict(result.held)
     full = held.pop("full")
     mine = held["mine"]
@@ -133,7 +133,7 @@ def test_every_method_but_the_full_cache_holds_the_same(result: Comparison) -> N
     assert full.entries == sum(8 * sample.context_tokens for sample in one) / len(one)
 
 
-def test_as_json(result: Comparison) -> None:
+def test_as_json(result: Evaluation) -> None:
     data = json_of(result)
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data["schema"] == "kvsearch.evaluation/1"
@@ -153,7 +153,7 @@ def test_as_json(result: Comparison) -> None:
     assert counted == {"wanted": 3, "found": 2, "contexts": 2, "truncated": 0, "excluded": {}}
 
 
-def test_json_compares_every_method_with_the_subject(result: Comparison) -> None:
+def test_json_compares_every_method_with_the_subject(result: Evaluation) -> None:
     (block,) = json_of(result)["blocks"]
     mine, *others = block["methods"]
     assert mine["differences"] is None
@@ -259,7 +259,7 @@ def test_methods_that_may_not_hold_the_same_while_they_reply_are_named(model: Lo
     assert json_of(studied(model, both, (), TASKS[:1]))["phases"] == "both"
 
 
-def test_a_comparison_that_says_nothing_has_a_doubt(result: Comparison) -> None:
+def test_a_comparison_that_says_nothing_has_a_doubt(result: Evaluation) -> None:
     assert result.notes[0] == json_of(result)["notes"][0] == result.doubt
     assert f"- {result.doubt}" in markdown(tables_of(result)[0])
     assert result.doubt.startswith("the full cache itself scores 0.0")

@@ -31,7 +31,7 @@ from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.tasks.base import Example, Query
-from kvsearch.tasks.encode import encode
+from kvsearch.tasks.encode import encode, encode_tasks
 from tests import tiny
 from tests.budgets.samples import eviction_loss
 from tests.runtime.helpers import feed, running
@@ -64,7 +64,9 @@ def importance_of(model: LoadedModel, example: Example) -> np.ndarray:
 def test_every_method_but_the_full_cache_holds_the_same(model: LoadedModel) -> None:
     before = model.model.config._attn_implementation
     told: list[tuple[int, int]] = []
-    samples = headroom(model, [TASK], 0.7, 2, progress=lambda done, total: told.append((done, total)))
+    samples = headroom(
+        model, encode_tasks(model, [TASK], 2), 0.7, progress=lambda done, total: told.append((done, total))
+    )
     assert model.model.config._attn_implementation == before
     assert told == [(0, 2), (1, 2), (2, 2)]
     assert list(dict.fromkeys(sample.method for sample in samples)) == METHODS
@@ -135,7 +137,7 @@ def samples_of(made: Sample, scores: dict[str, tuple[float, ...]]) -> dict[str, 
 
 def test_the_best_is_of_everything_that_was_tried(model: LoadedModel) -> None:
     """Policies among it; what is agnostic is chosen on other contexts, whatever it scores on its own."""
-    made = headroom(model, [TASK], 0.7, 1)[0]
+    made = headroom(model, encode_tasks(model, [TASK], 1), 0.7)[0]
     allocations = [f"{AGNOSTIC}, a", f"{AGNOSTIC}, b"]
     names = ["full", module.EVEN_ALLOCATION, *allocations, "kvzip", "random"]
     rows = [(1.0, 1.0), (0.0, 0.5), (0.0, 0.0), (0.5, 0.0), (0.5, 0.5), (0.0, 0.0)]
@@ -165,10 +167,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[Replied]]:
 def test_agnostic_importance_is_of_other_contexts_alone(model: LoadedModel, measured: list[list[Replied]]) -> None:
     """A context of the same text is no other one; what is alone has no agnostic importance."""
     same = replace(TASK.rows[0], key="same", queries=TASK.rows[0].queries[:1])
-    samples = headroom(model, [replace(TASK, rows=(*TASK.rows, same))], 0.7, 3)
+    samples = headroom(model, encode_tasks(model, [replace(TASK, rows=(*TASK.rows, same))], 3), 0.7)
     assert [len(asked) for asked in measured] == [2, 1, 1, 3, 1, 1]
     assert {sample.method for sample in samples} == set(METHODS)
-    alone = headroom(model, [replace(TASK, rows=(TASK.rows[0], same))], 0.7, 2)
+    alone = headroom(model, encode_tasks(model, [replace(TASK, rows=(TASK.rows[0], same))], 2), 0.7)
     assert {sample.method for sample in alone} == {*METHODS} - {AGNOSTIC}
 
 
@@ -181,7 +183,7 @@ def test_what_is_important_is_so_for_the_reply_that_is_right(model: LoadedModel,
         def score(self, reply: str, query: Query) -> float:
             return float(bool(reply) and query.question == second.question)
 
-    samples = headroom(model, [Own("own", rows)], 0.7, 1)
+    samples = headroom(model, encode_tasks(model, [Own("own", rows)], 1), 0.7)
     said = [sample.reply for sample in samples if sample.method == "full"]
     ((written, own),) = ([model.tokenizer.decode(reply) for _, reply in asked] for asked in measured)
     assert written == "lantern green"
@@ -195,7 +197,7 @@ def test_a_question_without_a_right_reply(model: LoadedModel) -> None:
 
     row = replace(TASK.rows[0], queries=(Query("recall", (), 4),))
     with pytest.raises(IncompatibleError, match="task open, example 0, question 0: no right answer is known"):
-        headroom(model, [Open("open", (row,))], 0.7, 1)
+        headroom(model, encode_tasks(model, [Open("open", (row,))], 1), 0.7)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -206,7 +208,8 @@ def test_importance_is_that_of_the_prompt_that_is_asked(model: LoadedModel, chat
     handle = model.model.register_forward_pre_hook(
         lambda _, __, given: seen.append(given["input_ids"][0].tolist()), with_kwargs=True
     )
-    headroom(replace(model, tokenizer=tiny.chat_tokenizer()), [replace(TASK, rows=(row,), chat=chat)], 0.7, 1)
+    chatting = replace(model, tokenizer=tiny.chat_tokenizer())
+    headroom(chatting, encode_tasks(chatting, [replace(TASK, rows=(row,), chat=chat)], 1), 0.7)
     handle.remove()
     context = tiny.ids_of(f"recall {row.context}" if chat else row.context)[0].tolist()
     asked = " ".join([row.queries[0].question, *([". mark ="] if chat else []), "recall the"])

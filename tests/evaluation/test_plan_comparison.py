@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Comparison, Evaluation, Split, prepare_plans
+from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
 from kvsearch.evaluation.statistics import contrast
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
@@ -31,31 +31,31 @@ def prepared(model: LoadedModel, plans: Mapping[str, Plan]) -> Evaluation:
 
 
 @pytest.fixture(scope="module")
-def result(model: LoadedModel) -> Comparison:
+def result(model: LoadedModel) -> Evaluation:
     flat, steep = tiny.plan_for(model, FLAT), tiny.plan_for(model, STEEP)
     again = flat.model_copy(update={"provenance": flat.provenance.model_copy(update={"method": "other", "seed": 99})})
     return prepared(model, {"flat": flat, "again": again, "steep": steep}).run()
 
 
-def scores(result: Comparison, label: str, task: str) -> list[float]:
+def scores(result: Evaluation, label: str, task: str) -> list[float]:
     return [sample.score for sample in result.samples if (sample.method, sample.task) == (label, task)]
 
 
-def test_equal_plans_run_once(result: Comparison) -> None:
+def test_equal_plans_run_once(result: Evaluation) -> None:
     assert result.labels == ["full", "flat", "steep"]
     assert result.names == {"full": "full", "flat": "flat", "again": "flat", "steep": "steep"}
     assert result.score("again") == result.score("flat")
     assert len(result.samples) == 3 * sum(task.questions for task in result.coverage)
 
 
-def test_scores_are_means_over_tasks(result: Comparison) -> None:
+def test_scores_are_means_over_tasks(result: Evaluation) -> None:
     for name, label in result.names.items():
         by_task = {task: fmean(scores(result, label, task)) for task in ("one", "two")}
         assert result.score(name).mean == pytest.approx(fmean(by_task.values()))
     assert result.score("flat").mean != result.score("steep").mean  # else these tests would say nothing
 
 
-def test_a_gain_is_the_paired_mean(result: Comparison) -> None:
+def test_a_gain_is_the_paired_mean(result: Evaluation) -> None:
     mine, theirs = ([np.array(scores(result, label, task)) for task in ("one", "two")] for label in ("flat", "steep"))
     differences = [one - other for one, other in zip(mine, theirs, strict=True)]
     found = result.gain("again", ["steep"])

@@ -14,7 +14,7 @@ import pytest
 
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.evaluation.compare import Comparison, Evaluation, Split, prepare
+from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.reply_store import ReplyStore, open_run, read_replies
 from kvsearch.evaluation.runner import KeptReplies, environment, rows_hash, tokenizer_hash
 from kvsearch.evaluation.samples import Sample, write_samples
@@ -45,11 +45,11 @@ def evaluation(
     return prepare(model, ready, ready[1].name, Split(tasks, **{"seed": 3, "batch": 2, **settings}))
 
 
-def report(comparison: Comparison) -> bytes:
+def report(comparison: Evaluation) -> bytes:
     return canonical_json(json_of(comparison))
 
 
-def kept(one: Evaluation, directory: Path, **how: Any) -> Comparison:
+def kept(one: Evaluation, directory: Path, **how: Any) -> Evaluation:
     with open_run(directory, one.config(), **how) as (_, store):
         return one.run(store=store)
 

@@ -14,7 +14,7 @@ import torch
 
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Comparison, Evaluation, Split, prepare
+from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.reply_store import open_run
 from kvsearch.evaluation.statistics import student_quantile
 from kvsearch.models.loading import LoadedModel, LoadOptions, load
@@ -66,15 +66,15 @@ def evaluation(model: LoadedModel, task: Task, sampling: Sampling | None = DRAWN
 
 
 @pytest.fixture(scope="module")
-def found(model: LoadedModel, task: TracedTask) -> Comparison:
+def found(model: LoadedModel, task: TracedTask) -> Evaluation:
     return evaluation(model, task).run()
 
 
-def texts(found: Comparison) -> dict[tuple[Any, ...], str]:
+def texts(found: Evaluation) -> dict[tuple[Any, ...], str]:
     return {tuple(sample.place): sample.reply for sample in found.samples}
 
 
-def test_how_long_replies_are_is_paired_by_problem(found: Comparison) -> None:
+def test_how_long_replies_are_is_paired_by_problem(found: Evaluation) -> None:
     lengths: dict[str, list[list[int]]] = {method: [] for method in ("full", "streaming@24")}
     for method, tokens in lengths.items():
         for key in map(str, range(6)):
@@ -94,7 +94,7 @@ def test_how_long_replies_are_is_paired_by_problem(found: Comparison) -> None:
     assert evicted.longer.high - evicted.longer.mean == pytest.approx(student_quantile(5) * (spread / 6) ** 0.5)
 
 
-def test_lengths_are_reported(found: Comparison) -> None:
+def test_lengths_are_reported(found: Evaluation) -> None:
     result = EvaluationResult.of(found)
     full, evicted = (found.traces[method]["math500"] for method in ("full", "streaming@24"))
     counts = f"full {full.at_limit}, streaming@24 {evicted.at_limit}"
@@ -112,7 +112,7 @@ def test_lengths_are_reported(found: Comparison) -> None:
     assert {row.name for row in result.rows if row.kind == "category"} == {"Algebra", "Geometry"}
 
 
-def test_a_reply_depends_on_its_own_seed(model: LoadedModel, task: TracedTask, found: Comparison) -> None:
+def test_a_reply_depends_on_its_own_seed(model: LoadedModel, task: TracedTask, found: Evaluation) -> None:
     def few(sampling: Sampling | None = DRAWN, **settings: Any) -> dict[tuple[Any, ...], str]:
         return texts(evaluation(model, task, sampling, samples=2, **settings).run())
 
@@ -126,7 +126,7 @@ def test_a_reply_depends_on_its_own_seed(model: LoadedModel, task: TracedTask, f
 
 
 def test_a_run_that_goes_on_draws_the_same(
-    model: LoadedModel, task: TracedTask, found: Comparison, tmp_path: Path
+    model: LoadedModel, task: TracedTask, found: Evaluation, tmp_path: Path
 ) -> None:
     asked = evaluation(model, task)
     with open_run(tmp_path, asked.config()) as (_, store):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Comparison, Split
+from kvsearch.evaluation.compare import Evaluation, Split
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, blocks_of
 from kvsearch.plan import Size
@@ -62,7 +62,7 @@ def comparison(
     pairs = zip(asked, covered, strict=True)
     encoded: Any = [SimpleNamespace(task=one, coverage=of, prompts=(), distinct=of.contexts) for one, of in pairs]
     model: Any = SimpleNamespace(name="m")
-    found = Comparison(model, ready, subject, encoded, Split(()), samples=samples)
+    found = Evaluation(model, ready, subject, encoded, Split(()), samples=samples)
     known = {"averages": named, "blocks": blocks, "contexts": None, "seen": {}, "decode_entries": {}}
     return EvaluationResult.of(as_if(found, **known, environment={}, most_tokens=None))
 

@@ -15,7 +15,7 @@ from kvsearch.policies import create_policy
 from kvsearch.report.search import search_result
 from kvsearch.results.search import SearchResult
 from kvsearch.search.evaluators import make_executor
-from kvsearch.search.evolve import SPLIT_USES, Evolved, PreparedSearch, prepare_search
+from kvsearch.search.evolve import SPLIT_USES, Evolved, PreparedSearch, prepare_searches
 from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.start_plans import Base
@@ -55,7 +55,8 @@ def prepare(
     base = Base.of(loaded, POLICY, phases_of(how.phases))
     asked = splits(contexts).items()
     parts = {name: replace(split, protocol=how.protocol, seed=how.seed) for name, split in asked}
-    return prepare_search(base, budget, how, parts, plans or {})
+    (prepared,) = prepare_searches(base, {budget: plans or {}}, how, parts)
+    return prepared
 
 
 def evolve(prepared: PreparedSearch, path: Path) -> Evolved:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.evaluation.compare import Comparison, Evaluation, Split, prepare_plans
+from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, blocks_of
 from kvsearch.models.loading import LoadedModel
@@ -19,7 +19,7 @@ from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
 from kvsearch.report.search import decision, search_result
 from kvsearch.runtime import Program
 from kvsearch.search import evolve
-from kvsearch.search.evolve import PreparedSearch, keep_hard_questions, prepare_search
+from kvsearch.search.evolve import PreparedSearch, keep_hard_questions, prepare_searches
 from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.start_plans import Base
 from kvsearch.search.trials import Candidate
@@ -44,7 +44,7 @@ CHOICE, REPORT = 60, 1000  # contexts of the simulated splits
 ROUNDS = 4
 
 
-def compared(scores: Mapping[str, Sequence[float]], part: int) -> Comparison:
+def compared(scores: Mapping[str, Sequence[float]], part: int) -> Evaluation:
     """A comparison in which every method has a score per context."""
     numbers = (9, 9, 1, 9, 9.0, 9, 0.1, 0.1)  # tokens, entries, bytes and seconds
     samples = [
@@ -56,7 +56,7 @@ def compared(scores: Mapping[str, Sequence[float]], part: int) -> Comparison:
     blocks = blocks_of(samples, ready, "full", {MACRO: ("t",)})
     names = {name: name for name in scores}
     nobody: Any = None
-    found = Comparison(nobody, ready, "full", [], Split(()), names=names, samples=samples)
+    found = Evaluation(nobody, ready, "full", [], Split(()), names=names, samples=samples)
     return as_if(found, blocks=blocks, contexts=None, seen={}, decode_entries={})
 
 
@@ -74,17 +74,17 @@ def outcome_of(prepared: PreparedSearch, count: int) -> SearchOutcome:
 def simulate(monkeypatch: pytest.MonkeyPatch, quality: Mapping[str, float], seed: int) -> None:
     """Let every plan answer a question rightly with the chance `quality` (of the others: that of "")."""
 
-    def draw(names: Sequence[str], contexts: int, part: int) -> Comparison:
+    def draw(names: Sequence[str], contexts: int, part: int) -> Evaluation:
         rng = np.random.default_rng([seed, part])
         draws = {name: rng.random(contexts) < quality.get(name, quality[""]) for name in sorted(names, reverse=True)}
         return compared(
             {"full": np.ones(contexts), **{name: right.astype(float) for name, right in draws.items()}}, part
         )
 
-    def run(self: Evaluation, *_: Any) -> Comparison:
+    def run(self: Evaluation, *_: Any) -> Evaluation:
         return draw([name for name in self.names if name != "full"], REPORT, 0)
 
-    def ask(self: PlanRace, questions: int, names: Sequence[str], *_: Any, **__: Any) -> Comparison:
+    def ask(self: PlanRace, questions: int, names: Sequence[str], *_: Any, **__: Any) -> Evaluation:
         return draw(names, CHOICE // ROUNDS, questions)
 
     monkeypatch.setattr(Evaluation, "run", run)
@@ -174,7 +174,7 @@ def test_no_context_is_asked_that_a_start_was_made_on(use: str, loaded: LoadedMo
     used = [row for split in whole.values() for row in rows_of(split.tasks)[:2]]
     plan = start_of(loaded, ContextRecord.model_validate({use: set_of(used)}))
     base, how = Base.of(loaded, POLICY), settings_of()
-    prepared = prepare_search(base, BUDGET, how, whole, {"mine": plan})
+    (prepared,) = prepare_searches(base, {BUDGET: {"mine": plan}}, how, whole)
     for name, split in whole.items():
         fresh = [context_hash(row.context) for row in rows_of(split.tasks)[2:]]
         assert asked_hashes(prepared.encoded[name]) == fresh
@@ -185,7 +185,7 @@ def test_no_context_is_asked_that_a_start_was_made_on(use: str, loaded: LoadedMo
 def test_a_context_in_two_splits_is_refused(loaded: LoadedModel) -> None:
     whole = splits()
     with pytest.raises(UsageError, match="is in the search and in the choice split"):
-        prepare_search(Base.of(loaded, POLICY), BUDGET, settings_of(), {**whole, "choice": whole["search"]}, {})
+        prepare_searches(Base.of(loaded, POLICY), {BUDGET: {}}, settings_of(), {**whole, "choice": whole["search"]})
 
 
 SCORES = {
@@ -201,7 +201,7 @@ SCORES = {
 def test_what_the_full_cache_gets_right_and_eviction_below_the_bound(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evolve, "_measure_difficulty", lambda *_: SCORES)
+    monkeypatch.setattr(evolve, "measure_difficulty", lambda *_: SCORES)
 
     def kept(**changes: float) -> frozenset[str]:
         (search,), words = keep_hard_questions([prepare(loaded, **changes)])
@@ -221,7 +221,7 @@ def test_only_hard_questions_are_searched_on(loaded: LoadedModel) -> None:
     """With a bound of 100: whatever even budgets get wrong."""
     prepared = prepare(loaded, contexts=8, hard_below=100)
     (search,), _ = keep_hard_questions([prepared])
-    scores = evolve._measure_difficulty(prepared, None)
+    scores = evolve.measure_difficulty(prepared)
     assert len(scores) == 8 * QUESTIONS
     assert search.kept == {name for name, score in scores.items() if score["full"] == 1 and score["uniform"] < 1}
     assert search.kept == {sample.sha256 for sample in search.samples}
@@ -230,6 +230,6 @@ def test_only_hard_questions_are_searched_on(loaded: LoadedModel) -> None:
 
 def test_too_few_hard_questions(loaded: LoadedModel) -> None:
     how = settings_of(hard_below=60)
-    prepared = prepare_search(Base.of(loaded, POLICY), BUDGET, how, splits(answer="nowhere"), {})
+    (prepared,) = prepare_searches(Base.of(loaded, POLICY), {BUDGET: {}}, how, splits(answer="nowhere"))
     with pytest.raises(UsageError, match=r"of 8 questions the full cache answers 0 right, .* too few to search on"):
         keep_hard_questions([prepared])

@@ -17,7 +17,7 @@ from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.policies import create_policy
 from kvsearch.report.search import decision, search_result, tables
 from kvsearch.runtime import Program
-from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_search
+from kvsearch.search.evolve import Evolved, PreparedSearch, prepare_searches
 from kvsearch.search.loop import SearchOutcome
 from kvsearch.search.settings import EvolveSettings
 from kvsearch.search.spaces import chosen_of
@@ -141,7 +141,7 @@ def test_parity_writes_the_papers_result_whatever_scores_above_it(loaded: Loaded
 
 def test_a_flat_search_keeps_even_budgets(loaded: LoadedModel, tmp_path: Path) -> None:
     how = settings_of(objective="metric", generations=3)
-    prepared = prepare_search(Base.of(loaded, POLICY), BUDGET, how, splits(answer="nowhere"), {})
+    (prepared,) = prepare_searches(Base.of(loaded, POLICY), {BUDGET: {}}, how, splits(answer="nowhere"))
     evolved = evolve(prepared, tmp_path / "l")
     assert evolved.outcome.flat
     assert "the metric is zero for all" in evolved.outcome.ended
@@ -179,7 +179,8 @@ def joint_start(loaded: LoadedModel) -> Plan:
 def prepared_jointly(loaded: LoadedModel, **changes: Any) -> PreparedSearch:
     how = EvolveSettings.model_validate({"space": "joint", "generations": 3, "finalists": 4, **changes})
     base = Base.choosing(loaded, [KEYDIFF, POLICY])
-    return prepare_search(base, BUDGET, how, splits(), {"mine": joint_start(loaded)})
+    (prepared,) = prepare_searches(base, {BUDGET: {"mine": joint_start(loaded)}}, how, splits())
+    return prepared
 
 
 def test_policies_and_budgets_are_searched_together(loaded: LoadedModel, tmp_path: Path) -> None:
@@ -215,5 +216,5 @@ def test_one_policy_leaves_nothing_to_choose(loaded: LoadedModel) -> None:
 def test_a_group_size_that_nobody_stated_is_no_larger_than_the_model(loaded: LoadedModel) -> None:
     how = EvolveSettings.model_validate({"generations": 1})
     assert how.group_size == 8
-    made = prepare_search(Base.of(loaded, POLICY), BUDGET, how, splits(), {})
+    (made,) = prepare_searches(Base.of(loaded, POLICY), {BUDGET: {}}, how, splits())
     assert made.settings.group_size == 6

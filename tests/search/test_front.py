@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.report.search import search_result, tables
 from kvsearch.search.evaluators import make_executor
@@ -22,7 +21,7 @@ BUDGETS = 8, 16, 24
 
 def prepare(loaded: LoadedModel, *budgets: int) -> tuple[PreparedSearch, ...]:
     base = Base.of(loaded, POLICY)
-    return prepare_searches(base, budgets, settings_of(generations=1), splits(), {})
+    return prepare_searches(base, {budget: {} for budget in budgets}, settings_of(generations=1), splits())
 
 
 def run(
@@ -38,7 +37,7 @@ def run(
 @pytest.fixture(scope="module")
 def found(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Evolved], Path, Silent]:
     path, watcher = tmp_path_factory.mktemp("front") / "ledger.jsonl", Silent()
-    return run(prepare(loaded, 24, 8, 16, 8), path, watcher), path, watcher
+    return run(prepare(loaded, 8, 16, 24), path, watcher), path, watcher
 
 
 def test_every_budget_has_a_plan_of_its_size(found: tuple[list[Evolved], Path, Silent]) -> None:
@@ -88,9 +87,3 @@ def test_a_front_that_is_cut_ends_the_same(
     assert [told(one.outcome) for one in again] == [told(one.outcome) for one in points]
     assert [one.choice.plan for one in again] == [one.choice.plan for one in points]
     assert timeless(tmp_path / "l") == timeless(whole)
-
-
-@pytest.mark.parametrize("budgets", [(16, 16)])
-def test_one_budget_is_no_front(budgets: tuple[int, ...], loaded: LoadedModel) -> None:
-    with pytest.raises(UsageError, match="a front needs two different budgets or more"):
-        prepare(loaded, *budgets)
