@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from operator import truediv
 from typing import Any
 
@@ -133,17 +135,18 @@ def measure(
     With a `compiled` model decode steps of ours are measured a second time, by it.
     """
     ids = random_prompts(model, work.batch, work.length)
-    prefill: dict[str, list[float]] = {kind.name: [] for kind in kinds}
-    token: dict[str, list[float]] = {kind.name: [] for kind in kinds}
-    compiled_token: dict[str, list[float]] = {kind.name: [] for kind in kinds}
+    prefill = defaultdict[str, list[float]](list)
+    token = defaultdict[str, list[float]](list)
+    compiled_token = defaultdict[str, list[float]](list)
     before = model.config._attn_implementation
     caches: dict[str, Any] = {}
-    steps = iter(range(1, (2 * (work.rounds + 1) + 1) * len(kinds) + 1))
+    turns = (1 + 2 * (1 + work.rounds)) * len(kinds)
+    steps = count(1)
 
     def turn(kind: CacheKind) -> None:
         model.set_attn_implementation(kind.implementation)
         if progress is not None:
-            progress(next(steps), (2 * (work.rounds + 1) + 1) * len(kinds))
+            progress(next(steps), turns)
 
     try:
         peaks = {}
@@ -165,9 +168,8 @@ def measure(
                 compiled_token[kind.name].append(seconds / work.steps)
     finally:
         model.set_attn_implementation(before)
-    prefill = {name: seconds[1:] for name, seconds in prefill.items()}  # the first round warms up
-    token = {name: seconds[1:] for name, seconds in token.items()}
-    compiled_token = {name: seconds[1:] for name, seconds in compiled_token.items()}
+    for rounds in (*prefill.values(), *token.values(), *compiled_token.values()):
+        del rounds[0]  # the first round warms up
     first = kinds[0].name
     costs = []
     for name in prefill:

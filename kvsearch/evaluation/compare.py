@@ -17,7 +17,7 @@ from kvsearch.core.progress import Progress
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import KeptReplies, environment, metric_of, rows_hash, run_encoded
 from kvsearch.evaluation.samples import Contexts, Footprint, Sample
-from kvsearch.evaluation.statistics import SizeBlock, TraceLength, blocks_of, contrast, named_averages, summarize
+from kvsearch.evaluation.statistics import MACRO, SizeBlock, TraceLength, blocks_of, contrast, summarize
 from kvsearch.evaluation.totals import check_totals, decode_entries
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -34,6 +34,7 @@ from kvsearch.strategies.compared import ReadyMethod, different_settings, full_m
 from kvsearch.strategies.names import FULL as FULL
 from kvsearch.tasks.base import Coverage, Sampling, Task
 from kvsearch.tasks.encode import TaskPrompts, contexts_of, encode_tasks, listed, most_tokens, questions_of, readings
+from kvsearch.tasks.longbench import AVERAGES, LongBenchTask
 from kvsearch.tasks.metrics.likelihood import FORCED, MOST_LOST, read_losses
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 
@@ -285,8 +286,11 @@ class Evaluation:
 
     @cached_property
     def averages(self) -> dict[str, tuple[str, ...]]:
-        """Which tasks each named average is over."""
-        return named_averages([task.task for task in self.encoded])
+        """The tasks of every average: of all tasks ("macro"), and of papers, where their datasets are there."""
+        tasks = [task.task for task in self.encoded]
+        known = {task.name for task in tasks if isinstance(task, LongBenchTask)}
+        of_papers = {name: datasets for name, datasets in AVERAGES.items() if known.issuperset(datasets)}
+        return {MACRO: tuple(task.name for task in tasks), **of_papers}
 
     @cached_property
     def contexts(self) -> Contexts:

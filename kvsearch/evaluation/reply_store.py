@@ -120,10 +120,8 @@ def open_stage(directory: Path, config: RunConfig, force: bool = False) -> Itera
         earlier = run_in(directory, config.job)
         is_other = earlier is not None and config.difference(earlier) is not None
         anew = force and (is_other or _is_damaged(directory / LEDGER))
-        with Run.open(directory, config, force=anew, files=FILES) as run:
-            _warn_of_metrics(run)
-            with run.open_ledger(ReplyStore) as store:
-                yield store
+        with open_run(directory, config, anew) as (_, store):
+            yield store
 
 
 def check_place(directory: Path) -> None:

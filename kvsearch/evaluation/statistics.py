@@ -25,8 +25,6 @@ from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.plan import Size
 from kvsearch.runs.estimates import Difference, Estimate
 from kvsearch.strategies.names import FULL
-from kvsearch.tasks.base import Task
-from kvsearch.tasks.longbench import AVERAGES, LongBenchTask
 
 if TYPE_CHECKING:
     from kvsearch.strategies.compared import ReadyMethod
@@ -281,13 +279,6 @@ class SizeBlock:
         # 0.0 - x, not -x: there is a zero with a sign
         turned = replace(lead, mean=0.0 - lead.mean, low=0.0 - lead.high, high=0.0 - lead.low)
         return replace(turned, wins=lead.losses, losses=lead.wins)
-
-
-def named_averages(tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
-    """Return the tasks of every average: of all tasks ("macro"), and of papers, where their datasets are there."""
-    found = {MACRO: tuple(task.name for task in tasks)}
-    known = {task.name for task in tasks if isinstance(task, LongBenchTask)}
-    return found | {name: datasets for name, datasets in AVERAGES.items() if known.issuperset(datasets)}
 
 
 def blocks_of(

@@ -162,7 +162,11 @@ class ExportOptions(PlanOptions, Sized, Loading):
         """Look the plan up in the profile, or follow its signals; warns of signals that were judged harmful."""
         profile = load_profile(profile_file(self.profile))
         if profile.metadata.signals is not None:
-            return self._of_signals(profile, reporter)
+            size = size_or_measured(self.budget, self.ratio, self.length, SignalTable(profile).axes.budgets)
+            strategy = self.strategy(profile)
+            plan = strategy_plan(profile, strategy, size)
+            self._refuse_harmful(harmful(self.folder, strategy, size.pool(profile.metadata).mean), reporter)
+            return plan
         several = profile.metadata.policies is not None
         of_polykv = {
             option.called(name): getattr(self, name)
@@ -202,13 +206,6 @@ class ExportOptions(PlanOptions, Sized, Loading):
         found = joint_plan(curves, self.size)
         reporter.say(found.words)
         return found.plan
-
-    def _of_signals(self, profile: Profile, reporter: Reporter) -> Plan:
-        size = size_or_measured(self.budget, self.ratio, self.length, SignalTable(profile).axes.budgets)
-        strategy = self.strategy(profile)
-        plan = strategy_plan(profile, strategy, size)
-        self._refuse_harmful(harmful(self.folder, strategy, size.pool(profile.metadata).mean), reporter)
-        return plan
 
     def strategy(self, profile: Profile) -> Strategy:
         """Return what was asked for, or else the defaults of a strategy in what was measured."""

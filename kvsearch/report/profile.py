@@ -42,7 +42,11 @@ def profile_parts(profile: Profile, ratio: float = RATIO) -> Iterator[Part]:
     if method in FITTED:
         yield from ranking_parts(profile)
     elif method == QUERIES:
-        yield _query_table(profile)
+        lengths = np.linalg.norm(profile.arrays[QUERY_MEAN], axis=-1).mean(1)
+        spreads = np.sqrt(np.trace(profile.arrays[QUERY_COVARIANCE], axis1=-2, axis2=-1)).mean(1)
+        rows = zip(profile.metadata.layers, zip(lengths, spreads, strict=True), strict=True)
+        title = "queries before their rotary embedding, mean over heads"
+        yield Table.numbers(title, ["layer", "|mean|", "spread"], rows, ".3g")
     elif profile.metadata.signals is not None:
         yield from signal_parts(SignalTable(profile))
     else:
@@ -83,15 +87,6 @@ def _origin(metadata: ProfileMetadata) -> dict[str, Any]:
         if value is not None:
             facts[name] = ", ".join(map(str, value)) if isinstance(value, tuple) else value
     return facts
-
-
-def _query_table(profile: Profile) -> Table:
-    """Return the length of the mean query, and how queries spread around it, mean over the heads of a layer."""
-    lengths = np.linalg.norm(profile.arrays[QUERY_MEAN], axis=-1).mean(1)
-    spreads = np.sqrt(np.trace(profile.arrays[QUERY_COVARIANCE], axis1=-2, axis2=-1)).mean(1)
-    rows = zip(profile.metadata.layers, zip(lengths, spreads, strict=True), strict=True)
-    title = "queries before their rotary embedding, mean over heads"
-    return Table.numbers(title, ["layer", "|mean|", "spread"], rows, ".3g")
 
 
 def caption(profile: Profile) -> str:
