@@ -64,18 +64,16 @@ class Screen(RichConsole):
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
-    def print_parts(self, parts: Iterable[Part | RenderableType]) -> None:
+    def print_parts(self, parts: Iterable[Part]) -> None:
         """Print lines and facts, which are never broken, tables and maps."""
-        from kvsearch.report.figures import Figure
         from kvsearch.report.screen import facts, printable
-        from kvsearch.report.table import Table
 
         for part in parts:
             if isinstance(part, str | Mapping):
                 for line in [part] if isinstance(part, str) else facts(part):
                     self.print(visible_line(line), soft_wrap=True)
             else:
-                self.print(printable(part) if isinstance(part, Table | Figure) else part)
+                self.print(printable(part))
 
     def on_broken_pipe(self) -> None:
         """End the output, not the process: rich would exit with 1."""

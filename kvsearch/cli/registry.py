@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 from kvsearch.cli.command import DRY_RUN, OF_ALL, describe, load, make_command, read_catalog, run_typed
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from kvsearch.cli.command import VerbCommand
     from kvsearch.cli.console import Console
     from kvsearch.core.errors import KvsearchError
@@ -72,7 +70,7 @@ def print_dry_run(function: Callable[[Any, Reporter], View], checked: Any, conso
     view_output(run_job(function, checked, console, dry=True)).print(console)
 
 
-def shown_parts(parts: Callable[[], Iterable[Part | RenderableType]]) -> Show:
+def shown_parts(parts: Callable[[], Iterable[Part]]) -> Show:
     """Return what prints lines and tables."""
     return lambda console: console.out.print_parts(parts())
 

@@ -28,7 +28,6 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runs.estimates import Difference, Estimate, doubt_of
 from kvsearch.runs.identity import METRICS, Job, RunConfig
 from kvsearch.runtime import Program
-from kvsearch.runtime.program import warn_unfit
 from kvsearch.runtime.shared_prefill import batches
 from kvsearch.strategies.compared import ReadyMethod, different_settings, full_method
 from kvsearch.strategies.names import FULL as FULL
@@ -483,7 +482,6 @@ def prepare_plans(loaded: LoadedModel, plans: Mapping[str, Plan], split: Split) 
         labels[name] = known.setdefault(content, name)
         if labels[name] == name:
             methods[name] = ReadyMethod(name, Program.from_plan(loaded.model, plan), {"plan_content": content})
-    warn_unfit(loaded.model, {policy for one in methods.values() for policy in one.program.policies})
     return replace(prepare(loaded, list(methods.values()), FULL, split), names=labels)
 
 

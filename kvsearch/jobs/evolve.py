@@ -7,13 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from kvsearch.config.options import RULE, Listed, Params, Repeated, one_of, option, with_params
+from kvsearch.config.options import RULE, Params, Repeated, one_of, option, with_params
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Entries
 from kvsearch.core.limits import MOST_NUMBER
 from kvsearch.core.naming import check_unique
 from kvsearch.jobs.groups import (
     BUDGET,
+    BUDGETS,
+    Budgets,
     Deciding,
     WithModel,
     WithProtocol,
@@ -61,12 +63,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
     panel: ClassVar[str] = WHAT
 
     budget: Entries | None = option(None, BUDGET)
-    budgets: Annotated[tuple[Entries, ...] | None, Listed] = option(
-        None,
-        "Several budgets in one run, each searched by itself and compared with the smallest one's plan, scaled. "
-        "Writes plan-N.json.",
-        metavar="N,N...",
-    )
+    budgets: Budgets = option(None, BUDGETS)
     start: Annotated[tuple[Path, ...], Repeated] = option(
         (),
         "A plan to start from; repeatable. The policies of the first one are searched, unless --policy is given.",
@@ -99,8 +96,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
 
     def plan_file(self, budget: int) -> Path:
         """Return where the plan of a budget is written."""
-        several = len(self.budgets or ()) > 1
-        return self.output / (f"plan-{budget}.json" if several else PLAN)
+        return self.output / (PLAN if self.budgets is None else f"plan-{budget}.json")
 
     def most(self, searches: Sequence[PreparedSearch]) -> int:
         """Return how many candidates are evaluated at most."""

@@ -16,6 +16,7 @@ from kvsearch.config.options import (
     RULE,
     SIZE,
     JobOptions,
+    Listed,
     Option,
     Seeded,
     Specs,
@@ -23,7 +24,7 @@ from kvsearch.config.options import (
     option,
 )
 from kvsearch.core.errors import UsageError
-from kvsearch.core.fields import Samples
+from kvsearch.core.fields import Entries, Samples
 from kvsearch.core.printed import command_line
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models import loading
@@ -49,6 +50,7 @@ MODEL = Option(
     completes="kvsearch.models.loading:BUNDLED",
 )
 BUDGET = Option("Entries to keep per kv head, on average.", SIZE)
+BUDGETS = Option("Several budgets, each with a plan of its own: plan-N.json.", metavar="N,N...")
 RATIO = Option("Share of the cache to evict, above 0 and below 1.", SIZE)
 CONTEXTS = {"train": 80, "select": 160, "report": 120}  # of all tasks together, the most that are asked by default
 SAMPLES_OPTION = Option("Contexts per task.", QUESTIONS, panel=ASKED)
@@ -60,6 +62,9 @@ OUTPUT_OPTION = Option(
     recorded=False,
     locked=True,
 )
+
+
+Budgets = Annotated[tuple[Entries, ...] | None, Listed]
 
 
 class Loading(LoadOptions):

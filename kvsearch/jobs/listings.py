@@ -16,13 +16,11 @@ from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import BUNDLED
 from kvsearch.policies.registry import PolicyFacts, catalog, describe_policy
-from kvsearch.report.screen import listing
+from kvsearch.report.table import Table
 from kvsearch.tasks.catalog import SETS, describe_tasks
 from kvsearch.tasks.given import example_for
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from kvsearch.report.figures import Part
 
 PACKAGES = (
@@ -32,7 +30,7 @@ PACKAGES = (
 EXTRAS = ("ray", "lm-eval")
 MISSING = "missing"
 OPEN = "depends on its parameters"
-Listing = tuple[dict[str, Any], "Iterable[Part | RenderableType]"]  # for programs, and part by part for people
+Listing = tuple[dict[str, Any], "Iterable[Part]"]  # for programs, and part by part for people
 STAGES = {None: OPEN, 1: "one score chooses what stays", 2: "two scores in turn choose what stays"}
 
 
@@ -57,7 +55,8 @@ def policies(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: A
         return asdict(policy), _policy_parts(policy)
     known, faults = catalog()
     rows = [(one.name, " ".join(one.phases) or "-", one.decode or OPEN, one.source, one.package) for one in known]
-    table = listing("eviction policies", ["name", "phases", "while decoding", "source", "package"], rows)
+    columns = ["name", "phases", "while decoding", "source", "package"]
+    table = Table.plain("eviction policies", columns, rows, words=columns, tight=True)
     content = {"policies": list(map(asdict, known)), "problems": faults}
     return content, [table, *("{name} ({package}): {error}".format(**fault) for fault in faults)]
 
@@ -100,7 +99,8 @@ def tasks(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: ARG0
     rows = [
         (one.spec, one.category, one.metric, ", ".join(one.packages) or "-", one.needs or one.source) for one in known
     ]
-    table = listing("tasks", ["task", "category", "metric", "packages", "texts from"], rows)
+    columns = ["task", "category", "metric", "packages", "texts from"]
+    table = Table.plain("tasks", columns, rows, words=columns, tight=True)
     sets = "; ".join(f"{name} ({len(members)})" for name, members in SETS.items())
     return content, [table, f"sets: {sets}. One in full: kvsearch tasks SPEC"]
 
@@ -116,7 +116,8 @@ def recipes(options: ListingOptions, reporter: Reporter) -> Listing:  # noqa: AR
         text = path.read_text(encoding="utf-8")
         return {"name": name, "recipe": text}, text.splitlines()
     rows = [(name, about(path)) for name, path in shipped_recipes(options.name or "").items()]
-    table = listing("recipes: kvsearch COMMAND --recipe NAME", ["command/name", "what it is"], rows)
+    columns = ["command/name", "what it is"]
+    table = Table.plain("recipes: kvsearch COMMAND --recipe NAME", columns, rows, words=columns, tight=True)
     return {"recipes": [{"name": name, "about": text} for name, text in rows]}, [table]
 
 

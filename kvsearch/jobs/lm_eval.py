@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,8 +76,12 @@ def run_lm_eval(options: LmEvalOptions, reporter: Reporter) -> dict[str, Any]:
         rows = ({"task": task, **row} for task, documents in samples.items() for row in documents)
         lines = (json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
         atomic_write(options.log_samples, "".join(lines).encode())
-    for doubt in _doubts(results):
-        reporter.warn(doubt)
+    for task, held in results["kvsearch"]["held"].items():
+        prompts = held["prompts"]
+        if held["truncated"]:
+            reporter.warn(f"{task}: {held['truncated']} of {prompts} prompts lost their beginning, they were too long")
+        if held["single_tokens"]:
+            reporter.warn(f"{task}: {held['single_tokens']} of {prompts} contexts are one token, nothing to compress")
     return results
 
 
@@ -93,12 +96,3 @@ def _check(options: LmEvalOptions) -> tuple[Plan, TaskManager, list[str]]:
         check_output(options.log_samples, options.force)
     manager = open_manager(options.include_path)
     return plan, manager, find_names(manager, [name for name in options.tasks.split(",") if name])
-
-
-def _doubts(results: dict[str, Any]) -> Iterator[str]:
-    """Say what a reader of the scores should know."""
-    for task, held in results["kvsearch"]["held"].items():
-        if held["truncated"]:
-            yield f"{task}: {held['truncated']} of {held['prompts']} prompts lost their beginning, they were too long"
-        if held["single_tokens"]:
-            yield f"{task}: {held['single_tokens']} of {held['prompts']} contexts are one token, nothing to compress"

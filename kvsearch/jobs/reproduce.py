@@ -8,14 +8,14 @@ from dataclasses import replace
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from kvsearch.config.options import QUESTIONS, RESULT, Listed, Specs, option
+from kvsearch.config.options import QUESTIONS, RESULT, Specs, option
 from kvsearch.core.canonical import canonical_json
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.core.fields import Entries, Samples
+from kvsearch.core.fields import Samples
 from kvsearch.core.files import atomic_write
-from kvsearch.jobs.groups import ASKED, BUDGET, MODEL, TASK_DETAILS, Batches, Loading, WithTasks, WithWorkers
+from kvsearch.jobs.groups import ASKED, BUDGETS, MODEL, TASK_DETAILS, Batches, Budgets, Loading, WithTasks, WithWorkers
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, overall
 from kvsearch.models.loading import BUNDLED, LoadedModel
@@ -75,9 +75,7 @@ class ReproduceOptions(WithTasks, WithWorkers, Batches):
         shown="those of the table",
     )
     samples: Samples | None = option(None, "Contexts per task.", QUESTIONS, panel=ASKED, shown="those of the table")
-    budgets: Annotated[tuple[Entries, ...] | None, Listed] = option(
-        None, BUDGET, help="Entries per kv head.", metavar="N,N...", panel=ASKED, shown="those of the table"
-    )
+    budgets: Budgets = option(None, BUDGETS, help="Entries per kv head.", panel=ASKED, shown="those of the table")
 
     @property
     def place(self) -> Path:

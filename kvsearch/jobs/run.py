@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import model_validator
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.calibration.options import OBSERVING, RECENT, LukvOptions
-from kvsearch.config.options import RULE, SIZE, Listed, Names, one_of, option
+from kvsearch.config.options import RULE, SIZE, Names, one_of, option
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.fields import Entries, Samples, refuse
 from kvsearch.core.naming import require_known
@@ -20,8 +20,10 @@ from kvsearch.jobs.calibrate import dry_run as calibration_dry_run
 from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.groups import (
     BUDGET,
+    BUDGETS,
     RATIO,
     TASK_DETAILS,
+    Budgets,
     Deciding,
     Loading,
     WithModel,
@@ -43,7 +45,6 @@ from kvsearch.jobs.reporter import (
     stage_store,
     warn_of_coverage,
 )
-from kvsearch.models.speed import StageCost
 from kvsearch.plan import Size, save_plan
 from kvsearch.plan.origin import ContextSet, joined
 from kvsearch.policies import create_policy
@@ -59,13 +60,13 @@ from kvsearch.selection.selection import LEAST_CONTEXTS, shared_level
 from kvsearch.strategies.joint import PolicyCurves, policy_curves
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import Split, StageStore
+    from kvsearch.evaluation.compare import StageStore
     from kvsearch.jobs.searching import RefinedPlans, Refinement
     from kvsearch.models.loading import LoadedModel
     from kvsearch.plan import Plan
     from kvsearch.plan.origin import Use
     from kvsearch.policies import Policy
-    from kvsearch.selection.selection import PhaseResult, Rule, Selection, TriedBudget
+    from kvsearch.selection.selection import PhaseResult, Selection, TriedBudget
     from kvsearch.selection.selection_job import SelectionJob
     from kvsearch.tasks.base import TokenCount
     from kvsearch.tasks.encode import TaskPrompts
@@ -138,9 +139,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
 
     budget: Entries | None = option(None, BUDGET, panel=SIZES_PANEL)
     ratio: float | None = option(None, RATIO, panel=SIZES_PANEL)
-    budgets: Annotated[tuple[Entries, ...] | None, Listed] = option(
-        None, "Several budgets, each with a plan of its own: plan-N.json.", metavar="N,N...", panel=SIZES_PANEL
-    )
+    budgets: Budgets = option(None, BUDGETS, panel=SIZES_PANEL)
     smallest: bool = option(
         False,
         "Find the smallest budget that loses at most --within of the full cache's score.",
@@ -307,7 +306,7 @@ def remarks(options: RunOptions, result: RunResult) -> Iterator[str]:
 
 def dry_run(options: RunOptions, reporter: Reporter) -> Forecast:
     """Return the stages with their costs; errors as `run` before anything is measured."""
-    stages = prepare_run(options, reporter)
+    stages = RunStages(options, reporter)
     content = {"model": options.model, "sizes": [size.as_json() for size in options.sizes]}
     return Forecast(content, stages.costs, stages.loaded.speed)
 
@@ -325,7 +324,7 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
         IncompatibleError: the model computes NaN, or its full cache scores next to nothing.
         EnvironmentFault: the disk is full, or the model cannot be loaded here.
     """
-    stages = prepare_run(options, reporter)
+    stages = RunStages(options, reporter)
     directory = options.output
     recorded = options.recorded()
     config = RunConfig(job="run", options=recorded, content=stages.content(recorded))
@@ -356,78 +355,6 @@ def run(options: RunOptions, reporter: Reporter) -> RunResult:
     return result
 
 
-def prepare_run(options: RunOptions, reporter: Reporter) -> RunStages:
-    """Check all that can be before anything is measured; the sizes against the longest context."""
-    sizes = options.sizes
-    run_in(options.output, "run")
-    tasks = {name: options.find_tasks(options.model, name) for name in ("select", "report")}
-    options.check_names()
-    rule = options.rule
-    options.fits()  # tells of settings that are wrong before the model is loaded
-    measured = options.curves().policies()
-    from kvsearch.evaluation.compare import replies_cost
-    from kvsearch.runtime import Program
-    from kvsearch.runtime.cache import check_rotary
-    from kvsearch.runtime.program import full_cache
-    from kvsearch.selection.candidates import find_policy_candidates
-    from kvsearch.selection.splits import halve_contexts, refuse_shared
-    from kvsearch.tasks.encode import counter
-
-    splits = {name: options.split(name, questions, options.protocol) for name, questions in tasks.items()}
-    loaded = options.load(options.model, reporter)
-    usable = []
-    for spec, policy in zip(options.policies, measured, strict=True):
-        try:
-            check_rotary(loaded.model, [policy])
-            usable.append(spec)
-        except IncompatibleError as error:  # it needs what this model does not have
-            reporter.warn(f"no budgets for {policy.name}: {error}")
-    if not usable:
-        raise UsageError(f"none of --policies {','.join(options.policies)} can be used on this model: name others")
-    encoded = {name: split.encode(loaded) for name, split in splits.items()}
-    refuse_shared(encoded)
-    warn_of_coverage(reporter, [*encoded["select"], *encoded["report"]], few=options.samples is not None)
-    if options.smallest:
-        halve_contexts(encoded["select"], options.seed)  # one context leaves a half empty: told before any fit
-    contexts = [len(prompt.context) for task in encoded["select"] for prompt in task.prompts]
-    options = options.with_counts(sum(contexts) / len(contexts), counter(loaded.tokenizer))
-    for warning in find_doubts(options, encoded["select"], counter(loaded.tokenizer)):
-        reporter.warn(warning)
-    fits = options.fits()
-    curves = options.curves()
-    refinement = options.refinement(loaded) if options.refine and sizes else None
-    least = min(policy.least for policy in curves.policies())
-    asked = {}
-    for size in sizes:
-        if size.mean(max(contexts)) < least:
-            raise UsageError(
-                f"{size.words}: every policy of --policies always keeps more (sinks and recent entries), {least} "
-                "at least: keep more"
-            )
-        baselines = find_policy_candidates(loaded, None, replace(size, length=max(contexts))).baselines
-        asked[size] = [Program.from_plan(loaded.model, plan) for plan in baselines.values()][:METHODS_ASKED]
-    # a context may be too short, or too long: told before any stage
-    calibrations = {f"fit ranking {name}": fit for name, fit in fits.items()}
-    calibrations[MEASURING] = curves.with_policies(usable)  # the rankings add a look at what is read anyway
-    costs = []
-    quiet = StageReporter(reporter, lambda _: None)
-    for name, calibration in calibrations.items():
-        anew = calibration.model_copy(update={"force": True}).with_model(loaded)
-        costs += [replace(cost, name=name) for cost in calibration_dry_run(anew, quiet).stages]
-    if refinement is not None:
-        costs.append(refinement.cost(SEARCHING, len(sizes)))
-    for stage, split in (("choose", "select"), ("report", "report")):
-        costs += [
-            replies_cost(f"{stage} at {size.words}", encoded[split], splits[split], programs)
-            for size, programs in asked.items()
-        ]
-    if options.smallest:  # some six budgets on half of the questions, under a few methods
-        programs = [full_cache(loaded.model)] * METHODS_ASKED
-        tried = replies_cost(SMALLEST, encoded["select"], splits["select"], programs)
-        costs.append(replace(tried, work=tried.work * 4))
-    return RunStages(options, rule, loaded, splits, encoded, usable, refinement, costs)
-
-
 def find_doubts(options: RunOptions, asked: Sequence[TaskPrompts], count: TokenCount) -> Iterator[str]:
     """Yield what leaves in doubt what will be chosen: few contexts, and kinds of questions that are not fitted on."""
     contexts = sum(task.distinct for task in asked)
@@ -455,29 +382,94 @@ def find_doubts(options: RunOptions, asked: Sequence[TaskPrompts], count: TokenC
         yield (f"asked but not fitted on: {', '.join(absent)}; a ranking may be far worse on what it was not fitted on")
 
 
-@dataclass(frozen=True, eq=False)
 class RunStages:
-    """The stages of a run whose model and questions fit together.
+    """The stages of a run whose model and questions fit together: all is checked that can be before one has run.
 
-    Args:
-        options: of the run, with how many contexts are fitted and measured on.
-        rule: how sure to be of what is written.
-        loaded: the model.
-        splits: select and report.
-        encoded: their questions, before anything was fitted.
-        policies: the built-in ones that can be used on this model.
-        refinement: the search that begins at the solved plans, None where that is not wanted.
-        costs: of the stages, in their order, as far as they can be told before the first one has run.
+    `options` say how many contexts are fitted and measured on, `splits` are select and report, `encoded` their
+    questions before anything was fitted, `policies` the built-in ones that can be used on this model. `refinement` is
+    the search that begins at the solved plans, None where that is not wanted; `costs` are those of the stages, in their
+    order, as far as they can be told before the first one has run.
+
+    Raises:
+        UsageError, IncompatibleError, EnvironmentFault: see `run`; sizes are checked against the longest context.
     """
 
-    options: RunOptions
-    rule: Rule
-    loaded: LoadedModel
-    splits: Mapping[str, Split]
-    encoded: Mapping[str, list[TaskPrompts]]
-    policies: Sequence[str]
-    refinement: Refinement | None
-    costs: Sequence[StageCost]
+    def __init__(self, options: RunOptions, reporter: Reporter) -> None:
+        sizes = options.sizes
+        run_in(options.output, "run")
+        tasks = {name: options.find_tasks(options.model, name) for name in ("select", "report")}
+        options.check_names()
+        rule = options.rule
+        options.fits()  # tells of settings that are wrong before the model is loaded
+        measured = options.curves().policies()
+        from kvsearch.evaluation.compare import replies_cost
+        from kvsearch.runtime import Program
+        from kvsearch.runtime.cache import check_rotary
+        from kvsearch.runtime.program import full_cache
+        from kvsearch.selection.candidates import find_policy_candidates
+        from kvsearch.selection.splits import halve_contexts, refuse_shared
+        from kvsearch.tasks.encode import counter
+
+        splits = {name: options.split(name, questions, options.protocol) for name, questions in tasks.items()}
+        loaded = options.load(options.model, reporter)
+        usable = []
+        for spec, policy in zip(options.policies, measured, strict=True):
+            try:
+                check_rotary(loaded.model, [policy])
+                usable.append(spec)
+            except IncompatibleError as error:  # it needs what this model does not have
+                reporter.warn(f"no budgets for {policy.name}: {error}")
+        if not usable:
+            raise UsageError(f"none of --policies {','.join(options.policies)} can be used on this model: name others")
+        encoded = {name: split.encode(loaded) for name, split in splits.items()}
+        refuse_shared(encoded)
+        warn_of_coverage(reporter, [*encoded["select"], *encoded["report"]], few=options.samples is not None)
+        if options.smallest:
+            halve_contexts(encoded["select"], options.seed)  # one context leaves a half empty: told before any fit
+        contexts = [len(prompt.context) for task in encoded["select"] for prompt in task.prompts]
+        options = options.with_counts(sum(contexts) / len(contexts), counter(loaded.tokenizer))
+        for warning in find_doubts(options, encoded["select"], counter(loaded.tokenizer)):
+            reporter.warn(warning)
+        fits = options.fits()
+        curves = options.curves()
+        refinement = options.refinement(loaded) if options.refine and sizes else None
+        least = min(policy.least for policy in curves.policies())
+        asked = {}
+        for size in sizes:
+            if size.mean(max(contexts)) < least:
+                raise UsageError(
+                    f"{size.words}: every policy of --policies always keeps more (sinks and recent entries), {least} "
+                    "at least: keep more"
+                )
+            baselines = find_policy_candidates(loaded, None, replace(size, length=max(contexts))).baselines
+            asked[size] = [Program.from_plan(loaded.model, plan) for plan in baselines.values()][:METHODS_ASKED]
+        # a context may be too short, or too long: told before any stage
+        calibrations = {f"fit ranking {name}": fit for name, fit in fits.items()}
+        calibrations[MEASURING] = curves.with_policies(usable)  # the rankings add a look at what is read anyway
+        costs = []
+        quiet = StageReporter(reporter, lambda _: None)
+        for name, calibration in calibrations.items():
+            anew = calibration.model_copy(update={"force": True}).with_model(loaded)
+            costs += [replace(cost, name=name) for cost in calibration_dry_run(anew, quiet).stages]
+        if refinement is not None:
+            costs.append(refinement.cost(SEARCHING, len(sizes)))
+        for stage, split in (("choose", "select"), ("report", "report")):
+            costs += [
+                replies_cost(f"{stage} at {size.words}", encoded[split], splits[split], programs)
+                for size, programs in asked.items()
+            ]
+        if options.smallest:  # some six budgets on half of the questions, under a few methods
+            programs = [full_cache(loaded.model)] * METHODS_ASKED
+            tried = replies_cost(SMALLEST, encoded["select"], splits["select"], programs)
+            costs.append(replace(tried, work=tried.work * 4))
+        self.options = options
+        self.rule = rule
+        self.loaded = loaded
+        self.splits = splits
+        self.encoded = encoded
+        self.policies = usable
+        self.refinement = refinement
+        self.costs = costs
 
     @property
     def longest(self) -> int:

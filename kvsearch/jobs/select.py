@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from kvsearch.budgets.plan_checks import check_plan
-from kvsearch.config.options import RESULT, Listed, Names, option
+from kvsearch.config.options import RESULT, Names, option
 from kvsearch.core.errors import UsageError
-from kvsearch.core.fields import Entries
 from kvsearch.core.files import check_output, read_bytes
 from kvsearch.evaluation.reply_store import check_place
-from kvsearch.jobs.groups import BUDGET, Deciding, evaluation, following
+from kvsearch.jobs.groups import BUDGET, BUDGETS, Budgets, Deciding, evaluation, following
 from kvsearch.jobs.plan import size_or_measured
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_coverage
@@ -28,7 +27,7 @@ from kvsearch.selection.verdicts import SETTINGS
 
 if TYPE_CHECKING:
     from kvsearch.results.selection import SelectionResult
-    from kvsearch.selection.selection import PhaseResult, Selection
+    from kvsearch.selection.selection import PhaseResult
     from kvsearch.selection.selection_job import SelectionJob
 
 
@@ -40,11 +39,7 @@ class SelectOptions(OnSignals, Deciding):
 
     output: Path = option(..., "The plan file.", RESULT, short="-o", recorded=False)
     budget: int | None = option(None, BUDGET, shown="the one that was measured", ge=1)
-    budgets: Annotated[tuple[Entries, ...] | None, Listed] = option(
-        None,
-        "Several budgets, a plan chosen for each, all reported on the same questions: writes PLAN-N.json.",
-        metavar="N,N...",
-    )
+    budgets: Budgets = option(None, BUDGETS, help="Several budgets, each with a plan of its own: PLAN-N.json.")
     phases: str = option("prefill", "When to evict: prefill, decode or both.")
     routes: Names | None = None  # this and the next are for tables of papers, see `explore`
     allocators: Names | None = None
@@ -138,7 +133,15 @@ def select(options: SelectOptions, reporter: Reporter) -> SelectionResult | Sele
             level = shared_level(options.rule.level, len(prepared), ended)
             found = selection.run(store, level, answered=True)
             ended.append(found.chosen)
-            _write(run, selection, found, output, options.force)
+            check_plan(found.plan, f"the plan for {output}")
+            if not options.force and output.exists() and read_bytes(output) != canonical_json(found.plan):
+                raise UsageError(
+                    f"{output} is another plan than is chosen now: choose another file, or --force to replace it"
+                )
+            write_contexts(place, selection.hashes)
+            run.write(SELECTION, selection_result(found).as_json())
+            save_plan(found.plan, output, overwrite=True)  # it has its evidence beside it
+            run.finish()
             were_finished &= run.state == "finished"
         if ahead := ahead_words(found.report.ahead, len(found.report.scores) - 2):
             reporter.warn(ahead)
@@ -149,17 +152,6 @@ def select(options: SelectOptions, reporter: Reporter) -> SelectionResult | Sele
     if options.budgets is None:
         return results[0]
     return SelectionsResult(sizes={str(result.size): result for result in results})
-
-
-def _write(run: Run, selection: SelectionJob, found: Selection, output: Path, force: bool) -> None:
-    """Write what was found, then the plan: it has its evidence beside it."""
-    check_plan(found.plan, f"the plan for {output}")
-    if not force and output.exists() and read_bytes(output) != canonical_json(found.plan):
-        raise UsageError(f"{output} is another plan than is chosen now: choose another file, or --force to replace it")
-    write_contexts(run.directory, selection.hashes)
-    run.write(SELECTION, selection_result(found).as_json())
-    save_plan(found.plan, output, overwrite=True)
-    run.finish()
 
 
 def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Path, SelectionJob]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from lm_eval.utils import handle_non_serializable
 
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
-from kvsearch.core.naming import suggest
+from kvsearch.core.naming import did_you_mean
 from kvsearch.core.parsing import in_one_line
 from kvsearch.core.progress import Progress
 from kvsearch.core.resources import version
@@ -27,8 +26,6 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.schema import QUESTION_AWARE
 from kvsearch.runtime import Program
-
-NEAR = 5  # names to suggest: the harness has thousands
 
 
 def open_manager(folders: Sequence[Path]) -> TaskManager:
@@ -49,7 +46,8 @@ def find_names(manager: TaskManager, names: Sequence[str]) -> list[str]:
     for name in names:
         matching = manager.match_tasks([name])
         if not matching:
-            raise UsageError(f"unknown task {name!r}{_hint(name, manager.all_tasks)}")
+            known = "`lm-eval ls tasks` lists the tasks of the harness"
+            raise UsageError(f"unknown task {name!r}{did_you_mean(name, manager.all_tasks)} ({known})")
         found.update(dict.fromkeys(matching))
     if not found:
         raise UsageError("there is no task to evaluate: name one or more")
@@ -165,13 +163,6 @@ def _check(task: Task) -> None:
         raise UsageError(f"{where}: {ROLLING}")
     if task.OUTPUT_TYPE == "generate_until":
         Generation(task.get_config("generation_kwargs") or {}, where)
-
-
-def _hint(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=NEAR, cutoff=0.5)
-    rest = len(known) - len(near)
-    more = f" and {rest} more, which `lm-eval ls tasks` lists" if rest else ""
-    return f"{suggest(name, near)}{more}" if near else ": `lm-eval ls tasks` lists the tasks of the harness"
 
 
 def _explain(name: str, error: Exception) -> KvsearchError:

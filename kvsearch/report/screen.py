@@ -61,15 +61,6 @@ def on_screen(table: Table) -> Group:
     return Group(words(table.title, "italic"), *map(words, table.above), shown, *map(words, table.notes))
 
 
-def listing(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> FittingTable:
-    """Return a table of words, as narrow as it can be; the names in its first column are never broken."""
-    table = FittingTable(title, columns, left=columns, padding=(0, 1, 0, 0), pad_edge=False)
-    table.columns[0].no_wrap = True
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def words(text: str, style: str = "") -> Text:
     """Return data in a style, all of it visible; rich itself drops what rings, returns or goes back."""
     return Text(visible_line(text), style)

@@ -19,7 +19,6 @@ from kvsearch.cli.console import LOGGER, Console, set_up_log
 from kvsearch.core.errors import UsageError
 from kvsearch.core.printed import FORMULA, PLAIN, visible, visible_line
 from kvsearch.jobs.groups import following
-from kvsearch.report.screen import listing
 from kvsearch.report.table import Table
 from tests.cli.conftest import Run, done
 from tests.payloads import COUNT, file_name, passed, payloads, without_surrogates
@@ -185,8 +184,7 @@ def test_all_that_a_console_says(shown_on: str, monkeypatch: pytest.MonkeyPatch,
             pass
         with console.progress(text) as tell:
             tell(1, 2)
-        listed = listing(text, ["a", text], [(text, text)])
-        parts = [listed, Table.plain(text, ["a", text], [[text, text]], notes=(text,)), {text: text}]
+        parts = [Table.plain(text, ["a", text], [[text, text]], notes=(text,)), {text: text}]
         console.out.print_parts(parts)
 
         def fail() -> None:
