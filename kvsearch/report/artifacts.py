@@ -15,7 +15,7 @@ from typing import Any
 
 from kvsearch.calibration.steps import profile_file
 from kvsearch.core.errors import KvsearchError, UsageError
-from kvsearch.core.files import read_bytes
+from kvsearch.core.files import opened, read_bytes
 from kvsearch.core.parsing import read_json
 from kvsearch.core.printed import command_line
 from kvsearch.evaluation.reply_store import read_replies
@@ -46,7 +46,8 @@ from kvsearch.runs.identity import SCHEMA as RUN
 from kvsearch.runs.run import CONTEXTS_FORMAT, read_contexts
 
 WHOLE_RUN = "run.json"
-CACHE = ".kv"  # the suffix of a compressed cache
+CACHE = ".kv"  # the usual suffix of a compressed cache
+CACHE_MARK = b"kvsearch.cache"  # in its header
 BESIDE = (LEDGER, "samples.csv", "tables.md")  # what a run keeps beside its report
 KNOWN = (
     "a plan, a strategy or recipe in YAML, a profile, the directory of a calibration, evaluation, validation, "
@@ -227,7 +228,7 @@ def open_path(path: Path) -> Opened:
         return _yaml(path)
     if path.suffix == ".json":
         return _json(path)
-    if path.suffix == CACHE:
+    if is_cache(path):
         from kvsearch.runtime.store.cache_file import read_header
 
         header = read_header(path)
@@ -235,6 +236,15 @@ def open_path(path: Path) -> Opened:
     if path.suffix == ".safetensors" or not path.exists():
         return Opened(path, "profile", load_profile(path))
     raise _unknown(path)
+
+
+def is_cache(path: Path) -> bool:
+    """Return whether a file is a compressed cache: by its suffix, or by what it says of itself; errors as `opened`."""
+    if path.suffix == CACHE or not path.is_file():
+        return path.suffix == CACHE
+    with opened(path) as file:
+        head = file.read(256)
+    return head[8:].startswith(b'{"__metadata__"') and CACHE_MARK in head
 
 
 def run_scores(place: Path, plan: Plan) -> str | None:

@@ -20,7 +20,7 @@ from kvsearch.plan.profile import split_tensors
 from kvsearch.plan.saved import PROFILE, WEIGHTS, checked_weights, weights_file
 from kvsearch.plan.schema import PolicySpec
 from kvsearch.policies.registry import BUILT_IN, FITTED, policy_of
-from kvsearch.report.artifacts import CACHE, open_path
+from kvsearch.report.artifacts import is_cache, open_path
 from kvsearch.report.figures import Part
 from kvsearch.report.numbers import counted
 from kvsearch.report.table import Table
@@ -35,7 +35,7 @@ CHANGED = f"it was changed since it was finished: its SHA-256 is not that of {SU
 RESTORE = "restore it, or write it again with the command that wrote it"
 ANEW = "restore it, or start anew with another --output or --force"
 WITHOUT_SCHEMA = (BEST, LOSSES)
-READ = (".json", ".yaml", ".yml", ".safetensors", CACHE)  # what can be told from the file itself
+READ = (".json", ".yaml", ".yml", ".safetensors")  # what can be told from the file itself
 MARK = b"kvsearch"  # what our files have
 HEAD = 1 << 20  # in so many first bytes
 _WEIGHTS = re.compile(r"[a-z0-9_]+-([0-9a-f]{12})\.safetensors")
@@ -125,10 +125,10 @@ def _is_ours(path: Path) -> bool:
     """Return True for a file that kvsearch writes, by its name or by what is in it."""
     if path.name.startswith(TEMPORARY):
         return False
-    if path.name in (LEDGER, SUMS, PROFILE) or path.suffix == CACHE or _WEIGHTS.fullmatch(path.name):
+    if path.name in (LEDGER, SUMS, PROFILE) or _WEIGHTS.fullmatch(path.name):
         return True
     if path.suffix not in READ:
-        return False
+        return is_cache(path)
     with opened(path) as file:
         return path.parent.name == MEASURED or MARK in file.read(HEAD)
 
@@ -179,12 +179,12 @@ def _describe(path: Path) -> str:
     if path.parent.name == MEASURED and path.suffix == ".safetensors":
         split_tensors(read_bytes(path), str(path))
         return "measured so far"
-    return _describe_artefact(path) if path.suffix in READ else "a file"
+    return _describe_artefact(path) if path.suffix in READ or is_cache(path) else "a file"
 
 
 def _describe_artefact(path: Path) -> str:
     """Return the kind of what `show` reads; a plan or a profile names weights, which are checked, too."""
-    if path.suffix == CACHE:
+    if is_cache(path):
         from kvsearch.runtime.store.tensor_file import read_tensors
 
         read_tensors(path)

@@ -58,8 +58,10 @@ def test_compress_is_a_function(plan: Path, saved: Path, tmp_path: Path) -> None
     assert made.entries == 64 * 24 < made.full_entries == 24 * made.ids.shape[1]
 
 
-def test_a_file_is_shown(run: Run, saved: Path) -> None:
-    code, out, talk = run("show", saved)
+def test_a_file_is_shown_whatever_it_is_called(run: Run, saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "report.cache").write_bytes(saved.read_bytes())
+    assert "1 artefact: 1 whole" in run("verify", tmp_path)[1]
+    code, out, talk = run("show", tmp_path / "report.cache")
     assert (code, talk) == (0, "")
     assert "cache of    1 sequence of " in out
     assert "prefill entries by layer and head" in out
