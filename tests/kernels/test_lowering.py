@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.docs.test_links import DOCS
+from tests.kernels.lowering import COMMON, TYPES
 
 CONSUMER = 99 * 1024  # bytes of shared memory that a block has on GPUs of compute capability 8.6, 8.9 and 12.0
 ARCHITECTURES = (80, 89, 90)
@@ -21,10 +22,10 @@ WIDE = ("attend_chunks", 90, "bf16", 128)  # 64 rows: see `BlockSizes.of`
 PAGE = DOCS / "kernels.md"
 
 
-def compiled() -> list[dict[str, Any]]:
+def compiled(*options: str) -> list[dict[str, Any]]:
     """What every launch takes on every architecture."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.lowering"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.lowering", *options]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines()]
@@ -32,7 +33,13 @@ def compiled() -> list[dict[str, Any]]:
 
 def page(found: list[dict[str, Any]]) -> str:
     """The documentation's page, with the most that a launch of a kernel takes."""
-    rows = []
+    head, rule, _ = PAGE.read_text(encoding="utf-8").partition("|---|---|---|---|---|---|\n")
+    return re.sub(r"Triton [\d.]+\d", f"Triton {version('triton')}", head) + rule + "\n".join(rows(found)) + "\n"
+
+
+def rows(found: list[dict[str, Any]]) -> list[str]:
+    """The lines of its table, one for each kernel, type and head size."""
+    lines = []
     for kernel, dtype, dim in sorted({(each["kernel"], each["dtype"], each["dim"]) for each in found}):
         row = f"| `{kernel}` | {dtype} | {dim} |"
         for architecture in ARCHITECTURES:
@@ -40,9 +47,8 @@ def page(found: list[dict[str, Any]]) -> str:
             here = [each for each in found if (each["kernel"], each["dtype"], each["dim"], each["arch"]) == alike]
             shared, *others = (max(each[name] for each in here) for name in ("shared", "registers", "spilled"))
             row += f" {shared / 1024:.1f} KiB, {others[0]}, {others[1]} |"
-        rows.append(row)
-    head, rule, _ = PAGE.read_text(encoding="utf-8").partition("|---|---|---|---|---|---|\n")
-    return re.sub(r"Triton [\d.]+\d", f"Triton {version('triton')}", head) + rule + "\n".join(rows) + "\n"
+        lines.append(row)
+    return lines
 
 
 @pytest.mark.slow
@@ -55,8 +61,10 @@ def test_every_launch_compiles_and_fits_a_gpu() -> None:
     wide = [each for each in found if each["shared"] > CONSUMER]
     assert {(each["kernel"], each["arch"], each["dtype"], each["dim"]) for each in wide} <= {WIDE}
     written = PAGE.read_text(encoding="utf-8")
-    assert f"Triton {version('triton')}" not in written or written == page(found)
+    types = {(TYPES[dtype], dim) for dtype, dim in COMMON}
+    common = [each for each in found if (each["dtype"], each["dim"]) in types]
+    assert f"Triton {version('triton')}" not in written or set(rows(common)) <= set(written.splitlines())
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(compiled()), encoding="utf-8")
+    PAGE.write_text(page(compiled("--all")), encoding="utf-8")
