@@ -32,6 +32,14 @@ class IncompatibleError(UsageError):
     exit_code = 4
 
 
+class NonFiniteError(IncompatibleError):
+    """What the model computes for sequence `row` of a batch is NaN or infinite."""
+
+    def __init__(self, problem: str, row: int) -> None:
+        super().__init__(problem)
+        self.row = row
+
+
 class InternalError(KvsearchError):
     """A bug in kvsearch: please report it."""
 

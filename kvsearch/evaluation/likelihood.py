@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.runtime import PlanCache, Program
-from kvsearch.runtime.decode.replies import NonFiniteError, check_logits
+from kvsearch.runtime.decode.replies import NO_LOGITS, check_logits
 from kvsearch.runtime.program import require_room
 from kvsearch.runtime.shared_prefill import held_entries, read_prompts
 from kvsearch.runtime.stock import CACHE
@@ -74,7 +74,7 @@ def _likelihood(logits: Tensor, text: Sequence[int], row: int) -> Likelihood:
     """Return what logits [1 + K, V] of a context's end, and of the K tokens fed after it, say of a text."""
     predicted = logits[-len(text) :].float()
     if not bool(predicted.isfinite().all()):
-        raise NonFiniteError(row)
+        raise NonFiniteError(NO_LOGITS, row)
     tokens = torch.tensor(text, device=logits.device)
     is_greedy = bool((predicted.argmax(-1) == tokens).all())
     return -float(token_losses(predicted, tokens).sum()), is_greedy

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsearch.core.errors import IncompatibleError, UsageError
+from kvsearch.core.errors import IncompatibleError, NonFiniteError, UsageError
 from kvsearch.core.progress import Progress, counted
 from kvsearch.evaluation.samples import LayerLoss
 from kvsearch.models.loading import LoadedModel
@@ -122,7 +122,10 @@ def _measure(
                     for method in programs:
                         if layer.index not in rules[method]:
                             continue
-                        losses = query_losses(layer, rules[method][layer.index])
+                        try:
+                            losses = query_losses(layer, rules[method][layer.index])
+                        except NonFiniteError as error:
+                            raise IncompatibleError(f"{place}, method {method}: {error}") from error
                         if not bool(losses["loss"].isfinite().all()):
                             raise IncompatibleError(
                                 f"{place}, method {method}: the output of layer {layer.index} is NaN or "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.canonical import sha256_of
-from kvsearch.core.errors import IncompatibleError, KvsearchWarning
+from kvsearch.core.errors import IncompatibleError, KvsearchWarning, NonFiniteError
 from kvsearch.core.progress import Progress, counted
 from kvsearch.core.resources import version
 from kvsearch.evaluation.reply_store import ReplyStore
@@ -26,7 +26,7 @@ from kvsearch.models.memory import free_memory, is_out_of_memory
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import Draws, NonFiniteError, has_windows, stop_tokens
+from kvsearch.runtime.decode.replies import Draws, has_windows, stop_tokens
 from kvsearch.runtime.program import full_cache, require_room
 from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
 from kvsearch.strategies.compared import ReadyMethod

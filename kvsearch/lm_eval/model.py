@@ -20,13 +20,13 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
-from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
+from kvsearch.core.errors import IncompatibleError, KvsearchWarning, NonFiniteError, UsageError
 from kvsearch.core.progress import Progress, counted
 from kvsearch.evaluation.likelihood import compressible, score
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import Draws, NonFiniteError, stop_tokens
+from kvsearch.runtime.decode.replies import Draws, stop_tokens
 from kvsearch.runtime.shared_prefill import compressed
 from kvsearch.tasks.base import Sampling
 from kvsearch.tasks.encode import most_tokens
@@ -329,12 +329,8 @@ class PlannedLM(LM):  # type: ignore[misc]
 
 @contextmanager
 def _naming(requests: Sequence[Instance]) -> Iterator[None]:
-    """Say for which request of a batch the model computed NaN, as far as it is known."""
+    """Say for which request of a batch the model computed NaN."""
     try:
         yield
     except NonFiniteError as error:
         raise IncompatibleError(f"{place(requests[error.row])}: {error}") from error
-    except IncompatibleError as error:
-        others = len(requests) - 1
-        among = f" or one of the {others} read with it" if others else ""
-        raise IncompatibleError(f"{place(requests[0])}{among}: {error}") from error

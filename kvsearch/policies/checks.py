@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvsearch.core.errors import IncompatibleError, KvsearchError
+from kvsearch.core.errors import KvsearchError, NonFiniteError
 from kvsearch.core.parsing import in_one_line
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.policies.registry import fault, is_ours
@@ -22,21 +22,25 @@ LENGTHS = "lengths on the host"  # what they are shared by
 
 
 class DeferredCheck(NamedTuple):
-    """What may be wrong, a 0-dim bool on its device that is looked at later, and what to raise if it is."""
+    """What may be wrong with some sequences, [B] bool on their device that are looked at later, and what to raise."""
 
     wrong: Tensor
-    error: Callable[[], KvsearchError]
+    error: Callable[[int], KvsearchError]  # by the first sequence that is wrong
+
+    def in_segments(self, rows: Tensor) -> DeferredCheck:
+        """Return the check where `wrong` is [S], of segments that belong to sequences `rows` [S]."""
+        return DeferredCheck(self.wrong, lambda segment: self.error(int(rows[segment])))
 
 
 def not_finite(policy: Policy, layer: int, wrong: Tensor) -> DeferredCheck:
-    """Return the check of whether scores of a policy that are compared are NaN or infinite."""
-    return DeferredCheck(wrong, partial(_score_error, policy, layer))
+    """Return the check of whether scores [B, ...] of a policy that are compared are `wrong`, NaN or infinite."""
+    return DeferredCheck(wrong.flatten(1).any(-1), partial(_score_error, policy, layer))
 
 
-def _score_error(policy: Policy, layer: int) -> KvsearchError:
+def _score_error(policy: Policy, layer: int, row: int) -> KvsearchError:
     if is_ours(type(policy)):
         named = f"layer {layer}: the scores of {policy.name}"
-        return IncompatibleError(f"{named} are not finite: the model computes NaN or infinity")
+        return NonFiniteError(f"{named} are not finite: the model computes NaN or infinity", row)
     return fault(type(policy), f"gave scores that are NaN or infinite in layer {layer}")
 
 
@@ -87,7 +91,7 @@ def check_scores(policy: Policy, observation: Observation, what: str, scores: ob
     found = check_form(policy, what, scores, observation.keys.shape[:3], observation.keys)
     if observation.checks is not None:
         wrong = ~found.isfinite() & observation.candidates(policy.sink_count, policy.recent_count)[:, None]
-        observation.checks.append(not_finite(policy, observation.layer, wrong.any()))
+        observation.checks.append(not_finite(policy, observation.layer, wrong))
     return found
 
 
@@ -96,7 +100,7 @@ def require_finite(checks: Iterable[DeferredCheck] | None) -> None:
     pending = list(checks or ())
     if pending:
         device = pending[0].wrong.device
-        _raise_first(pending, torch.stack([check.wrong.to(device) for check in pending]).tolist())
+        _raise_first(pending, torch.cat([check.wrong.to(device) for check in pending]).tolist())
 
 
 def lengths_after(observation: Observation) -> list[int]:
@@ -105,7 +109,7 @@ def lengths_after(observation: Observation) -> list[int]:
     lengths = observation.lengths
     if not checks:
         return lengths_of(observation)
-    wrong = torch.stack([check.wrong for check in checks])
+    wrong = torch.cat([check.wrong for check in checks])
     read: list[int] = torch.cat([lengths, wrong.to(lengths.dtype)]).tolist()
     _raise_first(checks, read[len(lengths) :])
     checks.clear()
@@ -118,6 +122,9 @@ def lengths_of(observation: Observation) -> list[int]:
 
 
 def _raise_first(checks: Sequence[DeferredCheck], wrong: Sequence[int | bool]) -> None:
-    for check, is_wrong in zip(checks, wrong, strict=True):
-        if is_wrong:
-            raise check.error()
+    first = 0
+    for check in checks:
+        own = wrong[first : first + len(check.wrong)]
+        if any(own):
+            raise check.error(own.index(True))
+        first += len(own)

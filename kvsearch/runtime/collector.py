@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -154,7 +153,7 @@ class DensePrompt:
             sinks=logits.sinks,
         )
         if self._masked and seen.checks is not None:
-            seen.checks.append(DeferredCheck(~self._valid[:, -1].all(), partial(UsageError, ENDS_PADDED)))
+            seen.checks.append(DeferredCheck(~self._valid[:, -1], lambda _: UsageError(ENDS_PADDED)))
             if seen.keys.device.type == "cpu":
                 require_finite(seen.checks)
                 seen.checks.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -372,8 +371,8 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         for how, scores in self.rereads.items():
             rereads[how] = scores.repeat_interleave(len(valid) // len(scores), 0)  # beams are copies of a prompt
             if observation.checks is not None:
-                wrong = rereads[how].masked_fill(valid[:, None], 0).any()
-                observation.checks.append(DeferredCheck(wrong, partial(UsageError, READS_PADDING)))
+                wrong = rereads[how].masked_fill(valid[:, None], 0).flatten(1).any(-1)
+                observation.checks.append(DeferredCheck(wrong, lambda _: UsageError(READS_PADDING)))
         return replace(observation, rereads=rereads)
 
     def conclude(self, observation: Observation) -> None:

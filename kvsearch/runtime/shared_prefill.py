@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kvsearch.core.errors import UsageError
+from kvsearch.core.errors import NonFiniteError, UsageError
 from kvsearch.models.architecture import RotaryTables, check_length, describe
 from kvsearch.models.memory import default_memory
 from kvsearch.policies import Observation
@@ -168,7 +168,11 @@ def read_prompts(
     for _, alike in groupby(prompts, len):
         alone = torch.stack(list(alike)).to(model.device)
         own = [PlanCache(model, cache.program) for cache in caches] if parts else caches
-        logits.append(prefill_all(model, own, alone, torch.ones_like(alone), chunk))
+        try:
+            logits.append(prefill_all(model, own, alone, torch.ones_like(alone), chunk))
+        except NonFiniteError as error:
+            error.row += sum(map(len, logits))
+            raise
         parts.append(own)
     for same in zip(*parts, strict=True):
         joined(same, mask, [len(prompt) for prompt in prompts])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvsearch.budgets.dynamic import Allocation, LayerDemand, Shares
 from kvsearch.core.arrays import Ints
-from kvsearch.core.errors import IncompatibleError, InternalError
+from kvsearch.core.errors import InternalError, NonFiniteError
 from kvsearch.kernels.dispatch import serves
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
@@ -200,11 +200,13 @@ class LayerDemands:
                 for sequence, length in enumerate(self.lengths)
             ]
             self.weights = allocation.weight(policy, observation, candidates)
-            if not all(weight < math.inf for weight in self.weights):  # nor NaN; -inf is the logarithm of nothing
-                raise IncompatibleError(
-                    f"layer {observation.layer}: the scores of {policy.name} give it no finite weight, so its budgets "
-                    "cannot be decided: the model computes NaN or infinity"
-                )
+            for row, weight in enumerate(self.weights):
+                if not weight < math.inf:  # nor NaN; -inf is the logarithm of nothing
+                    raise NonFiniteError(
+                        f"layer {observation.layer}: the scores of {policy.name} give it no finite weight, so its "
+                        "budgets cannot be decided: the model computes NaN or infinity",
+                        row,
+                    )
 
     def of(self, sequence: int, floor: int, free: int) -> LayerDemand:
         """Return the demand of a sequence whose heads have `floor` entries each, for at least `free` beyond them."""

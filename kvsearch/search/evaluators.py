@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from kvsearch.core.arrays import Floats, Ints
-from kvsearch.core.errors import IncompatibleError
+from kvsearch.core.errors import IncompatibleError, NonFiniteError
 from kvsearch.core.progress import Progress
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import NonFiniteError, has_windows, stop_tokens
+from kvsearch.runtime.decode.replies import has_windows, stop_tokens
 from kvsearch.runtime.shared_prefill import JointReplies, compressed
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.memory import Splitting

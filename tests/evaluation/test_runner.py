@@ -162,6 +162,18 @@ def test_a_sample_that_breaks_the_model_is_named(protocol: Protocol, place: str)
         run(broken, {"full": full_cache(broken.model)}, [tiny.Listed("listed", tuple(clean))], 4, protocol=protocol)
 
 
+@pytest.mark.parametrize("row", range(4))
+def test_the_sample_whose_scores_are_nan_is_named(row: int) -> None:
+    broken = tiny.loaded()
+    with torch.no_grad():
+        broken.model.model.embed_tokens.weight[WORDS.index("navy")] = float("nan")
+    rows = [dataclasses.replace(one, context=one.context.replace("navy", "red")) for one in TASK.rows]
+    rows[row] = dataclasses.replace(rows[row], context=f"navy {rows[row].context}")
+    words = f"task listed, example {row}, question 0: layer 0: the scores of snapkv are not finite"
+    with pytest.raises(IncompatibleError, match=words):
+        run(broken, {"third": third(broken.model)}, [tiny.Listed("listed", tuple(rows))], 4)
+
+
 class Failing(tiny.Listed):
     """Its metric cannot judge a reply that says anything."""
 

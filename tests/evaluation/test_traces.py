@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvsearch.core.canonical import canonical_json
-from kvsearch.core.errors import UsageError
+from kvsearch.core.errors import NonFiniteError, UsageError
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.reply_store import open_run
 from kvsearch.evaluation.statistics import student_quantile
@@ -23,7 +23,7 @@ from kvsearch.plan.schema import QUESTION_AWARE
 from kvsearch.report.evaluation import csv_rows, trace_table
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import LEDGER
-from kvsearch.runtime.decode.replies import Draws, NonFiniteError
+from kvsearch.runtime.decode.replies import Draws
 from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.methods import find_methods
 from kvsearch.tasks.base import Sampling, Task

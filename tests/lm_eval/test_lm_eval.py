@@ -351,8 +351,9 @@ def test_the_document_that_breaks_a_model_is_named() -> None:
     asked = [request(WORDS, " amber", document=1), request(f"{WORDS} quark", " amber", document=7)]
     with pytest.raises(IncompatibleError, match="task toy, document 7: the model emits NaN"):
         lm.loglikelihood(asked)
-    with pytest.raises(IncompatibleError, match=r"task toy, document 3: .* the model computes NaN"):
-        lm.generate_until([prompt(f"{WORDS} quark")])
+    asked = [prompt(), replace(prompt(f"{WORDS} quark"), metadata=("toy", 7, 1), doc_id=7)]
+    with pytest.raises(IncompatibleError, match=r"task toy, document 7: .* the model computes NaN"):
+        lm.generate_until(asked)
 
 
 STRICT = (

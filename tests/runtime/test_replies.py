@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.core.errors import IncompatibleError
+from kvsearch.core.errors import IncompatibleError, NonFiniteError
 from kvsearch.models.architecture import describe
-from kvsearch.policies import create_policy
-from kvsearch.runtime import PlanCache, Program
+from kvsearch.policies import Policy, create_policy
+from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.decode.replies import Finished, NonFiniteError, Replies
+from kvsearch.runtime.decode.replies import Finished, Replies
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import read
 from kvsearch.strategies.compared import equal_uniform
@@ -206,6 +206,28 @@ def test_the_sequence_that_breaks_a_model_is_known(row: int) -> None:
         asked[row][0] = 96
         with pytest.raises(NonFiniteError) as caught:
             replies_of(model, full_cache(model), clean).ask(asked, [1, 1, 1])
+        assert caught.value.row == row
+
+
+@pytest.mark.parametrize("row", range(2))
+@pytest.mark.parametrize("policy", [create_policy("h2o"), create_policy("snapkv", {"window": 4})])
+def test_the_sequence_whose_scores_are_nan_is_known(policy: Policy, row: int) -> None:
+    model = build("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[96] = float("nan")
+    ids = prompts(2, 30)[0].clamp(max=95)
+    program = equal_uniform(model, policy, dict.fromkeys(("prefill", "decode"), lambda _: 160))
+    with attach(model, program) as planned:
+        cache = planned.read(ids)
+        token = torch.zeros(2, 1, dtype=torch.long)
+        token[row] = 96
+        model(token, past_key_values=cache)
+        with pytest.raises(NonFiniteError, match="the scores of") as caught:
+            cache.check_scores()
+        assert caught.value.row == row
+        ids[row, 3] = 96
+        with pytest.raises(NonFiniteError, match="the scores of") as caught:
+            planned.generate(ids, max_new_tokens=2)
         assert caught.value.row == row
 
 

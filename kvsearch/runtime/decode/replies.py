@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.arrays import Ints
-from kvsearch.core.errors import IncompatibleError, UsageError, present
+from kvsearch.core.errors import NonFiniteError, UsageError, present
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime.cache import CacheMark, PlanCache
@@ -22,16 +22,9 @@ from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.predictions import token_losses
 from kvsearch.tasks.base import Sampling
 
+NO_LOGITS = "the model emits NaN or infinite logits: check its dtype and weights"
 Finished = Callable[[list[int]], bool]
 Chooser = Callable[[Tensor], Tensor]  # from logits [B, n, V] to the next tokens [B, 1], by the last of them
-
-
-class NonFiniteError(IncompatibleError):
-    """The logits of sequence `row` of a batch are no numbers."""
-
-    def __init__(self, row: int) -> None:
-        super().__init__("the model emits NaN or infinite logits: check its dtype and weights")
-        self.row = row
 
 
 class GrowingReply:
@@ -133,7 +126,7 @@ class Replies:
         losses = [float(token_losses(logits[place, -len(row) :], row).mean()) for place, row in enumerate(rows)]
         for place, loss in enumerate(losses):
             if not math.isfinite(loss):
-                raise NonFiniteError(place)
+                raise NonFiniteError(NO_LOGITS, place)
         return losses
 
     def reply(self, max_new_tokens: Sequence[int]) -> list[list[int]]:
@@ -206,7 +199,7 @@ def check_logits(logits: Tensor) -> None:
     """Raise NonFiniteError if some of the last logits of [B, n, V] are no numbers."""
     finite = logits[:, -1].isfinite().all(-1)
     if not bool(finite.all()):
-        raise NonFiniteError(int((~finite).nonzero()[0]))
+        raise NonFiniteError(NO_LOGITS, int((~finite).nonzero()[0]))
 
 
 class Draws:

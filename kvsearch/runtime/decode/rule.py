@@ -316,8 +316,8 @@ class StepRule:
                 scores = self.policy.step(step)
             checked = check_form(self.policy, "step", scores, step.cached.positions.shape, step.cached.positions)
             if self.noting:
-                wrong = (checked.isnan() & step.cached.held).any()
-                self.checks.append(not_finite(self.policy, self.layer, wrong))
+                wrong = checked.isnan() & step.cached.held
+                self.checks.append(not_finite(self.policy, self.layer, wrong).in_segments(rows))
             return checked
         priority = step.cached.state.entries[PRIORITY]
         priority.scatter_(1, step.newest[:, None], float("inf"))  # until it is scored nothing can make it leave
@@ -334,7 +334,7 @@ class StepRule:
         order = torch.argsort(cached.positions, dim=-1, stable=True)
         observation = self._seen(step, rows, limits.heads, order, logits)
         scores = scores_taking(self.policy, observation, limits.quotas[:, None])[:, 0]
-        self.checks += observation.checks or ()
+        self.checks += [check.in_segments(rows) for check in observation.checks or ()]
         protected = protected_slots(observation.index, step.seen, limits.sinks, limits.recent)
         scores = scores.masked_fill(protected, float("inf"))
         return torch.empty_like(scores).scatter_(-1, order, scores)

@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsearch.core.errors import IncompatibleError
+from kvsearch.core.errors import IncompatibleError, NonFiniteError
 from kvsearch.core.progress import Progress, counted
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import CPU_BYTES
 from kvsearch.plan.schema import Protocol
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import Finished, NonFiniteError, has_windows, stop_tokens
+from kvsearch.runtime.decode.replies import Finished, has_windows, stop_tokens
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import batches, compressed
 from kvsearch.tasks.base import Answers, Query
