@@ -35,7 +35,6 @@ BUILT_IN = {
     "cake": "kvsearch.budgets.cake:CAKEAllocation",
     "lava": "kvsearch.budgets.lava:LAVaAllocation",
 }
-FORMER = {"adakv": {"normalize": False}}  # options that allocations had, at the value that changed nothing
 Order = NDArray[np.integer[Any]]
 NO_SCORES: Floats = np.zeros(0)
 
@@ -173,8 +172,6 @@ class Shares:
         They sum to the planned total, or to the caps if these are less; `spare` [L, Hkv] is what is missing then, to
         be had while decoding.
         """
-        if len(self.demands) != len(self.floors):
-            raise InternalError(f"budgets of {len(self.floors)} layers from the demands of {len(self.demands)}")
         layers = range(len(self.floors))
         if not self.allocation.shares_layers:
             return np.array([self.layer_budgets(layer) for layer in layers], dtype=np.int64)
@@ -245,10 +242,8 @@ def create_allocation(name: str, params: Mapping[str, object] | None = None) -> 
             raise UsageError(f"allocation static has no option {next(iter(params))!r}")
         return None
     kind = allocation_class(name)
-    former = FORMER.get(name, {})
-    params = {key: value for key, value in (params or {}).items() if key not in former or value is not former[key]}
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
-    allocation: Allocation = kind(**typed_values(params, fields, f"allocation {name}", "option"))
+    allocation: Allocation = kind(**typed_values(params or {}, fields, f"allocation {name}", "option"))
     return allocation
 
 

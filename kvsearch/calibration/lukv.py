@@ -143,15 +143,7 @@ def measure_importance(
     """
     work = partial(_measure_prompt, policy=policy, options=options, compared_policies=compared_policies)
 
-    def make(some: Sequence[CalibrationPrompt]) -> Iterator[Arrays]:
-        for questions in loaded.map(work, some):
-            yield {
-                f"{number} {name}": getattr(question, name)
-                for number, question in enumerate(questions)
-                for name in MEASURED
-            }
-
-    measured = (steps or StepCache()).stage(prompts, make)
+    measured = (steps or StepCache()).stage(prompts, partial(loaded.map, work))
     for prompt, arrays in zip(prompts, measured, strict=True):
         for number in range(len(prompt.continuations)):
             yield MeasuredQuestion(prompt.text, **{name: arrays[f"{number} {name}"] for name in MEASURED})
@@ -163,8 +155,9 @@ def _measure_prompt(
     policy: Policy,
     options: LukvOptions,
     compared_policies: Sequence[Policy],
-) -> Iterator[MeasuredQuestion]:
-    """Yield the questions of one prompt as measured."""
+) -> Arrays:
+    """Return the questions of one prompt as measured, by number and field of a `MeasuredQuestion`."""
+    arrays: dict[str, NDArray[Any]] = {}
     with running(loaded.model):
         refusal = prompt.refusal(loaded.name)
         policies = [policy, *compared_policies]
@@ -172,18 +165,20 @@ def _measure_prompt(
         ranks, *others = (context_pass.ranks(number) for number in range(len(policies)))
         order, *compared_orders = (each.to(loaded.device).argsort(-1).cpu() for each in (ranks, *others))
         protected = ranks < policy.protected(prompt.length)
-        for continuation in prompt.continuations:
+        for number, continuation in enumerate(prompt.continuations):
             importance, logits = context_pass.ask(continuation.tokens.to(loaded.device))
             ordered = importance.gather(-1, order)
             if not bool(ordered.isfinite().all()) or bool(logits.isnan().any()):
                 raise IncompatibleError(refusal)
-            yield MeasuredQuestion(
-                context=prompt.text,
-                importance=ordered.numpy(),
-                scale=_scale(importance, protected, options.normalization).double().numpy(),
-                effect=_effects(context_pass, continuation, logits, protected, options.normalization),
-                curves=np.array([_kept_curve(importance.gather(-1, order).numpy()) for order in compared_orders]),
-            )
+            arrays |= {
+                f"{number} importance": ordered.numpy(),
+                f"{number} scale": _scale(importance, protected, options.normalization).double().numpy(),
+                f"{number} effect": _effects(context_pass, continuation, logits, protected, options.normalization),
+                f"{number} curves": np.array(
+                    [_kept_curve(importance.gather(-1, order).numpy()) for order in compared_orders]
+                ),
+            }
+    return arrays
 
 
 def _effects(

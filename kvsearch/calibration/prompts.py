@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -91,14 +91,11 @@ class CalibrationPrompt:
         room = tuple(min(after.most or most, limit - self.length - after.answer) for after in self.continuations)
         return ForcedQuestions(self.ids[0], questions, room, self.refusal(loaded.name), self.ended)
 
-    def replied(self, replies: Sequence[list[int]], most: int) -> CalibrationPrompt:
-        """Return the prompt with what is taken of `replies` in place of answers, `most` tokens; never nothing."""
-        continuations = []
+    def replied(self, replies: Sequence[list[int]], most: int) -> Iterator[Tensor]:
+        """Yield continuations with what is taken of replies in place of answers, `most` tokens, if it is anything."""
         for after, reply in zip(self.continuations, replies, strict=True):
-            if taken := (reply if after.taken is None else after.taken(reply))[:most]:
-                after = replace(after, tokens=torch.cat([after.tokens[:, : after.answer], torch.tensor([taken])], 1))
-            continuations.append(after)
-        return replace(self, continuations=tuple(continuations))
+            taken = (reply if after.taken is None else after.taken(reply))[:most]
+            yield torch.cat([after.tokens[:, : after.answer], torch.tensor([taken])], 1) if taken else after.tokens
 
     def refusal(self, model: str) -> str:
         """Word the error of a model that computes NaN here."""
@@ -198,8 +195,7 @@ def with_own_replies(
         for part, replies in zip(some, parted_replies(loaded, asked), strict=True):
             replying = [prompt for prompt in part if prompt.continuations]
             replied = [prompt.replied(of_prompt, most) for prompt, of_prompt in zip(replying, replies, strict=True)]
-            tokens = [after.tokens.numpy() for prompt in replied for after in prompt.continuations]
-            yield {str(number): array for number, array in enumerate(tokens)}
+            yield {str(number): tokens.numpy() for number, tokens in enumerate(chain.from_iterable(replied))}
 
     prompts = list[CalibrationPrompt]()
     for part, arrays in zip(parts, (steps or StepCache()).stage(parts, make), strict=True):

@@ -48,18 +48,16 @@ class KvsearchWarning(UserWarning):
     """Something that works but is probably not what one wants."""
 
 
-def given(value: Value | None, problem: str) -> Value:
-    """Return a value that has to be there; UsageError with the problem where it is None."""
+def given(value: Value | None, problem: str, kind: type[KvsearchError] = UsageError) -> Value:
+    """Return a value that has to be there; an error of this kind with the problem where it is None."""
     if value is None:
-        raise UsageError(problem)
+        raise kind(problem)
     return value
 
 
 def present(value: Value | None, problem: str) -> Value:
-    """Return a value that is there unless kvsearch has a bug; InternalError with the problem where it is None."""
-    if value is None:
-        raise InternalError(problem)
-    return value
+    """Return a value that is there unless kvsearch has a bug."""
+    return given(value, problem, InternalError)
 
 
 _said: set[str] = set()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsearch.core.errors import NonFiniteError
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.decode.replies import NO_LOGITS, check_logits
 from kvsearch.runtime.program import require_room

@@ -9,7 +9,6 @@ from kvsearch.core.canonical import canonical_json
 from kvsearch.plan.saved import load_plan, save_plan
 from kvsearch.plan.schema import (
     PHASES,
-    AllocationSpec,
     ModelFingerprint,
     Phase,
     PhaseNames,
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PHASES",
-    "AllocationSpec",
     "ModelFingerprint",
     "Phase",
     "PhaseNames",

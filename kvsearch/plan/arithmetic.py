@@ -14,7 +14,7 @@ from kvsearch.core.fields import Scalar
 from kvsearch.core.limits import MOST_ENTRIES
 from kvsearch.plan.origin import changed
 from kvsearch.plan.rounding import water_fill
-from kvsearch.plan.schema import PHASES, AllocationSpec, Phase, PhasePlan, Plan, PolicySpec
+from kvsearch.plan.schema import PHASES, Phase, PhasePlan, Plan, PolicySpec
 from kvsearch.plan.size import ONE_SIZE, Size
 
 Scaling = Literal["fixed", "proportional"]
@@ -213,5 +213,5 @@ def _changes(
             yield SettingChange(name, before.get(name), after.get(name), phase)
 
 
-def _named(what: str, spec: PolicySpec | AllocationSpec) -> dict[str, Scalar]:
+def _named(what: str, spec: PolicySpec) -> dict[str, Scalar]:
     return {what: spec.name, **{f"{what}.{key}": value for key, value in spec.params.items()}}

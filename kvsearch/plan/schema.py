@@ -123,16 +123,12 @@ def phases_of(name: str) -> tuple[Phase, ...]:
 
 
 class PolicySpec(Record):
-    """An eviction policy by its registered name, with the hyper-parameters that differ from its defaults."""
+    """An eviction policy, or an allocation, by its registered name, with the parameters that differ from its defaults.
+
+    An allocation says how the totals of a plan become budgets of a prompt: "static" as written, or by a dynamic rule.
+    """
 
     name: Text
-    params: dict[Text, ScalarField] = Field(default_factory=dict, max_length=MOST_PARAMETERS)
-
-
-class AllocationSpec(Record):
-    """How the totals of a plan become budgets of a prompt: "static" as written, or by a registered dynamic rule."""
-
-    name: Text = STATIC
     params: dict[Text, ScalarField] = Field(default_factory=dict, max_length=MOST_PARAMETERS)
 
 
@@ -204,7 +200,7 @@ class Plan(Record):
     model: ModelFingerprint
     length: Entries | None = None
     scaling: Literal["fixed", "proportional"]
-    allocation: AllocationSpec = AllocationSpec()
+    allocation: PolicySpec = PolicySpec(name=STATIC)
     floor: Floor
     prefill: PhasePlan | None = None
     decode: PhasePlan | None = Field(default=None, validate_default=True)

@@ -23,8 +23,8 @@ from typing import Any
 
 import yaml
 
-from kvsearch.plan import AllocationSpec, PhasePlan, Plan, canonical_json
-from kvsearch.plan.schema import LayerPlan
+from kvsearch.plan import PhasePlan, Plan, PolicySpec, canonical_json
+from kvsearch.plan.schema import STATIC, LayerPlan
 
 STRATEGY_FORMAT = "kvsearch.strategy"
 STRATEGY_VERSION = 1
@@ -52,7 +52,7 @@ def plan_to_yaml(plan: Plan) -> str:
         "length": plan.length,
         "scaling": plan.scaling,
         "floor": plan.floor,
-        "allocation": None if plan.allocation == AllocationSpec() else _Line(plan.allocation.model_dump()),
+        "allocation": None if plan.allocation == PolicySpec(name=STATIC) else _Line(plan.allocation.model_dump()),
         **{name: _phase(phase) for name, phase in plan.phases.items()},
         "fingerprint": model,
         "provenance": provenance,

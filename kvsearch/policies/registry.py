@@ -25,12 +25,6 @@ BUILT_IN = (
     "keydiff", "expected_attention", "criticalkv", "defensivekv", "knorm", "probe", "query_bank", "kvzap", "kvzip",
     "duo_attention",
 )  # fmt: skip  # each is the module of its class
-# parameters that policies had, with the values at which they changed nothing: plans of then state them
-NO_SHARE = {"share": (0,), "generic": ("spread", "snapkv", "expected_attention", "keydiff")}
-FORMER: dict[str, Mapping[str, tuple[object, ...]]] = {
-    "cam": {"merge_prompt": (False,)},
-    **dict.fromkeys(FITTED, NO_SHARE),
-}
 HOME = "kvsearch"
 ROWS = {"group": "mean over the query group", "layer": "mean over the layer's heads"}
 LONG = 2**20  # tokens, for what does not depend on the length
@@ -66,10 +60,8 @@ def create_policy(name: str, params: Mapping[str, object] | None = None) -> Poli
     """Build a policy from its name and hyper-parameters; UsageError names what is unknown or out of range."""
     found = policy_class(name)
     fields = dataclasses.fields(found)
-    former = FORMER.get(name, {})
-    params = {key: value for key, value in (params or {}).items() if key not in former or value not in former[key]}
     # a third-party parameter without a default: its own __post_init__ judges it
-    values = typed_values(params, {field.name: field.default for field in fields}, f"policy {name}", "parameter")
+    values = typed_values(params or {}, {field.name: field.default for field in fields}, f"policy {name}", "parameter")
     required = (field.name for field in fields if is_required(field) and field.name not in values)
     if missing := ", ".join(required):
         raise UsageError(f"policy {name} has no default for {missing}: give a value")

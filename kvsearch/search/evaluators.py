@@ -22,7 +22,7 @@ from kvsearch.core.progress import Progress
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import has_windows, stop_tokens
-from kvsearch.runtime.shared_prefill import JointReplies, compressed
+from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.memory import Splitting
 from kvsearch.search.bank.passes import predicted_answers
@@ -31,6 +31,7 @@ from kvsearch.search.evolve import PreparedSearch
 from kvsearch.search.start_plans import Base
 from kvsearch.search.trials import Evaluator, Executor
 from kvsearch.signals.predictions import answer_losses
+from kvsearch.tasks.splits import group_by_text
 from kvsearch.workers.base import SerialExecutor
 from kvsearch.workers.models import ModelSource, ModelWorkers
 from kvsearch.workers.ray import RayExecutor
@@ -104,12 +105,8 @@ class PlanRuns:
 
     def _batches(self) -> Iterator[list[Context]]:
         """Put samples that share a prompt together, and as many such contexts of a task in a batch as are allowed."""
-        by_task: dict[str, dict[str, Context]] = {}
-        for index, sample in enumerate(self.samples):
-            by_task.setdefault(sample.task.task.name, {}).setdefault(sample.prompt_sha256, []).append(index)
-        for contexts in (list(found.values()) for found in by_task.values()):
-            for first in range(0, len(contexts), self.batch):
-                yield contexts[first : first + self.batch]
+        contexts = group_by_text((sample.task.task.name, sample.prompt_sha256) for sample in self.samples)
+        return batches(contexts, self.batch, lambda context: self.samples[context[0]].task.task.name)
 
     def _read(self, programs: Mapping[str, Program], contexts: Sequence[Context]) -> Iterator[JointReplies]:
         """Read the prompts of some contexts under all programs."""

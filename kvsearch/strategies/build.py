@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from kvsearch.budgets.dynamic import Allocation
 from kvsearch.core.errors import UsageError
-from kvsearch.plan import AllocationSpec, ModelFingerprint, Phase, PhasePlan, Plan, PolicySpec, Profile, Size
+from kvsearch.plan import ModelFingerprint, Phase, PhasePlan, Plan, PolicySpec, Profile, Size
 from kvsearch.plan.origin import Provenance, provenance
 from kvsearch.plan.rounding import water_fill
+from kvsearch.plan.schema import STATIC
 from kvsearch.plan.size import Pool
 
 
@@ -38,12 +39,14 @@ def build_plan(
     for phase, part in chosen.items():
         policies = dict(zip(layers, part.policies, strict=True))
         phases[phase] = PhasePlan.of([policies.get(layer) for layer in range(model.layers)], part.budgets)
-    shared = {} if allocation is None else {"name": allocation.name, "params": allocation.parameters()}
+    shared = PolicySpec(name=STATIC)
+    if allocation is not None:
+        shared = PolicySpec(name=allocation.name, params=allocation.parameters())
     return Plan(
         model=model,
         length=length,
         scaling=scaling,
-        allocation=AllocationSpec.model_validate(shared),
+        allocation=shared,
         floor=floor,
         prefill=phases.get("prefill"),
         decode=phases.get("decode"),

@@ -15,7 +15,7 @@ from kvsearch.core.limits import MOST_HEADS, MOST_LAYERS
 from kvsearch.core.naming import suggest
 from kvsearch.core.parsing import located_problems, require_header
 from kvsearch.core.yaml_document import Place, YamlDocument
-from kvsearch.plan import PHASES, AllocationSpec, ModelFingerprint, Plan
+from kvsearch.plan import PHASES, ModelFingerprint, Plan, PolicySpec
 from kvsearch.plan.origin import Provenance
 from kvsearch.plan.yaml import STRATEGY_FORMAT, STRATEGY_VERSION, WHOLE, layer_ranges
 
@@ -74,7 +74,7 @@ class _Reader:
     def _plan_data(self) -> dict[str, Any]:
         """Return the data of a plan file, as far as the document has it."""
         data: dict[str, Any] = {key: self.data[key] for key in ("length", "scaling", "floor") if key in self.data}
-        for key, record in (("allocation", AllocationSpec), ("provenance", Provenance)):
+        for key, record in (("allocation", PolicySpec), ("provenance", Provenance)):
             if key in self.data:
                 data[key] = self._known((key,), self.data[key], record.model_fields)
         model = self._known(("fingerprint",), self.data.get("fingerprint", {}), _FINGERPRINT)

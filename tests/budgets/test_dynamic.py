@@ -11,7 +11,7 @@ from kvsearch.budgets.cake import CAKEAllocation
 from kvsearch.budgets.dynamic import Allocation, LayerDemand, Shares, create_allocation
 from kvsearch.budgets.lava import LAVaAllocation
 from kvsearch.core.arrays import Ints
-from kvsearch.core.errors import InternalError, UsageError
+from kvsearch.core.errors import UsageError
 from tests.budgets.known import head_budgets
 
 ALLOCATIONS: list[Allocation] = [
@@ -99,13 +99,6 @@ def test_a_budget_beyond_the_order_is_shared_evenly() -> None:
     assert shares.budgets().tolist() == [[3 + 8, 1 + 8]]
 
 
-def test_budgets_need_every_demand() -> None:
-    shares = Shares(LAVaAllocation(), even(2, 1, 5), even(2, 1, 1), even(2, 1, 9))
-    shares.add(0, LayerDemand(1.0, np.zeros(8, dtype=np.uint8)))
-    with pytest.raises(InternalError, match="budgets of 2 layers from the demands of 1"):
-        shares.budgets()
-
-
 def test_what_the_caps_leave_over_is_spare() -> None:
     uneven = np.array([[14, 14], [6, 7]])
     for allocation, spare in ((LAVaAllocation(), [[2, 1], [1, 1]]), (AdaKVAllocation(), [[5, 5], [0, 0]])):
@@ -159,8 +152,6 @@ def test_allocations_by_name() -> None:
     assert made == LAVaAllocation(0.0, heads="equal")
     assert made.parameters() == {"floor_share": 0.0, "heads": "equal", "layers": "dynamic"}
     assert create_allocation("cake", {"tau1": 1.6, "window": 8}) == CAKEAllocation(1.6, window=8)
-    # as plans of older versions have it
-    assert create_allocation("adakv", {"variant": "kvpress", "normalize": False}) == AdaKVAllocation(0.2, "kvpress")
 
 
 @pytest.mark.parametrize(

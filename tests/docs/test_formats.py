@@ -18,7 +18,7 @@ from kvsearch.plan import load_plan
 from kvsearch.plan.origin import ContextRecord, ContextSet
 from kvsearch.plan.profile import ProfileMetadata, TableCheck, load_profile
 from kvsearch.plan.profile_arrays import GRID, SignalAxes
-from kvsearch.plan.schema import AllocationSpec, LayerPlan, ModelFingerprint, PhasePlan, Plan, PolicySpec, Provenance
+from kvsearch.plan.schema import LayerPlan, ModelFingerprint, PhasePlan, Plan, PolicySpec, Provenance
 from kvsearch.runs.identity import RunConfig, read_config, read_identity
 from kvsearch.runs.run import ContextsFile, read_contexts
 from kvsearch.runtime.store.cache_file import CacheHeader
@@ -28,7 +28,7 @@ from tests.runs.sealing import sealed
 PAGE = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encoding="utf-8")
 EXAMPLES: dict[str, str] = dict(re.findall(r"^```json (\w+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 RECORDS: tuple[type[Record], ...] = (
-    Plan, AllocationSpec, PhasePlan, LayerPlan, PolicySpec, ModelFingerprint, Provenance, ContextRecord, ContextSet,
+    Plan, PhasePlan, LayerPlan, PolicySpec, ModelFingerprint, Provenance, ContextRecord, ContextSet,
     ProfileMetadata, TableCheck, SignalAxes, RunConfig, ContextsFile, CacheHeader, *LINES.values(),
 )  # fmt: skip
 

@@ -104,12 +104,6 @@ def test_whole_numbers_serve_as_floats() -> None:
     assert type(policy.parameters()["epsilon"]) is float
 
 
-def test_plans_of_the_last_version_state_parameters_that_are_gone() -> None:
-    assert create_policy("cam", {"merge_prompt": False, "sinks": 2}) == create_policy("cam", {"sinks": 2})
-    with pytest.raises(UsageError, match="policy cam has no parameter 'merge_prompt'"):
-        create_policy("cam", {"merge_prompt": True})
-
-
 def test_third_parties_register_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("newest", f"{__name__}:Newest", registry.GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: EntryPoints([point]))

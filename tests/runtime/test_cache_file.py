@@ -15,7 +15,7 @@ from torch import Tensor
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import FORGETFUL, describe
 from kvsearch.plan import Plan
-from kvsearch.plan.schema import AllocationSpec, LayerPlan, PhasePlan, PolicySpec
+from kvsearch.plan.schema import LayerPlan, PhasePlan, PolicySpec
 from kvsearch.policies import Policy, create_policy, policy_names
 from kvsearch.policies.registry import policy_of
 from kvsearch.runtime import PlanCache, attach
@@ -121,7 +121,7 @@ def test_every_policy_answers_as_without_the_detour(
 @every_value(allocation=["adakv", "lava", "cake"], phases=PHASES)
 def test_budgets_of_the_prompt_are_kept(allocation: str, phases: str, tmp_path: Path) -> None:
     spec = example("cake" if allocation == "cake" else "lava")
-    plan = plan_of(tiny(), spec, phases, allocation=AllocationSpec(name=allocation))
+    plan = plan_of(tiny(), spec, phases, allocation=PolicySpec(name=allocation))
     same_after(tiny(), plan, tmp_path / "a.kv")
 
 
