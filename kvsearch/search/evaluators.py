@@ -94,7 +94,8 @@ class PlanRuns:
                     values[int(method), index] = value
 
         with running(self.model):
-            for batch in self._batches():
+            contexts = group_by_text((sample.task.task.name, sample.prompt_sha256) for sample in self.samples)
+            for batch in batches(contexts, self.batch, lambda context: self.samples[context[0]].task.task.name):
                 self._splitting.run(batch, len(programs), len(programs), list, measure)
         return values
 
@@ -102,11 +103,6 @@ class PlanRuns:
         """There is nothing to give back."""
 
     # --- contexts -------------------------------------------------------------------------------------------------
-
-    def _batches(self) -> Iterator[list[Context]]:
-        """Put samples that share a prompt together, and as many such contexts of a task in a batch as are allowed."""
-        contexts = group_by_text((sample.task.task.name, sample.prompt_sha256) for sample in self.samples)
-        return batches(contexts, self.batch, lambda context: self.samples[context[0]].task.task.name)
 
     def _read(self, programs: Mapping[str, Program], contexts: Sequence[Context]) -> Iterator[JointReplies]:
         """Read the prompts of some contexts under all programs."""

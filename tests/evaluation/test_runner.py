@@ -138,7 +138,8 @@ def test_generation_ends_with_the_stop_text(model: LoadedModel, protocol: Protoc
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("place", ["context", "question"])
-def test_a_sample_that_breaks_the_model_is_named(protocol: Protocol, place: str) -> None:
+@pytest.mark.parametrize("method", ["full", "third"])
+def test_a_sample_that_breaks_the_model_is_named(protocol: Protocol, place: str, method: str) -> None:
     broken = tiny.loaded()
     with torch.no_grad():
         broken.model.model.embed_tokens.weight[WORDS.index("navy")] = float("nan")
@@ -156,22 +157,11 @@ def test_a_sample_that_breaks_the_model_is_named(protocol: Protocol, place: str)
     else:
         queries = (row.queries[0], dataclasses.replace(row.queries[1], question="? navy"))
         clean[2], asked = dataclasses.replace(row, queries=queries), 1
-    method = "" if place == "context" or protocol == QUESTION_AWARE else ", method full"
-    words = f"task listed{method}, example 2, question {asked}: the model emits NaN"
-    with pytest.raises(IncompatibleError, match=words):
-        run(broken, {"full": full_cache(broken.model)}, [tiny.Listed("listed", tuple(clean))], 4, protocol=protocol)
-
-
-@pytest.mark.parametrize("row", range(4))
-def test_the_sample_whose_scores_are_nan_is_named(row: int) -> None:
-    broken = tiny.loaded()
-    with torch.no_grad():
-        broken.model.model.embed_tokens.weight[WORDS.index("navy")] = float("nan")
-    rows = [dataclasses.replace(one, context=one.context.replace("navy", "red")) for one in TASK.rows]
-    rows[row] = dataclasses.replace(rows[row], context=f"navy {rows[row].context}")
-    words = f"task listed, example {row}, question 0: layer 0: the scores of snapkv are not finite"
-    with pytest.raises(IncompatibleError, match=words):
-        run(broken, {"third": third(broken.model)}, [tiny.Listed("listed", tuple(rows))], 4)
+    compressed = place == "context" or protocol == QUESTION_AWARE
+    where = "" if compressed else f", method {method}"
+    problem = "layer 0: the scores of snapkv" if compressed and method == "third" else "the model emits NaN"
+    with pytest.raises(IncompatibleError, match=f"task listed{where}, example 2, question {asked}: {problem}"):
+        run(broken, {method: programs(broken)[method]}, [tiny.Listed("listed", tuple(clean))], 4, protocol=protocol)
 
 
 class Failing(tiny.Listed):
