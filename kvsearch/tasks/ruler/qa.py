@@ -59,7 +59,7 @@ _HOTPOT: Final = TypeAdapter(Annotated[tuple[_HotpotQuestion, ...], NotEmpty])
 
 
 def read_squad(path: Path) -> QaDocuments:
-    """Read data > paragraphs > context and qas, without the questions that are marked as impossible.
+    """Read data > paragraphs > context and qas, without the questions that are marked as impossible or have no answers.
 
     Raises:
         UsageError: there is no such file, or it is not of this format; the message lists what is wrong.
@@ -74,7 +74,7 @@ def read_squad(path: Path) -> QaDocuments:
             questions += [
                 QaQuestion(asked.question, tuple(dict.fromkeys(a.text for a in asked.answers)), (number,), near)
                 for asked in paragraph.qas
-                if not asked.is_impossible
+                if asked.answers and not asked.is_impossible
             ]
     return QaDocuments(tuple(documents), tuple(questions))
 

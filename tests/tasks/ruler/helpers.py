@@ -81,6 +81,7 @@ def squad(folder: Path, articles: int = 5, paragraphs: int = 8) -> Path:
                     "qas": [
                         {"id": "a", "question": f"When did Place{number} build?", "answers": [year, year]},
                         {"id": "b", "question": f"Why {number}?", "answers": [], "is_impossible": True},
+                        {"id": "c", "question": f"How {number}?", "answers": []},
                     ],
                 }
             )

@@ -37,7 +37,7 @@ def number_of(text: str) -> int:
 def test_a_squad_file(tmp_path: Path) -> None:
     file = read_squad(squad(tmp_path, articles=2, paragraphs=3))
     assert file.documents == tuple(paragraph(number) for number in range(6))
-    assert len(file.questions) == 6  # those marked as impossible are left out
+    assert len(file.questions) == 6  # those that nobody can answer are left out
     assert file.questions[4] == QaQuestion("When did Place4 build?", ("1004",), (4,), (3, 5))
 
 
