@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("figures")
 
 
+@pytest.fixture
+def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every table has searches of one generation on few contexts; its stages, blocks and rows stay."""
+    for name in FIGURES:
+        searches = [{**ask, "samples": 2} for ask in TABLES[name].bundled["searches"]]
+        few = {**TABLES[name].bundled, "searches": searches, "generations": 1}
+        monkeypatch.setitem(TABLES, name, replace(TABLES[name], bundled=few))
+
+
 @pytest.mark.nightly
+@pytest.mark.usefixtures("shorter")
 @pytest.mark.parametrize("table", FIGURES)
 def test_a_figure_is_made_and_drawn(run: Run, place: Path, tmp_path: Path, table: str) -> None:
     code, _, talk = run("reproduce", table, "bundled", "--samples", 1, "-o", place)

@@ -84,6 +84,14 @@ MARKS = {"run": [pytest.mark.nightly], "evaluate": []}
 finished = pytest.mark.parametrize(
     "verb", [pytest.param(verb, marks=MARKS.get(verb, [pytest.mark.slow])) for verb in KEPT]
 )
+# runs that are made again: two verbs before every commit
+made_again = pytest.mark.parametrize(
+    "verb",
+    [
+        pytest.param(verb, marks=MARKS.get(verb, [pytest.mark.slow if verb == "calibrate" else pytest.mark.nightly]))
+        for verb in KEPT
+    ],
+)
 
 
 def prepare(verb: str, inputs: Path, folder: Path) -> None:
@@ -198,7 +206,7 @@ def stopped_at(number: int) -> Iterator[None]:
         yield
 
 
-@finished
+@made_again
 def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(
     run: Run, inputs: Path, finished_by: Callable[[str], Finished], tmp_path: Path, verb: str
 ) -> None:
@@ -212,7 +220,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(
     assert results(verb, tmp_path) == results(verb, finished_by(verb).folder)
 
 
-@finished
+@made_again
 def test_force_starts_anew_and_comes_to_the_same(
     inputs: Path, finished_by: Callable[[str], Finished], tmp_path: Path, verb: str
 ) -> None:

@@ -164,6 +164,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[Replied]]:
     return made
 
 
+@pytest.mark.slow
 def test_agnostic_importance_is_of_other_contexts_alone(model: LoadedModel, measured: list[list[Replied]]) -> None:
     """A context of the same text is no other one; what is alone has no agnostic importance."""
     same = replace(TASK.rows[0], key="same", queries=TASK.rows[0].queries[:1])
