@@ -23,17 +23,6 @@ def test_the_floor(minimum: float, length: int, expected: int) -> None:
     assert floor_entries(length, POLICY, minimum) == expected
 
 
-def test_the_floor_is_one_entry_without_protection() -> None:
-    assert floor_entries(50, create_policy("keydiff"), 0.0) == 1
-
-
-def test_totals_of_the_grid() -> None:
-    """150 entries, 1.5 a row, halves upward."""
-    totals = grid_totals(150)
-    assert totals.shape == (GRID,)
-    assert totals[[0, 1, 49, 86]].tolist() == [149, 147, 75, 20]
-
-
 @given(st.integers(1, 100_000), st.integers(1, 300), st.sampled_from([1, 25, 50, 75, 99]))
 def test_totals_are_those_of_an_export(length: int, heads: int, percent: int) -> None:
     assert grid_totals(length * heads)[percent - 1] == round_half_up((1 - percent / 100) * length * heads)

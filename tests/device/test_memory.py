@@ -53,13 +53,11 @@ def peak_of(model: Any, cache: PlanCache, chunk: int | None = None) -> int:
         return peak_bytes(model.device, lambda: prefill_all(model, [cache], ids, mask, chunk))
 
 
-CLOSE = {None: 1.15, 32: 1.1, 128: 1.22}  # times what is allocated that the arithmetic may say, by chunks
+CLOSE = {None: 1.15, 32: 1.1}  # times what is allocated that the arithmetic may say, by chunks
 
 
 @pytest.mark.parametrize(("policy", "decode"), [("full", False), ("snapkv", False), ("h2o", True), ("keydiff", True)])
-@pytest.mark.parametrize(
-    ("lengths", "chunk"), [((1024,), None), ((1024, 1024, 700), None), ((1024,), 32), ((1024,), 128)]
-)
+@pytest.mark.parametrize(("lengths", "chunk"), [((1024,), None), ((1024, 1024, 700), None), ((1024,), 32)])
 def test_what_prompts_and_replies_take_by_arithmetic(
     policy: str, decode: bool, lengths: tuple[int, ...], chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

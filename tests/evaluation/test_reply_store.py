@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.reply_store import ReplyStore, open_run, read_replies
 from kvsearch.evaluation.runner import KeptReplies, environment, rows_hash, tokenizer_hash
-from kvsearch.evaluation.samples import Sample, write_samples
+from kvsearch.evaluation.samples import Sample
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Size
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, QUESTION_AWARE, Protocol
@@ -69,17 +68,6 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         assert ledger.samples[ONE.place, "k1"].reply_seconds == ONE.reply_seconds
     assert read_replies(tmp_path / "l") == {"k1": replace(ONE, task="again"), "k2": two}
     assert (tmp_path / "l").read_bytes().count(b"\n") == 2
-
-
-def test_the_file_of_all_replies(tmp_path: Path) -> None:
-    write_samples([ONE, replace(ONE, reply="", score=1.0, truncated=False)], tmp_path / "samples.csv")
-    data = (tmp_path / "samples.csv").read_bytes()
-    assert b"\r" not in data
-    with (tmp_path / "samples.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert list(rows[0]) == [field.name for field in fields(Sample)]
-    assert rows[0] == {name: str(value) for name, value in asdict(ONE).items()}
-    assert rows[1]["reply"] == ""
 
 
 @pytest.mark.slow

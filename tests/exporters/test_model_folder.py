@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import kvsearch
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.fingerprint import fingerprint
 from kvsearch.plan import Plan
-from kvsearch.plan.saved import MODEL_KEY, plan_beside, save_plan, size_of
+from kvsearch.plan.saved import MODEL_KEY, save_plan
 from tests.cli.conftest import invoke
 from tests.tiny import loaded, plan_for
 
@@ -154,17 +153,3 @@ def test_the_key_makes_no_other_model(folder: Path) -> None:
     before = fingerprint(of(folder))
     export(folder, "small")
     assert fingerprint(of(folder)) == before
-
-
-def test_sizes_are_those_of_options() -> None:
-    made = loaded()
-    assert size_of(plan_of(made, SMALL)) == "0.8"
-    assert size_of(plan_of(made, SMALL, scaling="fixed")) == "8"
-
-
-def test_looking_for_a_plan_that_is_not_there_takes_no_time(folder: Path) -> None:
-    model = of(folder)
-    start = time.perf_counter()
-    with pytest.raises(UsageError):
-        plan_beside(model)
-    assert time.perf_counter() - start < 0.01

@@ -16,10 +16,7 @@ from kvsearch.jobs.searching import Refinement
 from kvsearch.plan import Size
 from kvsearch.policies import create_policy
 from kvsearch.runs.identity import RunConfig
-from kvsearch.tasks.catalog import find_tasks
 from tests import tiny
-
-SHIPPED = sorted((Path(__file__).parents[2] / "recipes" / "evolve").glob("*.yaml"))
 
 
 def options(recipe: str | Path | None = None, **given: Any) -> EvolveOptions:
@@ -30,16 +27,6 @@ def write(folder: Path, text: str) -> str:
     path = folder / "mine.yaml"
     path.write_text(text)
     return str(path)
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_the_shipped_recipes(path: Path) -> None:
-    recipe = options(path.stem)
-    assert recipe == options(path)
-    least = min(recipe.budgets or (recipe.budget or 0,))
-    assert least >= create_policy(str(recipe.policy), recipe.params).recent_count
-    if not recipe.tasks.startswith("longbench"):  # which is not on this machine
-        assert find_tasks(recipe.tasks, recipe.task_options("train"))
 
 
 def test_the_settings_of_the_paper() -> None:
@@ -78,11 +65,6 @@ def test_what_a_run_records_is_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(config.to_bytes())
     assert options(tmp_path / "config.json") == made
     assert options(tmp_path / "config.json", budgets="8,16").budget is None
-
-
-def test_a_group_size_that_nobody_stated_is_not_recorded() -> None:
-    assert "group_size" not in options(budget=16).recorded()
-    assert options(budget=16, group_size=8).recorded()["group_size"] == 8
 
 
 @pytest.mark.parametrize(

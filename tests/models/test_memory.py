@@ -15,7 +15,7 @@ from kvsearch.core.errors import EnvironmentFault
 from kvsearch.core.resources import resource
 from kvsearch.models.fingerprint import fingerprint
 from kvsearch.models.loading import LoadOptions, load
-from kvsearch.models.memory import default_memory, is_out_of_memory
+from kvsearch.models.memory import is_out_of_memory
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from tests.families import build
@@ -33,11 +33,6 @@ from tests.families import build
 )
 def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) == expected
-
-
-def test_default_memory_of_a_cpu() -> None:
-    assert default_memory(torch.device("cpu")) == 8 * 2**30
-    assert default_memory(torch.device("cpu"), cpu_bytes=7) == 7
 
 
 @pytest.fixture

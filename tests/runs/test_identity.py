@@ -51,12 +51,6 @@ def test_what_is_none(tmp_path: Path, content: str | None) -> None:
     assert read_config(tmp_path) is None
 
 
-def test_differences_are_named_by_place() -> None:
-    assert difference({"a": 1, "b": {"c": [1]}}, {"a": 1, "b": {"c": [1]}}) is None
-    assert difference({"b": {"c": 1}}, {"b": {"c": 2}}) == "b.c is 1 there, 2 here"
-    assert difference({"b": "x" * 60}, {"b": None}) == f"b is '{'x' * 39}... there, None here"
-
-
 def test_the_first_item_that_differs_is_shown() -> None:
     """Never two values that look the same because they are cut."""
     many = [{"name": name, "params": {"window": 32}} for name in ("snapkv", "tova", "h2o")]

@@ -15,7 +15,6 @@ from kvsearch.selection.candidates import CandidateSet, content_hash
 from kvsearch.selection.signal_candidates import (
     explore,
     find_signal_candidates,
-    tuned_policy,
 )
 from kvsearch.strategies.from_signals import Strategy, strategy_plan
 from kvsearch.strategies.names import METHODS
@@ -120,13 +119,6 @@ def test_a_method_that_cannot_hold_so_little_is_left_out_with_a_note(model: Load
     assert "cake" not in found.baselines
     (note,) = [note for note in found.notes if note.startswith("baseline cake ")]
     assert note.endswith("below the 32 that cake always keeps: keep more, or calibrate with a smaller --set protect")
-
-
-def test_a_policy_is_set_as_the_profile_has_it(model: LoadedModel) -> None:
-    profile = profile_of(model, {"tova": {}, "snapkv": {"window": 4, "kernel": 3}})
-    assert tuned_policy("snapkv", profile).parameters()["kernel"] == 3
-    assert tuned_policy("lava", profile).parameters()["window"] == 4
-    assert tuned_policy("streaming", profile).parameters() == {"sinks": 4}
 
 
 @in_turn(route=["cosine", "ppl", "error"], signal=["uniform", "entropy", "ppl", "nll-chosen", "error-mean"])

@@ -184,13 +184,6 @@ def test_candidates_that_are_better_beat() -> None:
     assert rate([2.5, *[0.0] * 5], [0.0] * 3, 60) > 0.9
 
 
-def test_levels_follow_from_how_sure_one_wants_to_be() -> None:
-    assert Rule().level == 0.05
-    assert Rule(sure=0.99).level == 0.01
-    assert Rule(sure=0.9).writes_likely
-    assert not Rule(sure=0.95).writes_likely
-
-
 @pytest.mark.parametrize("values", [{"sure": 0.4}, {"sure": 1.0}, {"sure": math.nan}, {"level": 0.0}])
 def test_rules_out_of_range(values: dict[str, float]) -> None:
     with pytest.raises(UsageError) as caught:

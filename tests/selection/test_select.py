@@ -28,7 +28,7 @@ from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection import Selection
 from kvsearch.selection.selection_job import SelectionJob, prepare_selection
 from kvsearch.selection.signal_candidates import find_signal_candidates
-from kvsearch.selection.splits import divide_contexts, halve_contexts
+from kvsearch.selection.splits import halve_contexts
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
 from tests.evaluation.results import rendered
@@ -117,23 +117,6 @@ def questions_of(*numbers: int, length: int = 44, name: str = "one", each: int =
     """A task of contexts of their own."""
     rows = tuple(tiny.listed(*[(length, each)] * (max(numbers) + 1)).rows[number] for number in numbers)
     return tiny.Listed(name, rows)
-
-
-def test_the_rounds_have_nothing_in_common(model: LoadedModel) -> None:
-    whole = encode_tasks(model, [questions_of(*range(8)), questions_of(*range(3), length=50, name="two")], 8)
-    ends = [[3, 1], [5, 2], [8, 3]]
-    rounds = divide_contexts(whole, ends, seed=5)
-    for number, task in enumerate(whole):
-        keys = [[prompt.key for prompt in questions[number].prompts] for questions in rounds]
-        assert [len(part) for part in keys] == [ends[0][number], *np.diff(np.array(ends)[:, number])]
-        assert sorted(key for part in keys for key in part) == sorted(prompt.key for prompt in task.prompts)
-        for questions in rounds:
-            part = questions[number]
-            assert part.coverage.contexts == part.coverage.questions == len(part.prompts)
-    again = divide_contexts(whole, ends, seed=5)
-    assert [[p.key for task in part for p in task.prompts] for part in again] == [
-        [p.key for task in part for p in task.prompts] for part in rounds
-    ]
 
 
 def test_questions_about_one_context_are_divided_all_the_same(model: LoadedModel) -> None:

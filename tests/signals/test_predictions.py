@@ -60,12 +60,6 @@ def test_divergence_adds_up_over_rows_and_does_not_care_for_scale() -> None:
     assert divergence(a.bfloat16(), b.bfloat16()) == divergence(a.bfloat16().float(), b.bfloat16().float())
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_divergence_is_never_negative(seed: int) -> None:
-    noise = torch.randn(4, 11, generator=torch.Generator().manual_seed(seed))
-    assert 0 <= divergence(logits(seed), logits(seed) + 1e-7 * noise) < 1e-5
-
-
 # two samples, two rows, three tokens; the first sample has one token of an answer, in the last row
 LOGITS = torch.tensor([[[9.0, 0.0, 0.0], [0.0, 0.0, 0.0]], [[math.log(2.0), 0.0, 0.0], [0.0, math.log(6.0), 0.0]]])
 ANSWERS = torch.tensor([[-1, 2], [0, 1]])
@@ -76,14 +70,6 @@ def test_nll_by_hand() -> None:
     found = answer_losses(LOGITS, ANSWERS)
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, [math.log(3), math.log(2) + math.log(8 / 6)], rtol=1e-6)
-
-
-def test_losses_are_those_of_torch() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 4, 50, generator=generator) * 3
-    answers = torch.randint(0, 50, (3, 4), generator=generator)
-    nll = F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="none").view(3, 4).sum(-1)
-    np.testing.assert_allclose(answer_losses(logits, answers), nll, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

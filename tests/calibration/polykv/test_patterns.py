@@ -46,13 +46,6 @@ def test_all_are_those_that_can_be_judged() -> None:
     assert "probe is left out: policy probe has no default for weights: give a value" in remarks
 
 
-def test_names_keep_their_order() -> None:
-    assert names_of(tried(["tova", "h2o"])[0]) == ["tova", "h2o"]
-    assert names_of(tried("knorm")[0]) == ["knorm"]
-    assert names_of(tried(["vatp", "paper"])[0]) == ["vatp", *PAPER]
-    assert names_of(tried(["paper", "h2o", "vatp"])[0]) == [*PAPER, "vatp"]
-
-
 def test_settings_of_all_that_have_them_and_of_one() -> None:
     policies, _ = tried(window=4, cake__window=6, kernel=5)
     windows = {policy.name: getattr(policy, "window", None) for policy in policies}

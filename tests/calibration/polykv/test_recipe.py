@@ -36,24 +36,8 @@ def written(folder: Path, text: str) -> PolykvOptions:
     return typed(path=path)
 
 
-def shipped(name: str) -> PolykvOptions:
-    return typed(path=f"polykv-{name}")
-
-
 def names_of(recipe: PolykvOptions) -> list[str]:
     return [policy.name for policy in recipe.policies()]
-
-
-def test_defaults_are_the_papers() -> None:
-    recipe = typed()
-    assert names_of(recipe) == list(PAPER)
-    assert recipe.make_policy() == create_policy("snapkv")
-    assert recipe.remarks() == []
-    assert recipe.settings() == PolykvOptions().settings()
-    assert (recipe.budgets, recipe.measured_phases, recipe.signals) == (
-        (512,), ("prefill", "decode"), ("cosine", "ppl", "entropy"),
-    )  # fmt: skip
-    assert (recipe.answer_tokens, recipe.protocol, recipe.batch) == (128, "question-agnostic", 8)
 
 
 def test_everything_typed() -> None:
@@ -115,19 +99,6 @@ def test_what_a_run_resolved_is_a_recipe(name: str, tmp_path: Path) -> None:
     again = typed(path=path)
     assert again.policies() == recipe.policies()
     assert again.resolved() == resolved
-
-
-def test_the_shipped_recipes() -> None:
-    assert shipped("paper").resolved() == typed().resolved()
-    assert shipped("sweep").settings() == PolykvOptions(budgets=(128, 256, 512, 768, 1024)).settings()
-    assert names_of(shipped("sweep")) == list(PAPER)
-    figure3 = shipped("figure3")
-    assert (figure3.measured_phases, figure3.signals) == (("prefill",), ("ppl", "entropy"))
-    bundled = shipped("bundled")
-    assert bundled.budgets == (32, 64, 128)
-    assert names_of(bundled) == [name for name in PAPER if name != "pyramidkv"]
-    assert max(policy.sink_count + policy.recent_count for policy in bundled.policies()) == 8
-    assert bundled.remarks() == []
 
 
 Run = Callable[..., tuple[int, str, str]]

@@ -52,14 +52,6 @@ def test_whole_budgets(minimum: float) -> None:
     assert round(float(optimiser.best_guess[0]) * budget) == best
 
 
-@given(st.floats(0.0, 10.0))
-@at_most(60)
-def test_a_flat_function_ends_at_the_start(start: float) -> None:
-    optimiser = create_optimiser("golden", [start], [0.0], [10.0], 0, tolerance=0.01)
-    minimise(lambda _: 7.0, optimiser)
-    assert abs(float(optimiser.best_guess[0]) - start) < 0.01
-
-
 @given(st.floats(0.1, 0.9), st.integers(1, 40))
 @at_most(60)
 def test_a_plateau_at_the_bottom_is_reached(centre: float, width: int) -> None:
@@ -144,17 +136,6 @@ def test_a_small_population_takes_coordinates_in_turn() -> None:
         optimiser.tell(points, [1.0] * len(points))
     assert seen[0] == {0}
     assert seen[2] == {2}
-
-
-def test_choices_alone() -> None:
-    optimiser = create_optimiser("mixed", [0.0, 0.0], [0.0] * 2, [3.0] * 2, 0, categories=np.array([4, 4]))
-    for _ in range(20):
-        if optimiser.finished is not None:
-            break
-        points = optimiser.ask()
-        optimiser.tell(points, [abs(point[0] - 2) + abs(point[1] - 3) for point in points])
-    assert optimiser.best_guess.tolist() == [2, 3]
-    assert optimiser.finished is not None
 
 
 @pytest.mark.parametrize(("dimension", "points"), [(1, 4), (2, 6), (4, 8), (8, 10), (16, 12), (32, 14)])
