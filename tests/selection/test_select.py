@@ -22,8 +22,7 @@ from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.statistics import contrast, summarize
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
-from kvsearch.report.selections import selection_result, tables
-from kvsearch.results.selection import DECODE_ONLY
+from kvsearch.report.selections import DECODE_ONLY, selection_result, tables
 from kvsearch.selection.scores import Scores, measure_gap_closed
 from kvsearch.selection.selection import Selection
 from kvsearch.selection.selection_job import SelectionJob, prepare_selection
