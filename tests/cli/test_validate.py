@@ -89,6 +89,7 @@ def test_what_is_finished_is_not_asked_again(run: Run, directory: Path) -> None:
     assert replies_in(directory, "ratio-0.8")
 
 
+@pytest.mark.slow
 def test_the_model_is_found_or_named(run: Run, directory: Path) -> None:
     command = ("validate", directory, *ASKED, *ROUTE, "--dry-run")
     for content in (None, "{}", "[]", '{"model": 3}'):

@@ -29,24 +29,27 @@ from tests.runtime.helpers import (
 )
 from tests.runtime.places import families, places
 
+# of families that also run in the interpreter, for which every layer takes seconds
+SHALLOW = {family: {"num_hidden_layers": 2} for family in ("llama", "gemma2")}
+
 
 @places
 @pytest.mark.parametrize("kv_heads", [1, 8])
 def test_one_kv_head_and_one_per_query_head(kv_heads: int, device: str) -> None:
-    model = build("llama", device, num_key_value_heads=kv_heads)
+    model = build("llama", device, num_hidden_layers=2, num_key_value_heads=kv_heads)
     ids, mask = prompts(2, 40, pads=9, device=device)
     question = prompts(2, 5, pads=2, device=device, seed=2)
     pieces = [(ids, mask), question, *one_by_one(prompts(2, 4, device=device, seed=1)[0])]
     planned, expected, cache = planned_and_reference(model, random_eviction(model, mask), pieces)
     for (_, real), actual, wanted in list(zip(pieces, planned, expected, strict=True))[1:]:
         assert_close(actual[real.bool()], wanted[real.bool()])
-    assert cache.entries().shape == (4, 2, kv_heads)
+    assert cache.entries().shape == (2, 2, kv_heads)
 
 
 @families
 @pytest.mark.parametrize("exact", [False, True])
 def test_decoding_and_a_padded_second_turn_equal_masking(family: str, exact: bool, device: str) -> None:
-    model = build(family, device)
+    model = build(family, device, **SHALLOW.get(family, {}))
     ids, mask = prompts(2, 30, pads=9, device=device)
     question, question_mask = prompts(2, 7, pads=4, device=device, seed=1)
     more, more_mask = prompts(2, 5, device=device, seed=2)
@@ -103,7 +106,7 @@ def test_budgets_follow_each_sequences_own_length(device: str) -> None:
 @places
 def test_left_padding_keeps_the_same_tokens(device: str) -> None:
     """Also where positions are not given, so that the padding shifts them."""
-    model = build("qwen3", device)
+    model = build("qwen3", device, num_hidden_layers=2)
     ids, mask = prompts(1, 30, device=device)
     padded = torch.cat([torch.zeros_like(ids[:, :6]), ids], 1)
     longer = torch.cat([torch.zeros_like(mask[:, :6]), mask], 1)
@@ -114,7 +117,7 @@ def test_left_padding_keeps_the_same_tokens(device: str) -> None:
             model(ids, past_key_values=plain)
             feed(model, positioned, [(padded, longer)])
             model(padded, attention_mask=longer, past_key_values=shifted)
-        for layer in range(4):
+        for layer in range(2):
             for head in range(2):
                 expected = plain.kept_positions(layer, 0, head)
                 assert positioned.kept_positions(layer, 0, head) == expected
@@ -147,7 +150,7 @@ def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, cache: An
 @families
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_full_budgets_are_bit_identical(family: str, dtype: torch.dtype, device: str) -> None:
-    model = build(family, device).to(dtype)
+    model = build(family, device, **SHALLOW.get(family, {})).to(dtype)
     ids, mask = prompts(1, 40, device=device)
     stock = generate(model, ids, mask, DynamicCache(config=model.config))
     with running(model, NAME):
