@@ -26,7 +26,6 @@ Normalization = Literal["integrated", "layer", "effect", "none"]
 IN_NATS = ("integrated", "effect")  # a layer's importance is what it adds to a loss
 Group = Literal["sum", "max"]
 Number = Annotated[float, Field(strict=True)]
-Flag = Annotated[bool, Field(strict=True)]
 Exponent = Annotated[Number | None, Field(gt=0, allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True)]
 

@@ -9,7 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -47,10 +47,17 @@ class Dataset:
     def named(self, name: str) -> Dataset:
         """Return the dataset with its name in place of every `{name}`."""
 
-        def put(value: Any) -> Any:
-            return value.replace("{name}", name) if isinstance(value, str) else value and tuple(map(put, value))
+        def put(text: str) -> str:
+            return text.replace("{name}", name)
 
-        return Dataset(**{key: put(value) for key, value in vars(self).items()})
+        return replace(
+            self,
+            config=put(self.config),
+            split=put(self.split),
+            files=tuple(map(put, self.files)),
+            members=tuple(map(put, self.members)),
+            file=None if self.file is None else put(self.file),
+        )
 
 
 def load_rows(dataset: Dataset, source: str | Path, revision: str | None = None) -> list[Row]:

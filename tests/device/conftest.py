@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 import pytest
 
@@ -11,6 +12,12 @@ from tests.device.build import NoCompiler
 
 # The device has to be there before the first backward pass of a process: see test_on_device.py.
 collect_ignore_glob = ["test_*.py"] if "PYTEST_XDIST_WORKER" in os.environ else []
+
+
+def pytest_collection_finish() -> None:
+    """Have the device before the first test of any folder."""
+    with suppress(NoCompiler):
+        backend()
 
 
 @pytest.fixture(autouse=True, scope="session")
