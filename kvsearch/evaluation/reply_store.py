@@ -115,22 +115,12 @@ def open_stage(directory: Path, config: RunConfig, force: bool = False) -> Itera
             or another process writes to it.
         EnvironmentFault: the disk is full, permissions are missing.
     """
-    check_place(directory)
     with locked(directory):
         earlier = run_in(directory, config.job)
         is_other = earlier is not None and config.difference(earlier) is not None
         anew = force and (is_other or _is_damaged(directory / LEDGER))
         with open_run(directory, config, anew) as (_, store):
             yield store
-
-
-def check_place(directory: Path) -> None:
-    """Raise UsageError if `directory` cannot be one, because it or something on the way to it is a file."""
-    for path in (directory, *directory.parents):
-        if path.exists():
-            if not path.is_dir():
-                raise UsageError(f"cannot keep replies in {directory}: {path} is a file, name a directory")
-            return
 
 
 def _is_damaged(ledger: Path) -> bool:

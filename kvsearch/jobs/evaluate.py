@@ -20,16 +20,18 @@ from kvsearch.jobs.groups import (
     ASKED,
     KEPT,
     OUTPUT_OPTION,
+    PROTOCOL,
     RATIO,
     SAMPLES_OPTION,
+    Batches,
     WithModel,
-    WithProtocol,
     WithTasks,
     WithWorkers,
 )
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter, open_replies, warn_of_coverage
 from kvsearch.plan import Size, load_plan
+from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report.costs import Forecast
 from kvsearch.report.evaluation import write_tables
 from kvsearch.report.table import check_table_file
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from kvsearch.strategies.compared import Request
 
 
-class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
+class EvaluateOptions(WithModel, WithWorkers, WithTasks, Batches):
     """What is compared, what is asked, and what is kept."""
 
     job: ClassVar[str] = "evaluate"
@@ -66,6 +68,7 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, WithProtocol):
         None, "Sizes of the methods: entries per kv head, on average.", SIZE, metavar="N,..."
     )
     ratios: Commas | None = option(None, "Sizes of the methods: shares of the prompt to evict.", SIZE, metavar="R,...")
+    protocol: Protocol = option(QUESTION_AGNOSTIC, PROTOCOL)
     phases: str | None = option(None, "When the methods evict, all alike: prefill, decode or both.", shown="prefill")
     settings: Annotated[tuple[str, ...], Repeated] = option(
         (),

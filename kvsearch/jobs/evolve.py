@@ -15,10 +15,10 @@ from kvsearch.core.naming import check_unique
 from kvsearch.jobs.groups import (
     BUDGET,
     BUDGETS,
+    PROTOCOL,
     Budgets,
     Deciding,
     WithModel,
-    WithProtocol,
     WithRun,
     WithTasks,
     WithWorkers,
@@ -29,7 +29,7 @@ from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_coverage
 from kvsearch.plan import save_plan
-from kvsearch.plan.schema import PHASES
+from kvsearch.plan.schema import PHASES, QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import parse_policy
 from kvsearch.policies.registry import policy_of
@@ -54,7 +54,7 @@ SPLITS = {"search": "train", "choice": "select", "report": "report"}
 FILES = (BEST, REPORT, PLAN, CONTEXTS, "plan-*.json", "choice", "choice-*", "report")
 
 
-class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Deciding, EvolveSettings):
+class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding, EvolveSettings):
     """What is searched and at which size, on which questions, when to stop, and who does the work."""
 
     job: ClassVar[str] = "evolve"
@@ -79,6 +79,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, De
     )
     params: Params = option({}, "A policy parameter, as in --set window=16; repeatable.", flag="--set", repeated=True)
     max_evals: int | None = option(None, "Different candidates.", RULE, panel=LIMITS, ge=1)
+    protocol: Protocol = option(QUESTION_AGNOSTIC, PROTOCOL)
     method: Literal["evolkv"] = "evolkv"
 
     @classmethod

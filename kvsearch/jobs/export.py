@@ -75,7 +75,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
         PLAN,
         "plan: a plan file; model: beside the model in the folder --output; or the files of another tool: folder, "
         "kvpress-lukv, kvpress-layers, kvpress-kvzap, kvpress-ea, triattention, duo, headkv, attention-matching, "
-        "sparse-vllm, spectralkv, trtllm-windows, vllm-windows, openvino.",
+        "sparse-vllm, spectralkv, tangram, trtllm-windows, vllm-windows, openvino.",
         RULE,
         metavar="TARGET",
         panel=TOOLS_PANEL,

@@ -54,6 +54,11 @@ BUDGETS = Option("Several budgets, each with a plan of its own: plan-N.json.", m
 RATIO = Option("Share of the cache to evict, above 0 and below 1.", SIZE)
 CONTEXTS = {"train": 80, "select": 160, "report": 120}  # of all tasks together, the most that are asked by default
 SAMPLES_OPTION = Option("Contexts per task.", QUESTIONS, panel=ASKED)
+PROTOCOL = Option(
+    "question-agnostic: the context is compressed first, then the questions are asked; question-aware: context and "
+    "question are compressed as one.",
+    panel=ASKED,
+)
 OUTPUT_OPTION = Option(
     "Keep the run here, reply by reply; the same command goes on where it stopped.",
     RESULT,
@@ -285,20 +290,9 @@ class Deciding(Batches):
         return self.asked_of(tasks, self.samples or max(CONTEXTS[name] // len(tasks), 2), protocol)
 
 
-class WithProtocol(Batches):
-    """What is compressed before a question is asked."""
-
-    protocol: Protocol = option(
-        QUESTION_AGNOSTIC,
-        "question-agnostic: the context is compressed first, then the questions are asked; question-aware: "
-        "context and question are compressed as one.",
-        panel=ASKED,
-    )
-
-
 # --- commands that naturally follow another one, quoted: whoever pastes the line goes on ------------------------------
 
-TYPED_ON = (*WithTasks.model_fields, "samples", *WithProtocol.model_fields, *Loading.model_fields)
+TYPED_ON = (*WithTasks.model_fields, "samples", *Batches.model_fields, "protocol", *Loading.model_fields)
 
 
 def following(*words: object) -> str:

@@ -21,13 +21,13 @@ from kvsearch.jobs.evolve import EvolveOptions
 from kvsearch.jobs.groups import (
     BUDGET,
     BUDGETS,
+    PROTOCOL,
     RATIO,
     TASK_DETAILS,
     Budgets,
     Deciding,
     Loading,
     WithModel,
-    WithProtocol,
     WithRun,
     WithTasks,
     WithWorkers,
@@ -47,6 +47,7 @@ from kvsearch.jobs.reporter import (
 )
 from kvsearch.plan import Size, save_plan
 from kvsearch.plan.origin import ContextSet, joined
+from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import create_policy
 from kvsearch.policies.fitted import Fitted, is_last, profile_of
 from kvsearch.policies.registry import FITTED
@@ -129,7 +130,7 @@ def planned_size(size: Size, measured: int, longest: int) -> Size:
     return replace(size, length=longest if is_all else measured)
 
 
-class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Deciding):
+class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding):
     """The size, what plans are made of, and the questions that decide between them."""
 
     job: ClassVar[str] = "run"
@@ -156,6 +157,7 @@ class RunOptions(WithModel, WithWorkers, WithRun, WithTasks, WithProtocol, Decid
     )
     rankings: Names = option(tuple(RANKINGS), "Rankings to fit, and to measure budgets for, too.", metavar="NAME,...")
     form: Literal["network", "linear"] = option("network", "probe: the largest fit that is tried.")
+    protocol: Protocol = option(QUESTION_AGNOSTIC, PROTOCOL)
     fit: Samples | None = option(
         None,
         "Contexts per task to fit rankings on.",

@@ -10,7 +10,6 @@ from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.config.options import RESULT, Names, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_output, read_bytes
-from kvsearch.evaluation.reply_store import check_place
 from kvsearch.jobs.groups import BUDGET, BUDGETS, Budgets, Deciding, evaluation, following
 from kvsearch.jobs.plan import size_or_measured
 from kvsearch.jobs.public import job
@@ -56,13 +55,6 @@ class SelectOptions(OnSignals, Deciding):
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """The directories of the runs; the profile says where they are if the options do not."""
-        for place in self.places:
-            check_place(place)
-        return self.places
-
-    @property
-    def places(self) -> tuple[Path, ...]:
         """Where replies and results are kept, by size; errors as for `sizes`."""
         names = [f"{size}-{self.asked_protocol}-{self.phases}" for size in self.sizes]
         if self.run is None:
@@ -166,7 +158,7 @@ def _prepare(options: SelectOptions, reporter: Reporter) -> list[tuple[Path, Pat
 
     protocol = options.asked_protocol
     choice, reported = (options.split(name, asked, protocol).without(options.used) for name, asked in tasks.items())
-    places = options.places
+    places = options.directories
     outputs = options.outputs
     for place, output in zip(places, outputs, strict=True):
         run_in(place, "select")

@@ -44,7 +44,7 @@ def locked(directory: Path) -> Iterator[None]:
     A directory that was made and stays empty goes again. Who has the lock already may ask for it again.
 
     Raises:
-        UsageError: another process is writing there, which the message names, or it is a file.
+        UsageError: another process is writing there, which the message names, or it is a file or in one.
         EnvironmentFault: the directory cannot be made or written.
     """
     if directory.resolve() in _HELD.get():
@@ -54,8 +54,9 @@ def locked(directory: Path) -> Iterator[None]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = _acquire(directory)
-    except FileExistsError:
-        raise UsageError(f"{directory} is a file: give a directory to write to") from None
+    except (FileExistsError, NotADirectoryError):
+        place = next(path for path in (directory, *directory.parents) if path.exists())
+        raise UsageError(f"{place} is a file: give a directory to write to") from None
     except OSError as error:
         raise write_fault(error, directory, "give the same command again") from error
     token = _HELD.set((*_HELD.get(), directory.resolve()))

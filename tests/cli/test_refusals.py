@@ -90,8 +90,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--sure 1", "--sure 1 is outside [0.5, 1)"),
         ("--budgets 16,24", "--budgets: cannot be given with --budget: leave one of them out"),
         ("-o NEW/plan.json", "its folder does not exist"),
-        ("--run IN/mine.jsonl", "mine.jsonl is a file, name a directory"),
-        ("--run IN/mine.jsonl/deeper", "mine.jsonl is a file, name a directory"),
+        ("--run IN/mine.jsonl", "mine.jsonl is a file: give a directory"),
+        ("--run IN/mine.jsonl/deeper", "mine.jsonl is a file: give a directory"),
     ],
     "validate": [
         (f"NEW {VERDICTS}", "does not exist: give the directory of a finished calibration"),
