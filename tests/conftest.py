@@ -69,9 +69,9 @@ def ray() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def ray_pool(ray: Any) -> Iterator[Any]:
     """Two workers for all tests, which import all they need once."""
-    from kvsearch.workers.ray import RayPool, RayWorkers
+    from kvsearch.workers.ray import RayPool
 
-    with RayPool(RayWorkers(2, cpus=0.1, start_timeout=36_000)) as pool:
+    with RayPool(2, cpus=0.1, start_timeout=36_000) as pool:
         yield pool
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -106,8 +105,7 @@ class EvolveOptions(WithModel, WithWorkers, WithRun, WithTasks, Deciding, Evolve
     @property
     def config(self) -> RunConfig:
         """The configuration of the run, still without the content of its searches, see `describe_searches`."""
-        workers = self.ray_workers()
-        execution = {"max_evals": self.max_evals, "workers": None if workers is None else asdict(workers)}
+        execution = {"max_evals": self.max_evals, "workers": self.workers, "ray_address": self.ray_address}
         return RunConfig(job="evolve", options=self.recorded(), content={}, execution=execution)
 
 

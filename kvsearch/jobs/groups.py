@@ -35,7 +35,7 @@ from kvsearch.tasks.base import Task
 from kvsearch.tasks.catalog import NO_QA, SYNTHETIC, find_tasks
 from kvsearch.tasks.metrics import is_forced
 from kvsearch.workers.models import ModelWorkers
-from kvsearch.workers.ray import RayWorkers, import_ray
+from kvsearch.workers.ray import import_ray
 
 if TYPE_CHECKING:
     from kvsearch.evaluation.compare import Split
@@ -129,22 +129,17 @@ class WithWorkers(Loading):
             raise UsageError("--ray-address is for Ray workers: say how many with --workers")
         return self
 
-    def ray_workers(self) -> RayWorkers | None:
-        """Return the Ray workers that are asked for."""
-        return None if self.workers is None else RayWorkers(self.workers, address=self.ray_address)
-
     def load(self, name: str, reporter: Reporter, **instead: Any) -> LoadedModel:
         """See `Loading.load`; the workers load the model, too, when there is something to do.
 
         Raises:
             EnvironmentFault: Ray is missing, the cluster does not answer or has no room for the workers.
         """
-        wanted = self.ray_workers() if self._loaded is None else None
-        if wanted is None:
+        if self.workers is None or self._loaded is not None:
             return super().load(name, reporter, **instead)
         import_ray()  # before a model is loaded
         loaded = super().load(name, reporter, **instead)
-        self._opened.append(ModelWorkers(loaded, self.loading(**instead), wanted))
+        self._opened.append(ModelWorkers(loaded, self.loading(**instead), self.workers, self.ray_address))
         return replace(loaded, workers=self._opened[-1])
 
     def close(self) -> None:

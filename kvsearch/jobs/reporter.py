@@ -14,7 +14,7 @@ from kvsearch.core.progress import Progress, Title
 from kvsearch.evaluation.reply_store import open_run, open_stage
 
 if TYPE_CHECKING:
-    from kvsearch.evaluation.compare import Evaluation, OpenStage, StageStore
+    from kvsearch.evaluation.compare import Evaluation, StageStore
     from kvsearch.evaluation.reply_store import ReplyStore
     from kvsearch.runs.identity import RunConfig
     from kvsearch.tasks.encode import TaskPrompts
@@ -182,19 +182,6 @@ def open_replies(
         reporter.say(FINISHED)
 
 
-@contextmanager
-def kept_replies(
-    place: Path, config: RunConfig, replies: int, reporter: Reporter, what: str = "batches", force: bool = False
-) -> Iterator[tuple[ReplyStore, Progress]]:
-    """Open the finished ones of the `replies` of a stage, see `open_stage` and `going_on`."""
-    with (
-        open_stage(place, config, force) as store,
-        reporter.progress(what) as progress,
-        going_on(place, store, replies, reporter),
-    ):
-        yield store, progress
-
-
 def stage_store(
     directory: Path,
     config_of: Callable[[Evaluation], RunConfig],
@@ -213,9 +200,14 @@ def stage_store(
         force: whether replies that cannot be gone on with are thrown away, see `open_stage`.
     """
 
-    def open_replies(stage: str, evaluation: Evaluation) -> OpenStage:
-        what = f"{title}{stage.replace('/', ', ')}: batches"
-        config = config_of(evaluation)
-        return kept_replies(directory / stage, config, evaluation.replies, reporter, what, force)
+    @contextmanager
+    def open_replies(stage: str, evaluation: Evaluation) -> Iterator[tuple[ReplyStore, Progress]]:
+        place = directory / stage
+        with (
+            open_stage(place, config_of(evaluation), force) as store,
+            reporter.progress(f"{title}{stage.replace('/', ', ')}: batches") as progress,
+            going_on(place, store, evaluation.replies, reporter),
+        ):
+            yield store, progress
 
     return open_replies

@@ -26,7 +26,7 @@ from kvsearch.jobs.groups import (
     following,
 )
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import FINISHED, Reporter, kept_replies, warn_of_coverage
+from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_coverage
 from kvsearch.plan import Size
 from kvsearch.plan.origin import ContextRecord, ContextSet
 from kvsearch.plan.profile import load_profile
@@ -198,22 +198,17 @@ def validate(options: ValidateOptions, reporter: Reporter) -> ValidationResult:
     prepared = _prepare(options, reporter)
     conditions = prepared[0].conditions
     path = options.directory / FILE
-    protocol = conditions.protocol
     if not options.force:
         require_unchanged(path.parent, path.name, "restore it, or --force to start anew")
     config = _config(options, prepared[0])
     with Run.open(path.parent, config, force=options.force, files=(path.name, "[0-9r]*-question-*")) as run:
         before = found = load_validation(path)
         for validation in prepared:
-            size = validation.size
-            name = str(size.budget) if size.budget is not None else f"ratio-{size.ratio}"
             replies = validation.evaluation.replies
             many = f"{validation.strategies} strategies and the full cache"
             reporter.say(f"{many} at {validation.budget:g} entries per kv head: {replies} replies")
-            place = run.directory / f"{name}-{protocol}"
-            with kept_replies(place, validation.config(), replies, reporter) as (store, progress):
-                validation.evaluation.require_answers(progress, store)
-                result = ValidationResult(**dict(conditions), budgets=(validation.run(progress, store),))
+            store = stage_store(run.directory, validation.config, reporter)
+            result = ValidationResult(**dict(conditions), budgets=(validation.run(store, answered=True),))
             found = result if found is None else result.merged(found)
             run.write(path.name, found.as_json())
         run.finish()

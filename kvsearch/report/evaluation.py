@@ -6,7 +6,7 @@ Beside the tables: CSV with every number, maps of needles, and layer attention o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -14,14 +14,14 @@ from statistics import fmean
 
 from kvsearch.core.files import atomic_write
 from kvsearch.core.printed import csv_text
-from kvsearch.evaluation.samples import Footprint, LayerLoss
-from kvsearch.evaluation.statistics import LEAST_CONTEXTS, TraceLength
+from kvsearch.evaluation.samples import LayerLoss
+from kvsearch.evaluation.statistics import LEAST_CONTEXTS
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.report import table
 from kvsearch.report.figures import Figure, HeatMap
 from kvsearch.report.numbers import asked_words, bounds, interval, outcomes, percent
-from kvsearch.report.table import Cell, Table
-from kvsearch.results.evaluation import EvaluationResult, ScoreRow, count_tasks_won
+from kvsearch.report.table import Cell, RowGroup, Table
+from kvsearch.results.evaluation import EvaluationResult, FullScores, ScoreRow, count_tasks_won
 from kvsearch.runs.estimates import Estimate
 from kvsearch.strategies.names import FULL
 
@@ -103,17 +103,16 @@ def score_table(result: EvaluationResult, *, by_task: bool = True, intervals: bo
 def trace_table(result: EvaluationResult) -> Table:
     """Return how many tokens the replies to traced tasks have, and how many are as long as they may be."""
 
-    def line(name: str, traces: Mapping[str, TraceLength]) -> list[Cell]:
+    def line(name: str, method: FullScores) -> list[Cell]:
         cells = [Cell(name)]
         for task in result.full.traces:
-            found = traces[task]
+            found = method.traces[task]
             longer = "" if found.longer is None else interval(found.longer, "+.1f", unit=1)
             cells += [Cell(interval(found.tokens, ".1f", unit=1), value=found.tokens.mean), Cell(longer)]
             cells.append(Cell.number(found.at_limit, "d"))
         return cells
 
-    groups = [("", [line(FULL, result.full.traces)])]
-    groups += [(block.heading, [line(one.name, one.traces) for one in block.methods]) for block in result.blocks]
+    groups = grouped_lines(result, line)
     header = ["method", *(f"{task}{column}" for task in result.full.traces for column in ("", " - full", " at limit"))]
     return Table(f"{result.model}: tokens of a reply, mean, 95% interval ({_how(result)})", header, groups)
 
@@ -149,7 +148,8 @@ def held_table(result: EvaluationResult) -> Table:
     """Return what every method holds."""
     full = result.full.held
 
-    def line(name: str, held: Footprint) -> list[Cell]:
+    def line(name: str, method: FullScores) -> list[Cell]:
+        held = method.held
         return [
             Cell(name),
             Cell.number(held.entries, ".0f"),
@@ -159,13 +159,16 @@ def held_table(result: EvaluationResult) -> Table:
             Cell.number(held.most, ".0f"),
         ]
 
-    groups = [("", [line(FULL, full)])]
-    for block in result.blocks:
-        lines = [line(method.name, method.held) for method in block.methods]
-        groups.append((block.heading, lines))
+    groups = grouped_lines(result, line)
     what = "context" if result.protocol == "question-agnostic" else "prompt"
     header = ["method", "entries", "share", "KiB", "share", "most entries while answering"]
     return Table(f"{result.model}: held after the {what}, mean ({_how(result)})", header, groups)
+
+
+def grouped_lines(result: EvaluationResult, line: Callable[[str, FullScores], list[Cell]]) -> list[RowGroup]:
+    """Return the lines of a table: of the full cache, then of the methods of every size."""
+    full = ("", [line(FULL, result.full)])
+    return [full, *((block.heading, [line(one.name, one) for one in block.methods]) for block in result.blocks)]
 
 
 def csv_rows(result: EvaluationResult) -> str:

@@ -30,7 +30,7 @@ from kvsearch.policies.registry import create_policy, policy_class
 from kvsearch.selection.candidates import CandidateSet, NamedPlan, PlanFactory
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import Chosen
-from kvsearch.strategies.from_signals import Strategy, check_kept, choose, floor_of, floors_of, plan_of
+from kvsearch.strategies.from_signals import Strategy, check_kept, choose, floor_of, floors_of, signals_plan
 from kvsearch.strategies.names import METHODS, PYRAMID, UNIFORM, Recipe
 
 NONE: Final = "none"  # the route that stands for every pattern alone
@@ -162,7 +162,7 @@ class _SignalPlans(PlanFactory):
                         yield Strategy(None, policy=pattern, phases=self.phases)
 
     def _name_plan(self, name: str, chosen: Mapping[Phase, Chosen], origin: Mapping[str, str]) -> NamedPlan:
-        return name, plan_of(self.table.profile, chosen, self.size, {}), origin
+        return name, signals_plan(self.table.profile, chosen, self.size), origin
 
     def _method_plan(self, recipe: Recipe) -> Plan:
         policy = tuned_policy(recipe.policy, self.table.profile)

@@ -18,9 +18,7 @@ import numpy as np
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.core.naming import require_known, suggest, unknown
-from kvsearch.core.progress import Progress
-from kvsearch.evaluation.compare import Evaluation, Split, prepare_plans
-from kvsearch.evaluation.reply_store import ReplyStore
+from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans
 from kvsearch.evaluation.totals import check_eviction
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import PHASES, Phase, PhaseNames, Plan, Profile, Size
@@ -39,7 +37,7 @@ from kvsearch.selection.verdicts import (
 )
 from kvsearch.signals.table import ROUTES, SENSITIVITIES, SignalTable
 from kvsearch.strategies.build import Chosen
-from kvsearch.strategies.from_signals import Strategy, check_kept, choose, plan_of
+from kvsearch.strategies.from_signals import Strategy, check_kept, choose, signals_plan
 from kvsearch.strategies.names import FULL
 
 SIGNALS: Final[dict[Kind, tuple[str, ...]]] = {"route": ROUTES, "budgets": SENSITIVITIES}
@@ -97,7 +95,7 @@ def prepare_validation(
     compared: dict[SignalUse, StrategyNames] = {}
     for use in uses:
         compared[use], made = _make_strategies(table, use, size, permutations, split.seed)
-        plans |= {name: plan_of(profile, chosen, size, {}) for name, chosen in made.items() if name not in plans}
+        plans |= {name: signals_plan(profile, chosen, size) for name, chosen in made.items() if name not in plans}
     prepared = prepare_plans(loaded, plans, split)
     for task in prepared.encoded:
         if task.distinct < 2:
@@ -153,19 +151,19 @@ class PreparedValidation:
             seed=self.evaluation.split.seed,
         )
 
-    def config(self) -> RunConfig:
-        """Return the configuration of the replies; with profile and size, the name of each strategy says what it is.
+    def config(self, evaluation: Evaluation) -> RunConfig:
+        """Return the configuration of its replies; with profile and size, the name of each strategy says what it is.
 
         So a run with other signals, phases or more permutations goes on with the same replies.
         """
         digest = self.conditions.profile_sha256
-        return self.evaluation.stage_config(
-            "validate", profile_sha256=digest, budget=self.budget, ratio=self.size.ratio
-        )
+        return evaluation.stage_config("validate", profile_sha256=digest, budget=self.budget, ratio=self.size.ratio)
 
-    def run(self, progress: Progress | None = None, store: ReplyStore | None = None) -> AtBudget:
-        """Ask everything that is not in the store, and judge; see `Evaluation.run` for the errors."""
-        result = self.evaluation.run(progress, store)
+    def run(self, store: StageStore | None = None, *, answered: bool = False) -> AtBudget:
+        """Ask everything that is not in the store, and judge; see `Evaluation.run_stage`."""
+        size = f"ratio-{self.size.ratio}" if self.size.budget is None else self.size.budget
+        stage = f"{size}-{self.evaluation.split.protocol}"
+        result = self.evaluation.run_stage(stage, store, answered=answered)
         signals = tuple(judge_signal(result, use, names) for use, names in self.compared.items())
         return AtBudget(budget=self.budget, ratio=self.size.ratio, full=result.score(FULL), signals=signals)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,16 +68,29 @@ def plan_from_profile(profile: Profile, size: Size) -> Plan:
     check_pool(pool, floor)
     ratios = profile.local_ratios(1 - total / (length * heads) if size.ratio is None else size.ratio)
     budgets = round_ratios(ratios, length, total, floor)
+    return plan_of(profile, {"prefill": Chosen((metadata.policy,) * len(budgets), budgets)}, size, floor)
+
+
+def plan_of(
+    profile: Profile,
+    chosen: Mapping[Phase, Chosen],
+    size: Size,
+    floor: int,
+    method: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Return the plan of what was chosen for the layers of a profile; `settings` join those of the calibration."""
+    metadata = profile.metadata
     origin = metadata.provenance
-    settings = {"ratio": size.ratio, "budget": size.budget, **origin.settings}
+    joined = {**origin.settings, "ratio": size.ratio, "budget": size.budget, **(settings or {})}
     return build_plan(
         metadata.model,
         metadata.layers,
-        {"prefill": Chosen((metadata.policy,) * len(budgets), budgets)},
-        provenance(origin.method, origin.seed, origin.data_sha256, settings, origin.contexts),
+        chosen,
+        provenance(method or origin.method, origin.seed, origin.data_sha256, joined, origin.contexts),
         floor,
         size.scaling,
-        length,
+        size.length or metadata.length,
     )
 
 

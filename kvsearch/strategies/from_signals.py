@@ -20,12 +20,11 @@ from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import KvsearchWarning, UsageError
 from kvsearch.core.naming import require_known, suggest
 from kvsearch.plan import PHASES, Phase, Plan, PolicySpec, Profile, Size
-from kvsearch.plan.origin import provenance
 from kvsearch.plan.size import Pool
 from kvsearch.policies import Policy
 from kvsearch.policies.registry import policy_of
 from kvsearch.signals.table import MEASURES, ROUTES, SENSITIVITIES, SignalTable, is_constant
-from kvsearch.strategies.build import Chosen, build_plan, check_pool
+from kvsearch.strategies.build import Chosen, check_pool, plan_of
 from kvsearch.strategies.names import FULL, UNIFORM
 
 SIGNAL_BUDGET = "signal_budget"  # in the provenance of plans by signals: the measured budget that was read
@@ -91,7 +90,7 @@ def strategy_plan(profile: Profile, strategy: Strategy, size: Size) -> Plan:
     settings["budget_signal"] = settings.pop("budgets")
     settings["policy"] = None if strategy.route else strategy.policy or profile.metadata.policy.name
     settings[SIGNAL_BUDGET] = table.nearest(_pool(profile, size).mean)
-    return plan_of(profile, chosen, size, settings)
+    return signals_plan(profile, chosen, size, settings)
 
 
 def choose(table: SignalTable, strategy: Strategy, size: Size, inverse: bool = False) -> dict[Phase, Chosen]:
@@ -142,21 +141,12 @@ def check_kept(mean: float, policy: Policy, where: str = "", instead: str = "") 
         )
 
 
-def plan_of(profile: Profile, chosen: Mapping[Phase, Chosen], size: Size, settings: Mapping[str, Any]) -> Plan:
+def signals_plan(
+    profile: Profile, chosen: Mapping[Phase, Chosen], size: Size, settings: Mapping[str, Any] | None = None
+) -> Plan:
     """Return the plan of what was chosen for the layers of a profile; `settings` join those of the calibration."""
-    metadata = profile.metadata
-    origin = metadata.provenance
     floors = [floor_of(policy) for part in chosen.values() for policy in part.policies]
-    joined = {**origin.settings, "ratio": size.ratio, "budget": size.budget, **settings}
-    return build_plan(
-        metadata.model,
-        metadata.layers,
-        chosen,
-        provenance(origin.method, origin.seed, origin.data_sha256, joined, origin.contexts),
-        min(floors),
-        size.scaling,
-        size.length or metadata.length,
-    )
+    return plan_of(profile, chosen, size, min(floors), settings=settings)
 
 
 def _pool(profile: Profile, size: Size) -> Pool:

@@ -14,13 +14,13 @@ from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import UsageError
 from kvsearch.core.naming import suggest
 from kvsearch.plan import Plan, PolicySpec, Profile, Size
-from kvsearch.plan.origin import ContextRecord, joined, provenance
+from kvsearch.plan.origin import ContextRecord, joined
 from kvsearch.plan.profile_arrays import KEPT
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import STATIC
 from kvsearch.policies.fitted import Fitted, profile_of
 from kvsearch.policies.registry import policy_of
-from kvsearch.strategies.build import Chosen, build_plan, check_pool
+from kvsearch.strategies.build import Chosen, check_pool, plan_of
 
 METHOD = "joint"
 SINGLE = "mass"  # the same curves of a profile of one policy, by whole percents
@@ -158,20 +158,9 @@ def joint_plan(curves: PolicyCurves, size: Size, least_gain: float = LEAST_GAIN,
         kept = MarginalSolver.of_layers(solver.singles, found.policies).kept(table)
         found = found._replace(budgets=table, kept=kept)
     budgets = water_fill(found.budgets, total, floor, length)
-    origin = metadata.provenance
-    settings = {
-        **origin.settings,
-        "ratio": size.ratio, "budget": size.budget, "policies": tuple(curves.names),
-    }  # fmt: skip
-    plan = build_plan(
-        metadata.model,
-        metadata.layers,
-        {"prefill": Chosen(tuple(curves.policies[at] for at in found.policies), budgets)},
-        provenance(METHOD, origin.seed, origin.data_sha256, settings, origin.contexts),
-        floor,
-        size.scaling,
-        length,
-    )
+    chosen = Chosen(tuple(curves.policies[at] for at in found.policies), budgets)
+    named = {"policies": tuple(curves.names)}
+    plan = plan_of(curves.profile, {"prefill": chosen}, size, floor, METHOD, named)
     mass = max(float(curves.kept[0, ..., -1].sum()), np.finfo(np.float64).tiny)
     total = int(found.budgets.sum())
     alone = {

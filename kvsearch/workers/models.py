@@ -11,7 +11,6 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from kvsearch.core.parsing import shortened
 from kvsearch.models.loading import LoadedModel, LoadOptions, Work, load
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.workers.base import Outcome
-from kvsearch.workers.ray import RayExecutor, RayPool, RayWorkers
+from kvsearch.workers.ray import RayExecutor, RayPool
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -98,9 +97,9 @@ class ModelWorkers:
         UsageError, EnvironmentFault: see `RayPool`.
     """
 
-    def __init__(self, loaded: LoadedModel, options: LoadOptions, wanted: RayWorkers) -> None:
+    def __init__(self, loaded: LoadedModel, options: LoadOptions, workers: int, address: str | None) -> None:
         self.source = ModelSource(loaded, options)
-        self.pool = RayPool(replace(wanted, gpus=1.0) if loaded.device.type == "cuda" else wanted)
+        self.pool = RayPool(workers, address, gpus=1.0 if loaded.device.type == "cuda" else 0.0)
 
     def map(self, work: Work[Given, Made], items: Sequence[Given]) -> Iterator[Made]:
         """Yield what `work` makes of each item, in their order.

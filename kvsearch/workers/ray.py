@@ -18,7 +18,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -29,26 +28,6 @@ from kvsearch.workers.base import Evaluator, Executor, Job, Outcome, Values, att
 
 _REACH = 10.0  # seconds for a cluster to answer at all
 _STORE = 256 * 2**20  # bytes that workers of this machine share: jobs and values are small
-
-
-@dataclass(frozen=True)
-class RayWorkers:
-    """How many workers, each with so many `cpus` and `gpus` of one node, and how many seconds they have to start.
-
-    `address` is that of a running cluster, "auto" or host:port; None starts one on this machine, which ends with the
-    pool. A worker that starts has no model yet.
-    """
-
-    workers: int
-    cpus: float = 1.0
-    gpus: float = 0.0
-    address: str | None = None
-    start_timeout: float = 600.0
-
-    @property
-    def need(self) -> dict[str, float]:
-        """What one worker takes, by Ray's names."""
-        return {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
 
 
 def import_ray() -> Any:
@@ -90,15 +69,15 @@ def connect(ray: Any, address: str | None) -> bool:
     return True
 
 
-def require_room(ray: Any, wanted: RayWorkers) -> None:
+def require_room(ray: Any, workers: int, need: Mapping[str, float]) -> None:
     """Raise EnvironmentFault, with what is there, if the nodes of the cluster cannot hold all workers."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    room = room_for(nodes, wanted.need)
-    if room < wanted.workers:
+    room = room_for(nodes, need)
+    if room < workers:
         has = ", ".join(f"{sum(node.get(name, 0.0) for node in nodes):g} {name}s" for name in ("CPU", "GPU"))
-        each = " and ".join(f"{amount:g} {name}" for name, amount in wanted.need.items())
+        each = " and ".join(f"{amount:g} {name}" for name, amount in need.items())
         raise EnvironmentFault(
-            f"{wanted.workers} Ray workers with {each} each do not fit: the cluster has {has} on {len(nodes)} "
+            f"{workers} Ray workers with {each} each do not fit: the cluster has {has} on {len(nodes)} "
             f"node{'s' if len(nodes) != 1 else ''}, room for {room}; ask for fewer workers, or less for each"
         )
 
@@ -154,21 +133,37 @@ _MOST_DEATHS = 2  # of workers that had the same job
 class RayPool(Closing):
     """Actors, each with one evaluator at a time; they start with the first jobs.
 
+    Args:
+        workers: how many there are, each with so many `cpus` and `gpus` of one node.
+        address: that of a running cluster, "auto" or host:port; None starts one on this machine, which ends with the
+            pool.
+        cpus: of each worker.
+        gpus: of each worker.
+        start_timeout: seconds that they have to start; they have no model yet.
+
     Raises:
         UsageError: the address is none.
         EnvironmentFault: Ray is missing, the cluster does not answer or has no room for the workers.
     """
 
-    def __init__(self, wanted: RayWorkers) -> None:
+    def __init__(
+        self,
+        workers: int,
+        address: str | None = None,
+        *,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        start_timeout: float = 600.0,
+    ) -> None:
         self.ray = import_ray()
-        self.wanted = wanted
+        self.workers = workers
+        self.start_timeout = start_timeout
         self._idle: list[Any] = []
-        self._ours = connect(self.ray, wanted.address)
+        self._ours = connect(self.ray, address)
         try:
-            require_room(self.ray, wanted)
-            self._kind = self.ray.remote(
-                num_cpus=wanted.cpus, num_gpus=wanted.gpus, max_restarts=0, max_task_retries=0
-            )(_Actor)
+            need = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
+            require_room(self.ray, workers, need)
+            self._kind = self.ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)(_Actor)
         except BaseException:
             self._disconnect()
             raise
@@ -188,8 +183,8 @@ class RayPool(Closing):
         deaths: Counter[int] = Counter()
         try:
             while waiting or busy:
-                self._start(min(len(waiting), self.wanted.workers - len(busy)))
-                while waiting and len(busy) < self.wanted.workers:
+                self._start(min(len(waiting), self.workers - len(busy)))
+                while waiting and len(busy) < self.workers:
                     number = waiting.popleft()
                     actor = self._idle.pop()
                     task = actor.evaluate.remote([factory], self.ray.cloudpickle.dumps(jobs[number]))
@@ -224,11 +219,11 @@ class RayPool(Closing):
         if not actors:
             return
         starting = [actor.stop.remote() for actor in actors]
-        ready, _ = self.ray.wait(starting, num_returns=len(starting), timeout=self.wanted.start_timeout)
+        ready, _ = self.ray.wait(starting, num_returns=len(starting), timeout=self.start_timeout)
         if len(ready) < len(actors):
             for actor in actors:
                 self.ray.kill(actor)
-            raise EnvironmentFault(f"a Ray worker did not start within {self.wanted.start_timeout:g} seconds")
+            raise EnvironmentFault(f"a Ray worker did not start within {self.start_timeout:g} seconds")
         self._idle += actors
 
     def stop(self) -> None:

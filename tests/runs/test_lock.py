@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.core.errors import EnvironmentFault, InternalError, KvsearchWarning, UsageError
+from kvsearch.core.errors import InternalError, KvsearchWarning, UsageError
 from kvsearch.runs.lock import LOCK, locked, refuse_locked, require_lock
 from kvsearch.runs.run import is_unused
 from tests.runs.guard import locked_elsewhere
@@ -145,8 +145,5 @@ def test_a_place_where_no_directory_can_be_made(tmp_path: Path) -> None:
         pass
     assert (tmp_path / "file").read_text() == "mine"
     refuse_locked(tmp_path / "file" / "run")
-    with (
-        pytest.raises(EnvironmentFault, match=r"^cannot write .*run: not a directory, check the disk"),
-        locked(tmp_path / "file" / "run"),
-    ):
+    with pytest.raises(UsageError, match="file is a file: give a directory"), locked(tmp_path / "file" / "run"):
         pass

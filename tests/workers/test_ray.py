@@ -17,7 +17,7 @@ import pytest
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.search.trials import Executor, JobOutcome
 from kvsearch.workers.base import attempt
-from kvsearch.workers.ray import RayExecutor, RayPool, RayWorkers, connect, room_for
+from kvsearch.workers.ray import RayExecutor, RayPool, connect, room_for
 from tests.workers import fakes
 from tests.workers.contract import ExecutorContract, job
 from tests.workers.fakes import AGES, DEADLY, DEADLY_ONCE, SLOW, TOKENS, Fake, build
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray")]
 @pytest.fixture(scope="module")
 def pool(ray: Any) -> Iterator[RayPool]:
     """Two workers beside those of all tests, which share two cores with them."""
-    with RayPool(RayWorkers(2, cpus=0.4, start_timeout=AGES)) as workers:
+    with RayPool(2, cpus=0.4, start_timeout=AGES) as workers:
         yield workers
 
 
@@ -113,7 +113,7 @@ def test_an_evaluator_that_cannot_be_built(pool: RayPool, factory: Any, words: s
 @pytest.mark.nightly
 def test_a_worker_that_does_not_start_in_time(ray: Any) -> None:
     words = r"a Ray worker did not start within 0\.001 seconds"
-    with RayPool(RayWorkers(1, cpus=0.1, start_timeout=0.001)) as pool, pytest.raises(EnvironmentFault, match=words):
+    with RayPool(1, cpus=0.1, start_timeout=0.001) as pool, pytest.raises(EnvironmentFault, match=words):
         list(RayExecutor(fakes.refuse, pool).run([job(1, 8)]))
 
 
@@ -122,12 +122,12 @@ def test_more_workers_than_the_cluster_can_give(ray: Any, monkeypatch: pytest.Mo
     """Said at once: no worker is started that would wait for its place."""
     cores = os.cpu_count()
     monkeypatch.setattr(ray, "remote", lambda *_, **__: pytest.fail("a worker was started"))
-    for wanted, words in (
-        (RayWorkers(1000), rf"1000 Ray workers with 1 CPU each do not fit: the cluster has {cores} CPUs, 0 GPUs on 1 "),
-        (RayWorkers(1, gpus=1), "1 Ray workers with 1 CPU and 1 GPU each do not fit: .*room for 0; ask for fewer"),
+    for wanted, gpus, words in (
+        (1000, 0, rf"1000 Ray workers with 1 CPU each do not fit: the cluster has {cores} CPUs, 0 GPUs on 1 "),
+        (1, 1, "1 Ray workers with 1 CPU and 1 GPU each do not fit: .*room for 0; ask for fewer"),
     ):
         with pytest.raises(EnvironmentFault, match=words) as found:
-            RayPool(wanted)
+            RayPool(wanted, gpus=gpus)
         assert "\n" not in str(found.value)
 
 
@@ -177,13 +177,12 @@ SCRIPT = """
 import os, signal, sys
 from functools import partial
 from pathlib import Path
-from kvsearch.workers.ray import RayWorkers
 from kvsearch.workers.ray import RayExecutor, RayPool
 from tests.workers.contract import job
 from tests.workers.fakes import AGES, DEADLY, build
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *told: print("told to end"))
-    with RayPool(RayWorkers(1, start_timeout=AGES)) as pool:
+    with RayPool(1, start_timeout=AGES) as pool:
         os.kill(os.getpid(), signal.SIGTERM)
         outcomes = RayExecutor(partial(build, Path(sys.argv[1])), pool).run([job(0, DEADLY), job(1, 8)])
         print(sorted(outcome.kind for _, outcome in outcomes))
