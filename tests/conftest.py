@@ -81,7 +81,7 @@ def kept_workers(ray_pool: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
     from kvsearch.workers import models
 
     with monkeypatch.context() as patch:
-        patch.setattr(models, "RayPool", lambda _: ray_pool)
+        patch.setattr(models, "RayPool", lambda *_, **__: ray_pool)
         patch.setattr(ray_pool, "close", lambda: None)
         yield ray_pool
 

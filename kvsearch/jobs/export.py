@@ -102,7 +102,7 @@ class ExportOptions(PlanOptions, Sized, Loading):
             return CalibrateOptions.of(recipe=self.folder / CONFIG, output=self.folder)
         return self
 
-    def inputs(self, model: ModelFingerprint, length: int | None, reporter: Reporter) -> Inputs:
+    def inputs(self, model: ModelFingerprint, reporter: Reporter) -> Inputs:
         """Return what the target is told besides a plan or profile of this `model`, which is loaded where it needs it.
 
         Raises:
@@ -114,12 +114,12 @@ class ExportOptions(PlanOptions, Sized, Loading):
 
         if self.to == "model":
             model.require(self.load(str(self.output), reporter).fingerprint, "what is exported")
-            return Inputs(length, config=read_json(self.output / MODEL_CONFIG))
+            return Inputs(self.length, config=read_json(self.output / MODEL_CONFIG))
         if self.model is None or not exporter_of(self.to).needs_model:
-            return Inputs(length)
+            return Inputs(self.length)
         loaded = self.load(self.model, reporter)
         model.require(loaded.fingerprint, "what is exported")
-        return Inputs(length, describe(loaded.model), loaded.model)
+        return Inputs(self.length, describe(loaded.model), loaded.model)
 
     def for_target(self, reporter: Reporter) -> Exported:
         """Make the files of the target, of a profile, of a plan, or of the plan that a profile gives; no file yet.
@@ -141,11 +141,11 @@ class ExportOptions(PlanOptions, Sized, Loading):
                     f"target {self.to} is made of a profile, and {path} is none: give the directory of one"
                 )
             profile = load_profile(profile_file(path))
-            found = exporter.export(profile, self.inputs(profile.metadata.model, self.length, reporter))
+            found = exporter.export(profile, self.inputs(profile.metadata.model, reporter))
         else:
             assert isinstance(exporter, PlanExporter)
             plan = load_plan(path) if of_plan else self.compute(reporter)
-            inputs = self.inputs(plan.model, self.length, reporter)
+            inputs = self.inputs(plan.model, reporter)
             if self.to == "folder":
                 from kvsearch.report.artifacts import run_scores
 

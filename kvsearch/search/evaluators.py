@@ -19,6 +19,7 @@ import numpy as np
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import IncompatibleError, NonFiniteError
 from kvsearch.core.progress import Progress
+from kvsearch.evaluation.compare import Split
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import has_windows, stop_tokens
@@ -167,34 +168,27 @@ def make_executor(search: PreparedSearch, cap: int, progress: Progress | None = 
     Raises:
         KvsearchError: see `CandidateBank`.
     """
-    objective = search.settings.objective
-    settings: dict[str, Any] = {
-        "batch": search.asked.batch,
-        "cap": cap,
-        "objective": objective,
-        "max_memory": search.asked.max_memory,
-    }
     if isinstance(workers := search.base.loaded.workers, ModelWorkers):
-        return RayExecutor(worker_factory(search, workers.source, settings), workers.pool)
-    return SerialExecutor(make_evaluator(search.base, search.samples, **settings, progress=progress))
+        return RayExecutor(worker_factory(search, workers.source, cap), workers.pool)
+    how = search.settings.objective, search.asked, cap
+    return SerialExecutor(make_evaluator(search.base, search.samples, *how, progress=progress))
 
 
-def worker_factory(search: PreparedSearch, source: ModelSource, settings: Mapping[str, Any]) -> partial[Evaluator]:
+def worker_factory(search: PreparedSearch, source: ModelSource, cap: int) -> partial[Evaluator]:
     """Return what builds the evaluator of a worker: questions are sent, the model is loaded there."""
     nobody: Any = None
     tasks = {id(sample.task): replace(sample.task, prompts=()) for sample in search.samples}  # its questions alone
     samples = [replace(sample, task=tasks[id(sample.task)]) for sample in search.samples]
-    return partial(make_evaluator, replace(search.base, loaded=nobody), samples, source=source, **settings)
+    how = search.settings.objective, replace(search.asked, tasks=()), cap
+    return partial(make_evaluator, replace(search.base, loaded=nobody), samples, *how, source)
 
 
 def make_evaluator(
     base: Base,
     samples: Sequence[BankSample],
-    *,
-    batch: int,
-    cap: int,
     objective: str,
-    max_memory: int | None,
+    asked: Split,
+    cap: int,
     source: ModelSource | None = None,
     progress: Progress | None = None,
 ) -> Evaluator:
@@ -204,8 +198,7 @@ def make_evaluator(
     """
     if source is not None:
         base = replace(base, loaded=source.load())
+    judged: dict[str, Any] = {"objective": objective, "max_memory": asked.max_memory}
     if base.in_prefill:
-        return CandidateBank(
-            base.loaded, base.by_layer, samples, cap, objective=objective, max_memory=max_memory, progress=progress
-        )
-    return PlanRuns(base, samples, objective=objective, batch=batch, max_memory=max_memory)
+        return CandidateBank(base.loaded, base.by_layer, samples, cap, **judged, progress=progress)
+    return PlanRuns(base, samples, **judged, batch=asked.batch)

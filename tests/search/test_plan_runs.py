@@ -142,8 +142,7 @@ def test_memory_for_one_candidate_is_enough(name: str, monkeypatch: pytest.Monke
 
 def worker_bank(prepared: PreparedSearch, source: ModelSource) -> Evaluator:
     """Built as in a worker, of what is sent to it."""
-    settings = {"batch": 8, "cap": prepared.cap, "objective": prepared.settings.objective, "max_memory": None}
-    factory = pickle.loads(import_ray().cloudpickle.dumps(worker_factory(prepared, source, settings)))
+    factory = pickle.loads(import_ray().cloudpickle.dumps(worker_factory(prepared, source, prepared.cap)))
     return factory()
 
 
