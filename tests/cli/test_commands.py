@@ -39,11 +39,6 @@ def test_what_does_not_exist_is_told_on_one_line(run: Run, arguments: tuple[str,
     assert run(*arguments) == (2, "", f"kvsearch: error: {expected}\n")
 
 
-def test_version() -> None:
-    out, _ = done("--version")
-    assert out.startswith("kvsearch 0.")
-
-
 def test_profile_and_plan_record_what_they_were_fitted_on(calibrated: Path) -> None:
     texts = load_calibration_data(default_data("bundled")).limited(2)
     known = [context_hash(context.text) for context in texts.contexts]

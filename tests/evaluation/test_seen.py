@@ -6,14 +6,12 @@ from typing import Any
 
 from kvsearch.evaluation.compare import Seen, Split, prepare
 from kvsearch.models.loading import LoadedModel
-from kvsearch.plan import Plan, Size
+from kvsearch.plan import Plan
 from kvsearch.plan.origin import ContextRecord, ContextSet, context_hash
-from kvsearch.strategies.compared import sweep, with_baselines
-from kvsearch.strategies.methods import find_methods
+from kvsearch.strategies.compared import with_baselines
 from kvsearch.tasks.encode import encode_tasks
 from tests import tiny
 from tests.evaluation.results import json_of, rendered, tables_of
-from tests.report.test_tables import method
 
 TASK = tiny.listed((60, 2), (48, 1), (70, 2), name="one")
 HASHES = [context_hash(row.context) for row in TASK.rows]
@@ -74,14 +72,3 @@ def test_notes_and_json_of_an_evaluation(model: LoadedModel) -> None:
     assert "mine: it was chosen on 1 contexts" in text
     assert "old: which contexts it was fitted and chosen on is not known" in text
     assert "snapkv: " not in text
-
-
-def test_methods_and_plans_of_a_sweep_bring_their_records(model: LoadedModel) -> None:
-    known = ContextRecord(fitted=ContextSet.of(HASHES))
-    plan = tiny.plan_for(model, [[16, 16]] * 4, scaling="fixed", length=80)
-    plan = plan.model_copy(update={"provenance": plan.provenance.model_copy(update={"contexts": known})})
-    ready = sweep(model, find_methods("snapkv", ()), [Size(16)], plans={"mine": plan})
-    assert {one.name: one.contexts for one in ready} == {
-        "full": ContextRecord(), "snapkv": ContextRecord(), "mine": known,
-    }  # fmt: skip
-    assert method("full").contexts == ContextRecord()

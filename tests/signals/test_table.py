@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
-from kvsearch.signals.table import ENTROPY, ROUTES, SENSITIVITIES, SignalTable, is_constant
+from kvsearch.signals.table import ENTROPY, SENSITIVITIES, SignalTable, is_constant
 from tests.plan.builders import make_profile
 from tests.signals.profiles import make_signals, signal_metadata
 
@@ -91,20 +91,6 @@ def test_the_nearest_budget_as_ratios_go(asked: float, nearest: int) -> None:
     """32 is as far from 16 as from 64: the smaller one of the two."""
     found = SignalTable(make_signals(signal_metadata(budgets=(16, 64, 256))))
     assert found.nearest(asked) == nearest
-
-
-def test_what_was_measured() -> None:
-    found = SignalTable(make_signals())
-    assert found.patterns == ("snapkv", "streaming", "tova")
-    assert found.routes == ROUTES
-    assert set(found.sensitivities) == set(SENSITIVITIES)
-    less = SignalTable(make_signals(cosine=None, mean_entropy=None))
-    assert less.routes == ("error", "ppl", "nll")
-    assert less.sensitivities == tuple(
-        f"{measure}{over}" for measure in ("error", "ppl", "nll") for over in ("", "-chosen", "-mean")
-    )
-    none = SignalTable(make_signals(cosine=None, relative_error=None, nll=None, full_nll=None))
-    assert (none.routes, none.sensitivities) == ((), ("entropy",))
 
 
 def losing(*gains: list[float]) -> SignalTable:

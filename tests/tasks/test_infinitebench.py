@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from kvsearch.core.errors import KvsearchWarning, UsageError
-from kvsearch.tasks.base import Task
 from kvsearch.tasks.catalog import find_tasks
-from kvsearch.tasks.infinitebench import INFINITEBENCH_LAVA, INFINITEBENCH_TASKS, SPECS, InfiniteBenchTask
-from kvsearch.tasks.metrics import METRICS
+from kvsearch.tasks.infinitebench import INFINITEBENCH_TASKS, SPECS, InfiniteBenchTask
 
 BOOKS = ["Anna", "Ben", "Cleo", "Dora"]
 
@@ -25,15 +23,6 @@ def load(folder: Path, name: str, *rows: dict[str, Any], **options: Any) -> Infi
     text = "\n".join(json.dumps(item, ensure_ascii=False) for item in rows)
     (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
     return InfiniteBenchTask(name, folder, **options)
-
-
-def test_the_datasets() -> None:
-    assert len(INFINITEBENCH_TASKS) == 10
-    assert set(INFINITEBENCH_LAVA) < set(INFINITEBENCH_TASKS)
-    assert {spec.metric for spec in SPECS.values()} <= set(METRICS)
-    assert [task.name for task in find_tasks("infinitebench:lava")] == list(INFINITEBENCH_LAVA)
-    task: Task = InfiniteBenchTask("passkey")
-    assert (task.category, task.chat, task.stops) == ("InfiniteBench retrieval", True, ())
 
 
 @pytest.mark.parametrize("name", INFINITEBENCH_TASKS)

@@ -28,14 +28,6 @@ def words(ids: torch.Tensor) -> str:
     return str(tokenizer().decode(ids[0].tolist()))
 
 
-def test_without_a_chat_template() -> None:
-    prompt = plain("mark {question} =")
-    assert not prompt.chat
-    assert words(prompt.context("the calm fox .")) == "<bos> the calm fox ."
-    assert words(prompt.question("? vote")) == "mark ? vote ="
-    assert words(prompt.answer("anchor .")) == "anchor ."
-
-
 def test_the_standard_prompt() -> None:
     seen: list[tuple[str, bool]] = []
 
