@@ -75,6 +75,16 @@ def test_damaged_steps_are_told(change: Callable[[dict[str, Any]], object], dire
         list(StepCache(directory, "this").stage([1, 2], doubled))
 
 
+def test_steps_cut_short_or_in_the_place_of_another(directory: Path) -> None:
+    first, second, _ = sorted((directory / SAMPLES).iterdir())
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(UsageError, match=rf"{second.name} is damaged"):
+        list(StepCache(directory, "this").stage([1, 2], doubled))
+    first.write_bytes(first.read_bytes()[:-5])
+    with pytest.raises(UsageError, match=rf"{first.name} is damaged"):
+        list(StepCache(directory, "this").stage([1, 2], doubled))
+
+
 def test_all_that_steps_depend_on_is_in_their_identity() -> None:
     def identity(model: LoadedModel, data: CalibrationData = DATA, seed: int = 0) -> str:
         return step_identity(model, data, prompts_of(model, data), {"seed": seed})
