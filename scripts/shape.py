@@ -41,7 +41,7 @@ GATES = {
     "docstrings that only say See": 0,
     "places that raise UsageError": 381,
     "import circles": 0,
-    "test lines": 45_519,
+    "test lines": 44_682,
 }
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
