@@ -78,7 +78,6 @@ FIT = "fit"
 CURVES = "curves"
 REFINE = "refine"
 CHOICE = "choice"
-REPORTED = "report"
 REPORT = "run.json"
 FILES = (FIT, CURVES, REFINE, CHOICE, "plan*.json", REPORT, "contexts.json", "*.safetensors")
 FIT_TOKENS = 36_000  # that rankings are fitted on by default, of all tasks together
