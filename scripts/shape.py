@@ -29,17 +29,17 @@ from pathlib import Path
 # The most that --check, which `make lint` calls, lets the package have. A limit may only come down: put the figure of
 # today here when it is lower.
 GATES = {
-    "code lines": 33_961,
+    "code lines": 33_822,
     "files": 308,
-    "records": 333,
+    "records": 328,
     "public class names used twice": 0,
     "module names used more than twice": 3,
-    "private helpers of at most 6 lines with one caller": 29,
-    "imports inside functions of jobs, commands and cli": 96,
+    "private helpers of at most 6 lines with one caller": 28,
+    "imports inside functions of jobs, commands and cli": 94,
     "assignments of a tuple to a tuple": 46,
     "lists repeated by a condition": 0,
     "docstrings that only say See": 0,
-    "places that raise UsageError": 381,
+    "places that raise UsageError": 378,
     "import circles": 0,
     "test lines": 44_682,
 }
