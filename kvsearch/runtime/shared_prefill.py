@@ -120,15 +120,12 @@ def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[i
     return entries
 
 
-def _groups(caches: Mapping[str, PlanCache]) -> Iterator[tuple[str, ...]]:
+def _groups(caches: Mapping[str, PlanCache]) -> list[tuple[str, ...]]:
     """Group methods whose caches can be one batch: they plan the same layers and evict nothing while decoding."""
-    alike: dict[tuple[int, ...], list[str]] = {}
+    alike: dict[tuple[int, ...] | str, list[str]] = {}
     for method, cache in caches.items():
-        if can_join(cache):
-            alike.setdefault(tuple(cache.planned), []).append(method)
-        else:
-            yield (method,)
-    yield from (tuple(methods) for methods in alike.values())
+        alike.setdefault(tuple(cache.planned) if can_join(cache) else method, []).append(method)
+    return [tuple(methods) for methods in alike.values()]
 
 
 def _portions(
