@@ -259,8 +259,8 @@ build-again
     plan build plans/polykv-entropy.yaml --json -o plans/polykv-built.json
 show-evolved
     show runs/evolve/plan.json
-refused-harmful
-    export runs/polykv --budget 64 --route cosine --budget-signal entropy --phases decode -o plans/nonesuch.json
+export-unproven
+    export runs/polykv --budget 64 --route cosine --budget-signal entropy --phases decode -o plans/unproven.json
 """
 
 PUBLISH = """
@@ -278,13 +278,13 @@ compress
 deploy
     export plans/even.json --to folder --model bundled -o runs/folder
 deploy-lukv
-    export runs/lukv --to kvpress-lukv -o runs/curve.npy
+    export runs/lukv --to kvpress-lukv --lossy -o runs/curve.npy
 deploy-layers
-    export plans/falling.json --to kvpress-layers --lossy -o runs/kvpress-layers
+    export plans/falling.json --to kvpress-layers --lossy --length 600 -o runs/kvpress-layers
 deploy-duo
-    export plans/even.json --to duo --lossy -o runs/duo
+    export plans/even.json --to duo --lossy --length 600 -o runs/duo
 deploy-trtllm
-    export plans/falling.json --to trtllm-windows --lossy -o runs/windows.yaml
+    export plans/falling.json --to trtllm-windows --lossy --length 600 -o runs/windows.yaml
 recipes
     recipes
 recipes-one
@@ -319,7 +319,6 @@ VERBS = (
 # What is refused, a command each: the message and the exit code are compared.
 REFUSALS = """
 nonesuch
-run
 run bundled
 run bundled --budget 0 -o runs/x
 run bundled --budget 51 --ratio 0.5 -o runs/x
