@@ -88,18 +88,7 @@ def test_a_sweep_writes_everything(run: Run, calibrated: Path, tmp_path: Path) -
 def test_a_text_is_predicted(run: Run, tmp_path: Path) -> None:
     text = tmp_path / "story.txt"
     text.write_text("the calm fox greets the nurse in barn . " * 200)
-    arguments = (
-        "--methods",
-        "streaming,tova",
-        "--phases",
-        "both",
-        "--budgets",
-        40,
-        "--tasks",
-        f"ppl:{text}",
-        "--length",
-        200,
-    )
+    arguments = ("--methods", "tova", "--phases", "both", "--budgets", 40, "--tasks", f"ppl:{text}", "--length", 200)
     out, _ = done("evaluate", "bundled", *arguments, "--samples", 3, "-o", tmp_path / "run", "--json")
     result = json.loads(out)
     (task,) = result["tasks"]
