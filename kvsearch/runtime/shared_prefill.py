@@ -80,12 +80,15 @@ def compressed(
         entries = {method: held_entries(model, cache, lengths) for method, cache in caches.items()}
         nbytes = {method: cache.nbytes() for method, cache in caches.items()}
         seconds = perf_counter() - started
-        for methods in _groups(caches):
+        alike: dict[tuple[int, ...] | str, list[str]] = {}
+        for method, cache in caches.items():  # one batch: they plan the same layers and evict nothing while decoding
+            alike.setdefault(tuple(cache.planned) if can_join(cache) else method, []).append(method)
+        for methods in alike.values():
             times = len(methods)
             masks = mask.repeat(times, 1)
-            cache = joined([caches[method] for method in methods], masks, lengths * times)
-            replies = Replies(model, cache, masks, logits, stop, finished)
-            yield JointReplies(methods, replies, entries, nbytes, seconds, logits)
+            batch = joined([caches[method] for method in methods], masks, lengths * times)
+            replies = Replies(model, batch, masks, logits, stop, finished)
+            yield JointReplies(tuple(methods), replies, entries, nbytes, seconds, logits)
 
 
 def batches(items: Sequence[T], size: int, alike: Callable[[T], object]) -> Iterator[list[T]]:
@@ -118,14 +121,6 @@ def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[i
     """Count the entries of all full-attention layers per sequence, right after its prompt of `lengths` tokens."""
     entries: list[int] = PeakEntries(model, cache, torch.tensor(lengths)).most.tolist()
     return entries
-
-
-def _groups(caches: Mapping[str, PlanCache]) -> list[tuple[str, ...]]:
-    """Group methods whose caches can be one batch: they plan the same layers and evict nothing while decoding."""
-    alike: dict[tuple[int, ...] | str, list[str]] = {}
-    for method, cache in caches.items():
-        alike.setdefault(tuple(cache.planned) if can_join(cache) else method, []).append(method)
-    return [tuple(methods) for methods in alike.values()]
 
 
 def _portions(
