@@ -229,14 +229,13 @@ def answer_joints(
     The model must run the attention "kvsearch". The prompts are read once for all programs, as far as `memory` bytes of
     compressed caches permit; see `compressed`. The samples are not scored: see `UNSCORED`.
     """
-    ids = [reading.ids for reading in batch]
     where = f"task {prompts.task.name}"
     ended = prompts.format.ended(prompts.task.stops)
     asked = programs.keys() - set(finished)
     if is_forced(prompts.task):  # first of all: what others lose is compared with what it loses
         programs = {FULL: full_cache(loaded.model), **programs}
     full_losses: dict[tuple[int, int], float] = {}
-    joints = compressed(loaded.model, programs, ids, stop_tokens(loaded), ended, memory)
+    joints = compressed(loaded.model, programs, [each.ids for each in batch], stop_tokens(loaded), ended, memory)
     while True:
         with _naming(where, batch, [reading.questions[0] for reading in batch]):
             joint = next(joints, None)

@@ -84,9 +84,8 @@ def compressed(
         for method, cache in caches.items():  # one batch: they plan the same layers and evict nothing while decoding
             alike.setdefault(tuple(cache.planned) if can_join(cache) else method, []).append(method)
         for methods in alike.values():
-            times = len(methods)
-            masks = mask.repeat(times, 1)
-            batch = joined([caches[method] for method in methods], masks, lengths * times)
+            masks = mask.repeat(len(methods), 1)
+            batch = joined([caches[method] for method in methods], masks, lengths * len(methods))
             replies = Replies(model, batch, masks, logits, stop, finished)
             yield JointReplies(tuple(methods), replies, entries, nbytes, seconds, logits)
 

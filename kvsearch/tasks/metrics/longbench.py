@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import string
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -187,9 +188,17 @@ def _spaced(text: str) -> str:
 
 def _rouge(reply: str, answer: str) -> float:
     score = optional("rouge").Rouge(metrics=["rouge-l"], stats=["f"]).get_scores
-    # in a thread of its own: how deep the package may recurse must not depend on how deep its caller is
-    with ThreadPoolExecutor(max_workers=1) as fresh:
+
+    def scored() -> float:
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(1000)  # Python's own, which torch.compile raises
         try:
-            return float(fresh.submit(score, reply, answer).result()[0]["rouge-l"]["f"])
+            return float(score(reply, answer)[0]["rouge-l"]["f"])
         except (ValueError, RecursionError):
             return 0.0
+        finally:
+            sys.setrecursionlimit(limit)
+
+    # in a thread of its own: how deep the package may recurse must not depend on how deep its caller is
+    with ThreadPoolExecutor(max_workers=1) as fresh:
+        return fresh.submit(scored).result()
