@@ -80,10 +80,9 @@ def compressed(
         entries = {method: held_entries(model, cache, lengths) for method, cache in caches.items()}
         nbytes = {method: cache.nbytes() for method, cache in caches.items()}
         seconds = perf_counter() - started
-        alike: dict[tuple[int, ...] | str, list[str]] = {}
-        for method, cache in caches.items():  # one batch: they plan the same layers and evict nothing while decoding
-            alike.setdefault(tuple(cache.planned) if can_join(cache) else method, []).append(method)
-        for methods in alike.values():
+        # caches can be one batch that plan the same layers and evict nothing while decoding
+        joins = {method: tuple(cache.planned) if can_join(cache) else method for method, cache in caches.items()}
+        for methods in batches(list(caches), len(caches), joins.__getitem__):
             masks = mask.repeat(len(methods), 1)
             batch = joined([caches[method] for method in methods], masks, lengths * len(methods))
             replies = Replies(model, batch, masks, logits, stop, finished)
