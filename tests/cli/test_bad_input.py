@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 from pathlib import Path
 
@@ -44,21 +42,6 @@ def test_a_plan_of_another_model(run: Run, calibrated: Path, tmp_path: Path) -> 
     assert run("plan", "uniform", model, "--policy", "snapkv", "--budget", 64, "-o", other)[0] == 0
     message = refused(run, INCOMPATIBLE, "another model", "evaluate", "bundled", "--plan", other)
     assert f"{str(model)!r}, and this is 'bundled': it has other weights (" in message
-
-
-def test_a_full_disk_leaves_the_old_plan(
-    run: Run, calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run("export", calibrated, "--ratio", 0.5, "-o", tmp_path / "plan.json")
-    before = (tmp_path / "plan.json").read_bytes()
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    refused(run, ENVIRONMENT, "full", "export", calibrated, "--ratio", 0.6, "-o", tmp_path / "plan.json", "--force")
-    assert (tmp_path / "plan.json").read_bytes() == before
-    assert list(tmp_path.iterdir()) == [tmp_path / "plan.json"]
 
 
 @pytest.mark.parametrize("method", ["lukv", "lava", "polykv", "probe"])

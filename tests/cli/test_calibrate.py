@@ -68,12 +68,10 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param(("lukv",), marks=pytest.mark.nightly),
         ("lava",),
-        pytest.param(("cake",), marks=pytest.mark.nightly),
-        pytest.param(("adakv",), marks=pytest.mark.nightly),
         ("polykv", "--budgets", 48, "--patterns", "snapkv,h2o"),
     ],
 )
-def test_every_method_takes_tasks(questions: Path, tmp_path: Path, method: tuple[object, ...]) -> None:
+def test_methods_take_tasks(questions: Path, tmp_path: Path, method: tuple[object, ...]) -> None:
     """Its own questions, of the train split; the profile knows its contexts."""
     tasks = ("--tasks", f"jsonl:{questions}+synthetic:multikey", "--length", 512, "--samples", 2)
     _, talk = done("calibrate", "bundled", "--method", *method, "-o", tmp_path / "p", *tasks)

@@ -8,38 +8,17 @@ from typing import Any
 import pytest
 
 from kvsearch.jobs import export as export_job
-from kvsearch.models.loading import LoadOptions, load
-from kvsearch.plan import ModelFingerprint, Profile, Size, load_plan, load_profile, save_profile
+from kvsearch.plan import Size, load_plan, load_profile
 from kvsearch.strategies.from_signals import Strategy, strategy_plan
-from tests.cli.conftest import Run, done
+from tests.cli.conftest import Run, done, polykv_in
 from tests.cli.test_bad_input import USAGE, refused
-from tests.plan.builders import PROVENANCE
-from tests.signals.profiles import make_signals, signal_metadata
 
 PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 8}, "streaming": {"sinks": 4}, "tova": {}, "h2o": {}}
 
 
-@pytest.fixture(scope="module")
-def bundled() -> ModelFingerprint:
-    return load("bundled", LoadOptions(device="cpu")).fingerprint
-
-
-def calibrated_as(
-    directory: Path, model: ModelFingerprint, settings: dict[str, Any] | None = None, **changes: Any
-) -> Profile:
-    """A made-up profile of the bundled model in `directory`."""
-    origin = {**PROVENANCE, "method": "polykv", "settings": settings or {}}
-    metadata = signal_metadata(model, PATTERNS, provenance=origin, **changes)
-    directory.mkdir(exist_ok=True)
-    profile = make_signals(metadata)
-    save_profile(profile, directory / "profile.safetensors", overwrite=True)
-    return profile
-
-
 @pytest.fixture
-def polykv(tmp_path: Path, bundled: ModelFingerprint) -> Path:
-    calibrated_as(tmp_path / "run", bundled)
-    return tmp_path / "run"
+def polykv(tmp_path: Path) -> Path:
+    return polykv_in(tmp_path / "run", PATTERNS)
 
 
 def test_the_defaults_and_what_is_said(run: Run, polykv: Path, tmp_path: Path) -> None:
@@ -71,10 +50,8 @@ def test_options_reach_the_strategy(polykv: Path, tmp_path: Path) -> None:
         assert load_plan(path) == strategy_plan(profile, strategy, Size(budget=64, length=300))
 
 
-def test_a_budget_must_be_named_where_several_were_measured(
-    run: Run, tmp_path: Path, bundled: ModelFingerprint
-) -> None:
-    calibrated_as(tmp_path / "run", bundled, budgets=(16, 32))
+def test_a_budget_must_be_named_where_several_were_measured(run: Run, tmp_path: Path) -> None:
+    polykv_in(tmp_path / "run", budgets=(16, 32))
     words = "signals were measured at 16, 32 entries per kv head: say how many to keep"
     refused(run, USAGE, words, "export", tmp_path / "run", "-o", tmp_path / "plan.json")
     assert not (tmp_path / "plan.json").exists()

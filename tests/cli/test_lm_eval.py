@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,18 +34,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def request_of(folder: Path, calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> partial[tuple[Any, ...]]:
+def request_of(folder: Path, calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, ...]]:
     """Arguments that run given tasks, with only the folder's to choose from: indexing the others takes seconds."""
     from kvsearch.lm_eval import tasks as lm_eval_tasks
 
     own = lm_eval_tasks.TaskManager
     monkeypatch.setattr(lm_eval_tasks, "TaskManager", lambda **given: own(**{**given, "include_defaults": False}))
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
-    return partial(arguments, folder, calibrated / "plan.json")
-
-
-def arguments(folder: Path, plan: Path, tasks: str, *more: object) -> tuple[Any, ...]:
-    return ("bundled", "--plan", plan, "--include-path", folder, "--tasks", tasks, *more)
+    asked = ("bundled", "--plan", calibrated / "plan.json", "--include-path", folder, "--tasks")
+    return lambda tasks, *more: (*asked, tasks, *more)
 
 
 def test_the_harness_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -57,7 +55,7 @@ def test_the_harness_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @installed
-def test_scores_and_what_they_were_made_with(request_of: partial[Any], tmp_path: Path) -> None:
+def test_scores_and_what_they_were_made_with(request_of: Callable[..., Any], tmp_path: Path) -> None:
     samples = tmp_path / "samples.jsonl"
     code, out, talk = call(*request_of("small_generate,small_likelihood", "--limit", 3, "--log-samples", samples))
     assert code == 0, talk
@@ -72,7 +70,7 @@ def test_scores_and_what_they_were_made_with(request_of: partial[Any], tmp_path:
 
 
 @installed
-def test_json(request_of: partial[Any], calibrated: Path) -> None:
+def test_json(request_of: Callable[..., Any], calibrated: Path) -> None:
     from kvsearch.core.canonical import sha256_of
     from kvsearch.plan import load_plan
 
@@ -92,7 +90,7 @@ def test_json(request_of: partial[Any], calibrated: Path) -> None:
 
 
 @installed
-def test_a_dry_run_loads_no_tasks(request_of: partial[Any]) -> None:
+def test_a_dry_run_loads_no_tasks(request_of: Callable[..., Any]) -> None:
     code, out, talk = call(*request_of("small_s*,small_remote", "--limit", 2, "--dry-run", "--json"))
     assert code == 0, talk
     names = ["small_sampling", "small_shots", "small_remote"]
@@ -101,7 +99,7 @@ def test_a_dry_run_loads_no_tasks(request_of: partial[Any]) -> None:
 
 
 @installed
-def test_bad_requests(request_of: partial[Any], tmp_path: Path) -> None:
+def test_bad_requests(request_of: Callable[..., Any], tmp_path: Path) -> None:
     for words, asked in (
         ("unknown task 'small_choos'; did you mean 'small_choose'?", request_of("small_choos")),
         ("its folder does not exist", request_of("small_choose", "--log-samples", tmp_path / "no" / "samples.jsonl")),

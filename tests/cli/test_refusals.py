@@ -46,6 +46,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--methods lava --budgets 64 --baselines snapkv", "--baselines go with --plan alone"),
         ("--methods probe --budgets 9", "policy probe is fitted: give probe=DIR"),
         ("--methods lava --budgets 64 --table NEW.html", "name a .md, .csv or .tex file"),
+        ("--methods lava --budgets 64 --table NEW/t.md", "its folder does not exist"),
         ("--methods lava --budgets 64 --tasks ppl:", "a file is given as ppl:FILE"),
         ("--methods lava --budgets 64 --tasks ppl:x", "no file x"),
         ("--methods lava --budgets 64 --temperature -0.1", "--temperature: must be at least 0"),

@@ -62,22 +62,15 @@ def test_a_folder_is_a_plan_everywhere(run: Run, plan: Path, tmp_path: Path) -> 
 
 def test_a_profile_is_a_curve_or_a_plan_first(run: Run, plan: Path, tmp_path: Path) -> None:
     profile = make_profile(policy={"name": "keydiff", "params": {}})
-    save_profile(profile, tmp_path / "profile.safetensors")
-    _, talk = done("export", tmp_path / "profile.safetensors", "--to", "kvpress-lukv", "-o", tmp_path / "c.npy")
+    path = tmp_path / "profile.safetensors"
+    save_profile(profile, path)
+    _, talk = done("export", path, "--to", "kvpress-lukv", "-o", tmp_path / "c.npy")
     assert "LUKVPress(KeyDiffPress(), compression_ratio=0.8, sink=0, window=0)" in talk
     curves = np.load(tmp_path / "c.npy")
     assert curves.shape == (99, 3, 2)
     np.testing.assert_array_equal(curves[:, [0, 2]], profile.arrays["evicted_ratio"])
     assert not curves[:, 1].any()
-    layers = (
-        "export",
-        tmp_path / "profile.safetensors",
-        "--to",
-        "kvpress-layers",
-        "--lossy",
-        "-o",
-        tmp_path / "l.json",
-    )
+    layers = ("export", path, "--to", "kvpress-layers", "--lossy", "-o", tmp_path / "l.json")
     assert run(*layers)[0] == 2  # of which size?
     done(*layers, "--ratio", "0.5")
     # a plan beside a profile is the plan that was made of it: the directory is that of the profile

@@ -27,13 +27,6 @@ def folder(tmp_path: Path, plan: Plan) -> Path:
     return path
 
 
-def test_it_loads_as_the_plan_that_was_written(tmp_path: Path) -> None:
-    plan = make_plan()
-    path = folder(tmp_path, plan)
-    assert kvsearch.load_plan(path) == plan
-    assert sorted(item.name for item in path.iterdir()) == ["README.md", "SHA256SUMS", "generate.py", "plan.json"]
-
-
 def test_its_card_says_what_it_is(tmp_path: Path) -> None:
     text = (folder(tmp_path, make_plan()) / "README.md").read_text()
     assert text.startswith('---\nlibrary_name: kvsearch\nbase_model: "toy"\n')

@@ -15,7 +15,6 @@ from kvsearch.jobs.reporter import Silent
 from kvsearch.jobs.searching import Refinement
 from kvsearch.plan import Size
 from kvsearch.policies import create_policy
-from kvsearch.runs.identity import RunConfig
 from tests import tiny
 
 
@@ -55,16 +54,6 @@ def test_several_budgets_in_place_of_one(tmp_path: Path) -> None:
     assert options(one, budgets="64,16").budgets == (64, 16)
     assert options(one, budgets=(64, 16)).budget is None
     assert options(many, budget=48).budgets is None
-    with pytest.raises(UsageError, match="--budgets: cannot be given with --budget: leave one of them out"):
-        options(budget=48, budgets=(16, 32))
-
-
-def test_what_a_run_records_is_a_recipe(tmp_path: Path) -> None:
-    made = options("bundled", budget=16, start=[tmp_path / "a.json"], params=["sinks=2"], max_evals=7)
-    config = RunConfig(job="evolve", options=made.recorded(), content={})
-    (tmp_path / "config.json").write_bytes(config.to_bytes())
-    assert options(tmp_path / "config.json") == made
-    assert options(tmp_path / "config.json", budgets="8,16").budget is None
 
 
 @pytest.mark.parametrize(

@@ -47,13 +47,6 @@ def test_proportional_totals_are_exact_at_every_length(plan: Plan, length: int) 
     assert budgets.sum() == min(max(wanted, low * budgets.size), length * budgets.size)
 
 
-def test_scaling_rounds_by_largest_remainder_over_all_layers() -> None:
-    plan = make_plan([[13, 7], [9, 5]], length=40, floor=1)
-    ideal = np.array([[13, 7], [9, 5]]) * 27 / 40
-    expected = largest_remainder(ideal, 23)  # 34 * 27 / 40 = 22.95
-    assert np.array_equal(budgets_at(plan, "prefill", 27), expected)
-
-
 def test_fixed_prefill_budgets_are_clipped_at_the_prompt() -> None:
     plan = make_plan(scaling="fixed", length=None, decode=phase_dict([None, [9, 3], None]), floor=3)
     assert budgets_at(plan, "prefill", 10).tolist() == [[10, 6], [4, 10]]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.plan import ProfileMetadata, Size, phases_of
+from kvsearch.plan import ProfileMetadata, Size
 from kvsearch.plan.size import Pool
 
 from .builders import metadata_dict
@@ -64,9 +64,3 @@ def test_numbers_of_numpy_become_plain() -> None:
     size = Size(np.int64(40), length=np.int32(150))
     assert [type(value) for value in (size.budget, size.length)] == [int, int]
     assert type(Size(ratio=np.float32(0.75)).ratio) is float
-
-
-def test_names_of_phases() -> None:
-    assert phases_of("both") == ("prefill", "decode")
-    with pytest.raises(UsageError, match="unknown phases 'prefil'; did you mean 'prefill'"):
-        phases_of("prefil")

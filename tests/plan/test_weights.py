@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvsearch.core.errors import UsageError
-from kvsearch.plan import PolicySpec, load_plan, save_plan
+from kvsearch.plan import load_plan, save_plan
 from kvsearch.plan import saved as weights
 from tests.plan.builders import make_plan
 from tests.policies.probes import fitted
@@ -41,21 +41,8 @@ def test_a_plan_brings_its_weights(forgotten: Path) -> None:
     assert (copied / beside.name).read_bytes() == beside.read_bytes()
 
 
-def test_a_plan_without_its_weights(forgotten: Path) -> None:
-    (beside,) = forgotten.parent.glob("probe-*.safetensors")
-    beside.unlink()
-    with pytest.raises(UsageError, match=rf"plan.json needs the weights {beside.name} beside it"):
-        load_plan(forgotten)
-
-
 def test_a_plan_with_other_weights(forgotten: Path) -> None:
     (beside,) = forgotten.parent.glob("probe-*.safetensors")
     beside.write_bytes(beside.read_bytes()[:-1] + b"x")
     with pytest.raises(UsageError, match=rf"{beside.name} has other weights than .*plan.json names"):
         load_plan(forgotten)
-
-
-def test_policies_without_weights_need_no_file(tmp_path: Path) -> None:
-    assert weights.weights_file(PolicySpec(name="snapkv"), tmp_path / "plan.json") is None
-    save_plan(make_plan(), tmp_path / "plan.json")
-    assert list(tmp_path.glob("*.safetensors")) == []

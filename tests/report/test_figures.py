@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,13 +16,7 @@ from hypothesis import strategies as st
 from kvsearch.report import draw
 from kvsearch.report.charts import score_figures
 from kvsearch.report.evaluation import score_table
-from kvsearch.report.figures import (
-    Figure,
-    HeatMap,
-    LineChart,
-    Series,
-    layer_map,
-)
+from kvsearch.report.figures import Figure, HeatMap, LineChart, Series, layer_map
 from kvsearch.report.screen import WIDEST
 from kvsearch.report.table import Table
 from tests.evaluation.results import rendered
@@ -116,16 +109,9 @@ def test_names_are_data_for_matplotlib_too() -> None:
     draw.draw(Figure("f", name, "", MAPS)).draw_without_rendering()
 
 
-WIDTHS = [60, 120, WIDEST]
-
-
 def wide_table(columns: int) -> Table:
     rows = [[name, *(f"{name[0]}{n}.25" for n in range(columns))] for name in ("full", "uniform:snapkv")]
     return Table.plain("what is in here", ["method", *(f"task-{n}" for n in range(columns))], rows)
-
-
-def heatmap(title: str, values: np.ndarray, layers: Sequence[int], form: str = "{:.0f}", total: str = "sum") -> Figure:
-    return Figure("map", title, "", layer_map({"": values}, layers, "entries", form, total=total))
 
 
 @given(columns=st.integers(1, 12), width=st.integers(40, 200))
@@ -140,7 +126,8 @@ def test_every_cell_is_there_at_any_width(columns: int, width: int) -> None:
 
 
 def test_more_heads_than_anybody_reads() -> None:
-    text = rendered([heatmap("entries", np.full((200, 100), 3), range(200))], 140)
+    body = layer_map({"": np.full((200, 100), 3)}, range(200), "entries", "{:.0f}", total="sum")
+    text = rendered([Figure("map", "entries", "", body)], 140)
     assert "20,000 cells are too many for a map: --json has them all" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["199", "300"] in rows
@@ -155,5 +142,5 @@ def test_scores_on_the_screen_have_intervals() -> None:
     assert [[cell.best for cell in row] for row in table.groups[2][1]] == [
         [cell.best for cell in row] for row in plain.groups[2][1]
     ]
-    for width in WIDTHS:
+    for width in (60, 120, WIDEST):
         assert "…" not in rendered([table], width)

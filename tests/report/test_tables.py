@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Split
 from kvsearch.evaluation.samples import Sample
 from kvsearch.evaluation.statistics import MACRO, blocks_of
 from kvsearch.plan import Size
 from kvsearch.report.evaluation import difference_table, score_table, tables, write_tables
-from kvsearch.report.table import Cell, Table, check_table_file, csv, latex, markdown
+from kvsearch.report.table import Cell, Table, csv, latex, markdown
 from kvsearch.results.evaluation import EvaluationResult, needle_grids
 from kvsearch.runtime import Program
 from kvsearch.runtime.program import PhaseProgram
@@ -180,12 +179,6 @@ def test_csv_has_every_number(tmp_path: Path) -> None:
     assert {(row["protocol"], row["phases"]) for row in rows} == {("question-agnostic", "prefill")}
     (own,) = (row for row in rows if (row["size"], row["method"], row["column"]) == ("8", "uniform", "qa"))
     assert (own["kind"], own["difference"], own["wins"]) == ("category", "", "")
-
-
-@pytest.mark.parametrize("name", ["t.html", "t", "none/t.md"])
-def test_files_that_cannot_be_written(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match=r"name a \.md, \.csv or \.tex file|its folder does not exist"):
-        check_table_file(tmp_path / name)
 
 
 def test_what_must_be_known_to_read_a_table_stands_above_it() -> None:

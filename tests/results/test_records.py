@@ -25,6 +25,7 @@ RECORDS: dict[str, type[Result]] = {
     "run": RunResult,
     "search": SearchResult,
     "selection": SelectionResult,
+    "validation": ValidationResult,
 }
 
 
@@ -46,12 +47,6 @@ def test_selections_at_several_budgets_are_written_again() -> None:
     result = read_content(SelectionsResult, several, path)
     assert canonical_json(result.as_json()) == canonical_json(several)
     assert [selection.size.budget for selection in result.choices] == [24, 64]
-
-
-def test_a_validation_is_written_again() -> None:
-    path = FILES / "validation.json"
-    data = read_json(path)
-    assert canonical_json(read_content(ValidationResult, data, path).as_json()) == canonical_json(data)
 
 
 def test_results_of_another_version_are_refused_by_their_name() -> None:

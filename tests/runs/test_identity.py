@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import UsageError
-from kvsearch.runs.identity import CONFIG, SCHEMA, RunConfig, difference, read_config
+from kvsearch.runs.identity import CONFIG, RunConfig, difference, read_config
 from kvsearch.runs.ledger import parsed_lines, read_lines
 from tests.runs.notes import Notes
 from tests.runs.sealing import reseal, sealed
@@ -22,18 +22,6 @@ CONTENT: dict[str, Any] = {"settings": {"seed": 0, "layers": (0, 1)}, "rows": "a
 
 def config(**changes: Any) -> RunConfig:
     return RunConfig(**{"job": "evaluate", "content": CONTENT, **changes})
-
-
-def test_the_file_is_read_again(tmp_path: Path) -> None:
-    one = config(command=["kvsearch", "evaluate"], options={"budget": 8}, execution={"workers": None})
-    (tmp_path / CONFIG).write_bytes(one.to_bytes())
-    assert json.loads(one.to_bytes()) == {
-        "schema": SCHEMA, "job": "evaluate", "command": ["kvsearch", "evaluate"], "options": {"budget": 8},
-        "content": {"settings": {"seed": 0, "layers": [0, 1]}, "rows": "a" * 64}, "execution": {"workers": None},
-    }  # fmt: skip
-    found = read_config(tmp_path)
-    assert found.to_bytes() == one.to_bytes()
-    assert one.difference(found) is None
 
 
 def test_only_the_content_is_compared() -> None:

@@ -10,20 +10,7 @@ import pytest
 
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from tests.runs.notes import Notes
-from tests.runs.sealing import lines_of, sealed
-
-
-def test_what_is_appended_is_read_again(tmp_path: Path) -> None:
-    texts = ["one", "two\nlines", "\u2028", ""]
-    with Notes(tmp_path / "l") as ledger:
-        for text in texts:
-            ledger.add(text)
-        assert ledger.lines == texts
-    assert (tmp_path / "l").read_bytes().count(b"\n") == len(texts)
-    with Notes(tmp_path / "l") as ledger:
-        assert ledger.lines == texts
-        ledger.add("more")
-        assert lines_of(ledger) == [*texts, "more"]
+from tests.runs.sealing import sealed
 
 
 def test_a_last_line_that_is_cut_short_is_dropped(tmp_path: Path) -> None:

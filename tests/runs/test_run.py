@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvsearch.core.errors import EnvironmentFault, UsageError
-from kvsearch.runs.identity import CONFIG, LEDGER, LOSSES, REPORT, SUMS, RunConfig
+from kvsearch.core.errors import EnvironmentFault
+from kvsearch.runs.identity import CONFIG, LEDGER, REPORT, SUMS, RunConfig
 from kvsearch.runs.lock import locked
-from kvsearch.runs.run import Run, begin, is_unused, read_sums, require_unchanged, run_in
+from kvsearch.runs.run import Run, begin, is_unused, read_sums, run_in
 from tests.runs.notes import Notes
 
 ONE = RunConfig(job="evaluate", content={"seed": 1}, execution={"batch": 1})
@@ -57,20 +57,6 @@ def test_force_begins_anew_and_leaves_what_is_not_of_the_run(tmp_path: Path) -> 
     assert state_of(tmp_path, OTHER, force=True) == "new"
 
 
-def test_what_is_read_again_must_be_what_was_finished(tmp_path: Path) -> None:
-    with Run.open(tmp_path, ONE, files=(LOSSES,)) as run:
-        run.write(LOSSES, [])
-        run.finish()
-    require_unchanged(tmp_path, LOSSES, "delete it")
-    (tmp_path / LOSSES).write_text("[1]")
-    with pytest.raises(UsageError, match=r"losses\.json was changed since it was finished, .*: delete it"):
-        require_unchanged(tmp_path, LOSSES, "delete it")
-    assert LOSSES in read_sums(tmp_path)
-
-
-HERE = RunConfig(job="evaluate", content={"seed": 1})
-
-
 def test_what_a_killed_run_leaves_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / LEDGER).touch()
     (tmp_path / ".kvsearch-12.tmp").write_text("{")
@@ -88,7 +74,7 @@ def test_only_what_a_run_wrote_is_removed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     with locked(tmp_path):
-        begin(tmp_path, HERE, ["report.json", "plan-*.json", "choice-*", "nothing", LEDGER])
+        begin(tmp_path, ONE, ["report.json", "plan-*.json", "choice-*", "nothing", LEDGER])
     assert {item.name for item in tmp_path.iterdir()} == {CONFIG, "mine.txt", "mine"}
 
 
@@ -102,5 +88,5 @@ def test_what_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with locked(tmp_path), monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refused)
         with pytest.raises(EnvironmentFault, match=words):
-            begin(tmp_path, HERE, ["report.json"])
+            begin(tmp_path, ONE, ["report.json"])
     assert not (tmp_path / CONFIG).exists()

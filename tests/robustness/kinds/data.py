@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from kvsearch.calibration.data import load_calibration_data
 from kvsearch.core.errors import KvsearchError
+from kvsearch.tasks.dataset_task import parse_template
+from kvsearch.tasks.encode import counter, encode
+from kvsearch.tasks.infinitebench import InfiniteBenchTask
+from kvsearch.tasks.jsonl import JsonlTask
+from kvsearch.tasks.longbench import LongBenchTask
+from kvsearch.tasks.maths import Gsm8kTask
+from kvsearch.tasks.niah import NiahTask
+from kvsearch.tasks.rows import read_archive
+from kvsearch.tasks.ruler import RulerTask
+from kvsearch.tasks.ruler.needles import Essay
+from kvsearch.tasks.text import TextTask
+from scripts.train_bundled import tokenizer
 from tests.robustness.forms import Json, JsonLines, Text
 from tests.robustness.kinds.kind import Kind, same, taken
 from tests.robustness.valid import data as valid
@@ -16,15 +29,11 @@ from tests.robustness.valid import data as valid
 
 @cache
 def _tokenizer() -> Any:
-    from scripts.train_bundled import tokenizer
-
     return tokenizer()
 
 
 def _ask(task: Any) -> None:
     """Do with the examples of a task what an evaluation does before a model reads them, and score replies."""
-    from kvsearch.tasks.encode import counter, encode
-
     examples = task.examples(3, 0, counter(_tokenizer()))
     for example in examples:
         for query in example.queries:
@@ -35,16 +44,12 @@ def _ask(task: Any) -> None:
 
 
 def _task(path: Path) -> None:
-    from kvsearch.tasks.jsonl import JsonlTask
-
     task = JsonlTask.load(path)
     assert all(query.max_new_tokens >= 1 for example in task.rows for query in example.queries)
     _ask(task)
 
 
 def _calibration(path: Path) -> None:
-    from kvsearch.calibration.data import load_calibration_data
-
     problems = []
     for bare in (True, False):
         try:
@@ -72,38 +77,18 @@ def _calibration(path: Path) -> None:
 
 
 def _plain_text(path: Path) -> None:
-    from kvsearch.calibration.data import load_calibration_data
-    from kvsearch.tasks.niah import NiahTask
-    from kvsearch.tasks.ruler.needles import Essay
-    from kvsearch.tasks.text import TextTask
-
-    def words(text: str) -> list[int]:
-        return list(_tokenizer()(text)["input_ids"])
-
     for context in load_calibration_data(path, bare=True).contexts:
-        words(context.text)
-    text = TextTask.load(path, length=2)
-    words(text.text)
+        _tokenizer()(context.text)
+    _tokenizer()(TextTask.load(path, length=2).text)
     Essay.load(path).sentences(30)
     _ask(NiahTask(lengths=(300,), depths=(0, 50), haystack=path))
 
 
 def _text_rows(path: Path) -> None:
-    from kvsearch.tasks.text import TextTask
-
     _tokenizer()(TextTask.load(path).text)
 
 
-def _qa(name: str, path: Path) -> None:
-    from kvsearch.tasks.ruler import RulerTask
-
-    _ask(RulerTask(name, length=900, qa_file=path))
-
-
 def _templates(path: Path) -> None:
-    from kvsearch.tasks.dataset_task import parse_template
-    from kvsearch.tasks.longbench import LongBenchTask
-
     found = LongBenchTask("narrativeqa", source=path.with_name("rows.jsonl"), prompts=path).template
     with taken("a template"):
         again = parse_template("{context} {input}", "here")
@@ -111,32 +96,24 @@ def _templates(path: Path) -> None:
     assert isinstance(found.context("{x}") + found.question("{y}"), str)
 
 
-def _dataset(make: Callable[[Path], Any], path: Path) -> None:
-    _ask(make(path))
-
-
-def _longbench(path: Path) -> Any:
-    from kvsearch.tasks.longbench import LongBenchTask
-
-    return LongBenchTask("narrativeqa", source=path)
-
-
-def _infinitebench(path: Path) -> Any:
-    from kvsearch.tasks.infinitebench import InfiniteBenchTask
-
-    return InfiniteBenchTask("passkey", source=path)
-
-
-def _gsm8k(path: Path) -> Any:
-    from kvsearch.tasks.maths import Gsm8kTask
-
-    return Gsm8kTask(source=path, shots=1)
-
-
 def _archive(path: Path) -> None:
-    from kvsearch.tasks.rows import read_archive
-
     read_archive(path, ["data/narrativeqa.jsonl"])
+
+
+def _qa(name: str, path: Path) -> None:
+    _ask(RulerTask(name, length=900, qa_file=path))
+
+
+def _longbench(path: Path) -> None:
+    _ask(LongBenchTask("narrativeqa", source=path))
+
+
+def _infinitebench(path: Path) -> None:
+    _ask(InfiniteBenchTask("passkey", source=path))
+
+
+def _gsm8k(path: Path) -> None:
+    _ask(Gsm8kTask(source=path, shots=1))
 
 
 def kinds() -> Iterator[Kind]:
@@ -148,12 +125,8 @@ def kinds() -> Iterator[Kind]:
     yield Kind("qa-squad", "squad.json", valid.squad, Json(), partial(_qa, "qa_1"))
     yield Kind("qa-hotpot", "hotpot.json", valid.hotpot, Json(), partial(_qa, "qa_2"))
     yield Kind("templates", "prompts.json", valid.templates, Json(), _templates)
-    rows = {
-        "longbench": ("narrativeqa.jsonl", valid.longbench, JsonLines(), _longbench),
-        "infinitebench": ("passkey.jsonl", valid.infinitebench, JsonLines(), _infinitebench),
-        "gsm8k": ("test.jsonl", valid.gsm8k, JsonLines(), _gsm8k),
-        "parquet": ("test.parquet", valid.parquet, Text(), _gsm8k),
-    }  # fmt: skip
-    for name, (file, bases, form, make) in rows.items():
-        yield Kind(f"rows-{name}", file, bases, form, partial(_dataset, make))
+    yield Kind("rows-longbench", "narrativeqa.jsonl", valid.longbench, JsonLines(), _longbench)
+    yield Kind("rows-infinitebench", "passkey.jsonl", valid.infinitebench, JsonLines(), _infinitebench)
+    yield Kind("rows-gsm8k", "test.jsonl", valid.gsm8k, JsonLines(), _gsm8k)
+    yield Kind("rows-parquet", "test.parquet", valid.parquet, Text(), _gsm8k)
     yield Kind("rows-archive", "data.zip", valid.archives, Text(), _archive)

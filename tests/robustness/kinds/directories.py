@@ -13,7 +13,8 @@ from tempfile import TemporaryDirectory
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.samples import write_samples
 from kvsearch.runs.identity import SUMS
-from kvsearch.runs.lock import LOCK
+from kvsearch.runs.lock import LOCK, _refusal, locked, refuse_locked
+from kvsearch.runs.run import finish, read_sums, unfinish
 from tests.robustness.forms import Json, Text
 from tests.robustness.kinds.kind import Kind, taken, verify
 from tests.robustness.kinds.runs import of_run
@@ -21,8 +22,6 @@ from tests.robustness.valid import plans, runs
 
 
 def _lock(path: Path) -> None:
-    from kvsearch.runs.lock import _refusal, locked, refuse_locked
-
     with path.open("rb") as file:
         refusal = str(_refusal(path.parent, file))
     assert "\n" not in refusal
@@ -33,8 +32,6 @@ def _lock(path: Path) -> None:
 
 
 def _sums(path: Path) -> None:
-    from kvsearch.runs.run import finish, read_sums, unfinish
-
     read_sums(path.parent)
     verify(path.parent)
     with taken("the checksums that were written"):

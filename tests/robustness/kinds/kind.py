@@ -10,7 +10,14 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from kvsearch.cli.console import Screen
 from kvsearch.core.errors import KvsearchError
+from kvsearch.jobs import report as report_job
+from kvsearch.plan import saved as weights
+from kvsearch.policies import fitted, kvzap, probe, query_bank
+from kvsearch.report.artifacts import open_path
+from kvsearch.report.integrity import Verification
+from kvsearch.report.page import groups_of, render
 from tests.robustness.forms import Form
 
 Bases = Callable[[], Sequence[bytes]]
@@ -35,9 +42,6 @@ class Kind:
 
     def forget(self) -> None:
         """Forget the weights that this process has read: one file does not help another."""
-        from kvsearch.plan import saved as weights
-        from kvsearch.policies import fitted, kvzap, probe, query_bank
-
         weights._known.clear()
         fitted.profile_of.cache_clear()
         for read in (probe._weights, query_bank._bank, kvzap._layers):
@@ -61,13 +65,9 @@ def same(one: Any, other: Any, what: str) -> None:
 
 def show(path: Path, **options: Any) -> None:
     """Do what `kvsearch show` does, as a table and as JSON, and what `verify` and `report` do; raises as `show`."""
-    from kvsearch.cli.console import Screen
-    from kvsearch.jobs.report import ShowOptions
-    from kvsearch.jobs.report import show as showing
-
     with suppress(KvsearchError):  # as of what is none of our files
         verify(path)
-    view = showing(ShowOptions(path=path, **options))
+    view = report_job.show(report_job.ShowOptions(path=path, **options))
     screen = Screen(file=StringIO(), width=100)
     screen.print_parts(view.parts())
     json.dumps(view.as_json(), sort_keys=True, allow_nan=False).encode()
@@ -76,8 +76,6 @@ def show(path: Path, **options: Any) -> None:
 
 def verify(path: Path) -> None:
     """Do what `kvsearch verify` does; what is damaged is told, not raised."""
-    from kvsearch.report.integrity import Verification
-
     found = Verification([path])
     json.dumps(found.as_json(), allow_nan=False).encode()
     assert list(found.parts())
@@ -85,9 +83,6 @@ def verify(path: Path) -> None:
 
 def _page(path: Path) -> None:
     """Do what `kvsearch report` does but for writing the page."""
-    from kvsearch.report.artifacts import open_path
-    from kvsearch.report.page import groups_of, render
-
     groups = groups_of([open_path(path)])
     with taken("the page"):
         render(groups)

@@ -7,7 +7,11 @@ from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from transformers.utils import logging
+
 from kvsearch.core.errors import EnvironmentFault
+from kvsearch.models.loading import LoadOptions, load
+from kvsearch.models.memory import is_out_of_memory
 from tests import tiny
 from tests.robustness.forms import Json, Safetensors
 from tests.robustness.kinds.kind import Kind
@@ -15,11 +19,6 @@ from tests.robustness.kinds.kind import Kind
 
 def _model(path: Path) -> None:
     """Load it as commands do, with its weights and without; that memory runs out is told as they do."""
-    from transformers.utils import logging
-
-    from kvsearch.models.loading import LoadOptions, load
-    from kvsearch.models.memory import is_out_of_memory
-
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     for weights in (False, True):

@@ -7,16 +7,22 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
+from kvsearch.jobs.export import export, export_to
+from kvsearch.plan import canonical_json, load_plan, load_profile, save_plan
+from kvsearch.plan.profile import read_profile
+from kvsearch.plan.profile_arrays import EVICTED_RATIO
+from kvsearch.plan.yaml import plan_to_yaml
+from kvsearch.policies import create_policy
+from kvsearch.policies.fitted import parse_policy
+from kvsearch.runtime.store.cache_file import read_cache, read_header
+from kvsearch.strategies.from_yaml import plan_from_yaml
+from tests.plan.builders import make_plan
 from tests.robustness.forms import Json, Safetensors, Yaml, sealed_cache
 from tests.robustness.kinds.kind import Bases, Kind, same, show, taken
 from tests.robustness.valid import plans, profiles
 
 
 def _plan(path: Path) -> None:
-    from kvsearch.plan import load_plan, save_plan
-    from kvsearch.plan.yaml import plan_to_yaml
-    from kvsearch.strategies.from_yaml import plan_from_yaml
-
     show(path)
     plan = load_plan(path)
     with taken("the plan that was written"):
@@ -26,9 +32,6 @@ def _plan(path: Path) -> None:
 
 
 def _strategy(path: Path) -> None:
-    from kvsearch.plan.yaml import plan_to_yaml
-    from kvsearch.strategies.from_yaml import plan_from_yaml
-
     show(path)
     plan = plan_from_yaml(path.read_text(), str(path))
     with taken("the strategy that was written"):
@@ -36,10 +39,6 @@ def _strategy(path: Path) -> None:
 
 
 def _profile(path: Path) -> None:
-    from kvsearch.plan import load_profile
-    from kvsearch.plan.profile import read_profile
-    from kvsearch.plan.profile_arrays import EVICTED_RATIO
-
     show(path)
     profile = load_profile(path)
     with taken("the profile that was written"):
@@ -51,24 +50,17 @@ def _profile(path: Path) -> None:
 
 
 def _export(path: Path) -> None:
-    from kvsearch.jobs.export import export
-
     _profile(path)
     plan = export(profile=path, ratio=0.8, output=path.with_name("plan.json"), force=True, allow_harmful=True)
     assert plan.total >= 1
 
 
 def _statistics(path: Path) -> None:
-    from kvsearch.jobs.export import export_to
-
     _profile(path)
     export_to(profile=path, to="kvpress-ea", output=path.with_name("out"), force=True)
 
 
 def _fitted(name: str, path: Path) -> None:
-    from kvsearch.policies import create_policy
-    from kvsearch.policies.fitted import parse_policy
-
     found, params = parse_policy(f"{name}={path.parent}")
     policy = create_policy(found, params)
     with taken("the policy of these weights"):
@@ -86,8 +78,6 @@ def _weights_of_plan(path: Path) -> None:
 
 
 def _cache(path: Path) -> None:
-    from kvsearch.runtime.store.cache_file import read_cache, read_header
-
     read_header(path)
     show(path)
     read_cache(path)
@@ -96,15 +86,10 @@ def _cache(path: Path) -> None:
 
 def _plan_beside(name: str, weights: Bases) -> dict[str, bytes]:
     """A plan whose policy has weights, which lie beside it."""
-    from kvsearch.core.canonical import canonical_json
-    from kvsearch.plan import Plan
-    from tests.plan.builders import plan_dict
-
     digest = sha256(weights()[0]).hexdigest()
     policy = {"name": name, "params": {"weights": digest}}
     layers = [{"policy": policy, "budget": [20, 20]}] * 2
-    made = Plan.model_validate(plan_dict([[20, 20]] * 2, prefill={"layers": layers}))
-    return {"plan.json": canonical_json(made)}
+    return {"plan.json": canonical_json(make_plan([[20, 20]] * 2, prefill={"layers": layers}))}
 
 
 def _weights_name() -> str:

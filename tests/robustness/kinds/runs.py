@@ -7,6 +7,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvsearch.calibration.steps import StepCache, calibration_content
+from kvsearch.evaluation.reply_store import ReplyStore, read_replies
+from kvsearch.evaluation.samples import write_samples
+from kvsearch.jobs.calibrate import CalibrateOptions
+from kvsearch.jobs.evaluate import EvaluateOptions, read_losses
+from kvsearch.jobs.evolve import EvolveOptions
+from kvsearch.jobs.run import RunOptions
+from kvsearch.plan import canonical_json
+from kvsearch.results.search import read_trace
+from kvsearch.results.validation import harmful, load_validation
+from kvsearch.runs.identity import CONFIG, RunConfig, read_config
+from kvsearch.runs.lock import locked
+from kvsearch.runs.run import read_contexts, write_contexts
+from kvsearch.search.trials import TrialLog
+from kvsearch.strategies.from_signals import Strategy
 from tests.robustness.forms import Json, Ledger, Safetensors, Yaml
 from tests.robustness.kinds.kind import Kind, same, show, taken
 from tests.robustness.valid import runs as valid
@@ -16,18 +31,11 @@ from tests.runs.sealing import lines_of
 
 def _options(job: str) -> tuple[type[Any], dict[str, Any]]:
     """Return the options of a job, and what has to be typed."""
-    from kvsearch.jobs.calibrate import CalibrateOptions
-    from kvsearch.jobs.evaluate import EvaluateOptions
-    from kvsearch.jobs.evolve import EvolveOptions
-    from kvsearch.jobs.run import RunOptions
-
     models = {"calibrate": CalibrateOptions, "evaluate": EvaluateOptions, "evolve": EvolveOptions, "run": RunOptions}
     return models[job], {"model": "bundled", "output": Path("runs/new")}
 
 
 def _recipe(job: str, path: Path) -> None:
-    from kvsearch.runs.identity import CONFIG, RunConfig
-
     show(path)
     kind, typed = _options(job)
     options = kind.of(recipe=path, **typed)
@@ -41,9 +49,6 @@ def _recipe(job: str, path: Path) -> None:
 
 
 def _config(job: str, path: Path) -> None:
-    from kvsearch.calibration.steps import calibration_content
-    from kvsearch.runs.identity import read_config
-
     found = read_config(path.parent)
     calibration_content(path.parent)
     show(path)
@@ -62,9 +67,6 @@ def _config(job: str, path: Path) -> None:
 
 
 def _contexts(path: Path) -> None:
-    from kvsearch.runs.lock import locked
-    from kvsearch.runs.run import read_contexts, write_contexts
-
     show(path)
     found = read_contexts(path.parent)
     with taken("what was written"), locked(path.parent):
@@ -75,9 +77,6 @@ def _contexts(path: Path) -> None:
 
 
 def _search_ledger(path: Path) -> None:
-    from kvsearch.results.search import read_trace
-    from kvsearch.search.trials import TrialLog
-
     read_trace(path)
     identity = _identity("evolve")
     with TrialLog(path, identity) as ledger:
@@ -90,9 +89,6 @@ def _search_ledger(path: Path) -> None:
 
 
 def _reply_ledger(path: Path) -> None:
-    from kvsearch.evaluation.reply_store import ReplyStore, read_replies
-    from kvsearch.evaluation.samples import write_samples
-
     replies = read_replies(path)
     identity = _identity("evaluate")
     with ReplyStore(path, identity) as store:
@@ -107,8 +103,6 @@ def _reply_ledger(path: Path) -> None:
 
 
 def _step_samples(path: Path) -> None:
-    from kvsearch.calibration.steps import StepCache
-
     def never(items: Sequence[None]) -> Iterator[Any]:
         assert not items, "the step is made again"
         return iter(())
@@ -119,10 +113,6 @@ def _step_samples(path: Path) -> None:
 
 
 def _validation(path: Path) -> None:
-    from kvsearch.plan import canonical_json
-    from kvsearch.results.validation import harmful, load_validation
-    from kvsearch.strategies.from_signals import Strategy
-
     found = load_validation(path)
     show(path)
     harmful(path.parent.parent, Strategy(), 64)
@@ -130,12 +120,6 @@ def _validation(path: Path) -> None:
         path.write_bytes(canonical_json(found.as_json()))
         same(load_validation(path), found, "written and read again")
         assert len(found.merged(found).budgets) <= len(found.budgets)
-
-
-def _losses(path: Path) -> None:
-    from kvsearch.jobs.evaluate import read_losses
-
-    read_losses(path)
 
 
 def of_run(job: str) -> dict[str, bytes]:
@@ -158,4 +142,4 @@ def kinds() -> Iterator[Kind]:
         yield Kind(f"ledger-{name}", "ledger.jsonl", bases, form, check, partial(of_run, job))
     yield Kind("samples-steps", "samples/000000-0000.safetensors", valid.step_samples, Safetensors(None), _step_samples)
     yield Kind("validation", "validation/validation.json", partial(stored, "validation.json"), Json(), _validation)
-    yield Kind("losses", "losses.json", partial(stored, "losses.json"), Json(), _losses)
+    yield Kind("losses", "losses.json", partial(stored, "losses.json"), Json(), read_losses)

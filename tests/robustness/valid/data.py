@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
 from typing import Any
+
+import pandas
 
 
 def _rows(*rows: dict[str, Any]) -> bytes:
@@ -119,19 +122,12 @@ def infinitebench() -> list[bytes]:
 
 def parquet() -> list[bytes]:
     """Rows as Parquet."""
-    import pandas
-
-    data = io.BytesIO()
-    pandas.DataFrame([{"question": "2?", "answer": "a\n#### 4"}, {"question": "3?", "answer": "b\n#### 5"}]).to_parquet(
-        data
-    )
-    return [data.getvalue()]
+    rows = [{"question": "2?", "answer": "a\n#### 4"}, {"question": "3?", "answer": "b\n#### 5"}]
+    return [pandas.DataFrame(rows).to_parquet()]
 
 
 def archives() -> list[bytes]:
     """Rows of LongBench in a zip archive."""
-    import zipfile
-
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("data/narrativeqa.jsonl", longbench()[0])

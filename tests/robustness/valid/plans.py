@@ -19,19 +19,13 @@ from tests.plan.builders import PROVENANCE, make_plan
 from tests.runtime.helpers import plan_for, running
 
 
-def records() -> ContextRecord:
-    """What a plan says of contexts, in both of the ways to say it."""
-    few = ContextSet.of([context_hash(f"context {number}") for number in range(3)])
-    many = ContextSet.of([context_hash(f"context {number}") for number in range(300)])
-    return ContextRecord(fitted=few, chosen=few.union(many), complete=False)
-
-
 @lru_cache
 def plans() -> list[Plan]:
     """Plans with one phase and with both, of fixed and proportional budgets, static and dynamic."""
     few = ContextSet.of([context_hash(f"context {number}") for number in range(3)])
+    many = ContextSet.of([context_hash(f"context {number}") for number in range(300)])
     known = ContextRecord(fitted=few, reported=few).model_dump(mode="json")
-    many = records().model_dump(mode="json")
+    partly = ContextRecord(fitted=few, chosen=few.union(many), complete=False).model_dump(mode="json")
     return [
         _plan("snapkv", [[10, 6], None, [4, 12]], {"window": 4, "pooling": "max"}),
         _plan("knorm", [[40, 12], [20, 30]], provenance={**PROVENANCE, "contexts": known}),
@@ -40,7 +34,7 @@ def plans() -> list[Plan]:
         _plan("snapkv", [[16, 24]] * 3, {"window": 4}, decode={"layers": [
             _layer(name, [16, 24]) for name in ("h2o", "streaming", "tova")
         ]}),
-        _plan("streaming", [[10, 6], [4, 12]], {"sinks": 2}, provenance={**PROVENANCE, "contexts": many}),
+        _plan("streaming", [[10, 6], [4, 12]], {"sinks": 2}, provenance={**PROVENANCE, "contexts": partly}),
     ]  # fmt: skip
 
 

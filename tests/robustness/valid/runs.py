@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvsearch.calibration.steps import StepCache
 from kvsearch.core.resources import resource
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.samples import Sample
@@ -77,8 +78,6 @@ def reply_ledgers() -> list[bytes]:
 @lru_cache
 def step_samples() -> list[bytes]:
     """The arrays of a step of a calibration that is not finished."""
-    from kvsearch.calibration.steps import StepCache
-
     with _place() as folder:
         arrays = {"0.0": np.arange(6).reshape(1, 6), "0.1": np.ones((2, 3), np.float32)}
         list(StepCache(folder, IDENTITY).stage([arrays], iter))
