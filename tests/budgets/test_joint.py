@@ -67,48 +67,33 @@ def test_a_layer_inside_a_piece_keeps_the_policy_that_is_better_there() -> None:
 
 
 @given(rankings())
-def test_nothing_keeps_more_at_the_end_of_a_piece(drawn: tuple[Floats, Ints]) -> None:
+def test_nothing_keeps_more_than_the_bound_or_at_the_end_of_a_piece(drawn: tuple[Floats, Ints]) -> None:
     importance, floors = drawn
     solver = JointSolver(importance, floors)
-    for total in solver.ends.tolist():
-        found = solver.solve(total)
-        assert found.kept == pytest.approx(value(importance, found.policies, found.budgets))
-        assert found.kept == pytest.approx(optimum(importance, total, floors))
+    for total in range(solver.least, solver.most + 1):
+        found, best = solver.solve(total), optimum(importance, total, floors)
+        assert best <= found.bound + 1e-9
+        if total in solver.ends:
+            assert found.kept == pytest.approx(best)
 
 
-@given(rankings(), st.data())
+@given(rankings(), st.data(), st.floats(0, 1))
 def test_every_total_is_exact_within_the_bounds_and_never_below_a_single_policy(
-    drawn: tuple[Floats, Ints], data: st.DataObject
+    drawn: tuple[Floats, Ints], data: st.DataObject, share: float
 ) -> None:
     importance, floors = drawn
     caps = data.draw(st.integers(int(floors.max()), importance.shape[-1]))
     solver = JointSolver(importance, floors, caps)
+    singles = [MarginalSolver(rows, floor, caps) for rows, floor in zip(importance, floors, strict=True)]
     for total in range(solver.least, solver.most + 1):
-        found = solver.solve(total)
-        assert found.budgets.sum() == total
-        assert (found.budgets >= floors[found.policies, np.arange(importance.shape[1])]).all()
-        assert (found.budgets <= caps).all()
-        assert found.kept == pytest.approx(value(importance, found.policies, found.budgets))
-        for policy, rows in enumerate(importance):
-            alone = MarginalSolver(rows, floors[policy], caps)
-            if total >= alone.least:
-                assert found.kept >= alone.kept(alone.solve(total)) - 1e-9
-
-
-@given(rankings())
-def test_the_bound_holds_for_every_choice(drawn: tuple[Floats, Ints]) -> None:
-    importance, floors = drawn
-    solver = JointSolver(importance, floors)
-    for total in range(solver.least, solver.most + 1):
-        assert optimum(importance, total, floors) <= solver.solve(total).bound + 1e-9
-
-
-@given(rankings())
-def test_one_policy_is_lukv(drawn: tuple[Floats, Ints]) -> None:
-    importance, floors = drawn
-    joint, alone = JointSolver(importance[:1], floors[:1]), MarginalSolver(importance[0], floors[0])
-    for total in range(joint.least, joint.most + 1):
-        assert joint.solve(total).kept == pytest.approx(alone.kept(alone.solve(total)))
+        whole = solver.solve(total)
+        for found in (whole, solver.simplified(whole, share)):
+            assert found.budgets.sum() == total
+            assert (found.budgets >= floors[found.policies, np.arange(importance.shape[1])]).all()
+            assert (found.budgets <= caps).all()
+            assert found.kept == pytest.approx(value(importance, found.policies, found.budgets))
+            for alone in singles:
+                assert total < alone.least or found.kept >= alone.kept(alone.solve(total)) - 1e-9
 
 
 def test_a_layer_leaves_the_best_policy_only_where_that_is_worth_it() -> None:
@@ -126,22 +111,6 @@ def test_a_layer_leaves_the_best_policy_only_where_that_is_worth_it() -> None:
     assert simpler.policies.tolist() == [0, 1, 0]
     assert (simpler.kept, simpler.budgets.tolist()) == (23.0, [[1], [1], [1]])
     assert solver.simplified(found, 0.9).policies.tolist() == [0, 0, 0]
-
-
-@given(rankings(), st.floats(0, 1))
-def test_simplified_solutions_are_exact_and_never_below_a_single_policy(
-    drawn: tuple[Floats, Ints], share: float
-) -> None:
-    importance, floors = drawn
-    solver = JointSolver(importance, floors)
-    for total in range(solver.least, solver.most + 1):
-        whole = solver.solve(total)
-        found = solver.simplified(whole, share)
-        assert found.budgets.sum() == total
-        assert (found.budgets >= floors[found.policies, np.arange(importance.shape[1])]).all()
-        assert found.kept == pytest.approx(value(importance, found.policies, found.budgets))
-        for alone in solver.singles:
-            assert total < alone.least or found.kept >= alone.kept(alone.solve(total)) - 1e-9
 
 
 def test_layers_of_several_solvers_make_one() -> None:

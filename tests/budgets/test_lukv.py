@@ -189,11 +189,3 @@ def test_profile_totals_are_clipped_to_the_bounds() -> None:
 def test_refusals(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         MarginalSolver(**arguments)  # type: ignore[arg-type]
-
-
-def test_infeasible_totals_are_refused() -> None:
-    solver = MarginalSolver(np.ones((1, 2, 3)), 1)
-    with pytest.raises(UsageError, match=r"total 1 .* at least 2, at most 6"):
-        solver.solve(1)
-    with pytest.raises(UsageError, match="total 7"):
-        solver.solve_many([3, 7])

@@ -99,14 +99,6 @@ class TestEqualHeads(TestDynamic):
         return int(budgets[layer, head])
 
 
-class TestEqualLayers(AllocatorContract):
-    def allocator(self) -> Allocator:
-        return lava(layers="planned")
-
-    def signals(self, rng: np.random.Generator) -> Signals:
-        return rng.pareto(1.1, (LAYERS, HEADS, LENGTH))
-
-
 def layer_entropy(scores: ArrayLike) -> float:
     return float(entropy_of(torch.as_tensor(np.asarray(scores, dtype=np.float64))))
 

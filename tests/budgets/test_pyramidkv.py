@@ -79,9 +79,3 @@ class TestUniform(AllocatorContract):
 
     def signals(self, rng: np.random.Generator) -> Signals:
         return rng.random((LAYERS, HEADS))
-
-
-def test_worked_example() -> None:
-    floors, caps = np.zeros((2, 2), dtype=np.int64), np.full((2, 2), 100)
-    assert Uniform().allocate(np.zeros(1), 16, floors, caps).tolist() == [[4, 4], [4, 4]]
-    assert Uniform().allocate(np.zeros(1), 18, floors, caps).tolist() == [[5, 5], [4, 4]]

@@ -134,11 +134,6 @@ def start_of(loaded: LoadedModel, contexts: ContextRecord | None) -> Plan:
     return plan.model_copy(update={"provenance": plan.provenance.model_copy(update={"contexts": contexts})})
 
 
-def set_of(rows: Sequence[Any]) -> ContextSet:
-    """The record of some examples."""
-    return ContextSet.of([context_hash(row.context) for row in rows])
-
-
 def rows_of(part: Sequence[Any]) -> list[Any]:
     """The examples of a split."""
     (task,) = part
@@ -171,8 +166,8 @@ def test_no_context_is_asked_that_a_start_was_made_on(use: str, loaded: LoadedMo
     """Of the six contexts of each split, two were used: the other four are asked."""
     whole = splits(contexts=6)
     whole = {name: replace(split, samples=4) for name, split in whole.items()}
-    used = [row for split in whole.values() for row in rows_of(split.tasks)[:2]]
-    plan = start_of(loaded, ContextRecord.model_validate({use: set_of(used)}))
+    used = [context_hash(row.context) for split in whole.values() for row in rows_of(split.tasks)[:2]]
+    plan = start_of(loaded, ContextRecord.model_validate({use: ContextSet.of(used)}))
     base, how = Base.of(loaded, POLICY), settings_of()
     (prepared,) = prepare_searches(base, {BUDGET: {"mine": plan}}, how, whole)
     for name, split in whole.items():

@@ -149,11 +149,10 @@ def test_a_flat_search_keeps_even_budgets(loaded: LoadedModel, tmp_path: Path) -
     assert decision(evolved).endswith("search by nll; uniform was written")
 
 
-class TestRefused:
-    def test_a_start_plan_of_another_model(self, loaded: LoadedModel) -> None:
-        other = tiny.plan_for(tiny.loaded(), [[12, 20]] * 4)
-        with pytest.raises(IncompatibleError, match="start plan other was made for another model"):
-            prepare(loaded, {"other": other})
+def test_a_start_plan_of_another_model(loaded: LoadedModel) -> None:
+    other = tiny.plan_for(tiny.loaded(), [[12, 20]] * 4)
+    with pytest.raises(IncompatibleError, match="start plan other was made for another model"):
+        prepare(loaded, {"other": other})
 
 
 @pytest.mark.slow

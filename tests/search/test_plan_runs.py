@@ -22,7 +22,6 @@ from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.shared_prefill import JointReplies
 from kvsearch.search import evaluators
-from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.samples import BankSample, bank_samples
 from kvsearch.search.evaluators import PlanRuns, make_executor, worker_factory
 from kvsearch.search.evolve import PreparedSearch
@@ -37,8 +36,6 @@ from tests.search.bank.cases import PROTOCOLS, SNAPKV, encoded, losses_of, rando
 from tests.search.evolving import CONTEXTS, QUESTIONS, prepare
 
 PHASES: dict[str, tuple[Phase, ...]] = {"decode": ("decode",), "both": ("prefill", "decode")}
-phases = pytest.mark.parametrize("name", PHASES)
-protocols = pytest.mark.parametrize("protocol", PROTOCOLS)
 
 
 def model_of(family: str = "llama") -> LoadedModel:
@@ -92,19 +89,6 @@ def test_scores_are_those_of_an_evaluation(protocol: Protocol, name: str) -> Non
     np.testing.assert_equal(found, expected)
 
 
-@protocols
-@pytest.mark.parametrize("objective", ["nll", "metric"])
-def test_in_prefill_they_are_those_of_the_bank(objective: str, protocol: Protocol) -> None:
-    """Where both can say it, they say the same."""
-    loaded = model_of()
-    base, samples = Base.of(loaded, SNAPKV), samples_of(loaded, protocol)
-    candidates = candidates_of(loaded, base, 3)
-    with CandidateBank(loaded, SNAPKV, samples, cap=40, objective=objective) as bank:
-        expected = bank.evaluate(candidates)
-    found = PlanRuns(base, samples, objective=objective).evaluate(candidates)
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
-
-
 def test_what_it_takes() -> None:
     loaded = model_of()
     base, samples = Base.of(loaded, SNAPKV, PHASES["decode"]), samples_of(loaded, "question-agnostic", (60, 1), (90, 1))
@@ -123,7 +107,7 @@ def test_policies_without_one_order_of_entries_can_be_searched(policy: Policy) -
     assert np.isfinite(found).all()
 
 
-@phases
+@pytest.mark.parametrize("name", PHASES)
 def test_memory_for_one_candidate_is_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = model_of()
     base, samples = Base.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, "question-agnostic")

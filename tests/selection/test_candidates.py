@@ -12,18 +12,14 @@ from kvsearch.core.errors import UsageError
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan, Profile, Size
 from kvsearch.selection.candidates import CandidateSet, content_hash
-from kvsearch.selection.signal_candidates import (
-    explore,
-    find_signal_candidates,
-)
+from kvsearch.selection.signal_candidates import explore, find_signal_candidates
 from kvsearch.strategies.from_signals import Strategy, strategy_plan
 from kvsearch.strategies.names import METHODS
 from tests.combinations import in_turn
-from tests.signals.profiles import make_signals, signal_metadata
+from tests.signals.profiles import PATTERNS, make_signals, signal_metadata
 
 LAYERS, HEADS, LENGTH = 4, 2, 60
 BUDGETS = (8, 16, 32)
-PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 4}, "streaming": {"sinks": 2}, "tova": {}}
 SIZE = Size(budget=12)
 CURVES = ("curves", "curves-joint")
 
@@ -33,7 +29,7 @@ def profile_of(
     **changes: Any,
 ) -> Profile:  # fmt: skip
     known = {"budgets": BUDGETS, "length": LENGTH, **changes}
-    return make_signals(signal_metadata(model.fingerprint, patterns or PATTERNS, **known), **(arrays or {}))
+    return make_signals(signal_metadata(model.fingerprint, patterns, **known), **(arrays or {}))
 
 
 def losing(losses: Any, samples: int = 2) -> dict[str, Any]:

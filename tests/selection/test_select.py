@@ -33,10 +33,9 @@ from tests import tiny
 from tests.evaluation.results import rendered
 from tests.evaluation.test_statistics import samples
 from tests.examples import at_most
-from tests.selection.test_race import made
+from tests.selection.test_race import made, simulated
 from tests.signals.profiles import make_signals, signal_metadata
 
-PATTERNS: dict[str, dict[str, Any]] = {"snapkv": {"window": 4}, "streaming": {"sinks": 2}, "tova": {}}
 SIZE = Size(budget=12)
 HOW = {"samples": 16, "seed": 3, "batch": 8}
 
@@ -72,14 +71,6 @@ def test_two_sets_of_contexts_make_one() -> None:
     assert one.ranked(["b", "b"]) == ["b", "b"]
 
 
-def simulated(rng: np.random.Generator, quality: dict[str, float], contexts: int, questions: int = 4) -> Scores:
-    """Methods on contexts that are hard for all or for some; replies are right or wrong."""
-    means = np.array([*quality.values()])[:, None]
-    level = means + rng.normal(0, 1, contexts) + rng.normal(0, 0.7, (len(quality), contexts))
-    right = rng.binomial(questions, 1 / (1 + np.exp(-level)))
-    return Scores(("t",) * contexts, np.full(contexts, float(questions)), dict(zip(quality, right, strict=True)))
-
-
 def test_a_share_worked_by_hand() -> None:
     scores = made(winner=[0.5, 0.7], base=[0.4, 0.4], full=[0.8, 1.0])
     share = measure_gap_closed(scores, "winner", "base")
@@ -105,8 +96,8 @@ def test_the_interval_of_a_share_covers_it() -> None:
     rng = np.random.default_rng(0)
     hits = 0
     for _ in range(100):
-        scores = simulated(rng, {"a": 0.5, "b": 0.0, "full": 1.5}, 60)
-        share = measure_gap_closed(scores, "a", "b")
+        a, b, full = simulated(rng, [0.5, 0.0, 1.5], 60)
+        share = measure_gap_closed(made(a=a, b=b, full=full), "a", "b")
         truth = 0.36  # of 200,000 contexts
         hits += (share.low or -np.inf) <= truth <= (share.high or np.inf)
     assert 88 <= hits <= 100
@@ -127,14 +118,9 @@ def test_questions_about_one_context_are_divided_all_the_same(model: LoadedModel
         halve_contexts(encode_tasks(model, [tiny.Listed("one", rows[:1])], 8), 0)
 
 
-def profile_of(model: LoadedModel, **options: Any) -> Profile:
-    known = {"budgets": (8, 16, 32), "length": 60, **options}
-    return make_signals(signal_metadata(model.fingerprint, PATTERNS, **known))
-
-
 @pytest.fixture(scope="module")
 def profile(model: LoadedModel) -> Profile:
-    return profile_of(model)
+    return make_signals(signal_metadata(model.fingerprint, budgets=(8, 16, 32), length=60))
 
 
 def answered_by(model: LoadedModel, plan: Plan, task: tiny.Listed) -> tiny.Listed:
@@ -287,6 +273,6 @@ def test_a_selection_needs_something_to_evict(model: LoadedModel, profile: Profi
 
 
 def test_a_profile_of_another_model(model: LoadedModel) -> None:
-    other = make_signals(signal_metadata(None, PATTERNS))
+    other = make_signals()
     with pytest.raises(IncompatibleError, match="this profile was made for another model"):
         prepare_selection(model, other, SIZE, Split([questions_of(1, 2)], **HOW), Split([questions_of(3)], **HOW))

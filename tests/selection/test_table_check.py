@@ -19,7 +19,7 @@ from kvsearch.plan.profile import TableCheck
 from kvsearch.selection import table_check
 from kvsearch.selection.table_check import check_table, harmful_table
 from tests import tiny
-from tests.calibrations import calibrate_lukv
+from tests.calibrations import calibrate_dynamic, calibrate_lukv
 
 OPTIONS = LukvOptions(params={"window": 4, "kernel": 3, "sinks": 2}, normalization="layer", answers="given")
 
@@ -135,8 +135,6 @@ def test_too_few_contexts_are_not_checked_nor_any_where_it_is_off(measured: Any)
 
 
 def test_dynamic_tables_are_checked_too(measured: Any) -> None:
-    from tests.calibrations import calibrate_dynamic
-
     model, data, _ = measured
     options = LavaOptions(params={"window": 4}, check=True)
     made = calibrate_dynamic(model, data, options.make_policy(), options.make_allocation(), options)

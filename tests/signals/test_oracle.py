@@ -70,12 +70,3 @@ def test_the_size_of_the_scratch_memory_changes_nothing(scratch: int, monkeypatc
     whole = importance_rows(query, keys, norms, CONTEXT, 0.4)
     monkeypatch.setattr(scoring, "CACHE_BYTES", scratch)
     torch.testing.assert_close(importance_rows(query, keys, norms, CONTEXT, 0.4), whole, rtol=1e-6, atol=1e-7)
-
-
-def test_later_tokens_take_their_share() -> None:
-    """The softmax runs over context and question, although only context entries are reported."""
-    query, keys, _, _ = random_states()
-    last = importance_rows(query[:, :, -1:], keys, None, CONTEXT, 0.4)
-    assert bool((last.sum(-1) < GROUP).all())
-    everything = importance_rows(query[:, :, -1:], keys, None, CONTEXT + ROWS, 0.4)
-    torch.testing.assert_close(everything.sum(-1), torch.full((BATCH, HEADS), float(GROUP)))

@@ -139,16 +139,6 @@ def test_attention_moves_by_twice_the_evicted_mass(case: Case) -> None:
     torch.testing.assert_close(2 * evicted.double(), moved, atol=1e-6, rtol=1e-4)
 
 
-def test_the_bound_is_reached() -> None:
-    """One head, W_O a multiple of the identity, the evicted value opposite to the kept one: nothing is left over."""
-    values = torch.tensor([3.0, -3.0]).view(1, 1, 2, 1)
-    shown = torch.tensor([True, False]).view(1, 1, 1, 2)
-    outputs, evicted = attention_change(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 2, 1), values, shown, scaling=1.0)
-    weight = torch.full((1, 1, 1), 2.0)
-    _, by_head = loss_bounds(evicted, values, weight)
-    assert output_loss(outputs, weight).item() == pytest.approx(by_head.item()) == pytest.approx(6.0)
-
-
 def test_kv_heads_are_taken_in_parts_that_fit_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(1)
     query, shown = torch.randn(2, 8, 3, 4, generator=generator), torch.rand(2, 4, 3, 7, generator=generator) < 0.7

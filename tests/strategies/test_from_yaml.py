@@ -63,16 +63,6 @@ def test_the_layout() -> None:
     same(plan_from_yaml(EXAMPLE_YAML, "strategy.yaml"), EXAMPLE)
 
 
-def test_parameters_stand_in_their_entries() -> None:
-    wide = {"name": "snapkv", "params": {"window": 16, "kernel": 5}}
-    bare = {"name": "snapkv", "params": {}}
-    plan = plan_of([layer(policy, entries, entries) for policy in (SNAPKV, wide, bare) for entries in (40, 50)])
-    text = plan_to_yaml(plan)
-    assert "0: {policy: snapkv, budget: 40, params: {window: 8}}\n" in text
-    assert "5: {policy: snapkv, budget: 50}\n" in text
-    same(plan_from_yaml(text, "strategy.yaml"), plan)
-
-
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
 AWKWARD = st.sampled_from([
     "yes", "no", "~", "null", "1", "1e3", "0x1F", "010", "1_000", "12:30:45", "2020-01-01", "<<", "=", "- a", "a: b",

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsearch.core.errors import UsageError
 from kvsearch.search.bank import memory as bank_memory
 from kvsearch.search.bank.memory import (
     SampleNeed,
@@ -58,16 +57,6 @@ def test_blocks_hold_every_sample_once_and_fit(
         assert 1 <= at_a_time <= candidates
         read = count * at_a_time * max(need.read for need in some)
         assert read <= tokens or count * at_a_time == 1
-
-
-def test_too_little_memory_says_how_much_it_takes() -> None:
-    needs = [LLAMA.need(100, 30, 5, 5, 2), LLAMA.need(200, 90, 5, 5, 2)]
-    least = needs[1].shared + needs[1].each
-    assert check_fits(needs, least) == least
-    with pytest.raises(UsageError, match=f"takes {least:,} bytes, there are {least - 7:,}: raise --max-memory by at l"):
-        check_fits(needs, least - 7)
-    with pytest.raises(UsageError, match="lower the largest budget"):
-        list(blocks(needs, 1, least - 7))
 
 
 class Worker:
