@@ -12,28 +12,6 @@ from tests.policies.contract import Case, observe
 from tests.policies.examples import keep_under, kept, leaves, plain, step_at
 
 
-def test_sinks_and_recent() -> None:
-    assert kept(StreamingLLM(sinks=2), plain(8), 5) == {0, 1, 5, 6, 7}
-
-
-@pytest.mark.parametrize(("budget", "expected"), [(1, {7}), (2, {0, 7}), (4, {0, 1, 2, 7}), (5, {0, 1, 2, 6, 7})])
-def test_small_budgets_keep_the_newest_and_then_sinks(budget: int, expected: set[int]) -> None:
-    assert kept(StreamingLLM(sinks=3), plain(8), budget) == expected
-
-
-def test_a_decode_step_drops_the_oldest_entry_behind_the_sinks() -> None:
-    """After a prompt of 8 with a budget of 5, tokens 0, 1, 5, 6, 7 are held, and 8 arrives."""
-    assert leaves(StreamingLLM(sinks=2), step_at([6, 0, 8, 5, 1, 7]), budget=5) == [5]
-    assert leaves(StreamingLLM(sinks=0), step_at([6, 8, 5, 7]), budget=3) == [5]
-
-
-@pytest.mark.parametrize(("budget", "expected"), [(1, 7), (2, 7), (3, 2), (4, 2)])
-def test_small_budgets_while_decoding_keep_the_newest_and_then_sinks(budget: int, expected: int) -> None:
-    """Token 8 arrives where the prompt left 7 or, with more room, sinks and 7."""
-    held = {1: [7], 2: [7, 0], 3: [0, 2, 1], 4: [1, 0, 7, 2]}[budget]
-    assert leaves(StreamingLLM(sinks=2), step_at([*held, 8]), budget=budget) == [expected]
-
-
 def test_the_example() -> None:
     """Half of the heads stream: sinks 1 and recent 2 of a prompt of 8."""
     budgets = np.array([[8, 3], [3, 8]])
@@ -46,13 +24,15 @@ def test_the_example() -> None:
             assert torch.nonzero(mask).flatten().tolist() == ([0, 6, 7] if streams else list(range(8)))
 
 
+STREAMING = [StreamingLLM(sinks=2), DuoAttention(sinks=2, window=3)]  # below, at and above 5 entries they keep the same
+
+
+@pytest.mark.parametrize("policy", STREAMING)
 @pytest.mark.parametrize(
     ("budget", "expected"), [(1, {7}), (2, {0, 7}), (3, {0, 1, 7}), (5, {0, 1, 5, 6, 7}), (7, {0, 1, 3, 4, 5, 6, 7})]
 )
-def test_other_budgets_keep_fewer_or_more_recent_entries(budget: int, expected: set[int]) -> None:
-    """Sinks 2, recent 3: exactly what StreamingLLM keeps, below, at and above that."""
-    assert kept(DuoAttention(sinks=2, window=3), plain(8), budget) == expected
-    assert kept(StreamingLLM(sinks=2), plain(8), budget) == expected
+def test_sinks_and_recent(policy: StreamingLLM, budget: int, expected: set[int]) -> None:
+    assert kept(policy, plain(8), budget) == expected
 
 
 def test_heads_with_more_than_a_streaming_heads_budget_that_covers_the_prompt_are_never_evicted() -> None:
@@ -61,7 +41,17 @@ def test_heads_with_more_than_a_streaming_heads_budget_that_covers_the_prompt_ar
     assert exempt == [False, True, True, False]  # 5 entries are a streaming head, however short the prompt
 
 
-def test_streaming_heads_drop_the_oldest_entry_behind_the_sinks() -> None:
-    assert leaves(DuoAttention(sinks=2, window=3), step_at([7, 5, 8, 0, 6, 1]), budget=5) == [5]
-    assert leaves(DuoAttention(sinks=2, window=3), step_at([3, 7, 5, 8, 0, 6, 1]), budget=6) == [3]
-    assert leaves(DuoAttention(sinks=2, window=3), step_at([7, 8, 0, 1]), budget=3) == [7]
+@pytest.mark.parametrize("policy", STREAMING)
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [([6, 0, 5, 1, 7], 5), ([3, 7, 5, 0, 6, 1], 3), ([7, 0, 1], 7), ([1, 0, 7, 2], 2), ([7, 0], 7), ([7], 7)],
+)
+def test_a_decode_step_drops_the_oldest_entry_behind_the_sinks(
+    policy: StreamingLLM, held: list[int], expected: int
+) -> None:
+    """Token 8 arrives where the prompt left these; below three entries it and sinks stay."""
+    assert leaves(policy, step_at([*held, 8]), budget=len(held)) == [expected]
+
+
+def test_without_sinks_the_oldest_entry_leaves() -> None:
+    assert leaves(StreamingLLM(sinks=0), step_at([6, 8, 5, 7]), budget=3) == [5]

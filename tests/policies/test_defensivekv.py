@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from kvsearch.core.errors import UsageError
 from kvsearch.policies.defensivekv import DefensiveKV
 from tests.policies.examples import attending, kept
 from tests.policies.test_criticalkv import fixed
@@ -63,10 +62,3 @@ def test_the_mean_is_over_the_rows_of_the_window() -> None:
     observation = dataclasses.replace(attending(rows), projection=fixed([1.0] * 4))
     policy = DefensiveKV(window=2, kernel=1, mass=0.0, aggregate="mean", floor="none")
     torch.testing.assert_close(policy.score(observation)[0, 0, :2], torch.tensor([0.3, 0.2]) / 2)
-
-
-def test_bad_parts() -> None:
-    with pytest.raises(UsageError, match="aggregate is mean or max, got 'sum'"):
-        DefensiveKV(aggregate="sum")
-    with pytest.raises(UsageError, match="floor is mean or none, got 'max'"):
-        DefensiveKV(floor="max")

@@ -1,49 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from importlib.metadata import EntryPoint, EntryPoints
-from typing import ClassVar
-
 import pytest
-import torch
 
 from kvsearch.core.errors import UsageError
-from kvsearch.policies import Observation, Policy, create_policy, policy_class, policy_names, registry
+from kvsearch.policies import create_policy
 from kvsearch.policies.expected_attention import ExpectedAttention
 from kvsearch.policies.random import RandomEviction
-from tests.policies.probes import example
-
-
-@dataclass(frozen=True)
-class Newest(Policy):
-    """What a third party would add."""
-
-    name: ClassVar[str] = "newest"
-    source: ClassVar[str] = "a test"
-
-    weight: float = 1.0
-
-    def score(self, observation: Observation) -> torch.Tensor:
-        return torch.arange(observation.keys.shape[2]).float().expand(observation.keys.shape[:3]) * self.weight
-
-
-def refusal(name: str, params: dict[str, object] | None = None) -> str:
-    with pytest.raises(UsageError) as caught:
-        create_policy(name, params)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
-def test_all_names_are_known() -> None:
-    assert {"expected_attention", "full", "keydiff", "snapkv", "streaming"} <= set(policy_names())
-    assert policy_names() == sorted(policy_names())
-    for name in policy_names():
-        assert policy_class(name).name == name
-        known = [field.name for field in fields(policy_class(name))]
-        hidden = {"protect"} if "window" in known else set()  # while it says nothing
-        stated = [field for field in known if field not in hidden]
-        assert list(example(name).parameters()) == stated
 
 
 @pytest.mark.parametrize(
@@ -56,15 +18,6 @@ def test_all_names_are_known() -> None:
         ("expected_attention", {"covariance": 1}, "covariance must be true or false, got 1"),
         ("expected_attention", {"epsilon": "0.1"}, "epsilon must be a number, got '0.1'"),
         ("expected_attention", {"epsilon": True}, "epsilon must be a number, got True"),
-    ],
-)
-def test_wrong_types(name: str, params: dict[str, object], expected: str) -> None:
-    assert refusal(name, params) == f"policy {name}: {expected}"
-
-
-@pytest.mark.parametrize(
-    ("name", "params", "expected"),
-    [
         ("snapkv", {"window": 0}, "window must be 1 or more, got 0"),
         ("snapkv", {"kernel": 4}, "kernel must be odd, got 4"),
         ("snapkv", {"pooling": "mean"}, "pooling is max, avg or none, got 'mean'"),
@@ -77,6 +30,8 @@ def test_wrong_types(name: str, params: dict[str, object], expected: str) -> Non
         ("cam", {"merge_next": 0}, "merge_next must be 1 or more, got 0"),
         ("criticalkv", {"ratio": 1.5}, "ratio must be between 0 and 1, got 1.5"),
         ("criticalkv", {"norm": "l3"}, "norm is l1 or l2, got 'l3'"),
+        ("defensivekv", {"aggregate": "sum"}, "aggregate is mean or max, got 'sum'"),
+        ("defensivekv", {"floor": "max"}, "floor is mean or none, got 'max'"),
         ("h2o", {"recent_share": -0.1}, "recent_share must be between 0 and 1, got -0.1"),
         ("scissorhands", {"history": 32768}, "history must be between 1 and 32767, got 32768"),
         ("vatp", {"base": "snapkv", "kernel": 4}, "its base snapkv: kernel must be odd, got 4"),
@@ -94,24 +49,16 @@ def test_wrong_types(name: str, params: dict[str, object], expected: str) -> Non
         ("cam", {"seed": 2**63}, f"seed must be {2**63 - 1} or less, got {2**63}"),
     ],
 )
-def test_out_of_range(name: str, params: dict[str, object], expected: str) -> None:
-    assert refusal(name, params) == f"policy {name}: {expected}"
+def test_parameters_of_wrong_types_and_out_of_range(name: str, params: dict[str, object], expected: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        create_policy(name, params)
+    assert str(caught.value) == f"policy {name}: {expected}"
 
 
 def test_whole_numbers_serve_as_floats() -> None:
     policy = create_policy("expected_attention", {"epsilon": 1})
     assert policy == ExpectedAttention(epsilon=1.0)
     assert type(policy.parameters()["epsilon"]) is float
-
-
-def test_third_parties_register_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("newest", f"{__name__}:Newest", registry.GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: EntryPoints([point]))
-    assert "newest" in policy_names()
-    policy = create_policy("newest", {"weight": 2})
-    assert isinstance(policy, Policy)
-    assert type(policy).__name__ == "Newest"
-    assert "did you mean 'newest'?" in refusal("newst")
 
 
 def test_every_policy_checks_the_parameters_that_the_base_reads() -> None:

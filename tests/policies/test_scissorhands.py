@@ -15,14 +15,7 @@ from kvsearch.policies.scissorhands import LOW, MASS, RING, Scissorhands, places
 from tests.policies.contract import Case, cases, observe, properties
 from tests.policies.course import Row, decode
 from tests.policies.examples import attending, kept, leaves, step_at
-
-ROWS = [
-    [1.0, 0.0, 0.0, 0.0, 0.0],
-    [0.6, 0.4, 0.0, 0.0, 0.0],
-    [0.5, 0.1, 0.4, 0.0, 0.0],
-    [0.4, 0.1, 0.3, 0.2, 0.0],
-    [0.3, 0.1, 0.1, 0.2, 0.3],
-]
+from tests.policies.test_h2o import ROWS
 
 
 def test_persistence_over_the_last_rows() -> None:

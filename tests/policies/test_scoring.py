@@ -1,5 +1,3 @@
-""""""
-
 from __future__ import annotations
 
 import dataclasses
@@ -130,12 +128,14 @@ def test_column_sums_never_hold_all_rows_at_once() -> None:
     assert largest.elements * 4 <= scoring.CACHE_BYTES
 
 
-def test_minus_infinity_is_still_better_than_padding() -> None:
-    valid = torch.tensor([[False, True, True]])
-    ranks = rank_entries(torch.tensor([[[9.0, float("-inf"), 1.0]]]), valid)
-    assert ranks.tolist() == [[[2, 1, 0]]]
-
-
-def test_half_precision_scores_keep_their_order() -> None:
-    scores = torch.tensor([[[1.0, 1.001, 1.002]]])
-    assert rank_entries(scores, torch.ones(1, 3, dtype=torch.bool)).tolist() == [[[2, 1, 0]]]
+@pytest.mark.parametrize(
+    ("scores", "pads", "ranks"),
+    [
+        ([9.0, float("-inf"), 1.0], 1, [2, 1, 0]),  # minus infinity is still better than padding
+        ([1.0, 1.001, 1.002], 0, [2, 1, 0]),  # which half precision would not tell apart
+        ([0.30, 0.30, 0.20, 0.20, 0.20, 0.10], 0, [0, 1, 2, 3, 4, 5]),  # torch.topk may return any of equal ones
+    ],
+)
+def test_ranks(scores: list[float], pads: int, ranks: list[int]) -> None:
+    valid = torch.arange(len(scores))[None] >= pads
+    assert rank_entries(torch.tensor([[scores]]), valid).tolist() == [[ranks]]

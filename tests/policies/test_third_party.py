@@ -22,9 +22,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 BLOCK = re.compile(r"^`([\w.]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-pytestmark = pytest.mark.slow  # processes of their own
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that holds the package as an installer would leave it, and its test."""

@@ -15,19 +15,13 @@ from kvsearch.policies.vatp import NORM, VATP
 from tests.policies.contract import Case, cases, observe, properties
 from tests.policies.course import decode
 from tests.policies.examples import NAN, attending, kept, leaves, step_at
+from tests.policies.test_h2o import SUMS, received
 
-SUMS = [2.8, 0.7, 0.8, 0.4, 0.3]
 VALUES = [[0.1, 0.0], [1.0, -1.0], [-0.5, 0.5], [-4.0, 0.0], [0.0, 1.0]]  # L1 norms .1, 2, 1, 4, 1
 
 
-def received(sums: list[float], values: list[list[float]]) -> Observation:
-    return dataclasses.replace(
-        attending([[0.2] * 5]), column_sums=torch.tensor([[sums]]), values=torch.tensor([[values]])
-    )
-
-
 def test_accumulated_attention_times_the_value_norm() -> None:
-    observation = received(SUMS, VALUES)
+    observation = dataclasses.replace(received(SUMS), values=torch.tensor([[VALUES]]))
     torch.testing.assert_close(VATP().score(observation), torch.tensor([[[0.28, 1.4, 0.8, 1.6, 0.3]]]))
     assert kept(VATP(sinks=1, recent=1), observation, 4) == {0, 1, 3, 4}
     assert kept(VATP(sinks=0, recent=1), observation, 4) == {1, 2, 3, 4}  # the sink's value is short: it is lost

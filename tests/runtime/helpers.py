@@ -131,15 +131,18 @@ def one_by_one(ids: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(ids[:, i : i + 1], torch.ones_like(ids[:, :1])) for i in range(ids.shape[1])]
 
 
-def planned_and_reference(
+def equal_to_masking(
     model: Any, eviction: Eviction, pieces: Sequence[tuple[Tensor, Tensor]], **options: Any
-) -> tuple[list[Tensor], list[Tensor], PlanCache]:
-    """What the runtime makes of `pieces`, the first of which is the prompt, what the reference does, and the cache."""
+) -> tuple[list[Tensor], PlanCache]:
+    """The reference's logits of `pieces`, the first of which is the prompt, and the cache; the others are the same."""
     with running(model, NAME):
         cache = PlanCache(model, eviction.program, **options)
         planned = feed(model, cache, pieces)
     with reference(model, eviction.kept) as full:
-        return planned, feed(model, full, pieces), cache
+        expected = feed(model, full, pieces)
+    for (_, real), actual, wanted in list(zip(pieces, planned, expected, strict=True))[1:]:
+        assert_close(actual[real.bool()], wanted[real.bool()])
+    return expected, cache
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:

@@ -81,7 +81,6 @@ def _generating(name: str, pads: int = PADS, **options: Any) -> None:
 
 
 _generating("greedy")
-_generating("greedy_without_padding", pads=0)
 _generating("sampling", do_sample=True, temperature=1.5, top_k=20)
 _generating("beams", num_beams=3)
 _generating("beam_sampling", num_beams=3, do_sample=True)
@@ -142,14 +141,14 @@ def assistant(side: Side) -> Iterator[Tensor]:
 
 
 def _conversation(side: Side, hide: Callable[[Tensor, Tensor], Tensor] | None, **options: Any) -> Iterator[Tensor]:
-    """Three turns through generate; `hide` (ids, mask) -> mask of the turns after the first."""
+    """Three turns through generate; `hide` (ids, mask) -> what the turns after the first are shown."""
     ids, mask = batch()
     cache = side.cache()
     for turn in range(3):
         if turn:
             ids, mask = torch.cat([ids, more(4, seed=turn)], 1), torch.cat([mask, ones(4)], 1)
-            mask = mask if hide is None else hide(ids, mask)
-        output = side.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+        shown = hide(ids, mask) if turn and hide is not None else mask
+        output = side.generate(ids, attention_mask=shown, past_key_values=cache, **options)
         yield from said(output)
         ids = output.sequences
         mask = torch.cat([mask, ones(ids.shape[1] - mask.shape[1])], 1)
@@ -190,14 +189,7 @@ def turns_that_hide_other_tokens_each(side: Side) -> Iterator[Tensor]:
         hidden[1, 2:4] = 0
         return hidden
 
-    ids, mask = batch()
-    cache = side.cache()
-    for turn in range(3):
-        shown = hide(ids, mask) if turn else mask
-        output = side.generate(ids, attention_mask=shown, past_key_values=cache)
-        yield from said(output)
-        ids = torch.cat([output.sequences, more(3, seed=turn)], 1)
-        mask = torch.cat([mask, ones(ids.shape[1] - mask.shape[1])], 1)
+    yield from _conversation(side, hide)
 
 
 @mode

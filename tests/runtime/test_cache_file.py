@@ -171,13 +171,10 @@ def test_generate_goes_on_from_a_file(tmp_path: Path) -> None:
 def test_it_moves_to_another_device(tmp_path: Path) -> None:
     model, there, (ids, mask) = tiny(), build("llama", "cuda", num_hidden_layers=2), prompts(1, LENGTH)
     with running(model, NAME):
-        cache = read(model, plan_of(model, SNAPKV, "both"), ids, mask)
-        cache.save(tmp_path / "a.kv")
-        expected = say(model, cache, mask)
+        read(model, plan_of(model, SNAPKV, "both"), ids, mask).save(tmp_path / "a.kv")
     with running(there, NAME):
         loaded = PlanCache.load(tmp_path / "a.kv", there)
         assert all(layer.holder.blocks[0].cached.keys.is_cuda for layer in loaded.planned.values())  # type: ignore[union-attr]
-    assert expected.shape[1] == 6
 
 
 def saved(path: Path, phases: str = "both", **changes: Any) -> Path:

@@ -35,16 +35,28 @@ def shapes() -> Iterator[Any]:
         yield pytest.param(name, budgets, marks=[] if always else [pytest.mark.nightly])
 
 
-def steps(name: str, budgets: tuple[int, int], made: Callable[..., Callable[..., Tensor]]) -> tuple[Tensor, object]:
-    """Outputs of some tokens whose steps are run by what is made of a function, and what is held at the end."""
-    layer, policy = Layer(Scene(2, 2, 14, (0, 3), 6, budgets, 0)), SMALL[name]
+def plain(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return step
+
+
+def steps(
+    name: str, budgets: tuple[int, int], made: Callable[..., Callable[..., Tensor]] = plain, reserve: bool = True
+) -> tuple[Tensor, object]:
+    """Outputs of some tokens whose steps are run by what is made of a function, and what is held at the end.
+
+    Where room is reserved steps are alike: all tensors stay where they are from the first one on.
+    """
+    layer, policy = Layer(Scene(2, 2, 14, (0, 3), 8, budgets, 0)), SMALL[name]
     holder = evict(layer.observation(policy), layer.rule(policy), layer.rule(policy))
-    holder.reserve(6)  # so that steps are alike
-    run, outputs = made(lambda *states: holder.step(*states, layer.logits)), []
+    if reserve:
+        holder.reserve(8)
+    packed, outputs = holder.packed, []
+    run = made(lambda *states: holder.step(*states, layer.logits))
     for index, states in enumerate(zip(*(t.split(1, 2) for t in layer.tokens()), strict=True)):
         holder.prepare_step()
         outputs.append(run(*states, layer.valid.sum(-1, keepdim=True) + index))
         holder.finish_step()
+    assert not reserve or holder.packed == packed
     return torch.cat(outputs, 2), held(holder)
 
 
@@ -53,12 +65,10 @@ def steps(name: str, budgets: tuple[int, int], made: Callable[..., Callable[...,
 @torch.no_grad()
 def test_a_step_compiles_without_a_break(name: str, budgets: tuple[int, int]) -> None:
     torch._dynamo.reset()
-    whole, plain = (
-        steps(name, budgets, made)
-        for made in (lambda f: torch.compile(f, fullgraph=True, backend="eager"), lambda f: f)
-    )
-    assert torch.equal(whole[0], plain[0])
-    assert whole[1] == plain[1]
+    whole = steps(name, budgets, lambda step: torch.compile(step, fullgraph=True, backend="eager"))
+    expected = steps(name, budgets)
+    assert torch.equal(whole[0], expected[0])
+    assert whole[1] == expected[1]
 
 
 WHOLE = {"h2o": create_policy("h2o"), "kvzap": zap(1, 2, 64)}  # KVzap reads hidden states: a layer alone has none
@@ -114,20 +124,6 @@ def compiles_whole(name: str, phases: int, budgets: tuple[int, int]) -> PlanCach
 @torch.no_grad()
 @pytest.mark.parametrize("name", SMALL)
 def test_room_that_is_reserved_changes_nothing(name: str) -> None:
-    """All tensors stay where they are from the first step on, and the outcome is that of room made as it is needed."""
-    found = []
-    for reserved in (False, True):
-        layer, policy = Layer(Scene(2, 2, 14, (0, 3), 8, (7, 10), 0)), SMALL[name]
-        holder = evict(layer.observation(policy), layer.rule(policy), layer.rule(policy))
-        parts = list(zip(*(t.split(1, 2) for t in layer.tokens()), strict=True))
-        if reserved:
-            holder.reserve(len(parts))
-        packed, outputs = holder.packed, []
-        for index, states in enumerate(parts):
-            holder.prepare_step()
-            outputs.append(holder.step(*states, layer.valid.sum(-1, keepdim=True) + index, layer.logits))
-            holder.finish_step()
-        assert not reserved or holder.packed == packed
-        found.append((torch.cat(outputs, 2), held(holder)))
-    torch.testing.assert_close(found[1][0], found[0][0])
-    assert found[1][1] == found[0][1]
+    found, expected = (steps(name, RAGGED, reserve=reserve) for reserve in (True, False))
+    torch.testing.assert_close(found[0], expected[0])
+    assert found[1] == expected[1]

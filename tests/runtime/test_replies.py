@@ -21,7 +21,7 @@ from kvsearch.strategies.compared import equal_uniform
 from tests import families as all_families
 from tests.combinations import every_value
 from tests.families import EACH_FAMILY, FAMILIES, prompts
-from tests.runtime.helpers import feed, running
+from tests.runtime.helpers import feed, one_by_one, running
 from tests.runtime.recorder import Recorder, capturing
 
 LENGTHS, NEW = (23, 40, 31), 6
@@ -104,13 +104,11 @@ def test_a_compressed_cache_replies_as_greedy_decoding_token_by_token(family: st
         cache = PlanCache(model, third(model))
         ids = [CONTEXTS[1][None], questions[1][None]]
         logits = feed(model, cache, [(piece, torch.ones_like(piece)) for piece in ids])[-1]
-        mask, expected = torch.ones(1, sum(piece.shape[1] for piece in ids), dtype=torch.long), []
+        expected: list[int] = []
         for _ in range(NEW):
-            expected.append(int(logits[0, -1].argmax()))
-            mask = torch.cat([mask, mask[:, :1]], 1)
-            token, position = torch.tensor([expected[-1:]]), mask.sum(-1, keepdim=True) - 1
-            with torch.no_grad():
-                logits = model(token, attention_mask=mask, position_ids=position, past_key_values=cache).logits
+            token, seen = logits[:, -1:].argmax(-1), torch.ones(1, cache.get_seq_length(), dtype=torch.long)
+            expected.append(int(token))
+            (logits,) = feed(model, cache, one_by_one(token), seen)
         assert replies_of(model, third(model), CONTEXTS[1:2]).ask(questions[1:2], [NEW]) == [expected]
 
 

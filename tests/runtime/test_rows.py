@@ -116,15 +116,13 @@ def test_forgotten_padding_does_not_hide_later_tokens(device: str) -> None:
             lengths = lengths + 1
 
 
-@pytest.mark.parametrize("tokens", [-4, 31])
+@pytest.mark.parametrize("tokens", [-4, 11])
 def test_the_prompt_cannot_be_taken_back(tokens: int, device: str) -> None:
     model = build("gemma3", device)
     ids, mask = prompts(1, 12, device=device)
     with running(model, NAME):
         cache = PlanCache(model, random_eviction(model, mask).program)
         feed(model, cache, [(ids, mask), *one_by_one(ids[:, :3])])
-    if tokens > 0:
-        tokens = 11
     with pytest.raises(UsageError, match="cannot take back 4 tokens: only 3 came after the prompt") as caught:
         cache.crop(tokens)
     assert "\n" not in str(caught.value)
