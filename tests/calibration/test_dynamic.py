@@ -107,18 +107,12 @@ def assert_runtime_agrees(
         assert held(model, even_program(model, how, total, prompt.length, floor), prompt.ids) == found[row].tolist()
 
 
-@methods
-def test_the_runtime_decides_the_same(method: str, model: LoadedModel, data: CalibrationData) -> None:
-    prompt = prompts_of(model, data)[0]
-    assert_runtime_agrees(model, prompt, METHODS[method], PROTECTED, range(0, 99, 7))
-    at_eighty = decided(model, prompt, METHODS[method], PROTECTED)[79]
-    assert np.ptp(at_eighty) > 3, "something should be decided"
-
-
-@pytest.mark.parametrize("how", VARIANTS)
-def test_every_variant_decides_as_the_runtime_does(how: str, model: LoadedModel, data: CalibrationData) -> None:
-    prompt = prompts_of(model, data)[1]
-    assert_runtime_agrees(model, prompt, VARIANTS[how], PROTECTED, (0, 20, 49, 79, 88, 98))
+@pytest.mark.parametrize("how", [*METHODS, *VARIANTS])
+def test_the_runtime_decides_the_same(how: str, model: LoadedModel, data: CalibrationData) -> None:
+    prompt, rule = prompts_of(model, data)[1], {**METHODS, **VARIANTS}[how]
+    assert_runtime_agrees(model, prompt, rule, PROTECTED, (0, 20, 49, 79, 88, 98))
+    at_eighty = decided(model, prompt, rule, PROTECTED)[79]
+    assert np.ptp(at_eighty) > 3 or how == "lava, equal heads", "something should be decided"
 
 
 @in_turn(method=METHODS, family=["qwen2", "qwen3", "gemma2", "gemma3"])

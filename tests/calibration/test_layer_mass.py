@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 from kvsearch.calibration.importance import ImportancePass, integrated_gradients
-from kvsearch.calibration.options import LukvOptions
 from kvsearch.calibration.prompts import Continuation
 from kvsearch.models.architecture import describe
 from kvsearch.policies import Policy, create_policy
 from kvsearch.runtime.attention import NAME, gated_attention
 from kvsearch.runtime.logits import Logits
 from kvsearch.signals.predictions import token_losses
-from tests import tiny
-from tests.calibrations import calibrate_lukv
 from tests.families import EACH_FAMILY, build, prompts
 from tests.runtime.helpers import assert_close, feed, reference, running
 
@@ -138,13 +135,3 @@ def test_gates_lead_in_a_straight_line_from_the_full_cache_to_one_without() -> N
         one[:, entry] = 1.0
         full = full - (output(one) - without)
     assert_close(full, without)
-
-
-@pytest.mark.parametrize("normalization", ["integrated", "effect"])
-def test_a_profile_has_what_layers_are_worth_with_its_error(normalization: Any) -> None:
-    model, data = tiny.loaded(), tiny.calibration_data(110, 110)
-    made = calibrate_lukv(model, data, POLICY, LukvOptions(normalization=normalization, answers="given"))
-    worth, error = made.arrays["layer_worth"]
-    assert worth.shape == (4,)
-    assert (error > 0).all()
-    assert np.isfinite(worth).all()

@@ -33,6 +33,7 @@ PROTECTED = 6
 GRID = np.arange(1, 100) / 100
 LAYER = LukvOptions(normalization="layer", answers="given")
 GIVEN = LukvOptions(answers="given")
+OWN = LukvOptions(answer_tokens=32)  # so many that every layer has an effect
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def data() -> CalibrationData:
 
 @pytest.fixture(scope="module")
 def profile(model: LoadedModel, data: CalibrationData) -> Profile:
-    return calibrate_lukv(model, data, POLICY)
+    return calibrate_lukv(model, data, POLICY, OWN)
 
 
 def measured(model: LoadedModel, data: CalibrationData, options: LukvOptions) -> list[MeasuredQuestion]:
@@ -101,11 +102,16 @@ def test_every_choice_makes_a_valid_profile(
     assert_rows_average_to_their_ratio(made.arrays["evicted_ratio"], made.metadata.length, PROTECTED)
     settings = made.metadata.provenance.settings
     assert (settings["normalization"], settings["group"], settings["gap"]) == (normalization, group, gap)
+    assert ("layer_worth" in made.arrays) == (normalization in ("integrated", "effect"))
+    if "layer_worth" in made.arrays:
+        worth, error = made.arrays["layer_worth"]
+        assert np.isfinite(worth).all()
+        assert (error > 0).all()
     assert model.model.config._attn_implementation == "sdpa"
 
 
 def test_the_ablation_of_the_gap_leaves_protected_entries_in_front(model: LoadedModel, data: CalibrationData) -> None:
-    options = LukvOptions(normalization="none", gap=False, minimum=0.0)
+    options = LukvOptions(normalization="none", gap=False, minimum=0.0, answers="given")
     one = data.limited(1)
     (item,) = measured(model, one, options)
     fixed, ranked = item.importance[..., :PROTECTED], item.importance[..., PROTECTED:]
@@ -120,18 +126,19 @@ def test_normalised_mass(model: LoadedModel, data: CalibrationData) -> None:
     """ "layer" gives every layer the same mass, "none" leaves importance as it is."""
     mass = calibrate_lukv(model, data, POLICY, LAYER).arrays["mass"]
     assert mass[..., -1].sum(-1) == pytest.approx(1.0)
-    plain = [item.importance for item in measured(model, data, LukvOptions(normalization="none"))]
-    mass = calibrate_lukv(model, data, POLICY, LukvOptions(normalization="none")).arrays["mass"]
+    none = LukvOptions(normalization="none", answers="given")
+    plain = [item.importance for item in measured(model, data, none)]
+    mass = calibrate_lukv(model, data, POLICY, none).arrays["mass"]
     np.testing.assert_allclose(mass[..., -1], np.mean(plain, axis=0).sum(-1), rtol=1e-5)
 
 
 def test_importance_beyond_the_protected_entries_adds_up_to_the_effect(
     model: LoadedModel, data: CalibrationData, profile: Profile
 ) -> None:
-    items = measured(model, data, LukvOptions())
+    items = measured(model, data, OWN)
     beyond = np.array([item.importance[..., PROTECTED:].sum((1, 2), dtype=np.float64) for item in items])
     effects = np.array([item.effect for item in items])
-    assert effects.min() > 0
+    assert effects.sum(0).min() > 0
     weights = effects.sum(0) / beyond.sum(0)
     np.testing.assert_allclose((weights * beyond).mean(0), effects.mean(0))
     mass = np.mean([item.importance.sum((1, 2), dtype=np.float64) for item in items], axis=0) * weights
@@ -178,14 +185,14 @@ def test_a_model_whose_answers_ignore_the_context(data: CalibrationData) -> None
     model = tiny.loaded()
     with torch.no_grad():
         model.model.lm_head.weight.zero_()
-    made = calibrate_lukv(model, data, POLICY)
+    made = calibrate_lukv(model, data, POLICY, OWN)
     assert_rows_average_to_their_ratio(made.arrays["evicted_ratio"], made.metadata.length, PROTECTED)
     assert made.arrays["mass"].max() == 0.0
     assert made.arrays["recall"][..., 50].max() < 1.0
     assert lost_mass(made, np.full((4, 2), 0.5)).sum() == 0.0
 
 
-def test_own_replies_are_what_importance_is_for(model: LoadedModel, data: CalibrationData) -> None:
+def test_own_replies_are_what_importance_is_for(model: LoadedModel, data: CalibrationData, profile: Profile) -> None:
     """The default: full-attention decoding, here token by token, up to `answer_tokens`."""
     context, pair = data.contexts[0], data.contexts[0].questions[0]
     ids, asked = tiny.ids_of(context.text), tiny.ids_of(pair.question)[:, 1:]
@@ -203,7 +210,7 @@ def test_own_replies_are_what_importance_is_for(model: LoadedModel, data: Calibr
     assert own.settings()["answers"] == "own"
     given = calibrate_lukv(model, data, POLICY, GIVEN)
     assert given.metadata.provenance.settings["answers"] == "given"
-    assert given.to_bytes() != calibrate_lukv(model, data, POLICY).to_bytes()
+    assert given.to_bytes() != profile.to_bytes()
 
 
 def test_an_own_reply_fills_the_positions_that_are_left(data: CalibrationData) -> None:
@@ -235,7 +242,7 @@ def test_an_empty_own_reply_is_replaced_by_the_given_answer(data: CalibrationDat
     ],
 )
 def test_other_families(family: str, layers: tuple[int, ...], data: CalibrationData) -> None:
-    made = calibrate_lukv(tiny.loaded(family), data.limited(2), POLICY)
+    made = calibrate_lukv(tiny.loaded(family), data.limited(2), POLICY, OWN)
     assert made.metadata.layers == layers
     assert made.arrays["evicted_ratio"].shape == (99, len(layers), 2)
 
@@ -285,7 +292,7 @@ def test_rivals_rank_the_same_importance_in_the_same_pass(
     model: LoadedModel, data: CalibrationData, profile: Profile
 ) -> None:
     rivals = [create_policy("keydiff", {"sinks": 2, "window": 4}), create_policy("tova")]
-    several = calibrate_lukv(model, data, POLICY, compared_policies=rivals)
+    several = calibrate_lukv(model, data, POLICY, OWN, compared_policies=rivals)
     assert several.metadata.policies == (POLICY.spec, *(rival.spec for rival in rivals))
     kept = several.arrays["kept"]
     assert kept.shape == (3, 4, 2, KEPT_POINTS)

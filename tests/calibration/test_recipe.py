@@ -64,11 +64,6 @@ def typed(*settings: str, options: tuple[str, ...] = (), **values: Any) -> Calib
     return resolve_recipe(None, values, list(settings), options)
 
 
-def lukv(path: Path | None, values: dict[str, Any], settings: list[str]) -> LukvOptions:
-    """A recipe of LU-KV."""
-    return resolve_recipe(path, values, settings)
-
-
 def dynamic(method: str, *options: str, **values: Any) -> DynamicOptions:
     """A dynamic method with options that were typed."""
     return typed(options=options, method=method, **values)

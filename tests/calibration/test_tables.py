@@ -56,13 +56,3 @@ def test_what_no_prompt_can_reach_is_the_mean_of_those_that_come_nearest() -> No
         tables.add(table(value), 60, 0)
     tables.add(table(0.75), 30, 1)
     assert tables.mean()[98, 0].tolist() == [0.125, 0.625]
-
-
-def test_what_a_profile_is_given() -> None:
-    tables = RatioTables(POLICY, 0.0)
-    for number in (0, 2, 2):
-        tables.add(table(0.5), 100, number)
-    arrays = tables.arrays()
-    assert arrays["question_context"].tolist() == [0, 2, 2]
-    assert arrays["question_ratio"].shape == (3, 9, 1, 2)
-    assert sorted(arrays) == ["evicted_ratio", "question_context", "question_ratio"]

@@ -5,15 +5,19 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from kvsearch.cli.console import Screen
 from kvsearch.evaluation.compare import Evaluation
+from kvsearch.evaluation.samples import Sample
 from kvsearch.report.evaluation import tables
 from kvsearch.report.figures import Figure
 from kvsearch.report.screen import printable
 from kvsearch.report.table import Table
 from kvsearch.results.evaluation import EvaluationResult
+
+PLACE = attrgetter("place")
 
 
 def json_of(comparison: Evaluation) -> dict[str, Any]:
@@ -29,6 +33,11 @@ def as_if(comparison: Evaluation, **known: Any) -> Evaluation:
 
 def tables_of(comparison: Evaluation) -> list[Table]:
     return tables(EvaluationResult.of(comparison))
+
+
+def without_bytes(samples: Iterable[Sample]) -> list[Sample]:
+    """In one order, and without bytes: padding inside blocks depends on the batch."""
+    return [replace(sample, bytes=0.0) for sample in sorted(samples, key=PLACE)]
 
 
 def rendered(tables: Iterable[Any], width: int = 200) -> str:

@@ -21,7 +21,7 @@ from kvsearch.tasks.base import Example, Query, Task
 from kvsearch.tasks.synthetic.suite import FACTS_AMONG_FACTS
 from tests import tiny
 from tests.evaluation.results import as_if, json_of, tables_of
-from tests.plan.builders import plan_dict
+from tests.plan.builders import make_plan, phase_dict
 
 TASKS = [
     tiny.listed((60, 2), (48, 1), (70, 2), name="one"),
@@ -50,25 +50,14 @@ def result(model: LoadedModel) -> Evaluation:
     return made(model, ("uniform", "snapkv", "streaming", "random"))
 
 
-def plan_under(name: str, params: dict[str, Any]) -> Plan:
-    content = plan_dict()
-    for layer in content["prefill"]["layers"]:
-        if layer is not None:
-            layer["policy"] = {"name": name, "params": params}
-    return Plan.model_validate(content)
+def plan_under(name: str, params: dict[str, Any], first: int = 10) -> Plan:
+    """A plan whose first head has this budget."""
+    budgets = [[first, 6], None, [4, 12]]
+    return make_plan(budgets, prefill=phase_dict(budgets, {"name": name, "params": params}))
 
 
 GOOD = plan_under("snapkv", {"window": 4})
-
-
-def one_more() -> Plan:
-    content = GOOD.model_dump()
-    layers = [layer for layer in content["prefill"]["layers"] if layer is not None]
-    layers[0]["budget"] = [layers[0]["budget"][0] + 1, *layers[0]["budget"][1:]]
-    return Plan.model_validate({**content, "total": GOOD.total + 1})
-
-
-ONE_MORE = one_more()
+ONE_MORE = plan_under("snapkv", {"window": 4}, 11)
 
 
 def paths(*names: str) -> list[Path]:
@@ -197,6 +186,7 @@ def test_what_was_not_asked_is_said(model: LoadedModel) -> None:
         "two: 4 contexts were asked for, it has 2",
         "two: the middle of 1 of 2 contexts was cut out, so that prompt and reply fit 62 tokens",
     ]
+    assert told.doubt.startswith("the full cache itself scores 0.0")
     data = json_of(told)
     assert data["notes"] == told.notes
     assert all(note in markdown(tables_of(told)[0]) for note in told.notes)
@@ -227,20 +217,6 @@ def test_methods_that_hold_more_while_they_reply_are_named(model: LoadedModel) -
     assert ", as their replies differ in length, mean entries: flat 248" in longer
 
 
-def test_one_text_under_several_keys_is_one_context(model: LoadedModel) -> None:
-    rows = [replace(row, key=f"{row.key}/{copy}") for row in TASKS[0].rows[:1] for copy in "ab"]
-    plans = {"mine": tiny.plan_for(model, [[14, 7], [25, 6], [31, 12], [9, 16]])}
-    two = studied(model, plans, (), [replace(TASKS[0], rows=(*rows, *TASKS[0].rows[1:]))], samples=9)
-    assert two.distinct == {"one": len(TASKS[0].rows)}
-    assert f"one: only {len(TASKS[0].rows)} of {len(TASKS[0].rows) + 1} contexts differ: intervals are over these" in (
-        two.notes
-    )
-    # of one text for all, as with worked examples, every key is a context
-    all_alike = studied(model, plans, (), [replace(TASKS[0], rows=tuple(rows))], samples=9)
-    assert all_alike.distinct == {"one": 2}
-    assert not [note for note in all_alike.notes if "context" in note and "differ" in note]
-
-
 def test_methods_that_may_not_hold_the_same_while_they_reply_are_named(model: LoadedModel) -> None:
     """What a decode phase leaves is another number than what is held after the context."""
     flat = tiny.plan_for(model, [[40, 40]] * 4, scaling="fixed", length=80)
@@ -254,9 +230,3 @@ def test_methods_that_may_not_hold_the_same_while_they_reply_are_named(model: Lo
     mixed = as_if(alike, decode_entries={"one": 320.0})
     assert mixed.notes[-1] == "not all may hold the same while they reply, mean entries: one 320, two all"
     assert json_of(alike)["phases"] == "both"
-
-
-def test_a_comparison_that_says_nothing_has_a_doubt(result: Evaluation) -> None:
-    assert result.notes[0] == json_of(result)["notes"][0] == result.doubt
-    assert f"- {result.doubt}" in markdown(tables_of(result)[0])
-    assert result.doubt.startswith("the full cache itself scores 0.0")

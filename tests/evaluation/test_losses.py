@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
-from rich.console import Console
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -23,7 +21,6 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import PROTOCOLS, QUESTION_AGNOSTIC, QUESTION_AWARE
 from kvsearch.policies.random import RandomEviction
 from kvsearch.report.evaluation import losses_table, task_means
-from kvsearch.report.screen import on_screen
 from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.eviction import rules_need
@@ -34,6 +31,7 @@ from kvsearch.signals.attention_rows import attention_change
 from kvsearch.tasks.base import Query
 from tests import tiny
 from tests.combinations import in_turn
+from tests.evaluation.results import rendered
 from tests.families import EACH_FAMILY, build, prompts
 from tests.policies.contract import properties
 from tests.runtime.helpers import columns, feed, one_by_one, random_eviction, running
@@ -324,13 +322,6 @@ ROWS = [
 ]
 
 
-def shown(rows: Sequence[LayerLoss], protocol: Any = QUESTION_AGNOSTIC) -> str:
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(on_screen(losses_table("tiny", protocol, rows)))
-    return capture.get()
-
-
 def test_every_task_weighs_the_same_in_the_table() -> None:
     assert [(row.layer, row.method) for row in task_means(ROWS)] == [(0, "mine"), (0, "merged"), (3, "mine")]
     assert task_means(ROWS)[0] == LayerLoss("one, two", "mine", 0, 40, 3.0, 0.5, 12.0, 6.0)
@@ -338,15 +329,15 @@ def test_every_task_weighs_the_same_in_the_table() -> None:
 
 
 def test_the_table() -> None:
-    lines = [line.split() for line in shown(ROWS).splitlines()]
+    text = rendered([losses_table("tiny", QUESTION_AGNOSTIC, ROWS)])
+    lines = [line.split() for line in text.splitlines()]
     assert ["0", "mine", "3", "12", "6", "0.250", "0.5000"] in lines
     assert ["0", "merged", "1", "-", "-", "-", "0.2500"] in lines
     assert ["3", "mine", "120", "480", "360", "0.250", "0.5000"] in lines
-    text = shown(ROWS)
     assert "tiny: layer attention output loss, L1 (question-agnostic)" in text
     for note in ("tokens of question and answer", "then over 2 tasks", "do not add up", "merges entries"):
         assert note in text
-    alone = shown(ROWS[:1], QUESTION_AWARE)
+    alone = rendered([losses_table("tiny", QUESTION_AWARE, ROWS[:1])])
     assert "tokens of the answer" in alone
     assert "tasks" not in alone
     assert "merges" not in alone

@@ -27,6 +27,7 @@ from kvsearch.tasks.base import Query
 from kvsearch.tasks.encode import encode_tasks
 from kvsearch.tasks.synthetic.vocabulary import WORDS
 from tests import tiny
+from tests.evaluation.results import PLACE, without_bytes
 from tests.tiny import run
 
 
@@ -47,12 +48,6 @@ TASK = tiny.listed((60, 3), (90, 1), (75, 2), (64, 4))
 
 def programs(model: LoadedModel) -> dict[str, Program]:
     return {"full": full_cache(model.model), "third": third(model.model)}
-
-
-def without_bytes(samples: Sequence[Sample]) -> list[Sample]:
-    """Padding inside blocks depends on the batch."""
-    ordered = sorted(samples, key=lambda sample: (sample.method, sample.key, sample.question))
-    return [dataclasses.replace(sample, bytes=0.0) for sample in ordered]
 
 
 def test_what_a_sample_says_about_memory(model: LoadedModel) -> None:
@@ -218,15 +213,11 @@ def test_all_methods_together_equal_each_alone(model: LoadedModel, protocol: Pro
     programs = many(model)
     encoded = encode_tasks(model, [TASK], 4)
     alone = {method: run_encoded(model, {method: one}, encoded, protocol, 3) for method, one in programs.items()}
-    expected = sorted([sample for samples in alone.values() for sample in samples], key=by_method)
+    expected = sorted([sample for samples in alone.values() for sample in samples], key=PLACE)
     for memory in (None, 1, 40_000):
         together = run_encoded(model, programs, encoded, protocol, 3, memory=memory)
-        assert sorted(together, key=by_method) == expected
+        assert sorted(together, key=PLACE) == expected
     assert len(expected) == len(programs) * len(alone["full"])
-
-
-def by_method(sample: Sample) -> tuple[str, str, int]:
-    return sample.method, sample.key, sample.question
 
 
 def test_prompts_are_read_once_unless_memory_is_short(model: LoadedModel) -> None:

@@ -21,6 +21,7 @@ from kvsearch.runtime.program import full_cache
 from kvsearch.signals.predictions import divergence
 from kvsearch.tasks.catalog import find_tasks
 from kvsearch.tasks.encode import encode_tasks
+from scripts.train_bundled import tokenizer
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -49,6 +50,7 @@ def test_both_have_one_vocabulary() -> None:
 
 def test_the_full_cache_answers(loaded: LoadedModel) -> None:
     encoded = encode_tasks(loaded, find_tasks("synthetic", {"length": (512,)}), samples=1, seed=5)
+    assert loaded.tokenizer("the calm fox .")["input_ids"] == tokenizer()("the calm fox .")["input_ids"]
     samples = run_encoded(loaded, {"full": full_cache(loaded.model)}, encoded, QUESTION_AGNOSTIC)
     assert fmean(sample.score for sample in samples) >= 0.95
 

@@ -73,11 +73,6 @@ def test_a_model_that_fits_is_the_same_however_it_is_placed() -> None:
     assert load("bundled", LoadOptions(device_map="auto")).fingerprint == load("bundled").fingerprint
 
 
-def test_in_this_installation() -> None:
-    assert resource("data/calibration/novel.json").is_file()
-    assert resource("data/calibration").is_dir()
-
-
 def test_where_they_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside the package first, as a wheel has them, then beside it."""
     package = tmp_path / "kvsearch"

@@ -77,6 +77,8 @@ def test_rows_have_categories_and_ids_of_their_own(tmp_path: Path) -> None:
         ([row(max_new_tokens=0)], "line 1: max_new_tokens: "),
         ([row(metric="f1")], "unknown metric 'f1'; did you mean 'qa_f1'? (known: "),
         ([row(), row(metric="exact")], "the rows name the metrics contains, exact: one file has one metric"),
+        ([row(prompt=" {question}"), row(prompt="{question}")], "different prompts"),
+        ([row(prompt="nothing")], "lacks {question}"),
         ([row(id=1), row(id="1")], "the id '1' is of 2 rows"),
         ([row(id=" ")], "line 1: id"),
         ([row(id=True)], "line 1: id"),
@@ -108,33 +110,14 @@ def test_only_line_feeds_end_a_line(separator: str, tmp_path: Path) -> None:
     assert example.context == context
 
 
-def test_one_prompt_per_file(tmp_path: Path) -> None:
-    row = {"context": "c", "question": "q", "answers": ["a"]}
-    file = tmp_path / "t.jsonl"
-    file.write_text(json.dumps({**row, "prompt": " {question}"}))
-    assert JsonlTask.load(file).prompt == " {question}"
-    for prompts, words in (([" {question}", "{question}"], "different prompts"), (["nothing"], "lacks {question}")):
-        file.write_text("\n".join(json.dumps({**row, "prompt": prompt}) for prompt in prompts))
-        with pytest.raises(UsageError, match=words):
-            JsonlTask.load(file)
-
-
 def test_optional_fields(tmp_path: Path) -> None:
-    extra = row(prefix=" It is", options=["Ann", "Bob"], category="names")
-    task = JsonlTask.load(write(tmp_path, extra, row(category="names", context="B")))
-    assert task.category == "names"
+    common = {"category": "names", "prompt": " {question}"}
+    extra = row(prefix=" It is", options=["Ann", "Bob"], **common)
+    task = JsonlTask.load(write(tmp_path, extra, row(context="B", **common)))
+    assert (task.category, task.prompt) == ("names", " {question}")
     assert task.rows[0].queries == (Query("Who?", ("Ann", "Anna"), prefix=" It is", options=("Ann", "Bob")),)
     assert task.rows[1].queries == (Query("Who?", ("Ann", "Anna")),)
     assert JsonlTask.load(write(tmp_path, row())).category == "own"
-
-
-@pytest.mark.parametrize(("metric", "reply"), [("string_match_all", "oak, elm"), ("contains", "oak")])
-def test_the_right_reply_has_all_answers_where_the_metric_wants_all(metric: str, reply: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.jsonl"
-    path.write_text(json.dumps({"context": "c", "question": "q", "answers": ["oak", "elm"], "metric": metric}))
-    task = JsonlTask.load(path)
-    assert task.rows[0].queries[0].right_reply == reply
-    assert task.score(reply, task.rows[0].queries[0]) == 1.0
 
 
 def test_splits_never_divide_a_context(tmp_path: Path) -> None:

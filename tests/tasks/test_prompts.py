@@ -28,22 +28,26 @@ def words(ids: torch.Tensor) -> str:
     return str(tokenizer().decode(ids[0].tolist()))
 
 
+class Spy:
+    """A tokenizer that notes what it is given, and whether it may add special tokens."""
+
+    def __init__(self, chat_template: str | None) -> None:
+        self.chat_template = chat_template
+        self.seen: list[tuple[str, bool]] = []
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        self.seen.append((text, add_special_tokens))
+        return {"input_ids": [7]}
+
+
 def test_the_standard_prompt() -> None:
-    seen: list[tuple[str, bool]] = []
-
-    class Spy:
-        chat_template = None
-
-        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-            seen.append((text, add_special_tokens))
-            return {"input_ids": [7]}
-
-    prompt = PromptFormat(Spy())
+    spy = Spy(None)
+    prompt = PromptFormat(spy)
     prompt.context("C")
     prompt.question("Q?")
     prompt.answer("A")
     assert PLAIN_PROMPT == "\n\nQuestion: {question}\nAnswer:"
-    assert seen == [("C", True), ("\n\nQuestion: Q?\nAnswer:", False), (" A", False)]
+    assert spy.seen == [("C", True), ("\n\nQuestion: Q?\nAnswer:", False), (" A", False)]
 
 
 def test_with_a_chat_template_context_question_and_answer_make_one_conversation() -> None:
@@ -108,17 +112,9 @@ def test_a_template_s_date_does_not_move() -> None:
     ],
 )
 def test_one_gap_before_an_answer(template: str | None, form: str, prefix: str, expected: str) -> None:
-    seen: list[str] = []
-
-    class Spy:
-        chat_template = template
-
-        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-            seen.append(text)
-            return {"input_ids": [7]}
-
-    PromptFormat(Spy(), form).answer("A", prefix)
-    assert seen == [expected]
+    spy = Spy(template)
+    PromptFormat(spy, form).answer("A", prefix)
+    assert spy.seen == [(expected, False)]
 
 
 @pytest.mark.parametrize(

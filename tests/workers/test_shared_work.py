@@ -62,7 +62,7 @@ def polykv(loaded: LoadedModel, directory: Path) -> Profile:
 
 METHODS: dict[str, Callable[[LoadedModel, Path], Profile]] = {
     "lukv": lambda loaded, _: calibrate_lukv(
-        loaded, FEW, POLICY, LukvOptions(), compared_policies=[create_policy("keydiff")]
+        loaded, FEW, POLICY, LukvOptions(answer_tokens=2), compared_policies=[create_policy("keydiff")]
     ),
     "adakv": lambda loaded, _: calibrate_dynamic(loaded, DATA, POLICY, create_allocation("adakv", {})),
     "lava": lambda loaded, _: calibrate_dynamic(
@@ -77,7 +77,9 @@ METHODS: dict[str, Callable[[LoadedModel, Path], Profile]] = {
     "probe": lambda loaded, place: calibrate_probe(
         loaded, LONG, ProbeOptions(form="linear", answers="given"), directory=place
     ),
-    "query_bank": lambda loaded, place: calibrate_query_bank(loaded, LONG, QueryBankOptions(bank=7), directory=place),
+    "query_bank": lambda loaded, place: calibrate_query_bank(
+        loaded, LONG, QueryBankOptions(bank=7, answer_tokens=2), directory=place
+    ),
     "polykv": polykv,
 }
 USUAL = ("cake", "probe")

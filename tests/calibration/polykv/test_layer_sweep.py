@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kvsearch.calibration.polykv.layer_sweep import (
-    ROWS,
     AblationResults,
     Ablations,
     AtOnce,
@@ -109,11 +108,11 @@ def test_all_families_agree_with_the_naive_procedure(family: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_all_patterns_agree_with_the_naive_procedure(family: str) -> None:
-    """At two budgets, of which the larger evicts nothing of one prompt before it is followed."""
+    """At two budgets, of which the larger evicts nothing of one prompt before it is followed; one is followed twice."""
     model = build(family)
-    swept, naive, _ = both(model, tried(model, small(), 9, 30), batch((40, (12,)), (26, (8,))))
+    swept, naive, _ = both(model, tried(model, small(), 9, 30), batch((40, (12, 5)), (26, (8,))))
     assert_same(swept, naive)
 
 
@@ -130,24 +129,6 @@ def sweep(
 ) -> AblationResults:
     with running(model):
         return LayerSweep(model, what, prompts, EVERYTHING, at_once).measure(prompts.continuations(samples, CPU))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_every_continuation_is_measured_by_itself(family: str) -> None:
-    """Of prompts that two, one and three of them follow, each alone; layers one after the other."""
-    model = build(family)
-    what = tried(model, small(("tova", "d2o", "cam", "snapkv", "vatp")), 9)
-    prompts = batch((40, (9, 5)), (36, (7,)), (38, (6, 8, 9)))
-    samples = samples_of(prompts)
-    together = sweep(model, what, prompts, samples)
-    for place, sample in enumerate(samples):
-        alone = sweep(model, what, prompts, [sample], (10**6, 1))
-        for name, array in alone.arrays(EVERYTHING).items():
-            if name == ROWS:  # as wide as the longest continuation
-                continue
-            found = together.arrays(EVERYTHING)[name][place]
-            np.testing.assert_allclose(found, array[0], rtol=0, atol=1e-5, err_msg=name)
 
 
 def test_nothing_evicted_changes_nothing() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +69,6 @@ def test_queries_are_those_of_the_tokens_at_position_0(model: LoadedModel) -> No
 def test_what_cannot_be_stored() -> None:
     with pytest.raises(IncompatibleError, match="policy query_bank turns queries back to position 0"):
         calibrate_query_bank(tiny.loaded("cohere"), DATA, SMALL)
-
-
-def test_contexts_without_questions_store_queries_of_themselves(model: LoadedModel) -> None:
-    bare = replace(DATA, contexts=tuple(replace(one, questions=()) for one in DATA.contexts))
-    found = calibrate_query_bank(model, bare, SMALL)
-    assert found.metadata.provenance.settings["targets"] == ("reconstruction",)
-    assert np.isfinite(found.arrays["queries"]).all()
 
 
 FITS = {

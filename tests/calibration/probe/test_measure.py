@@ -32,7 +32,7 @@ from kvsearch.strategies.methods import find_methods
 from tests import tiny
 from tests.calibrations import calibrate_lukv, calibrate_probe
 
-SMALL = ProbeOptions(entries=200, form="linear")
+SMALL = ProbeOptions(entries=200, form="linear", answer_tokens=8)
 
 
 @pytest.fixture(scope="module")

@@ -49,11 +49,6 @@ def test_every_metric_has_cases() -> None:
     assert {name for metrics in CASES for name in metrics.split()} == set(METRICS)
 
 
-def test_contains_takes_the_reply_as_it_is() -> None:
-    assert score("contains", "red\tfox", "red\tfox") == 1
-    assert score("contains", " dog ", " dog") == 1
-
-
 @pytest.mark.parametrize(
     ("reply", "line"),
     [

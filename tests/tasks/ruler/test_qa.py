@@ -15,8 +15,6 @@ from kvsearch.tasks.ruler import RulerTask
 from kvsearch.tasks.ruler.qa import QaQuestion, read_hotpot, read_squad
 from tests.tasks.ruler.helpers import hotpot, paragraph, squad, words, written
 
-PARAGRAPH = words(paragraph(0))
-
 
 def task(folder: Path, name: str = "qa_1", **options: Any) -> RulerTask:
     return RulerTask(name, qa_file=squad(folder) if name == "qa_1" else hotpot(folder), **options)
@@ -70,7 +68,6 @@ def test_squad_examples(length: int, tmp_path: Path) -> None:
         assert sum(query.answers[0] in text for text in documents(example)) == 1
         assert query.question.endswith(f"\n\nQuestion: When did Place{asked} build?")
         assert (query.prefix, query.max_new_tokens) == ("Answer:", 32)
-        assert len(told) >= (length - 150) // (PARAGRAPH + 2)
 
 
 @pytest.mark.parametrize("length", [512, 1024])
@@ -81,7 +78,6 @@ def test_hotpot_examples(length: int, tmp_path: Path) -> None:
         told = [number_of(text) for text in documents(example)]
         assert set(range(own, own + 4)) <= set(told)
         assert len(set(told)) == len(told)
-        assert len(told) >= (length - 150) // (PARAGRAPH + 6)
 
 
 def test_splits_ask_about_different_documents(tmp_path: Path) -> None:

@@ -10,13 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvsearch.models.loading import LoadOptions, load
-from kvsearch.runtime.decode.replies import stop_tokens
-from kvsearch.runtime.program import full_cache
-from kvsearch.tasks.synthetic.suite import SUITES, SyntheticTask
-from kvsearch.tasks.synthetic.vocabulary import WORDS
+from kvsearch.models.loading import load
+from kvsearch.tasks.synthetic.suite import SyntheticTask
 from scripts.train_bundled import RETRIEVING, retrieving_layer, spread, tokenizer, train
-from tests.tiny import run
 
 
 def test_it_survives_being_saved(tmp_path: Path) -> None:
@@ -27,17 +23,6 @@ def test_it_survives_being_saved(tmp_path: Path) -> None:
     text = SyntheticTask("multikey", 512).examples(1, 0)[0].context
     assert again(text)["input_ids"] == tokenizer()(text)["input_ids"]
     assert again.padding_side == "left"
-
-
-@pytest.mark.nightly
-def test_the_shipped_model_answers() -> None:
-    model = load("bundled", LoadOptions(device="cpu"))
-    assert len(model.tokenizer) == len(WORDS) == model.model.config.vocab_size
-    assert model.tokenizer("the calm fox .")["input_ids"] == tokenizer()("the calm fox .")["input_ids"]
-    assert model.tokenizer.eos_token_id in stop_tokens(model)
-    samples = run(model, {"full": full_cache(model.model)}, [SyntheticTask(name, 512) for name in SUITES["core"]], 2)
-    scores = {task: [s.score for s in samples if s.task == task] for task in SUITES["core"]}
-    assert all(sum(found) >= 0.75 * len(found) > 0 for found in scores.values()), scores
 
 
 @pytest.mark.nightly
