@@ -12,8 +12,6 @@ from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.plan.schema import phases_of
 from kvsearch.policies import create_policy
-from kvsearch.report.search import search_result
-from kvsearch.results.search import SearchResult
 from kvsearch.search.evaluators import make_executor
 from kvsearch.search.evolve import SPLIT_USES, Evolved, PreparedSearch, prepare_searches
 from kvsearch.search.loop import SearchOutcome
@@ -64,11 +62,6 @@ def evolve(prepared: PreparedSearch, path: Path) -> Evolved:
     with make_executor(prepared, prepared.cap) as executor, TrialLog(path) as log:
         outcome = prepared.search(executor, log, None, Silent())
     return decide(prepared, outcome)
-
-
-def result_of(evolved: Evolved) -> SearchResult:
-    """What is read again of its report."""
-    return search_result([evolved], 1, 1)
 
 
 def decide(prepared: PreparedSearch, outcome: SearchOutcome) -> Evolved:

@@ -32,7 +32,6 @@ from tests.search.evolving import (
     decide,
     evolve,
     prepare,
-    result_of,
     settings_of,
     splits,
 )
@@ -93,16 +92,15 @@ def test_the_report_has_all_baselines(found: tuple[PreparedSearch, Evolved]) -> 
     beside = [choice.best] if choice.best not in (choice.name, *evolved.search.starts) else []
     names = ["full", "evolved", "uniform", "pyramid", *beside, "streaming"]
     assert list(evolved.report.names) == names
-    data = search_result([evolved], 3, 5).as_json()
+    result = search_result([evolved], 3, 5)
+    data = result.as_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     (at_budget,) = data["found"].values()
     assert list(at_budget["report"]) == names
     assert list(at_budget["gains"]) == list(at_budget["recovered"]) == names[2:]
     assert data["questions"] == dict.fromkeys(("search", "choice", "report"), CONTEXTS * QUESTIONS)
     assert at_budget["budgets"] == evolved.choice.table.tolist()
-    assert [len(table.groups[0][1]) for table in tables(result_of(evolved))] == [
-        len(evolved.choice.finalists), len(names),
-    ]  # fmt: skip
+    assert [len(table.groups[0][1]) for table in tables(result)] == [len(choice.finalists), len(names)]
     assert evolved.choice.name in decision(evolved)
 
 

@@ -35,6 +35,7 @@ from tests.runtime.helpers import TOLERANCE, feed, one_by_one
 from tests.search.bank.cases import PROTOCOLS, SNAPKV, encoded, losses_of, random_candidates, samples_of
 from tests.search.evolving import CONTEXTS, QUESTIONS, prepare
 
+SHAPES = (60, 2), (45, 1)
 PHASES: dict[str, tuple[Phase, ...]] = {"decode": ("decode",), "both": ("prefill", "decode")}
 
 
@@ -59,7 +60,7 @@ def logits_of(loaded: LoadedModel, program: Program, sample: BankSample) -> Tens
 @every_value(family=["llama", "gemma2"], protocol=PROTOCOLS, name=PHASES)
 def test_losses_are_those_of_token_by_token_decoding(family: str, protocol: Protocol, name: str) -> None:
     loaded = model_of(family)
-    base, samples = Base.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, protocol)
+    base, samples = Base.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, protocol, *SHAPES)
     candidates = candidates_of(loaded, base, 2)
     found = PlanRuns(base, samples, batch=2).evaluate(candidates)
     expected = [
@@ -74,7 +75,7 @@ def test_losses_are_those_of_token_by_token_decoding(family: str, protocol: Prot
 @every_value(protocol=PROTOCOLS, name=PHASES)
 def test_scores_are_those_of_an_evaluation(protocol: Protocol, name: str) -> None:
     loaded = model_of()
-    base, tasks = Base.of(loaded, SNAPKV, PHASES[name]), encoded(loaded, (60, 3), (90, 1), (75, 2))
+    base, tasks = Base.of(loaded, SNAPKV, PHASES[name]), encoded(loaded, *SHAPES)
     samples, candidates = bank_samples(tasks, protocol), candidates_of(loaded, base, 3, 12)
     found = PlanRuns(base, samples, batch=2, objective="metric").evaluate(candidates)
     programs = {
@@ -110,7 +111,7 @@ def test_policies_without_one_order_of_entries_can_be_searched(policy: Policy) -
 @pytest.mark.parametrize("name", PHASES)
 def test_memory_for_one_candidate_is_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = model_of()
-    base, samples = Base.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, "question-agnostic")
+    base, samples = Base.of(loaded, SNAPKV, PHASES[name]), samples_of(loaded, "question-agnostic", *SHAPES)
     candidates = candidates_of(loaded, base, 3)
     expected = PlanRuns(base, samples).evaluate(candidates)
     read = evaluators.compressed

@@ -239,7 +239,8 @@ def test_what_is_asked_costs_at_most_what_is_said(model: LoadedModel, profile: P
 
 @pytest.mark.nightly
 def test_a_phase_setting_has_baselines_of_its_own(model: LoadedModel, profile: Profile) -> None:
-    found = prepared_of(model, profile, "error + entropy", phases="decode").run()
+    asked = (Split([questions_of(*numbers)], **HOW) for numbers in (range(4), (4, 5)))
+    found = prepare_selection(model, profile, SIZE, *asked, explored=(("none",), ("entropy",)), phases="decode").run()
     assert (found.chosen.phases, found.chosen.count("baseline")) == ("decode", 13)
     assert (found.plan.prefill, found.plan.provenance.settings["phases_tried"]) == (None, ("decode",))
     assert DECODE_ONLY in selection_result(found).notes

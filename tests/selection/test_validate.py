@@ -366,21 +366,13 @@ def judged(
     )  # fmt: skip
 
 
-def made_up(*sizes: tuple[float, list[JudgedSignal]], **changes: Any) -> ValidationResult:
+def made_up(*sizes: tuple[float, list[JudgedSignal]]) -> ValidationResult:
     full = Estimate(1.0, 1.0, 1.0)
     asked = {"contexts": 3, "questions": 4, "metric": "exact", "rows_sha256": "a" * 64}
     return ValidationResult(
-        **{
-            "model": toy(), "profile_sha256": "b" * 64, "tasks": {"one": asked}, "split": "select", "seed": 0,
-            "protocol": "question-aware", **changes,
-        },
+        model=toy(), profile_sha256="b" * 64, tasks={"one": asked}, split="select", seed=0, protocol="question-aware",
         budgets=tuple(AtBudget(budget=size, full=full, signals=tuple(signals)) for size, signals in sizes),
     )  # fmt: skip
-
-
-def save(found: ValidationResult, directory: Path) -> None:
-    (directory / FILE).parent.mkdir(exist_ok=True)
-    (directory / FILE).write_bytes(canonical_json(found.as_json()))
 
 
 def test_merging_keeps_what_was_not_judged_again() -> None:
@@ -398,7 +390,8 @@ def test_merging_keeps_what_was_not_judged_again() -> None:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     bad = [judged(), judged(signal="entropy", kind="budgets", phases="both"), judged("useless", "ppl")]
-    save(made_up((32, [judged("useful")]), (128, bad)), tmp_path)
+    (tmp_path / FILE).parent.mkdir()
+    (tmp_path / FILE).write_bytes(canonical_json(made_up((32, [judged("useful")]), (128, bad)).as_json()))
     return tmp_path
 
 

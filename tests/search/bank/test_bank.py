@@ -17,7 +17,6 @@ from kvsearch.search.bank.samples import BankSample
 from tests import tiny
 from tests.search.bank.cases import PROTOCOLS, SNAPKV, random_candidates, samples_of, tokens_of, without_answers
 
-SHAPES = (60, 3), (90, 1), (75, 2)
 protocols = pytest.mark.parametrize("protocol", PROTOCOLS)
 
 
@@ -28,7 +27,7 @@ def model() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def samples(model: LoadedModel) -> list[BankSample]:
-    return samples_of(model, "question-agnostic", *SHAPES)
+    return samples_of(model, "question-agnostic")
 
 
 def least(bank: CandidateBank) -> int:
@@ -66,7 +65,7 @@ def test_only_the_cap_is_stored(model: LoadedModel, samples: list[BankSample]) -
 
 @protocols
 def test_little_memory_changes_no_result(model: LoadedModel, protocol: Any) -> None:
-    samples, candidates = samples_of(model, protocol, *SHAPES), random_candidates(model, 5, 50)
+    samples, candidates = samples_of(model, protocol), random_candidates(model, 5, 50)
     with CandidateBank(model, SNAPKV, samples, 50) as bank:
         roomy = bank.losses(candidates), tokens_of(bank, candidates)
         need, stored = least(bank), bank._store.nbytes
