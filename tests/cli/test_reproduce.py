@@ -119,13 +119,24 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("figures")
 
 
+LESS = {"generations": [1], "questions": [4], "group_sizes": [3, 6], "lengths": [128, 256], "new_tokens": [2, 4]}
+
+
 @pytest.fixture
 def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every table has searches of one generation on few contexts; its stages, blocks and rows stay."""
+    """Every table has little to ask, to search and to measure; its stages, blocks and rows stay."""
+    monkeypatch.setattr("kvsearch.benchmark.speed.COPIED", 2**12)
     for name in FIGURES:
-        searches = [{**ask, "samples": 2} for ask in TABLES[name].bundled["searches"]]
-        few = {**TABLES[name].bundled, "searches": searches, "generations": 1}
-        monkeypatch.setitem(TABLES, name, replace(TABLES[name], bundled=few))
+        form = TABLES[name].bundled
+        asks = [{**ask, "tasks": ask["tasks"].replace("synthetic", "synthetic:single")} for ask in form["asks"]]
+        searches = [{**ask, "samples": 2} for ask in form["searches"]]
+        few = {
+            key: LESS[key][: len(value)] if isinstance(value, list) else LESS[key][0]
+            for key, value in form.items()
+            if key in LESS
+        }
+        bundled = {**form, **few, "asks": asks, "searches": searches}
+        monkeypatch.setitem(TABLES, name, replace(TABLES[name], bundled=bundled))
 
 
 @pytest.mark.nightly
