@@ -151,7 +151,7 @@ def test_a_dry_run_says_what_every_stage_costs(questions: Path, tmp_path: Path) 
 @pytest.mark.nightly
 def test_the_smallest_budget_that_loses_little(questions: Path, tmp_path: Path) -> None:
     directory = tmp_path / "least"
-    few = ("--smallest", "--within", 20, "--rankings", "query_bank", "--no-refine")
+    few = ("--smallest", "--within", 20, "--rankings", "query_bank", "--no-refine", "--samples", 2)
     out, talk = done(*command(questions, directory, *few, "--json"))
     found = json.loads(out)
     last = found["tried"][-1]
