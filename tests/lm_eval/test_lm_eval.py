@@ -120,7 +120,9 @@ def assert_equal(ours: list[Any], theirs: list[Any]) -> None:
 
 
 def test_what_the_cache_held_is_counted(model: LoadedModel, manager: TaskManager) -> None:
-    results = evaluate_tasks(model, small_plan(model), manager, load_tasks(manager, ["small_generate", "small_choose"]))
+    tasks = load_tasks(manager, ["small_generate", "small_choose"])
+    results = evaluate_tasks(model, small_plan(model), manager, tasks, seed=2)
+    assert results["config"]["random_seed"] == 2
     assert results["kvsearch"]["model"] == model.fingerprint.model_dump()
     assert "samples" not in results
     prefill = program(model).prefill
