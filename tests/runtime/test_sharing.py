@@ -77,21 +77,33 @@ def entries_of(pool: EntryPool) -> Tensor:
 
 
 class Recorded:
-    """Observations of a forward pass by layer, and the most entries that were held beside a dense layer."""
+    """Observations of a forward pass by layer, and entries held [B] beside a dense layer: when its own are packed, too.
+
+    The others have made room before.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.observations: dict[int, Observation] = {}
         self.held: list[Tensor] = []
-        end = Sharing.end
+        end, take = Sharing.end, EntryPool.take
 
-        def recording(sharing: Sharing, index: int, observation: Observation) -> None:
+        def ending(sharing: Sharing, index: int, observation: Observation) -> None:
             self.observations[index] = observation
+            self.sharing = sharing
             end(sharing, index, observation)
-            pools = [entries_of(pool) for pool, _, _ in sharing.waiting.values()]
-            if pools:
-                self.held.append(torch.stack(pools).sum((0, 2)))
+            self.note()
 
-        monkeypatch.setattr(Sharing, "end", recording)
+        def taking(*given: Any) -> EntryPool:
+            pool = take(*given)
+            self.note(pool)
+            return pool
+
+        monkeypatch.setattr(Sharing, "end", ending)
+        monkeypatch.setattr(EntryPool, "take", taking)
+
+    def note(self, *more: EntryPool) -> None:
+        pools = [*(pool for pool, _, _ in self.sharing.waiting.values()), *more]
+        self.held += [torch.stack([entries_of(pool) for pool in pools]).sum((0, 2))] if pools else []
 
 
 def read(model: Any, program: Program, ids: Tensor, mask: Tensor) -> PlanCache:
@@ -230,31 +242,6 @@ def test_decode_budgets_add_up_to_the_total(how: str) -> None:
         before = cache.entries().sum((0, 2))
         go_on(model, cache, ids[:, :1], mask)
         assert (cache.entries().sum((0, 2)) >= before).all(), "nothing leaves before the total is reached"
-
-
-def test_at_no_time_more_than_the_pool_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while a layer's entries are being packed: the others have made room before."""
-    model = uneven()
-    ids, mask = prompts(2, 60, pads=9)
-    program = shared(model, SMALL[SINGLE[0]], LAVaAllocation(), 9)
-    end, take, held = Sharing.end, EntryPool.take, []
-    sharings: list[Sharing] = []
-
-    def ending(sharing: Sharing, index: int, observation: Observation) -> None:
-        sharings.append(sharing)
-        end(sharing, index, observation)
-
-    def taking(*given: Any) -> EntryPool:
-        pool = take(*given)
-        others = [entries_of(held_pool) for held_pool, _, _ in sharings[-1].waiting.values()]
-        held.append(torch.stack([*others, entries_of(pool)]).sum((0, 2)).max())
-        return pool
-
-    monkeypatch.setattr(Sharing, "end", ending)
-    monkeypatch.setattr(EntryPool, "take", taking)
-    read(model, program, ids, mask)
-    assert len(held) == 4
-    assert max(held) <= program.prefill.table(60).sum() + 4 * 2  # type: ignore[union-attr]
 
 
 def test_what_cannot_be_shared_is_refused() -> None:
