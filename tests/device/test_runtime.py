@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kvsearch.policies import Policy
-from kvsearch.runtime import PlanCache, Program
+from kvsearch.runtime import PlanCache
 from kvsearch.runtime.attention import NAME
 from tests.device.accelerator import device, events, recording, spread
+from tests.device.counting import program
 from tests.families import FAMILIES, build, prompts
 from tests.policies.probes import zap
 from tests.runtime.helpers import assert_close, feed, held_tokens, random_eviction, running
@@ -39,13 +40,6 @@ def on_both() -> Any:
 MODELS = (on_both, on_cpu)
 
 
-def program(of: Any, policy: Policy, budgets: Budgets, *, decode: bool) -> Program:
-    table = np.array(budgets)
-    return Program.of_policy(
-        of, policy, dict.fromkeys(("prefill", "decode") if decode else ("prefill",), lambda _: table)
-    )
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("budgets", [EVEN, RAGGED], ids=["even", "ragged"])
 @pytest.mark.parametrize("name", [*SMALL, "kvzap"])
@@ -65,7 +59,7 @@ def follow(model: Callable[[], Any], policy: Policy, budgets: Budgets, *, decode
     ids, mask = prompts(2, LENGTH, device=str(model().device))  # without padding: masks are looked at in every step
     answers = prompts(2, 4, seed=1, device=str(ids.device))[0]
     with running(model(), NAME):
-        cache = PlanCache(model(), program(model(), policy, budgets, decode=decode))
+        cache = PlanCache(model(), program(model(), policy, np.array(budgets), decode=decode))
         logits = feed(model(), cache, [(ids, mask)])
         with recording():
             logits += steps(model(), cache, answers)

@@ -20,7 +20,6 @@ from tests.combinations import every_value
 MANY = tiny.listed((60, 3), (90, 1), *[(50, 2)] * TOGETHER)  # two batches
 FEW = tiny.listed((60, 3), (90, 1))  # several questions of a context side by side
 PROTOCOLS = QUESTION_AGNOSTIC, QUESTION_AWARE
-protocols = pytest.mark.parametrize("protocol", PROTOCOLS)
 
 
 def decided(
@@ -122,7 +121,7 @@ def test_no_right_answer_leaves_nothing_to_force(model: LoadedModel) -> None:
     assert answer.ids.tolist() == []
 
 
-@protocols
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_the_question_under_which_a_model_computes_nan_is_named(protocol: Protocol) -> None:
     model = tiny.loaded()
     with torch.no_grad():
