@@ -6,6 +6,7 @@ is not counted. Times are medians over the rounds, ratios medians of the ratios 
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections import defaultdict
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from operator import truediv
 from typing import Any
 
@@ -298,9 +299,10 @@ def _peak(model: Any, kind: CacheKind, ids: Tensor, steps: int) -> int:
 def peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
     """Return the most bytes that torch allocates at a time during `action`, by the records of its allocators."""
     if (module := accelerator(device)) is not None:
+        gc.collect()  # what is garbage already must not be freed during the action, which would seem to take less
         devices = range(module.device_count())
-        for one in devices:
-            module.reset_peak_memory_stats(one)
+        for index in devices:
+            module.reset_peak_memory_stats(index)
         held = sum(map(module.memory_allocated, devices))
         action()
         synchronise(device)
@@ -309,12 +311,9 @@ def peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         action()
-    now = most = 0
-    for event in sorted(record.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
+    events = sorted(record.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    return max(accumulate(changes, initial=0))
 
 
 def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import numpy as np
@@ -77,7 +76,6 @@ def test_what_prompts_and_replies_take_by_arithmetic(
     def answered() -> None:
         read(model, PlanCache(model, program), texts, set(), chunk).reply([8] * len(lengths))
 
-    gc.collect()  # the models of earlier tests: what goes while a peak is taken makes it too small
     with using(model, NAME):
         peak = peak_bytes(model.device, answered)
     needs = memory_needs(model, program, lengths, chunk, tokens=8)
