@@ -33,8 +33,8 @@ def main() -> None:
     if not (VENV / "bin" / "python").exists():
         venv.create(VENV, with_pip=True)
     if not installed("torch"):
-        pip("install", TORCH, *torch_source())
-    pip("install", "-e", f"{ROOT}[dev]")
+        pip("install", "--no-compile", TORCH, *torch_source())  # imports compile what they need
+    pip("install", "--no-compile", "-e", f"{ROOT}[dev]")
     STAMP.write_text(wanted)
 
 
