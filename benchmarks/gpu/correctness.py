@@ -51,7 +51,7 @@ def moved(case: Tensors, device: str) -> Tensors:
 def attention_cases(small: bool) -> list[Case]:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     sizes = (64,) if small else (64, 96, 128, 256)
-    columns = 300 if small else 3000
+    columns = 150 if small else 3000
     more: dict[str, Any] = {"holes": True, "sinks": True, "softcap": 30.0}
     cases = []
     for dtype, dim in product(dtypes, sizes):
@@ -88,7 +88,7 @@ def attention_errors(case: Case, where: Settings) -> dict[str, float]:
 
 def scoring(where: Settings) -> list[dict[str, Any]]:
     """What entries receive from the last rows of a prompt, and from all."""
-    length = 128 if where.small else 1024
+    length = 64 if where.small else 1024
     found = []
     for dtype, rows in product((torch.bfloat16, torch.float32), (32, length)):
         prompt = Prompt(2, 4, rows, length, 128, dtype=dtype, pads=5)
@@ -123,7 +123,7 @@ def rules(where: Settings) -> list[dict[str, Any]]:
 def steps_of(policy: Policy, where: Settings, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, list[list[int]]]:
     """The logits of forced tokens after a prompt, and what every head holds at the end."""
     model = build("llama", head_dim=64, num_hidden_layers=2).to(device, dtype)
-    reply = 4 if where.small else 24
+    reply = 2 if where.small else 24
     ids = torch.randint(3, 97, (2, TOKENS + reply), generator=torch.Generator().manual_seed(0)).to(device)
     program = Program.of_policy(model, policy, dict.fromkeys(("prefill", "decode"), lambda _: BUDGETS))
     cache = PlanCache(model, program)
