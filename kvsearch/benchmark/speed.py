@@ -313,7 +313,7 @@ def peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
         action()
     events = sorted(record.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     changes = [event.nbytes() for event in events if event.name() == "[memory]"]
-    return max(accumulate(changes, initial=0))
+    return int(max(accumulate(changes, initial=0)))
 
 
 def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
