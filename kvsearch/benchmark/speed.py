@@ -298,8 +298,8 @@ def _peak(model: Any, kind: CacheKind, ids: Tensor, steps: int) -> int:
 
 def peak_bytes(device: torch.device, action: Callable[[], object]) -> int:
     """Return the most bytes that torch allocates at a time during `action`, by the records of its allocators."""
+    gc.collect()  # what is garbage already must not be freed during the action, which would seem to take less
     if (module := accelerator(device)) is not None:
-        gc.collect()  # what is garbage already must not be freed during the action, which would seem to take less
         devices = range(module.device_count())
         for index in devices:
             module.reset_peak_memory_stats(index)
