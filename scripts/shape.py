@@ -41,7 +41,7 @@ GATES = {
     "docstrings that only say See": 0,
     "places that raise UsageError": 378,
     "import circles": 0,
-    "test lines": 43_824,
+    "test lines": 43_818,
 }
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

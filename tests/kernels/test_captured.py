@@ -27,16 +27,10 @@ from tests.runtime.recorder import Recorder, capturing
 
 pytestmark = pytest.mark.nightly
 
-TOKENS = 12
+TOKENS = 18
 POLICIES = {
     "streaming": {"sinks": 2}, "h2o": {}, "tova": {}, "snapkv": {"window": 2, "kernel": 3, "refresh": 4},
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few tokens are captured, too."""
-    monkeypatch.setattr(steps, "FEWEST", TOKENS)
 
 
 def say(run: PlannedModel) -> tuple[Tensor, Tensor]:
@@ -84,7 +78,7 @@ def test_what_is_replayed_says_what_the_plain_loop_does(
         found = say(captured)
     assert launched
     assert bool(done["steps"]) == fused
-    assert recorder.log.count("replayed") >= TOKENS // 3, recorder.log
+    assert recorder.log.count("replayed") > TOKENS // 3, recorder.log
     assert torch.equal(found[0], expected[0])
     torch.testing.assert_close(found[1], expected[1], atol=2e-5, rtol=0)
     assert torch.equal(captured.cache.entries(), plain.cache.entries())
@@ -128,7 +122,7 @@ class TestFlat:
         assert torch.equal(tokens, expected[0])
         torch.testing.assert_close(logits, expected[1], atol=2e-5, rtol=0)
         captured = recorder.log.count("captured")
-        assert captured == (2 if room == 6 else 1)
+        assert captured == (3 if room == 6 else 1)
         assert recorder.log.count("replayed") >= TOKENS - 1 - 2 * captured
         assert set(widths) == {longest + ahead for longest in (11, 17) for ahead in rooms(room)}
         for layer in run.cache.planned.values():
