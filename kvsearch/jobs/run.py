@@ -400,7 +400,7 @@ class RunStages:
         run_in(options.output, "run")
         tasks = {name: options.find_tasks(options.model, name) for name in ("select", "report")}
         options.check_names()
-        rule = options.rule
+        self.rule = options.rule
         options.fits()  # tells of settings that are wrong before the model is loaded
         measured = options.curves().policies()
         from kvsearch.evaluation.compare import replies_cost
@@ -433,7 +433,7 @@ class RunStages:
             reporter.warn(warning)
         fits = options.fits()
         curves = options.curves()
-        refinement = options.refinement(loaded) if options.refine and sizes else None
+        self.refinement = options.refinement(loaded) if options.refine and sizes else None
         least = min(policy.least for policy in curves.policies())
         asked = {}
         for size in sizes:
@@ -452,8 +452,8 @@ class RunStages:
         for name, calibration in calibrations.items():
             anew = calibration.model_copy(update={"force": True}).with_model(loaded)
             costs += [replace(cost, name=name) for cost in calibration_dry_run(anew, quiet).stages]
-        if refinement is not None:
-            costs.append(refinement.cost(SEARCHING, len(sizes)))
+        if self.refinement is not None:
+            costs.append(self.refinement.cost(SEARCHING, len(sizes)))
         for stage, split in (("choose", "select"), ("report", "report")):
             costs += [
                 replies_cost(f"{stage} at {size.words}", encoded[split], splits[split], programs)
@@ -464,12 +464,10 @@ class RunStages:
             tried = replies_cost(SMALLEST, encoded["select"], splits["select"], programs)
             costs.append(replace(tried, work=tried.work * 4))
         self.options = options
-        self.rule = rule
         self.loaded = loaded
         self.splits = splits
         self.encoded = encoded
         self.policies = usable
-        self.refinement = refinement
         self.costs = costs
 
     @property

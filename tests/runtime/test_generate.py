@@ -82,7 +82,7 @@ def test_prompt_lookup_decoding_equals_plain_decoding(family: str, tokens: int, 
     """A repetitive prompt is drafted from at once: the first forward pass holds more than the prompt."""
     model = build(family, device)
     ids = torch.tensor([[5, 6, 7, 8, 9, 10] * 8], device=device)
-    with attach(model, snapkv(model)) as planned:
+    with attach(model, snapkv(model), graphs=False) as planned:
         plain = planned.generate(ids, max_new_tokens=16, do_sample=False)
         kept = {layer: planned.cache.kept_positions(layer)[:12] for layer in planned.cache.planned}
         assisted = planned.generate(ids, max_new_tokens=16, do_sample=False, prompt_lookup_num_tokens=tokens)

@@ -84,9 +84,10 @@ def warned_of_waits() -> Iterator[list[warnings.WarningMessage]]:
     """Give a list for what torch says of operations that wait for the device; other warnings are passed on."""
     before = torch.cuda.get_sync_debug_mode()
     waits: list[warnings.WarningMessage] = []
-    torch.cuda.set_sync_debug_mode("warn")  # an error would leave a step half done
     try:
         with warnings.catch_warnings(record=True) as said:
+            torch.cuda.set_sync_debug_mode("warn")  # an error would leave a step half done
+            said.clear()  # what torch says of the mode itself, the first time
             warnings.filterwarnings("always", message=SYNCHRONIZES)
             yield waits
     finally:
