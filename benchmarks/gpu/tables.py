@@ -40,7 +40,9 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> str
 def shown(value: Any) -> str:
     if not isinstance(value, float):
         return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:,.2f}"
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:.2g}" if 0 < abs(value) < 0.1 else f"{value:,.2f}"
 
 
 def floors(machine: Roofline) -> str:
@@ -107,8 +109,8 @@ def bench_table(costs: Rows) -> str:
             "cache": cost["cache"], "batch": cost["batch"], "tokens": cost["length"],
             "peak GB": cost["peak_bytes"] / 1e9,
             "prompt s": cost["prefill_seconds"], "share of its floor": cost["prefill_floor_share"],
-            "ms per token": 1e3 * cost["token_seconds"], "floor ms": 1e3 * cost["floor_seconds"],
-            "share": cost["floor_share"],
+            "ms per token": 1e3 * cost["token_seconds"], "speed": cost["token_speedup"],
+            "floor ms": 1e3 * cost["floor_seconds"], "share": cost["floor_share"],
         }
         for cost in costs
     ]  # fmt: skip
