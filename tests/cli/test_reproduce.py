@@ -104,6 +104,7 @@ def test_what_is_there_of_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_table_with_a_search(tmp_path: Path) -> None:
     out, _ = done("reproduce", "evolkv-table5", "bundled", *ONE, "--budgets", "16", "-o", tmp_path, "--json")
     rows = {cell["row"] for cell in json.loads(out)["cells"]}

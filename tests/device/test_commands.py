@@ -23,7 +23,8 @@ TOLERANCE = 1e-3
 # bytes: there are fewer, wider blocks where launching kernels is what costs; the SHA-256 of a profile: sums are of
 # smaller chunks on a CPU, so last bits differ (`test_profiles` compares the numbers)
 NOT_RESULTS = set("seconds at device versions speedup per_second bytes floor_share machine profile_sha256".split())
-ASKED = ("--length", 512, "--samples", 2, "--tasks", "synthetic:single")
+ASKED = ("--length", 512, "--samples", 1, "--tasks", "synthetic:single")
+PAIRED = (*ASKED, "--samples", 2)  # an interval takes two contexts
 WINDOW, TWO = ("--set", "window=8"), ("--questions", 2)
 # in this order: later ones use what earlier ones wrote, in the folder {}
 COMMANDS = {
@@ -45,9 +46,9 @@ COMMANDS = {
                    "--tasks", "ppl:data/calibration/novel.txt", "--samples", 1),
     "headroom": ("headroom", "bundled", *ASKED),
     "evolve": ("evolve", "bundled", "--budget", 48, *WINDOW, "--generations", 1, "--finalists", 1, "--population", 4,
-               *ASKED, "--group-size", 6, "-o", "{}/evolve"),
-    "select": ("select", "{}/polykv", "--budget", 64, *ASKED, "-o", "{}/selected.json"),
-    "validate": ("validate", "{}/polykv", "--budget", 64, *ASKED, "--phases", "prefill", "--signals", "route:cosine"),
+               *PAIRED, "--group-size", 6, "-o", "{}/evolve"),
+    "select": ("select", "{}/polykv", "--budget", 64, *PAIRED, "-o", "{}/selected.json"),
+    "validate": ("validate", "{}/polykv", "--budget", 64, *PAIRED, "--phases", "prefill", "--signals", "route:cosine"),
 }  # fmt: skip
 WITH_DATA = ("lukv", "lava", "cake", "probe")
 BEFORE_EVERY_COMMIT = "text"

@@ -152,7 +152,7 @@ def test_a_bench_takes_what_it_is_refused_for(model: Any, monkeypatch: pytest.Mo
     """All caches at once, those that evict while decoding twice; `_peak` sets the count back, with no cache there."""
     monkeypatch.setattr(speed, "_peak", lambda *_: 0)
     monkeypatch.setattr(scoring, "SCRATCH_BYTES", CHUNK)
-    work = Workload(3, LENGTH // 2, 4, 2)
+    work = Workload(3, LENGTH // 2, 4, 1)
     size = Size(LENGTH // 4, None)
     phases: tuple[tuple[Phase, ...], ...] = (("prefill",), ("prefill", "decode"))
     programs = {str(each): program_at(model, create_policy("snapkv"), size, each) for each in phases}

@@ -76,7 +76,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     [
         (QUESTION_AGNOSTIC, "prefill", None),
         (QUESTION_AWARE, "both", None),  # every method replies alone: many lines
-        (QUESTION_AGNOSTIC, "prefill", 60_000),  # prompts are read several times
+        pytest.param(QUESTION_AGNOSTIC, "prefill", 60_000, marks=pytest.mark.nightly),  # prompts are read several times
     ],
 )
 def test_a_run_goes_on_to_the_same_report(

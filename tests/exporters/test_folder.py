@@ -67,13 +67,8 @@ def test_a_repository_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "template",
-    [
-        pytest.param(None, marks=pytest.mark.nightly),
-        "{% for message in messages %}{{ message.content }}{% endfor %} recall",
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message.content }}{% endfor %} recall"])
 def test_its_script_answers_as_generate_does(template: str | None, tmp_path: Path) -> None:
     """The context is compressed before the prompts are read, which go through a chat template where there is one."""
     model = Path(shutil.copytree(resource("data/bundled-redundant"), tmp_path / "model"))

@@ -174,7 +174,7 @@ def follow(pair: Pair, history: History, softcap: float | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", SLOW_PLACES)
 @fixed(25)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(0, 99), st.lists(steps, max_size=6),
@@ -269,6 +269,7 @@ class TestFlat:
     @fixed(25)
     @given(st.integers(0, 99), st.lists(steps, max_size=4))
     @pytest.mark.slow
+    @pytest.mark.nightly
     def test_files_are_those_of_the_cpu(self, seed: int, history: History) -> None:
         """What is written of either form is the same to the bit, and can be read as either."""
         flat_pair = Pair(2, 2, 1 + seed % 40, seed)

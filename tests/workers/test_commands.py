@@ -73,6 +73,7 @@ def test_calibrate(kept_workers: Any, questions: Path, tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("kept_workers")
 def test_evaluate(questions: Path, tmp_path: Path) -> None:
     methods = ("--methods", "snapkv,lava", "--budgets", 16, "--set", "window=4")
