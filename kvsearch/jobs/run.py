@@ -45,6 +45,7 @@ from kvsearch.jobs.reporter import (
     stage_store,
     warn_of_coverage,
 )
+from kvsearch.models.speed import StageCost
 from kvsearch.plan import Size, save_plan
 from kvsearch.plan.origin import ContextSet, joined
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from kvsearch.plan import Plan
     from kvsearch.plan.origin import Use
     from kvsearch.policies import Policy
+    from kvsearch.runtime import Program
     from kvsearch.selection.selection import PhaseResult, Selection, TriedBudget
     from kvsearch.selection.selection_job import SelectionJob
     from kvsearch.tasks.base import TokenCount
@@ -403,24 +405,22 @@ class RunStages:
         self.rule = options.rule
         options.fits()  # tells of settings that are wrong before the model is loaded
         measured = options.curves().policies()
-        from kvsearch.evaluation.compare import replies_cost
         from kvsearch.runtime import Program
         from kvsearch.runtime.cache import check_rotary
-        from kvsearch.runtime.program import full_cache
         from kvsearch.selection.candidates import find_policy_candidates
         from kvsearch.selection.splits import halve_contexts, refuse_shared
         from kvsearch.tasks.encode import counter
 
         splits = {name: options.split(name, questions, options.protocol) for name, questions in tasks.items()}
         loaded = options.load(options.model, reporter)
-        usable = []
+        self.policies: list[str] = []
         for spec, policy in zip(options.policies, measured, strict=True):
             try:
                 check_rotary(loaded.model, [policy])
-                usable.append(spec)
+                self.policies.append(spec)
             except IncompatibleError as error:  # it needs what this model does not have
                 reporter.warn(f"no budgets for {policy.name}: {error}")
-        if not usable:
+        if not self.policies:
             raise UsageError(f"none of --policies {','.join(options.policies)} can be used on this model: name others")
         encoded = {name: split.encode(loaded) for name, split in splits.items()}
         refuse_shared(encoded)
@@ -431,10 +431,8 @@ class RunStages:
         options = options.with_counts(sum(contexts) / len(contexts), counter(loaded.tokenizer))
         for warning in find_doubts(options, encoded["select"], counter(loaded.tokenizer)):
             reporter.warn(warning)
-        fits = options.fits()
-        curves = options.curves()
         self.refinement = options.refinement(loaded) if options.refine and sizes else None
-        least = min(policy.least for policy in curves.policies())
+        least = min(policy.least for policy in options.curves().policies())
         asked = {}
         for size in sizes:
             if size.mean(max(contexts)) < least:
@@ -444,31 +442,40 @@ class RunStages:
                 )
             baselines = find_policy_candidates(loaded, None, replace(size, length=max(contexts))).baselines
             asked[size] = [Program.from_plan(loaded.model, plan) for plan in baselines.values()][:METHODS_ASKED]
-        # a context may be too short, or too long: told before any stage
-        calibrations = {f"fit ranking {name}": fit for name, fit in fits.items()}
-        calibrations[MEASURING] = curves.with_policies(usable)  # the rankings add a look at what is read anyway
-        costs = []
-        quiet = StageReporter(reporter, lambda _: None)
-        for name, calibration in calibrations.items():
-            anew = calibration.model_copy(update={"force": True}).with_model(loaded)
-            costs += [replace(cost, name=name) for cost in calibration_dry_run(anew, quiet).stages]
-        if self.refinement is not None:
-            costs.append(self.refinement.cost(SEARCHING, len(sizes)))
-        for stage, split in (("choose", "select"), ("report", "report")):
-            costs += [
-                replies_cost(f"{stage} at {size.words}", encoded[split], splits[split], programs)
-                for size, programs in asked.items()
-            ]
-        if options.smallest:  # some six budgets on half of the questions, under a few methods
-            programs = [full_cache(loaded.model)] * METHODS_ASKED
-            tried = replies_cost(SMALLEST, encoded["select"], splits["select"], programs)
-            costs.append(replace(tried, work=tried.work * 4))
         self.options = options
         self.loaded = loaded
         self.splits = splits
         self.encoded = encoded
-        self.policies = usable
-        self.costs = costs
+        self.costs = self._check_costs(reporter, asked)
+
+    def _check_costs(self, reporter: Reporter, asked: Mapping[Size, list[Program]]) -> list[StageCost]:
+        """Return the costs of the stages; a context that is too short or too long for one of them is told here.
+
+        `asked` are the programs that questions are answered under while plans of a size are chosen.
+        """
+        from kvsearch.evaluation.compare import replies_cost
+        from kvsearch.runtime.program import full_cache
+
+        calibrations = {f"fit ranking {name}": fit for name, fit in self.options.fits().items()}
+        # the rankings add a look at what is read anyway
+        calibrations[MEASURING] = self.options.curves().with_policies(self.policies)
+        costs = []
+        quiet = StageReporter(reporter, lambda _: None)
+        for name, calibration in calibrations.items():
+            anew = calibration.model_copy(update={"force": True}).with_model(self.loaded)
+            costs += [replace(cost, name=name) for cost in calibration_dry_run(anew, quiet).stages]
+        if self.refinement is not None:
+            costs.append(self.refinement.cost(SEARCHING, len(asked)))
+        for stage, split in (("choose", "select"), ("report", "report")):
+            costs += [
+                replies_cost(f"{stage} at {size.words}", self.encoded[split], self.splits[split], programs)
+                for size, programs in asked.items()
+            ]
+        if self.options.smallest:  # some six budgets on half of the questions, under a few methods
+            programs = [full_cache(self.loaded.model)] * METHODS_ASKED
+            tried = replies_cost(SMALLEST, self.encoded["select"], self.splits["select"], programs)
+            costs.append(replace(tried, work=tried.work * 4))
+        return costs
 
     @property
     def longest(self) -> int:
