@@ -52,8 +52,6 @@ COMMANDS = {
 }  # fmt: skip
 WITH_DATA = ("lukv", "lava", "cake", "probe")
 BEFORE_EVERY_COMMIT = "text"
-
-
 PLACES = {"cpu": ("--device", "cpu"), "second": ("--device", f"{NAME}:1"), "both": ("--device-map", "auto")}
 
 

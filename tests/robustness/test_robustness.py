@@ -11,6 +11,7 @@ import pytest
 from tests.robustness.case import Case, limited_memory, run, wrong_with
 from tests.robustness.kinds import KINDS, Kind
 
+pytestmark = pytest.mark.slow
 CASES = 4  # of every kind
 REGRESSIONS = sorted(path for path in (Path(__file__).parent / "regressions").glob("*/*") if path.is_file())
 LONG = 60.0  # seconds, for imports

@@ -180,6 +180,7 @@ def prepared_jointly(loaded: LoadedModel, **changes: Any) -> PreparedSearch:
     return prepared
 
 
+@pytest.mark.slow
 def test_policies_and_budgets_are_searched_together(loaded: LoadedModel, tmp_path: Path) -> None:
     prepared = prepared_jointly(loaded)
     assert prepared.settings.group_size == 1

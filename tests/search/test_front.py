@@ -16,6 +16,7 @@ from kvsearch.search.trials import TrialLog
 from tests.search.evolving import POLICY, settings_of, splits
 from tests.search.searching import Silent, timeless, told
 
+pytestmark = pytest.mark.slow
 BUDGETS = 8, 16, 24
 
 
@@ -75,7 +76,6 @@ def test_the_front_as_json_and_as_a_table(found: tuple[list[Evolved], Path, Sile
     assert all(rows[2])
 
 
-@pytest.mark.slow
 def test_a_front_that_is_cut_ends_the_same(
     found: tuple[list[Evolved], Path, Silent], loaded: LoadedModel, tmp_path: Path
 ) -> None:

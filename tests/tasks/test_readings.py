@@ -98,6 +98,7 @@ def programs(model: LoadedModel) -> dict[str, Program]:
     }
 
 
+@pytest.mark.slow
 @every_value(family=["llama", pytest.param("gemma3", marks=pytest.mark.nightly)], protocol=PROTOCOLS)
 def test_the_size_of_a_batch_changes_nothing(family: str, protocol: Protocol) -> None:
     model = build(family)
