@@ -91,7 +91,7 @@ class StepCache:
                 f"{path} was measured of another model or other texts, or by another version of kvsearch: choose "
                 "another --output, or --force to start anew"
             )
-        if name != path.name:
+        if name != path.name or not tensors:
             raise damaged
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 

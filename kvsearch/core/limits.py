@@ -30,6 +30,7 @@ MOST_MEASURED = 1e12  # a value of an array, above or below 0: squares of it hav
 
 MOST_PATH = 4096  # letters of a path in a file
 MOST_YAML = 1 << 18  # a recipe or strategy
+MOST_BRACKETS = 64  # open at a place of it
 MOST_DOCUMENT = 1 << 23  # a plan, a configuration, a result: what is one JSON value
 MOST_DATA = 1 << 33  # texts, tasks, calibration data and ledgers
 MOST_ARRAYS = 1 << 36  # profiles, weights and samples

@@ -36,15 +36,7 @@ from kvsearch.jobs.groups import (
     following,
 )
 from kvsearch.jobs.public import job
-from kvsearch.jobs.reporter import (
-    FINISHED,
-    Overall,
-    Reporter,
-    StageReporter,
-    overall,
-    stage_store,
-    warn_of_coverage,
-)
+from kvsearch.jobs.reporter import FINISHED, Overall, Reporter, StageReporter, overall, stage_store, warn_of_coverage
 from kvsearch.models.speed import StageCost
 from kvsearch.plan import Size, save_plan
 from kvsearch.plan.origin import ContextSet, joined

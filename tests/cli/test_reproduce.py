@@ -103,7 +103,6 @@ def test_what_is_there_of_tables(tmp_path: Path) -> None:
     assert (opened.note, set(opened.places)) == (None, set(tables))
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_table_with_a_search(tmp_path: Path) -> None:
     out, _ = done("reproduce", "evolkv-table5", "bundled", *ONE, "--budgets", "16", "-o", tmp_path, "--json")

@@ -268,7 +268,6 @@ class TestFlat:
 
     @fixed(25)
     @given(st.integers(0, 99), st.lists(steps, max_size=4))
-    @pytest.mark.slow
     @pytest.mark.nightly
     def test_files_are_those_of_the_cpu(self, seed: int, history: History) -> None:
         """What is written of either form is the same to the bit, and can be read as either."""
