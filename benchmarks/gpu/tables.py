@@ -40,9 +40,9 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> str
 def shown(value: Any) -> str:
     if not isinstance(value, float):
         return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-    if 0 < abs(value) < 1e-3:
-        return f"{value:.1e}"
-    return f"{value:.2g}" if 0 < abs(value) < 0.1 else f"{value:,.2f}"
+    if value == 0 or abs(value) >= 0.1:
+        return f"{value:,.2f}"
+    return f"{value:.2g}" if abs(value) >= 1e-3 else f"{value:.1e}"
 
 
 def floors(machine: Roofline) -> str:

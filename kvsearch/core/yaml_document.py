@@ -62,7 +62,7 @@ class YamlDocument:
             for key, value in node.value:
                 inner = (*place, key.value)
                 if inner in self.lines:
-                    raise _refusal(key, f"the key {shown(key.value)} is given twice: remove one")
+                    raise _refusal(key.start_mark, f"the key {shown(key.value)} is given twice: remove one")
                 self.lines[inner] = key.start_mark.line + 1
                 self._note_lines(value, inner)
 
@@ -88,25 +88,26 @@ class _Loader(yaml.SafeLoader):
     def fetch_flow_collection_start(self, kind: Any) -> None:
         """Take an opening bracket; yaml.MarkedYAMLError where so many are open that PyYAML would take seconds."""
         if self.flow_level == MOST_BRACKETS:
-            problem = f"more than {MOST_BRACKETS} brackets are open"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.get_mark())
+            raise _refusal(self.get_mark(), f"more than {MOST_BRACKETS} brackets are open")
         super().fetch_flow_collection_start(kind)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Return the next node; yaml.MarkedYAMLError if it is none of plain data."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
-            raise _refusal(event, f"the alias *{event.anchor} is not read: write out what it stands for")
+            raise _refusal(event.start_mark, f"the alias *{event.anchor} is not read: write out what it stands for")
         node: Any = super().compose_node(parent, index)
         if isinstance(parent, yaml.MappingNode) and index is None:
             if not isinstance(node, yaml.ScalarNode):
-                raise _refusal(node, "a key must be a word or number")
+                raise _refusal(node.start_mark, "a key must be a word or number")
             node.tag = f"{_TAG}str"
         if node.tag not in _TAGS:
-            raise _refusal(node, f"the tag {shown(node.tag)} is not read: write plain values, texts in quotes")
+            raise _refusal(
+                node.start_mark, f"the tag {shown(node.tag)} is not read: write plain values, texts in quotes"
+            )
         return node
 
 
-def _refusal(place: Any, what: str) -> yaml.MarkedYAMLError:
-    """Return what to raise for an event or a node."""
-    return yaml.MarkedYAMLError(problem=what, problem_mark=place.start_mark)
+def _refusal(mark: Any, what: str) -> yaml.MarkedYAMLError:
+    """Return what to raise for what stands at a mark."""
+    return yaml.MarkedYAMLError(problem=what, problem_mark=mark)

@@ -26,8 +26,7 @@ from kvsearch.plan.arithmetic import scale
 from kvsearch.plan.origin import ContextRecord
 from kvsearch.policies.registry import policy_of
 from kvsearch.runs.identity import BEST, CONFIG, CONTEXTS, RunConfig
-from kvsearch.runs.lock import locked
-from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, write_contexts, write_json
+from kvsearch.runs.run import Run, read_sums, require_same, require_unchanged, write_contexts, write_json, writing
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.replay.forced_answers import forced_answers
 from kvsearch.search.bank.prepared import ranking_policies
@@ -235,12 +234,12 @@ class Refinement:
         except (UsageError, IncompatibleError) as error:
             reporter.warn(f"nothing is searched on: {error}")
             return None
-        if CONFIG in read_sums(self.options.output):
-            config = self.options.config.changed(content=describe_searches(searches))
-            with locked(self.options.output):  # of a process that was killed as it finished, the lock is there
+        with writing(self.options.output):
+            if CONFIG in read_sums(self.options.output):
+                config = self.options.config.changed(content=describe_searches(searches))
                 require_same(self.options.output, config, unknown=(SEARCHED,))
-        else:
-            self._search(searches, reporter)
+            else:
+                self._search(searches, reporter)
         plans = {size: _read_plans(self.options.output, size) for size in starts}
         return plans, searches[0].record(searched=True)
 

@@ -207,7 +207,7 @@ def many(model: LoadedModel) -> dict[str, Program]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("protocol", [PROTOCOLS[0], pytest.param(PROTOCOLS[1], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("protocol", [QUESTION_AGNOSTIC, pytest.param(QUESTION_AWARE, marks=pytest.mark.nightly)])
 def test_all_methods_together_equal_each_alone(model: LoadedModel, protocol: Protocol) -> None:
     """However short memory is."""
     programs = many(model)

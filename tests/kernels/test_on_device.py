@@ -47,7 +47,7 @@ def place(case: Any) -> None:
 @kinds_of_numbers
 def test_attention(dtype: torch.dtype, dim: int) -> None:
     """Blocks and flat stores, which have what is nobody's between segments; 1 to 8 tokens."""
-    for kind, rows in product(KINDS, (1, 2, 3, 8) if GPU else (1, 3)):
+    for kind, rows in product(KINDS, (1, 3, 5, 8) if GPU else (1, 3)):
         case = Case(3, 4, dim, dim, 3000 if GPU else 300, rows=rows, dtype=dtype, **KINDS[kind])
         expected, expected_row = case.expected()
         place(case)
