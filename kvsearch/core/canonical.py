@@ -13,6 +13,7 @@ from kvsearch.core.errors import InternalError, UsageError
 
 _INDENT = "  "
 _LINE = 100
+_encode = json.JSONEncoder(ensure_ascii=False).encode  # json.dumps would make an encoder for every value
 
 
 def canonical_json(obj: object) -> bytes:
@@ -62,10 +63,8 @@ def _block(opening: str, members: Iterable[str], closing: str, indent: str) -> s
 
 
 def _scalar(value: object, place: str) -> str:
-    if value is None or isinstance(value, bool | str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, int):
-        return int.__repr__(value)
+    if value is None or isinstance(value, str | int):
+        return _encode(value)
     if isinstance(value, float):
         if not math.isfinite(value):
             raise UsageError(f"cannot write {float(value)} at {_named(place)}: JSON has finite numbers only")

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from pydantic import PositiveFloat
+
 from kvsearch.core.files import atomic_write
 from kvsearch.core.printed import csv_text
 
@@ -64,9 +66,9 @@ def write_samples(samples: Sequence[Sample], path: Path) -> None:
 class Footprint:
     """Entries and bytes once context or prompt were compressed, the most entries until the reply was complete."""
 
-    entries: float
-    bytes: float
-    most: float
+    entries: PositiveFloat
+    bytes: PositiveFloat
+    most: PositiveFloat
 
 
 @dataclass(frozen=True)

@@ -100,10 +100,9 @@ def speed_figures(view: SpeedView) -> Iterator[Figure]:
 
 def search_figures(content: SearchResult | Trace) -> Iterator[Figure]:
     """Yield convergence and, of a finished search at several budgets, score against size."""
-    is_finished = isinstance(content, SearchResult)
-    trace = content.trace if isinstance(content, SearchResult) else content
+    trace = content if isinstance(content, Trace) else content.trace
     if trace is not None and trace.best is not None:
-        yield _convergence(trace, is_finished)
+        yield _convergence(trace, ", not finished" if trace is content else "")
     if isinstance(content, SearchResult) and len(content.found) > 1:
         yield _front(content)
 
@@ -127,7 +126,7 @@ def _front(result: SearchResult) -> Figure:
     return Figure("front", "Score against size: searched at every budget", caption, body, leads=True)
 
 
-def _convergence(trace: Trace, is_finished: bool) -> Figure:
+def _convergence(trace: Trace, state: str) -> Figure:
     """Return the best value so far after every generation of each search."""
     searches: dict[str, list[tuple[int, float]]] = {}
     for count, line in trace.generations:
@@ -141,8 +140,7 @@ def _convergence(trace: Trace, is_finished: bool) -> Figure:
     reached = [y for one in series for y in one.y]
     wide = min(reached) > 0 and max(reached) > WIDE * min(reached)
     body = LineChart("candidates evaluated", "value that is minimised", tuple(series), log_y=wide)
-    unfinished = "" if is_finished else ", not finished"
-    return Figure("convergence", "How the search converged", f"{trace.words}{unfinished}", body)
+    return Figure("convergence", "How the search converged", f"{trace.words}{state}", body)
 
 
 # --- tables of papers -------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ MARGIN = 0.8  # inches beside plans: of the axis
 NAMES = 1.5  # before the smallest size, for names
 ENDS = 0.6  # after the largest one
 EDGE = 0.25  # between plans and names
+GAP = 0.03  # between a name and the line to its plan
 LINE = 0.15  # of the height of a name
 
 WIDTH = 5.5  # inches of a figure over both columns of a page
@@ -257,11 +258,11 @@ def _plans(picture: Picture, body: LineChart) -> None:
         column = sorted(point for point in points if side == (1 if is_alone and point[1] > 0 else -1))
         heights = _spread([y for y, *_ in column], line, high)
         for (y, x, name, colour), height in zip(column, heights, strict=True):
-            axes.annotate(
-                f"{name}  {y:.1f}", (x, y), (side * EDGE + (x if is_alone else 0), height), va="center",
-                ha="left" if side > 0 else "right", fontsize=8, color=colour,
-                fontweight="bold" if colour == INK else "normal",
-                arrowprops={"arrowstyle": "-", "color": MUTED, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 4},
+            edge = side * EDGE + (x if is_alone else 0)
+            axes.plot([x, edge - side * GAP], [y, height], color=MUTED, linewidth=0.5, zorder=1, scaley=False)
+            axes.text(
+                edge, height, f"{name}  {y:.1f}", va="center", ha="left" if side > 0 else "right", fontsize=8,
+                color=colour, fontweight="bold" if colour == INK else "normal",
             )  # fmt: skip
     for x, y, name in rings:
         if x > 2 * EDGE:  # beyond the smallest size

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import Field, PlainSerializer, ValidationError
+from pydantic import Field, PlainSerializer, ValidationError, model_validator
 
 from kvsearch.core.arrays import Floats, Ints, Vector
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError
-from kvsearch.core.fields import Floor, Index, Record, Sha256, Text
+from kvsearch.core.fields import Floor, Index, Record, Sha256, Text, refuse
 from kvsearch.core.parsing import problems_of
 from kvsearch.runs.ledger import Ledger, LedgerFormatError
 from kvsearch.workers import base
@@ -85,6 +85,12 @@ class ResultLine(Line):
     message: str = ""
     seconds: Seconds
     tokens: Index
+
+    @model_validator(mode="after")
+    def _rows_for_keys(self) -> ResultLine:
+        if self.values is not None and len(self.values) != len(self.keys):
+            refuse([(("values",), f"must have a row for each of {len(self.keys)} keys, not {len(self.values)}")])
+        return self
 
 
 class ToldLine(Line):

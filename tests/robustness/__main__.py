@@ -81,7 +81,7 @@ def main() -> int:
             for outcome in found:
                 tallies[kind].add(outcome)
             tallies[kind].peak = max(tallies[kind].peak, peak)
-            if number % 200 == 0:
+            if number % 50 == 0:
                 print(f"{number} of {len(blocks)} blocks, {time.monotonic() - started:.0f} s", flush=True)
     except KeyboardInterrupt:
         print("stopped", flush=True)
