@@ -20,7 +20,7 @@ JOBS = "kvsearch.jobs.plan"
 
 def make_and_show(job: str, options: PlanOptions, console: Console) -> None:
     """Make a plan, and say where it was, or in a dry run would be, written to, how much it keeps, and what is next."""
-    from kvsearch.jobs.groups import evaluation, following
+    from kvsearch.jobs.groups import offer_plan
 
     plan = options.make(console) if console.dry_run else load(job)(options, reporter=console)
     if console.as_json:
@@ -38,8 +38,8 @@ def make_and_show(job: str, options: PlanOptions, console: Console) -> None:
     size = f"{plan.total} entries, {plan.total / plan.heads:.1f} per kv head{of}, {plan.scaling}{shared}"
     console.say(f"{verb} {options.output}: {size}")
     if not console.dry_run:
-        console.say(following("show", options.output))
-        console.say(following(*evaluation(options.asked(), plan.model.name, options.output)))
+        for line in offer_plan(options.output, plan.model.name, options.asked()):
+            console.say(line)
 
 
 def run_export(options: ExportOptions, console: Console) -> None:

@@ -21,8 +21,7 @@ from kvsearch.jobs.groups import (
     WithRun,
     WithTasks,
     WithWorkers,
-    evaluation,
-    following,
+    offer_plan,
 )
 from kvsearch.jobs.plan import checked_plan
 from kvsearch.jobs.public import job
@@ -114,8 +113,7 @@ def remarks(options: EvolveOptions, result: SearchResult) -> Iterator[str]:
     yield from decisions(result)
     files = [options.plan_file(budget) for budget in result.found]
     yield f"{result.evaluations} candidates, {result.tokens:,} tokens; wrote {', '.join(map(str, files))}"
-    yield following("show", files[0])
-    yield following(*evaluation(options, options.model, files[0]))
+    yield from offer_plan(files[0], options.model, options)
 
 
 def dry_run(options: EvolveOptions, reporter: Reporter) -> Forecast:

@@ -317,12 +317,12 @@ def asked_flags(options: JobOptions) -> Iterator[str]:
     yield from flags_of(options, [name for name in TYPED_ON if name != "data" or has_tasks])
 
 
-def evaluation(options: JobOptions, model: str, plan: Path) -> Iterator[str]:
-    """Yield the words of a command that evaluates a plan as a job has asked, on the part of its tasks to report on.
+def offer_plan(plan: object, model: str, options: JobOptions) -> Iterator[str]:
+    """Yield the lines that offer to show a plan and to evaluate it as a job has asked.
 
-    Some tasks ask all of their contexts by default, those of the choice, too. Without tasks the default ones are asked.
+    It is evaluated on the part of its tasks to report on: some ask all of their contexts by default, those of the
+    choice, too. Without tasks the default ones are asked.
     """
-    yield from ("evaluate", model, "--plan", str(plan))
-    if getattr(options, "tasks", None) is not None:
-        yield from ("--split", "report")
-    yield from asked_flags(options)
+    yield following("show", plan)
+    split = () if getattr(options, "tasks", None) is None else ("--split", "report")
+    yield following("evaluate", model, "--plan", plan, *split, *asked_flags(options))

@@ -32,8 +32,7 @@ from kvsearch.jobs.groups import (
     WithTasks,
     WithWorkers,
     default_tasks,
-    evaluation,
-    following,
+    offer_plan,
 )
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Overall, Reporter, StageReporter, overall, stage_store, warn_of_coverage
@@ -295,8 +294,7 @@ def remarks(options: RunOptions, result: RunResult) -> Iterator[str]:
         yield from (f"{which}{first}", *others)
         files.append(options.output / str(choice.plan))
     yield f"wrote {', '.join(map(str, files))}"
-    yield following("show", files[0])
-    yield following(*evaluation(options, options.model, files[0]))
+    yield from offer_plan(files[0], options.model, options)
 
 
 def dry_run(options: RunOptions, reporter: Reporter) -> Forecast:

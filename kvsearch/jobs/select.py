@@ -10,7 +10,7 @@ from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.config.options import RESULT, Names, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.files import check_output, read_bytes
-from kvsearch.jobs.groups import BUDGET, BUDGETS, Budgets, Deciding, evaluation, following
+from kvsearch.jobs.groups import BUDGET, BUDGETS, Budgets, Deciding, offer_plan
 from kvsearch.jobs.plan import size_or_measured
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import FINISHED, Reporter, stage_store, warn_of_coverage
@@ -79,11 +79,8 @@ class SelectOptions(OnSignals, Deciding):
 def remarks(options: SelectOptions, result: SelectionResult | SelectionsResult) -> Iterator[str]:
     """Say what to do with what was written."""
     first = result.choices[0]
-    yield following("show", str(first.plan))
-    model = options.measured
-    if model is not None:
-        asked = options.model_copy(update={**options.stated_loading(), "protocol": first.protocol})
-        yield following(*evaluation(asked, model, Path(str(first.plan))))
+    asked = options.model_copy(update={**options.stated_loading(), "protocol": first.protocol})
+    yield from offer_plan(first.plan, first.model, asked)
 
 
 def dry_run(options: SelectOptions, reporter: Reporter) -> Forecast:

@@ -41,7 +41,7 @@ def facts(named: Mapping[str, Any]) -> Iterator[str]:
 
 def printable(part: Table | Figure) -> RenderableType:
     """Return a table or the maps of a figure for the screen."""
-    return on_screen(part) if isinstance(part, Table) else ScreenMap(part)
+    return on_screen(part) if isinstance(part, Table) else Group(*maps_on_screen(part))
 
 
 def on_screen(table: Table) -> Group:
@@ -51,7 +51,7 @@ def on_screen(table: Table) -> Group:
     if table.tight:
         style = {"padding": (0, 0, 0, 1), "show_edge": False, "pad_edge": False}
         header = [name.replace("_", "_\n") for name in header]
-    shown = FittingTable("", header, left=(*header[:1], *table.words), **style)
+    shown = FittingTable(header, left=(*header[:1], *table.words), **style)
     for heading, rows in table.groups:
         if heading:
             shown.add_row(words(heading, "italic"))
@@ -59,6 +59,39 @@ def on_screen(table: Table) -> Group:
             shown.add_row(*(words(cell.text, "bold" if cell.best else "") for cell in row))
         shown.add_section()
     return Group(words(table.title, "italic"), *map(words, table.above), shown, *map(words, table.notes))
+
+
+def maps_on_screen(figure: Figure) -> Iterator[RenderableType]:
+    """Yield the maps of a figure, one below the other: a row per row, a coloured cell per column, and the row's total.
+
+    Of more than `MOST_CELLS` cells there are the totals alone.
+    """
+    body = figure.body
+    assert isinstance(body, HeatMap)
+    count = len(body.rows) * len(body.columns)
+    columns = body.columns if count <= MOST_CELLS else ()
+    for panel, rows in body.panels.items():
+        yield words(f"{figure.title}, {panel}" if panel else figure.title, "italic")
+        headings = [f"{body.row_label} ", *(f" {column} " for column in columns), f"  {body.total}"]
+        table = FittingTable(headings, padding=(0, 0))
+        for name, values in zip(body.rows, rows, strict=True):
+            known = [value for value in values if value is not None]
+            total = sum(known) / (len(known) if body.total == "mean" else 1) if known else None
+            cells = [_cell(value, body) for value in values[: len(columns)]]
+            table.add_row(f"{name} ", *cells, f"  {'-' if total is None else body.form.format(total)}")
+        yield table
+        if not columns:
+            yield f"{count:,} cells are too many for a map: --json has them all"
+
+
+def _cell(value: float | None, body: HeatMap) -> Text:
+    """Return a value on its colour."""
+    if value is None:
+        return Text(" - ")
+    low, high = body.ends
+    red, green, blue = shade((value - low) / (high - low))
+    ink = "black" if is_light((red, green, blue)) else "white"
+    return Text(f" {body.form.format(value)} ", f"{ink} on rgb({red},{green},{blue})")
 
 
 def words(text: str, style: str = "") -> Text:
@@ -73,14 +106,14 @@ class FittingTable(RichTable):
     column in all of them. A column that is too wide by itself is folded.
     """
 
-    def __init__(self, title: str, columns: Sequence[str], left: Sequence[str] = (), **style: object) -> None:
-        super().__init__(**{"title": title, "box": SIMPLE, **style})  # type: ignore[arg-type]
+    def __init__(self, columns: Sequence[str], left: Sequence[str] = (), **style: object) -> None:
+        super().__init__(**{"box": SIMPLE, **style})  # type: ignore[arg-type]
         for column in columns:
             # folded: on a narrow page, too, every digit is shown
             self.add_column(column, justify="left" if column in left else "right", overflow="fold")
 
     def blocks(self, console: Console, options: ConsoleOptions) -> list[RichTable]:
-        """Return the tables that are shown on a page, without title."""
+        """Return the tables that are shown on a page."""
         first, *others = self.columns
         wide = options.update(max_width=WIDEST)
         blocks = [self._of([first, *others])]
@@ -92,9 +125,7 @@ class FittingTable(RichTable):
         return blocks
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield title and blocks from top to bottom."""
-        if self.title:
-            yield words(str(self.title), "italic")
+        """Yield the blocks from top to bottom."""
         for block in self.blocks(console, options):
             yield from RichTable.__rich_console__(block, console, options)
 
@@ -107,45 +138,4 @@ class FittingTable(RichTable):
         block = copy.copy(self)
         block.__class__ = RichTable  # type: ignore[assignment]
         block.columns = [replace(column, _index=at) for at, column in enumerate(columns)]
-        block.title = None
         return block
-
-
-class ScreenMap:
-    """The maps of a figure, one below the other: a row per row, a coloured cell per column, and the row's total.
-
-    Of more than `MOST_CELLS` cells there are the totals alone.
-    """
-
-    def __init__(self, figure: Figure) -> None:
-        assert isinstance(figure.body, HeatMap)
-        self.title = figure.title
-        self.body = figure.body
-        self.ends = figure.body.ends
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield every map as it fits."""
-        body = self.body
-        count = len(body.rows) * len(body.columns)
-        columns = body.columns if count <= MOST_CELLS else ()
-        for panel, rows in body.panels.items():
-            title = f"{self.title}, {panel}" if panel else self.title
-            headings = [f"{body.row_label} ", *(f" {column} " for column in columns), f"  {body.total}"]
-            table = FittingTable(title, headings, padding=(0, 0))
-            for name, values in zip(body.rows, rows, strict=True):
-                known = [value for value in values if value is not None]
-                total = sum(known) / (len(known) if body.total == "mean" else 1) if known else None
-                cells = [self._cell(value) for value in values[: len(columns)]]
-                table.add_row(f"{name} ", *cells, f"  {'-' if total is None else body.form.format(total)}")
-            yield table
-            if not columns:
-                yield f"{count:,} cells are too many for a map: --json has them all"
-
-    def _cell(self, value: float | None) -> Text:
-        """Return a value on its colour."""
-        if value is None:
-            return Text(" - ")
-        low, high = self.ends
-        red, green, blue = shade((value - low) / (high - low))
-        ink = "black" if is_light((red, green, blue)) else "white"
-        return Text(f" {self.body.form.format(value)} ", f"{ink} on rgb({red},{green},{blue})")

@@ -16,7 +16,7 @@ import pytest
 from kvsearch.core.resources import resource
 from kvsearch.jobs.calibrate import CalibrateOptions, following_commands
 from kvsearch.jobs.evolve import EvolveOptions
-from kvsearch.jobs.groups import evaluation
+from kvsearch.jobs.groups import offer_plan
 from kvsearch.jobs.run import RunOptions
 from kvsearch.jobs.run import remarks as remarks_on_run
 from kvsearch.jobs.select import SelectOptions
@@ -95,7 +95,7 @@ def test_from_the_verdicts_on_signals_to_a_selection_and_on(place: Path) -> None
     verdicts: Any = SimpleNamespace(budgets=(SimpleNamespace(budget=40, ratio=None),))
     (select,) = offered(remarks_on_signals(ValidateOptions.of(directory=directory, **options), verdicts))
     assert json.loads(paste(select, "--dry-run", "--json")[0])["tasks"] == ["own"]
-    chosen: Any = SimpleNamespace(protocol="question-aware", plan=str(directory / "plan.json"))
+    chosen: Any = SimpleNamespace(model=options["model"], protocol="question-aware", plan=str(directory / "plan.json"))
     selected: Any = SimpleNamespace(choices=(chosen,))
     more = SelectOptions.of(directory=directory, output=directory / "plan.json", tasks=options["tasks"])
     _, evaluate = offered(remarks_on_selection(more, selected))
@@ -108,7 +108,7 @@ def test_from_a_search_to_an_evaluation(place: Path, kind: type[RunOptions | Evo
     plan = place / f"{kind.job}.json"
     _, (_, first) = paste(("plan", "uniform", options.model, "--policy", "snapkv:window=8", "--budget", 40, "-o", plan))
     assert first == ["evaluate", options.model, "--plan", str(plan)]
-    words = evaluation(options, options.model, plan)
+    _, words = offered(offer_plan(plan, options.model, options))
     found = asked(words)
     assert (found["protocol"], found["contexts"]) == ("question-aware", 3)
 
