@@ -20,7 +20,7 @@ from kvsearch.calibration.options import (
 )
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.steps import StepCache, step_identity
-from kvsearch.core.progress import Progress
+from kvsearch.core.items import Progress
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Profile
 from kvsearch.policies import Policy

@@ -13,7 +13,7 @@ import torch
 
 from kvsearch.calibration.data import CalibrationData, Context, Pair
 from kvsearch.core.canonical import sha256_of
-from kvsearch.core.progress import Progress
+from kvsearch.core.items import Progress
 from kvsearch.evaluation.runner import run_encoded
 from kvsearch.evaluation.samples import Sample
 from kvsearch.models.fingerprint import fingerprint

@@ -25,7 +25,7 @@ from kvsearch.benchmark.speed import (
     step_seconds,
 )
 from kvsearch.core.errors import EnvironmentFault
-from kvsearch.core.progress import Progress
+from kvsearch.core.items import Progress
 from kvsearch.models.architecture import describe
 from kvsearch.models.memory import default_memory, free_bytes, free_memory, is_out_of_memory
 from kvsearch.runtime import Program

@@ -27,7 +27,7 @@ from transformers.cache_utils import StaticLayer
 from kvsearch.benchmark.cache_costs import CacheCosts, Roofline
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
-from kvsearch.core.progress import Progress
+from kvsearch.core.items import Progress
 from kvsearch.models.architecture import describe, text_config
 from kvsearch.models.memory import accelerator, synchronise
 from kvsearch.plan import Phase

@@ -35,7 +35,7 @@ from kvsearch.calibration.tables import (
 )
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.core.progress import Progress, counted
+from kvsearch.core.items import Progress, counted
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work

@@ -23,7 +23,7 @@ from kvsearch.calibration.steps import StepCache
 if TYPE_CHECKING:
     from kvsearch.calibration.data import CalibrationData
     from kvsearch.calibration.prompts import CalibrationPrompt
-    from kvsearch.core.progress import Progress
+    from kvsearch.core.items import Progress
     from kvsearch.models.loading import LoadedModel
     from kvsearch.models.speed import Work
     from kvsearch.plan import PolicySpec, Profile, ProfileMetadata

@@ -30,8 +30,8 @@ from rich.text import Text
 from kvsearch.cli.progress import Count, bar, lines
 from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning
 from kvsearch.core.files import check_target
+from kvsearch.core.items import Progress, Title
 from kvsearch.core.printed import brief, visible, visible_line, visible_reply
-from kvsearch.core.progress import Progress, Title
 from kvsearch.core.resources import package_version
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.report.screen import WIDEST

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from kvsearch.core.items import Progress, Title, clock_words
 from kvsearch.core.printed import visible_line
-from kvsearch.core.progress import Progress, Title, clock_words
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole

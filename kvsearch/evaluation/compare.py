@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
 from kvsearch.core.arrays import TIE
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.core.progress import Progress
+from kvsearch.core.items import Progress, grouped
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import KeptReplies, environment, metric_of, rows_hash, run_encoded
 from kvsearch.evaluation.samples import Contexts, Footprint, Sample
@@ -398,12 +399,9 @@ class Evaluation:
     @cached_property
     def held(self) -> dict[str, Footprint]:
         """What each method (by label) held in the cache, means over the questions."""
-        mine: dict[str, list[Sample]] = {label: [] for label in self.labels}
-        for sample in self.samples:
-            mine[sample.method].append(sample)
         return {
             label: Footprint(*(fmean(getattr(sample, field.name) for sample in samples) for field in fields(Footprint)))
-            for label, samples in mine.items()
+            for label, samples in grouped(self.samples, attrgetter("method")).items()
         }
 
     def _hopeless_notes(self) -> Iterator[str]:

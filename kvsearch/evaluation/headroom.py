@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from statistics import fmean
 from typing import ClassVar
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from kvsearch.budgets.lukv import MarginalSolver
 from kvsearch.calibration.importance import ImportancePass
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.core.progress import Progress, counted
+from kvsearch.core.items import Progress, counted, grouped
 from kvsearch.evaluation.compare import Split, replies_cost
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.runner import answer_joints, score_replies
@@ -143,13 +144,11 @@ def _ask(
     The `item` is a context of the task of that number, what is asked about it, and some of what is asked about others.
     """
     number, reading, asked, others = item
-    replies: Replies = {}
     with running(loaded.model):
         programs = dict(_programs(loaded, reading.ids, asked, ratio, others))
-        for answered in answer_joints(loaded, tasks[number], [reading], programs):
-            for sample in score_replies(tasks[number], [reading], answered):
-                replies.setdefault(sample.method, []).append(sample)
-    return replies
+        joints = answer_joints(loaded, tasks[number], [reading], programs)
+        samples = chain.from_iterable(score_replies(tasks[number], [reading], answered) for answered in joints)
+        return grouped(samples, attrgetter("method"))
 
 
 def _compared(replies: Replies, elsewhere: Sequence[Replies]) -> Iterator[Sample]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, NonFiniteError, UsageError
-from kvsearch.core.progress import Progress, counted
+from kvsearch.core.items import Progress, counted
 from kvsearch.evaluation.samples import LayerLoss
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, NonFiniteError
-from kvsearch.core.progress import Progress, counted
+from kvsearch.core.items import Progress, counted
 from kvsearch.core.resources import version
 from kvsearch.evaluation.reply_store import ReplyStore
 from kvsearch.evaluation.samples import Place, Sample

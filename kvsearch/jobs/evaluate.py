@@ -12,8 +12,8 @@ from kvsearch.config.options import RULE, SIZE, Commas, Repeated, Seeded, option
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Samples
 from kvsearch.core.files import check_output
+from kvsearch.core.items import Progress
 from kvsearch.core.parsing import read_json, validated
-from kvsearch.core.progress import Progress
 from kvsearch.evaluation.samples import LayerLoss, write_samples
 from kvsearch.evaluation.statistics import summarize
 from kvsearch.jobs.groups import (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvsearch.core.errors import KvsearchWarning
-from kvsearch.core.progress import Progress, Title
+from kvsearch.core.items import Progress, Title
 from kvsearch.evaluation.reply_store import open_run, open_stage
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.core.progress import Progress
+from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Split, replies_cost
 from kvsearch.evaluation.runner import environment, metric_of, rows_hash
 from kvsearch.jobs.reporter import Reporter, on_interruption

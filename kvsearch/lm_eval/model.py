@@ -21,13 +21,13 @@ from lm_eval.api.model import LM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, NonFiniteError, UsageError
-from kvsearch.core.progress import Progress, counted
+from kvsearch.core.items import Progress, counted, grouped
 from kvsearch.evaluation.likelihood import compressible, score
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import Draws, stop_tokens
-from kvsearch.runtime.shared_prefill import compressed
+from kvsearch.runtime.shared_prefill import batches, compressed
 from kvsearch.tasks.base import Sampling
 from kvsearch.tasks.encode import most_tokens
 
@@ -163,9 +163,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         answers: dict[int, tuple[float, bool]] = {}
         with self._serving():
             pairs = [self.encode_pair(request) for request in requests]
-            sharing: dict[HarnessText, list[int]] = {}
-            for index, (context, _) in enumerate(pairs):
-                sharing.setdefault(context, []).append(index)
+            sharing = grouped(range(len(pairs)), lambda index: pairs[index][0])
             contexts = list(sharing)
             for batch in self._batches(contexts, [None] * len(contexts)):
                 asked = [sharing[contexts[number]] for number in batch]
@@ -281,11 +279,9 @@ class PlannedLM(LM):  # type: ignore[misc]
 
     def _batches(self, texts: Sequence[HarnessText], kinds: Sequence[Hashable]) -> Iterator[list[int]]:
         """Put texts of one kind and of similar length together, by their numbers, the longest first."""
-        groups: dict[Hashable, list[int]] = {}
-        for number in sorted(range(len(texts)), key=lambda number: -len(texts[number].ids)):
-            groups.setdefault(kinds[number], []).append(number)
-        batches = [group[at : at + self.batch] for group in groups.values() for at in range(0, len(group), self.batch)]
-        return counted(batches, len(batches), self.progress)
+        longest_first = sorted(range(len(texts)), key=lambda number: -len(texts[number].ids))
+        together = list(batches(longest_first, self.batch, lambda number: kinds[number]))
+        return counted(together, len(together), self.progress)
 
     def _replies(
         self, batch: Sequence[tuple[HarnessText, Generation]], places: Sequence[tuple[str | int, ...]]

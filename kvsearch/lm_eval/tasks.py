@@ -16,9 +16,9 @@ from lm_eval.utils import handle_non_serializable
 
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError
+from kvsearch.core.items import Progress
 from kvsearch.core.naming import did_you_mean
 from kvsearch.core.parsing import in_one_line
-from kvsearch.core.progress import Progress
 from kvsearch.core.resources import version
 from kvsearch.lm_eval.model import ROLLING, Generation, PlannedLM
 from kvsearch.models.architecture import describe

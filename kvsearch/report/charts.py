@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 
+from kvsearch.core.items import grouped
 from kvsearch.papers.tables import TABLES, Picture
 from kvsearch.plan import Profile
 from kvsearch.plan.profile_arrays import EVICTED_RATIO
 from kvsearch.report.costs import SpeedView
 from kvsearch.report.figures import Figure, HeatMap, LineChart, Role, Series, cells, layer_map
 from kvsearch.report.numbers import asked, asked_words
-from kvsearch.report.paper_table import MeasuredCell, Reproduced, grouped
+from kvsearch.report.paper_table import MeasuredCell, Reproduced
 from kvsearch.report.profile import RATIO, TITLES, caption, eviction_losses, shown_measures
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.results.search import SearchResult, Trace
@@ -87,12 +89,9 @@ def speed_figures(view: SpeedView) -> Iterator[Figure]:
             ("held", "Bytes that a cache holds", "MB", [costs.held_bytes / 1e6 for costs in costs_at]),
         ]
         for stem, title, unit, values in charts:
-            lines: dict[str, list[tuple[float, float]]] = {}
-            for costs, value in zip(costs_at, values, strict=True):
-                lines.setdefault(costs.cache, []).append((getattr(costs, name), value))
             series = []
-            for cache, points in lines.items():
-                x, y = zip(*sorted(points), strict=True)
+            for cache, group in grouped(zip(costs_at, values, strict=True), lambda pair: pair[0].cache).items():
+                x, y = zip(*sorted((getattr(costs, name), value) for costs, value in group), strict=True)
                 series.append(Series(cache, x, y))
             body = LineChart(label, unit, tuple(series), log_x=True)
             yield Figure(f"{stem}-over-{name}", f"{title}, {fixed} {largest:,}", view.measured(), body)
@@ -151,14 +150,16 @@ def table_figures(found: Reproduced) -> Iterator[Figure]:
     described = TABLES.get(found.table)
     for picture in () if described is None else described.pictures:
         known = [cell for cell in found.cells if cell.value is not None]
-        parts = {name: part for name, part in grouped(known, picture.each).items() if re.fullmatch(picture.of, name)}
+        sides = grouped(known, attrgetter(picture.each))
+        parts = {name: part for name, part in sides.items() if re.fullmatch(picture.of, name)}
         title = f"{found.title.partition(',')[0]}, {picture.title}, on {found.model}"
         caption = "; ".join(found.caption)
         if len(picture.labels) > 2 and parts:
             yield Figure(picture.name, title, caption, _cell_maps(parts, picture), leads=True)
             continue
         for name, part in parts.items():
-            lines = tuple(line for mine in grouped(part, picture.lines).values() for line in _cell_lines(mine, picture))
+            drawn = grouped(part, attrgetter(picture.lines)).values()
+            lines = tuple(series for line in drawn for series in _cell_lines(line, picture))
             body = LineChart(picture.labels[0], picture.labels[1], lines, log_x=picture.log)
             suffix = "" if len(parts) == 1 else f": {name}"
             stem = "-".join([picture.name, *re.findall(r"\w+", suffix)])
@@ -184,8 +185,8 @@ def _cell_lines(line: Sequence[MeasuredCell], picture: Picture) -> Iterator[Seri
 def _cell_maps(parts: Mapping[str, list[MeasuredCell]], picture: Picture) -> HeatMap:
     """Return a map of each part."""
     known = [cell for part in parts.values() for cell in part]
-    columns = tuple(grouped(known, picture.over))
-    rows = tuple(grouped(known, picture.lines))
+    columns = tuple(grouped(known, attrgetter(picture.over)))
+    rows = tuple(grouped(known, attrgetter(picture.lines)))
     panels = {}
     for name, part in parts.items():
         at = {(getattr(cell, picture.lines), getattr(cell, picture.over)): cell.value or 0.0 for cell in part}

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvsearch.benchmark.cache_costs import CacheCosts, Roofline
-from kvsearch.core.progress import clock_words
+from kvsearch.core.items import clock_words
 from kvsearch.models.speed import Speed, StageCost
 from kvsearch.report.table import Cell, Table
 from kvsearch.results.base import Result

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from kvsearch.core.files import atomic_write
+from kvsearch.core.items import grouped
 from kvsearch.core.printed import csv_text
 from kvsearch.evaluation.samples import LayerLoss
 from kvsearch.evaluation.statistics import LEAST_CONTEXTS
@@ -225,9 +226,7 @@ def losses_table(model: str, protocol: Protocol, losses: Sequence[LayerLoss]) ->
 
 def task_means(losses: Sequence[LayerLoss]) -> list[LayerLoss]:
     """Join the rows of each layer and method to one, in which every task has the same weight; layers ascending."""
-    groups: dict[tuple[int, str], list[LayerLoss]] = {}
-    for row in losses:
-        groups.setdefault((row.layer, row.method), []).append(row)
+    groups = grouped(losses, lambda row: (row.layer, row.method))
     return [
         replace(
             rows[0],

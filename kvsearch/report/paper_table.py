@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from pathlib import Path
@@ -17,8 +17,9 @@ from kvsearch.budgets.lukv import MarginalSolver, exact_budgets
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.calibration.analysis import lost_mass, stability
 from kvsearch.core.arrays import Floats
+from kvsearch.core.items import grouped
 from kvsearch.core.printed import csv_text
-from kvsearch.papers.tables import TABLES, PaperTable, Side, Stage, find_table, model_of, numbers
+from kvsearch.papers.tables import TABLES, PaperTable, Stage, find_table, model_of, numbers
 from kvsearch.plan import Plan, Profile
 from kvsearch.report.numbers import counted
 from kvsearch.report.table import Cell, Table
@@ -85,7 +86,7 @@ class Reproduced(Result):
         The caption is that of the first, the notes are those of the last.
         """
         parts: list[dict[str, list[MeasuredCell]]] = []  # cells by block
-        for block, cells in grouped(self.cells, "block").items():
+        for block, cells in grouped(self.cells, lambda cell: cell.block).items():
             before = {cell.column for cells in (parts[-1] if parts else {}).values() for cell in cells}
             if before.isdisjoint(cell.column for cell in cells):
                 parts.append({})
@@ -105,7 +106,7 @@ class Reproduced(Result):
             rivals = [cell for cell in cells if cell.ranked and cell.column == column and cell.value is not None]
             if len({cell.shown for cell in rivals}) > 1:
                 best[column] = max(rivals, key=lambda cell: cell.value or 0.0).shown
-        for row, known in grouped(cells, "row").items():
+        for row, known in grouped(cells, lambda cell: cell.row).items():
             mine = {cell.column: cell for cell in known}
             texts = {column: mine[column].shown if column in mine else "" for column in columns}
             ranked = {column for column, cell in mine.items() if cell.ranked}
@@ -124,14 +125,6 @@ class Reproduced(Result):
             for cell in self.cells
         ]
         return csv_text([CSV_HEADER, *rows])
-
-
-def grouped(cells: Iterable[MeasuredCell], side: Side) -> dict[str, list[MeasuredCell]]:
-    """Return cells by their names on a side of the table."""
-    groups: dict[str, list[MeasuredCell]] = {}
-    for cell in cells:
-        groups.setdefault(getattr(cell, side), []).append(cell)
-    return groups
 
 
 def list_tables(name: str = "") -> Table:

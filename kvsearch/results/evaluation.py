@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 from pydantic import FailFast, Field, PlainSerializer, model_validator
 
 from kvsearch.core.fields import is_none
+from kvsearch.core.items import grouped
 from kvsearch.evaluation.samples import Footprint, LayerLoss
 from kvsearch.evaluation.statistics import MACRO, Kind, Row, TraceLength
 from kvsearch.plan import Size
@@ -98,12 +100,10 @@ class NeedleGrid(Stored):
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> NeedleGrid:
         """Return the mean score of every cell, from the samples of one method."""
-        scores: dict[GridCell, list[float]] = {}
-        for sample in samples:
-            scores.setdefault(GridCell.parse(sample.key), []).append(sample.score)
-        depths = tuple(sorted({cell.depth for cell in scores}))
-        lengths = tuple(sorted({cell.length for cell in scores}))
-        means = {cell: math.fsum(values) / len(values) for cell, values in scores.items()}
+        replies = grouped(samples, lambda sample: GridCell.parse(sample.key))
+        depths = tuple(sorted({cell.depth for cell in replies}))
+        lengths = tuple(sorted({cell.length for cell in replies}))
+        means = {cell: math.fsum(reply.score for reply in mine) / len(mine) for cell, mine in replies.items()}
         rows = tuple(tuple(means.get(GridCell(length, depth)) for length in lengths) for depth in depths)
         mean = float(np.mean([score for row in rows for score in row if score is not None]))
         return cls(lengths=lengths, depths=depths, scores=rows, mean=mean)
@@ -234,8 +234,7 @@ def count_tasks_won(differences: Differences) -> dict[str, int] | None:
 def needle_grids(samples: Sequence[Sample]) -> dict[str, NeedleGrid]:
     """Return the grid of every method, from its replies to the task `niah`; other samples are left out."""
     mine = [sample for sample in samples if sample.task == NiahTask.name]
-    methods = dict.fromkeys(sample.method for sample in mine)
-    return {method: NeedleGrid.of(sample for sample in mine if sample.method == method) for method in methods}
+    return {method: NeedleGrid.of(replies) for method, replies in grouped(mine, attrgetter("method")).items()}
 
 
 def _size(block: SizeBlock, found: Evaluation) -> SizeScores:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvsearch.core.errors import NonFiniteError, UsageError
+from kvsearch.core.items import grouped
 from kvsearch.models.architecture import RotaryTables, check_length, describe
 from kvsearch.models.memory import default_memory
 from kvsearch.policies import Observation
@@ -91,10 +92,7 @@ def compressed(
 
 def batches(items: Sequence[T], size: int, alike: Callable[[T], object]) -> Iterator[list[T]]:
     """Yield batches of at most `size` items of which `alike` says the same."""
-    groups: dict[object, list[T]] = {}
-    for item in items:
-        groups.setdefault(alike(item), []).append(item)
-    for group in groups.values():
+    for group in grouped(items, alike).values():
         for first in range(0, len(group), size):
             yield group[first : first + size]
 

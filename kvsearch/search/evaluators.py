@@ -18,7 +18,7 @@ import numpy as np
 
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import IncompatibleError, NonFiniteError
-from kvsearch.core.progress import Progress
+from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Split
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running

@@ -23,7 +23,7 @@ from kvsearch.budgets.allocator import Uniform
 from kvsearch.core.arrays import Ints
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import UsageError
-from kvsearch.core.progress import Progress
+from kvsearch.core.items import Progress
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans, replies_cost
 from kvsearch.models.speed import StageCost, Work
 from kvsearch.plan import Phase, Plan, Size

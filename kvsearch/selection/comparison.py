@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvsearch.core.arrays import TIE
+from kvsearch.core.items import grouped
 from kvsearch.evaluation.compare import Evaluation, Split, StageStore, prepare_plans
 from kvsearch.evaluation.samples import Contexts, Sample
 from kvsearch.evaluation.statistics import contrast, estimate
@@ -169,11 +170,11 @@ def by_kind(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     categories: dict[str, set[str]] = {}
     for sample in samples:
         categories.setdefault(sample.task, set()).add(sample.category)
-    kinds: dict[str, list[Sample]] = {}
-    for sample in samples:
-        kind = f"{sample.task}, {sample.category}" if len(categories[sample.task]) > 1 else sample.task
-        kinds.setdefault(kind, []).append(sample)
-    return kinds
+
+    def kind(sample: Sample) -> str:
+        return f"{sample.task}, {sample.category}" if len(categories[sample.task]) > 1 else sample.task
+
+    return grouped(samples, kind)
 
 
 def prepare_race(

@@ -24,7 +24,7 @@ from kvsearch.calibration.options import CalibrationOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.calibration.tables import CHECKED_RATIOS, HELD_OUT, floor_entries, folds_of
 from kvsearch.core.arrays import TIE, Floats, Ints
-from kvsearch.core.progress import Progress, counted
+from kvsearch.core.items import Progress, counted
 from kvsearch.core.sign_flips import compute_chances
 from kvsearch.evaluation.statistics import student_estimate
 from kvsearch.models.loading import LoadedModel

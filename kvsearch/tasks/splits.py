@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TypeVar
 
 from kvsearch.core.errors import UsageError
+from kvsearch.core.items import grouped
 from kvsearch.core.naming import require_known
 
 Item = TypeVar("Item")
@@ -32,10 +33,8 @@ def group_by_text(texts: Iterable[Hashable]) -> list[list[int]]:
     No split of anything divides such a group: what is fitted on one question about a text knows the text, and is not
     judged on another question about it.
     """
-    groups: dict[Hashable, list[int]] = {}
-    for place, text in enumerate(texts):
-        groups.setdefault(text, []).append(place)
-    return list(groups.values())
+    known = list(texts)
+    return list(grouped(range(len(known)), lambda place: known[place]).values())
 
 
 def part(

@@ -33,7 +33,7 @@ from kvsearch.calibration.polykv.layer_sweep import (
 from kvsearch.calibration.polykv.options import PolykvOptions
 from kvsearch.calibration.prompts import CalibrationPrompt, prompts_of
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, UsageError
-from kvsearch.core.progress import Progress, counted
+from kvsearch.core.items import Progress, counted
 from kvsearch.models.architecture import Architecture, describe, text_config
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import default_memory

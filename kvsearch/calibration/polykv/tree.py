@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvsearch.core.errors import IncompatibleError
+from kvsearch.core.items import grouped
 from kvsearch.models.architecture import decoder, text_config
 from kvsearch.policies import Observation
 from kvsearch.policies.base import Needs
@@ -91,12 +92,8 @@ def equally_followed(rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
 
     Returns, for every number n, the prompts that are followed by so many rows, [P], and these rows, [n, P].
     """
-    followers: dict[int, list[int]] = {}
-    for place, row in enumerate(rows):
-        followers.setdefault(row, []).append(place)
-    alike: dict[int, list[int]] = {}
-    for prompt, places in followers.items():
-        alike.setdefault(len(places), []).append(prompt)
+    followers = grouped(range(len(rows)), lambda place: rows[place])
+    alike = grouped(followers, lambda prompt: len(followers[prompt]))
     return [
         (torch.tensor(prompts), torch.tensor([followers[prompt] for prompt in prompts]).T) for prompts in alike.values()
     ]

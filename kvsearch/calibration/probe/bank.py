@@ -32,7 +32,7 @@ from kvsearch.calibration.probe.contexts import FitContexts, RankingCalibration
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.core.progress import Progress
+from kvsearch.core.items import Progress
 from kvsearch.models.architecture import RotaryTables, require_plain_rotary
 from kvsearch.plan import Profile
 from kvsearch.plan.saved import WEIGHTS, know

@@ -18,7 +18,7 @@ from kvsearch.calibration.probe.context_pass import BUDGETS, ContextPass, Measur
 from kvsearch.calibration.prompts import CalibrationPrompt, check_lengths, prompts_of, with_own_replies
 from kvsearch.core.arrays import Floats
 from kvsearch.core.errors import UsageError
-from kvsearch.core.progress import Progress, counted
+from kvsearch.core.items import Progress, counted
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work

@@ -24,7 +24,7 @@ from kvsearch.calibration.probe.context_pass import ContextPass, Measured, prefe
 from kvsearch.calibration.probe.contexts import FitContexts, RankingCalibration
 from kvsearch.calibration.prompts import CalibrationPrompt
 from kvsearch.calibration.steps import StepCache
-from kvsearch.core.progress import Progress
+from kvsearch.core.items import Progress
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.speed import Work

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, NonFiniteError
-from kvsearch.core.progress import Progress, counted
+from kvsearch.core.items import Progress, counted
 from kvsearch.models.loading import LoadedModel
 from kvsearch.models.memory import CPU_BYTES
 from kvsearch.plan.schema import Protocol

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import KvsearchError
+from kvsearch.core.items import grouped
 from kvsearch.models.architecture import output_weight
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.decoding import Cached, State
@@ -53,9 +54,7 @@ class Replays:
 
     def __init__(self, layers: Sequence[FollowedLayer]) -> None:
         self.layers = layers
-        alike: dict[object, list[int]] = {}
-        for place, layer in enumerate(layers):
-            alike.setdefault(layer.kind, []).append(place)
+        alike = grouped(range(len(layers)), lambda place: layers[place].kind)
         self.stacks = [(places, _Stack([layers[place] for place in places])) for places in alike.values()]
 
     def under(self, prefill: PhaseRule | None, decode: PhaseRule | None) -> list[Replay]:

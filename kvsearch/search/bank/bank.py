@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvsearch.core.arrays import Floats, Ints
 from kvsearch.core.errors import IncompatibleError, InternalError
-from kvsearch.core.progress import Progress, counted
+from kvsearch.core.items import Progress, counted, grouped
 from kvsearch.core.resources import Closing
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -105,9 +105,7 @@ class CandidateBank(Closing):
 
     def _read(self, progress: Progress | None) -> None:
         """Read all prompts, each different one once, and keep the best `cap` entries of every head."""
-        users: dict[str, list[int]] = {}
-        for index, sample in enumerate(self.samples):
-            users.setdefault(sample.prompt_sha256, []).append(index)
+        users = grouped(range(len(self.samples)), lambda index: self.samples[index].prompt_sha256)
         for name, indices in counted(users.items(), len(users), progress):
             sample = self.samples[indices[0]]
             layers, logits = prefill(self.loaded.model, self._policies, sample.prompt, self.cap)

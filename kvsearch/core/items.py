@@ -1,13 +1,22 @@
-"""How far work has come, for whoever wants to be told."""
+"""Items in groups, and how far work on them has come, for whoever wants to be told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import TypeVar
 
 Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
 Progress = Callable[[int, int], None]  # what is done, and how much there is to do
 Title = str | Callable[[], str]  # of what is being done
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Return items by their keys; keys and the items of each are in the order in which they came."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def counted(items: Iterable[Item], total: int, progress: Progress | None) -> Iterator[Item]:
