@@ -118,14 +118,6 @@ class EvaluateOptions(WithModel, WithWorkers, WithTasks, Batches):
             return None
         return Sampling(self.temperature, self.top_p or 1.0, self.replies or 1, self.seed)
 
-    def request(self) -> Request:
-        """Return what is compared, checked; see `read_request` for the errors."""
-        from kvsearch.strategies.compared import read_request
-
-        return read_request(
-            self.plan, self.methods, self.budgets, self.ratios, self.phases, self.settings, self.baselines
-        )
-
     def check_files(self) -> None:
         """Raise UsageError if the run or the table cannot be written, or the table is there already and would be lost.
 
@@ -189,7 +181,12 @@ def _prepare(options: EvaluateOptions, reporter: Reporter) -> tuple[Request, Eva
     tasks = options.find_tasks(options.model, options.split)
     for path in options.plan:
         load_plan(path)
-    request = options.request()
+    from kvsearch.strategies.compared import read_request
+
+    request = read_request(
+        options.plan, options.methods, options.budgets, options.ratios, options.phases, options.settings,
+        options.baselines,
+    )  # fmt: skip
     from kvsearch.evaluation.compare import prepare
     from kvsearch.evaluation.totals import idle_methods
 

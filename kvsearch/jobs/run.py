@@ -381,7 +381,8 @@ class RunStages:
     `options` say how many contexts are fitted and measured on, `splits` are select and report, `encoded` their
     questions before anything was fitted, `policies` the built-in ones that can be used on this model. `refinement` is
     the search that begins at the solved plans, None where that is not wanted; `costs` are those of the stages, in their
-    order, as far as they can be told before the first one has run.
+    order, as far as they can be told before the first one has run. `longest`: tokens of the longest context that is
+    chosen by.
 
     Raises:
         UsageError, IncompatibleError, EnvironmentFault: see `run`; sizes are checked against the longest context.
@@ -436,6 +437,7 @@ class RunStages:
         self.loaded = loaded
         self.splits = splits
         self.encoded = encoded
+        self.longest = max(contexts)
         self.costs = self._check_costs(reporter, asked)
 
     def _check_costs(self, reporter: Reporter, asked: Mapping[Size, list[Program]]) -> list[StageCost]:
@@ -466,11 +468,6 @@ class RunStages:
             tried = replies_cost(SMALLEST, self.encoded["select"], self.splits["select"], programs)
             costs.append(replace(tried, work=tried.work * 4))
         return costs
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest context that is chosen by."""
-        return max(len(prompt.context) for task in self.encoded["select"] for prompt in task.prompts)
 
     @property
     def hashes(self) -> dict[Use, list[str]]:

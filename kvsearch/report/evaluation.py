@@ -50,9 +50,11 @@ def write_tables(result: EvaluationResult, path: Path, overwrite: bool = True) -
     """Write the tables as Markdown or LaTeX, or every number in rows as CSV, by the suffix; see `check_table_file`."""
     table.check_table_file(path)
     if path.suffix == table.CSV:
-        atomic_write(path, csv_rows(result).encode(), overwrite)
+        text = csv_rows(result)
     else:
-        table.write_tables(tables(result), path, overwrite)
+        render = table.markdown if path.suffix == table.MARKDOWN else table.latex
+        text = "\n".join(map(render, tables(result)))
+    atomic_write(path, text.encode(), overwrite)
 
 
 def parts(result: EvaluationResult) -> Iterator[Table | Figure]:

@@ -175,7 +175,8 @@ def signal_parts(table: SignalTable) -> Iterator[Mapping[str, Any] | str | Table
                 title = f"{phase} at {budget} entries per kv head: {TITLES[measure]}"
                 yield Table.plain(title, ["layer", *table.patterns], rows, tight=True)
         if has_entropy:
-            values = zip(layers, entropy_of(table, phase)[:, None], strict=True)
+            entropies = table.sensitivity(ENTROPY, phase, axes.budgets[0], ())  # the same at every budget
+            values = zip(layers, entropies[:, None], strict=True)
             yield Table.numbers(f"{phase}: entropy of attention", ["layer", ENTROPY], values, ".4f")
     if measures:
         yield f"{BEST} the best pattern of a layer"
@@ -190,11 +191,6 @@ def signal_parts(table: SignalTable) -> Iterator[Mapping[str, Any] | str | Table
 def shown_measures(table: SignalTable) -> list[str]:
     """Return the paper's signals of patterns, or all others where none of them was measured."""
     return [name for name in PREFERRED if name in table.routes] or list(table.routes)
-
-
-def entropy_of(table: SignalTable, phase: Phase) -> Floats:
-    """Return attention entropy, [L]; it does not depend on the budget."""
-    return table.sensitivity(ENTROPY, phase, table.axes.budgets[0], ())
 
 
 def _cells(table: SignalTable, measure: str, phase: Phase, budget: int) -> list[list[Cell]]:

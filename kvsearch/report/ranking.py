@@ -111,12 +111,11 @@ def ranking_parts(profile: Profile) -> Iterator[str | Table]:
     names = settings["rankings"]
     lost = "how far replies move with even budgets (total variation)"
     kept = "importance kept, of what the oracle keeps"
-    tables = [(f"{kept}; mean over heads and layers", names, profile.arrays["recall"].mean((2, 3)))]
-    if losses is not None:
-        tables.insert(0, (lost, names, losses.mean))
     columns = ["ranking", *(f"{budget:.0%}" for budget in at)]
-    for title, rankings, values in tables:
-        yield Table.numbers(title, columns, zip(rankings, values, strict=True), ".3f")
+    if losses is not None:
+        yield Table.numbers(lost, columns, zip(names, losses.mean, strict=True), ".3f")
+    recall = zip(names, profile.arrays["recall"].mean((2, 3)), strict=True)
+    yield Table.numbers(f"{kept}; mean over heads and layers", columns, recall, ".3f")
     layers = profile.arrays["recall"].mean(3)[:, 0]  # [P, L]
     rows = []
     for row, layer in enumerate(profile.metadata.layers):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import atomic_write, check_target
+from kvsearch.core.files import check_target
 from kvsearch.core.printed import csv_text, markdown_text, visible
 from kvsearch.report.numbers import interval
 from kvsearch.runs.estimates import Estimate
@@ -95,12 +95,6 @@ def check_table_file(path: Path) -> None:
     if path.suffix not in (MARKDOWN, CSV, LATEX):
         raise UsageError(f"cannot write a table to {path}: name a {MARKDOWN}, {CSV} or {LATEX} file")
     check_target(path)
-
-
-def write_tables(tables: Iterable[Table], path: Path, overwrite: bool = True) -> None:
-    """Write tables as Markdown or LaTeX, by the suffix."""
-    render = markdown if path.suffix == MARKDOWN else latex
-    atomic_write(path, "\n".join(map(render, tables)).encode(), overwrite)
 
 
 def csv(table: Table) -> str:
