@@ -90,7 +90,7 @@ Steps = tuple[tuple[Tensor, Tensor], ...]  # weight and bias of each linear map
 
 
 @constant
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _layers(digest: str, device: Any) -> tuple[Steps, ...]:
     """Return the linear maps of every layer, fp32; UsageError if the weights are not here, or not KVzap's."""
     from safetensors import SafetensorError

@@ -312,12 +312,13 @@ class EvictingLayer(CacheLayerMixin):  # type: ignore[misc]
         )
         positions = kwargs.pop("position_ids", None)
         own_positions = None if positions is None else positions[:, :cut]
+        new_positions = None if positions is None else positions[:, cut:]
         own_mask = None if mask is None else mask[:, :, :cut, :-drafted]
         self.seen = length
         prompt, _ = self._prefill(module, query, key, value, own_mask, position_ids=own_positions, **kwargs)
         self.seen = length + drafted
         new_mask = None if mask is None else mask[:, :, cut:]
-        draft, _ = self._continue(module, new_query, new_key, new_value, new_mask, **kwargs)
+        draft, _ = self._continue(module, new_query, new_key, new_value, new_mask, position_ids=new_positions, **kwargs)
         return torch.cat([prompt, draft], 1), None
 
     def _continue(

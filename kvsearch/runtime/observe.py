@@ -307,7 +307,8 @@ def _reread(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Rereading
                 logits = layer.logits
                 weights = None
                 if how.plus:
-                    weights = residual_weights(output.hidden_states[layer.index])
+                    # a model on several devices leaves a layer's input on the one before
+                    weights = residual_weights(output.hidden_states[layer.index].to(layer.query.device))
                 scores = importance_rows(
                     layer.query, layer.keys, layer.noted[0] if how.plus else None, length, logits.scaling,
                     logits.softcap, "max", logits.sinks, weights,

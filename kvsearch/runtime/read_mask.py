@@ -29,7 +29,7 @@ class ReadMask:
     def _clear(self) -> None:
         self.begun = False
         self.real: Tensor | None = None  # [B, n] bool: no padding; columns from n on are tokens; None: all are
-        self._current: tuple[tuple[int, int, torch.device], Visible] | None = None
+        self._current: tuple[int, Visible] | None = None
 
     def begin(self, valid: Tensor, lengths: Sequence[int]) -> None:
         """Take note of a prompt: `valid` [B, T] bool is False for padding, `lengths` [B] are the tokens of each."""
@@ -54,10 +54,11 @@ class ReadMask:
                 raise _shows_padding(~self.real.all(-1))
             self.real = None  # padded sequences were dropped, or padding forgotten
             return None, None
-        key = (seen, id(mask), mask.device)  # masks live as long as their forward pass; `seen` is another in the next
-        if self._current is None or self._current[0] != key:
-            self._current = key, self._read(mask, batch, seen, count)
-        return self._current[1]
+        if self._current is None or self._current[0] != seen:  # another in every forward pass
+            self._current = seen, self._read(mask, batch, seen, count)
+        arrived, shown = self._current[1]
+        device = mask.device  # a model on several devices gives each a copy of the mask
+        return None if arrived is None else arrived.to(device), None if shown is None else shown.to(device)
 
     def shows_all(self, row: Tensor) -> bool:
         """Tell whether the row [B, T] bool of a mask shows every token, and no padding."""

@@ -25,6 +25,7 @@ from kvsearch.core.arrays import Floats, Ints, Vector
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError
 from kvsearch.core.fields import Floor, Index, Record, Sha256, Text, refuse
+from kvsearch.core.limits import MOST_MEASURED
 from kvsearch.core.parsing import problems_of
 from kvsearch.runs.ledger import Ledger, LedgerFormatError
 from kvsearch.workers import base
@@ -36,6 +37,7 @@ DIGITS = 9  # of a value that are told: what differs by less is rounding
 MAX_MESSAGES = 3  # of failures that an error names
 
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Told = Annotated[float, Field(strict=True, ge=-MOST_MEASURED, le=MOST_MEASURED)]
 # JSON has no NaN and no infinity: they are written as texts
 Number = Annotated[float, PlainSerializer(lambda value: value if math.isfinite(value) else str(value))]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
@@ -99,14 +101,14 @@ class ToldLine(Line):
     stage: Text
     generation: Index
     points: list[list[Finite]]
-    values: list[Finite]
+    values: list[Told]
 
 
 class BestLine(Line):
     """The best candidate so far: budgets [L, Hkv], its value, and where it was found."""
 
     candidate: list[list[Floor]]
-    value: Finite
+    value: Told
     where: Text
 
 

@@ -16,14 +16,15 @@ from kvsearch.calibration.probe.context_pass import recalls
 from kvsearch.kernels import attention, blocks, rows, step
 from kvsearch.kernels.jit import attention as attention_kernels
 from kvsearch.policies import create_policy
+from kvsearch.runtime import PlanCache, Program
 from kvsearch.runtime.attention import NAME
-from kvsearch.runtime.shared_prefill import compressed
+from kvsearch.runtime.shared_prefill import compressed, prefill_all
 from kvsearch.search.bank.bank import CandidateBank
 from kvsearch.search.bank.passes import PrefixLayer, SuffixTokens
 from tests import tiny
 from tests.device.accelerator import backend, device, events, recording, spread
 from tests.families import build, prompts
-from tests.runtime.helpers import running
+from tests.runtime.helpers import feed, held_tokens, running
 from tests.runtime.test_fork import programs
 from tests.search.bank.cases import SNAPKV, random_candidates, samples_of
 
@@ -96,6 +97,21 @@ def test_masks_of_the_bank_are_made_on_the_device() -> None:
         [prefix] = PrefixLayer([(states, states)], suffix, entries, there).shared()
     assert {kind for kind, _ in events()} == {"kernel"}
     assert prefix.seen.device == device(1)
+
+
+def test_padding_and_prompts_that_are_read_again() -> None:
+    """A device map hands layers of the second device what those of the first one have."""
+    ids, mask = prompts(2, 40, pads=7)
+    policy = create_policy("kvzip", {"chunk": 16, "protect": 2, "plus": True})
+    kept = []
+    for model in (build("llama"), spread(build("llama"))):
+        read, token, last = (tensor.to(model.device) for tensor in (ids, ids[:, :1], torch.tensor([[1], [0]])))
+        cache = PlanCache(model, Program.uniform(model, policy, lambda _: 12))
+        with running(model, NAME):
+            prefill_all(model, [cache], read, mask.to(model.device))
+            feed(model, cache, [(token, last)], mask.to(model.device))  # the second sequence has ended
+        kept.append([held_tokens(cache, layer, 2, 2) for layer in cache.planned])
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.nightly

@@ -154,6 +154,17 @@ def test_the_middle_of_a_conversation_is_a_state_too(family: str, phases: str, t
         assert torch.equal(say(model, cache, longer), said[0])
 
 
+def test_room_that_was_made_ahead_is_kept(tmp_path: Path) -> None:
+    model, (ids, mask) = tiny(), prompts(2, LENGTH)
+    with running(model, NAME):
+        cache = read(model, plan_of(model, SNAPKV, "decode", budget=900), ids, mask)
+        cache.reserve(256)
+        cache.reserve(0)
+        cache.save(tmp_path / "a.kv")
+        expected = say(model, cache, mask)
+        assert torch.equal(say(model, PlanCache.load(tmp_path / "a.kv", model), mask), expected)
+
+
 def test_generate_goes_on_from_a_file(tmp_path: Path) -> None:
     model, (ids, mask) = tiny(), prompts(1, LENGTH)
     plan = plan_of(model, SNAPKV, "both")

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsearch.core.errors import IncompatibleError, NonFiniteError
+from kvsearch.core.errors import IncompatibleError, KvsearchError, NonFiniteError
 from kvsearch.models.architecture import describe
 from kvsearch.policies import Policy, create_policy
+from kvsearch.policies.decoding import Step
+from kvsearch.policies.streaming import StreamingLLM
 from kvsearch.runtime import PlanCache, Program, attach
 from kvsearch.runtime.attention import NAME
 from kvsearch.runtime.decode.replies import Finished, Replies
@@ -227,6 +229,22 @@ def test_the_sequence_whose_scores_are_nan_is_known(policy: Policy, row: int) ->
         with pytest.raises(NonFiniteError, match="the scores of") as caught:
             planned.generate(ids, max_new_tokens=2)
         assert caught.value.row == row
+
+
+class Broken(StreamingLLM):
+    def step(self, step: Step) -> Tensor:
+        return torch.full_like(step.cached.positions, torch.nan, dtype=torch.float32)
+
+
+def test_scores_that_are_nan_while_replying_are_refused() -> None:
+    """Whose logits are finite: entries of such scores would never leave."""
+    model = build("llama")
+    program = equal_uniform(model, Broken(), {"decode": lambda _: 160})
+    for way, answers in (("ask", [NEW] * 3), ("predict", [[1, 2]] * 3)):
+        with running(model, NAME):
+            reply = getattr(replies_of(model, program, CONTEXTS), way)
+            with pytest.raises(KvsearchError, match="gave scores that are NaN or infinite in layer 0"):
+                reply(ASKED, answers)
 
 
 def test_a_prompt_longer_than_the_model_takes() -> None:

@@ -121,6 +121,7 @@ class Replies:
         asked = [torch.cat([question, row[:-1]]) for question, row in zip(questions, rows, strict=True)]
         held = self._peak()
         logits = self.force(asked, max(map(len, rows)))
+        self.cache.check_scores()
         held.step(np.array([len(tokens) for tokens in asked]))
         self.most = held.most.tolist()
         losses = [float(token_losses(logits[place, -len(row) :], row).mean()) for place, row in enumerate(rows)]
@@ -168,6 +169,7 @@ class Replies:
                         if reply.ended:
                             self.most[row] = int(held.most[row])
                 if all(reply.ended for reply in replies):
+                    self.cache.check_scores()
                     return [reply.tokens for reply in replies]
                 seen = torch.cat([seen, torch.ones_like(ids)], 1)
                 positions = positions + 1

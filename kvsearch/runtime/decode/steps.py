@@ -19,8 +19,8 @@ from torch import Tensor
 from kvsearch.core.errors import warn_once
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.stock import CACHE, CACHES, cache_of
+from kvsearch.runtime.store.blocks import ROOM
 
-ROOM = 512  # tokens that room is made for at a time, at most
 MOST_GRAPHS = 32  # of one cache
 SYNCHRONIZES = "called a synchronizing CUDA operation"
 MOST_COMPILED = 64  # steps of models in a process, and of lengths for which room was made

@@ -29,6 +29,7 @@ SMALL = 2**14  # of the entries of the layer, or this many where that is more (4
 LAUNCHES = 2**17
 GROWTH = 1 / 8
 MIN_SPARE = 32
+ROOM = 512  # tokens that room is made for ahead of time, at most
 
 
 Where = Tensor | tuple[Tensor, Tensor]  # indexes tensors that are shaped as the positions of a block

@@ -35,7 +35,7 @@ from kvsearch.runtime.decode.decoding import Decoding
 from kvsearch.runtime.decode.rule import StepRule, decode_needs
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.read_mask import ReadMask
-from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE, Block
+from kvsearch.runtime.store.blocks import GROWTH, MIN_SPARE, ROOM, Block
 from kvsearch.runtime.store.flat import FlatBlock
 from kvsearch.runtime.store.slots import SlotBlock
 from kvsearch.runtime.store.storage import RaggedStore
@@ -335,7 +335,7 @@ def _slots(part: TensorReader, rule: StepRule, of: CacheShape) -> SlotBlock:
     positions = part.take("positions", torch.int64, len(names), None, within=(-1, of.seen - 1))
     size = positions.shape
     width = size[1]
-    most = width + max(MIN_SPARE, int(width * GROWTH)) + 1
+    most = width + max(MIN_SPARE, ROOM, int(width * GROWTH)) + 1
     capacity = int(part.take("capacity", torch.int64, within=(width, most)))
 
     def roomy(tensor: Tensor, empty: int = 0) -> Tensor:
