@@ -106,19 +106,15 @@ def program_at(model: Any, policy: Policy, size: Size, phases: tuple[Phase, ...]
         UsageError: a budget is below what the policy always keeps.
     """
     shape = describe(model)
-    layers = len(shape.full_layers)
-    heads = shape.kv_heads
-    floor = max(policy.least, 1)
-    if size.budget is not None and size.budget < floor:
-        raise UsageError(f"--budget {size.budget} is below the {floor} entries that {policy.name} always keeps")
+    heads = (len(shape.full_layers), shape.kv_heads)
+    if size.budget is not None and size.budget < policy.least:
+        raise UsageError(f"--budget {size.budget} is below the {policy.least} entries that {policy.name} always keeps")
 
     def table(length: int) -> Ints:
-        mean = round((1 - size.ratio) * length) if size.ratio is not None else size.budget
-        assert mean is not None
-        mean = min(max(mean, floor), length)
+        mean = min(max(round(size.mean(length)), policy.least), length)
         if not skewed:
-            return np.full((layers, heads), mean, np.int64)
-        return skewed_budgets(layers, heads, mean, min(floor, mean), length)
+            return np.full(heads, mean, np.int64)
+        return skewed_budgets(*heads, mean, min(policy.least, mean), length)
 
     return Program.of_policy(model, policy, dict.fromkeys(phases, table))
 

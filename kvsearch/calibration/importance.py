@@ -24,7 +24,6 @@ from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.cache import check_rotary
 from kvsearch.runtime.observe import DensePass
-from kvsearch.signals.attention_rows import importance_rows
 from kvsearch.signals.predictions import divergence, token_losses
 
 NODES = 11  # of the quadrature along the path
@@ -83,13 +82,8 @@ class ImportancePass(DensePass[RankedContext]):
 
         Returns the importance of entries, [L, Hkv, T] fp32, not normalised, and the logits [K, vocabulary].
         """
-        importance = []
         with self.following(tokens) as output:
-            for layer in self.continuations():
-                length = layer.prompt[0].shape[2]
-                how = layer.logits
-                rows = (layer.query, layer.keys, layer.noted.norms, length, how.scaling, how.softcap, self.group)
-                importance.append(importance_rows(*rows, sinks=how.sinks)[0].cpu())
+            importance = [layer.importance(layer.noted.norms, self.group)[0].cpu() for layer in self.continuations()]
             logits = output.logits[0]
         return torch.stack(importance), logits
 

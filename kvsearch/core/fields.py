@@ -48,6 +48,13 @@ def refuse(problems: Iterable[tuple[tuple[str | int, ...], str]]) -> None:
         raise ValidationError.from_exception_data("record", details)
 
 
+def require_ascending(items: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return items that are ascending, each once; for AfterValidator."""
+    if sorted(set(items)) != list(items):
+        refuse([((), "must be ascending, each once")])
+    return items
+
+
 def _check_scalar(value: Any) -> Any:
     is_whole = isinstance(value, int) and -MOST_NUMBER <= value <= MOST_NUMBER
     if is_whole or isinstance(value, str) or (isinstance(value, float) and math.isfinite(value)):

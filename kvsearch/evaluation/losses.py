@@ -29,7 +29,7 @@ from kvsearch.runtime.replay.forced_answers import Asked, ForcedAnswer, forced_a
 from kvsearch.runtime.replay.replay import FollowedLayer
 from kvsearch.runtime.stock import CACHE
 from kvsearch.runtime.store.storage import RaggedStore
-from kvsearch.signals.attention_rows import attention_change, loss_bounds, output_loss
+from kvsearch.signals.attention_rows import loss_bounds, output_loss
 from kvsearch.tasks.base import Answers, Task
 from kvsearch.tasks.encode import Reading, TaskPrompts, encode_tasks, readings
 
@@ -164,11 +164,8 @@ def query_losses(layer: FollowedLayer, rules: LayerRules) -> QueryLosses:
     """
     prefill, decode = rules
     plan = layer.replay(prefill, decode)
-    logits = layer.logits
     weight = layer.output_weight
-    change, evicted = attention_change(
-        layer.query, layer.keys, layer.values, plan.shown, logits.scaling, logits.softcap, logits.sinks
-    )
+    change, evicted = layer.change(plan.shown)
     bounds = {}
     merges_prompt = prefill is not None and prefill.policy.merges_prompt
     if merges_prompt or (decode is not None and decode.policy.merges):

@@ -74,19 +74,15 @@ def scale(
     Raises:
         UsageError: no size or several, a ratio without a length, or a size that the bounds make impossible.
     """
-    phases = plan.phases
     at = plan.length if length is None else length
     scaling: Scaling = "fixed" if ratio is None else "proportional"
     wanted = _entries(plan.heads, total, budget, ratio, at)
-    tables = {
+    scaled: dict[str, PhasePlan] = {
         name: _scaled(plan, name, _times(phase.total, wanted, plan.total), _most(plan, name, length, scaling))
-        for name, phase in phases.items()
+        for name, phase in plan.phases.items()
     }
     sizes = {"total": total, "budget": budget, "ratio": ratio, "length": at}
     size = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
-    scaled: dict[str, PhasePlan] = {
-        name: PhasePlan.of(plan.phase(name).policies, table) for name, table in tables.items()
-    }
     origin = changed(plan.provenance, f"scaled to {size}: plan {sha256_of(plan)}")
     total = next(iter(scaled.values())).total
     return Plan(**{**dict(plan), **scaled, "total": total, "length": at, "scaling": scaling, "provenance": origin})
@@ -114,7 +110,7 @@ def _most(plan: Plan, name: Phase, length: int | None, scaling: Scaling) -> Ints
     return np.full_like(budgets, known)
 
 
-def _scaled(plan: Plan, name: Phase, total: int, most: Ints) -> Ints:
+def _scaled(plan: Plan, name: Phase, total: int, most: Ints) -> PhasePlan:
     low = max(plan.floor, 1)
     heads = most.size
     if total < low * heads:
@@ -127,7 +123,8 @@ def _scaled(plan: Plan, name: Phase, total: int, most: Ints) -> Ints:
             f"a {name} total of {total} is above the {most.sum()} entries that prompts of this length have for "
             f"{heads} kv heads: keep less, or give a longer --length"
         )
-    return water_fill(plan.phase(name).table, total, low, most)
+    phase = plan.phase(name)
+    return PhasePlan.of(phase.policies, water_fill(phase.table, total, low, most))
 
 
 def _times(total: int, numerator: int, denominator: int) -> int:

@@ -7,9 +7,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from kvsearch.core.fields import Index, Record, SettingField, Sha256, Text, is_none, refuse
+from kvsearch.core.fields import Index, Record, SettingField, Sha256, Text, is_none, require_ascending
 from kvsearch.core.limits import MOST_SETTINGS
 from kvsearch.core.resources import version
 
@@ -32,7 +32,7 @@ class ContextSet(Record):
         ValidationError: ids that are not ascending.
     """
 
-    ids: tuple[ContextId, ...] = ()
+    ids: Annotated[tuple[ContextId, ...], AfterValidator(require_ascending)] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -42,13 +42,6 @@ class ContextSet(Record):
             return content
         kept = {key: value for key, value in content.items() if key not in ("jobs", "sketch")}
         return {**kept, "ids": kept.get("ids") or ()}
-
-    @field_validator("ids")
-    @classmethod
-    def _ascending(cls, ids: tuple[str, ...]) -> tuple[str, ...]:
-        if sorted(set(ids)) != list(ids):
-            refuse([((), "must be ascending, each once")])
-        return ids
 
     @classmethod
     def of(cls, hashes: Iterable[str]) -> ContextSet:

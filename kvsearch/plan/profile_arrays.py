@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
-from kvsearch.core.fields import Entries, Record, refuse
+from kvsearch.core.fields import Entries, Record, refuse, require_ascending
 from kvsearch.core.limits import MOST_MEASURED
 from kvsearch.core.parsing import shown
 from kvsearch.plan.schema import Phase, PolicySpec, Protocol
@@ -49,15 +49,8 @@ class SignalAxes(Record):
 
     patterns: tuple[PolicySpec, ...] = Field(min_length=1)
     phases: tuple[Phase, ...] = Field(min_length=1)
-    budgets: tuple[Entries, ...] = Field(min_length=1)
+    budgets: Annotated[tuple[Entries, ...], Field(min_length=1), AfterValidator(require_ascending)]
     protocol: Protocol
-
-    @field_validator("budgets")
-    @classmethod
-    def _ascending(cls, budgets: tuple[int, ...]) -> tuple[int, ...]:
-        if sorted(set(budgets)) != list(budgets):
-            refuse([((), "must be ascending, each once")])
-        return budgets
 
     @field_validator("patterns")
     @classmethod

@@ -66,6 +66,12 @@ class Cached:
         """Slots that hold an entry, [S, C] bool."""
         return self.positions >= 0
 
+    def at_slots(self, change: Change) -> Cached:
+        """Return other slots of the same segments: `change` makes tensors [S, C', ...] of those [S, C, ...]."""
+        keys, values, positions = (change(tensor) for tensor in (self.keys, self.values, self.positions))
+        state = self.state.changed(change, lambda tensor: tensor)
+        return replace(self, keys=keys, values=values, positions=positions, state=state)
+
     def segments(self, rows: slice | Tensor) -> Cached:
         """Return some of the segments: views for a slice, copies for indices."""
         return replace(
@@ -135,8 +141,9 @@ def slots_of(chosen: Tensor, positions: Tensor, most: int) -> Tensor:
 
 
 def entries_at(states: Tensor, slots: Tensor) -> Tensor:
-    """Return the states [S, C, D] at slots [S, K], [S, K, D]."""
-    return states.gather(1, slots[..., None].expand(-1, -1, states.shape[-1]))
+    """Return the states [S, C, ...] at slots [S, K], [S, K, ...]."""
+    index = slots.view(*slots.shape, *[1] * (states.dim() - 2))
+    return states.gather(1, index.expand(*slots.shape, *states.shape[2:]))
 
 
 def protected_slots(positions: Tensor, seen: Tensor, sinks: Tensor, recent: Tensor) -> Tensor:

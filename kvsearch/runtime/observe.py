@@ -25,7 +25,7 @@ from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.program import full_cache, require_room
 from kvsearch.runtime.replay.replay import LayerContinuation, Noted, at_rows
 from kvsearch.runtime.stock import CACHE, cache_class, layer_state, stock_layers
-from kvsearch.signals.attention_rows import importance_rows, residual_weights
+from kvsearch.signals.attention_rows import residual_weights
 
 Rereads = Mapping[int, Mapping[Rereading, Tensor]]  # by model layer: what entries got of each rereading, [B, Hkv, T]
 States = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some tokens
@@ -304,15 +304,11 @@ def _reread(passed: DensePass[tuple[Tensor | None]], ids: Tensor, how: Rereading
         tokens = ids[:, max(0, first - LED_BY) : first + chunk]
         with passed.following(tokens, output_hidden_states=how.plus) as output:
             for layer in passed.continuations():
-                logits = layer.logits
                 weights = None
                 if how.plus:
                     # a model on several devices leaves a layer's input on the one before
                     weights = residual_weights(output.hidden_states[layer.index].to(layer.query.device))
-                scores = importance_rows(
-                    layer.query, layer.keys, layer.noted[0] if how.plus else None, length, logits.scaling,
-                    logits.softcap, "max", logits.sinks, weights,
-                )  # fmt: skip
+                scores = layer.importance(layer.noted[0] if how.plus else None, "max", weights)
                 before = best.get(layer.index)
                 best[layer.index] = scores if before is None else torch.maximum(before, scores)
     return best

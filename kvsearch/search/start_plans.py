@@ -12,6 +12,7 @@ from kvsearch.budgets.allocator import Allocator, Uniform
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import UsageError
+from kvsearch.core.items import grouped
 from kvsearch.core.limits import MOST_ENTRIES
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
@@ -182,11 +183,8 @@ def start_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str
 
 
 def _distinct(tables: Mapping[str, Ints]) -> dict[str, Ints]:
-    distinct: dict[str, Ints] = {}
-    for name, table in tables.items():
-        if not any(np.array_equal(table, other) for other in distinct.values()):
-            distinct[name] = table
-    return distinct
+    alike = grouped(tables, lambda name: tables[name].tobytes())
+    return {name: tables[name] for name, *_ in alike.values()}
 
 
 def _joint_tables(base: Base, budget: int, plans: Mapping[str, Plan]) -> dict[str, Ints]:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from kvsearch.core.errors import UsageError
 from kvsearch.tasks.base import Task
 from kvsearch.tasks.encode import TaskPrompts, counts_of, token_hash
-from kvsearch.tasks.splits import group_by_text
 
 REPORTED = ("report", "all")  # splits with examples that results are reported on
 
@@ -48,8 +47,7 @@ def refuse_reported(tasks: Sequence[Task]) -> None:
 
 def texts_of(task: TaskPrompts) -> list[tuple[str, ...]]:
     """Return the different texts that a task asks about, as they are recorded."""
-    groups = group_by_text(task.recorded[prompt.key] for prompt in task.prompts)
-    return [task.recorded[task.prompts[group[0]].key] for group in groups]
+    return list(dict.fromkeys(task.recorded[prompt.key] for prompt in task.prompts))
 
 
 def divide_contexts(

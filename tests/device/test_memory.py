@@ -111,7 +111,7 @@ def test_replays_take_what_a_calibration_counts_on(together: int, monkeypatch: p
     monkeypatch.setattr(scoring, "SCRATCH_BYTES", CHUNK)
     model = build("llama", max_position_embeddings=1024, num_hidden_layers=2).to(device(HERE))
     what, prompts = tried(model, small(NAMES[:9]), 64), batch((500, (12,)), (450, (9,)), (490, (12,)))
-    needs = dict.fromkeys(what.layers, needs_of(what.policies, what.phases))
+    needs = dict.fromkeys(what.layers, needs_of(what.policies, what.phases, ("cosine",)))
     expected = together * 3 * replay_bytes(describe(model), model.dtype.itemsize, 500, 12, 1)
     taken = {}
     with using(model, NAME):

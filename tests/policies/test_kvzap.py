@@ -84,7 +84,7 @@ def test_a_new_token_is_scored_by_its_hidden_state() -> None:
             wanted = expected(tensors, layer, states)
             assert len(states) == 26
             for block in found.holder.blocks:
-                held = block.in_use()
+                held = block.first(block.width)
                 for row, head in enumerate(held.heads.tolist()):
                     there = held.positions[row] >= 0
                     scores = wanted[held.positions[row][there], head]

@@ -111,7 +111,7 @@ def scored_while_decoding(policy: Policy, scene: Scene) -> tuple[Layer, dict[tup
     found = {}
     for block in holder.blocks:
         for row, name in enumerate(block.names.tolist()):
-            cached = block.in_use()
+            cached = block.first(block.width)
             state = next(iter(cached.state.entries.values()))[row]
             pairs = zip(cached.positions[row].tolist(), state.tolist(), strict=True)
             found[divmod(name, scene.heads)] = {position: score for position, score in pairs if position >= 0}

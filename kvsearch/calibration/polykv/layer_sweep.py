@@ -36,15 +36,14 @@ AtOnce = tuple[int, int]  # ablations in a sweep, and layers whose replays are s
 ROWS = "attention"  # [M, P, L, N] mean attention rows of continuations
 
 
-def needs_of(policies: Sequence[Policy], phases: Sequence[Phase]) -> list[Needs]:
-    """Return what a layer must be given of the prompt, to try `policies` in these phases."""
-    found = [policy.needs() for policy in policies if "prefill" in phases]
-    return found + [decode_needs(policy) for policy in policies if "decode" in phases]
-
-
-def entropy_needs(phases: Sequence[str]) -> Needs:
-    """Return what entropy needs of a prompt: for the mean row what every key received."""
-    return Needs(column_sums="prefill" in phases)
+def needs_of(policies: Sequence[Policy], phases: Sequence[Phase], signals: Sequence[str]) -> list[Needs]:
+    """Return what a layer must be given of the prompt, to measure `signals` under `policies` in these phases."""
+    tried = policies if {"cosine", "ppl"} & set(signals) else ()
+    found = [policy.needs() for policy in tried if "prefill" in phases]
+    found += [decode_needs(policy) for policy in tried if "decode" in phases]
+    if "entropy" in signals:
+        found.append(Needs(column_sums="prefill" in phases))  # its mean row: what every key received
+    return found
 
 
 class Ablation(NamedTuple):
@@ -238,8 +237,7 @@ class LayerSweep:
         self.tried = tried
         self.signals = signals
         self.at_once = at_once
-        wanted = needs_of(tried.policies, tried.phases) if {"cosine", "ppl"} & set(signals) else []
-        wanted += [entropy_needs(tried.phases)] if "entropy" in signals else []
+        wanted = needs_of(tried.policies, tried.phases, signals)
         ids, mask = batch.padded(model.device)
         self.tree = Tree(model, dict.fromkeys(tried.layers, wanted), ids, mask)
 

@@ -27,7 +27,6 @@ from kvsearch.calibration.polykv.layer_sweep import (
     PromptBatch,
     TextContinuation,
     batches_of,
-    entropy_needs,
     needs_of,
 )
 from kvsearch.calibration.polykv.options import PolykvOptions
@@ -236,9 +235,7 @@ def choose_at_once(
     is_ablated = bool({"cosine", "ppl"} & set(options.signals))
     patterns = policies if is_ablated else ()
     ablations = len(patterns) * len(phases) * len(options.budgets)  # of a layer
-    needs = needs_of(patterns, phases)
-    if "entropy" in options.signals:
-        needs.append(entropy_needs(phases))
+    needs = needs_of(patterns, phases, options.signals)
 
     length = max(prompt.length for prompt in prompts)
     counts = [after.tokens.shape[1] for prompt in prompts for after in prompt.continuations]

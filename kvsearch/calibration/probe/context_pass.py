@@ -29,7 +29,6 @@ from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.policies import Observation, Policy
 from kvsearch.policies.fitted import even_places
 from kvsearch.policies.probe import SINKS, features_of, needs_of
-from kvsearch.signals.attention_rows import attention_change
 from kvsearch.signals.predictions import total_variation
 from kvsearch.tasks.prompts import PromptFormat
 from kvsearch.tasks.splits import group_by_text
@@ -167,14 +166,10 @@ class ContextPass:
                 own = torch.ones(1, heads, rows, rows, dtype=torch.bool, device=layer.keys.device)
                 weight = layer.output_weight
                 weight = weight.view(heads, -1, *weight.shape[1:])
-                how = layer.logits
                 errors = []
                 for keep in keeps:
                     shown = keep[row].to(own.device)[None, :, None].expand(1, heads, rows, -1)
-                    change, _ = attention_change(
-                        layer.query, layer.keys, layer.values, torch.cat([shown, own], -1), how.scaling, how.softcap,
-                        how.sinks,
-                    )  # fmt: skip
+                    change, _ = layer.change(torch.cat([shown, own], -1))
                     moved = torch.einsum("hgkd,hgdm->hkm", change[0].view(heads, -1, *change.shape[2:]), weight)
                     errors.append(moved.square().sum(-1).mean(-1).cpu())
                 found.append(torch.stack(errors))

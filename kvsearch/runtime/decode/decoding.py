@@ -153,7 +153,7 @@ class Decoding(Segmented):
         """Return what is held, to be packed anew."""
         sources = []
         for block in self.blocks:
-            cached = block.in_use()
+            cached = block.first(block.width)
             slots = slots_of(cached.held, cached.positions, int(block.used.max()))
             sources.append(SlotSource(block.names, cached, slots, block.used, block.seen))
         return sources
@@ -245,8 +245,8 @@ class Decoding(Segmented):
         if any((block.used != seen).any() or block.width != seen for block in self.blocks):
             return None
         shape = (self.batch, self.heads)
-        keys = self.join([block.in_use().keys for block in self.blocks])
-        values = self.join([block.in_use().values for block in self.blocks])
+        keys = self.join([block.first(block.width).keys for block in self.blocks])
+        values = self.join([block.first(block.width).values for block in self.blocks])
         return keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:])
 
     def most_entries(self) -> Tensor:

@@ -27,6 +27,7 @@ from kvsearch.runtime.eviction import Kept, PhaseRule, select
 from kvsearch.runtime.logits import Logits
 from kvsearch.runtime.replay.replay_state import ReplayState, Stretch, spread
 from kvsearch.runtime.store.blocks import right_aligned
+from kvsearch.signals.attention_rows import attention_change, importance_rows
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,20 @@ class LayerContinuation(Generic[Noted]):
     def values(self) -> Tensor:
         """Values of prompts and tokens, [M, Hkv, T + K, Dv]."""
         return torch.cat([self.of_rows(self.prompt[1]), self.tokens[2]], 2)
+
+    def importance(self, norms: Tensor | None, group: str, weights: Tensor | None = None) -> Tensor:
+        """Return how much the tokens look at each entry of the prompts, [M, Hkv, T]; see `importance_rows`."""
+        how = self.logits
+        rows = (self.query, self.keys, norms, self.prompt[0].shape[2], how.scaling, how.softcap)
+        return importance_rows(*rows, group, how.sinks, weights)
+
+    def change(self, shown: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how outputs change where only `shown` entries are seen, and what they attended to besides.
+
+        See `attention_change`.
+        """
+        how = self.logits
+        return attention_change(self.query, self.keys, self.values, shown, how.scaling, how.softcap, how.sinks)
 
     @cached_property
     def output_weight(self) -> Tensor:

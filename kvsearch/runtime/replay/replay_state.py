@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -147,20 +147,9 @@ class ReplayState:
         self._close()
         coming = torch.arange(width - ahead, width, device=self.rows.device).expand(len(self.rows), -1)
         slots = torch.cat([by_position(cached.positions, cached.held)[:, :used], coming], 1)
-
-        def chosen(tensor: Tensor) -> Tensor:
-            index = slots.view(*slots.shape, *[1] * (tensor.dim() - 2)).expand(-1, -1, *tensor.shape[2:])
-            return tensor.gather(1, index)
-
         self.columns = slots if self.columns is None else self.columns.gather(1, slots)
         self.own = used - token - 1
-        self.cached = replace(
-            cached,
-            keys=entries_at(cached.keys, slots),
-            values=entries_at(cached.values, slots),
-            positions=cached.positions.gather(1, slots),
-            state=cached.state.changed(chosen, lambda tensor: tensor),
-        )
+        self.cached = cached.at_slots(lambda tensor: entries_at(tensor, slots))
 
 
 def _clear(cached: Cached) -> None:

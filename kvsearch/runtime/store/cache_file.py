@@ -177,7 +177,7 @@ def _of_decoding(decoding: Decoding) -> Tensors:
     if rule.queries is not None:
         tensors["queries"] = rule.queries
     for number, block in enumerate(decoding.blocks):
-        cached = block.in_use()
+        cached = block.first(block.width)
         part = {"segments": torch.from_numpy(block.names), "seen": block.seen, "slot": block.slot}
         part |= {"positions": cached.positions, "capacity": torch.tensor(block.cached.positions.shape[1])}
         part |= {name: _blank(getattr(cached, name), cached.positions) for name in ("keys", "values")}

@@ -124,10 +124,6 @@ class SlotBlock:
         elif self.bias is not None and step_plan.bias == "fill":
             self.bias.scatter_(1, self.slot[:, None], 0.0)
 
-    def in_use(self) -> Cached:
-        """Return the slots in use, as views of keys, values, positions and state."""
-        return self.first(self.width)
-
     def positions_of(self, row: int) -> Tensor:
         """Return the positions of one segment, -1 where there is no entry."""
         return self.cached.positions[row]
@@ -139,17 +135,10 @@ class SlotBlock:
         return [cached.keys, cached.values, cached.positions, *state]
 
     def first(self, width: int) -> Cached:
-        """Return the first slots, as views."""
-        cached = self.cached
+        """Return the first slots, as views; those in use are the first `self.width`."""
         if width == self.capacity:
-            return cached
-        return replace(
-            cached,
-            keys=cached.keys[:, :width],
-            values=cached.values[:, :width],
-            positions=cached.positions[:, :width],
-            state=State({k: v[:, :width] for k, v in cached.state.entries.items()}, cached.state.heads),
-        )
+            return self.cached
+        return self.cached.at_slots(lambda tensor: tensor[:, :width])
 
     def showing(self, step_plan: StepPlan, visible: Tensor) -> Cached:
         """Return the slots that are looked at, those of tokens not `visible` [B, T] bool as if they had no entry."""

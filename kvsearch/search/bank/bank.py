@@ -189,8 +189,7 @@ class CandidateBank(Closing):
             if all(name in self._last for name in names):
                 first = torch.stack([self._last[name] for name in names]).to(self.loaded.device)
             reader = Pass(self.loaded.model, samples, states, self._windows, table[some])
-            limits = [sample.limit for sample in samples]
-            for candidate, row in enumerate(reader.replies(first, limits, stop), some.start):
+            for candidate, row in enumerate(reader.replies(first, stop), some.start):
                 replies.update({(candidate, index): reply for index, reply in zip(indices, row, strict=True)})
 
         self._run(table, self._replying, act)

@@ -357,11 +357,11 @@ class Pass:
         return reserving
 
     @torch.no_grad()
-    def replies(self, first: Tensor | None, limits: Sequence[int], stop: set[int]) -> list[list[BankReply]]:
+    def replies(self, first: Tensor | None, stop: set[int]) -> list[list[BankReply]]:
         """Reply greedily, by candidate and sample: to the questions, or as the prompts' last logits go on.
 
-        `first` [S, V] are these logits where there are no questions, `limits` [S] say how long a reply may be. A reply
-        ends before a token of `stop` or with one that makes its sample's `finished` true.
+        `first` [S, V] are these logits where there are no questions. A reply has at most as many tokens as its sample's
+        `limit`, and ends before a token of `stop` or with one that makes its sample's `finished` true.
         """
         samples = self.samples
         if first is None:
@@ -369,14 +369,10 @@ class Pass:
             logits = self.read(ids, mask.bool(), 1)[:, :, 0]
         else:
             logits = first.expand(self.count, *first.shape)
-        rows = [
-            BankReply(limit, stop, sample.finished)
-            for _ in range(self.count)
-            for sample, limit in zip(samples, limits, strict=True)
-        ]
+        rows = [BankReply(sample.limit, stop, sample.finished) for _ in range(self.count) for sample in samples]
         every = torch.ones(len(samples), 1, dtype=torch.bool, device=self.model.device)
         ids = torch.empty(len(rows), 1, dtype=torch.int64, device=every.device)
-        step = self._following(ids, every, max(limits))
+        step = self._following(ids, every, max(sample.limit for sample in samples))
         while True:
             chosen = logits.argmax(-1).flatten()
             finite = logits.isfinite().all(-1).flatten()
