@@ -29,7 +29,7 @@ from pathlib import Path
 # The most that --check, which `make lint` calls, lets the package have. A limit may only come down: put the figure of
 # today here when it is lower.
 GATES = {
-    "code lines": 33_810,
+    "code lines": 33_724,
     "files": 308,
     "records": 328,
     "public class names used twice": 0,
@@ -41,7 +41,7 @@ GATES = {
     "docstrings that only say See": 0,
     "places that raise UsageError": 378,
     "import circles": 0,
-    "test lines": 43_818,
+    "test lines": 43_805,
 }
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

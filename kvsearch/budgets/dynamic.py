@@ -11,7 +11,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -250,8 +250,7 @@ def create_allocation(name: str, params: Mapping[str, object] | None = None) -> 
 def allocation_class(name: str) -> Any:
     """Return the class of an allocation other than "static"; UsageError for an unknown name."""
     require_known("allocation", name, sorted([STATIC, *BUILT_IN]))
-    module, _, attribute = BUILT_IN[name].partition(":")
-    return getattr(import_module(module), attribute)
+    return resolve_name(BUILT_IN[name])
 
 
 def _part(planned: Ints, floors: Ints, caps: Ints) -> tuple[Ints, Ints, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvsearch.calibration.options import (
@@ -103,14 +103,14 @@ class Calibration(ABC, Generic[Options]):
 
 # the options of methods, and their calibrations, whose modules are imported when a method is used: torch takes seconds
 _METHODS: dict[str, tuple[type[CalibrationOptions], str]] = {
-    "lukv": (LukvOptions, "lukv.LukvCalibration"),
-    "lava": (LavaOptions, "dynamic.DynamicCalibration"),
-    "cake": (CakeOptions, "dynamic.DynamicCalibration"),
-    "adakv": (AdakvOptions, "dynamic.DynamicCalibration"),
-    "polykv": (PolykvOptions, "polykv.measure.PolykvCalibration"),
-    "probe": (ProbeOptions, "probe.measure.ProbeCalibration"),
-    "query_bank": (QueryBankOptions, "probe.bank.QueryBankCalibration"),
-    "query_statistics": (QueryStatisticsOptions, "query_statistics.QueryStatisticsCalibration"),
+    "lukv": (LukvOptions, "lukv:LukvCalibration"),
+    "lava": (LavaOptions, "dynamic:DynamicCalibration"),
+    "cake": (CakeOptions, "dynamic:DynamicCalibration"),
+    "adakv": (AdakvOptions, "dynamic:DynamicCalibration"),
+    "polykv": (PolykvOptions, "polykv.measure:PolykvCalibration"),
+    "probe": (ProbeOptions, "probe.measure:ProbeCalibration"),
+    "query_bank": (QueryBankOptions, "probe.bank:QueryBankCalibration"),
+    "query_statistics": (QueryStatisticsOptions, "query_statistics:QueryStatisticsCalibration"),
 }
 METHODS = {name: options for name, (options, _) in _METHODS.items()}
 
@@ -119,6 +119,5 @@ def create_calibration(
     loaded: LoadedModel, data: CalibrationData, policies: Sequence[Policy], options: CalibrationOptions
 ) -> Calibration[Any]:
     """Return the calibration that `options` are of."""
-    module, _, name = _METHODS[options.method][1].rpartition(".")
-    kind: type[Calibration[Any]] = getattr(import_module(f"kvsearch.calibration.{module}"), name)
+    kind: type[Calibration[Any]] = resolve_name(f"kvsearch.calibration.{_METHODS[options.method][1]}")
     return kind(loaded, data, policies, options)

@@ -11,8 +11,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args, get_origin
 
@@ -79,7 +79,7 @@ class Flag:
         """Return what a value that was typed in part may become; of several, the last is completed."""
         names = self.names
         if isinstance(names, str):
-            listed = load(names)
+            listed = resolve_name(names)
             names = list(listed() if callable(listed) else listed)
         begin = max(incomplete.rfind(","), incomplete.rfind("+")) + 1
         return [incomplete[:begin] + name for name in names if name.startswith(incomplete[begin:])]
@@ -102,12 +102,6 @@ RECIPE = Flag(
     "FILE",
     names="kvsearch.config.recipes:shipped_recipes",
 )
-
-
-def load(place: str) -> Any:
-    """Import what is called "module:name"."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
 
 
 # --- from fields to flags ---------------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from kvsearch.cli.command import load
 from kvsearch.cli.registry import PLAN_VERBS, Output, job_verb, verb, view_output
 from kvsearch.report.numbers import counted
 
@@ -22,7 +22,7 @@ def make_and_show(job: str, options: PlanOptions, console: Console) -> None:
     """Make a plan, and say where it was, or in a dry run would be, written to, how much it keeps, and what is next."""
     from kvsearch.jobs.groups import offer_plan
 
-    plan = options.make(console) if console.dry_run else load(job)(options, reporter=console)
+    plan = options.make(console) if console.dry_run else resolve_name(job)(options, reporter=console)
     if console.as_json:
         phases = "both" if len(plan.phases) > 1 else next(iter(plan.phases))
         console.print_json(
@@ -117,7 +117,7 @@ def yaml(options: YamlOptions, console: Console) -> None:
 
     Example: kvsearch plan yaml plan.json -o strategy.yaml
     """
-    text = options.make() if console.dry_run else load(f"{JOBS}:yaml")(options, reporter=console)
+    text = options.make() if console.dry_run else resolve_name(f"{JOBS}:yaml")(options, reporter=console)
     if console.as_json:
         console.print_json({"yaml": str(options.output), "lines": text.count("\n")})
     else:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import cleandoc
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from kvsearch.cli.command import DRY_RUN, OF_ALL, describe, load, make_command, read_catalog, run_typed
+from kvsearch.cli.command import DRY_RUN, OF_ALL, describe, make_command, read_catalog, run_typed
 
 if TYPE_CHECKING:
     from kvsearch.cli.command import VerbCommand
@@ -106,12 +107,14 @@ class Verb:
 
     def load_command(self, is_told: bool = False) -> VerbCommand:
         """Return the command: to run, of the options, or for its help and completion only, without importing them."""
-        flags = read_catalog(self.options) if is_told else describe(load(self.options))
+        flags = read_catalog(self.options) if is_told else describe(resolve_name(self.options))
         if self.dry_run:
             flags.append(DRY_RUN)
-        return make_command(
-            self.name, self.help, [*flags, *OF_ALL], lambda typed: run_typed(load(self.options), self.action, typed)
-        )
+
+        def run(typed: dict[str, Any]) -> None:
+            run_typed(resolve_name(self.options), self.action, typed)
+
+        return make_command(self.name, self.help, [*flags, *OF_ALL], run)
 
 
 VERBS: dict[str, Verb] = {}

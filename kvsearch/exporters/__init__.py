@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from kvsearch.core.naming import require_known
@@ -33,6 +33,5 @@ TARGETS = {
 def exporter_of(target: str) -> Exporter:
     """Return the exporter of a target; UsageError if there is none of that name."""
     require_known("target", target, list(TARGETS))
-    module, _, name = TARGETS[target].partition(":")
-    found: Exporter = getattr(import_module(module), name)()
+    found: Exporter = resolve_name(TARGETS[target])()
     return found

@@ -13,7 +13,7 @@ from kvsearch.report.integrity import Verification
 from kvsearch.results.validation import harmful
 from kvsearch.runs.run import read_sums
 from kvsearch.strategies.from_signals import Strategy
-from tests.cli.conftest import Run, done, done_json, polykv_in
+from tests.cli.conftest import Run, done, polykv_in
 from tests.cli.test_bad_input import INCOMPATIBLE, USAGE, refused
 from tests.signals.profiles import make_signals, signal_metadata
 
@@ -48,16 +48,6 @@ def test_all_measured_budgets(directory: Path) -> None:
         assert set(judged["gains"]) == {"inverse", "uniform", "random", "reach"}
     assert "kept in" in talk
     assert harmful(directory, Strategy("ppl"), 64) is None
-
-
-@pytest.mark.slow
-def test_the_default_is_everything_that_was_measured(directory: Path) -> None:
-    told = done_json("validate", directory, *ASKED, "--dry-run", "--json")
-    assert (told["tasks"], told["split"], told["protocol"]) == (["single"], "select", "question-agnostic")
-    assert len(told["signals"]) == 4 * 3
-    for stage, budget in zip(told["estimate"]["stages"], (32, 64), strict=True):
-        assert stage["name"].startswith(f"replies at {budget} entries")
-    assert not (directory / "validation").exists()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, ClassVar, Literal
 from unittest import mock
 
@@ -12,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvsearch.cli import registry
-from kvsearch.cli.command import describe, load, make_group
+from kvsearch.cli.command import describe, make_group
 from kvsearch.cli.console import Console
 from kvsearch.cli.registry import Verb
 from kvsearch.config.options import (
@@ -72,7 +73,7 @@ APP.callback()(lambda: None)  # a group, though it has one verb
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    with mock.patch.object(registry, "read_catalog", lambda options: describe(load(options))):
+    with mock.patch.object(registry, "read_catalog", lambda options: describe(resolve_name(options))):
         result = CliRunner().invoke(APP, ["brew", *arguments])
     return result.exit_code, result.stdout, result.stderr
 

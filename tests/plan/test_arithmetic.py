@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import Phase, Plan, load_plan, save_plan
 from kvsearch.plan.arithmetic import budgets_at, scale
-from kvsearch.plan.rounding import largest_remainder
 from tests.plan.builders import PROVENANCE, make_plan, phase_dict
 
 PHASES: tuple[Phase, Phase] = ("prefill", "decode")
@@ -98,15 +97,6 @@ def test_a_ratio_gives_a_plan_that_scales_with_the_prompt(
     scaled = scale(source, ratio=ratio, length=length)
     assert rows(scaled) == expected
     assert (scaled.scaling, scaled.length) == ("proportional", length or 40)
-
-
-@pytest.mark.parametrize(("total", "decode"), [(64, 24), (32, 12), (36, 14), (40, 15), (48, 18)])
-def test_the_decode_phase_is_scaled_by_the_same_factor(total: int, decode: int) -> None:
-    plan = make_plan(decode=phase_dict([None, [9, 3], None]), floor=2)  # 36 / 32 * 12 = 13.5
-    scaled = scale(plan, total=total)
-    assert (scaled.total, scaled.phase("decode").total) == (total, decode)
-    assert scaled.planned_layers("decode") == (1,)
-    assert rows(scaled, "decode") == [largest_remainder([decode * 0.75, decode * 0.25], decode).tolist()]
 
 
 def test_a_plan_of_the_decode_phase_alone_is_scaled() -> None:

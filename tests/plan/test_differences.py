@@ -66,15 +66,6 @@ def test_policies_and_parameters_are_grouped_by_layers() -> None:
     ]
 
 
-def test_the_policy_of_a_layer_that_only_one_plan_has() -> None:
-    settings, _ = diff(make_plan(), make_plan(decode=with_policies(None, ("tova", {"sinks": 0}), None)))
-    assert settings == [
-        SettingChange("total", None, 8, "decode"),
-        SettingChange("policy", None, "tova", "decode", (1,)),
-        SettingChange("policy.sinks", None, 0, "decode", (1,)),
-    ]
-
-
 def test_names_and_provenance_do_not_matter() -> None:
     other = make_plan(model=model_dict(name="other", revision="main"), provenance={**PROVENANCE, "seed": 8})
     assert diff(make_plan(), other) == ([], [])

@@ -304,15 +304,6 @@ def test_gamma_discounts_what_is_left_unused() -> None:
     assert cache_score(160, 128, gamma=1.0) == cache_score(160, 128)
 
 
-def test_a_quarter_over_budget_costs_six_percent_and_a_quarter_under_it_one() -> None:
-    at_budget, over, under = (fitness(50.0, cache_score(mean, 128)) for mean in (128, 160, 96))
-    assert at_budget == pytest.approx(50 * 1.3)
-    assert over == pytest.approx(50 * 1.225)
-    assert over / at_budget - 1 == pytest.approx(-0.0577, abs=5e-5)
-    assert under / at_budget - 1 == pytest.approx(-0.0115, abs=5e-5)
-    assert math.log(at_budget / over) == pytest.approx(0.059, abs=5e-4)
-
-
 @given(st.floats(0, 50), st.floats(0, 50), st.floats(0, 1))
 def test_less_loss_is_fitter_at_the_same_budget(one: float, other: float, cache: float) -> None:
     less, more = sorted((one, other))

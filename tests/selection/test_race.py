@@ -144,11 +144,6 @@ def test_what_is_likely() -> None:
     assert run_race(alternating, ["a"], Rule(sure=0.5))[0].verdict == "likely"
 
 
-def test_without_candidates_the_best_baseline_wins() -> None:
-    race, _ = run_race({"a": np.full(20, 0.4), "b": np.linspace(0.3, 0.7, 20)}, [])
-    assert (race.winner, race.verdict) == ("b", "baseline")
-
-
 def simulated(rng: np.random.Generator, quality: Sequence[float], contexts: int, loses: float = 0.0) -> np.ndarray:
     """Scores [methods, contexts] on contexts that are hard for all or for some; candidates lose some of them whole."""
     level = np.array(quality)[:, None] + rng.normal(0, 1, contexts) + rng.normal(0, 0.7, (len(quality), contexts))

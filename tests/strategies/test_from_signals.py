@@ -210,23 +210,6 @@ def test_a_plan_says_where_it_comes_from() -> None:
     assert (alone["route"], alone["policy"]) == (None, "snapkv")
 
 
-@pytest.mark.parametrize(
-    ("size", "scaling", "length"),
-    [
-        (Size(budget=20), "fixed", 200),
-        (Size(budget=20, length=90), "fixed", 90),
-        (Size(ratio=0.8), "proportional", 200),
-        (Size(ratio=0.8, length=1000), "proportional", 1000),
-    ],
-)
-@pytest.mark.parametrize("phases", PHASES)
-def test_sizes_and_phases(size: Size, scaling: str, length: int, phases: str) -> None:
-    plan = strategy_plan(make_signals(), Strategy(phases=phases), size)
-    assert (plan.scaling, plan.length) == (scaling, length)
-    assert (plan.prefill is not None, plan.decode is not None) == (phases != "decode", phases != "prefill")
-    assert plan.total == {20: 160, None: 8 * length // 5}[size.budget]
-
-
 def test_layers_that_were_not_measured_keep_their_full_cache() -> None:
     metadata = signal_metadata(model(layers=4), layers=[1, 3])
     plan = strategy_plan(make_signals(metadata), Strategy(), Size(budget=20))
