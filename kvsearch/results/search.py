@@ -102,13 +102,17 @@ def read_trace(path: Path) -> Trace:
         EnvironmentFault: it cannot be read.
     """
     keys = set[str]()
+    tokens = 0
+    seconds = 0.0
+    best: BestLine | None = None
     generations = list[tuple[int, ToldLine]]()
-    lines = list(read_lines(path, TrialLog.parse))
-    for line in lines:
+    for line in read_lines(path, TrialLog.parse):
+        seconds = line.at
         if isinstance(line, ResultLine):
             keys.update(line.keys)
+            tokens += line.tokens
+        elif isinstance(line, BestLine):
+            best = line
         elif isinstance(line, ToldLine):
             generations.append((len(keys), line))
-    best = next((line for line in reversed(lines) if isinstance(line, BestLine)), None)
-    tokens = sum(line.tokens for line in lines if isinstance(line, ResultLine))
-    return Trace(tuple(generations), best, len(keys), tokens, lines[-1].at if lines else 0.0)
+    return Trace(tuple(generations), best, len(keys), tokens, seconds)
