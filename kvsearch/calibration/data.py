@@ -104,9 +104,10 @@ class Context:
     """A context with its questions, ready to be tokenised.
 
     `prompt` is how a question follows it without a chat template (None: as in the whole data); `chat` says whether a
-    chat template is used where there is one. `recorded` is what the context is known by, see `kvsearch.plan.origin`
-    (none: its text). `taken` has for every question what is teacher-forced of the model's own reply, nothing where it
-    is not right, and `ended` says whether a reply has ended; both in token ids. Without a metric every reply is taken.
+    chat template is used where there is one, `verbatim` that answers are parts of a text, see `PromptFormat`.
+    `recorded` is what the context is known by, see `kvsearch.plan.origin` (none: its text). `taken` has for every
+    question what is teacher-forced of the model's own reply, nothing where it is not right, and `ended` says whether a
+    reply has ended; both in token ids. Without a metric every reply is taken.
     """
 
     text: str
@@ -116,6 +117,7 @@ class Context:
     recorded: tuple[str, ...] = ()
     taken: tuple[TakenOf, ...] = ()
     ended: Callable[[list[int]], bool] | None = None
+    verbatim: bool = False
 
     @property
     def hashes(self) -> tuple[str, ...]:

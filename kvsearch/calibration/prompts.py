@@ -27,7 +27,8 @@ from kvsearch.runtime.replay.forced_answers import ForcedQuestions, parted_repli
 from kvsearch.tasks.base import Example, Task
 from kvsearch.tasks.encode import Prompt, TaskPrompts, check_length, counter, encode, middle_cut, most_tokens, unused
 from kvsearch.tasks.fields import is_blank
-from kvsearch.tasks.prompts import PLAIN_PROMPT, PromptFormat
+from kvsearch.tasks.metrics import is_forced
+from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, QuestionText
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,15 +125,17 @@ def prompts_of(
     truncated = 0
     text_of = {number: text[0] for text in data.by_text for number in text}
     for number, context in enumerate(data.contexts):
-        form = PromptFormat(loaded.tokenizer, context.prompt or data.prompt, context.chat)
-        whole = form.context(context.text)
+        plain = context.prompt or data.prompt
+        form = PromptFormat(loaded.tokenizer, plain, context.chat, verbatim=context.verbatim)
+        texts = [QuestionText(pair.question, pair.prefix, pair.answer) for pair in context.questions]
+        whole, encoded = form.encode(context.text, texts)
         pairs = [
-            (
-                form.question(pair.question, pair.prefix),
-                form.answer(pair.answer, pair.prefix)[:, : pair.max_new_tokens or None][:, :answer_tokens],
-            )
-            for pair in context.questions
+            (question, answer[:, : pair.max_new_tokens or None][:, :answer_tokens])
+            for (question, answer), pair in zip(encoded, context.questions, strict=True)
         ]
+        for pair, (_, answer) in zip(context.questions, pairs, strict=True):
+            if not answer.shape[1]:
+                raise EmptyTextError(f"the answer {pair.answer!r} is empty once it is tokenised")
         ids = whole if limit is None else _fitted(form, context, whole, pairs, limit, f"calibration context {number}")
         truncated += ids.shape[1] < whole.shape[1]
         own = [(pair.max_new_tokens, taken) for pair, taken in zip_longest(context.questions, context.taken)]
@@ -277,4 +280,4 @@ def _context(encoded: TaskPrompts, prompt: Prompt, text: str, ended: Finished | 
     )
     judged = replace(encoded, prompts=())  # a reply is judged without what others are asked
     taken = tuple(partial(right_reply, judged, key, question.number, question.query) for question in prompt.questions)
-    return Context(text, pairs, task.prompt, task.chat, encoded.recorded[key], taken, ended)
+    return Context(text, pairs, task.prompt, task.chat, encoded.recorded[key], taken, ended, is_forced(task))

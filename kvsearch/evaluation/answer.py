@@ -18,7 +18,7 @@ from kvsearch.runtime.attention import running
 from kvsearch.runtime.decode.replies import Replies, stop_tokens
 from kvsearch.runtime.program import full_cache
 from kvsearch.runtime.shared_prefill import held_entries, read
-from kvsearch.tasks.prompts import PromptFormat
+from kvsearch.tasks.prompts import PromptFormat, QuestionText
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Reply:
 class CompressedContext:
     """A context in the cache that a plan leaves, to be asked any number of times: no prompt sees another.
 
-    `ids` [1, T] are its tokens.
+    `ids` [1, T] are its tokens, but for those of its `rest`: see `PromptFormat.open_context`.
     """
 
-    def __init__(self, loaded: LoadedModel, cache: PlanCache, ids: Tensor) -> None:
-        self.loaded, self.cache, self.ids = loaded, cache, ids
+    def __init__(self, loaded: LoadedModel, cache: PlanCache, ids: Tensor, rest: str = "") -> None:
+        self.loaded, self.cache, self.ids, self.rest = loaded, cache, ids, rest
         shape, length = describe(loaded.model), ids.shape[1]
         mask = torch.ones_like(ids, device=loaded.model.device)
         self.replies = Replies(loaded.model, cache, mask, None, stop_tokens(loaded))
@@ -52,7 +52,7 @@ class CompressedContext:
 
     @classmethod
     def read(
-        cls, loaded: LoadedModel, plan: Plan | None, ids: Tensor, *, chunk: int | None = None
+        cls, loaded: LoadedModel, plan: Plan | None, ids: Tensor, *, rest: str = "", chunk: int | None = None
     ) -> CompressedContext:
         """Read a context of token ids [1, T] into the cache that `plan` allows (None: the full one).
 
@@ -69,7 +69,7 @@ class CompressedContext:
         with running(loaded.model):
             cache = PlanCache(loaded.model, program)
             read(loaded.model, cache, [ids[0]], stop_tokens(loaded), chunk)
-        return cls(loaded, cache, ids)
+        return cls(loaded, cache, ids, rest)
 
     @classmethod
     def load(cls, loaded: LoadedModel, path: Path, plan: Plan | None = None) -> CompressedContext:
@@ -77,11 +77,11 @@ class CompressedContext:
         cache = PlanCache.load(path, loaded.model, plan)
         if cache.tokens is None or len(cache.tokens) != 1 or cache.mask is not None:
             raise UsageError(f"{path} holds no single context with its tokens, as `kvsearch compress` writes them")
-        return cls(loaded, cache, cache.tokens.long())
+        return cls(loaded, cache, cache.tokens.long(), cache.rest)
 
     def save(self, path: Path, overwrite: bool = False) -> int:
         """Write cache and tokens to a file, and return its size in bytes; errors as `PlanCache.save`."""
-        return self.cache.save(path, self.ids.int(), overwrite=overwrite)
+        return self.cache.save(path, self.ids.int(), overwrite=overwrite, rest=self.rest)
 
     def ask(self, question: Tensor, max_new_tokens: int) -> list[int]:
         """Return the token ids of the greedy reply to a question of token ids [K]."""
@@ -116,16 +116,18 @@ def answer(
         IncompatibleError, EnvironmentFault: see `CompressedContext.read` and `CompressedContext.load`.
     """
     formatted = PromptFormat(loaded.tokenizer, plain)
-    questions = [formatted.question(prompt) for prompt in prompts]
-    is_bare = any(question.shape[1] == 0 for question in questions)
+    is_bare = any(formatted.question(prompt).shape[1] == 0 for prompt in prompts)
     if isinstance(context, Path):
         if is_bare:
             raise UsageError("there is nothing to ask: give a --prompt with --cache")
         held = CompressedContext.load(loaded, context, plan)
+        questions = [formatted.question(prompt, rest=held.rest) for prompt in prompts]
     else:
-        ids = formatted.context(context)
         if is_bare:  # a bare continuation: its last token starts it
-            questions = [ids[:, -1:]]
-            ids = ids[:, :-1]
+            whole = formatted.context(context)
+            ids, questions = whole[:, :-1], [whole[:, -1:]]
+        else:
+            ids, encoded = formatted.encode(context, [QuestionText(prompt) for prompt in prompts])
+            questions = [question.ids for question in encoded]
         held = CompressedContext.read(loaded, plan, ids, chunk=chunk)
     return [held.reply(formatted, question, max_new_tokens) for question in questions]

@@ -162,8 +162,8 @@ def compress(options: CompressOptions, reporter: Reporter) -> CompressedContext:
     from kvsearch.evaluation.answer import CompressedContext
 
     loaded = options.load(options.model, reporter)
-    ids = PromptFormat(loaded.tokenizer).context(context)
-    held = CompressedContext.read(loaded, plan, ids, chunk=options.chunk)
+    ids, rest = PromptFormat(loaded.tokenizer).open_context(context)
+    held = CompressedContext.read(loaded, plan, ids, rest=rest, chunk=options.chunk)
     held.save(options.output, overwrite=options.force)
     return held
 

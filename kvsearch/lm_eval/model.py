@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from kvsearch.runtime.decode.replies import Draws, stop_tokens
 from kvsearch.runtime.shared_prefill import batches, compressed
 from kvsearch.tasks.base import Sampling
 from kvsearch.tasks.encode import most_tokens
+from kvsearch.tasks.prompts import count_ending
 
 METHOD = "plan"
 ROLLING = (
@@ -266,7 +267,11 @@ class PlannedLM(LM):  # type: ignore[misc]
         first = "" if self._start is None else self.tokenizer.decode([self._start])
         wanted = special and not (first and text.startswith(first))
         ids: list[int] = self.tokenizer(text, add_special_tokens=wanted, verbose=False)["input_ids"]
-        return ids
+        return ids[: len(ids) - self._ending] if wanted else ids
+
+    @cached_property
+    def _ending(self) -> int:
+        return count_ending(self.tokenizer)
 
     # --- answers ------------------------------------------------------------------------------------------------------
 

@@ -86,6 +86,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         self.program = program
         self.tokens: Tensor | None = None  # of a cache from a file: what it has read, [B, T], and where it is padded
         self.mask: Tensor | None = None
+        self.rest = ""  # and the text behind that, see `save`
 
     @classmethod
     def load(cls, path: str | Path, model: Any, plan: Plan | None = None, *, exact: bool = False) -> PlanCache:
@@ -115,12 +116,18 @@ class PlanCache(Cache):  # type: ignore[misc]
         fill_layers(path, header, tensors, model, cache.layers)
         cache.tokens = tensors.get("tokens")
         cache.mask = tensors.get("mask")
+        cache.rest = header.rest or ""
         if cache.mask is not None and not bool(cache.mask.all()):
             cache.read_mask.real = cache.mask.bool()
         return cache
 
     def save(
-        self, path: str | Path, tokens: Tensor | None = None, mask: Tensor | None = None, overwrite: bool = False
+        self,
+        path: str | Path,
+        tokens: Tensor | None = None,
+        mask: Tensor | None = None,
+        overwrite: bool = False,
+        rest: str = "",
     ) -> int:
         """Write what is held now to a file, in one step, and return its size in bytes; `load` makes the cache of it.
 
@@ -129,6 +136,7 @@ class PlanCache(Cache):  # type: ignore[misc]
             tokens: ids [B, T] of all that was read, padding included, to be kept with it.
             mask: [B, T], 0 where these are padding; None: as they were read.
             overwrite: replace a file that is there.
+            rest: the text behind the tokens, which shares a token with what follows: see `PromptFormat.open_context`.
 
         Raises:
             UsageError: the prompt is not complete, the cache was made of no `Plan`, `path` exists or cannot be written.
@@ -136,7 +144,7 @@ class PlanCache(Cache):  # type: ignore[misc]
         """
         if self.program.plan is None:
             raise UsageError("a cache can be saved if it was made of a Plan, which says how to go on: this one was not")
-        return write_cache(path, self.program.plan, self.layers, self.read_mask, (tokens, mask), overwrite)
+        return write_cache(path, self.program.plan, self.layers, self.read_mask, (tokens, mask), overwrite, rest)
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Yield keys, values and the window of every layer, as stock caches do; UsageError where entries are gone."""

@@ -19,7 +19,7 @@ from kvsearch.plan.origin import ContextSet, context_hash
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.tasks.base import Coverage, Example, Query, Sampling, Task, TokenCount
 from kvsearch.tasks.metrics import is_forced, score
-from kvsearch.tasks.prompts import EmptyTextError, PromptFormat
+from kvsearch.tasks.prompts import EmptyTextError, PromptFormat, QuestionText
 
 NO_CONTEXT = "empty context"
 NO_QUESTION = "empty question"
@@ -44,16 +44,14 @@ class Question:
 class Prompt:
     """A context, token ids [T], and its questions.
 
-    `truncated`: the middle of the context was cut out. `whole` names the context before that: SHA-256 of token ids.
-    `hashes` are what the context and each of its questions are known by elsewhere, see `hashes_of`. `turns` are as in
-    an `Example`.
+    `truncated`: the middle of the context was cut out. `hashes` are what the context and each of its questions are
+    known by elsewhere, see `hashes_of`. `turns` are as in an `Example`.
     """
 
     key: str
     context: Tensor
     questions: tuple[Question, ...]
     truncated: bool
-    whole: str
     hashes: tuple[str, ...]
     turns: bool = False
 
@@ -88,7 +86,7 @@ class TaskPrompts:
 def contexts_of(tasks: Iterable[TaskPrompts]) -> dict[tuple[str, str], str]:
     """Name the context of every task and key; equal names are one context, whose questions are not independent.
 
-    Contexts are equal if their token ids are, before any cut. Where all of a task are, as with worked examples, they
+    Contexts are equal if their texts are. Where all of a task are, as with worked examples, they
     say nothing about its questions: then every key is a context of its own.
     """
     return {(task.task.name, key): name for task in tasks for key, name in task.contexts.items()}
@@ -174,8 +172,8 @@ def encode(
     for prompt in prompts:  # before anything is generated: does the metric understand the answers?
         for question in prompt.questions:
             score(task, prompt.key, question.number, question.query, "")
-    several = len({prompt.whole for prompt in prompts}) > 1
-    contexts = {prompt.key: prompt.whole if several else prompt.key for prompt in prompts}
+    several = len({prompt.hashes[0] for prompt in prompts}) > 1
+    contexts = {prompt.key: prompt.hashes[0] if several else prompt.key for prompt in prompts}
     alone = several or len(prompts) == 1
     recorded = {prompt.key: prompt.hashes[:1] if alone else prompt.hashes[1:] for prompt in prompts}
     coverage = Coverage(
@@ -265,37 +263,38 @@ def _prompts(
     form: PromptFormat, examples: Sequence[Example], limit: int | None, excluded: Counter[str]
 ) -> Iterator[Prompt]:
     for example in examples:
+        queries = list(_usable_queries(form, example, excluded))
+        texts = [QuestionText(query.question, query.prefix, query.right_reply) for _, query in queries]
         try:
-            whole = form.context(example.context)[0]
+            whole, encoded = form.encode(example.context, texts, turns=example.turns)
         except EmptyTextError:
-            excluded[NO_CONTEXT] += len(example.queries)
+            excluded[NO_CONTEXT] += len(queries)
             continue
-        questions = tuple(_questions(form, example, excluded))
+        questions = tuple(
+            Question(number, query, ids[0], right[0, : query.max_new_tokens])
+            for (number, query), (ids, right) in zip(queries, encoded, strict=True)
+        )
         if questions:
-            context = whole if limit is None else _fitted(form, example, whole, questions, limit)
-            cut = len(context) < len(whole)
-            yield Prompt(example.key, context, questions, cut, token_hash(whole), hashes_of(example), example.turns)
+            context = whole[0] if limit is None else _fitted(form, example, whole[0], questions, limit)
+            cut = len(context) < whole.shape[1]
+            yield Prompt(example.key, context, questions, cut, hashes_of(example), example.turns)
 
 
-def _questions(form: PromptFormat, example: Example, excluded: Counter[str]) -> Iterator[Question]:
+def _usable_queries(form: PromptFormat, example: Example, excluded: Counter[str]) -> Iterator[tuple[int, Query]]:
+    """Yield the queries that have a question, with their numbers, without their empty answers; count the others."""
     follows = False
     for number, query in enumerate(example.queries):
-        ids = form.question(query.question, query.prefix, follows=follows)[0]
         answers = []  # metrics that look for an answer in the reply would always find an empty one
         for answer in query.answers:
             with suppress(EmptyTextError):
-                form.answer(answer, query.prefix)
+                form.answer(answer, query.prefix, query.question)
                 answers.append(answer)
-        if not len(ids):
+        if not form.question(query.question, query.prefix, follows=follows).shape[1]:
             excluded[NO_QUESTION] += 1
         elif query.answers and not answers:
             excluded[NO_ANSWER] += 1
         else:
-            asked = replace(query, answers=tuple(answers))
-            right = torch.zeros(0, dtype=torch.long)
-            if asked.right_reply is not None:
-                right = form.answer(asked.right_reply, query.prefix)[0, : query.max_new_tokens]
-            yield Question(number, asked, ids, right)
+            yield number, replace(query, answers=tuple(answers))
             follows = example.turns
 
 

@@ -1,14 +1,22 @@
-"""Turn contexts, questions and answers into token ids, with the tokenizer's chat template where it has one."""
+r"""Turn contexts, questions and answers into token ids, with the tokenizer's chat template where it has one.
+
+A text's tokens are not those of its parts: tokenizers merge across a boundary (".\n\n" is one token of Llama 3), put a
+blank before every text (Llama 2, Mistral v0.1), or end every text with `</s>`. So the whole text is encoded, and its
+tokens are divided among context, question and answer.
+"""
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvsearch.core.errors import IncompatibleError
 from kvsearch.tasks.fields import is_blank
+from kvsearch.tasks.metrics import is_forced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,27 +31,59 @@ TEMPLATE_OPTIONS = {
 }
 
 
+# What a text may follow: it must share no token with that, so that the text's own tokens can be told. The first is not
+# known to tokenizers of whole words, the second merges with punctuation, the third with white space.
+_ANCHORS = ("a", ".", "\n")
+# of the names of characters in scripts that put no blanks between words
+_UNSPACED = (
+    "CJK", "IDEOGRAPHIC", "FULLWIDTH", "HIRAGANA", "KATAKANA", "BOPOMOFO", "YI", "THAI", "LAO", "KHMER", "MYANMAR",
+    "TIBETAN",
+)  # fmt: skip
+_OPENING = ("Ps", "Pi")  # categories of brackets and quotation marks
+_LONGEST_REST = 32  # characters at a context's end that may share a token with a question
+
+
 class EmptyTextError(IncompatibleError):
     """A text of which nothing is left once it is tokenised."""
 
 
+class QuestionText(NamedTuple):
+    """A question about a context, how the reply to it begins (`prefix`), and an answer to teacher-force, if any."""
+
+    question: str
+    prefix: str = ""
+    answer: str | None = None
+
+
+class EncodedQuestion(NamedTuple):
+    """Token ids of a question and the beginning of its reply, [1, K], and of an answer after these, [1, A].
+
+    None of either where the texts are empty.
+    """
+
+    ids: Tensor
+    answer: Tensor
+
+
 @dataclass(frozen=True)
 class PromptFormat:
-    """Prompts in two pieces: the context is tokenised alone, the question and the template's tail come after it.
+    """How contexts, questions and answers become token ids.
 
     `plain` is how a question follows the context where there is no chat template; `template` off leaves the template
-    out even where there is one. Hybrid models (Qwen3) would spend most replies on `thinking`.
+    out even where there is one. Hybrid models (Qwen3) would spend most replies on `thinking`. Answers follow after a
+    blank, unless they are `verbatim` parts of a text.
     """
 
     tokenizer: Any
     plain: str = PLAIN_PROMPT
     template: bool = True
     thinking: bool = False
+    verbatim: bool = False
 
     @classmethod
     def of(cls, tokenizer: Any, task: Task) -> PromptFormat:
         """Return the format that a task wants."""
-        return cls(tokenizer, task.prompt, task.chat, task.traced)
+        return cls(tokenizer, task.prompt, task.chat, task.traced, is_forced(task))
 
     @property
     def chat(self) -> bool:
@@ -53,29 +93,69 @@ class PromptFormat:
     @cached_property
     def lead(self) -> int:
         """How many tokens come before a context's own: the template's head, or the special ones."""
-        return len(self._encode(self._head, special=not self.chat))
+        return _count_shared(self._encode_prompt(""), self._encode_prompt("a"))
+
+    def encode(
+        self, context: str, questions: Sequence[QuestionText], *, turns: bool = False
+    ) -> tuple[Tensor, list[EncodedQuestion]]:
+        """Encode a context and the questions about it as parts of whole texts.
+
+        The context [1, T] has the tokens that it shares with every prompt. A token that reaches from the context into
+        a question is the question's, so context and question joined are the tokens of the prompt's text, and with the
+        answer those of the whole text. (Where a token would reach from a prompt into its answer, as after "Answer: "
+        with a blank, the prompt stays what the model replies to, and the answer is encoded behind it; a `verbatim`
+        answer takes that token.) In `turns` only the first question follows the context, the others follow replies.
+
+        Raises:
+            EmptyTextError: the context has no token.
+        """
+        context = self._strip_context(context)
+        alone = self._encode_prompt(context)
+        if not alone:
+            raise EmptyTextError("a context is empty once it is tokenised")
+        first = questions[:1] if turns else questions
+        pairs = [self._encode_pair(context, text) for text in first]
+        shared = min((_count_shared(alone, prompt) for prompt, _ in pairs), default=len(alone))
+        if not shared:  # a context of one token that reaches into the question: it is read as it is alone
+            return _row(alone), [self._encode_apart(text) for text in questions]
+        encoded = [EncodedQuestion(_row(prompt[shared:]), _row(answer)) for prompt, answer in pairs]
+        later = (self._encode_apart(text, follows=True) for text in questions[len(first) :])
+        return _row(alone[:shared]), [*encoded, *later]
+
+    def open_context(self, text: str) -> tuple[Tensor, str]:
+        """Return a context's token ids [1, T] as far as they hold before any question, and the text behind them.
+
+        That rest, mostly nothing, shares a token with what every question begins with: see `question`.
+
+        Raises:
+            EmptyTextError: the context has no token.
+        """
+        text = self._strip_context(text)
+        alone = self.context(text)[0].tolist()
+        opening = "\n\n" if self.chat else self.plain.partition(PLACE)[0]
+        shared = _count_shared(alone, self._encode_prompt(text + opening))
+        for rest in range(1 + _LONGEST_REST if 0 < shared < len(alone) else 1):
+            if self._encode_prompt(text[: len(text) - rest]) == alone[:shared]:
+                return _row(alone[:shared]), text[len(text) - rest :]
+        return _row(alone), ""
 
     def context(self, text: str) -> Tensor:
-        """Return the token ids [1, T] of everything before the question; EmptyTextError if there is nothing."""
-        ids = self._encode(self._head + text, special=not self.chat)
+        """Return the token ids [1, T] of a context that nothing follows; EmptyTextError if there is nothing."""
+        ids = self._encode_prompt(self._strip_context(text))
         if not ids:
             raise EmptyTextError("a context is empty once it is tokenised")
         return _row(ids)
 
-    def question(self, text: str, prefix: str = "", *, follows: bool = False) -> Tensor:
+    def question(self, text: str, prefix: str = "", *, rest: str = "", follows: bool = False) -> Tensor:
         """Return the token ids [1, K] of a question, of what leads to the reply, and of the reply's given beginning.
 
-        A question `follows` a reply, or else the context.
+        A question `follows` a reply, or else a context that is not known here but for its `rest`, see `open_context`.
         """
-        before = self._next_turn if follows and self.chat else "\n\n"
-        asked = before + text + self._wrapped[1] if self.chat else self.plain.replace(PLACE, text)
-        return _row(self._encode(asked + prefix, special=False))
+        return _row(self._encode_after(rest + self._question_text(text, prefix, follows)))
 
-    def answer(self, text: str, prefix: str = "") -> Tensor:
+    def answer(self, text: str, prefix: str = "", question: str = "") -> Tensor:
         """Return the token ids [1, K] of an answer, teacher-forced after `prefix`; EmptyTextError if there is none."""
-        before = prefix or ("" if self.chat else self.plain)
-        gap = " " if before and not before[-1].isspace() else ""
-        ids = self._encode(gap + text, special=False) if not is_blank(text) else []  # the gap may be a token
+        ids = [] if is_blank(text) else self._encode_after(self._gap(question, prefix, text) + text)
         if not ids:
             raise EmptyTextError(f"the answer {text!r} is empty once it is tokenised")
         return _row(ids)
@@ -110,16 +190,97 @@ class PromptFormat:
             raise IncompatibleError("the tokenizer's chat template drops earlier messages: no turn can follow another")
         return parts[2]
 
-    def _rendered(self, *roles: str, **options: Any) -> str:
+    def _rendered(self, *roles: str, content: str = _MARK, **options: Any) -> str:
         """Return the template with a mark as the message of each role."""
-        messages = [{"role": role, "content": _MARK} for role in roles]
+        messages = [{"role": role, "content": content} for role in roles]
         options |= {"enable_thinking": self.thinking, "tokenize": False, **TEMPLATE_OPTIONS}
         text: str = self.tokenizer.apply_chat_template(messages, **options)
         return text
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+    @cached_property
+    def _trims(self) -> tuple[bool, bool]:
+        """Whether the template takes away white space before and behind a message, as Llama 3's does."""
+        head, _, tail = self._rendered("user", content=f" {_MARK} ", add_generation_prompt=True).partition(_MARK)
+        return head == self._wrapped[0], tail == self._wrapped[1]
+
+    def _strip_context(self, text: str) -> str:
+        return text.lstrip() if self.chat and self._trims[0] else text
+
+    def _question_text(self, text: str, prefix: str = "", follows: bool = False) -> str:
+        """Return everything between a context, or a reply, and the reply to the question."""
+        if not self.chat:
+            return self.plain.replace(PLACE, text) + prefix
+        before = self._next_turn if follows else "\n\n"
+        return before + (text.rstrip() if self._trims[1] else text) + self._wrapped[1] + prefix
+
+    def _gap(self, question: str, prefix: str, answer: str) -> str:
+        """Return the blank before an answer, where one has to be there."""
+        before = prefix or ("" if self.chat else self.plain.replace(PLACE, question or "?"))
+        return "" if self.verbatim or answer[:1].isspace() or not _takes_blank(before[-1:]) else " "
+
+    def _encode_pair(self, context: str, text: QuestionText) -> tuple[list[int], list[int]]:
+        """Return the token ids of a prompt, context and question, and of the answer to it."""
+        before = context + self._question_text(text.question, text.prefix)
+        prompt = self._encode_prompt(before)
+        if text.answer is None or is_blank(text.answer):
+            return prompt, []
+        whole = self._encode_prompt(before + self._gap(text.question, text.prefix, text.answer) + text.answer)
+        shared = _count_shared(prompt, whole)
+        if shared == len(prompt) or self.verbatim:
+            return whole[:shared], whole[shared:]
+        return prompt, self.answer(text.answer, text.prefix, text.question)[0].tolist()
+
+    def _encode_apart(self, text: QuestionText, *, follows: bool = False) -> EncodedQuestion:
+        """Encode a question and its answer where the tokens before them are given."""
+        question = self.question(text.question, text.prefix, follows=follows)
+        if text.answer is None or is_blank(text.answer):
+            return EncodedQuestion(question, _row([]))
+        return EncodedQuestion(question, self.answer(text.answer, text.prefix, text.question))
+
+    def _encode_prompt(self, text: str) -> list[int]:
+        """Return the token ids of a prompt's beginning, from its first token on; a template brings special ones."""
+        if self.chat:
+            return self._encode_bare(self._head + text)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=True)["input_ids"]
+        return ids[: len(ids) - self._ending]
+
+    @cached_property
+    def _ending(self) -> int:
+        return count_ending(self.tokenizer)
+
+    def _encode_bare(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+    def _encode_after(self, text: str) -> list[int]:
+        """Return the token ids of a text within a longer one, of which the text before is not known."""
+        for anchor in _ANCHORS:
+            before = self._encode_bare(anchor)
+            whole = self._encode_bare(anchor + text)
+            is_known = getattr(self.tokenizer, "unk_token_id", None) not in before
+            if is_known and whole[: len(before)] == before:
+                return whole[len(before) :]
+        return self._encode_bare(text)
+
+
+def count_ending(tokenizer: Any) -> int:
+    """Count the special tokens that a tokenizer ends every text with; a prompt has not ended and is read without."""
+    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    starts = (start for start in range(len(whole) - len(bare) + 1) if whole[start : start + len(bare)] == bare)
+    return len(whole) - len(bare) - next(starts, len(whole) - len(bare))
+
+
+def _count_shared(some: Sequence[int], others: Sequence[int]) -> int:
+    """Count the tokens that two texts begin with in common."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
+
+
+def _takes_blank(character: str) -> bool:
+    """Tell whether a word that follows a character is divided from it by a blank."""
+    if not character or character.isspace() or unicodedata.category(character) in _OPENING:
+        return False
+    return not unicodedata.name(character, "").startswith(_UNSPACED)
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
@@ -140,7 +301,7 @@ def stop_at(text: str, stops: Sequence[str]) -> int | None:
     return min((at for at in places if at >= 0), default=None)
 
 
-def _row(ids: list[int]) -> Tensor:
+def _row(ids: Sequence[int]) -> Tensor:
     import torch  # not above: whoever lists tasks has no use for it
 
-    return torch.tensor([ids], dtype=torch.long)
+    return torch.tensor([list(ids)], dtype=torch.long)

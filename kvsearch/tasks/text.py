@@ -25,7 +25,7 @@ LONGEST_WORD = 40  # characters to look for a space in; some scripts have none
 class TextTask(Task):
     """Windows of a text, one after the other: about `length` tokens of context, a few more, and what is predicted.
 
-    A continuation begins with a word, so that it has the same tokens by itself as in the text.
+    Parts end where a word does, in scripts that divide words by spaces, and are the text's own, white space included.
     """
 
     name: str
@@ -83,8 +83,8 @@ class TextTask(Task):
             end = self._space_after(gap + SPARE * CONTINUATION * characters)
             if end > len(self.text):
                 return
-            continuation = self.text[gap:end].strip()
-            if continuation:
+            continuation = self.text[gap:end]
+            if continuation.strip():
                 query = Query(self.text[lead:gap], (continuation,), max_new_tokens=CONTINUATION)
                 yield Example(self.name, str(start), self.text[start:lead], (query,))
             start = end

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsearch.core.errors import IncompatibleError
-from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, cut, stop_at
+from kvsearch.tasks.prompts import PLAIN_PROMPT, EmptyTextError, PromptFormat, QuestionText, cut, stop_at
 from kvsearch.tasks.synthetic.vocabulary import BOS
 from scripts.train_bundled import TOKEN_ID, tokenizer
 from tests.tiny import CHAT_TEMPLATE, Listed, chat_tokenizer
@@ -28,26 +28,30 @@ def words(ids: torch.Tensor) -> str:
     return str(tokenizer().decode(ids[0].tolist()))
 
 
-class Spy:
-    """A tokenizer that notes what it is given, and whether it may add special tokens."""
+class Letters:
+    """A tokenizer whose tokens are characters, which it notes are asked for; `chat_template` may be any."""
 
-    def __init__(self, chat_template: str | None) -> None:
+    def __init__(self, chat_template: str | None = None) -> None:
         self.chat_template = chat_template
-        self.seen: list[tuple[str, bool]] = []
 
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        self.seen.append((text, add_special_tokens))
-        return {"input_ids": [7]}
+        return {"input_ids": [1] * add_special_tokens + list(map(ord, text))}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        return "".join(f"<{message['content']}>" for message in messages)
+
+
+def text_of(ids: torch.Tensor) -> str:
+    return "".join(map(chr, ids[0].tolist()))
 
 
 def test_the_standard_prompt() -> None:
-    spy = Spy(None)
-    prompt = PromptFormat(spy)
-    prompt.context("C")
-    prompt.question("Q?")
-    prompt.answer("A")
+    prompt = PromptFormat(Letters())
     assert PLAIN_PROMPT == "\n\nQuestion: {question}\nAnswer:"
-    assert spy.seen == [("C", True), ("\n\nQuestion: Q?\nAnswer:", False), (" A", False)]
+    context, [(question, answer)] = prompt.encode("C", [QuestionText("Q?", answer="A")])
+    parts = ["\x01C", "\n\nQuestion: Q?\nAnswer:", " A"]
+    assert list(map(text_of, (context, question, answer))) == parts
+    assert list(map(text_of, (prompt.context("C"), prompt.question("Q?"), prompt.answer("A")))) == parts
 
 
 def test_with_a_chat_template_context_question_and_answer_make_one_conversation() -> None:
@@ -85,7 +89,7 @@ def test_the_template_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("the bell", "the fox"):
         prompt.context(text)
         prompt.question(text)
-    assert len(rendered) == 1
+    assert len(rendered) == 2  # once more to see what it does with white space
     assert rendered[0]["enable_thinking"] is False
 
 
@@ -99,22 +103,30 @@ def test_a_template_s_date_does_not_move() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "form", "prefix", "expected"),
+    ("template", "form", "prefix", "question", "answer", "expected"),
     [
-        (None, "{question}\nAnswer:", "", " A"),
-        (None, "{question}\nAnswer: ", "", "A"),
-        (None, "{question}\n", "", "A"),
-        (None, "{question}\nAnswer:", " It is", " A"),
-        (None, "{question}\nAnswer:", " It is\n", "A"),
-        ("any", "unused", "", "A"),
-        ("any", "unused", "It is", " A"),
-        ("any", "unused", "It is ", "A"),
+        (None, "{question}\nAnswer:", "", "", "A", " A"),
+        (None, "{question}\nAnswer: ", "", "", "A", "A"),
+        (None, "{question}\n", "", "", "A", "A"),
+        (None, "{question}\nAnswer:", " It is", "", "A", " A"),
+        (None, "{question}\nAnswer:", " It is\n", "", "A", "A"),
+        (None, "{question}\nAnswer:", "", "", " A", " A"),  # it brings its blank along
+        (None, "{question}", "", "Who?", "A", " A"),
+        (None, "{question}", "", "Who?\n", "A", "A"),
+        (None, "{question}", "", "Who (", "A", "A"),
+        (None, "{question}", "", "\u8c01\uff1f", "\u5e02", "\u5e02"),  # no blanks in Chinese,
+        (None, "{question}", "", "\u0e43\u0e04\u0e23", "\u0e04", "\u0e04"),  # nor in Thai,
+        (None, "{question}", "", "\ub204\uad6c", "\ub098", " \ub098"),  # but in Korean
+        ("any", "unused", "", "", "A", "A"),
+        ("any", "unused", "It is", "", "A", " A"),
+        ("any", "unused", "It is ", "", "A", "A"),
     ],
 )
-def test_one_gap_before_an_answer(template: str | None, form: str, prefix: str, expected: str) -> None:
-    spy = Spy(template)
-    PromptFormat(spy, form).answer("A", prefix)
-    assert spy.seen == [(expected, False)]
+def test_one_gap_before_an_answer(
+    template: str | None, form: str, prefix: str, question: str, answer: str, expected: str
+) -> None:
+    assert text_of(PromptFormat(Letters(template), form).answer(answer, prefix, question)) == expected
+    assert text_of(PromptFormat(Letters(template), form, verbatim=True).answer(answer, prefix, question)) == answer
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ def test_windows_follow_each_other_and_end_with_words() -> None:
     for window in windows:
         (query,) = window.queries
         assert len(window.context) >= 100
-        assert query.question.startswith(" ") and not query.answers[0].startswith(" ")
-        whole += f"{window.context}{query.question} {query.answers[0]}"
+        assert query.question.startswith(" ") and query.answers[0].startswith(" ")
+        whole += window.context + query.question + query.answers[0]
     assert WORDS.startswith(whole)
     assert len(WORDS) - len(whole) < 300
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.core.canonical import canonical_json, sha256_of
 from kvsearch.core.errors import IncompatibleError, UsageError
-from kvsearch.core.fields import Count, Record, Text
+from kvsearch.core.fields import Count, Record, Text, is_none
 from kvsearch.core.files import check_target
 from kvsearch.core.parsing import parse_json, require_header, validated
 from kvsearch.core.resources import version
@@ -51,7 +52,8 @@ READ = ("tokens", "mask")
 class CacheHeader(Record):
     """What a cache is of: the plan (which names its model), the dtype of its entries, sequences, tokens of each.
 
-    `length` counts padding. The versions are those it was written with.
+    `length` counts padding, `rest` is text behind the tokens, to be read with what follows. The versions are those it
+    was written with.
     """
 
     format: Literal["kvsearch.cache"] = "kvsearch.cache"
@@ -60,6 +62,7 @@ class CacheHeader(Record):
     dtype: Text
     sequences: Count
     length: Count
+    rest: Annotated[Text | None, Field(exclude_if=is_none)] = None
     kvsearch: Text
     torch: Text
     transformers: Text
@@ -86,6 +89,7 @@ def write_cache(
     read_mask: ReadMask,
     read: Sequence[Tensor | None],
     overwrite: bool,
+    rest: str = "",
 ) -> int:
     """Write the layers of a cache whose prompt has passed, and what was `read`; return the size of the file in bytes.
 
@@ -120,6 +124,7 @@ def write_cache(
         dtype=_dtype_name(dtype),
         sequences=batch,
         length=length,
+        rest=rest or None,
         kvsearch=version("kvsearch"),
         torch=version("torch"),
         transformers=version("transformers"),
