@@ -29,14 +29,16 @@ class CompressedContext:
     def __init__(self, planned: Any, prompts: PromptFormat, text: str) -> None:
         self.planned = planned
         self.prompts = prompts
-        self.ids = prompts.context(text).to(planned.device)
+        ids, self.rest = prompts.open_context(text)  # the rest shares a token with any question
+        self.ids = ids.to(planned.device)
         self.cache = planned.read(self.ids)
         self.cache.activate_past_recording()  # layers with a window must be able to forget a question, too
         self.mark = self.cache.mark()
 
     def answer(self, question: str) -> str:
         """Return the greedy reply to a question."""
-        prompt = torch.cat([self.ids, self.prompts.question(question).to(self.ids.device)], 1)
+        asked = self.prompts.question(question, rest=self.rest)
+        prompt = torch.cat([self.ids, asked.to(self.ids.device)], 1)
         output = self.planned.generate(prompt, past_key_values=self.cache, max_new_tokens=3, do_sample=False)
         self.cache.rewind(self.mark)
         return self.prompts.decode(output[0, prompt.shape[1] :].tolist())

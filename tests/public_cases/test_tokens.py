@@ -1,18 +1,22 @@
-"""Context, question and answer have the tokens of the whole text, whatever the tokenizer does at its beginning and end."""
+"""Context, question and answer have the tokens of the whole text, whatever a tokenizer does at its ends."""
 
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvsearch
 from kvsearch.tasks.base import Example, Query
 from kvsearch.tasks.encode import counter, encode
 from kvsearch.tasks.prompts import PLAIN_PROMPT, PromptFormat, QuestionText
 from kvsearch.tasks.text import TextTask
+from tests.families import build
 from tests.public_cases.tokenizers_in_use import KINDS, TEXT
 from tests.tiny import Listed
 
@@ -95,6 +99,26 @@ def test_chat_templates(kind: str, template: str, context: str, asked: list[str]
         messages = [{"role": "user", "content": f"{context}\n\n{question}"}]
         rendered = made.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert [*ids[0].tolist(), *own[0].tolist()] == made(rendered, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", ["bytes, Llama 3", "SentencePiece, Llama 2", "Unigram"])
+def test_replies_from_a_file_are_those_to_the_whole_text(kind: str, tmp_path: Path) -> None:
+    made = tokenizer(kind)
+    model = build("llama", vocab_size=len(made))
+    plan, file = tmp_path / "plan.json", tmp_path / "context.kv"
+    kvsearch.plans.uniform(model, tokenizer=made, policy="streaming:sinks=2", budget=12, output=plan)
+    context, prompt = TEXT[:101], "who was there?"
+    assert context.endswith(".")
+    asked: dict[str, Any] = {"tokenizer": made, "prompt": prompt, "max_new_tokens": 6}
+    [direct] = kvsearch.generate(model, plan=plan, context=context, **asked)
+    kvsearch.compress(model, tokenizer=made, plan=plan, context=context, output=file)
+    [kept] = kvsearch.generate(model, cache=file, **asked)
+    assert (kept.text, kept.context_tokens) == (direct.text, direct.context_tokens)
+    whole = made(f"{context}\n\nQuestion: {prompt}\nAnswer:", return_tensors="pt").input_ids
+    ids = whole[:, : whole.shape[1] - int(whole[0, -1] == made.eos_token_id)]
+    [full] = kvsearch.generate(model, context=context, **asked)
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=3)
+    assert full.text == made.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
