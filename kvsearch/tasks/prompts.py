@@ -40,6 +40,7 @@ _UNSPACED = (
     "TIBETAN",
 )  # fmt: skip
 _OPENING = ("Ps", "Pi")  # categories of brackets and quotation marks
+_NEAR = 512  # characters before a context's end that are encoded again with what follows
 _LONGEST_REST = 32  # characters at a context's end that may share a token with a question
 
 
@@ -114,11 +115,14 @@ class PromptFormat:
         if not alone:
             raise EmptyTextError("a context is empty once it is tokenised")
         first = questions[:1] if turns else questions
-        pairs = [self._encode_pair(context, text) for text in first]
-        shared = min((_count_shared(alone, prompt) for prompt, _ in pairs), default=len(alone))
-        if not shared:  # a context of one token that reaches into the question: it is read as it is alone
+        far, near = self._split_far(context, alone)
+        encode = self._encode_after if far else self._encode_prompt
+        pairs = [self._encode_pair(encode, near, text) for text in first]
+        shared = min((_count_shared(alone[far:], prompt) for prompt, _ in pairs), default=len(alone) - far)
+        if far + shared == 0:  # a context of one token that reaches into the question: it is read as it is alone
             return _row(alone), [self._encode_apart(text) for text in questions]
         encoded = [EncodedQuestion(_row(prompt[shared:]), _row(answer)) for prompt, answer in pairs]
+        shared += far
         later = (self._encode_apart(text, follows=True) for text in questions[len(first) :])
         return _row(alone[:shared]), [*encoded, *later]
 
@@ -218,13 +222,24 @@ class PromptFormat:
         before = prefix or ("" if self.chat else self.plain.replace(PLACE, question or "?"))
         return "" if self.verbatim or answer[:1].isspace() or not _takes_blank(before[-1:]) else " "
 
-    def _encode_pair(self, context: str, text: QuestionText) -> tuple[list[int], list[int]]:
+    def _split_far(self, context: str, ids: list[int]) -> tuple[int, str]:
+        """Return how many tokens of a long context are far from its end, and the text of the others.
+
+        Merges do not reach far, so that text is all that has to be encoded again with every question.
+        """
+        cut = context.rfind(" ", 0, max(len(context) - _NEAR, 0))
+        near = self._encode_after(context[cut:]) if cut > 0 else []
+        return (len(ids) - len(near), context[cut:]) if near and ids[-len(near) :] == near else (0, context)
+
+    def _encode_pair(
+        self, encode: Callable[[str], list[int]], context: str, text: QuestionText
+    ) -> tuple[list[int], list[int]]:
         """Return the token ids of a prompt, context and question, and of the answer to it."""
         before = context + self._question_text(text.question, text.prefix)
-        prompt = self._encode_prompt(before)
+        prompt = encode(before)
         if text.answer is None or is_blank(text.answer):
             return prompt, []
-        whole = self._encode_prompt(before + self._gap(text.question, text.prefix, text.answer) + text.answer)
+        whole = encode(before + self._gap(text.question, text.prefix, text.answer) + text.answer)
         shared = _count_shared(prompt, whole)
         if shared == len(prompt) or self.verbatim:
             return whole[:shared], whole[shared:]

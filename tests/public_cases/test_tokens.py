@@ -88,6 +88,19 @@ def test_parts_of_a_text_joined_are_its_tokens_even_within_a_token(
         assert joined == tokens(kind, context + question + answer)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@given(texts, texts, texts, st.integers(0, 40))
+def test_long_contexts_are_not_encoded_anew_for_every_question(
+    kind: str, ending: str, question: str, answer: str, rolled: int
+) -> None:
+    context = TEXT[rolled:] * 3 + ending
+    form = PromptFormat(tokenizer(kind))
+    ids, [(own, right)] = form.encode(context, [QuestionText(question, answer=answer)])
+    joined = [token for part in (ids, own, right) for token in part[0].tolist()]
+    gap = form._gap(question, "", answer)
+    assert joined == tokens(kind, f"{context}\n\nQuestion: {question}\nAnswer:{gap}{answer}")
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bytes in Python"])
 @given(texts, st.lists(texts, min_size=1, max_size=2))
