@@ -97,12 +97,13 @@ class PromptFormat:
         """
         if not self.chat:
             return None
+        roles = ("user", "assistant")
         try:
-            _, found, rest = self._rendered("user", "assistant").rpartition(_MARK)
+            parts = self._rendered(*roles).split(_MARK)
         except Exception:  # noqa: BLE001 - a template raises what it likes: one that takes no reply shows no end of it
             return None
         special = {*self.tokenizer.all_special_ids, *getattr(self.tokenizer, "added_tokens_decoder", ())}
-        for token in self._encode(rest, special=False) if found else ():
+        for token in self._encode(parts[-1], special=False) if len(parts) > len(roles) else ():
             if token in special:
                 return token
             if self.tokenizer.decode([token]).strip():
