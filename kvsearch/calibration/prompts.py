@@ -22,7 +22,7 @@ from kvsearch.plan.origin import ContextSet
 from kvsearch.plan.profile_arrays import Arrays
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.policies import Policy
-from kvsearch.runtime.decode.replies import Finished
+from kvsearch.runtime.decode.replies import Finished, stop_tokens
 from kvsearch.runtime.replay.forced_answers import ForcedQuestions, parted_replies, reply_end, right_reply
 from kvsearch.tasks.base import Example, Task
 from kvsearch.tasks.encode import Prompt, TaskPrompts, check_length, counter, encode, middle_cut, most_tokens, unused
@@ -63,7 +63,7 @@ class CalibrationPrompt:
     """Token ids [1, T] that are compressed as one, the number of their context, and what may follow them.
 
     `text` is the number of the first context of the same text. An own reply ends with the token that makes `ended` true
-    of it.
+    of it, and where the turn ends that a chat template began if it is `chat`.
     """
 
     ids: Tensor
@@ -71,6 +71,7 @@ class CalibrationPrompt:
     text: int
     continuations: tuple[Continuation, ...]
     ended: Finished | None = None
+    chat: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what own replies alone are made with."""
@@ -86,11 +87,14 @@ class CalibrationPrompt:
         own = (after.answer + (after.most or most or 0) for after in self.continuations)
         return Work.over([self.length]) + Work.over(own if most else given, times)
 
-    def asking(self, loaded: LoadedModel, most: int, limit: int) -> ForcedQuestions:
-        """Return what is asked for own replies of `most` tokens where a question says nothing; `limit` is of all."""
+    def asking(self, model: str, stop: frozenset[int], most: int, limit: int) -> ForcedQuestions:
+        """Return what is asked of a model for own replies, which end before a token of `stop`.
+
+        They have `most` tokens where a question says nothing; `limit` is of all.
+        """
         questions = tuple(after.tokens[0, : after.answer] for after in self.continuations)
         room = tuple(min(after.most or most, limit - self.length - after.answer) for after in self.continuations)
-        return ForcedQuestions(self.ids[0], questions, room, self.refusal(loaded.name), self.ended)
+        return ForcedQuestions(self.ids[0], questions, room, stop, self.refusal(model), self.ended)
 
     def replied(self, replies: Sequence[list[int]], most: int) -> Iterator[Tensor]:
         """Yield continuations with what is taken of replies in place of answers, `most` tokens, if it is anything."""
@@ -146,9 +150,10 @@ def prompts_of(
                 followed.append(Continuation(torch.cat([question, answer], 1), question.shape[1], *how))
             else:
                 asked = torch.cat([ids, question], 1)
-                prompts.append(CalibrationPrompt(asked, number, text, (Continuation(answer, 0, *how),), context.ended))
+                after = (Continuation(answer, 0, *how),)
+                prompts.append(CalibrationPrompt(asked, number, text, after, context.ended, form.chat))
         if protocol == QUESTION_AGNOSTIC:
-            prompts.append(CalibrationPrompt(ids, number, text, tuple(followed), context.ended))
+            prompts.append(CalibrationPrompt(ids, number, text, tuple(followed), context.ended, form.chat))
     if truncated:
         warnings.warn(
             f"the middle of {truncated} of {len(data.contexts)} calibration contexts was cut out, so that context, "
@@ -194,7 +199,14 @@ def with_own_replies(
     limit = most_tokens(loaded.model) or sys.maxsize
 
     def make(some: Sequence[Sequence[CalibrationPrompt]]) -> Iterator[Arrays]:
-        asked = [[prompt.asking(loaded, most, limit) for prompt in part if prompt.continuations] for part in some]
+        stops = {
+            chat: frozenset(stop_tokens(loaded, PromptFormat(loaded.tokenizer, template=chat)))
+            for chat in {prompt.chat for part in some for prompt in part}
+        }
+        asked = [
+            [prompt.asking(loaded.name, stops[prompt.chat], most, limit) for prompt in part if prompt.continuations]
+            for part in some
+        ]
         for part, replies in zip(some, parted_replies(loaded, asked), strict=True):
             replying = [prompt for prompt in part if prompt.continuations]
             replied = [prompt.replied(of_prompt, most) for prompt, of_prompt in zip(replying, replies, strict=True)]

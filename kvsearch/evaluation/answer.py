@@ -44,7 +44,8 @@ class CompressedContext:
         self.loaded, self.cache, self.ids, self.rest = loaded, cache, ids, rest
         shape, length = describe(loaded.model), ids.shape[1]
         mask = torch.ones_like(ids, device=loaded.model.device)
-        self.replies = Replies(loaded.model, cache, mask, None, stop_tokens(loaded))
+        stop = stop_tokens(loaded, PromptFormat(loaded.tokenizer))
+        self.replies = Replies(loaded.model, cache, [ids[0]], mask, None, stop)
         self.entries, self.bytes = held_entries(loaded.model, cache, [length])[0], cache.nbytes()
         self.full_entries = len(shape.full_layers) * shape.kv_heads * length
         others = sum(cache.layer_nbytes(index) for index in range(shape.layers) if index not in shape.full_layers)

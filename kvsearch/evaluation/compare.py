@@ -29,6 +29,7 @@ from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runs.estimates import Difference, Estimate, doubt_of
 from kvsearch.runs.identity import METRICS, Job, RunConfig
 from kvsearch.runtime import Program
+from kvsearch.runtime.decode.next_tokens import generation_words
 from kvsearch.runtime.shared_prefill import batches
 from kvsearch.strategies.compared import ReadyMethod, different_settings, full_method
 from kvsearch.strategies.names import FULL as FULL
@@ -369,6 +370,12 @@ class Evaluation:
         return doubt_of(self.blocks[0].overall.scores[FULL].mean)
 
     @property
+    def following(self) -> str | None:
+        """What replies follow of the model's generation config, if anything."""
+        drawn = any(task.sampling is not None for task in self.encoded)
+        return generation_words(self.loaded.model, drawn=drawn)
+
+    @property
     def different(self) -> str | None:
         """Which settings the compared policies differ in, if they do."""
         return different_settings(self.methods)
@@ -378,6 +385,7 @@ class Evaluation:
         """What was not asked, or not as it was written, and what is not of equal size; nothing if all is well."""
         return [
             *([] if self.doubt is None else [self.doubt]),
+            *([] if self.following is None else [self.following]),
             *(f"{name}: {note}" for name, seen in self.seen.items() for note in seen.notes),
             *self.told,
             *self._hopeless_notes(),

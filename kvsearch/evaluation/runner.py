@@ -26,7 +26,8 @@ from kvsearch.models.memory import free_memory, is_out_of_memory
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import Draws, has_windows, stop_tokens
+from kvsearch.runtime.decode.next_tokens import Draws, generation_record
+from kvsearch.runtime.decode.replies import has_windows, stop_tokens
 from kvsearch.runtime.program import full_cache, require_room
 from kvsearch.runtime.shared_prefill import JointReplies, batches, compressed
 from kvsearch.strategies.compared import ReadyMethod
@@ -163,6 +164,8 @@ class KeptReplies:
         self, store: ReplyStore, loaded: LoadedModel, methods: Sequence[ReadyMethod], protocol: Protocol
     ) -> None:
         self.store = store
+        self._loaded = loaded
+        self._drawing = generation_record(loaded.model, drawn=True)
         shared = {**environment(loaded), "protocol": protocol, "stop_tokens": sorted(stop_tokens(loaded))}
         for label in ("name", "revision"):  # of the model: they are for the reader
             shared["model"].pop(label)
@@ -187,15 +190,17 @@ class KeptReplies:
     def keys(self, task: TaskPrompts, batch: Sequence[Reading], method: str) -> dict[Place, str]:
         """Return the key of each reply of a method to a batch."""
         keys: dict[Place, str] = {}
+        turn = sorted(stop_tokens(self._loaded, task.format) - stop_tokens(self._loaded))
         for reading, question in questions_of(batch):
             prompt = reading.prompt
             asked: dict[str, Any] = {
                 "prompt": token_hash(prompt.with_question(question)), "context": len(prompt.context),
                 "max_new_tokens": question.query.max_new_tokens, "stops": task.task.stops,
+                **({"end_of_turn": turn} if turn else {}),
             }  # fmt: skip
             if task.sampling is not None:
                 seed = task.sampling.seed_of(task.task.name, prompt.key, question.number)
-                asked["drawn"] = [task.sampling.temperature, task.sampling.top_p, seed]
+                asked["drawn"] = [task.sampling.temperature, task.sampling.top_p, seed, self._drawing]
             place = (task.task.name, prompt.key, question.number, method)
             keys[place] = sha256_of([self._methods[method], sha256_of(asked)])
         return keys
@@ -231,11 +236,12 @@ def answer_joints(
     """
     where = f"task {prompts.task.name}"
     ended = prompts.format.ended(prompts.task.stops)
+    stop = stop_tokens(loaded, prompts.format)
     asked = programs.keys() - set(finished)
     if is_forced(prompts.task):  # first of all: what others lose is compared with what it loses
         programs = {FULL: full_cache(loaded.model), **programs}
     full_losses: dict[tuple[int, int], float] = {}
-    joints = compressed(loaded.model, programs, [each.ids for each in batch], stop_tokens(loaded), ended, memory)
+    joints = compressed(loaded.model, programs, [each.ids for each in batch], stop, ended, memory)
     while True:
         with _naming(where, batch, [reading.questions[0] for reading in batch]):
             joint = next(joints, None)
@@ -271,7 +277,7 @@ def _replied(
         if prompts.sampling is not None:
             numbers = zip(sequences, everyone, strict=True)
             seeds = [prompts.sampling.seed_of(task.name, one.prompt.key, own.number) for one, own in numbers]
-            joint.replies.choose = Draws(prompts.sampling, seeds)
+            joint.replies.draws = Draws(prompts.sampling, seeds)
         started = perf_counter()
         with _naming(where, sequences, everyone):
             if is_forced(task):
@@ -317,8 +323,10 @@ def _naming(where: str, batch: Sequence[Reading], questions: Sequence[Question])
 
 
 def environment(loaded: LoadedModel) -> dict[str, Any]:
-    """Model, tokenizer, arithmetic and code."""
+    """Model, tokenizer, arithmetic and code; and what the generation config says of replies, if it says anything."""
+    generation = generation_record(loaded.model)
     return {
+        **({"generation": generation} if generation else {}),
         "model": loaded.fingerprint.model_dump(mode="json", exclude={"dtype"}),
         "tokenizer_sha256": tokenizer_hash(loaded.tokenizer),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
@@ -335,7 +343,9 @@ def metric_of(task: Task) -> str:
 def tokenizer_hash(tokenizer: Any) -> str:
     """SHA-256 of what a tokenizer does: its vocabulary and rules, special tokens and chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = sorted(tokenizer.get_vocab().items()) if backend is None else json.loads(backend.to_str())
+    rules: Any = sorted(tokenizer.get_vocab().items())
+    if backend is not None:  # truncation and padding are those of the last call, and every call sets them anew
+        rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
     known = {
         "class": type(tokenizer).__name__, "rules": rules, "special": str(sorted(tokenizer.special_tokens_map.items())),
         "chat_template": getattr(tokenizer, "chat_template", None),

@@ -100,9 +100,12 @@ def generate(options: GenerateOptions, reporter: Reporter) -> list[Reply]:
     """
     plan, context, prompts, plain = options.read()  # what is wrong with them is told before anything large is imported
     from kvsearch.evaluation.answer import answer
+    from kvsearch.runtime.decode.next_tokens import generation_words
 
     loaded = options.load(options.model, reporter)
     plan = options.plan_for(loaded, plan)
+    if words := generation_words(loaded.model):
+        reporter.say(words)
     source = options.cache or context
     replies = answer(loaded, plan, source, prompts, plain, options.max_new_tokens, chunk=options.chunk)
     if options.cache is None and plan is not None and replies[0].entries == replies[0].full_entries:

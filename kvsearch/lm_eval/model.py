@@ -26,7 +26,8 @@ from kvsearch.evaluation.likelihood import compressible, score
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
-from kvsearch.runtime.decode.replies import Draws, stop_tokens
+from kvsearch.runtime.decode.next_tokens import Draws
+from kvsearch.runtime.decode.replies import stop_tokens
 from kvsearch.runtime.shared_prefill import batches, compressed
 from kvsearch.tasks.base import Sampling
 from kvsearch.tasks.encode import most_tokens
@@ -305,7 +306,7 @@ class PlannedLM(LM):  # type: ignore[misc]
         for (prompt, _), entries in zip(batch, joint.entries[METHOD], strict=True):
             self._note_held(prompt, len(prompt.ids), entries)
         if asked.sampling is not None:
-            joint.replies.choose = Draws(asked.sampling, [asked.sampling.seed_of(*document) for document in places])
+            joint.replies.draws = Draws(asked.sampling, [asked.sampling.seed_of(*document) for document in places])
         replies = joint.replies.reply([generation.max_new_tokens for _, generation in batch])
         texts = [self.tokenizer.decode(reply, skip_special_tokens=True) for reply in replies]
         return [postprocess_generated_text(text, stops, None) for text in texts]

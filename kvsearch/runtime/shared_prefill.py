@@ -26,7 +26,7 @@ from kvsearch.policies import Observation
 from kvsearch.runtime.attention import require_attention
 from kvsearch.runtime.cache import PlanCache
 from kvsearch.runtime.decode.decoding import Decoding
-from kvsearch.runtime.decode.replies import Finished, PeakEntries, Replies, check_logits, left_padded
+from kvsearch.runtime.decode.replies import Finished, PeakEntries, Replies, checked, left_padded
 from kvsearch.runtime.layer import EvictingLayer
 from kvsearch.runtime.observe import PromptLayer, Rereads, reread
 from kvsearch.runtime.program import Program, prompt_bytes, require_room
@@ -77,7 +77,7 @@ def compressed(
         started = perf_counter()
         caches = {method: PlanCache(model, program) for method, program in portion.items()}
         logits, mask = read_prompts(model, list(caches.values()), prompts)
-        check_logits(logits)
+        checked(logits)
         entries = {method: held_entries(model, cache, lengths) for method, cache in caches.items()}
         nbytes = {method: cache.nbytes() for method, cache in caches.items()}
         seconds = perf_counter() - started
@@ -86,7 +86,7 @@ def compressed(
         for methods in batches(list(caches), len(caches), joins.__getitem__):
             masks = mask.repeat(len(methods), 1)
             batch = joined([caches[method] for method in methods], masks, lengths * len(methods))
-            replies = Replies(model, batch, masks, logits, stop, finished)
+            replies = Replies(model, batch, prompts, masks, logits, stop, finished)
             yield JointReplies(tuple(methods), replies, entries, nbytes, seconds, logits)
 
 
@@ -109,8 +109,8 @@ def read(model: Any, cache: PlanCache, prompts: Sequence[Tensor], stop: set[int]
     check_length(model, max(lengths))
     require_room(model, {"the plan": cache.program}, lengths, chunk)
     logits, mask = read_prompts(model, [cache], prompts, chunk)
-    check_logits(logits)
-    return Replies(model, cache, mask, logits, stop)
+    checked(logits)
+    return Replies(model, cache, prompts, mask, logits, stop)
 
 
 def held_entries(model: Any, cache: PlanCache, lengths: Sequence[int]) -> list[int]:

@@ -109,7 +109,7 @@ class PlanRuns:
         """Read the prompts of some contexts under all programs."""
         firsts = [self.samples[context[0]] for context in contexts]
         prompts = [sample.prompt for sample in firsts]
-        stop = stop_tokens(self.base.loaded)
+        stop = stop_tokens(self.base.loaded, firsts[0].task.format)
         known = None
         try:
             for joint in compressed(self.model, programs, prompts, stop, firsts[0].finished, self.memory):

@@ -173,6 +173,27 @@ class PromptFormat:
         """Return what tells whether a reply, token ids, has come to a stop text; None without `stops`."""
         return (lambda reply: stop_at(self.decode(reply), stops) is not None) if stops else None
 
+    @cached_property
+    def end_of_turn(self) -> int | None:
+        """The token that ends the model's turn in the chat template; None if there is none, or no template.
+
+        The first special token behind a reply counts, with nothing but white space before it.
+        """
+        if not self.chat:
+            return None
+        roles = ("user", "assistant")
+        try:
+            parts = self._rendered(*roles).split(_MARK)
+        except Exception:  # noqa: BLE001 - a template raises what it likes: one that takes no reply shows no end of it
+            return None
+        special = {*self.tokenizer.all_special_ids, *getattr(self.tokenizer, "added_tokens_decoder", ())}
+        for token in self._encode_bare(parts[-1]) if len(parts) > len(roles) else ():
+            if token in special:
+                return token
+            if self.tokenizer.decode([token]).strip():
+                break
+        return None
+
     @property
     def _head(self) -> str:
         return self._wrapped[0] if self.chat else ""

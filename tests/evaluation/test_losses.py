@@ -293,7 +293,7 @@ def test_means_over_the_tokens_that_follow(protocol: Any, model: LoadedModel) ->
 def test_the_models_own_reply_is_followed_where_it_is_right(model: LoadedModel) -> None:
     """An answer that begins the reply is one: the losses are those of the whole reply, not of that answer."""
     row = dataclasses.replace(TASK.rows[0], queries=(Query("recall", ("x",), 5),))
-    question = ForcedQuestions(tiny.ids_of(row.context)[0], (tiny.ids_of("recall")[0, 1:],), (5,), "")
+    question = ForcedQuestions(tiny.ids_of(row.context)[0], (tiny.ids_of("recall")[0, 1:],), (5,), frozenset({2}), "")
     [((reply,),)] = parted_replies(model, [[question]])
     said = [model.tokenizer.decode(reply[:count]) for count in (1, 5)]
     tasks = [tiny.Listed("x", (dataclasses.replace(row, queries=(Query("recall", (text,), 5),)),)) for text in said]

@@ -185,8 +185,12 @@ def test_a_key_depends_on_everything_that_decides_a_reply(model: LoadedModel) ->
     named = LoadedModel("tiny", model.model, model.tokenizer, model.fingerprint.model_copy(update={"name": "other"}))
     assert key(named, QUESTION_AGNOSTIC, *asked) == one_key
     chatty = LoadedModel("tiny", model.model, tiny.chat_tokenizer(), model.fingerprint)
+    penalising = tiny.loaded()
+    assert key(penalising, QUESTION_AGNOSTIC, *asked) == one_key
+    penalising.model.generation_config.repetition_penalty = 1.3
     others = [
         key(model, QUESTION_AGNOSTIC, *asked, method="full"),
+        key(penalising, QUESTION_AGNOSTIC, *asked),
         key(model, QUESTION_AWARE, *asked),
         key(tiny.loaded(num_hidden_layers=3), QUESTION_AGNOSTIC, *asked),
         key(chatty, QUESTION_AGNOSTIC, *asked),

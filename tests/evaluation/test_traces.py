@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvsearch.core.canonical import canonical_json
-from kvsearch.core.errors import NonFiniteError, UsageError
+from kvsearch.core.errors import UsageError
 from kvsearch.evaluation.compare import Evaluation, Split, prepare
 from kvsearch.evaluation.reply_store import open_run
 from kvsearch.evaluation.statistics import student_quantile
@@ -23,7 +23,7 @@ from kvsearch.plan.schema import QUESTION_AWARE
 from kvsearch.report.evaluation import csv_rows, trace_table
 from kvsearch.results.evaluation import EvaluationResult
 from kvsearch.runs.identity import LEDGER
-from kvsearch.runtime.decode.replies import Draws
+from kvsearch.runtime.decode.next_tokens import Draws, NextTokens
 from kvsearch.strategies.compared import sweep
 from kvsearch.strategies.methods import find_methods
 from kvsearch.tasks.base import Sampling, Task
@@ -157,11 +157,11 @@ def test_what_cannot_be_drawn(model: LoadedModel, tmp_path: Path) -> None:
 
 def test_tokens_are_drawn_by_their_chances() -> None:
     chances = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2])
-    logits = chances.log().expand(4_000, 2, 5)
+    logits = chances.log().expand(4_000, 5)
+    prompts = [torch.tensor([1])] * 4_000
     for top_p, kept in ((1.0, 5), (0.84, 3), (0.6, 2)):
-        drawn = Draws(Sampling(0.5, top_p), range(4_000))(logits).flatten()
+        draws = Draws(Sampling(0.5, top_p), range(4_000))
+        drawn = NextTokens(tiny.loaded().model, prompts, [1] * 4_000, draws)(logits).flatten()
         expected = chances**2 / (chances**2).sum()  # at a temperature of a half
         expected[expected.argsort()[: 5 - kept]] = 0
         assert torch.allclose(drawn.bincount(minlength=5) / 4_000, expected / expected.sum(), atol=0.03)
-    with pytest.raises(NonFiniteError):
-        Draws(DRAWN, [1, 2])(torch.tensor([[[0.0, 1.0]], [[0.0, torch.nan]]]))

@@ -105,9 +105,16 @@ def conversation(model: LoadedModel, program: Program, row: int) -> list[str]:
     return replies
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_replies_are_those_of_a_conversation(model: LoadedModel, batch: int) -> None:
-    """Of a plan that evicts nothing after the context, for methods that reply together and contexts in a batch."""
+@pytest.mark.parametrize(("batch", "penalty"), [(1, None), (3, None), (3, 1.6)])
+def test_replies_are_those_of_a_conversation(
+    model: LoadedModel, batch: int, penalty: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a plan that evicts nothing after the context, for methods that reply together and contexts in a batch.
+
+    A repetition penalty counts earlier questions and replies.
+    """
+    for name, value in {"repetition_penalty": penalty, "eos_token_id": model.tokenizer.eos_token_id}.items():
+        monkeypatch.setattr(model.model.generation_config, name, value)
     methods = programs(model)
     samples = run(model, methods, [TURNS], 3, batch)
     assert len(samples) == 3 * (3 + 1 + 2)

@@ -374,3 +374,17 @@ def test_our_bug_is_not_blamed_on_the_harness(
 def test_numbers_that_json_lacks_become_null() -> None:
     found = {"a": float("nan"), "b": [float("-inf"), 1.5], "c": {1}, "d": torch.float32}
     assert as_plain(found) == {"a": None, "b": [None, 1.5], "c": [1], "d": "torch.float32"}
+
+
+def test_a_repetition_penalty_gives_what_it_gives_the_harness_own_model(manager: TaskManager) -> None:
+    model = loaded("llama", tie_word_embeddings=False)
+    plain = evaluate_tasks(model, full_plan(model), manager, load_tasks(manager, NAMES[:1]), samples=True)
+    model.model.generation_config.repetition_penalty = 1.4
+    ours = evaluate_tasks(model, full_plan(model), manager, load_tasks(manager, NAMES[:1]), samples=True)
+    own = HFLM(model.model, tokenizer=model.tokenizer, batch_size=1)
+    theirs = as_plain(simple_evaluate(model=own, tasks=load_tasks(manager, NAMES[:1]), task_manager=manager))
+    replies = [
+        [sample["resps"] for sample in results["samples"]["small_generate"]] for results in (ours, theirs, plain)
+    ]
+    assert replies[0] == replies[1] != replies[2]
+    assert ours["kvsearch"]["generation"] == {"repetition_penalty": 1.4}

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.arrays import Ints
-from kvsearch.core.errors import NonFiniteError, UsageError, present
+from kvsearch.core.errors import NonFiniteError, UsageError, present, warn_once
 from kvsearch.models.architecture import describe
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime.cache import CacheMark, PlanCache
 from kvsearch.runtime.decode.decoding import Decoding
+from kvsearch.runtime.decode.next_tokens import Draws, NextTokens
 from kvsearch.runtime.decode.steps import DecodeSteps, stepping
 from kvsearch.runtime.stock import CACHE
 from kvsearch.signals.predictions import token_losses
-from kvsearch.tasks.base import Sampling
+from kvsearch.tasks.prompts import PromptFormat
 
 NO_LOGITS = "the model emits NaN or infinite logits: check its dtype and weights"
 Finished = Callable[[list[int]], bool]
-Chooser = Callable[[Tensor], Tensor]  # from logits [B, n, V] to the next tokens [B, 1], by the last of them
 
 
 class GrowingReply:
@@ -59,21 +59,23 @@ class Replies:
     Prompts and questions of different lengths are padded on the left. A reply ends before a token of `stop`, or with
     the token that makes `finished` true of it (None: nothing does).
 
-    The `cache` holds the prompts; `mask` [B, T] is 0 where they are padded, `logits` [b, 1, V] are those of their ends,
-    which repeat in a batch of several methods (None: not known, so that it can be asked but does not go on by itself).
-    `choose` takes the next tokens, the likeliest ones if it is left alone.
+    The `cache` holds the `prompts`, token ids [T] each; `mask` [B, T] is 0 where they are padded, `logits` [b, 1, V]
+    are those of their ends (None: not known, so that it can be asked but does not go on by itself). Prompts and logits
+    repeat in a batch of several methods. Replies are greedy, or drawn as `draws` says, both as `NextTokens` has them.
 
     Raises:
         NonFiniteError: from both kinds of reply.
+        IncompatibleError: from both: the model's generation config cannot be followed.
     """
 
     model: Any
     cache: PlanCache
+    prompts: Sequence[Tensor]
     mask: Tensor
     logits: Tensor | None
     stop: set[int]
     finished: Finished | None = None
-    choose: Chooser = field(default_factory=lambda: next_tokens)
+    draws: Draws | None = None
     _compressed: CacheMark | None = None
     _steps: list[DecodeSteps] = field(default_factory=list)  # captured for a question, for the next ones
 
@@ -97,7 +99,8 @@ class Replies:
         held = self._peak()
         logits = self._forward(self.model, ids, seen, positions)
         held.step(np.array([len(question) for question in questions]))
-        replies = self._generate(logits, seen, positions[:, -1:], max_new_tokens, held)
+        whole = [torch.cat(both) for both in zip(self._prompt_rows, questions, strict=True)]
+        replies = self._generate(whole, logits, seen, positions[:, -1:], max_new_tokens, held)
         self.cache.rewind(mark)
         return replies
 
@@ -134,7 +137,13 @@ class Replies:
         """Continue the prompts themselves, once; their last logits give the first token."""
         logits = present(self.logits, "a cache whose last logits are not known was to go on by itself")
         logits = logits.repeat(len(self.mask) // len(logits), 1, 1)
-        return self._generate(logits, self.mask, self.lengths - 1, max_new_tokens, self._peak())
+        prompts = self._prompt_rows
+        return self._generate(prompts, logits, self.mask, self.lengths - 1, max_new_tokens, self._peak())
+
+    @property
+    def _prompt_rows(self) -> list[Tensor]:
+        """The prompt of each row."""
+        return [*self.prompts] * (len(self.mask) // len(self.prompts))
 
     def _mark(self) -> CacheMark:
         """Return where the prompts end."""
@@ -155,10 +164,17 @@ class Replies:
         return ids, torch.cat([self.mask, mask], 1), self.lengths + (mask.cumsum(-1) - 1).clamp(min=0)
 
     def _generate(
-        self, logits: Tensor, seen: Tensor, positions: Tensor, max_new_tokens: Sequence[int], held: PeakEntries
+        self,
+        prompts: Sequence[Tensor],
+        logits: Tensor,
+        seen: Tensor,
+        positions: Tensor,
+        max_new_tokens: Sequence[int],
+        held: PeakEntries,
     ) -> list[list[int]]:
-        """Make replies that begin as `logits` [B, n, V] say; `positions` [B, 1] are those of the tokens before."""
-        ids = self.choose(logits)
+        """Make replies to whole `prompts`, at whose ends `logits` [B, n, V] and `positions` [B, 1] are."""
+        choose = NextTokens(self.model, prompts, max_new_tokens, self.draws)
+        ids = choose(checked(logits))
         replies = [GrowingReply(limit, self.stop, self.finished) for limit in max_new_tokens]
         with stepping(self.model, self.cache, max(max_new_tokens), kept=self._steps) as model:
             while True:
@@ -173,7 +189,7 @@ class Replies:
                     return [reply.tokens for reply in replies]
                 seen = torch.cat([seen, torch.ones_like(ids)], 1)
                 positions = positions + 1
-                ids = self.choose(self._forward(model, ids, seen, positions))
+                ids = choose(checked(self._forward(model, ids, seen, positions)))
                 held.step(np.ones(len(replies), dtype=np.int64))
 
     def _peak(self) -> PeakEntries:
@@ -191,42 +207,13 @@ class Replies:
         return logits
 
 
-def next_tokens(logits: Tensor) -> Tensor:
-    """Return the likeliest next tokens [B, 1] by logits [B, n, V]; errors as `check_logits`."""
-    check_logits(logits)
-    return logits[:, -1:].argmax(-1)
-
-
-def check_logits(logits: Tensor) -> None:
-    """Raise NonFiniteError if some of the last logits of [B, n, V] are no numbers."""
-    finite = logits[:, -1].isfinite().all(-1)
+def checked(logits: Tensor) -> Tensor:
+    """Return the last [B, V] of logits [B, n, V]; NonFiniteError if some of them are no numbers."""
+    last = logits[:, -1]
+    finite = last.isfinite().all(-1)
     if not bool(finite.all()):
         raise NonFiniteError(NO_LOGITS, int((~finite).nonzero()[0]))
-
-
-class Draws:
-    """A `Chooser` that draws the next token of every sequence by a sequence of random numbers of its own."""
-
-    def __init__(self, sampling: Sampling, seeds: Sequence[int]) -> None:
-        self.sampling = sampling
-        self._numbers = [np.random.default_rng(seed) for seed in seeds]
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Return a token [B, 1] of each sequence by logits [B, n, V]; NonFiniteError if some are no numbers.
-
-        The likeliest tokens whose chances first reach `top_p` share a number line by their chances, the likeliest
-        first, and a random number points at one of them (Holtzman et al., arXiv 1904.09751).
-        """
-        check_logits(logits)
-        last = logits[:, -1].double()
-        warmed = (last - last.amax(-1, keepdim=True)) / self.sampling.temperature
-        chances, tokens = warmed.softmax(-1).sort(stable=True, dim=-1, descending=True)
-        ends = chances.cumsum(-1)
-        final = ((ends - chances) < self.sampling.top_p).sum(-1, keepdim=True) - 1
-        points = torch.tensor([[numbers.random()] for numbers in self._numbers], device=logits.device)
-        places = (ends <= points * ends.gather(-1, final)).sum(-1, keepdim=True)
-        drawn: Tensor = tokens.gather(-1, places.minimum(final))
-        return drawn
+    return last
 
 
 def has_windows(model: Any) -> bool:
@@ -246,11 +233,31 @@ def left_padded(rows: Sequence[Tensor], device: Any, pad: int = 0) -> tuple[Tens
     return ids.to(device), mask.to(device)
 
 
-def stop_tokens(loaded: LoadedModel) -> set[int]:
-    """Return the end-of-sequence tokens of the model's generation configuration and of the tokenizer."""
-    configured = getattr(loaded.model.generation_config, "eos_token_id", None)
+def stop_tokens(loaded: LoadedModel, form: PromptFormat | None = None) -> set[int]:
+    """Return the end-of-sequence tokens of the model's generation configuration and of the tokenizer.
+
+    Stop strings of the configuration that are a token are ends, too; of others a warning says that they are none.
+    The token that ends a turn in the chat template of a `form` is one, too; a warning says so if nothing else does.
+    """
+    config = loaded.model.generation_config
+    configured = getattr(config, "eos_token_id", None)
     several = configured if isinstance(configured, list) else [configured]
-    return {int(token) for token in [*several, loaded.tokenizer.eos_token_id] if token is not None}
+    stop = {int(token) for token in [*several, loaded.tokenizer.eos_token_id] if token is not None}
+    strings = getattr(config, "stop_strings", None) or ()
+    for text in [strings] if isinstance(strings, str) else strings:
+        match loaded.tokenizer(text, add_special_tokens=False)["input_ids"]:
+            case [token]:
+                stop.add(token)
+            case _:
+                warn_once(f"the generation config has the stop string {text!r}, which is no token: replies go on there")
+    turn = None if form is None else form.end_of_turn
+    if turn is not None and turn not in stop:
+        warn_once(
+            f"the chat template ends a turn with {loaded.tokenizer.convert_ids_to_tokens(turn)}, which neither the "
+            "generation config nor the tokenizer names as an end: replies end there, too"
+        )
+        stop.add(turn)
+    return stop
 
 
 class PeakEntries:

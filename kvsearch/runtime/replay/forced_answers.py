@@ -39,13 +39,14 @@ Asked = tuple[str, str, int]  # a question by its task, the key of its example a
 class ForcedQuestions:
     """A prompt, token ids [T], and what is asked of it: `questions` [K] each, replies of at most `limits` tokens.
 
-    A single question without tokens: the prompt has it, and the reply follows at once. A reply ends with the token that
-    makes `ended` true of it. `place` is for messages.
+    A single question without tokens: the prompt has it, and the reply follows at once. A reply ends before a token of
+    `stop`, or with the token that makes `ended` true of it. `place` is for messages.
     """
 
     prompt: Tensor
     questions: tuple[Tensor, ...]
     limits: tuple[int, ...]
+    stop: frozenset[int]
     place: str
     ended: Finished | None = None
 
@@ -110,7 +111,8 @@ def forced_answers(
     if answers == "given":
         return found
     ends = {task.task.name: reply_end(task) for task in tasks}
-    questions = [_asking(task, one, ends[task.task.name]) for task, one in asked]
+    stops = {task.task.name: frozenset(stop_tokens(loaded, task.format)) for task in tasks}
+    questions = [_asking(task, one, stops[task.task.name], ends[task.task.name]) for task, one in asked]
     [made] = parted_replies(loaded, [questions], progress)
     for (task, reading), replies in zip(asked, made, strict=True):
         name = task.task.name
@@ -134,7 +136,7 @@ def parted_replies(
     apart = has_windows(loaded.model)  # on sliding windows no padding may come before questions
 
     def alike(one: ForcedQuestions) -> object:
-        return one.ended, tuple(map(len, one.questions)) if apart else len(one.questions[0]) > 0
+        return one.ended, one.stop, tuple(map(len, one.questions)) if apart else len(one.questions[0]) > 0
 
     whole = [[(number, one) for number, one in enumerate(part)] for part in parts]
     together = [list(batches(part, TOGETHER, lambda one: alike(one[1]))) for part in whole]
@@ -165,7 +167,7 @@ def _replies(
     copies = 1 if apart else min(most, max(1, TOGETHER // size))
     programs = {str(copy): full_cache(loaded.model) for copy in range(copies)}
     prompts = [one.prompt for one in part]
-    stop = stop_tokens(loaded)
+    stop = set(part[0].stop)
     found = dict[tuple[int, int], list[int]]()
     try:
         with running(loaded.model):
@@ -182,11 +184,12 @@ def _replies(
     return [[found[row, number] for number in range(len(one.questions))] for row, one in enumerate(part)]
 
 
-def _asking(task: TaskPrompts, reading: Reading, ended: Finished | None) -> ForcedQuestions:
+def _asking(task: TaskPrompts, reading: Reading, stop: frozenset[int], ended: Finished | None) -> ForcedQuestions:
     return ForcedQuestions(
         reading.ids,
         tuple(map(reading.following, reading.questions)),
         tuple(question.query.max_new_tokens for question in reading.questions),
+        stop,
         f"task {task.task.name}, example {reading.prompt.key}",
         ended,
     )

@@ -180,7 +180,6 @@ class CandidateBank(Closing):
         """Reply greedily, by candidate and sample, as long as each question allows; errors as for `losses`."""
         table = self._table(candidates)
         replies: dict[tuple[int, int], BankReply] = {}
-        stop = stop_tokens(self.loaded)
 
         def act(states: LayerStates, indices: list[int], some: slice) -> None:
             samples = [self.samples[index] for index in indices]
@@ -189,7 +188,8 @@ class CandidateBank(Closing):
             if all(name in self._last for name in names):
                 first = torch.stack([self._last[name] for name in names]).to(self.loaded.device)
             reader = Pass(self.loaded.model, samples, states, self._windows, table[some])
-            for candidate, row in enumerate(reader.replies(first, stop), some.start):
+            stops = [stop_tokens(self.loaded, sample.task.format) for sample in samples]
+            for candidate, row in enumerate(reader.replies(first, stops), some.start):
                 replies.update({(candidate, index): reply for index, reply in zip(indices, row, strict=True)})
 
         self._run(table, self._replying, act)

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvsearch.core.arrays import Ints
 from kvsearch.runtime.attention import Output, causal_mask, tag
+from kvsearch.runtime.decode.next_tokens import NextTokens
 from kvsearch.runtime.decode.replies import GrowingReply, left_padded
 from kvsearch.runtime.decode.steps import repeating
 from kvsearch.runtime.logits import Logits
@@ -357,11 +358,11 @@ class Pass:
         return reserving
 
     @torch.no_grad()
-    def replies(self, first: Tensor | None, stop: set[int]) -> list[list[BankReply]]:
+    def replies(self, first: Tensor | None, stops: Sequence[set[int]]) -> list[list[BankReply]]:
         """Reply greedily, by candidate and sample: to the questions, or as the prompts' last logits go on.
 
         `first` [S, V] are these logits where there are no questions. A reply has at most as many tokens as its sample's
-        `limit`, and ends before a token of `stop` or with one that makes its sample's `finished` true.
+        `limit`, and ends before a token of its sample's `stops` or with one that makes its `finished` true.
         """
         samples = self.samples
         if first is None:
@@ -369,12 +370,15 @@ class Pass:
             logits = self.read(ids, mask.bool(), 1)[:, :, 0]
         else:
             logits = first.expand(self.count, *first.shape)
-        rows = [BankReply(sample.limit, stop, sample.finished) for _ in range(self.count) for sample in samples]
+        each = [(sample, stop) for _ in range(self.count) for sample, stop in zip(samples, stops, strict=True)]
+        rows = [BankReply(sample.limit, stop, sample.finished) for sample, stop in each]
+        prompts = [torch.cat([sample.prompt, sample.asked]) for sample in samples] * self.count
+        choose = NextTokens(self.model, prompts, [row.limit for row in rows])
         every = torch.ones(len(samples), 1, dtype=torch.bool, device=self.model.device)
         ids = torch.empty(len(rows), 1, dtype=torch.int64, device=every.device)
         step = self._following(ids, every, max(sample.limit for sample in samples))
         while True:
-            chosen = logits.argmax(-1).flatten()
+            chosen = choose(logits.flatten(0, 1)).flatten()
             finite = logits.isfinite().all(-1).flatten()
             for row, token, known in zip(rows, chosen.tolist(), finite.tolist(), strict=True):
                 if not row.ended:

@@ -220,3 +220,17 @@ def test_companions_change_nothing(family: str) -> None:
         backwards = bank.losses(candidates[::-1])[::-1]
     np.testing.assert_array_equal(alone, together)
     np.testing.assert_array_equal(backwards, together)
+
+
+@protocols
+def test_replies_follow_the_generation_config_as_those_of_the_evaluator_do(protocol: Protocol) -> None:
+    model = loaded("llama")
+    task = longer(encoded(model, (60, 2), (90, 1))[0], 8)
+    candidates = random_candidates(model, 3, 70)
+    samples = bank_samples([task], protocol)
+    with CandidateBank(model, SNAPKV, samples, cap=70) as bank:
+        plain = tokens_of(bank, candidates)
+        model.model.generation_config.repetition_penalty = 1.7
+        penalised = tokens_of(bank, candidates)
+    assert penalised == evaluator_replies(model, task, protocol, candidates)
+    assert penalised != plain
