@@ -172,9 +172,7 @@ def _four_bits(weight: Any) -> tuple[Tensor, Any]:
 
 def _applied_weight(module: nn.Module, inputs: int, dtype: torch.dtype) -> Tensor:
     """Return what a module makes of unit vectors, as a matrix [out, in] fp32."""
-    # beside a large bias the products would be rounded
-    named = chain(module.named_parameters(), module.named_buffers())
-    biases = {name: torch.zeros_like(one) for name, one in named if name.split(".")[-1] == "bias" and one.dim() == 1}
+    biases = _without_biases(module)
     rest = _apply(module, torch.zeros(1, inputs, dtype=dtype), biases)
     rows = []
     for first in range(0, inputs, BLOCK):
@@ -182,6 +180,12 @@ def _applied_weight(module: nn.Module, inputs: int, dtype: torch.dtype) -> Tenso
         units[:, first:].fill_diagonal_(1.0)
         rows.append(_apply(module, units, biases) - rest)
     return torch.cat(rows).T
+
+
+def _without_biases(module: nn.Module) -> dict[str, Tensor]:
+    """Return zeros in the place of a module's biases: added to a large one, the products would be rounded."""
+    named = chain(module.named_parameters(), module.named_buffers())
+    return {name: torch.zeros_like(one) for name, one in named if name.split(".")[-1] == "bias" and one.dim() == 1}
 
 
 def _apply(module: nn.Module, rows: Tensor, replaced: Mapping[str, Tensor]) -> Tensor:
@@ -201,7 +205,8 @@ def _require_linear(module: nn.Module, weight: Tensor, inputs: int, dtype: torch
     if not bool(weight.isfinite().all()):
         raise IncompatibleError("it has NaN or infinite values")
     rows = torch.randn(PROBES, inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
-    applied = _apply(module, rows, {}) - _apply(module, torch.zeros_like(rows[:1]), {})
+    biases = _without_biases(module)
+    applied = _apply(module, rows, biases) - _apply(module, torch.zeros_like(rows[:1]), biases)
     expected = rows.to(weight.device, torch.float32) @ weight.T
     if not bool((applied - expected).norm() <= TOLERANCE * expected.norm() + 1e-6):
         raise IncompatibleError("what it makes of other vectors does not follow from what it makes of unit vectors")
@@ -262,7 +267,8 @@ def _effective(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[s
     for label, place in labels.items():
         if isinstance(scaling, Mapping) and isinstance(scaling.get(label), int | float):
             yield clean_name(f"{path}scaling.{place}"), torch.tensor(float(scaling[label]))
-    replaced = labels.keys() & (module._modules.get("modules_to_save") or {}).keys()
+    copies: Any = module._modules.get("modules_to_save")
+    replaced = [label for label in labels if copies is not None and label in copies]
     for name, child in module.named_children():
         if name == "original_module" and replaced:
             continue
@@ -272,7 +278,7 @@ def _effective(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[s
         prefix = f"{path}{name}."
         for label, place in labels.items():
             if label in child:
-                here = child[label]
+                here: Any = child[label]
                 if isinstance(here, nn.Module):
                     yield from _effective(here, prefix if replaced else f"{prefix}{place}.", seen)
                 else:
@@ -319,17 +325,17 @@ def _held(module: nn.Module) -> dict[str, Tensor]:
     if any(tensor.dim() > 1 for tensor in buffers.values()) and not module._modules:
         held |= buffers
     if hasattr(module, "in_features") and not is_plain(module):
-        held |= dict(_loose(vars(module), ""))
+        held |= dict(_in_tables(vars(module)))
     return held
 
 
-def _loose(attributes: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors that are neither parameters nor buffers, such as the scales of HQQ's layers in their `meta`."""
+def _in_tables(attributes: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors in dictionaries that are attributes, as scales and zero points of HQQ's layers in their `meta`."""
     for name, value in attributes.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and path:  # others are made as they are needed
             yield f"{path}{name}", value
         elif isinstance(value, dict) and not str(name).startswith("_"):
-            yield from _loose(value, f"{path}{name}.")
+            yield from _in_tables(value, f"{path}{name}.")
 
 
 def _inner(tensor: Any) -> Iterator[Tensor]:
