@@ -19,7 +19,8 @@ from kvsearch.config.options import MACHINE, JobOptions, option
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError, warn_once
 from kvsearch.core.limits import MOST_LAYERS
 from kvsearch.core.naming import did_you_mean, require_known
-from kvsearch.core.parsing import describe_fault, read_json, shown
+from kvsearch.core.parsing import describe_fault, read_json
+from kvsearch.core.printed import cut
 from kvsearch.core.resources import resource, version
 from kvsearch.models.memory import (
     accelerator,
@@ -276,6 +277,7 @@ def find_source(name: str, options: LoadOptions) -> str:
     return name
 
 
+_LONGEST_NAME = 200
 _MERGE = (
     "an adapter (LoRA or another of PEFT's) of {base}, without that model's weights: merge it, in Python, by "
     "peft.AutoPeftModelForCausalLM.from_pretrained({path!r}).merge_and_unload().save_pretrained(FOLDER), with the "
@@ -290,7 +292,7 @@ def _refuse_adapter(name: str, path: Path) -> None:
     if not (path / CONFIG).is_file():
         stated = read_json(path / ADAPTER)
         base = stated.get("base_model_name_or_path") if isinstance(stated, dict) else None
-        of = f"the model {shown(base)}" if base else "a model that it does not name"
+        of = f"the model {cut(repr(base), _LONGEST_NAME)}" if base else "a model that it does not name"
         raise IncompatibleError(f"{name!r} is {_MERGE.format(base=of, path=name)}")
     if find_spec("peft") is None:  # with it transformers puts the adapter on the model
         raise EnvironmentFault(
