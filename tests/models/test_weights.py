@@ -23,10 +23,10 @@ from tests.tiny import loaded, wrap
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def weighted() -> Any:
+def weighted(**changes: Any) -> Any:
     """A tiny Llama whose output projections have rows of different size, as trained ones have."""
     torch.manual_seed(0)
-    model = loaded("llama").model
+    model = loaded("llama", **changes).model
     with torch.no_grad():
         for attention in projections(model):
             attention.o_proj.weight.mul_(torch.exp(1.5 * torch.randn(64, 1)))

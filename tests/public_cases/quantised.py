@@ -177,7 +177,8 @@ def four_bits_are_dequantised(folder: Path) -> None:
 
 
 def four_bits_calibrate_or_say_why(folder: Path) -> None:
-    four = read_in_bits(saved(folder / "m"), load_in_4bit=True)
+    model = weighted(intermediate_size=128)  # bitsandbytes on a CPU takes multiples of its blocks
+    four = read_in_bits(saved(folder / "m", model), load_in_4bit=True)
     rows = folder / "q.jsonl"
     text = "recall mark . " * 60
     rows.write_text(f'{{"context": "{text}", "question": "recall", "answers": ["mark"], "max_new_tokens": 2}}\n' * 4)
