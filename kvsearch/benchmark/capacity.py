@@ -28,6 +28,7 @@ from kvsearch.core.errors import EnvironmentFault
 from kvsearch.core.items import Progress
 from kvsearch.models.architecture import describe
 from kvsearch.models.memory import default_memory, free_bytes, free_memory, is_out_of_memory
+from kvsearch.models.weights import named_tensors
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import using
 from kvsearch.runtime.program import full_cache, memory_needs
@@ -57,9 +58,9 @@ def require_memory(model: Any, programs: dict[str, Program], work: Workload, dev
     decoding = caches[DYNAMIC] + int(SPARE * sum(caches[name] for name in ours))
     if decoding > most.dense + most.activations + most.masks + most.scratch:
         most = replace(most, cache=most.cache + decoding, dense=0, activations=0, masks=0, scratch=0)
-    parameters = list(model.parameters())
-    devices = {tensor.device for tensor in parameters if not tensor.is_meta}
-    needed = most.total - sum(tensor.nbytes for tensor in parameters if not tensor.is_meta)
+    held = [tensor for _, tensor in named_tensors(model) if not tensor.is_meta]
+    devices = {tensor.device for tensor in held}
+    needed = most.total - sum(tensor.nbytes for tensor in held)
     free = sum(map(free_bytes, devices or {device}))
     if needed > free:
         raise EnvironmentFault(

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
@@ -30,6 +30,7 @@ from kvsearch.core.errors import UsageError
 from kvsearch.core.items import Progress
 from kvsearch.models.architecture import describe, text_config
 from kvsearch.models.memory import accelerator, synchronise
+from kvsearch.models.weights import count_numbers, stored_bytes
 from kvsearch.plan import Phase
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.size import Size
@@ -347,7 +348,7 @@ def prompt_work(model: Any, batch: int, length: int) -> tuple[int, int]:
     shape = describe(model)
     read = read_weights(model)
     head = text_config(model).vocab_size * shape.hidden_size
-    multiplied = read // model.dtype.itemsize - head
+    multiplied = count_numbers(read_modules(model)) - head
     attention = 2 * len(shape.full_layers) * shape.query_heads * shape.head_dim * length
     return read, 2 * batch * (length * multiplied + head) + batch * length * attention
 
@@ -360,13 +361,19 @@ def token_work(model: Any, batch: int, entries: float, held: int) -> tuple[int, 
     shape = describe(model)
     read = read_weights(model)
     attention = 4 * len(shape.full_layers) * shape.query_heads * shape.head_dim * entries
-    return read + held, batch * (2 * read // model.dtype.itemsize + attention)
+    return read + held, batch * (2 * count_numbers(read_modules(model)) + attention)
 
 
 def read_weights(model: Any) -> int:
     """Return the bytes of weights that every token reads: all but an input embedding that is not the output's, too."""
-    embedding = model.get_input_embeddings()
+    return stored_bytes(read_modules(model))
+
+
+def read_modules(model: Any) -> list[nn.Module]:
+    """Return the modules whose weights every token reads: all but an input embedding.
+
+    The output's embedding is one of them; where it is the input's, that is read, too.
+    """
     output = model.get_output_embeddings()
-    tied = output is None or output.weight is embedding.weight
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    return int(total if tied else total - embedding.weight.nbytes)
+    left_out = [] if output is None else list(model.get_input_embeddings().modules())
+    return [module for module in model.modules() if not any(module is one for one in left_out)]

@@ -20,6 +20,7 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors
 
 from kvsearch.calibration.prompts import Continuation
 from kvsearch.models.architecture import describe
+from kvsearch.models.weights import require_gradients
 from kvsearch.policies import Observation, Policy, rank_under
 from kvsearch.policies.base import Needs
 from kvsearch.runtime.cache import check_rotary
@@ -109,6 +110,7 @@ def integrated_gradients(passed: ImportancePass, after: Continuation, protected:
     together, up to quadrature, unless it jumps on the way, as where experts are chosen. Some may be below zero: the
     answer is better without.
     """
+    require_gradients(passed.model, "give --normalization effect, which needs none, or load the model unquantised")
     tokens = after.tokens.to(passed.model.device)
     answer = after.tokens[0, max(after.answer, 1) :]
     keep = dict(enumerate(protected))

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 
 from kvsearch.core.errors import IncompatibleError, UsageError, given
 from kvsearch.exporters.base import WEIGHTS, Exported, Inputs, ProfileExporter
-from kvsearch.models.architecture import attention_modules
+from kvsearch.models.architecture import attention_modules, describe
 from kvsearch.models.loading import CONFIG
+from kvsearch.models.weights import effective_bias, effective_weight
 from kvsearch.plan import Profile, canonical_json
 from kvsearch.policies.probe import ARRAYS, METHOD, SPREAD
 
 HeadMaps = tuple[Tensor, Tensor]  # z = weight h + bias of each head: [Hkv, F, d_model], [Hkv, F]
 LINEAR = ("key", "value")  # features that are linear in hidden states
+PROJECTIONS = ("k_proj", "v_proj")  # and what makes them
 CHANGED = ("k_norm", "k_layernorm", "key_layernorm", "qk_norm", "v_norm")  # of an attention that makes them non-linear
 
 
@@ -52,7 +54,10 @@ class KvpressKvzap(ProfileExporter):
             {name: torch.from_numpy(profile.arrays[name][row].copy()).double() for name in ARRAYS}
             for row in range(len(metadata.layers))
         ]
-        heads = [_heads(modules[layer], features, fit) for layer, fit in zip(metadata.layers, fits, strict=True)]
+        entering = describe(model).hidden_size, model.dtype
+        heads = [
+            _heads(modules[layer], *entering, features, fit) for layer, fit in zip(metadata.layers, fits, strict=True)
+        ]
         linear = not any(bool(fit["output"].any()) for fit in fits)
         made = [(_linear if linear else _network)(one, fit) for one, fit in zip(heads, fits, strict=True)]
         tensors = {
@@ -90,22 +95,21 @@ class KvpressKvzap(ProfileExporter):
         return features
 
 
-def _heads(module: Any, features: list[str], fit: Mapping[str, Tensor]) -> HeadMaps:
+def _heads(module: Any, width: int, dtype: torch.dtype, features: list[str], fit: Mapping[str, Tensor]) -> HeadMaps:
     """Return what is read of a layer, standardised, as a linear map of hidden states; zero where it is no such map.
 
     Raises:
         IncompatibleError: keys or values are not linear in hidden states.
     """
-    projections: list[Any] = [getattr(module, name, None) for name in ("k_proj", "v_proj")]
+    projections: list[Any] = [getattr(module, name, None) for name in PROJECTIONS]
     changed = [name for name in CHANGED if getattr(module, name, None) is not None]
-    if changed or not all(isinstance(one, nn.Linear) for one in projections):
+    if changed or not all(isinstance(one, nn.Module) for one in projections):
         why = f"it has {', '.join(changed)}" if changed else "it has no linear k_proj and v_proj of their own"
         raise IncompatibleError(
             f"keys and values of {type(module).__name__} are not linear in what enters it: {why}; kvsearch itself "
             "runs the probe"
         )
     count = fit["center"].shape[0]
-    width = projections[0].weight.shape[1]
     weight = list[Tensor]()
     bias = list[Tensor]()
     for name in features:
@@ -113,10 +117,13 @@ def _heads(module: Any, features: list[str], fit: Mapping[str, Tensor]) -> HeadM
             weight.append(torch.zeros(count, 1, width, dtype=torch.float64))
             bias.append(fit["center"][:, sum(part.shape[1] for part in bias)][:, None])
             continue
-        projection = projections[LINEAR.index(name)]
-        weight.append(projection.weight.detach().cpu().double().view(count, -1, width))
+        place = LINEAR.index(name)
+        what = f"{PROJECTIONS[place]} of layer {getattr(module, 'layer_idx', '?')}"
+        matrix = effective_weight(projections[place], what, width, dtype)
+        weight.append(matrix.detach().cpu().double().reshape(count, -1, width))
         offset = weight[-1].new_zeros(count, weight[-1].shape[1])
-        bias.append(offset if projection.bias is None else projection.bias.detach().cpu().double().view_as(offset))
+        added = effective_bias(projections[place], width, dtype)
+        bias.append(offset if added is None else added.detach().cpu().double().view_as(offset))
     return torch.cat(weight, 1) / fit["scale"][..., None], (torch.cat(bias, 1) - fit["center"]) / fit["scale"]
 
 

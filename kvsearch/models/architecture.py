@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning
+from kvsearch.models.weights import effective_weight
 
 # families, by the model_type of their configuration without "_text" at the end, whose queries can be turned back to
 # position 0, which some policies need: no interleaved rotary embedding, and no norm with weights behind it
@@ -68,16 +69,27 @@ def text_config(model: nn.Module) -> Any:
     return model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
 
 
+def name_of(model: Any) -> str:
+    """Return what a model's configuration calls it, or else its class."""
+    return getattr(model.config, "_name_or_path", "") or _class_of(model)
+
+
+def _class_of(model: Any) -> str:
+    """Return the name of a model's class, of which PEFT's that may be around it is none."""
+    bare = model.get_base_model() if hasattr(type(model), "get_base_model") else model
+    return type(bare).__name__
+
+
 def describe(model: nn.Module) -> Architecture:
     """Read the architecture off a model; IncompatibleError in one line where the runtime cannot serve it."""
     config = text_config(model)
     if problem := unsupported(model):
-        raise IncompatibleError(f"{type(model).__name__} is not supported: {problem} (docs/models.md lists what is)")
+        raise IncompatibleError(f"{_class_of(model)} is not supported: {problem} (docs/models.md lists what is)")
     heads = config.num_attention_heads
     kinds = layer_kinds(config)
     full = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
     if not full:
-        raise IncompatibleError(f"{type(model).__name__} has no full-attention layer: there is nothing to evict")
+        raise IncompatibleError(f"{_class_of(model)} has no full-attention layer: there is nothing to evict")
     return Architecture(
         model_type=config.model_type,
         layers=config.num_hidden_layers,
@@ -108,6 +120,8 @@ def unsupported(model: nn.Module) -> str | None:
         problem = "multi-head latent attention compresses keys and values itself"
     elif getattr(config, "num_kv_shared_layers", 0):
         problem = "some of its layers share one KV cache"
+    elif any(getattr(one, "is_prompt_learning", False) for one in getattr(model, "peft_config", {}).values()):
+        problem = "its adapter puts virtual tokens in front of every prompt, which a plan does not know"
     elif not hasattr(config, "num_attention_heads"):
         problem = "it has no attention heads in its configuration"
     elif not any(hasattr(sys.modules[type(part).__module__], "ALL_ATTENTION_FUNCTIONS") for part in model.modules()):
@@ -152,7 +166,7 @@ def decoder(model: nn.Module) -> nn.Module:
         layers = getattr(module, "layers", None)
         if isinstance(layers, nn.ModuleList) and len(layers) == count and _attention_of(layers) is not None:
             return module
-    raise IncompatibleError(f"{type(model).__name__}: no decoder with layers of attention found")
+    raise IncompatibleError(f"{_class_of(model)}: no decoder with layers of attention found")
 
 
 def _attention_of(layers: Iterable[nn.Module]) -> nn.Module | None:
@@ -209,16 +223,26 @@ def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def output_projection(module: nn.Module) -> Any:
     """Return the linear map W_O at the end of one attention layer."""
-    found = (getattr(module, name, None) for name in OUTPUT_NAMES)
-    projection = next((one for one in found if isinstance(one, nn.Module)), None)
-    if projection is None:
-        raise IncompatibleError(f"{type(module).__name__} has no output projection under a name that is known here")
-    return projection
+    return getattr(module, _output_name(module))
 
 
-def output_weight(module: nn.Module, heads: int) -> Tensor:
-    """Return W_O of one attention layer per query head, [Hq, Dv, d_model] fp32."""
-    weight: Tensor = output_projection(module).weight
+def _output_name(module: nn.Module) -> str:
+    for name in OUTPUT_NAMES:
+        if isinstance(getattr(module, name, None), nn.Module):
+            return name
+    raise IncompatibleError(f"{type(module).__name__} has no output projection under a name that is known here")
+
+
+def output_weight(module: nn.Module, heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return W_O of one attention layer per query head, [Hq, Dv, d_model] fp32.
+
+    `dtype` is that of attention outputs. Errors as for `effective_weight`.
+    """
+    name = _output_name(module)
+    projection: Any = getattr(module, name)
+    what = f"{name} of layer {getattr(module, 'layer_idx', '?')}"
+    inputs: int = getattr(projection, "in_features", None) or heads * getattr(module, "head_dim", 0)
+    weight = effective_weight(projection, what, inputs, dtype)
     return weight.float().reshape(weight.shape[0], heads, -1).permute(1, 2, 0)
 
 

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 from kvsearch.core.canonical import sha256_of
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.core.parsing import describe_validation_error
-from kvsearch.models.architecture import describe, text_config
+from kvsearch.models.architecture import describe, name_of, text_config
 from kvsearch.models.memory import refuse_offloaded
+from kvsearch.models.weights import effective_tensors
 from kvsearch.plan import ModelFingerprint
 from kvsearch.plan.saved import MODEL_KEY
 
@@ -34,6 +35,7 @@ def fingerprint(
     """Identify `model` by content. Weights are sampled (64 values of every tensor, rounded to bfloat16), so that the
     fingerprint costs milliseconds and does not depend on the device, nor on whether the model was loaded in float32 or
     in bfloat16. (Loading in float16 what was not stored so changes small weights, and with them the fingerprint.)
+    Of quantised weights codes and scales count, of adapters those that are active; names of wrappers do not.
     Without `weights` the model is no more than its shape, and the hash that of nothing.
 
     Raises:
@@ -42,7 +44,7 @@ def fingerprint(
             configuration that cannot be written.
     """
     shape = describe(model)
-    called = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+    called = name or name_of(model)
     if weights:
         refuse_offloaded(model, called)
     try:
@@ -71,12 +73,15 @@ def config_hash(config: Any) -> str:
 
 @torch.no_grad()
 def weights_hash(model: Any) -> str:
-    """Return the SHA-256 over the names, shapes and sampled values of all parameters."""
+    """Return the SHA-256 over the names, shapes and sampled values of all weights; see `effective_tensors`."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
+    for name, tensor in sorted(effective_tensors(model), key=lambda pair: pair[0]):
+        flat = tensor.reshape(-1)
+        if flat.dtype.itemsize == 1:  # codes, and float8, which few devices can index
+            flat = flat.view(torch.uint8)
         count = min(SAMPLES, flat.numel())
-        index = torch.arange(count, device=flat.device) * flat.numel() // count
-        sample = flat[index].to(torch.bfloat16).float().cpu().numpy().tobytes()
-        digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample)
+        index = torch.arange(count, device=flat.device) * flat.numel() // max(1, count)
+        values = flat[index]
+        values = values.to(torch.bfloat16).float() if flat.is_floating_point() else values
+        digest.update(f"{name}{tuple(tensor.shape)}".encode() + values.cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
@@ -18,7 +19,8 @@ from kvsearch.config.options import MACHINE, JobOptions, option
 from kvsearch.core.errors import EnvironmentFault, IncompatibleError, KvsearchError, UsageError, warn_once
 from kvsearch.core.limits import MOST_LAYERS
 from kvsearch.core.naming import did_you_mean, require_known
-from kvsearch.core.parsing import describe_fault
+from kvsearch.core.parsing import describe_fault, read_json
+from kvsearch.core.printed import cut
 from kvsearch.core.resources import resource, version
 from kvsearch.models.memory import (
     accelerator,
@@ -42,6 +44,7 @@ DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # that PyTorch may bring; there
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"  # of what PEFT saves: an adapter without its model
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 ROOM = 32_768  # tokens of a prompt that a GPU must have room for beside the weights to hold a model alone
 
@@ -118,13 +121,14 @@ def adopt(model: Any, tokenizer: Any) -> LoadedModel:
         TypeError: the tokenizer is missing.
         IncompatibleError: the model is in training mode; see also `fingerprint`.
     """
+    from kvsearch.models.architecture import name_of
     from kvsearch.models.fingerprint import fingerprint
 
     if tokenizer is None:
         raise TypeError("a loaded model needs its tokenizer: give it as tokenizer=...")
     if model.training:
         raise IncompatibleError("the model is in training mode: call its eval() first")
-    name = model.config.name_or_path or type(model).__name__
+    name = name_of(model)
     return LoadedModel(name, model, tokenizer, fingerprint(model, name))
 
 
@@ -145,6 +149,7 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from kvsearch.models.fingerprint import fingerprint
+    from kvsearch.models.weights import is_finite, named_tensors
 
     if weights and options.device != "auto":
         require_device(options.device)
@@ -178,7 +183,8 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
         # a damaged file shows as an exception of transformers, safetensors, huggingface_hub or Python itself
         if is_out_of_memory(error) or isinstance(error, KvsearchError):
             raise
-        kind = EnvironmentFault if isinstance(error, OSError) and not is_local else IncompatibleError
+        is_elsewhere = isinstance(error, ImportError) or (isinstance(error, OSError) and not is_local)
+        kind = EnvironmentFault if is_elsewhere else IncompatibleError
         raise kind(f"model {name!r} cannot be loaded: {describe_fault(error)}") from error
     if missing:  # transformers makes them up
         listed = ", ".join(missing[:3])
@@ -193,10 +199,10 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
                 f"{model.device} does not compute in bfloat16, in which model {name!r} is: give --dtype float16 or "
                 "float32"
             )
-        for parameter_name, parameter in model.named_parameters():
-            if not bool(parameter.isfinite().all()):
+        for tensor_name, tensor in named_tensors(model):
+            if not is_finite(tensor):
                 raise IncompatibleError(
-                    f"model {name!r} has NaN or infinite values in {parameter_name}: the file is damaged"
+                    f"model {name!r} has NaN or infinite values in {tensor_name}: the file is damaged"
                 )
     return LoadedModel(name, model, tokenizer, fingerprint(model, name, _revision(source, options), weights))
 
@@ -241,6 +247,7 @@ def find_source(name: str, options: LoadOptions) -> str:
         return str(resource(f"data/{name}"))
     path = Path(name)
     if path.exists():
+        _refuse_adapter(name, path)
         if not (path / CONFIG).is_file():
             raise IncompatibleError(f"{name!r} has no {CONFIG}, so it is not the directory of a Hugging Face model")
         return name
@@ -256,7 +263,7 @@ def find_source(name: str, options: LoadOptions) -> str:
     if options.offline or constants.HF_HUB_OFFLINE:
         raise UsageError(f"{nowhere}: check the spelling, or leave --offline out (and HF_HUB_OFFLINE)")
     try:
-        model_info(name, revision=options.revision)
+        files = {file.rfilename for file in model_info(name, revision=options.revision).siblings or ()}
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         revision = "" if options.revision is None else f" with revision {options.revision}"
         raise UsageError(
@@ -265,7 +272,33 @@ def find_source(name: str, options: LoadOptions) -> str:
     except Exception as error:  # of the hub, of its HTTP library, of the network
         reason = describe_fault(error)
         raise EnvironmentFault(f"{nowhere}, and the hub does not answer: check the network ({reason})") from error
+    if ADAPTER in files and CONFIG not in files:
+        raise IncompatibleError(f"{name!r} is {_MERGE.format(base='a model', path=name)}")
     return name
+
+
+_LONGEST_NAME = 200
+_MERGE = (
+    "an adapter (LoRA or another of PEFT's) of {base}, without that model's weights: merge it, in Python, by "
+    "peft.AutoPeftModelForCausalLM.from_pretrained({path!r}).merge_and_unload().save_pretrained(FOLDER), with the "
+    "tokenizer beside it, or load it with PEFT and give that model to kvsearch's functions"
+)
+
+
+def _refuse_adapter(name: str, path: Path) -> None:
+    """Refuse a folder that holds no more than an adapter, or one beside a model that would be left out unseen."""
+    if not (path / ADAPTER).is_file():
+        return
+    if not (path / CONFIG).is_file():
+        stated = read_json(path / ADAPTER)
+        base = stated.get("base_model_name_or_path") if isinstance(stated, dict) else None
+        of = f"the model {cut(repr(base), _LONGEST_NAME)}" if base else "a model that it does not name"
+        raise IncompatibleError(f"{name!r} is {_MERGE.format(base=of, path=name)}")
+    if find_spec("peft") is None:  # with it transformers puts the adapter on the model
+        raise EnvironmentFault(
+            f"{name!r} holds an adapter ({ADAPTER}) beside the model, and without the package peft it would be left "
+            f"out: pip install peft, or move {ADAPTER} away if the model alone is wanted"
+        )
 
 
 def check_device(device: str) -> None:

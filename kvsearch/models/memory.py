@@ -60,6 +60,7 @@ def reading_needs(
     half precision, takes no mask.
     """
     from kvsearch.models.architecture import describe, text_config
+    from kvsearch.models.weights import stored_bytes
 
     shape = describe(model)
     config = text_config(model)
@@ -92,7 +93,7 @@ def reading_needs(
         ]
     dense, activations, masks, scratch = max(moments, key=sum)
     return MemoryNeeds(
-        weights=sum(parameter.nbytes for parameter in model.parameters()),
+        weights=stored_bytes(model.modules()),
         cache=cache,
         dense=dense,
         activations=activations,
@@ -166,10 +167,12 @@ def refuse_offloaded(model: Any, name: str) -> None:
     They are brought one by one while the model runs and are nowhere in between: policies that read a projection, and
     the fingerprint, would find nothing there.
     """
+    from kvsearch.models.weights import named_tensors, stored_bytes
+
     if not any(one.is_meta for one in model.parameters()):
         return
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    missing = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
+    total = stored_bytes(model.modules())
+    missing = sum(tensor.nbytes for _, tensor in named_tensors(model) if tensor.is_meta)
     raise EnvironmentFault(
         f"model {name!r} does not fit: {missing / MB:,.1f} of its {total / MB:,.1f} MB of weights were left outside of "
         f"the device, where plans cannot be made or run: free {missing / MB:,.1f} MB there, or use more GPUs "

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from kvsearch.core.arrays import Ints
 from kvsearch.kernels.dispatch import needs_gradients
 from kvsearch.models.architecture import output_projection, output_weight
+from kvsearch.models.weights import state_of
 from kvsearch.policies.base import Norm
 from kvsearch.policies.scoring import chunk_bytes, projected_norms, softmax
 
 FEW = 32  # entries whose norms are two small products
 
-_factors: WeakKeyDictionary[nn.Module, tuple[tuple[int, int], Tensor]] = WeakKeyDictionary()
+_factors: WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], Tensor]] = WeakKeyDictionary()
 
 
 HeadRows = tuple[tuple[int, Tensor], ...] | None  # kv heads with their segments [n] int64; None: whole layers in order
@@ -37,29 +38,32 @@ def head_rows(heads: Ints, count: int, device: torch.device) -> HeadRows:
 class OutputProjection:
     """The output projection of one attention layer, for norms of projected values."""
 
-    def __init__(self, module: nn.Module, query_heads: int, kv_heads: int) -> None:
+    def __init__(self, module: nn.Module, query_heads: int, kv_heads: int, dtype: torch.dtype = torch.float32) -> None:
         self.module = module
         self.query_heads = query_heads
         self.group = query_heads // kv_heads
+        self.dtype = dtype
 
     def __call__(self, values: Tensor, order: Norm) -> Tensor:
         """Return norms |v W_O[q]| of values [B, Hkv, T, Dv], [B, Hkv, G, T] fp32."""
         if order == "l2" and values.shape[2] <= FEW:
             return _norms_of_few(values, self.factors()[None])
-        return projected_norms(values, output_weight(self.module, self.query_heads), order)
+        return projected_norms(values, self._weight(), order)
 
     def factors(self) -> Tensor:
         """Return W W^T per query head, [Hkv, G, Dv, Dv] fp32; made once for as long as the weights stay."""
         if torch.compiler.is_compiling():  # which knows no addresses
             return self._made_factors()
-        weight = output_projection(self.module).weight
-        state = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+        state = state_of(output_projection(self.module))
         if (found := _factors.get(self.module)) is None or found[0] != state:
             _factors[self.module] = found = (state, self._made_factors())
         return found[1]
 
+    def _weight(self) -> Tensor:
+        return output_weight(self.module, self.query_heads, self.dtype)
+
     def _made_factors(self) -> Tensor:
-        by_head = output_weight(self.module, self.query_heads)
+        by_head = self._weight()
         products = by_head @ by_head.transpose(-1, -2)
         return products.view(-1, self.group, *products.shape[1:])
 
@@ -69,7 +73,7 @@ class OutputProjection:
         def projected(values: Tensor, order: Norm) -> Tensor:
             if order == "l2" and values.shape[2] <= FEW:  # as in decode steps
                 return _norms_of_few(values, self.factors()[heads][:, None])
-            weight = output_weight(self.module, self.query_heads)
+            weight = self._weight()
             group = self.group
             count = self.query_heads // self.group
             if rows is None:
@@ -118,7 +122,7 @@ class Logits:
         return cls(
             float(query.shape[-1] ** -0.5 if scaling is None else scaling),
             kwargs.get("softcap"),
-            OutputProjection(module, query.shape[1], key.shape[1]),
+            OutputProjection(module, query.shape[1], key.shape[1], query.dtype),
             None if sinks is None else sinks.float().view(key.shape[1], -1),
         )
 

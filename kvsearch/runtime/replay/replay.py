@@ -180,7 +180,7 @@ class LayerContinuation(Generic[Noted]):
     @cached_property
     def output_weight(self) -> Tensor:
         """W_O per query head, [Hq, Dv, d_model] fp32."""
-        return output_weight(self.module, self.query.shape[1])
+        return output_weight(self.module, self.query.shape[1], self.query.dtype)
 
     def of_rows(self, prompts: Tensor) -> Tensor:
         """Return something of the prompts [B, ...] for every row of tokens, [M, ...]."""
