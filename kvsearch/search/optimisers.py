@@ -156,8 +156,8 @@ class CMA(Optimiser):
       "Injecting external solutions into CMA-ES"). So injected points need no place in the population: they are told
       besides it, and a good one draws the mean towards it.
     - While all values are the same, no direction is better: the mean stays where it is, and the step doubles (Hansen
-      2023, "The CMA Evolution Strategy: A Tutorial", section B.3: increase sigma where fitness is flat). A metric of few
-      questions is flat for small steps.
+      2016, "The CMA Evolution Strategy: A Tutorial", appendix B.3, "Flat fitness"). A metric of few questions is flat
+      for small steps.
 
     It needs two dimensions or more. The population is 4 + floor(3 ln d) by default: 6, 8, 10, 12, 14 points for 2, 4,
     8, 16, 32 dimensions.
@@ -217,8 +217,9 @@ class Golden(Optimiser):
     Two inner points divide the bracket; the side behind the worse one is cut off, and the better one divides what is
     left. So the first generation has two points, every other has one. It is exact where the function falls, then rises.
     Budgets are whole, so the function has plateaus: of two equal points the one nearer to the start stays, and where
-    the function is flat the search ends at the start. If the first points tell nothing apart, both bounds come next, and
-    if one is better, the search goes on in the part between it and the inner point beside it. It is finished when the bracket is no longer than the tolerance.
+    the function is flat the search ends at the start. If the first points tell nothing apart, both bounds come next; if
+    one is better, the search goes on between it and the inner point beside it. It is finished when the bracket is no
+    longer than the tolerance.
     """
 
     def __init__(self, problem: Problem) -> None:

@@ -147,12 +147,12 @@ def last_layer_retrieves(table: Ints, sample: int) -> float:
     return float(table[-1, 0] >= 2 * BUDGET)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"generations": 6}, {"group_size": 1, "generations": 10}, {"space": "layers", "generations": 6}]
-)
+@pytest.mark.parametrize("changes", [{}, {"group_size": 1}, {"space": "layers"}])
 def test_a_flat_stage_says_nothing_of_the_others(changes: dict[str, Any], tmp_path: Path) -> None:
     watcher = Silent()
-    outcome = run(tmp_path / "l", Measure(last_layer_retrieves), watcher=watcher, objective="metric", **changes)
+    outcome = run(
+        tmp_path / "l", Measure(last_layer_retrieves), watcher=watcher, objective="metric", generations=6, **changes
+    )
     assert not outcome.flat
     assert outcome.ended == "all stages are finished"
     assert outcome.pool[0].value == -1
