@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -323,20 +323,24 @@ class Windows(BudgetExporter):
 
     coarser: ClassVar[str] = "budgets are windows of whole layers"
     ranks: ClassVar[tuple[str, ...]] = ("streaming",)
-    through: ClassVar[Losses] = {
+    through: ClassVar[dict[str, int | None]] = {
         "the prompt itself is read through the windows: a plan reads it whole and evicts afterwards": None,
         "windows move on while decoding, so entries of the prompt leave: a plan keeps them": None,
     }
 
 
 class TensorRTLLM(Windows):
-    """TensorRT-LLM's `kv_cache_config` with a window per layer, as YAML."""
+    """TensorRT-LLM's `kv_cache_config` with a window per layer, as YAML.
+
+    Its `sink_token_length` is for engines that were built: the PyTorch backend, the default one, has no sinks.
+    """
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Give every layer the mean of its heads, and the sinks of its policy."""
         cache = {"max_attention_window": budgets.per_layer, "sink_token_length": policy_of(budgets.policy).sink_count}
         config = yaml.safe_dump({"kv_cache_config": cache}).encode()
-        return Exported({SINGLE: config}, ("trtllm-serve MODEL --config {path}",), self.through)
+        losses = self.through | sinks_lost(budgets, budgets.per_layer)
+        return Exported({SINGLE: config}, ("trtllm-serve MODEL --config {path}",), losses)
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Hold as much of a prompt as the windows."""
@@ -364,12 +368,8 @@ class VLLM(Windows):
         kinds[order[:whole]] = "full_attention"
         overrides = {"layer_types": kinds.tolist(), "sliding_window": window(whole)}
         usage = ('vllm serve MODEL --hf-overrides "$(cat {path})"',)
-        sinks = min(policy_of(budgets.policy).sink_count, window(whole))
-        left = {
-            f"windows have no sinks: the first {sinks} entries of a head leave": sinks
-            * budgets.entries[order[whole:]].size
-        }
-        return Exported({SINGLE: canonical_json(overrides)}, usage, {**self.through, **(left if sinks else {})})
+        windows = np.where(kinds == "full_attention", at, window(whole)).tolist()
+        return Exported({SINGLE: canonical_json(overrides)}, usage, self.through | sinks_lost(budgets, windows))
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Hold the whole prompt in full layers, the window in the others."""
@@ -414,6 +414,14 @@ class OpenVINO(BudgetExporter):
         largest = json.loads(files[SINGLE])["max_cache_size"]
         kept = length if length < largest + BLOCK else largest + length % BLOCK
         return same_for_heads([kept] * model.layers, model.kv_heads)
+
+
+def sinks_lost(budgets: Budgets, windows: Sequence[int]) -> dict[str, int | None]:
+    """Return the loss of the first entries of every layer whose window does not have the whole prompt."""
+    sinks = policy_of(budgets.policy).sink_count
+    moving = [window for window in windows if budgets.length is None or window < budgets.length]
+    lost = sum(min(sinks, window) for window in moving) * budgets.plan.model.kv_heads
+    return {f"windows have no sinks: the first {sinks} entries of a head leave": lost} if lost else {}
 
 
 def shared_by_heads(budgets: Budgets) -> Losses:
