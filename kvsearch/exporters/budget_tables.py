@@ -42,13 +42,12 @@ class AttentionMatching(BudgetExporter):
     proportional: ClassVar[bool | None] = None
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
-        """Write the shares; a trace above them keeps rounding errors from costing an entry."""
-        shares = {
-            f"L{layer}H{head}": entries * (1 + TRACE) / budgets.total
-            for (layer, head), entries in np.ndenumerate(budgets.entries)
-        }
-        losses = {"no policy: the tool fits entries of its own": budgets.total}
+        """Write the shares; where a rounding error would cost an entry, a trace above it."""
         mean = budgets.total // budgets.entries.size
+        table = budgets.entries / budgets.total
+        table[(table * mean * table.size).astype(np.int64) < budgets.entries] *= 1 + TRACE
+        shares = {f"L{layer}H{head}": float(share) for (layer, head), share in np.ndenumerate(table)}
+        losses = {"no policy: the tool fits entries of its own": budgets.total}
         usage = (f"PerLayerHeadCompaction(..., precomputed_budget_path={{path!r}}), target_size={mean}",)
         return Exported({SINGLE: canonical_json(shares)}, usage, losses, at=mean)
 
