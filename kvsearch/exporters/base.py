@@ -193,9 +193,12 @@ class ProfileExporter(Exporter, ABC):
         """
 
 
-def budget_loss(planned: Ints, written: Ints, what: str) -> Losses:
-    """Return what is lost between two sets of budgets [L, Hkv], nothing if they are the same."""
-    return {} if np.array_equal(planned, written) else {what: int(np.maximum(planned - written, 0).sum())}
+def budget_loss(planned: Ints, held: Ints, what: str) -> Losses:
+    """Return how many of the `planned` entries [L, Hkv] are not `held`, and how many are held beyond their total."""
+    missing = int(np.maximum(planned - held, 0).sum())
+    beyond = int((held - planned).sum())
+    losses = {what: missing} if missing else {}
+    return losses | ({f"{what}, and more are held than planned": beyond} if beyond > 0 else {})
 
 
 def common_losses(budgets: Budgets, *, proportional: bool | None) -> Losses:

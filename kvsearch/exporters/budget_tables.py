@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,118 +23,171 @@ from kvsearch.exporters.base import (
     heads_lost,
     same_for_heads,
 )
-from kvsearch.plan import ModelFingerprint, canonical_json
+from kvsearch.plan import ModelFingerprint, PolicySpec, canonical_json
 from kvsearch.policies.registry import policy_of
+from kvsearch.policies.snapkv import SnapKV
+
+TRACE = 1e-9  # relative
+NOISE = 1e-6  # most that DuoAttention adds to a gate, to break ties
 
 
 class AttentionMatching(BudgetExporter):
     """The share of all entries that every kv head gets, `{"L0H0": share, ...}`, adding up to 1.
 
-    Attention Matching makes its own entries; what it takes from a plan is how they are shared out.
+    Attention Matching makes its own entries; what it takes from a plan is how they are shared out. A head gets its
+    share of target_size * L * Hkv entries, cut off, where the `target_size` of `compact_kv_cache` is a whole number.
     """
 
+    coarser: ClassVar[str] = "the tool cuts shares of a whole mean of entries off"
     proportional: ClassVar[bool | None] = None
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
-        """Write the shares, exact to a float."""
-        shares = {
-            f"L{layer}H{head}": entries / budgets.total for (layer, head), entries in np.ndenumerate(budgets.entries)
-        }
+        """Write the shares; where a rounding error would cost an entry, a trace above it."""
+        mean = budgets.total // budgets.entries.size
+        table = budgets.entries / budgets.total
+        table[(table * mean * table.size).astype(np.int64) < budgets.entries] *= 1 + TRACE
+        shares = {f"L{layer}H{head}": float(share) for (layer, head), share in np.ndenumerate(table)}
         losses = {"no policy: the tool fits entries of its own": budgets.total}
-        usage = (f"head_budgets {{path}}, and a total of {budgets.total} entries",)
-        return Exported({SINGLE: canonical_json(shares)}, usage, losses)
+        usage = (f"PerLayerHeadCompaction(..., precomputed_budget_path={{path!r}}), target_size={mean}",)
+        return Exported({SINGLE: canonical_json(shares)}, usage, losses, at=mean)
+
+    def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
+        """Cut every head's share of a mean of `length` entries off."""
+        shares = json.loads(files[SINGLE])
+        table = np.array(
+            [[shares[f"L{layer}H{head}"] for head in range(model.kv_heads)] for layer in range(model.layers)]
+        )
+        held: Ints = (table * length * table.size).astype(np.int64)
+        return held
 
 
 class HeadKV(BudgetExporter):
-    """A score of every query head on one line, `{"layer-head": [score]}`; every query head holds a cache of its own.
+    """A score of every query head on one line, `{"layer-head": [score]}`, for KVCache-Factory's `run_longbench.py`.
 
-    HeadKV gives head h round(s_h / sum(s) * (B // beta) * L * Hq + B - B // beta) entries, with B its
-    `--max_capacity_prompts` and beta its `--head_beta`. With beta 1 the scores are the budgets.
+    With `--head_beta` 1, head h holds round(s_h / sum(s) * B * L * Hq) entries, where B is `--max_capacity_prompts`,
+    and beside them its window of `WINDOW` entries; a prompt of fewer than B tokens is not evicted. So the scores are
+    budgets without the window. B is whole: what their mean has beyond it is taken off all scores alike, which rounding
+    undoes. With `--kv_cache_granularity kv_head` the query heads of a group share the mean of their budgets.
     """
 
+    WINDOW: ClassVar[int] = 8  # `window_sizes` of method headkv
+    RANKING: ClassVar[Mapping[str, Any]] = {"window": WINDOW, "kernel": 7, "pooling": "max", "sinks": 0}
+
     needs_model: ClassVar[bool] = True
-    coarser: ClassVar[str] = "the tool has a mean of whole entries, {at} per head"
-    ranks: ClassVar[tuple[str, ...]] = ("snapkv",)
+    coarser: ClassVar[str] = f"a head holds a window of {WINDOW} and a rounded share of a whole mean"
+    ranks: ClassVar[tuple[str, ...]] = ("snapkv", "pyramidkv")
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:
         """Write the line; the query heads of a group have the budget of their kv head."""
         group = inputs.known_architecture.group
-        mean = max(1, budgets.total // budgets.entries.size)
-        scores = {
-            f"{layer}-{head * group + member}": [int(entries)]
-            for (layer, head), entries in np.ndenumerate(budgets.entries)
+        kept = np.maximum(budgets.entries - self.WINDOW, 0)
+        if 2 * kept.sum() % (2 * kept.size) == kept.size:  # halves: one entry less, or half of all heads round wrongly
+            kept.flat[kept.argmax()] -= 1
+        mean = round(kept.mean())
+        scores = kept + (mean - kept.mean() if mean else TRACE)  # their sum is a divisor
+        line = {
+            f"{layer}-{head * group + member}": [float(score)]
+            for (layer, head), score in np.ndenumerate(scores)
             for member in range(group)
         }
-        per_layer = [round(float(row.mean())) for row in budgets.entries]
+        policy = policy_of(budgets.policy)
+        shared = f"--kv_cache_granularity kv_head --gqa_score_agg {policy.group} " if isinstance(policy, SnapKV) else ""
         usage = (
-            f"--method headkv --head_path {{path}} --head_beta 1 --max_capacity_prompts {mean} "
-            f"--window_sizes {policy_of(budgets.policy).recent_count}",
-            f"as a list per layer: max_capacity_prompts = {per_layer}",
+            f"python run_longbench.py --method headkv {shared}--head_path {{path}} --head_beta 1 "
+            f"--max_capacity_prompts {mean}",
         )
-        return Exported({SINGLE: json.dumps(scores).encode() + b"\n"}, usage, at=mean)
+        at = inputs.length or budgets.plan.length or int(budgets.entries.max()) + self.WINDOW + 1
+        return Exported({SINGLE: json.dumps(line).encode() + b"\n"}, usage, self._ranks_otherwise(budgets), at=at)
+
+    def _ranks_otherwise(self, budgets: Budgets) -> Losses:
+        """Return the loss of layers that rank by SnapKV, but with other settings than the tool's."""
+
+        def differs(spec: PolicySpec) -> bool:
+            policy = policy_of(spec)
+            return isinstance(policy, SnapKV) and (
+                any(getattr(policy, name) != value for name, value in self.RANKING.items())
+                or policy.recent_count != self.WINDOW
+            )
+
+        settings = ", ".join(f"{name} {value}" for name, value in self.RANKING.items())
+        return budgets.policy_loss(f"the tool ranks with {settings}, the policy with others", differs)
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
-        """Give heads their share of a mean of `length` entries, as the tool does with beta 1."""
+        """Give heads their share and the window, of a prompt of `length` tokens."""
         scores = np.array([np.mean(score) for score in json.loads(files[SINGLE]).values()])
-        capacity: Ints = np.rint(scores / scores.sum() * length * scores.size).astype(np.int64)
-        return capacity.reshape(model.layers, model.kv_heads, -1)[:, :, 0]
+        mean = round(scores.mean())
+        share = np.rint(scores / scores.sum() * mean * scores.size).reshape(model.layers, model.kv_heads, -1)
+        held: Ints = np.minimum(np.rint(share.mean(-1)).astype(np.int64) + self.WINDOW, length)
+        return held if mean <= length else np.full_like(held, length)
 
 
 class DuoAttentionGates(BudgetExporter):
     """A folder of `full_attention_heads.tsv`, L lines of Hkv gates from 0 to 1, and `config.json` with two sizes.
 
     Heads with the highest gates keep everything, the others `sink_size` first and `recent_size` last entries. A gate is
-    the share of the prompt that the plan keeps, so that other shares of streaming heads can be asked for, too.
+    half the share of the prompt that the plan keeps, and a half more for heads that keep everything: the tool adds
+    noise of up to 1e-6 and cuts at a quantile, and its other cut is at one half.
     """
 
     coarser: ClassVar[str] = "heads keep everything or first and recent entries only"
     ranks: ClassVar[tuple[str, ...]] = ("duo_attention", "streaming")
-    proportional: ClassVar[bool | None] = None
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
-        """Write the folder; as many heads keep everything as come nearest to the plan's total."""
+        """Write the folder; as many heads keep everything as come nearest to the plan's total.
+
+        The others hold one of the plan's budgets, that from which the fewest entries are in the wrong place.
+        """
         policy = policy_of(budgets.policy)
         at = budgets.known_length
-        sinks = policy.sink_count
-        recent = policy.recent_count or max(1, int(budgets.entries.min()) - sinks)
-        streaming = min(at, sinks + recent)
-        if streaming >= at:
-            raise IncompatibleError(
-                f"{sinks} first and {recent} recent entries are all of {at} tokens: nothing to evict"
-            )
+        sizes = np.unique(budgets.entries[budgets.entries < at]).tolist()
+        if not sizes and policy.least < at:  # all heads keep everything, whatever a streaming head would
+            sizes = [policy.least]
+        if not sizes:
+            raise IncompatibleError(f"all heads keep all of {at} tokens: nothing to evict")
         order = np.argsort(-budgets.entries, axis=None, kind="stable")
-        whole = round((budgets.total - streaming * order.size) / (at - streaming))
-        whole = min(max(whole, 0), order.size)
-        keeps_all = np.zeros_like(budgets.entries)
-        keeps_all.flat[order[:whole]] = 1
-        gates = budgets.entries / at * (1 - 1e-9) + 1e-9 * keeps_all  # heads on both sides may hold as many
-        table = "\n".join("\t".join(f"{gate:.12g}" for gate in row) for row in gates) + "\n"
-        share = 1 - whole / order.size
+
+        def keeps_all(size: int) -> Ints:
+            whole = round((budgets.total - size * order.size) / (at - size))
+            chosen = np.zeros_like(budgets.entries)
+            chosen.flat[order[: min(max(whole, 0), order.size)]] = 1
+            return chosen
+
+        def wrong(size: int) -> int:
+            return int(np.abs(np.where(keeps_all(size), at, size) - budgets.entries).sum())
+
+        streaming = min(sizes, key=wrong)
+        whole = keeps_all(streaming)
+        sinks = min(policy.sink_count, streaming - 1)
+        gates = (budgets.entries / at + whole) / 2
+        table = "\n".join("\t".join(f"{min(gate, 1):.12g}" for gate in row) for row in gates) + "\n"
+        share = 1 - int(whole.sum()) / order.size
         usage = (
-            f"DuoAttention: sparsity {share:.4f} with the folder {{path}}",
-            f"kvpress: DuoAttentionPress(head_compression_ratio={share:.4f}) with the folder's pattern",
+            f"DuoAttention: --attn_load_dir {{path}} --sparsity {share!r} (its streaming heads read the prompt itself "
+            "through their windows; a plan reads it whole, as the press does)",
+            f"kvpress: DuoAttentionPress(head_compression_ratio={share!r}) with the folder's pattern",
         )
         files = {
             "full_attention_heads.tsv": table.encode(),
-            "config.json": canonical_json({"sink_size": sinks, "recent_size": recent, "sparsity": share}),
+            "config.json": canonical_json({"sink_size": sinks, "recent_size": streaming - sinks, "sparsity": share}),
         }
         return Exported(files, usage)
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
-        """Let the share of heads stream that the folder names, those of the lowest gates."""
+        """Let heads stream whose gates are below the quantile that the folder names."""
         config = json.loads(files["config.json"])
         gates = np.loadtxt(io.BytesIO(files["full_attention_heads.tsv"]), delimiter="\t", ndmin=2)
-        order = np.argsort(gates, axis=None, kind="stable")
-        entries = np.full(gates.size, length, dtype=np.int64)
-        streaming = order[: round(gates.size * config["sparsity"])]
-        entries[streaming] = min(length, config["sink_size"] + config["recent_size"])
-        return entries.reshape(model.layers, model.kv_heads)
+        share = config["sparsity"]
+        noisy = gates + np.linspace(0, NOISE, gates.size).reshape(gates.shape)  # the tool's is random
+        cut = np.quantile(noisy, share) if 0 < share < 1 else 2 * share
+        kept = min(length, config["sink_size"] + config["recent_size"])
+        return np.where(noisy < cut, kept, length).reshape(model.layers, model.kv_heads)
 
 
 class SparseVLLM(BudgetExporter):
     """The engine's settings of method "pyramidkv", with a ratio per KV layer in (0, 1].
 
-    Layer l keeps sink_keep_tokens + int(decode_keep_tokens * ratio_l / ratio_0) + recent_keep_tokens entries.
+    Layer l keeps sink_keep_tokens + int(decode_keep_tokens * ratio_l / ratio_0) + recent_keep_tokens entries, in slots
+    that all its heads share.
     """
 
     coarser: ClassVar[str] = "a layer has one budget for all heads"
@@ -158,7 +211,8 @@ class SparseVLLM(BudgetExporter):
             "pyramid_layer_ratios": ratios,
         }
         usage = ("LLM(model, **json.load(open({path!r})))",)
-        return Exported({SINGLE: canonical_json(settings)}, usage, at=int(budgets.entries.max()) + 1)
+        at = int(budgets.entries.max()) + 1
+        return Exported({SINGLE: canonical_json(settings)}, usage, shared_by_heads(budgets), at=at)
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Scale the kept entries of the first layer by the ratios, as the engine does."""
@@ -192,7 +246,12 @@ class SpectralKV(BudgetExporter):
             "calibration": {"tool": "kvsearch", "method": origin.method, "seed": origin.seed},
         }
         losses = {**heads_lost(budgets), "no policy: the tool ranks by a rule of its own": budgets.total}
-        usage = (f"profile {{path}}, and a total of {budgets.total} entries",)
+        percent = "P, the percent of the prompt that is kept"
+        if budgets.length is not None:
+            percent = str(max(1, round(100 * budgets.total / (budgets.length * budgets.entries.size))))
+        usage = (
+            f"python -m spectralkv.cli --model MODEL --layer-budget fixed --profile {{path}} --percentages {percent}",
+        )
         return Exported({SINGLE: canonical_json(profile)}, usage, losses)
 
 
@@ -220,7 +279,7 @@ class Tangram(BudgetExporter):
         clusters[order.ravel()] = np.repeat(np.arange(len(order)), page)
         kept = float(shares.mean())
         meta = {
-            "scope": "crosslayer_cluster", "source_model": model.name, "page_group_size": page,
+            "cluster_scope": "global", "source_model": model.name, "page_group_size": page,
             "num_layers": model.layers, "num_kv_heads": model.kv_heads, "tool": "kvsearch",
         }  # fmt: skip
         header = np.frombuffer(canonical_json(meta), dtype=np.uint8)
@@ -242,7 +301,7 @@ class Tangram(BudgetExporter):
             "meta": header,
         }
         scorer = self.ranks[0] if budgets.policy.name not in self.ranks else budgets.policy.name
-        folder = f"{self.scorers.get(scorer, scorer)}/{model.name.rpartition('/')[2]}"
+        folder = f"{self.scorers.get(scorer, scorer)}/{model.name.rstrip('/').rpartition('/')[2].lower()}"
         files = {
             f"{folder}/pg{page}_r{kept:.2f}.npz": npz_bytes(cluster_map),
             f"{folder}/profile.npz": npz_bytes(profile),
@@ -251,7 +310,8 @@ class Tangram(BudgetExporter):
             "budgets are not enforced: a head keeps what is above the engine's own threshold": budgets.total,
             "the spread over prompts is not in a plan: p90 is the mean, the deviation 0": None,
         }
-        return Exported(files, ("the folder of cluster maps {path}",), losses)
+        usage = (f"TANGRAM_CLUSTER_MAPS_DIR={{path}} in the engine's environment, with a page group of {page} heads",)
+        return Exported(files, usage, losses)
 
 
 BLOCK = 32  # tokens of a cache block of OpenVINO on a CPU, of which its sizes are multiples
@@ -262,19 +322,24 @@ class Windows(BudgetExporter):
 
     coarser: ClassVar[str] = "budgets are windows of whole layers"
     ranks: ClassVar[tuple[str, ...]] = ("streaming",)
-    through: ClassVar[Losses] = {
-        "the prompt itself is read through the windows: a plan reads it whole and evicts afterwards": None
+    through: ClassVar[dict[str, int | None]] = {
+        "the prompt itself is read through the windows: a plan reads it whole and evicts afterwards": None,
+        "windows move on while decoding, so entries of the prompt leave: a plan keeps them": None,
     }
 
 
 class TensorRTLLM(Windows):
-    """TensorRT-LLM's `kv_cache_config` with a window per layer, as YAML."""
+    """TensorRT-LLM's `kv_cache_config` with a window per layer, as YAML.
+
+    Its `sink_token_length` is for engines that were built: the PyTorch backend, the default one, has no sinks.
+    """
 
     def write(self, budgets: Budgets, inputs: Inputs) -> Exported:  # noqa: ARG002
         """Give every layer the mean of its heads, and the sinks of its policy."""
         cache = {"max_attention_window": budgets.per_layer, "sink_token_length": policy_of(budgets.policy).sink_count}
         config = yaml.safe_dump({"kv_cache_config": cache}).encode()
-        return Exported({SINGLE: config}, ("trtllm-serve MODEL --config {path}",), self.through)
+        losses = self.through | sinks_lost(budgets, budgets.per_layer)
+        return Exported({SINGLE: config}, ("trtllm-serve MODEL --config {path}",), losses)
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Hold as much of a prompt as the windows."""
@@ -302,7 +367,8 @@ class VLLM(Windows):
         kinds[order[:whole]] = "full_attention"
         overrides = {"layer_types": kinds.tolist(), "sliding_window": window(whole)}
         usage = ('vllm serve MODEL --hf-overrides "$(cat {path})"',)
-        return Exported({SINGLE: canonical_json(overrides)}, usage, self.through)
+        windows = np.where(kinds == "full_attention", at, window(whole)).tolist()
+        return Exported({SINGLE: canonical_json(overrides)}, usage, self.through | sinks_lost(budgets, windows))
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
         """Hold the whole prompt in full layers, the window in the others."""
@@ -314,7 +380,11 @@ class VLLM(Windows):
 
 
 class OpenVINO(BudgetExporter):
-    """OpenVINO GenAI's `CacheEvictionConfig`: three sizes for all layers and heads, in whole blocks."""
+    """OpenVINO GenAI's `CacheEvictionConfig`: three sizes for all layers and heads, in whole blocks.
+
+    Blocks between the first and the recent ones leave once a prompt has filled one more than `max_cache_size`; the
+    tokens of the last block, which is not full, stay besides.
+    """
 
     coarser: ClassVar[str] = f"one budget for all layers and heads, in blocks of {BLOCK}"
     ranks: ClassVar[tuple[str, ...]] = ("h2o",)
@@ -335,12 +405,28 @@ class OpenVINO(BudgetExporter):
             "SchedulerConfig: use_cache_eviction = True, "
             "cache_eviction_config = CacheEvictionConfig(**sizes, aggregation_mode=mode)",
         )
-        return Exported({SINGLE: canonical_json(sizes)}, usage)
+        what = f"entries leave in blocks of {BLOCK}, which are ranked as a whole"
+        return Exported({SINGLE: canonical_json(sizes)}, usage, {what: None, **shared_by_heads(budgets)})
 
     def read(self, files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
-        """Hold the largest size in every head."""
-        kept = min(length, json.loads(files[SINGLE])["max_cache_size"])
+        """Hold the largest size in every head, and what is in the last block."""
+        largest = json.loads(files[SINGLE])["max_cache_size"]
+        kept = length if length < largest + BLOCK else largest + length % BLOCK
         return same_for_heads([kept] * model.layers, model.kv_heads)
+
+
+def sinks_lost(budgets: Budgets, windows: Sequence[int]) -> dict[str, int | None]:
+    """Return the loss of the first entries of every layer whose window does not have the whole prompt."""
+    sinks = policy_of(budgets.policy).sink_count
+    moving = [window for window in windows if budgets.length is None or window < budgets.length]
+    lost = sum(min(sinks, window) for window in moving) * budgets.plan.model.kv_heads
+    return {f"windows have no sinks: the first {sinks} entries of a head leave": lost} if lost else {}
+
+
+def shared_by_heads(budgets: Budgets) -> Losses:
+    """Return the loss where a layer keeps the same tokens for all its heads."""
+    several = budgets.plan.model.kv_heads > 1
+    return {"all heads of a layer keep the same tokens: a plan ranks them for each head": None} if several else {}
 
 
 def npz_bytes(arrays: Mapping[str, Any]) -> bytes:

@@ -162,7 +162,8 @@ def _choice_words(evolved: Evolved) -> str:
         )
     kept = f"the start plan {choice.name} is written ({score} on the second split)"
     if choice.best == choice.name:
-        return f"{kept}: nothing that was found scores above it"
+        judged = counted(choice.race.count("candidate"), "found plan")
+        return f"{kept}: none of {judged} that it was compared with scores above it"
     lead, chance = _led(choice, choice.best)
     return f"{kept}: {choice.best} scores {lead} points above it, chance {chance}, which is too little"
 

@@ -25,12 +25,12 @@ from typing import Protocol
 import numpy as np
 
 from kvsearch.core.arrays import Ints
-from kvsearch.search.optimisers import Optimiser, Problem, optimiser_of
+from kvsearch.search.optimisers import Optimiser, Problem, is_flat, optimiser_of
 from kvsearch.search.settings import MAX_POOL, EvolveSettings
 from kvsearch.search.stages import Frame, SearchStage, stages_of
 from kvsearch.search.trials import STARTS, Candidate, LimitReachedError, TrialRunner
 
-FLAT = 1e-6  # relative; values that differ by less are the same
+FLAT_GENERATIONS = 4  # of a stage without any difference, in steps that double; the next stage begins then
 COMPLETED = "completed"
 ALL_LAYERS = slice(None)
 VALUE = attrgetter("value")  # of candidates
@@ -44,7 +44,7 @@ class SearchOutcome:
 
     `result` is what the paper's procedure comes to (with parity): the best group state, completed to the total; None if
     no candidate was measured, or `flat`. `mean` is what the optimiser of the last stage thinks best, which averages
-    over noise. `flat`: nothing that was tried made a difference.
+    over noise. `flat`: every stage was tried, and nothing made a difference.
     """
 
     pool: list[Candidate] = field(default_factory=list)
@@ -66,8 +66,11 @@ class SearchOutcome:
 
 
 def flatness(values: Collection[float], objective: str) -> str | None:
-    """Return why there is nothing to search, in words; None if the values of different plans differ, or are of one."""
-    if len(values) < 2 or max(values) - min(values) > FLAT * max(1.0, abs(max(values))):
+    """Return why there is nothing to search, in words; None if the values of different plans differ, or are of one.
+
+    It speaks for all layers, so ask it once all stages have varied theirs.
+    """
+    if len(values) < 2 or not is_flat(values):
         return None
     if objective == "metric" and max(values) == 0:
         return f"the metric is zero for all {len(values)} plans, so it tells none apart: search by nll"
@@ -115,7 +118,7 @@ class Search:
         self._measured: dict[bytes, float] = {}  # the finite values of all plans, as measured
 
     def run(self) -> SearchOutcome:
-        """Search until all stages are finished, a limit is reached, or nothing makes a difference.
+        """Search until all stages are finished, or a limit is reached.
 
         Raises:
             EnvironmentFault, IncompatibleError: more than half of a generation failed, or the disk is full.
@@ -131,10 +134,13 @@ class Search:
             for stage in stages_of(self.settings, self.frame, self.starts, lambda: self._current.table):
                 self.watcher.stage(f"{self.name}{stage.name} ({stage.number} of {stage.count})")
                 self._current = self._run_stage(stage, self._current)
-                if self.outcome.flat:
-                    break
+            if (verdict := flatness(self._measured.values(), self.settings.objective)) is not None:
+                self.outcome.flat = True
+                self.outcome.ended = verdict
         except LimitReachedError as limit:
             self.outcome.ended = str(limit)
+            if flatness(self._measured.values(), self.settings.objective) is not None:
+                self.outcome.ended += f"; all {len(self._measured)} plans so far are worth the same"
         if self.settings.parity:
             self._complete()
         self.watcher.ended(f"{self.name}{self.outcome.ended}")
@@ -144,12 +150,15 @@ class Search:
 
     def _run_stage(self, stage: SearchStage, best: Candidate) -> Candidate:
         """Return the best of the stage and of `best`, with which it begins."""
-        optimiser = self._optimiser(stage, best.table)
+        optimiser = self._optimiser(stage, best)
+        values = [best.value] if math.isfinite(best.value) else []  # of all that the stage tries
         for generation in range(self.settings.generations):
-            if optimiser.finished is not None or self.outcome.flat:
+            if optimiser.finished is not None or (generation >= FLAT_GENERATIONS and is_flat(values)):
                 break
-            best = min(best, self._run_generation(stage, generation, optimiser), key=VALUE)
-        if self.settings.parity or self.outcome.flat:  # the paper's procedure has no use for the mean
+            found, told = self._run_generation(stage, generation, optimiser)
+            values += told
+            best = min(best, found, key=VALUE)
+        if self.settings.parity:  # the paper's procedure has no use for the mean
             return best
         where = f"{stage.name}, mean"
         mean = stage.space.budgets(optimiser.best_guess)
@@ -157,8 +166,10 @@ class Search:
         self.outcome.mean = Candidate(mean, value, where)
         return min(best, self.outcome.mean, key=VALUE)
 
-    def _run_generation(self, stage: SearchStage, generation: int, optimiser: Optimiser) -> Candidate:
-        """Ask, measure, tell; return the best candidate."""
+    def _run_generation(
+        self, stage: SearchStage, generation: int, optimiser: Optimiser
+    ) -> tuple[Candidate, list[float]]:
+        """Ask, measure, tell; return the best candidate, and what was told."""
         where = f"{stage.name}, generation {generation}"
         points = optimiser.ask()
         line = self.log.begin(self.name + where)
@@ -171,18 +182,15 @@ class Search:
         self.log.tell(self.name + stage.name, generation, projected, told)
         first = int(np.argmin(told))
         best = Candidate(tables[first], values[first], where)
-        if (verdict := flatness(self._measured.values(), self.settings.objective)) is not None:
-            self.outcome.flat = True
-            self.outcome.ended = verdict
         self.watcher.generation(stage.name, generation, values, self.outcome.pool[0])
-        return best
+        return best, told
 
-    def _optimiser(self, stage: SearchStage, start: Ints) -> Optimiser:
+    def _optimiser(self, stage: SearchStage, start: Candidate) -> Optimiser:
         space = stage.space
         settings = self.settings
         seed = f"{settings.seed}/{self.name}{stage.name}"
         problem = Problem(
-            space.point_of(start),
+            space.point_of(start.table),
             space.lower,
             space.upper,
             int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big"),  # the same on every machine
@@ -190,6 +198,7 @@ class Search:
             settings.sigma,
             tolerance=0.5 / self.frame.budget,  # half an entry: smaller steps change no budget
             categories=space.categories,
+            value=start.value,
         )
         optimiser = optimiser_of(problem)
         optimiser.inject([space.point_of(table) for table in stage.inject])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,8 @@ from kvsearch.core.arrays import Ints, Vector
 
 SHARE = (math.sqrt(5) - 1) / 2  # of the bracket that is left after each generation of golden section search
 GROW = 1.5  # of the step of `Mixed` after a generation that found something better
+WIDEN = 2.0  # of the step after a generation that told nothing apart
+FLAT = 1e-6  # relative; values that differ by less are the same
 SHRINK = GROW**-0.25  # else: steps stay where a fifth of the generations find something (Rechenberg 1973)
 
 
@@ -38,6 +40,7 @@ class Problem:
             steps change no budget.
         categories: how many choices 0, 1, ... each coordinate has that stands for one of several things, [d], 0 where
             it is a number; None: all are numbers.
+        value: of the start; infinite where it is not known.
     """
 
     start: Vector
@@ -48,6 +51,12 @@ class Problem:
     sigma: float = 0.3
     tolerance: float = 1e-3
     categories: Ints | None = None
+    value: float = math.inf
+
+
+def is_flat(values: Collection[float]) -> bool:
+    """Return whether values are all the same, up to a relative difference of `FLAT`."""
+    return max(values) - min(values) <= FLAT * max(1.0, abs(max(values)))
 
 
 class Optimiser(ABC):
@@ -62,6 +71,7 @@ class Optimiser(ABC):
         self._injected: list[Vector] = []
         self._best: tuple[float, float] | None = None  # value, distance from the start
         self._best_point = self.start
+        self._extremes = [problem.value] if math.isfinite(problem.value) else []  # least and largest value so far
 
     def inject(self, points: Sequence[Vector]) -> None:
         """Add points, each [d] within the bounds, to the first generation: they come before the optimiser's own.
@@ -89,7 +99,18 @@ class Optimiser(ABC):
             if self._best is None or rank < self._best:
                 self._best = rank
                 self._best_point = point.copy()
+        known = [*self._extremes, *values]
+        self._extremes = [min(known), max(known)]
         self._tell(inside, list(values))
+
+    @property
+    def _nothing_told_apart(self) -> bool:
+        """Whether all values so far, that of the start included, are the same."""
+        return is_flat(self._extremes)
+
+    def _widened(self, step: float) -> float:
+        """Return a step for the next generation after one that told nothing apart: wider, as far as the box goes."""
+        return max(step, min(WIDEN * step, float((self.upper - self.lower).max())))
 
     @property
     def best_guess(self) -> Vector:
@@ -134,6 +155,9 @@ class CMA(Optimiser):
     - A told point that is too far for the distribution counts as one that is nearer, in its direction (Hansen 2011,
       "Injecting external solutions into CMA-ES"). So injected points need no place in the population: they are told
       besides it, and a good one draws the mean towards it.
+    - While all values are the same, no direction is better: the mean stays where it is, and the step doubles (Hansen
+      2016, "The CMA Evolution Strategy: A Tutorial", appendix B.3, "Flat fitness"). A metric of few questions is flat
+      for small steps.
 
     It needs two dimensions or more. The population is 4 + floor(3 ln d) by default: 6, 8, 10, 12, 14 points for 2, 4,
     8, 16, 32 dimensions.
@@ -171,7 +195,10 @@ class CMA(Optimiser):
         return [np.clip(point, self.lower, self.upper) for point in self._strategy.ask()]
 
     def _tell(self, points: list[Vector], values: list[float]) -> None:
-        self._strategy.tell(points, values)
+        if not self._nothing_told_apart:
+            self._strategy.tell(points, values)
+            return
+        self._strategy.sigma = self._widened(self._strategy.sigma)
 
 
 class Normal:
@@ -190,7 +217,9 @@ class Golden(Optimiser):
     Two inner points divide the bracket; the side behind the worse one is cut off, and the better one divides what is
     left. So the first generation has two points, every other has one. It is exact where the function falls, then rises.
     Budgets are whole, so the function has plateaus: of two equal points the one nearer to the start stays, and where
-    the function is flat the search ends at the start. It is finished when the bracket is no longer than the tolerance.
+    the function is flat the search ends at the start. If the first points tell nothing apart, both bounds come next; if
+    one is better, the search goes on between it and the inner point beside it. It is finished when the bracket is no
+    longer than the tolerance.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -199,6 +228,7 @@ class Golden(Optimiser):
         self._high = float(self.upper[0])
         self._inner = [self._divide(1 - SHARE), self._divide(SHARE)]
         self._values: list[float | None] = [None, None]  # of the inner points
+        self._at_bounds: bool | None = None  # whether the bounds come next; None: they were not asked for yet
 
     @property
     def finished(self) -> str | None:
@@ -207,11 +237,38 @@ class Golden(Optimiser):
         return f"the bracket [{self._low:.4g}, {self._high:.4g}] is no longer than the tolerance of {self.tolerance:g}"
 
     def _ask(self) -> list[Vector]:
+        if self._at_bounds:
+            return [self.lower, self.upper]
         return [np.array([x]) for x, value in zip(self._inner, self._values, strict=True) if value is None]
 
     def _tell(self, points: list[Vector], values: list[float]) -> None:  # noqa: ARG002
+        if self._at_bounds:
+            self._at_bounds = False
+            self._tell_bounds(*values[-2:])
+            return
         fresh = iter(values[-self._values.count(None) :])
         left, right = (next(fresh) if value is None else value for value in self._values)
+        self._values = [left, right]
+        if self._at_bounds is None and self._nothing_told_apart:
+            self._at_bounds = True
+            return
+        self._shrink(left, right)
+
+    def _tell_bounds(self, lowest: float, highest: float) -> None:
+        """Go on beside the better bound if it is better than the inner points, which are equal; else as ever."""
+        left, right = (value for value in self._values if value is not None)
+        if min(lowest, highest) >= left or self._nothing_told_apart:
+            self._shrink(left, right)
+            return
+        if lowest <= highest:
+            self._high = self._inner[0]
+        else:
+            self._low = self._inner[1]
+        self._inner = [self._divide(1 - SHARE), self._divide(SHARE)]
+        self._values = [None, None]
+
+    def _shrink(self, left: float, right: float) -> None:
+        """Cut off the side of the bracket behind the worse of the inner points, given their values."""
         if (left, self._distance(0)) <= (right, self._distance(1)):
             self._high = self._inner[1]
             self._inner = [self._divide(1 - SHARE), self._inner[0]]
@@ -233,8 +290,9 @@ class Mixed(Optimiser):
 
     A generation of choices has the best point so far with one choice changed, for as many coordinates as there is
     place for, all of their other choices; coordinates take turns. A generation of numbers has normal steps of all
-    numbers at once, with one step size. The first generation has the start, too. What is best becomes the centre. It is
-    finished when steps are below the tolerance and a round of all choices has found nothing.
+    numbers at once, with one step size. The first generation has the start, too. What is best becomes the centre. While
+    all values are the same, the step doubles, as that of `CMA`. It is finished when steps are below the tolerance and a
+    round of all choices has found nothing.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -279,6 +337,8 @@ class Mixed(Optimiser):
         if self._by_choice:
             self._next = (self._next + self._asked_choices) % len(self._choices)
             self._untried = len(self._choices) if is_better else max(self._untried - self._asked_choices, 0)
+        elif self._nothing_told_apart:
+            self._step = self._widened(self._step)
         else:
             self._step *= GROW if is_better else SHRINK
             if is_better:

@@ -239,6 +239,6 @@ def find_smallest(
         if loss <= within + TIE:
             return selection.report(result, store), tried
     raise UsageError(
-        f"no budget up to {budgets[-1]} entries per kv head loses at most {100 * within:g} points: allow more with "
-        "--within"
+        f"of {len({step.budget for step in tried})} budgets that were tried, up to {budgets[-1]} entries per kv head, "
+        f"none loses at most {100 * within:g} points: allow more with --within"
     )

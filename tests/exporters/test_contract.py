@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from kvsearch.core.arrays import Ints
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.exporters import TARGETS, exporter_of
-from kvsearch.exporters.base import SINGLE, Budgets, Inputs, PlanExporter, same_for_heads
+from kvsearch.exporters.base import SINGLE, Budgets, Inputs, PlanExporter
 from kvsearch.models.architecture import Architecture
 from kvsearch.plan import ModelFingerprint, Plan
 from kvsearch.plan.rounding import largest_remainder
+from tests.exporters.simulations import OPTIONS, SIMULATIONS, difference, options_of
 from tests.plan.builders import make_plan, phase_dict
 
 HEADS, LENGTH = 2, 400
@@ -53,11 +54,6 @@ def of_shares(files: Mapping[str, bytes], model: ModelFingerprint, length: int) 
     return largest_remainder(by_head * total, total).reshape(model.layers, model.kv_heads)
 
 
-def of_presses(files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
-    """What kvpress keeps: it cuts fractions of an entry off."""
-    return same_for_heads([int(length * (1 - share)) for share in json.loads(files[SINGLE])], model.kv_heads)
-
-
 def of_plan(files: Mapping[str, bytes], model: ModelFingerprint, length: int) -> Ints:
     name = next(name for name in files if Path(name).match("plan*.json"))
     return Budgets(Plan.model_validate(json.loads(files[name])), length).entries
@@ -76,35 +72,114 @@ def of_profile(files: Mapping[str, bytes], model: ModelFingerprint, length: int)
 
 # what targets make of their files, where the package does not compare it with the plan
 READERS = {
-    "attention-matching": of_shares, "spectralkv": of_shares, "kvpress-layers": of_presses, "folder": of_plan,
-    "model": of_plan, "tangram": of_profile,
+    "attention-matching": of_shares, "spectralkv": of_shares, "folder": of_plan, "model": of_plan,
+    "tangram": of_profile,
 }  # fmt: skip
 
 
-def read(name: str, exporter: Any, *told: Any) -> Ints:
-    """The entries [L, Hkv] that a target holds of a prompt."""
-    return READERS[name](*told) if name in READERS else exporter.read(*told)
-
-
 rows = st.lists(st.integers(1, LENGTH), min_size=HEADS, max_size=HEADS)
-policies = st.sampled_from(["knorm", "snapkv", "streaming", "expected_attention", "keydiff"])
+windows = st.integers(1, 40)
+policies = st.one_of(
+    st.sampled_from([("knorm", {}), ("keydiff", {}), ("pyramidkv", {}), ("h2o", {})]),
+    st.tuples(st.just("snapkv"), st.fixed_dictionaries({"window": windows, "sinks": st.integers(0, 4)})),
+    st.tuples(st.just("duo_attention"), st.fixed_dictionaries({"window": windows, "sinks": st.integers(0, 4)})),
+    st.tuples(
+        st.sampled_from(["streaming", "expected_attention"]), st.fixed_dictionaries({"sinks": st.integers(0, 6)})
+    ),
+)
 
 
-@pytest.mark.parametrize("name", [name for name in PLAN_TARGETS if name not in TOLD_SHARES])
+@pytest.mark.parametrize("name", SIMULATIONS)
 @given(st.lists(rows | st.none(), min_size=1, max_size=5).filter(any), policies, st.booleans())
-def test_entries_that_a_target_does_not_hold_are_counted(
-    name: str, budgets: list[list[int] | None], policy: str, fixed: bool
+def test_what_is_said_to_be_lost_is_what_the_tool_does_not_hold(
+    name: str, budgets: list[list[int] | None], policy: tuple[str, dict[str, Any]], fixed: bool
 ) -> None:
-    plan = plan_of(budgets, policy, scaling="fixed" if fixed else "proportional")
-    exporter, found = exported(name, plan)
-    length = found.total // plan.model.layers // HEADS if name == "headkv" else LENGTH  # it is told the mean
+    plan = plan_of(budgets, *policy, scaling="fixed" if fixed else "proportional")
+    try:
+        exporter, found = exported(name, plan)
+    except IncompatibleError:  # nothing to evict, or no press
+        return
     planned = Budgets(plan).entries
-    held = read(name, exporter, found.files, plan.model, max(1, length))
-    missing = int(np.maximum(planned - held, 0).sum())
+    held = SIMULATIONS[name](found, plan.model, LENGTH)
+    missing, beyond = difference(planned, held)
+    counted = [entries for entries in found.losses.values() if entries is not None]
+    assert not missing or missing in counted
+    assert not beyond or beyond in counted
+    if exporter.coarser:
+        said = [what for what in found.losses if what.startswith(exporter.coarser)]
+        assert len(said) == (missing > 0) + (beyond > 0)
+    if not found.losses:
+        assert (held == planned).all()
+
+
+@pytest.mark.parametrize("name", SIMULATIONS)
+@given(st.integers(1, LENGTH - 1), st.integers(1, 5), policies)
+def test_even_budgets_lose_no_entries_where_the_tool_can_say_them(
+    name: str, entries: int, layers: int, policy: tuple[str, dict[str, Any]]
+) -> None:
+    plan = plan_of([[entries] * HEADS] * layers, *policy)
+    try:
+        _, found = exported(name, plan)
+    except IncompatibleError:
+        return
+    held = SIMULATIONS[name](found, plan.model, LENGTH)
+    if name == "headkv":
+        assert (held == max(entries, 8)).all()
+    elif name == "sparse-vllm":
+        assert (held - entries <= 1).all()  # a layer has one entry beside sinks and window at least
+        assert (held >= entries).all()
+    elif name == "openvino":
+        assert (held % 32 == LENGTH % 32).all() or (held == LENGTH).all()
+    else:
+        assert (held == entries).all()
+
+
+def test_commands_have_the_options_of_the_tools() -> None:
+    for name in PLAN_TARGETS:
+        plan = plan_of([[40, 20]], "snapkv", {"window": 8})
+        _, found = exported(name, plan)
+        if not name.startswith(("folder", "model")):
+            assert options_of(found.usage) <= OPTIONS.get(name, set()), name
+
+
+def test_uneven_heads_of_headkv_hold_the_plan() -> None:
+    """Also where the mean is no whole number, and where a head holds the window alone."""
+    for budgets in ([[40, 8], [24, 24], [32, 16]], [[40, 8], [25, 24], [32, 16]], [[8, 8]], [[9, 8], [8, 8]]):
+        plan = plan_of([list(row) for row in budgets], "pyramidkv", scaling="fixed")
+        _, found = exported("headkv", plan)
+        held = SIMULATIONS["headkv"](found, plan.model, LENGTH)
+        assert (held.tolist() == budgets) == (not found.losses)
+        assert held.tolist() == budgets or budgets == [[9, 8], [8, 8]]
+
+
+def test_less_than_the_window_of_headkv_is_a_loss() -> None:
+    _, found = exported("headkv", plan_of([[4, 24]], "snapkv", {"window": 8}, scaling="fixed"))
+    assert found.describe() == [
+        "a head holds a window of 8 and a rounded share of a whole mean, and more are held than planned: 4 of 28 "
+        "entries (14.3%)"
+    ]
+
+
+def test_a_window_that_headkv_has_not_is_a_loss() -> None:
+    _, found = exported("headkv", plan_of([[40, 24]], "snapkv", {"window": 16}, scaling="fixed"))
+    (line,) = found.describe()
+    assert line.startswith("the tool ranks with window 8, kernel 7, pooling max")
+    assert line.endswith("64 of 64 entries (100.0%)")
+
+
+@pytest.mark.parametrize("name", ["folder", "model", "tangram"])
+@given(st.lists(rows | st.none(), min_size=1, max_size=5).filter(any), policies, st.booleans())
+def test_entries_that_a_file_does_not_name_are_counted(
+    name: str, budgets: list[list[int] | None], policy: tuple[str, dict[str, Any]], fixed: bool
+) -> None:
+    plan = plan_of(budgets, *policy, scaling="fixed" if fixed else "proportional")
+    _, found = exported(name, plan)
+    planned = Budgets(plan).entries
+    held = READERS[name](found.files, plan.model, LENGTH)
     counted = [entries for entries in found.losses.values() if entries is not None]
     assert name in ("folder", "model") or found.total == planned.sum()
     assert all(0 <= entries <= found.total for entries in counted)
-    assert missing in counted or np.array_equal(planned, held)
+    assert np.array_equal(planned, held)
     assert len(found.describe()) == len(found.losses)
 
 
@@ -112,11 +187,11 @@ def test_entries_that_a_target_does_not_hold_are_counted(
 @given(st.lists(rows, min_size=1, max_size=5))
 def test_shares_of_a_total_come_back(name: str, budgets: list[list[int] | None]) -> None:
     plan = plan_of(budgets)
-    exporter, found = exported(name, plan)
+    _, found = exported(name, plan)
     planned = Budgets(plan).entries
     if name == "spectralkv":
         planned = np.repeat(planned.sum(1, keepdims=True) / HEADS, HEADS, axis=1)
-    held = read(name, exporter, found.files, plan.model, 10**6)
+    held = READERS[name](found.files, plan.model, 10**6)
     np.testing.assert_allclose(held / held.sum(), planned / planned.sum(), atol=2e-6)
 
 
@@ -139,10 +214,10 @@ def test_what_else_is_lost_is_named() -> None:
 
 
 def test_streaming_heads_come_back_from_gates() -> None:
-    plan = plan_of([[400, 68], [68, 400]], "duo_attention", {"sinks": 4, "window": 64})
+    plan = plan_of([[400, 68], [68, 400]], "duo_attention", {"sinks": 4, "window": 64}, scaling="fixed")
     exporter, found = exported("duo", plan)
     assert not found.losses
-    assert found.files["full_attention_heads.tsv"] == b"1\t0.16999999983\n0.16999999983\t1\n"
+    assert found.files["full_attention_heads.tsv"] == b"1\t0.085\n0.085\t1\n"
     assert exporter.read(found.files, plan.model, 1000).tolist() == [[1000, 68], [68, 1000]]
 
 
@@ -156,12 +231,25 @@ def test_heads_that_keep_as_many_are_told_apart(budgets: list[list[int] | None],
     assert abs(held.sum() - found.total) <= (LENGTH - streaming) / 2 or whole in (0, held.size)
 
 
-def test_headkv_gives_every_query_head_its_budget_of_a_whole_mean() -> None:
-    plan = plan_of([[30, 10], [50, 30]], "snapkv", {"pooling": "avg"})
+def test_streaming_budgets_are_the_sizes_of_duo_attention() -> None:
+    plan = plan_of([[24, 24]] * 3, "streaming", {"sinks": 4}, scaling="fixed")
+    _, found = exported("duo", plan)
+    assert not found.losses
+    assert json.loads(found.files["config.json"]) == {"sink_size": 4, "recent_size": 20, "sparsity": 1.0}
+
+
+def test_headkv_gives_every_query_head_its_budget_without_the_window() -> None:
+    plan = plan_of([[30, 10], [50, 30]], "snapkv", {"window": 8}, scaling="fixed")
     _, found = exported("headkv", plan)
-    assert json.loads(found.files[SINGLE])["0-3"] == [10]
-    assert set(found.losses.values()) <= {None}
-    assert "--max_capacity_prompts 30" in found.usage[0]
+    assert json.loads(found.files[SINGLE])["0-3"] == [2]
+    assert not found.losses
+    assert "--max_capacity_prompts 22" in found.usage[0]
+
+
+def test_a_plan_with_sinks_loses_them_to_windows_of_vllm() -> None:
+    plan = plan_of([[400, 400], [32, 32], [32, 32]], "streaming", {"sinks": 4})
+    _, found = exported("vllm-windows", plan)
+    assert "windows have no sinks: the first 4 entries of a head leave: 16 of 928 entries (1.7%)" in found.describe()
 
 
 def test_heads_that_keep_as_much_share_pages() -> None:

@@ -92,7 +92,7 @@ def test_a_share_per_layer_keeps_what_the_plan_keeps(
     layers = [{**spec, "budget": budget} for budget in budgets]
     plan = plan_for(made, budgets, prefill={"layers": layers}, length=LENGTH, floor=1)
     exported = KvpressLayers().export(plan, Inputs())
-    assert exported.losses == ()
+    assert not exported.losses
     path = tmp_path / "ratios.json"
     path.write_bytes(exported.files[SINGLE])
     assert theirs(directory, ids(made), exported.usage, path) == ours(made, plan, ids(made))
@@ -112,7 +112,7 @@ def test_the_curve_keeps_what_the_plan_keeps(model: tuple[Any, Path], tmp_path: 
     table = 1 - np.stack(entries) / LENGTH
     profile = Profile(ProfileMetadata.model_validate(metadata), {"evicted_ratio": table.astype(np.float32)})
     exported = KvpressLukv().export(profile, Inputs())
-    assert exported.losses == ()
+    assert not exported.losses
     path = tmp_path / "curve.npy"
     path.write_bytes(exported.files[SINGLE])
     usage = [line.replace("compression_ratio=0.8", "compression_ratio=0.5") for line in exported.usage]
@@ -134,7 +134,7 @@ def test_the_gates_choose_the_heads_that_keep_everything(model: tuple[Any, Path]
     layers = [{**spec, "budget": budget} for budget in budgets]
     plan = plan_for(made, budgets, prefill={"layers": layers}, length=LENGTH, floor=12)
     exported = DuoAttentionGates().export(plan, Inputs())
-    assert exported.losses == ()
+    assert not exported.losses
     for name, data in exported.files.items():
         (tmp_path / name).write_bytes(data)
     sparsity = json.loads(exported.files["config.json"])["sparsity"]

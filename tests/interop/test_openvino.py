@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvsearch.exporters.base import SINGLE
+from kvsearch.exporters.base import SINGLE, Inputs
 from kvsearch.exporters.budget_tables import BLOCK, OpenVINO
 from tests.plan.builders import phase_dict
 from tests.tiny import loaded, plan_for
@@ -29,7 +29,7 @@ def test_it_holds_as_many_entries_as_the_plan(tmp_path: Path) -> None:
     shape = made.fingerprint
     budgets = [[BUDGET] * shape.kv_heads for _ in range(shape.layers)]
     phase = phase_dict(budgets, {"name": "h2o"})
-    exported = OpenVINO().export(plan_for(made, budgets, prefill=phase, length=LENGTH, floor=1))
+    exported = OpenVINO().export(plan_for(made, budgets, prefill=phase, length=LENGTH, floor=1), Inputs())
     (tmp_path / "sizes.json").write_bytes(exported.files[SINGLE])
     command = [str(PYTHON), str(SIDE), str(tmp_path / "model"), str(tmp_path / "sizes.json"), str(LENGTH)]
     done = subprocess.run([*command, str(tmp_path / "converted")], capture_output=True, text=True, check=False)

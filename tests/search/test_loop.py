@@ -124,20 +124,55 @@ def test_no_candidate_is_measured_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "loss", "words"),
     [
-        ({}, 0.25, "7 plans and all the same: this budget does not matter here"),
-        ({"parity": True}, 0.25, "8 plans and all the same: this budget does not matter here"),  # whatever they hold
-        ({"objective": "metric"}, 0.0, "the metric is zero for all 7 plans, so it tells none apart: search by nll"),
+        ({}, 0.25, "plans and all the same: this budget does not matter here"),
+        ({"space": "layers"}, 0.25, "plans and all the same: this budget does not matter here"),
+        ({"parity": True}, 0.25, "plans and all the same: this budget does not matter here"),  # whatever they hold
+        ({"objective": "metric"}, 0.0, "plans, so it tells none apart: search by nll"),
     ],
 )
-def test_equal_values_end_a_search_after_one_generation(
+def test_equal_values_end_a_search_once_every_stage_was_tried(
     changes: dict[str, Any], loss: float, words: str, tmp_path: Path
 ) -> None:
-    watcher = Silent()
-    outcome = run(tmp_path / "l", Measure(lambda *_: loss), watcher=watcher, **changes)
+    watcher, measure = Silent(), Measure(lambda *_: loss)
+    outcome = run(tmp_path / "l", measure, watcher=watcher, **changes)
     assert outcome.flat
-    assert outcome.ended == words
-    assert [place[:2] for place in watcher.generations] == [("start", 0), ("layers 0-1", 0)]
+    assert outcome.ended.endswith(words)
+    varied = np.unique(measure.candidates, axis=0).std(axis=0)
+    assert (varied > 0).all(), "a layer that was never varied"
     assert watcher.ends == [outcome.ended]
+
+
+def last_layer_retrieves(table: Ints, sample: int) -> float:
+    """A metric that one layer alone decides, once it has twice the budget."""
+    return float(table[-1, 0] >= 2 * BUDGET)
+
+
+@pytest.mark.parametrize("changes", [{}, {"group_size": 1}, {"space": "layers"}])
+def test_a_flat_stage_says_nothing_of_the_others(changes: dict[str, Any], tmp_path: Path) -> None:
+    watcher = Silent()
+    outcome = run(
+        tmp_path / "l", Measure(last_layer_retrieves), watcher=watcher, objective="metric", generations=6, **changes
+    )
+    assert not outcome.flat
+    assert outcome.ended == "all stages are finished"
+    assert outcome.pool[0].value == -1
+    assert outcome.pool[0].table[-1, 0] >= 2 * BUDGET
+
+
+def test_steps_grow_while_nothing_is_told_apart(tmp_path: Path) -> None:
+    """And where they began stays the middle, as no direction is better."""
+    run(tmp_path / "l", Measure(lambda *_: 0.25), generations=10, group_size=3)
+    with TrialLog(tmp_path / "l") as ledger:
+        told_lines = generations_of(ledger, "layers 0-2")
+    spread = [np.std(line.points, axis=0).max() for line in told_lines]
+    assert len(told_lines) == loop.FLAT_GENERATIONS
+    assert spread[-1] > 2 * spread[0]
+
+
+def test_a_limit_that_cuts_a_flat_search_speaks_for_no_layer_that_was_not_tried(tmp_path: Path) -> None:
+    outcome = run(tmp_path / "l", Measure(lambda *_: 0.25), 8)
+    assert not outcome.flat
+    assert outcome.ended == "8 candidates were evaluated, as many as allowed; all 8 plans so far are worth the same"
 
 
 class TestFailures:

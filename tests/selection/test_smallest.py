@@ -93,5 +93,5 @@ def test_what_is_lost_is_of_the_best_candidate() -> None:
 
 
 def test_no_budget_may_hold() -> None:
-    with pytest.raises(UsageError, match="no budget up to 30 entries per kv head loses at most 1 points: allow more"):
+    with pytest.raises(UsageError, match="up to 30 entries per kv head, none loses at most 1 points: allow more"):
         tried_at({20: 0.5, 30: 0.0}, {20: 0.5, 30: 0.5})

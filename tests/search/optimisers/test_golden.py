@@ -65,6 +65,21 @@ def test_a_plateau_at_the_bottom_is_reached(centre: float, width: int) -> None:
     assert function(float(optimiser.best_guess[0])) < 1e-3
 
 
+@pytest.mark.parametrize(("best", "bound"), [(lambda x: -(x > 9), 10.0), (lambda x: -(x < 0.5), 0.0)])
+def test_what_the_first_points_do_not_tell_apart_the_bounds_may(best: Callable[[float], float], bound: float) -> None:
+    optimiser = create_optimiser("golden", [1.0], [0.0], [10.0], 0, tolerance=0.01)
+    counts = minimise(best, optimiser)
+    assert counts[:2] == [2, 2]
+    assert best(float(optimiser.best_guess[0])) == -1
+    assert abs(float(optimiser.best_guess[0]) - bound) < 1
+
+
+def test_a_bound_that_is_worse_leaves_the_bracket() -> None:
+    optimiser = create_optimiser("golden", [1.0], [0.0], [10.0], 0, tolerance=0.01)
+    assert minimise(lambda x: float(x > 9.5), optimiser)[:3] == [2, 2, 1]
+    assert float(optimiser.best_guess[0]) < 9.5
+
+
 def test_injected_points_do_not_move_the_bracket() -> None:
     plain, injected = (create_optimiser("golden", [1.0], [0.0], [4.0], 0, tolerance=0.1) for _ in range(2))
     injected.inject([np.array([3.0])])
