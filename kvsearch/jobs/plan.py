@@ -11,7 +11,7 @@ from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.config.options import RESULT, RULE, SIZE, JobOptions, Params, option
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import atomic_write, check_output, read_bytes
+from kvsearch.core.files import atomic_write, check_output, read_text
 from kvsearch.core.limits import MOST_YAML
 from kvsearch.jobs.groups import BUDGET, RATIO, WithModel, following
 from kvsearch.jobs.public import job
@@ -150,7 +150,7 @@ class BuildOptions(PlanOptions):
         """Return the plan of the YAML; UsageError says all that is wrong with it."""
         from kvsearch.strategies.from_yaml import plan_from_yaml
 
-        return plan_from_yaml(read_bytes(self.strategy, MOST_YAML), str(self.strategy))
+        return plan_from_yaml(read_text(self.strategy, most=MOST_YAML), str(self.strategy))
 
 
 class YamlOptions(JobOptions):
