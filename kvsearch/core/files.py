@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import stat
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -69,11 +70,8 @@ def opened(path: str | Path) -> Iterator[BufferedReader]:
 
 # --- content: compressed or not, text in any encoding that says what it is --------------------------------------------
 
-_COMPRESSED = {
-    b"\x1f\x8b": ("gzip", "GzipFile"),
-    b"BZh": ("bz2", "BZ2File"),
-    b"\xfd7zXZ\0": ("lzma", "LZMAFile"),
-}  # modules of Python by how what they unpack begins; some builds lack one
+# modules of Python by how what they unpack begins
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma"}
 _MARKS = (  # byte order marks; that of UTF-16 begins one of UTF-32
     (b"\xef\xbb\xbf", "utf-8-sig"),
     (b"\xff\xfe\0\0", "utf-32"), (b"\0\0\xfe\xff", "utf-32"),
@@ -118,16 +116,18 @@ def read_unpacked(path: str | Path, most: int = MOST_DATA) -> bytes:
         EnvironmentFault: as `read_bytes`.
     """
     data = read_bytes(path, most)
-    module, reader = next((how for begin, how in _COMPRESSED.items() if data.startswith(begin)), ("", ""))
-    if not module:
-        return data
     try:
-        with getattr(import_module(module), reader)(BytesIO(data)) as file:
+        library = next((import_module(name) for begin, name in _COMPRESSED.items() if data.startswith(begin)), None)
+    except ImportError:  # Python was built without it: what reads the data says what it is
+        library = None
+    if library is None:
+        return data
+    faults = (OSError, EOFError, zlib.error, getattr(library, "LZMAError", EOFError))
+    try:
+        with library.open(BytesIO(data)) as file:
             unpacked: bytes = b"".join(islice(iter(partial(file.read, _PIECE), b""), most // _PIECE + 1))
-    except Exception as error:  # each module has errors of its own
-        if isinstance(error, MemoryError):
-            raise
-        problem = f"{path} is compressed by {module} and cannot be unpacked ({error}): fetch it again"
+    except faults as error:
+        problem = f"{path} is compressed by {library.__name__} and cannot be unpacked ({error}): fetch it again"
         raise UsageError(problem) from error
     if len(unpacked) > most:
         raise _too_large(path, most)
@@ -171,7 +171,9 @@ def _not_decoded(data: bytes, encoding: str, place: int) -> str:
 
 
 def _with_zeros(data: bytes, text: str) -> str:
-    """Say what text with zero bytes is: in UTF-16 without a mark every other byte of plain letters is one."""
+    """Say what text with zero bytes is; in UTF-16 every other byte of plain letters is one."""
+    if data[257:262] == b"ustar":
+        return f"is a tar archive: {_UNPACK}"
     pairs = data[:_LOOKED_AT]
     for encoding, zeros, letters in (("utf-16le", pairs[1::2], pairs[::2]), ("utf-16be", pairs[::2], pairs[1::2])):
         if zeros.count(0) > len(zeros) // 2 and not letters.count(0):

@@ -17,6 +17,7 @@ from kvsearch.jobs.groups import BUDGET, RATIO, WithModel, following
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.plan import Plan, Size, arithmetic, load_plan, phases_of, save_plan
+from kvsearch.plan.size import LAID_OUT
 from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.fitted import parse_policy
@@ -94,6 +95,10 @@ class UniformOptions(PlanOptions, Sized, WithModel):
     settings: Params | None = option(
         None, "A policy parameter, as in --set window=16; repeatable.", flag="--set", repeated=True
     )
+    length: int | None = option(
+        None, "Prompt length that a ratio's integer budgets are for; they follow the prompt at hand.",
+        shown=str(LAID_OUT), ge=1,
+    )  # fmt: skip
     phases: str = option("prefill", "When to evict: prefill, decode or both.", RULE)
     allocation: str = option(
         "static",

@@ -97,7 +97,11 @@ def test_a_folder_with_the_archive(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("a.txt", "text", "a.txt has no rows: line 1 is not valid JSON at line 1 column 1: expecting value; give JSON Lines"),
+        (
+            "a.txt",
+            "text",
+            "a.txt has no rows: line 1 is not valid JSON at line 1 column 1: expecting value; give JSON Lines",
+        ),
         ("a.zip", b"PK", "a.zip has no rows"),
         ("a.jsonl", lines() + "{", "a.jsonl line 3 is not valid JSON"),
         ("a.jsonl", lines() + "[]\n", "a.jsonl line 3 is not an object: a row has named columns"),
