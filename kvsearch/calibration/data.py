@@ -22,7 +22,7 @@ from kvsearch.core.parsing import describe_validation_error, parse_json
 from kvsearch.core.resources import resource
 from kvsearch.models.loading import BUNDLED
 from kvsearch.plan.origin import ContextSet, context_hash
-from kvsearch.tasks.fields import Filled, NotEmpty, is_blank
+from kvsearch.tasks.fields import Filled, Name, NotEmpty, is_blank
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
 from kvsearch.tasks.rows import located_rows
 from kvsearch.tasks.splits import group_by_text
@@ -39,7 +39,7 @@ class Pair(Record):
     """
 
     question: Filled
-    answer: Filled
+    answer: Name
     prefix: str = ""
     max_new_tokens: int = Field(default=0, ge=0)
     kind: Filled | None = None
@@ -185,15 +185,16 @@ def load_calibration_data(path: str | Path, bare: bool = False) -> CalibrationDa
         UsageError: there is no such file, or it is not valid; the message lists all that is wrong with it.
     """
     parts = _parts(path)
-    contents = [(part, read_text(part)) for part in parts]
-    document = _document(*contents[0]) if len(contents) == 1 else None
+    contents = [read_text(part) for part in parts]
+    plain = list(map(_filled, contents, parts))
+    document = _document(parts[0], contents[0]) if len(parts) == 1 else None
     if document is None:
         if not bare:
             raise UsageError(
                 f"{path} is plain text, without questions, which only --method probe and query_bank take: give a "
                 "calibration file with questions and answers"
             )
-        texts = tuple(Context(_filled(text, part), ()) for part, text in contents)
+        texts = tuple(Context(text, ()) for text in plain)
         name = parts[0].stem if len(parts) == 1 else f"{len(parts)} text files"
         return CalibrationData(name, PLAIN_PROMPT, texts, content_hash(PLAIN_PROMPT, texts))
     folder = parts[0].parent

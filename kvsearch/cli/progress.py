@@ -45,10 +45,11 @@ class Count:
             self._before = done
             self._since = self.clock()
             self._end = self._told = None
+        new = done - self._before
+        is_news = done > self.done  # what is told again says nothing of the speed
         self.done = done
         self.total = total
-        new = done - self._before
-        if new > 0 and new >= SOON * (total - self._before):
+        if is_news and new >= SOON * (total - self._before):
             now = self.clock()
             self._end = now + (now - self._since) * (total - done) / new
 

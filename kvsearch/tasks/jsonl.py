@@ -17,7 +17,7 @@ from kvsearch.tasks.base import Example, Query, Task, TokenCount
 from kvsearch.tasks.fields import Filled, Name, NotEmpty, trimmed
 from kvsearch.tasks.metrics import METRICS, OF_ALL_ANSWERS, OF_BLANKS, find_metric
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
-from kvsearch.tasks.rows import Cell, read_located
+from kvsearch.tasks.rows import CellText, read_located
 from kvsearch.tasks.splits import ALL, OWN_SHARES, check_split, draw, part
 
 SHOWN = 10
@@ -29,12 +29,10 @@ OF_TURN = {"question", "answers", "max_new_tokens", "prefix", "options"}
 PLAIN_TEXT = "is plain text: give it as ppl:FILE, or give context, question and answers"
 
 
-def _listed(value: object) -> object:
-    """Return what a cell of CSV lists."""
-    return value.items if isinstance(value, Cell) else value
-
-
-Texts = Annotated[tuple[Filled, ...], BeforeValidator(_listed)]
+# a cell of CSV has one text, or a list in writing
+Texts = Annotated[
+    tuple[Filled, ...], BeforeValidator(lambda value: value.items if isinstance(value, CellText) else value)
+]
 
 
 class JsonlRow(BaseModel):

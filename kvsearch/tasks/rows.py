@@ -141,7 +141,7 @@ _OF_PANDAS = "__index_level_"  # begins the columns in which it keeps an index
 Located = tuple[str, Row | UsageError]  # a row, or why it is none, and its place: "line 3" or "row 3"
 
 
-class Cell(str):
+class CellText(str):
     """The text of a cell of CSV, in which a list is written as text, too."""
 
     @property
@@ -213,21 +213,20 @@ def located_rows(text: str, name: str) -> list[Located]:
         return _numbered(cast("list[object]", parse_json(text, name)))
     if head != "{" and (header := _header(text)) is not None:
         return _numbered(_cells(text, *header, name))
-    lines = ((f"line {number}", line.strip("\ufeff")) for number, line in enumerate(_LINE_END.split(text), 1))
-    rows = [_of_line(place, line) for place, line in lines if line.strip()]
+    rows: list[Located] = []
+    for number, line in enumerate(_LINE_END.split(text), 1):
+        place = f"line {number}"
+        if line.strip():
+            try:
+                rows.append((place, _object(place, parse_json(line.strip("\ufeff"), place))))
+            except UsageError as error:
+                rows.append((place, error))
     # not a complaint for each line of what is something else
     if len(rows) > (head == "{") and all(isinstance(row, UsageError) for _, row in rows):
         with suppress(UsageError):  # one object, over several lines
             return _numbered([parse_json(text, name)])
         raise UsageError(f"{name} has no rows: {rows[0][1]}; give {FORMS}")
     return rows
-
-
-def _of_line(place: str, line: str) -> Located:
-    try:
-        return place, _object(place, parse_json(line, place))
-    except UsageError as error:
-        return place, error
 
 
 def _numbered(rows: Sequence[object]) -> list[Located]:
@@ -290,7 +289,7 @@ def _cells(text: str, columns: Sequence[str], sign: str, name: str) -> list[Row]
     except (pyarrow.ArrowException, ValueError) as error:
         raise UsageError(f"{name} begins as CSV does, and is none: {describe_fault(error)}") from error
     kept = [column for column in columns if column]
-    return [{key: Cell(row[key]) if row[key].strip() else None for key in kept} for row in rows]
+    return [{key: CellText(row[key]) if row[key].strip() else None for key in kept} for row in rows]
 
 
 def _parquet_rows(data: bytes, name: str) -> list[Row]:
