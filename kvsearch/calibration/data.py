@@ -17,13 +17,14 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import Record
 from kvsearch.core.files import read_text
-from kvsearch.core.limits import MOST_DATA, MOST_PATH
-from kvsearch.core.parsing import describe_validation_error, read_json
+from kvsearch.core.limits import MOST_PATH
+from kvsearch.core.parsing import describe_validation_error, parse_json
 from kvsearch.core.resources import resource
 from kvsearch.models.loading import BUNDLED
 from kvsearch.plan.origin import ContextSet, context_hash
-from kvsearch.tasks.fields import Filled, NotEmpty
+from kvsearch.tasks.fields import Filled, Name, NotEmpty, is_blank
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
+from kvsearch.tasks.rows import located_rows
 from kvsearch.tasks.splits import group_by_text
 
 DEFAULT, OF_BUNDLED = "data/calibration/texts.json", "data/calibration/bundled.json"
@@ -38,7 +39,7 @@ class Pair(Record):
     """
 
     question: Filled
-    answer: Filled
+    answer: Name
     prefix: str = ""
     max_new_tokens: int = Field(default=0, ge=0)
     kind: Filled | None = None
@@ -179,24 +180,28 @@ def default_data(model: str) -> Path:
 def load_calibration_data(path: str | Path, bare: bool = False) -> CalibrationData:
     """Read and check a calibration file.
 
-    With `bare`, contexts may have no questions, and `path` may be a plain text file (.txt), several with commas between
-    them, or a folder of such files: one context each.
+    With `bare`, contexts may have no questions, and `path` may be a plain text file, several with commas between them,
+    or a folder of .txt files: one context each.
 
     Raises:
         UsageError: there is no such file, or it is not valid; the message lists all that is wrong with it.
     """
-    if (plain := _plain_texts(path)) is not None:
+    parts = _parts(path)
+    contents = [read_text(part) for part in parts]
+    plain = list(map(_filled, contents, parts))
+    document = _document(parts[0], contents[0]) if len(parts) == 1 else None
+    if document is None:
         if not bare:
             raise UsageError(
                 f"{path} is plain text, without questions, which only --method probe and query_bank take: give a "
                 "calibration file with questions and answers"
             )
-        texts = tuple(Context(_read_text(one), ()) for one in plain)
-        name = Path(path).stem if len(plain) == 1 else f"{len(plain)} text files"
+        texts = tuple(Context(text, ()) for text in plain)
+        name = parts[0].stem if len(parts) == 1 else f"{len(parts)} text files"
         return CalibrationData(name, PLAIN_PROMPT, texts, content_hash(PLAIN_PROMPT, texts))
-    folder = Path(path).parent
+    folder = parts[0].parent
     try:
-        parsed = CalibrationFile.model_validate(read_json(path, MOST_DATA), context={"folder": folder, "bare": bare})
+        parsed = CalibrationFile.model_validate(document, context={"folder": folder, "bare": bare})
     except ValidationError as error:
         raise UsageError(describe_validation_error(error, str(path))) from error
     contexts = tuple(
@@ -206,13 +211,34 @@ def load_calibration_data(path: str | Path, bare: bool = False) -> CalibrationDa
     return CalibrationData(parsed.name, parsed.prompt, contexts, content_hash(parsed.prompt, contexts))
 
 
-def _plain_texts(path: str | Path) -> list[Path] | None:
-    """Return the plain text files that `path` stands for; None if it is something else."""
+def _parts(path: str | Path) -> list[Path]:
+    """Return the files that `path` stands for: one, those with commas between them, or those of text in a folder."""
     whole = Path(path)
     if whole.is_dir():
-        return sorted(whole.glob("*.txt")) or None
-    parts = [whole] if whole.exists() else [Path(part) for part in str(path).split(",")]
-    return parts if all(part.suffix == ".txt" for part in parts) else None
+        if not (texts := sorted(whole.glob("*.txt"))):
+            raise UsageError(f"{path} is a folder without .txt files: name a calibration file, or a folder of texts")
+        return texts
+    parts = [Path(part) for part in str(path).split(",")]
+    return parts if not whole.exists() and any(part.exists() for part in parts) else [whole]
+
+
+def _document(path: Path, text: str) -> Any:
+    """Return the JSON of a calibration file; None of plain text, which may begin with a bracket, too."""
+    begins = text.lstrip()[:1]
+    if begins not in ("{", "[") and path.suffix != ".json":
+        return None
+    try:
+        return parse_json(text, str(path))
+    except UsageError as error:
+        if path.suffix == ".txt" or (begins == "[" and path.suffix != ".json"):
+            return None
+        first = next(iter(located_rows(text, str(path))), ("", error))[1]
+        if isinstance(first, dict):
+            raise UsageError(
+                f"{path} has rows, and a calibration file is one object with name and contexts: give it as "
+                f"--tasks jsonl:{path}"
+            ) from error
+        raise
 
 
 def content_hash(prompt: str, contexts: Sequence[Context]) -> str:
@@ -225,6 +251,10 @@ def content_hash(prompt: str, contexts: Sequence[Context]) -> str:
 
 
 def _read_text(path: Path) -> str:
-    if not (text := read_text(path).strip()):
+    return _filled(read_text(path), path)
+
+
+def _filled(text: str, path: Path) -> str:
+    if is_blank(text):
         raise UsageError(f"{path} is empty: a calibration context needs text")
-    return text
+    return text.strip()

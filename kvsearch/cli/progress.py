@@ -16,10 +16,17 @@ if TYPE_CHECKING:
 
 EVERY = 30.0  # seconds between two lines
 SOON = 0.05  # share that is done before a time left is told
+SLACK = 0.1  # of the time left: an end that is later by less is no news
+SLOWER = "slower than before"
+LONGER = "longer than was said"
 
 
 class Count:
-    """How much of `what` is done, and the time left at the speed so far."""
+    """How much of `what` is done, and the time left at the speed of what is done.
+
+    The time left that is shown falls with the clock, also while one long step shows nothing; where it has to rise, it
+    says that the work is slower than before.
+    """
 
     def __init__(self, what: Title, clock: Callable[[], float] = time.monotonic) -> None:
         self.what = what
@@ -28,14 +35,23 @@ class Count:
         self.total: int | None = None
         self._before: int | None = None  # what was done when this began: what is kept is found again in no time
         self._started = self._since = clock()
+        self._end: float | None = None  # when all of this part is done, by the speed at its last step
+        self._told: float | None = None  # the end that was shown
+        self._slower = False
 
     def __call__(self, done: int, total: int) -> None:
         """Note how much of the total is done."""
         if self._before is None or done < self.done:  # another part begins
             self._before = done
             self._since = self.clock()
+            self._end = self._told = None
+        new = done - self._before
+        is_news = done > self.done  # what is told again says nothing of the speed
         self.done = done
         self.total = total
+        if is_news and new >= SOON * (total - self._before):
+            now = self.clock()
+            self._end = now + (now - self._since) * (total - done) / new
 
     @property
     def title(self) -> str:
@@ -49,12 +65,18 @@ class Count:
 
     def left(self) -> str:
         """Return the time left in words; nothing before a twentieth of what this part has to do is done."""
-        assert self.total is not None
-        before = self._before or 0
-        new = self.done - before
-        if new <= 0 or new < SOON * (self.total - before):
+        if self._end is None:
             return ""
-        return f"about {clock_words((self.clock() - self._since) * (self.total - self.done) / new)} left"
+        now = self.clock()
+        if self._told is None or self._end <= self._told:
+            self._told = self._end
+            self._slower = False
+        elif self._end - self._told > SLACK * (self._end - now):
+            self._told = self._end
+            self._slower = True
+        if self._told < now:
+            return LONGER
+        return f"about {clock_words(self._told - now)} left" + (f", {SLOWER}" if self._slower else "")
 
     def words(self) -> str:
         """Return how far it is, with the time left where that can be told."""

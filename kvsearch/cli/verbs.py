@@ -195,7 +195,7 @@ def generate(options: GenerateOptions, replies: Sequence[Reply]) -> Output:
         return answers if len(options.prompt) > 1 else answers[0]
 
     def show(console: Console) -> None:
-        _, _, prompts, _ = options.read()
+        _, _, prompts, _ = options.inputs
         for prompt, reply in zip(prompts, replies, strict=True):
             console.say(f"context: {reply.context_tokens} tokens; prompt: {prompt.strip() or '(none)'}")
             console.print_reply(reply.text)

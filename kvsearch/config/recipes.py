@@ -59,12 +59,12 @@ def read_recipe(path: Path, job: str) -> dict[str, Any]:
     content: Any
     if path.suffix == ".json":
         content = read_json(path)
-        if isinstance(content, dict) and "schema" in content:
-            return _of_run(content, path, job)
     else:
         from kvsearch.core.yaml_document import read_yaml
 
         content = read_yaml(path)
+    if isinstance(content, dict) and "schema" in content:
+        return _of_run(content, path, job)
     if not isinstance(content, dict):
         raise UsageError(f"{path} is not a recipe: it should be a mapping of options such as `seed: 1`")
     return content

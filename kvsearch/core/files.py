@@ -9,9 +9,13 @@ import logging
 import os
 import secrets
 import stat
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedReader
+from functools import partial
+from importlib import import_module
+from io import BufferedReader, BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +30,9 @@ _REMEDIES = {
     errno.EROFS: "choose a writable place",
 }
 
+_PIECE = 1 << 20  # bytes that are unpacked at a time
+_LOOKED_AT = 1000  # bytes that an encoding is guessed from
+
 
 def read_bytes(path: str | Path, most: int = MOST_DATA) -> bytes:
     """Read a whole file of at most so many bytes; raises as `opened`, or UsageError: it is a device, or larger."""
@@ -33,9 +40,11 @@ def read_bytes(path: str | Path, most: int = MOST_DATA) -> bytes:
         status = os.fstat(file.fileno())
         if stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode):
             raise UsageError(f"{path} is a device, which may have no end: name a file")
-        if status.st_size <= most:
-            return file.read()
-    raise UsageError(f"{path} is larger than the {most} bytes that such a file may have: is it the right one?")
+        if status.st_size <= most:  # 0 of a pipe
+            data = file.read()
+            if len(data) <= most:
+                return data
+    raise _too_large(path, most)
 
 
 @contextmanager
@@ -59,17 +68,124 @@ def opened(path: str | Path) -> Iterator[BufferedReader]:
         raise UsageError(f"cannot read {path!r}: {error}") from error
 
 
-def read_text(path: str | Path, name: str | None = None) -> str:
-    """Read a whole text file, called `name` where it is no text; raises as `read_bytes`, or UsageError: not UTF-8."""
-    return decoded(read_bytes(path, MOST_DATA), name or str(path))
+# --- content: compressed or not, text in any encoding that says what it is --------------------------------------------
+
+# modules of Python by how what they unpack begins
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma"}
+_MARKS = (  # byte order marks; that of UTF-16 begins one of UTF-32
+    (b"\xef\xbb\xbf", "utf-8-sig"),
+    (b"\xff\xfe\0\0", "utf-32"), (b"\0\0\xfe\xff", "utf-32"),
+    (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"),
+)  # fmt: skip
+_UNPACK = "unpack it first"
+_PLAIN = "save it as plain text"
+_KINDS = {
+    b"%PDF-": ("a PDF", "give its text, as `pdftotext` writes it"),
+    b"PK\x03\x04": ("a zip archive, as .docx, .xlsx and .epub files are", f"unpack it, or {_PLAIN}"),
+    b"\xd0\xcf\x11\xe0": ("an old Office document", _PLAIN),
+    b"{\\rtf": ("a document in rich text (RTF)", _PLAIN),
+    b"\x1f\x8b": ("compressed by gzip", _UNPACK),
+    b"BZh": ("compressed by bzip2", _UNPACK),
+    b"\xfd7zXZ\0": ("compressed by xz", _UNPACK),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", f"{_UNPACK}, with `zstd -d`"),
+    b"\x04\x22\x4d\x18": ("compressed by lz4", f"{_UNPACK}, with `lz4 -d`"),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK),
+    b"Rar!\x1a": ("a RAR archive", _UNPACK),
+    b"PAR1": ("a Parquet file, a table", "write its text to a file"),
+    b"ARROW1": ("an Arrow file, a table", "write it as Parquet or JSON Lines"),
+    b"SQLite format 3\0": ("an SQLite database", "write its rows as JSON Lines"),
+    b"\x93NUMPY": ("an array of NumPy", "give text"),
+    b"\x89PNG": ("a picture (PNG)", "give text"),
+    b"GIF87a": ("a picture (GIF)", "give text"),
+    b"GIF89a": ("a picture (GIF)", "give text"),
+    b"\xff\xd8\xff": ("a picture (JPEG)", "give text"),
+}  # what is no text, by how it begins, and what to do
+_CONVERT = "iconv -f {} -t utf-8 FILE > NEW"
+
+
+def read_text(path: str | Path, name: str | None = None, most: int = MOST_DATA) -> str:
+    """Read a whole text file, called `name` where it is no text; raises as `read_unpacked` and `decoded`."""
+    return decoded(read_unpacked(path, most), name or str(path))
+
+
+def read_unpacked(path: str | Path, most: int = MOST_DATA) -> bytes:
+    """Read a file whole, and unpack it if it is compressed by gzip, bzip2 or xz, to at most so many bytes.
+
+    Raises:
+        UsageError: as `read_bytes`, or what is compressed is damaged.
+        EnvironmentFault: as `read_bytes`.
+    """
+    data = read_bytes(path, most)
+    try:
+        library = next((import_module(name) for begin, name in _COMPRESSED.items() if data.startswith(begin)), None)
+    except ImportError:  # Python was built without it: what reads the data says what it is
+        library = None
+    if library is None:
+        return data
+    faults = (OSError, EOFError, zlib.error, getattr(library, "LZMAError", EOFError))
+    try:
+        with library.open(BytesIO(data)) as file:
+            unpacked: bytes = b"".join(islice(iter(partial(file.read, _PIECE), b""), most // _PIECE + 1))
+    except faults as error:
+        problem = f"{path} is compressed by {library.__name__} and cannot be unpacked ({error}): fetch it again"
+        raise UsageError(problem) from error
+    if len(unpacked) > most:
+        raise _too_large(path, most)
+    return unpacked
 
 
 def decoded(data: bytes, name: str) -> str:
-    """Return UTF-8 as text; UsageError with the first byte that is none."""
+    """Return text as it is in UTF-8, or in UTF-16 or UTF-32 with a byte order mark, which is no part of it.
+
+    Line ends stay as they are.
+
+    Raises:
+        UsageError: it is in another encoding, or no text; says at which byte, or what it is, and what to do.
+    """
+    kind = next((kind for begin, kind in _KINDS.items() if data.startswith(begin)), None)
+    if kind is not None:
+        raise UsageError(f"{name} is {kind[0]}: {kind[1]}")
+    encoding = next((encoding for mark, encoding in _MARKS if data.startswith(mark)), "utf-8")
     try:
-        return data.decode()
+        text = data.decode(encoding)
     except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is not UTF-8 text: byte {error.start} is {data[error.start]:#04x}") from error
+        raise UsageError(f"{name} {_not_decoded(data, encoding, error.start)}") from error
+    if "\0" in text:
+        raise UsageError(f"{name} {_with_zeros(data, text)}")
+    return text
+
+
+def _not_decoded(data: bytes, encoding: str, place: int) -> str:
+    """Say where data is not in an encoding, and how to convert it."""
+    if encoding == "utf-8-sig":
+        place += 3  # Python counts from behind the mark
+    known = encoding.upper().removesuffix("-SIG")
+    at = f"is not {known} text: byte {place} is {data[place]:#04x}"
+    if known != "UTF-8":
+        return f"{at}, though it begins with the byte order mark of {known}: write it again, in UTF-8"
+    line = data.count(b"\n", 0, place) + 1
+    if b"\0" in data:
+        return f"{at}, and it has zero bytes: it is binary, give text"
+    likely = "cp1252" if any(0x80 <= byte < 0xA0 for byte in data[place : place + _LOOKED_AT]) else "latin1"
+    return f"{at}, in line {line}; if it is in {likely}, convert it: {_CONVERT.format(likely)}"
+
+
+def _with_zeros(data: bytes, text: str) -> str:
+    """Say what text with zero bytes is; in UTF-16 every other byte of plain letters is one."""
+    if data[257:262] == b"ustar":
+        return f"is a tar archive: {_UNPACK}"
+    pairs = data[:_LOOKED_AT]
+    for encoding, zeros, letters in (("utf-16le", pairs[1::2], pairs[::2]), ("utf-16be", pairs[::2], pairs[1::2])):
+        if zeros.count(0) > len(zeros) // 2 and not letters.count(0):
+            return f"looks like {encoding} without a byte order mark: convert it: {_CONVERT.format(encoding)}"
+    return f"is binary, no text: character {text.index(chr(0))} is zero"
+
+
+def _too_large(path: str | Path, most: int) -> UsageError:
+    return UsageError(f"{path} is larger than the {most} bytes that such a file may have: is it the right one?")
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def atomic_write(path: str | Path, data: bytes | Iterable[bytes | memoryview], overwrite: bool = True) -> None:

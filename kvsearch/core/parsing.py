@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -11,8 +11,9 @@ from pydantic import ValidationError
 
 from kvsearch.core.errors import UsageError
 from kvsearch.core.fields import COMPLETE
-from kvsearch.core.files import decoded, read_bytes
+from kvsearch.core.files import decoded, read_text
 from kvsearch.core.limits import MOST_DOCUMENT
+from kvsearch.core.naming import did_you_mean
 from kvsearch.core.printed import cut
 
 Valid = TypeVar("Valid")
@@ -25,7 +26,8 @@ _MOST_SHOWN = 20
 _MOST_LISTED = 5000
 _MOST_SHOWN_BITS = 1024  # of a whole number
 MISSING: Final = "is missing: add it"
-_PLAIN: Final = {"extra_forbidden": "unknown key: remove it or correct its spelling", "missing": MISSING}
+_UNKNOWN: Final = "unknown key: remove it or correct its spelling"
+_PLAIN: Final = {"extra_forbidden": _UNKNOWN, "missing": MISSING}
 _NO_WHOLE: Final = "must be a whole number"
 _OF_KIND: Final = {
     "int_parsing": _NO_WHOLE,
@@ -55,9 +57,13 @@ def describe_validation_error(error: ValidationError, name: str) -> str:
     return list_problems(problems_of(error), name)
 
 
-def problems_of(error: ValidationError) -> list[str]:
-    """List the problems of `error` as `path.to.field: what`, one line each."""
-    return [f"{'.'.join(map(short_key, place)) or 'the whole'}: {what}" for place, what in located_problems(error)]
+def problems_of(error: ValidationError, known: Sequence[str] = ()) -> list[str]:
+    """List the problems of `error` as `path.to.field: what`, one line each; `known` keys are what others may mean."""
+    return [
+        f"{'.'.join(map(short_key, place)) or 'the whole'}: {what}"
+        + (did_you_mean(place[-1], known) if what == _UNKNOWN else "")
+        for place, what in located_problems(error)
+    ]
 
 
 def located_problems(error: ValidationError) -> list[tuple[tuple[str | int, ...], str]]:
@@ -89,13 +95,13 @@ def list_problems(problems: list[str], name: str) -> str:
 
 
 def read_json(path: str | Path, most: int = MOST_DOCUMENT) -> Any:
-    """Read a file of one JSON value; raises as `read_bytes` and `parse_json`."""
-    return parse_json(read_bytes(path, most), str(path))
+    """Read a file of one JSON value; raises as `read_text` and `parse_json`."""
+    return parse_json(read_text(path, most=most), str(path))
 
 
-def parse_json(data: bytes, name: str) -> Any:
-    """Parse JSON in UTF-8; UsageError for anything else, a key twice in one object, or what `require_plain` refuses."""
-    text = decoded(data, name)
+def parse_json(data: bytes | str, name: str) -> Any:
+    """Parse JSON; UsageError for anything else, a key twice in one object, or what `require_plain` refuses."""
+    text = data if isinstance(data, str) else decoded(data, name)
     try:
         content = json.loads(text, object_pairs_hook=_unique)
         require_plain(content)

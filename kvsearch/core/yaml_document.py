@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import decoded, read_bytes
+from kvsearch.core.files import decoded, read_text
 from kvsearch.core.limits import MOST_BRACKETS, MOST_YAML
 from kvsearch.core.parsing import FAULTS, describe_fault, list_problems, require_plain, shown
 
@@ -73,8 +73,8 @@ class YamlDocument:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Read a YAML file as plain data; errors as `read_bytes` and `YamlDocument`."""
-    return YamlDocument(read_bytes(path, MOST_YAML), str(path)).data
+    """Read a YAML file as plain data; errors as `read_text` and `YamlDocument`."""
+    return YamlDocument(read_text(path, most=MOST_YAML), str(path)).data
 
 
 class _Loader(yaml.SafeLoader):

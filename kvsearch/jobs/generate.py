@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,8 +42,9 @@ class GenerateOptions(WithModel, Seeded):
     max_new_tokens: int = option(64, "Longest reply, in tokens.", RULE, ge=1)
     chunk: int | None = option(None, CHUNK, ge=1)
 
-    def read(self) -> tuple[Plan | None, str, list[str], str]:
-        """Return the plan, the context, the prompts, and how one follows the context without a chat template.
+    @cached_property
+    def inputs(self) -> tuple[Plan | None, str, list[str], str]:
+        """The plan, the context, the prompts, and how one follows the context without a chat template: read once.
 
         Raises:
             UsageError: a file or a text is missing.
@@ -77,7 +79,7 @@ class GenerateOptions(WithModel, Seeded):
 
 def dry_run(options: GenerateOptions, reporter: Reporter) -> Forecast:
     """Return what would be read and asked, and what that costs; errors as `generate`."""
-    plan, context, prompts, _ = options.read()
+    plan, context, prompts, _ = options.inputs
     from kvsearch.tasks.encode import counter
 
     source = {"context": context} if options.cache is None else {"cache": str(options.cache)}
@@ -98,7 +100,7 @@ def generate(options: GenerateOptions, reporter: Reporter) -> list[Reply]:
         UsageError: nothing to read, or a plan or file that cannot be used.
         IncompatibleError: the model and the plan, the file or the context do not fit.
     """
-    plan, context, prompts, plain = options.read()  # what is wrong with them is told before anything large is imported
+    plan, context, prompts, plain = options.inputs  # what is wrong with them is told before anything large is imported
     from kvsearch.evaluation.answer import answer
     from kvsearch.runtime.decode.next_tokens import generation_words
 

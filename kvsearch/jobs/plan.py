@@ -11,12 +11,13 @@ from kvsearch.budgets.plan_checks import check_plan
 from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.config.options import RESULT, RULE, SIZE, JobOptions, Params, option
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import atomic_write, check_output, read_bytes
+from kvsearch.core.files import atomic_write, check_output, read_text
 from kvsearch.core.limits import MOST_YAML
 from kvsearch.jobs.groups import BUDGET, RATIO, WithModel, following
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.plan import Plan, Size, arithmetic, load_plan, phases_of, save_plan
+from kvsearch.plan.size import LAID_OUT
 from kvsearch.plan.yaml import plan_to_yaml
 from kvsearch.policies import Policy, create_policy
 from kvsearch.policies.fitted import parse_policy
@@ -94,6 +95,10 @@ class UniformOptions(PlanOptions, Sized, WithModel):
     settings: Params | None = option(
         None, "A policy parameter, as in --set window=16; repeatable.", flag="--set", repeated=True
     )
+    length: int | None = option(
+        None, "Prompt length that a ratio's integer budgets are for; they follow the prompt at hand.",
+        shown=str(LAID_OUT), ge=1,
+    )  # fmt: skip
     phases: str = option("prefill", "When to evict: prefill, decode or both.", RULE)
     allocation: str = option(
         "static",
@@ -150,7 +155,7 @@ class BuildOptions(PlanOptions):
         """Return the plan of the YAML; UsageError says all that is wrong with it."""
         from kvsearch.strategies.from_yaml import plan_from_yaml
 
-        return plan_from_yaml(read_bytes(self.strategy, MOST_YAML), str(self.strategy))
+        return plan_from_yaml(read_text(self.strategy, most=MOST_YAML), str(self.strategy))
 
 
 class YamlOptions(JobOptions):

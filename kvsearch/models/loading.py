@@ -41,6 +41,7 @@ Work = Callable[["LoadedModel", Given], Made]  # what is made of one of many ite
 
 BUNDLED = ("bundled", "bundled-redundant")  # names of the models in data/
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # that PyTorch may bring; there are others
+NO_FLOAT64 = ("mps",)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CONFIG = "config.json"
@@ -120,6 +121,7 @@ def adopt(model: Any, tokenizer: Any) -> LoadedModel:
     Raises:
         TypeError: the tokenizer is missing.
         IncompatibleError: the model is in training mode; see also `fingerprint`.
+        EnvironmentFault: it is on a device without float64.
     """
     from kvsearch.models.architecture import name_of
     from kvsearch.models.fingerprint import fingerprint
@@ -128,6 +130,7 @@ def adopt(model: Any, tokenizer: Any) -> LoadedModel:
         raise TypeError("a loaded model needs its tokenizer: give it as tokenizer=...")
     if model.training:
         raise IncompatibleError("the model is in training mode: call its eval() first")
+    _require_float64(model.device.type)
     name = name_of(model)
     return LoadedModel(name, model, tokenizer, fingerprint(model, name))
 
@@ -306,6 +309,7 @@ def check_device(device: str) -> None:
     kind = device.partition(":")[0]
     if kind not in DEVICES and (near := did_you_mean(kind, DEVICES, 0.75)):
         raise UsageError(f"unknown device {device!r}{near}")
+    _require_float64(kind)
     if kind == "cuda" and (release := version("torch")).endswith("+cpu"):
         raise EnvironmentFault(f"device {device!r} was asked for, but PyTorch {release} here is built for CPUs alone")
 
@@ -314,11 +318,18 @@ def require_device(device: str) -> None:
     """Raise EnvironmentFault unless this machine has a device of that name, such as "cuda:1"."""
     import torch
 
+    _require_float64(device.partition(":")[0])
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         reason = describe_fault(error)
         raise EnvironmentFault(f"device {device!r} was asked for, but this machine has none: {reason}") from error
+
+
+def _require_float64(kind: str) -> None:
+    """Raise EnvironmentFault for a kind of device without float64, in which losses, fits and some policies compute."""
+    if kind in NO_FLOAT64:
+        raise EnvironmentFault(f"device {kind!r} has no float64, in which kvsearch computes: run with --device cpu")
 
 
 def _revision(source: str, options: LoadOptions) -> str | None:

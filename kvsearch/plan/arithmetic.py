@@ -15,7 +15,7 @@ from kvsearch.core.limits import MOST_ENTRIES
 from kvsearch.plan.origin import changed
 from kvsearch.plan.rounding import water_fill
 from kvsearch.plan.schema import PHASES, Phase, PhasePlan, Plan, PolicySpec
-from kvsearch.plan.size import ONE_SIZE, Size
+from kvsearch.plan.size import LAID_OUT, ONE_SIZE, Size
 
 Scaling = Literal["fixed", "proportional"]
 
@@ -69,12 +69,14 @@ def scale(
         total: entries of all planned layers and heads together.
         budget: entries per kv head.
         ratio: share to evict of a prompt of `length` tokens, in (0, 1).
-        length: prompt length in tokens that the new budgets are for; default: that of `plan`.
+        length: prompt length in tokens that the new budgets are for; default: that of `plan`, or LAID_OUT for a ratio.
 
     Raises:
-        UsageError: no size or several, a ratio without a length, or a size that the bounds make impossible.
+        UsageError: no size or several, or a size that the bounds make impossible.
     """
     at = plan.length if length is None else length
+    if ratio is not None and at is None:
+        at = length = LAID_OUT
     scaling: Scaling = "fixed" if ratio is None else "proportional"
     wanted = _entries(plan.heads, total, budget, ratio, at)
     scaled: dict[str, PhasePlan] = {
@@ -95,7 +97,6 @@ def _entries(heads: int, total: int | None, budget: int | None, ratio: float | N
             raise UsageError(ONE_SIZE)
         return total
     size = Size(budget, ratio, length)
-    size.require_length()
     return size.total(length or 0, heads)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvsearch.core.errors import UsageError
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 
 ONE_SIZE = "give either a ratio to evict (--ratio 0.8) or entries to keep per kv head (--budget 512)"
+LAID_OUT = 10_000  # tokens: budgets of a ratio with up to four decimals are exact there
 GUARD = 1e-9  # shares are read to nine decimals
 
 
@@ -43,7 +44,8 @@ class Pool(NamedTuple):
 class Size:
     """Keep `budget` entries per kv head on average, or evict the share `ratio` of any prompt.
 
-    `length` is the prompt length, in tokens, that the integer budgets of a plan are for; default: the calibration's.
+    `length` is the prompt length, in tokens, that the integer budgets of a plan are for; default: the calibration's, or
+    LAID_OUT where nothing is calibrated. Those of a ratio follow the prompt at hand, whatever length they are for.
 
     Raises:
         UsageError: not exactly one of budget and ratio, or a number out of range.
@@ -83,10 +85,9 @@ class Size:
         """The scaling of plans of this size: a ratio follows the prompt at hand."""
         return "proportional" if self.budget is None else "fixed"
 
-    def require_length(self) -> None:
-        """Raise UsageError if it is a ratio of prompts of no known length."""
-        if self.ratio is not None and self.length is None:
-            raise UsageError("a ratio needs the --length of a prompt, in tokens, that the integer budgets are for")
+    def laid_out(self) -> Size:
+        """Return the size with a length that integer budgets are for: its own, or LAID_OUT of a ratio without one."""
+        return self if self.ratio is None or self.length is not None else replace(self, length=LAID_OUT)
 
     def mean(self, length: int) -> float:
         """Return the entries per kv head of a prompt of `length` tokens, before rounding."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvsearch.calibration.steps import profile_file
 from kvsearch.core.errors import KvsearchError, UsageError
-from kvsearch.core.files import opened, read_bytes
+from kvsearch.core.files import opened, read_text
 from kvsearch.core.parsing import read_json
 from kvsearch.core.printed import command_line
 from kvsearch.evaluation.reply_store import read_replies
@@ -349,7 +349,7 @@ def _yaml(path: Path) -> Opened:
     from kvsearch.core.yaml_document import YamlDocument
     from kvsearch.strategies.from_yaml import plan_of_document
 
-    document = YamlDocument(read_bytes(path, MOST_YAML), str(path))
+    document = YamlDocument(read_text(path, most=MOST_YAML), str(path))
     content = document.data
     if not isinstance(content, dict):
         raise _unknown(path)

@@ -165,16 +165,17 @@ def check_request(policy: Policy, size: Size, allocation: Allocation | None = No
     """Find what is wrong with a request before a model is loaded.
 
     Raises:
-        UsageError: a ratio without a length, a size below what the policy protects or that evicts nothing, or an
+        UsageError: a size below what the policy protects or that evicts nothing, or an
             allocation that cannot share the policy's entries.
     """
-    size.require_length()
+    size = size.laid_out()
     mean = size.mean(size.length or 0)
     kept = f"{policy.name} always keeps ({policy.sink_count} sinks, {policy.recent_count} recent)"
     check_mean(mean, policy.least, size.length, kept, "lower them with --set")
     if policy.exempt(int(mean), 1):
         raise UsageError(
             f"{policy.name} never evicts heads with budgets of {mean:g} entries on average: see its description"
+            + ("" if size.ratio is None else ", or give another --length")
         )
     if allocation is not None:
         allocation.check(policy, "--allocation")
@@ -190,14 +191,15 @@ def direct_plan(
 ) -> Plan:
     """`policy` for every full-attention layer of a model, with budgets that need no measurement.
 
-    With a ratio, budgets are for prompts of `size.length` tokens and scale with the prompt at hand. The total is
-    exact: what is left by rounding goes to the first heads. `allocation` shares what the budgets add up to anew for
-    every prompt.
+    With a ratio, budgets are for prompts of `size.laid_out().length` tokens and scale with the prompt at hand. The
+    total is exact: what is left by rounding goes to the first heads. `allocation` shares what the budgets add up to
+    anew for every prompt.
 
     Raises:
         UsageError: as `check_request` raises it.
     """
     check_request(policy, size, allocation)
+    size = size.laid_out()
     shape = describe(loaded.model)
     heads = (len(shape.full_layers), shape.kv_heads)
     total = size.total(size.length or 0, heads[0] * heads[1])

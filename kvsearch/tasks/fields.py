@@ -15,6 +15,12 @@ def is_blank(text: str) -> bool:
     return all(char.isspace() or unicodedata.category(char) in _UNSEEN for char in text)
 
 
+def trimmed(text: str) -> str:
+    """Return a text without what cannot be seen at both of its ends."""
+    seen = [place for place, letter in enumerate(text) if not is_blank(letter)]
+    return text[seen[0] : seen[-1] + 1] if seen else ""
+
+
 def _filled(text: str) -> str:
     if is_blank(text):
         raise ValueError("must not be blank")
@@ -28,5 +34,6 @@ def _some(items: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 Filled = Annotated[str, AfterValidator(_filled)]
+Name = Annotated[Filled, AfterValidator(trimmed)]  # what is compared: filled in by hand, it may have blanks around it
 # unlike a least length, not checked (and complained about) where an item is wrong already
 NotEmpty = AfterValidator(_some)

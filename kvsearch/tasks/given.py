@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import os
 import random
-from pathlib import Path
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import read_bytes
+from kvsearch.core.files import read_text
 from kvsearch.models.loading import BUNDLED
+from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.prompts import PLAIN_PROMPT
 from kvsearch.tasks.synthetic.language import Document
 from kvsearch.tasks.synthetic.suite import SyntheticTask
 
+STDIN = "/dev/stdin"
+
 
 def given_text(value: str) -> str:
-    """Return the text itself, or the content of FILE for "@FILE"; UsageError for the path of a file without @."""
+    """Return the text itself, or the content of FILE for "@FILE", of the standard input for "@-".
+
+    Raises:
+        UsageError: the path of a file without @, or a file that is empty or that `read_text` refuses.
+    """
     if os.path.isfile(value):  # noqa: PTH113 - of a long text, too, which can be no path
         raise UsageError(f"{value} is a file: write @{value} to have it read")
-    return read_bytes(Path(value[1:])).decode("utf-8", "replace") if value.startswith("@") else value
+    if not value.startswith("@"):
+        return value
+    text = read_text(STDIN if value == "@-" else value[1:])
+    if is_blank(text):
+        raise UsageError(f"{value[1:]} is empty: name a file with text after the @")
+    return text
 
 
 def expected_reply(seed: int) -> str:

@@ -1,23 +1,23 @@
-"""A user's own examples: one JSON object per line with context, question and answers, or with context and turns."""
+"""A user's own examples: rows with context, question and answers, or with context and turns."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import read_bytes
 from kvsearch.core.naming import unknown
-from kvsearch.core.parsing import parse_json, problems_of
+from kvsearch.core.parsing import problems_of
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
-from kvsearch.tasks.fields import Filled, NotEmpty
-from kvsearch.tasks.metrics import METRICS, OF_ALL_ANSWERS, find_metric
+from kvsearch.tasks.fields import Filled, Name, NotEmpty, trimmed
+from kvsearch.tasks.metrics import METRICS, OF_ALL_ANSWERS, OF_BLANKS, find_metric
 from kvsearch.tasks.prompts import PLACE, PLAIN_PROMPT
+from kvsearch.tasks.rows import CellText, read_located
 from kvsearch.tasks.splits import ALL, OWN_SHARES, check_split, draw, part
 
 SHOWN = 10
@@ -29,8 +29,14 @@ OF_TURN = {"question", "answers", "max_new_tokens", "prefix", "options"}
 PLAIN_TEXT = "is plain text: give it as ppl:FILE, or give context, question and answers"
 
 
+# a cell of CSV has one text, or a list in writing
+Texts = Annotated[
+    tuple[Filled, ...], BeforeValidator(lambda value: value.items if isinstance(value, CellText) else value)
+]
+
+
 class JsonlRow(BaseModel):
-    """One line of the file, or one of its `turns`. Rows with the same context share one compressed cache.
+    """One row of the file, or one of its `turns`. Rows with the same context share one compressed cache.
 
     `prefix` is how the reply begins, `options` are all classes there are, for metrics that need them. `category` is
     the group that tables average the question in, `id` a name that results carry, of this row alone. `metric` and
@@ -41,14 +47,14 @@ class JsonlRow(BaseModel):
 
     context: Filled
     question: Filled
-    answers: Annotated[tuple[Filled, ...], NotEmpty]
+    answers: Annotated[Texts, NotEmpty]
     max_new_tokens: int = Field(default=64, ge=1)
     prefix: str = ""
-    options: tuple[Filled, ...] = ()
-    metric: str = METRIC
+    options: Texts = ()
+    metric: Name = METRIC
     prompt: str = PLAIN_PROMPT
-    category: Filled = CATEGORY
-    id: Filled | Annotated[int, Field(strict=True)] | None = None
+    category: Name = CATEGORY
+    id: Name | Annotated[int, Field(strict=True)] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,37 +115,43 @@ Line = tuple[list[JsonlRow], bool]  # its row, or those of its turns
 
 
 def _read(path: str | Path) -> tuple[list[Line], list[str]]:
-    """Return the good lines of a file, and what is wrong with the others."""
+    """Return the good rows of a file, and what is wrong with the others."""
     lines = []
     problems = []
-    for number, line in enumerate(read_bytes(path).split(b"\n"), 1):
-        if not line.strip():
+    for place, row in read_located(path):
+        if isinstance(row, UsageError):
+            problems.append(str(row))
             continue
-        place = f"line {number}"
+        row = _without_gaps(row)
         try:
-            row = parse_json(line, place)
-            if not isinstance(row, dict):
-                problems.append(f"{place}: is no object: give one a line, with context, question and answers")
-            elif "text" in row and "question" not in row:
+            if "text" in row and "question" not in row:
                 problems.append(f"{place}: {PLAIN_TEXT}")
             elif TURNS not in row:
                 lines.append(([JsonlRow.model_validate(row)], False))
             else:
                 turns = []
                 for turn, content in enumerate(_rows_of_turns(row, place), 1):
-                    place = f"line {number}, turn {turn}"
+                    here = f"{place}, turn {turn}"
                     turns.append(JsonlRow.model_validate(content))
                 lines.append((turns, True))
         except ValidationError as error:
-            problems += [f"{place}: {problem}" for problem in problems_of(error)]
+            where = here if TURNS in row else place
+            problems += [f"{where}: {problem}" for problem in problems_of(error, [*JsonlRow.model_fields, TURNS])]
         except UsageError as error:
             problems.append(str(error))
     return lines, problems
 
 
+def _without_gaps(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a row states: a table has null or NaN where it states nothing."""
+    return {key: value for key, value in row.items() if value is not None and value == value}
+
+
 def _rows_of_turns(row: dict[str, Any], place: str) -> list[dict[str, Any]]:
     """Return each turn of a row as a row of its own; UsageError if they are no list of objects with keys of a turn."""
     turns = row[TURNS]
+    if isinstance(turns, list):
+        turns = [_without_gaps(turn) if isinstance(turn, dict) else turn for turn in turns]
     shared = {key: value for key, value in row.items() if key != TURNS}
     is_list = isinstance(turns, list) and turns and all(isinstance(turn, dict) and {*turn} <= OF_TURN for turn in turns)
     if not is_list or {*shared} & OF_TURN:
@@ -158,15 +170,19 @@ def _group(task: str, lines: Sequence[Line], several: bool) -> tuple[Example, ..
     for number, (rows, turns) in enumerate(lines, 1):
         for turn, row in enumerate(rows, 1):
             category = f"turn {turn}" if turns else row.category
+            as_written = row.metric in OF_BLANKS
+            answers, options = (
+                texts if as_written else tuple(map(trimmed, texts)) for texts in (row.answers, row.options)
+            )
             query = Query(
                 row.question,
-                row.answers,
+                answers,
                 row.max_new_tokens,
                 row.prefix,
-                row.options,
+                options,
                 id="" if row.id is None else str(row.id),
                 category=category if several else "",
-                written=", ".join(row.answers) if row.metric in OF_ALL_ANSWERS else "",
+                written=", ".join(answers) if row.metric in OF_ALL_ANSWERS else "",
             )
             by_context.setdefault((row.context, number if turns else 0), []).append(query)
     return tuple(

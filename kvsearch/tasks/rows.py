@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import csv
+import json
 import re
 import warnings
 import zipfile
@@ -12,12 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
-from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning, UsageError, given
-from kvsearch.core.files import read_bytes
+from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning, UsageError
+from kvsearch.core.files import decoded, read_unpacked
 from kvsearch.core.limits import MOST_DATA
 from kvsearch.core.parsing import describe_fault, list_problems, parse_json, problems_of, short_key
 
@@ -76,7 +79,8 @@ def load_rows(dataset: Dataset, source: str | Path, revision: str | None = None)
         raise UsageError(f"{source} is on this machine and has no revision {revision!r}: leave the revision out")
     if path.is_dir():
         return _from_folder(dataset, path)
-    return read_archive(path, dataset.members) if path.suffix == ".zip" and dataset.members else read_file(path)
+    is_archive = dataset.members and (path.suffix == ".zip" or zipfile.is_zipfile(path))
+    return read_archive(path, dataset.members) if is_archive else read_file(path)
 
 
 load_shared_rows = lru_cache(maxsize=1)(load_rows)  # of a file that several tasks have theirs in: it is read once
@@ -123,35 +127,185 @@ def usable(rows: Sequence[Checked], fault: Callable[[Checked], str | None], wher
     return remaining
 
 
-def read_file(path: Path) -> list[Row]:
-    """Return all rows of one file; its suffix says what it is.
+# --- one reader of rows, by what is in a file -------------------------------------------------------------------------
+
+PARQUET: Final = b"PAR1"
+FORMS: Final = "JSON Lines (an object per line), a JSON array of objects, CSV with a header, or Parquet"
+SUFFIXES: Final = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".csv", ".tsv")  # looked for in a folder
+_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_PACKED_SUFFIXES = (".gz", ".bz2", ".xz")
+_LINE_END = re.compile("\r\n|\r|\n")  # JSON text may hold Unicode's other separators
+_COLUMN = re.compile(r"[\w .:/-]{0,40}")  # a name in the header of a table; prose has longer ones, and other signs
+_LONGEST_HEADER = 4000
+_OF_PANDAS = "__index_level_"  # begins the columns in which it keeps an index
+Located = tuple[str, Row | UsageError]  # a row, or why it is none, and its place: "line 3" or "row 3"
+
+
+class CellText(str):
+    """The text of a cell of CSV, in which a list is written as text, too."""
+
+    @property
+    def items(self) -> list[str]:
+        """What it lists, as JSON or Python does, else itself; ValueError if it begins as a list and is none."""
+        text = self.strip()
+        if not text.startswith("["):
+            return [str(self)]
+        listed: object = None
+        with suppress(ValueError, RecursionError):
+            listed = json.loads(text)
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            # NumPy writes no commas, and Python joins the texts of such a list: it is not written back as it was
+            listed = read if listed is None and text == str(read := ast.literal_eval(text)) else listed
+        if not isinstance(listed, list):
+            raise ValueError('begins with [ and is no list: write it as JSON, ["one", "two"]')
+        return listed
+
+
+def read_file(path: str | Path) -> list[Row]:
+    """Return all rows of one file.
 
     Raises:
-        UsageError: another suffix, no such file, or content that is not what the suffix says.
+        UsageError: as `read_located`, or a row is none; the message names the first.
         EnvironmentFault: the file cannot be read.
     """
-    reader = READERS.get(path.suffix.lower())
-    return given(reader, f"{path} is no file of rows: give one of {', '.join(READERS)}")(path)
+    return _whole(read_located(path), str(path))
 
 
-def parse_rows(data: bytes, name: str) -> list[Row]:
-    """Return the rows of a JSON text: an array of objects, or an object per line.
+def read_located(path: str | Path) -> list[Located]:
+    """Return the rows of one file with their places; what is in it, unpacked, says how they are written: see `FORMS`.
 
     Raises:
-        UsageError: not JSON, or a row that is not an object; the message names the line.
+        UsageError: there is no such file, or nothing in it is a row.
+        EnvironmentFault: the file cannot be read.
     """
-    if data.lstrip()[:1] == b"[":
-        array = cast("list[object]", parse_json(data, name))
-        parsed = [(f"{name} row {number}", row) for number, row in enumerate(array, 1)]
-    else:  # lines end at line feeds only: JSON text may hold Unicode's other separators
-        numbered = ((f"{name} line {number}", line) for number, line in enumerate(data.split(b"\n"), 1))
-        parsed = [(place, parse_json(line, place)) for place, line in numbered if line.strip()]
-    rows = []
-    for place, row in parsed:
-        if not isinstance(row, dict):
-            raise UsageError(f"{place} is not an object: a row has named columns")
-        rows.append(row)
+    data = read_unpacked(path)
+    if data.startswith(PARQUET):
+        return _numbered(_parquet_rows(data, str(path)))
+    return located_rows(decoded(data, str(path)), str(path))
+
+
+def rows_or_text(path: str | Path) -> list[Row] | str:
+    """Return the rows of a file of rows with texts, or the text of another one; errors as `read_file`.
+
+    A file of JSON has rows; one of CSV, which other text may look like, if it has a column "text".
+    """
+    data = read_unpacked(path)
+    if data.startswith(PARQUET):
+        return _parquet_rows(data, str(path))
+    text = decoded(data, str(path))
+    name = Path(path).name.lower()
+    for suffix in _PACKED_SUFFIXES:
+        name = name.removesuffix(suffix)
+    header = _header(text)
+    if name.endswith(_JSON_SUFFIXES) or _is_json(text) or (header is not None and "text" in header[0]):
+        return _whole(located_rows(text, str(path)), str(path))
+    return text
+
+
+def located_rows(text: str, name: str) -> list[Located]:
+    """Return the rows of JSON Lines, of a JSON array or object, or of CSV, with their places.
+
+    Raises:
+        UsageError: nothing in it is a row.
+    """
+    head = text.lstrip()[:1]
+    if head == "[":
+        return _numbered(cast("list[object]", parse_json(text, name)))
+    if head != "{" and (header := _header(text)) is not None:
+        return _numbered(_cells(text, *header, name))
+    rows: list[Located] = []
+    for number, line in enumerate(_LINE_END.split(text), 1):
+        place = f"line {number}"
+        if line.strip():
+            try:
+                rows.append((place, _object(place, parse_json(line.strip("\ufeff"), place))))
+            except UsageError as error:
+                rows.append((place, error))
+    # not a complaint for each line of what is something else
+    if len(rows) > (head == "{") and all(isinstance(row, UsageError) for _, row in rows):
+        with suppress(UsageError):  # one object, over several lines
+            return _numbered([parse_json(text, name)])
+        raise UsageError(f"{name} has no rows: {rows[0][1]}; give {FORMS}")
     return rows
+
+
+def _numbered(rows: Sequence[object]) -> list[Located]:
+    return [
+        (place, _object(place, row)) for place, row in ((f"row {number}", row) for number, row in enumerate(rows, 1))
+    ]
+
+
+def _object(place: str, row: object) -> Row | UsageError:
+    return row if isinstance(row, dict) else UsageError(f"{place} is not an object: a row has named columns")
+
+
+def _whole(rows: Sequence[Located], name: str) -> list[Row]:
+    """Return rows without their places; UsageError for the first that is none."""
+    for _, row in rows:
+        if isinstance(row, UsageError):
+            raise UsageError(f"{name} {row}") from row
+    return [cast("Row", row) for _, row in rows]
+
+
+def _is_json(text: str) -> bool:
+    """Tell whether text is JSON with objects: its first line by itself, or the whole."""
+    start = text.lstrip()
+    if start[:1] not in ("{", "["):
+        return False
+    for part in (_LINE_END.split(start, maxsplit=1)[0], start):
+        with suppress(UsageError):
+            content = parse_json(part, "")
+            return isinstance(content[0] if isinstance(content, list) and content else content, dict)
+    return False
+
+
+def _header(text: str) -> tuple[list[str], str] | None:
+    """Return the columns of CSV, stripped, and the sign between them; None if text does not begin as a table does."""
+    line = _LINE_END.split(text.lstrip("\r\n"), maxsplit=1)[0]
+    if len(line) > _LONGEST_HEADER:
+        return None
+    sign = max("\t;,", key=line.count)
+    columns = [column.strip() for column in next(csv.reader([line], delimiter=sign), [])]
+    names = [column for column in columns if column]  # that of an index that pandas has written has no name
+    if len(names) < 2 or len({*names}) < len(names) or not all(map(_COLUMN.fullmatch, names)):
+        return None
+    return columns, sign
+
+
+def _cells(text: str, columns: Sequence[str], sign: str, name: str) -> list[Row]:
+    """Return the rows of CSV with text in every cell, None where it is blank; UsageError if one has other columns."""
+    import pyarrow.csv  # type: ignore[import-untyped]
+
+    data = text.lstrip("\r\n").encode()
+    names = [column or str(number) for number, column in enumerate(columns)]
+    try:
+        table = pyarrow.csv.read_csv(
+            pyarrow.BufferReader(data),
+            pyarrow.csv.ReadOptions(column_names=names, skip_rows=1, block_size=min(len(data) + 1, 2**31 - 1)),
+            pyarrow.csv.ParseOptions(delimiter=sign, newlines_in_values=True),
+            pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string())),
+        )
+        rows = table.to_pylist()
+    except (pyarrow.ArrowException, ValueError) as error:
+        raise UsageError(f"{name} begins as CSV does, and is none: {describe_fault(error)}") from error
+    kept = [column for column in columns if column]
+    return [{key: CellText(row[key]) if row[key].strip() else None for key in kept} for row in rows]
+
+
+def _parquet_rows(data: bytes, name: str) -> list[Row]:
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    try:
+        table = pyarrow.parquet.read_table(pyarrow.BufferReader(data))
+        table.validate(full=True)  # else offsets of a damaged file lead out of it
+        table = table.select([column for column in table.column_names if not column.startswith(_OF_PANDAS)])
+        rows: list[Row] = table.to_pylist()
+    except (pyarrow.ArrowException, ValueError, OSError) as error:
+        raise UsageError(f"{name} is no readable Parquet file: {describe_fault(error)}") from error
+    return rows
+
+
+# --- archives, folders, the hub ---------------------------------------------------------------------------------------
 
 
 def read_archive(path: Path, members: Sequence[str]) -> list[Row]:
@@ -166,46 +320,22 @@ def read_archive(path: Path, members: Sequence[str]) -> list[Row]:
                 if member in archive.namelist():
                     if archive.getinfo(member).file_size > MOST_DATA:
                         raise ValueError(f"{member} is too large")
-                    return parse_rows(archive.read(member), f"{path}/{member}")
+                    place = f"{path}/{member}"
+                    return _whole(located_rows(decoded(archive.read(member), place), place), place)
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:  # also: encrypted
         raise UsageError(f"{path} is no readable zip archive: fetch it again ({describe_fault(error)})") from error
     raise UsageError(f"{path} has none of {', '.join(members)}: is it the archive of another dataset?")
 
 
-def _read_json(path: Path) -> list[Row]:
-    return parse_rows(read_bytes(path), str(path))
-
-
-def _read_parquet(path: Path) -> list[Row]:
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-        table.validate(full=True)  # else offsets of a damaged file lead out of it
-        rows: list[Row] = table.to_pylist()
-    except (pyarrow.ArrowException, ValueError) as error:
-        raise UsageError(f"{path} is no readable Parquet file: {describe_fault(error)}") from error
-    except OSError as error:
-        raise EnvironmentFault(f"cannot read {path}: {describe_fault(error)}") from error
-    return rows
-
-
-READERS: dict[str, Callable[[Path], list[Row]]] = {
-    ".jsonl": _read_json,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-}
-
-
 def _from_folder(dataset: Dataset, folder: Path) -> list[Row]:
     for pattern in dataset.files:
-        for suffix in READERS:
+        for suffix in SUFFIXES:
             if paths := sorted(folder.glob(pattern + suffix)):
                 return [row for path in paths for row in read_file(path)]
     if dataset.archive and (folder / dataset.archive).is_file():
         return read_archive(folder / dataset.archive, dataset.members)
     wanted = ", ".join(dataset.files) + (f" or {dataset.archive}" if dataset.archive else "")
-    raise UsageError(f"{folder} has no {wanted} ({', '.join(READERS)}): check what was unpacked there")
+    raise UsageError(f"{folder} has no {wanted} ({', '.join(SUFFIXES)}): check what was unpacked there")
 
 
 def _from_hub(dataset: Dataset, repo: str, revision: str | None) -> list[Row]:

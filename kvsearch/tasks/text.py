@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsearch.core.errors import UsageError
-from kvsearch.core.files import read_bytes, read_text
 from kvsearch.tasks.base import Example, Query, Task, TokenCount
+from kvsearch.tasks.fields import is_blank
 from kvsearch.tasks.prompts import PLACE
-from kvsearch.tasks.rows import parse_rows
+from kvsearch.tasks.rows import rows_or_text
 from kvsearch.tasks.splits import ALL, OWN_SHARES, check_split, draw, part
 
 LENGTH = 512
@@ -42,21 +42,20 @@ class TextTask(Task):
 
     @classmethod
     def load(cls, path: str | Path, length: int = LENGTH, split: str = ALL) -> TextTask:
-        """Read a text file, or a .jsonl file of `{"text": ...}` rows, which are joined by blank lines.
+        """Read a text file, or one of rows such as `{"text": ...}`, which are joined by blank lines.
 
         Raises:
-            UsageError: there is no such file, it is not UTF-8 text, it is empty, or a row has no text.
+            UsageError: there is no such file, it is no text, it is empty, or a row has no text.
         """
-        if Path(path).suffix == ".jsonl":
-            rows = [row.get("text") for row in parse_rows(read_bytes(path), str(path))]
+        content = rows_or_text(path)
+        if not isinstance(content, str):
+            rows = [row.get("text") for row in content]
             if not all(isinstance(row, str) for row in rows):
                 raise UsageError(f'{path} has rows without a text: give rows such as {{"text": "..."}}')
-            text = "\n\n".join(map(str, rows))
-        else:
-            text = read_text(path)
-        if not text.strip():
+            content = "\n\n".join(map(str, rows))
+        if is_blank(content):
             raise UsageError(f"{path} is empty: give text")
-        return cls(Path(path).stem, text, length, split)
+        return cls(Path(path).stem, content, length, split)
 
     def examples(self, samples: int, seed: int, count: TokenCount) -> list[Example]:
         """Return up to `samples` windows of the split, drawn without replacement if it has more.

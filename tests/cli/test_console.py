@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
 import threading
 import warnings
@@ -75,6 +76,31 @@ def test_time_left_is_of_what_this_process_does() -> None:
     now[0] = 3690.0
     count(1, 5)
     assert count.words() == "batches: 20% in 1:01:30, about 4:04:40 left"
+
+
+def test_a_time_left_rises_only_with_the_reason() -> None:
+    """It falls with the clock through a long step; a later end that is hardly news is not told."""
+    now = [0.0]
+    count = Count("batches", clock=lambda: now[0])
+    count(0, 100)
+    told = []
+    steps = {60: 10, 120: 20, 150: 20, 190: 30, 400: 40, 430: 50, 1500: 50, 1530: 60, 1560: 80}
+    for second in range(0, 1561, 10):
+        now[0] = float(second)
+        if second in steps:
+            count(steps[second], 100)
+        if second >= 60 and second % 30 == 0:
+            told.append(count.left())
+    assert told[:4] == ["about 9:00 left", "about 8:30 left", "about 8:00 left", "about 7:30 left"]
+    seconds = None
+    for words in told:
+        match = re.search(r"about (\d+):(\d+) left", words)
+        left = int(match[1]) * 60 + int(match[2]) if match else None
+        if left is not None and seconds is not None and left > seconds - 30:
+            assert words.endswith(", slower than before")
+        seconds = left if left is not None else seconds
+    assert "longer than was said" in told
+    assert any(words.endswith("slower than before") for words in told)
 
 
 def test_stages_have_one_bar(monkeypatch: pytest.MonkeyPatch) -> None:

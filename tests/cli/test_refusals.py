@@ -122,7 +122,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--policy h2o --budget 9 --phases decod", "unknown phases 'decod'; did you mean 'decode'?"),
         ("--policy duo_attention --budget 400", "duo_attention never evicts heads with budgets of 400"),
         ("--policy h2o", "give either a ratio to evict"),
-        ("--policy h2o --ratio 0.5", "a ratio needs the --length"),
+        ("--policy duo_attention --ratio 0.5", "never evicts heads with budgets of 5000 entries on average"),
         ("--policy h2o --budget 200 --length 200", "all of a 200-token prompt"),
         ("--policy h2o --budget 9 --allocation lavva", "unknown allocation 'lavva'; did you mean 'lava'?"),
         ("--policy h2o --budget 9 --allocation lava:layers", "is not of the form NAME or NAME:option="),

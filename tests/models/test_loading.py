@@ -125,6 +125,12 @@ def test_a_device_that_pytorch_is_not_built_for(monkeypatch: pytest.MonkeyPatch)
         loading.check_device("cuda:1")
 
 
+@pytest.mark.parametrize("refuse", [loading.check_device, loading.require_device])
+def test_a_device_without_float64(refuse: Any) -> None:
+    with pytest.raises(EnvironmentFault, match=r"'mps' has no float64, .*: run with --device cpu"):
+        refuse("mps:0")
+
+
 def test_a_directory_without_a_model(tmp_path: Path) -> None:
     assert "has no config.json" in refusal(tmp_path, IncompatibleError)
     (tmp_path / "plan.json").write_text("{}")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvsearch.core.errors import UsageError
 from kvsearch.plan import Phase, Plan, load_plan, save_plan
 from kvsearch.plan.arithmetic import budgets_at, scale
+from kvsearch.plan.size import LAID_OUT
 from tests.plan.builders import PROVENANCE, make_plan, phase_dict
 
 PHASES: tuple[Phase, Phase] = ("prefill", "decode")
@@ -150,8 +151,12 @@ def test_a_decode_phase_can_make_a_size_impossible() -> None:
     plan = make_plan(decode=phase_dict([None, [5, 4], None]))
     with pytest.raises(UsageError, match="a decode total of 6 is below the 8 entries that 2 kv heads always keep"):
         scale(plan, total=20)
-    with pytest.raises(UsageError, match="a ratio needs the --length"):
-        scale(fixed(), ratio=0.5)
+
+
+def test_a_ratio_needs_no_length() -> None:
+    """Budgets of a fixed plan become shares of whatever prompt is at hand."""
+    scaled = scale(fixed(), ratio=0.1234)
+    assert (scaled.scaling, scaled.length, scaled.total) == ("proportional", LAID_OUT, scaled.heads * 8766)
 
 
 def test_provenance_names_the_files_a_plan_was_made_of(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from kvsearch.budgets.pyramidkv import Pyramid
 from kvsearch.plan import PHASES, ModelFingerprint, PolicySpec, Size
 from kvsearch.plan.arithmetic import budgets_at
 from kvsearch.plan.origin import Provenance
+from kvsearch.plan.size import LAID_OUT
 from kvsearch.policies import create_policy
 from kvsearch.runtime import Program
 from kvsearch.strategies.build import Chosen, build_plan
@@ -70,3 +73,13 @@ def test_layers_that_are_not_planned_keep_everything() -> None:
     assert [layer.policy for layer in plan.phase("decode").layers if layer is not None] == list(POLICIES)
     assert (plan.total, plan.floor, plan.scaling, plan.length, plan.provenance) == (18, 3, "fixed", None, ORIGIN)
     assert plan.allocation.name == "static"
+
+
+@pytest.mark.parametrize("allocator", [EVEN, Pyramid(4, 2)])
+def test_a_ratio_needs_no_length(allocator: Any) -> None:
+    """Whatever length the budgets are laid out for, the plan keeps that share of the prompt at hand."""
+    loaded = tiny.loaded()
+    policy = create_policy("h2o", {"recent": 2})
+    plan = direct_plan(loaded, policy, Size(ratio=0.3), PHASES["prefill"], allocator)
+    assert (plan.scaling, plan.length) == ("proportional", LAID_OUT)
+    assert plan.total == round(0.7 * LAID_OUT) * plan.heads

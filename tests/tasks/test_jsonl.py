@@ -48,11 +48,12 @@ def test_every_bad_line_is_told_with_its_number(tmp_path: Path) -> None:
     lines = [row(), "{", row(answers=[]), "[1]", row(answers=["a", " "], question=""), row(answer="a")]
     found = [problem.partition(":")[0] for problem in refusal(write(tmp_path, *lines))]
     assert found[0].startswith("line 2 is not valid JSON")
-    assert found[1:] == [f"line {n}" for n in (3, 4, 5, 5, 6)]
+    assert found[2] == "line 4 is not an object"
+    assert [found[1], *found[3:]] == [f"line {n}" for n in (3, 5, 5, 6)]
 
 
 def test_a_long_list_of_bad_lines_is_cut(tmp_path: Path) -> None:
-    problems = refusal(write(tmp_path, *["{"] * 25))
+    problems = refusal(write(tmp_path, row(), *["{"] * 25))
     assert len(problems) == 11
     assert problems[-1] == "and 15 more"
 

@@ -97,14 +97,19 @@ def test_a_folder_with_the_archive(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("a.txt", "text", "is no file of rows: give one of .jsonl, .json, .parquet"),
-        ("a.zip", b"PK", "a.zip is no file of rows"),
+        (
+            "a.txt",
+            "text",
+            "a.txt has no rows: line 1 is not valid JSON at line 1 column 1: expecting value; give JSON Lines",
+        ),
+        ("a.zip", b"PK", "a.zip has no rows"),
         ("a.jsonl", lines() + "{", "a.jsonl line 3 is not valid JSON"),
         ("a.jsonl", lines() + "[]\n", "a.jsonl line 3 is not an object: a row has named columns"),
         ("a.json", "[{}, 3]", "a.json row 2 is not an object"),
         ("a.json", "[{}", "a.json is not valid JSON"),
         ("a.jsonl", b'{"a": "\xff"}', "is not UTF-8 text: byte 7"),
-        ("a.parquet", "no parquet", "a.parquet is no readable Parquet file: "),
+        ("a.jsonl", b"PAR1 no parquet", "a.jsonl is no readable Parquet file: "),
+        ("a.parquet", "no parquet", "a.parquet has no rows"),
     ],
 )
 def test_files_of_no_use(name: str, content: str | bytes, problem: str, tmp_path: Path) -> None:

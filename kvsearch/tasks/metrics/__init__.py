@@ -46,6 +46,8 @@ def _scoring(metric: Callable[[str, Any], float]) -> Metric:
 
 METRICS: dict[str, Metric] = {metric.__name__: _scoring(metric) for metric in (*_OF_ANSWERS, *_OF_QUESTION)}
 OF_ALL_ANSWERS = ("string_match_all",)  # to the others any one answer is right
+# blanks around answers are part of them, of code and of what is predicted
+OF_BLANKS = ("edit_similarity", "likelihood")
 NEEDS: dict[str, tuple[str, ...]] = {
     "qa_f1_zh": ("jieba",),
     "rouge_l": ("rouge",),

@@ -11,7 +11,7 @@ from pydantic import BaseModel, TypeAdapter
 from kvsearch.core.limits import MOST_DATA
 from kvsearch.core.parsing import read_json, validated
 from kvsearch.tasks.base import Query
-from kvsearch.tasks.fields import Filled, NotEmpty
+from kvsearch.tasks.fields import Filled, Name, NotEmpty
 from kvsearch.tasks.ruler.draft import Draft, Stream
 from kvsearch.tasks.splits import part
 
@@ -27,7 +27,7 @@ class QaQuestion:
 
 
 class _SquadAnswer(BaseModel):
-    text: Filled
+    text: Name
 
 
 class _SquadQuestion(BaseModel):
@@ -51,7 +51,7 @@ class _Squad(BaseModel):
 
 class _HotpotQuestion(BaseModel):
     question: Filled
-    answer: Filled
+    answer: Name
     context: Annotated[tuple[tuple[str, tuple[str, ...]], ...], NotEmpty]  # title and sentences of each paragraph
 
 

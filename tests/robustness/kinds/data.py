@@ -119,6 +119,7 @@ def _gsm8k(path: Path) -> None:
 def kinds() -> Iterator[Kind]:
     story = {"beside.txt": b"a story ."}
     yield Kind("tasks", "tasks.jsonl", valid.tasks, JsonLines(), _task)
+    yield Kind("tasks-tables", "tasks.csv", valid.task_tables, Text(), _task)
     yield Kind("calibration", "calibration.json", valid.calibrations, Json(), _calibration, lambda: story)
     yield Kind("text", "text.txt", valid.texts, Text(), _plain_text)
     yield Kind("text-rows", "text.jsonl", valid.text_rows, JsonLines(), _text_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import zipfile
@@ -30,6 +31,14 @@ def tasks() -> list[bytes]:
         _rows({**choice, "prompt": "\n{question}\n"}, {**choice, "id": 7, "prompt": "\n{question}\n"}),
         _rows({**one, "metric": "qa_f1"}),
     ]
+
+
+def task_tables() -> list[bytes]:
+    """The same as a table, compressed, and in UTF-16."""
+    table = 'context;question;answers;max_new_tokens\n"the code; of amber is seven .";code amber;seven;4\n'
+    listed = """,context,question,answers\n0,a fox .,who ?,"['fox', ""it's""]"\n1,a bear .,who ?,bear\n"""
+    plain = tasks()[0]
+    return [table.encode(), listed.encode(), gzip.compress(plain, mtime=0), plain.decode().encode("utf-16")]
 
 
 def calibrations() -> list[bytes]:
