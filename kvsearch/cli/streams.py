@@ -22,6 +22,8 @@ class Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        if text == "":  # as libraries do to find out what kind of stream it is, and forget the error
+            return 0
         written: int = self._told(lambda: self._stream.write(text))
         return written
 

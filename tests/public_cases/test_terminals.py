@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvsearch.cli.streams import Messages, Output, prepare_streams, run_guarded
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.core.files import atomic_write, check_target, read_bytes
 from kvsearch.plan.saved import save_plan
-from tests.plan.builders import make_plan, model_dict
+from tests import tiny
 
 USAGE, ENVIRONMENT = UsageError.exit_code, EnvironmentFault.exit_code
 NAME = "mod\u00e8le-\u6771\u4eac"
@@ -32,7 +33,9 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="no device that is alw
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("terminals") / "plan.json"
-    save_plan(make_plan(model=model_dict(name=NAME)), path)
+    model = tiny.loaded()
+    named = replace(model, fingerprint=model.fingerprint.model_copy(update={"name": NAME}))
+    save_plan(tiny.plan_for(named, [[40, 40]] * 4), path)
     return path
 
 
