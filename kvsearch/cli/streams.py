@@ -12,7 +12,7 @@ from kvsearch.core.errors import EnvironmentFault
 from kvsearch.core.printed import brief
 
 
-class Output:
+class StandardOutput:
     """Standard output, whose errors say so; all else is the stream's own."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -39,7 +39,7 @@ class Output:
             raise OSError(error.errno, error.strerror, "standard output") from error
 
 
-class Messages(Output):
+class StandardError(StandardOutput):
     """Standard error: who does not read what is said of the work does not end it, or change its exit code."""
 
     def _told(self, function: Callable[[], Any]) -> Any:
@@ -53,7 +53,7 @@ def prepare_streams() -> None:
 
     A closed one takes everything and keeps nothing. Letters that an encoding does not have become escapes.
     """
-    for name, kind in (("stdout", Output), ("stderr", Messages)):
+    for name, kind in (("stdout", StandardOutput), ("stderr", StandardError)):
         stream = getattr(sys, name)
         if stream is None:
             stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - for as long as the process lasts

@@ -82,7 +82,9 @@ class CheckedTokenizer:
     """
 
     def __init__(self, tokenizer: Any, name: str, rows: int | None) -> None:
-        self.bare, self._name, self._rows = tokenizer, name, rows
+        self.bare = tokenizer
+        self._name = name
+        self._rows = rows
 
     def __call__(self, text: str | Sequence[str], **options: Any) -> Any:
         encoded = self._called(self.bare, text, **options)
@@ -143,25 +145,18 @@ class CheckedTokenizer:
 
     def _check(self, text: str, row: Any) -> None:
         """Refuse token ids that are none, or for which the model has no embedding."""
-        if not isinstance(row, list | tuple) or not set(map(type, row)) <= {int}:
-            raise self._fault("gives no list of whole numbers as the token ids of a text")
-        if not row or (min(row) >= 0 and (self._rows is None or max(row) < self._rows)):
+        if not isinstance(row, list | tuple) or not set(map(type, row)) <= {int} or min(row, default=0) < 0:
+            raise self._fault("gives no list of token ids for a text")
+        if self._rows is None or max(row, default=0) < self._rows:
             return
-        beyond = sorted({token for token in row if token < 0 or token >= (self._rows or token + 1)})
-        named = ", ".join(self._word(token) for token in beyond[:_MOST_NAMED])
+        beyond = sorted({token for token in row if token >= self._rows})
+        named = ", ".join(f"{shown(self.decode([token]))} (id {token})" for token in beyond[:_MOST_NAMED])
         more = f" and {len(beyond) - _MOST_NAMED} more" if len(beyond) > _MOST_NAMED else ""
         raise CheckpointError(
             f"the text {shown(text)} has tokens that model {self._name!r} has no embedding for: {named}{more}, where "
-            f"its last id is {(self._rows or 0) - 1}: leave them out of the text, or resize the model for its "
-            "tokenizer (resize_token_embeddings)"
+            f"its last id is {self._rows - 1}: leave them out of the text, or resize the model for its tokenizer "
+            "(resize_token_embeddings)"
         )
-
-    def _word(self, token: int) -> str:
-        try:
-            word = shown(self.bare.convert_ids_to_tokens(token))
-        except Exception:  # noqa: BLE001 - of any tokenizer; it is only to be named
-            word = "token"
-        return f"{word} (id {token})"
 
     def _fault(self, problem: str) -> CheckpointError:
         return CheckpointError(

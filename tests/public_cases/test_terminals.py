@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from kvsearch.cli import app, streams
 from kvsearch.cli.console import LOGGER, Console, set_up_log
-from kvsearch.cli.streams import Messages, Output, prepare_streams, run_guarded
+from kvsearch.cli.streams import StandardError, StandardOutput, prepare_streams, run_guarded
 from kvsearch.core.errors import EnvironmentFault, UsageError
 from kvsearch.core.files import atomic_write, check_target, read_bytes
 from kvsearch.plan.saved import save_plan
@@ -90,18 +90,18 @@ def test_streams_that_are_closed_take_everything() -> None:
 
 @pytest.mark.usefixtures("own_streams")
 def test_an_error_of_standard_output_says_so_and_one_of_standard_error_nothing() -> None:
-    full = Output(stream(refusal=errno.ENOSPC))
+    full = StandardOutput(stream(refusal=errno.ENOSPC))
     full.write("a")
     with pytest.raises(OSError, match="standard output") as caught:
         full.flush()
     assert caught.value.errno == errno.ENOSPC
     full.write("what follows is not refused again, when the process ends")
     full.flush()
-    broken = Output(stream(refusal=errno.EPIPE))
+    broken = StandardOutput(stream(refusal=errno.EPIPE))
     broken.write("a")
     with pytest.raises(BrokenPipeError):
         broken.flush()
-    messages = Messages(stream(refusal=errno.EPIPE))
+    messages = StandardError(stream(refusal=errno.EPIPE))
     messages.write("a")
     messages.flush()
 
@@ -126,7 +126,7 @@ def test_a_job_goes_on_though_nobody_reads_what_is_said(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("own_streams")
 def test_help_that_cannot_be_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     sys.stdout = stream(refusal=errno.ENOSPC)
-    monkeypatch.setattr(streams, "prepare_streams", lambda: setattr(sys, "stdout", Output(sys.stdout)))
+    monkeypatch.setattr(streams, "prepare_streams", lambda: setattr(sys, "stdout", StandardOutput(sys.stdout)))
     with pytest.raises(SystemExit) as caught:
         run_guarded(lambda: Console().print_json("help"))
     assert caught.value.code == ENVIRONMENT
