@@ -336,10 +336,9 @@ def tokenizer_hash(tokenizer: Any) -> str:
     """SHA-256 of what a tokenizer does: its vocabulary and rules, special tokens and chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = sorted(tokenizer.get_vocab().items()) if backend is None else json.loads(backend.to_str())
-    kind = type(getattr(tokenizer, "bare", tokenizer))
     known = {
-        "class": kind.__name__, "rules": rules, "special": str(sorted(tokenizer.special_tokens_map.items())),
-        "chat_template": getattr(tokenizer, "chat_template", None),
+        "class": tokenizer.__class__.__name__, "rules": rules,
+        "special": str(sorted(tokenizer.special_tokens_map.items())), "chat_template": getattr(tokenizer, "chat_template", None),
     }  # fmt: skip
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 

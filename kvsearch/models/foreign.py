@@ -97,6 +97,11 @@ class CheckedTokenizer:
                 self._check(words, row)
         return encoded
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The tokenizer's own, so that libraries take it for one of theirs."""
+        return type(self.bare)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.bare, name)
 

@@ -379,7 +379,7 @@ def test_what_kvsearch_put_into_a_model_is_its_own_fault(raised_in: str, monkeyp
 def test_a_checked_tokenizer_is_the_tokenizer_otherwise() -> None:
     loaded = tiny.loaded()
     again = pickle.loads(pickle.dumps(loaded.tokenizer))
-    assert isinstance(loaded.tokenizer.bare, PreTrainedTokenizerBase)
+    assert isinstance(loaded.tokenizer, PreTrainedTokenizerBase)
     assert len(again) == len(tiny.tokenizer())
     assert again.eos_token_id == loaded.tokenizer.eos_token_id
     assert again(["the fox", "a"])["input_ids"] == tiny.tokenizer()(["the fox", "a"])["input_ids"]
