@@ -338,7 +338,8 @@ def tokenizer_hash(tokenizer: Any) -> str:
     rules = sorted(tokenizer.get_vocab().items()) if backend is None else json.loads(backend.to_str())
     known = {
         "class": tokenizer.__class__.__name__, "rules": rules,
-        "special": str(sorted(tokenizer.special_tokens_map.items())), "chat_template": getattr(tokenizer, "chat_template", None),
+        "special": str(sorted(tokenizer.special_tokens_map.items())),
+        "chat_template": getattr(tokenizer, "chat_template", None),
     }  # fmt: skip
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
