@@ -10,6 +10,7 @@ import kvsearch
 from kvsearch.cli import plan, verbs  # noqa: F401 - they register
 from kvsearch.cli.command import make_group
 from kvsearch.cli.registry import PLAN_VERBS, VERBS
+from kvsearch.cli.streams import run_guarded
 
 ABOUT = "Find out offline which KV-cache entries a language model can live without, and run it on a smaller cache."
 app = make_group(
@@ -39,4 +40,4 @@ def root(
 
 def main() -> None:
     """Run the `kvsearch` command."""
-    app()
+    run_guarded(app)

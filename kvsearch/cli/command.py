@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ SHORT = 12  # options: the help of a verb with no more has them all
 OPTIONS = "Options"
 GENERAL = "General"
 OF_METHOD = "Options of the method"
+INTERRUPTED = 128 + signal.SIGINT
 _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, or that of the copy that typer brings
 
 
@@ -231,6 +233,11 @@ def _on_one_line() -> Iterator[None]:
     """Tell of options and verbs that do not exist as of everything else that is wrong; what was typed is data."""
     try:
         yield
+    except BrokenPipeError:  # whoever read the help has seen enough
+        raise typer.Exit from None
+    except KeyboardInterrupt as error:  # before a verb runs, which says more
+        typer.echo("kvsearch: error: interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from error
     except _UsageError as error:
         if "NoArgs" in type(error).__name__:
             raise

@@ -28,8 +28,9 @@ from rich.segment import Segment
 from rich.text import Text
 
 from kvsearch.cli.progress import Count, bar, lines
-from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning
-from kvsearch.core.files import check_target
+from kvsearch.cli.streams import complain, described
+from kvsearch.core.errors import EnvironmentFault, KvsearchError, KvsearchWarning, UsageError
+from kvsearch.core.files import TYPED, check_target
 from kvsearch.core.items import Progress, Title
 from kvsearch.core.printed import brief, visible, visible_line, visible_reply
 from kvsearch.core.resources import package_version
@@ -161,15 +162,15 @@ class Console:
                 action()
         except KeyboardInterrupt as stop:
             name = str(stop)
-            _complain(f"{f'stopped by {name}' if name else 'interrupted'}: nothing half-written was left behind")
+            complain(f"{f'stopped by {name}' if name else 'interrupted'}: nothing half-written was left behind")
             return 128 + signal.Signals[name or "SIGINT"]
         except KvsearchError as error:
             return self._failed(str(error), error, error.exit_code)
         except BrokenPipeError:
             return 0  # whoever read our output has seen enough
         except OSError as error:
-            where = f": {error.filename}" if error.filename else ""
-            return self._failed(f"{error.strerror or error}{where}", error, EnvironmentFault.exit_code)
+            kind = UsageError if error.errno in TYPED else EnvironmentFault
+            return self._failed(described(error), error, kind.exit_code)
         except Exception as error:  # noqa: BLE001 - the last line of defence: a bug must not look like a usage error
             if is_out_of_memory(error):
                 message = "out of memory: use a smaller --batch, model or --dtype"
@@ -181,7 +182,7 @@ class Console:
         LOGGER.error("%s", message, exc_info=error, extra=SHOWN)
         if self.debug:
             sys.stderr.write(visible("".join(traceback.format_exception(error))))
-        _complain(message)
+        complain(message)
         return code
 
     @contextmanager
@@ -201,11 +202,6 @@ class Console:
             # the older transformers that are supported know no other name
             warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
             yield
-
-
-def _complain(message: str) -> None:
-    # errors are shown even with `--quiet`
-    sys.stderr.write(f"{brief(f'kvsearch: error: {message}')}\n")
 
 
 def _write(text: str) -> None:
@@ -249,6 +245,15 @@ class Lines(logging.Formatter):
         return visible(super().formatException(ei))
 
 
+class LogFile(logging.FileHandler):
+    """A log that ends, which is said once, where its disk is full: what is logged goes on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, ARG002 - the name that logging calls
+        LOGGER.removeHandler(self)
+        reason = sys.exc_info()[1]
+        complain(f"the log {self.baseFilename} ends here: {reason}", "warning")
+
+
 def set_up_log(verbose: bool, path: Path | None) -> None:
     """Send what is logged from now on to the screen, if that is wanted, and to the end of a file.
 
@@ -268,7 +273,7 @@ def set_up_log(verbose: bool, path: Path | None) -> None:
         LOGGER.addHandler(screen)
     if path is not None:
         check_target(path)
-        file = logging.FileHandler(path, encoding="utf-8")
+        file = LogFile(path, encoding="utf-8", errors="backslashreplace")
         file.setFormatter(Lines("%(asctime)s %(levelname)s %(message)s"))
         LOGGER.addHandler(file)
         command = " ".join(this_command())

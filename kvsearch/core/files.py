@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from kvsearch.core.errors import EnvironmentFault, UsageError
+from kvsearch.core.errors import EnvironmentFault, KvsearchError, UsageError
 from kvsearch.core.limits import MOST_DATA
 
 _REMEDIES = {
@@ -28,7 +28,10 @@ _REMEDIES = {
     errno.EACCES: "check the permissions",
     errno.EPERM: "check the permissions",
     errno.EROFS: "choose a writable place",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "name a file that no link leads back to",
 }
+TYPED = (errno.ENAMETOOLONG, errno.ELOOP)  # errors of the system that are those of a name
 
 _PIECE = 1 << 20  # bytes that are unpacked at a time
 _LOOKED_AT = 1000  # bytes that an encoding is guessed from
@@ -63,7 +66,7 @@ def opened(path: str | Path) -> Iterator[BufferedReader]:
     except IsADirectoryError as error:
         raise UsageError(f"{path} is a folder: name a file in it") from error
     except OSError as error:
-        raise EnvironmentFault(f"cannot read {path}: {_reason(error)}") from error
+        raise _fault(error, f"cannot read {path}") from error
     except ValueError as error:  # a zero byte in the name
         raise UsageError(f"cannot read {path!r}: {error}") from error
 
@@ -200,22 +203,34 @@ def atomic_write(path: str | Path, data: bytes | Iterable[bytes | memoryview], o
         EnvironmentFault: the disk is full, permissions are missing; an existing file is left as it was.
     """
     try:
-        target = Path(path).resolve()
+        target = resolved(path)
         mode = _mode_of(target)
         if not overwrite and _holds(target, data):
             return
         _replace(target, data, mode, overwrite)
         logging.getLogger("kvsearch").debug("wrote %s, %s bytes", path, target.stat().st_size)
     except OSError as error:
-        raise EnvironmentFault(f"cannot write {path}: {_reason(error)}") from error
-    except (RuntimeError, ValueError) as error:  # a link that leads to itself, a zero byte in the name
-        raise UsageError(f"cannot write {path!r}: {error}") from error
+        raise _fault(error, f"cannot write {path}") from error
     with suppress(OSError):  # the file is complete by now, and some file systems cannot sync folders
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def resolved(path: str | Path) -> Path:
+    """Return where a path leads; UsageError for a link that leads to itself, or a zero byte in the name."""
+    try:
+        return Path(path).resolve()
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"{str(path)!r} leads nowhere: {error}") from error
+
+
+def _fault(error: OSError, problem: str) -> KvsearchError:
+    """Return what to say of an error of the system: a name that cannot be one is the request's fault."""
+    kind = UsageError if error.errno in TYPED else EnvironmentFault
+    return kind(f"{problem}: {_reason(error)}")
 
 
 def write_fault(error: OSError, path: Path, then: str) -> EnvironmentFault:
@@ -242,7 +257,7 @@ def require_directory(path: Path) -> None:
 
 def check_target(path: str | Path) -> None:
     """Raise UsageError if `path` cannot become a file: it is a folder or device, or its folder does not exist."""
-    _mode_of(Path(path).resolve())
+    _mode_of(resolved(path))
 
 
 def _mode_of(target: Path) -> int | None:
@@ -253,6 +268,8 @@ def _mode_of(target: Path) -> int | None:
         if not target.parent.is_dir():
             raise UsageError(f"cannot write {target}: its folder does not exist, create it first") from None
         return None
+    except OSError as error:
+        raise _fault(error, f"cannot write {target}") from error
     if not stat.S_ISREG(found):
         what = "a folder" if stat.S_ISDIR(found) else "not a regular file"
         raise UsageError(f"cannot write {target}: it is {what}, name a file")

@@ -122,9 +122,9 @@ def require_plain(content: Any) -> None:
     text.encode()
 
 
-def describe_fault(error: Exception) -> str:
-    """Return what a library says of a file that it cannot read, `shortened`; its kind if it says nothing."""
-    return shortened(str(error)) or type(error).__name__
+def describe_fault(error: BaseException) -> str:
+    """Return what a library says of a file that it cannot read, `shortened`; its kind if that says too little."""
+    return in_one_line(error) if isinstance(error, KeyError) else shortened(str(error)) or type(error).__name__
 
 
 def in_one_line(error: BaseException) -> str:

@@ -347,7 +347,8 @@ def tokenizer_hash(tokenizer: Any) -> str:
     if backend is not None:  # truncation and padding are those of the last call, and every call sets them anew
         rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
     known = {
-        "class": type(tokenizer).__name__, "rules": rules, "special": str(sorted(tokenizer.special_tokens_map.items())),
+        "class": tokenizer.__class__.__name__, "rules": rules,
+        "special": str(sorted(tokenizer.special_tokens_map.items())),
         "chat_template": getattr(tokenizer, "chat_template", None),
     }  # fmt: skip
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()

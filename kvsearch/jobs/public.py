@@ -15,6 +15,7 @@ from kvsearch.config.options import JobOptions, Option
 from kvsearch.core.errors import KvsearchError
 from kvsearch.jobs.groups import WithWorkers
 from kvsearch.jobs.reporter import Reporter, Silent
+from kvsearch.models.foreign import blaming
 from kvsearch.models.loading import LoadedModel, adopt, stay_offline
 from kvsearch.report.costs import Forecast
 from kvsearch.runs.lock import refuse_locked
@@ -75,7 +76,8 @@ def run_job(
             checked = checked.model_copy(update={"workers": None})
         locks.callback(checked.close)
         began = perf_counter()
-        result = function(checked, reporter or Silent())
+        with blaming(str(getattr(checked, "model", ""))):
+            result = function(checked, reporter or Silent())
         if isinstance(result, Forecast):
             result.start = perf_counter() - began
         return result

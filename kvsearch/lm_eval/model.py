@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from jinja2.exceptions import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
@@ -23,6 +22,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from kvsearch.core.errors import IncompatibleError, KvsearchWarning, NonFiniteError, UsageError
 from kvsearch.core.items import Progress, counted, grouped
 from kvsearch.evaluation.likelihood import compressible, score
+from kvsearch.models.foreign import CheckpointError, naming_text
 from kvsearch.models.loading import LoadedModel
 from kvsearch.runtime import Program
 from kvsearch.runtime.attention import running
@@ -197,14 +197,15 @@ class PlannedLM(LM):  # type: ignore[misc]
         )
         try:
             return str(render(chat_history))
-        except TemplateError as error:
+        except CheckpointError:
             rest = [message for message in chat_history if message["role"] != "system"]
             if len(rest) == len(chat_history):
-                raise IncompatibleError(f"the chat template refuses a prompt: {error}") from error
+                raise
+        prompt = str(render(rest))
         if not self._system_refused:
             self._system_refused = True
             warnings.warn("the chat template refuses system messages: left out", KvsearchWarning, stacklevel=2)
-        return str(render(rest))
+        return prompt
 
     @property
     def tokenizer_name(self) -> str:
@@ -228,7 +229,8 @@ class PlannedLM(LM):  # type: ignore[misc]
         """Encode a request for a reply, so that there is room for it."""
         text, options = request.args[:2]
         generation = Generation(options, place(request), self.seed)
-        ids = self._encode(text)
+        with naming_text(place(request)):
+            ids = self._encode(text)
         if not ids:
             raise IncompatibleError(f"{place(request)}: the prompt is empty once it is tokenised")
         room = None if self.max_length is None else self.max_length - generation.max_new_tokens
@@ -241,7 +243,8 @@ class PlannedLM(LM):  # type: ignore[misc]
 
     def encode_pair(self, request: Instance) -> tuple[HarnessText, tuple[int, ...]]:
         """Return a context, and the token ids of what is to follow it; IncompatibleError where one is empty."""
-        context, continuation = self._split(*request.args[:2])
+        with naming_text(place(request)):
+            context, continuation = self._split(*request.args[:2])
         if not context:
             raise IncompatibleError(f"{place(request)}: the context is empty, and the tokenizer has no start of a text")
         if not continuation:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
@@ -22,6 +23,7 @@ from kvsearch.core.naming import did_you_mean, require_known
 from kvsearch.core.parsing import describe_fault, read_json
 from kvsearch.core.printed import cut
 from kvsearch.core.resources import resource, version
+from kvsearch.models.foreign import CheckedTokenizer, embedding_rows, require_contract
 from kvsearch.models.memory import (
     accelerator,
     best_device,
@@ -92,6 +94,13 @@ class LoadedModel:
     fingerprint: ModelFingerprint
     workers: Workers | None = field(default=None, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        """See to it that the tokenizer is called with care, however it came here."""
+        if self.tokenizer is not None:
+            bare = getattr(self.tokenizer, "bare", self.tokenizer)
+            checked = CheckedTokenizer(bare, self.name, embedding_rows(self.model))
+            object.__setattr__(self, "tokenizer", checked)
+
     def map(self, work: Work[Given, Made], items: Sequence[Given]) -> Iterator[Made]:
         """Yield what `work` makes of each item, in their order: here one after the other, or by the workers.
 
@@ -132,6 +141,7 @@ def adopt(model: Any, tokenizer: Any) -> LoadedModel:
         raise IncompatibleError("the model is in training mode: call its eval() first")
     _require_float64(model.device.type)
     name = name_of(model)
+    require_contract(model, name)
     return LoadedModel(name, model, tokenizer, fingerprint(model, name))
 
 
@@ -150,6 +160,7 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
     source = find_source(name, options)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
     from kvsearch.models.fingerprint import fingerprint
     from kvsearch.models.weights import is_finite, named_tensors
@@ -162,36 +173,38 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
         "trust_remote_code": options.trust_remote_code,
         "local_files_only": options.offline or is_local,
     }
-    missing: list[str] = []
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **common)
+    checkpoint = partial(_part_of, name, source, options)
+    with checkpoint(f"its {CONFIG}"):
         config = AutoConfig.from_pretrained(source, **common)
         layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
         if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:  # they would be made one by one
             raise IncompatibleError(f"model {name!r} has {layers} layers: 1 to {MOST_LAYERS} can be served")
+    with checkpoint("its tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(source, **common)
+    with checkpoint(f"its {GENERATION_CONFIG_NAME}"):  # transformers would go on without one that it cannot read
+        path = cached_file(
+            source, GENERATION_CONFIG_NAME, revision=common["revision"], local_files_only=common["local_files_only"],
+            _raise_exceptions_for_gated_repo=False, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )  # fmt: skip
+        if path is not None and not isinstance(json.loads(Path(path).read_bytes()), dict):
+            raise ValueError("it must be an object")
+    with checkpoint("its weights or code"):
         if weights:
             place = options.device_map or options.device
             if options.device_map is None and options.device == "auto":
                 place = _choose_device(name, options)
             model, info = AutoModelForCausalLM.from_pretrained(
-                source, dtype=options.dtype, device_map=place, output_loading_info=True, **common
-            )
-            missing = sorted(info["missing_keys"])
+                source, dtype=options.dtype, device_map=place, output_loading_info=True, **common,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+            )  # fmt: skip
+            _require_all(name, info)
         else:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
             dtype = getattr(torch, options.dtype) if options.dtype != "auto" else config.dtype
             model = model.to(dtype or torch.float32)
-    except Exception as error:
-        # a damaged file shows as an exception of transformers, safetensors, huggingface_hub or Python itself
-        if is_out_of_memory(error) or isinstance(error, KvsearchError):
-            raise
-        is_elsewhere = isinstance(error, ImportError) or (isinstance(error, OSError) and not is_local)
-        kind = EnvironmentFault if is_elsewhere else IncompatibleError
-        raise kind(f"model {name!r} cannot be loaded: {describe_fault(error)}") from error
-    if missing:  # transformers makes them up
-        listed = ", ".join(missing[:3])
-        raise IncompatibleError(f"model {name!r} lacks {len(missing)} of its weights, such as {listed}")
+    require_contract(model, name, weights)
     model.eval()
     model.config.name_or_path = name
     if weights:
@@ -208,6 +221,42 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
                     f"model {name!r} has NaN or infinite values in {tensor_name}: the file is damaged"
                 )
     return LoadedModel(name, model, tokenizer, fingerprint(model, name, _revision(source, options), weights))
+
+
+@contextmanager
+def _part_of(name: str, source: str, options: LoadOptions, part: str) -> Iterator[None]:
+    """Name what of a model could not be loaded, and say why.
+
+    Raises:
+        EnvironmentFault: it is not here, or a package that it needs is missing.
+        IncompatibleError: it is damaged, which shows as any exception of transformers, safetensors, huggingface_hub or
+            Python itself, or its own code must not be run.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if is_out_of_memory(error) or isinstance(error, KvsearchError):
+            raise
+        if not options.trust_remote_code and "trust_remote_code" in str(error):
+            raise IncompatibleError(
+                f"model {name!r} brings code of its own along for {part}, which is not run unasked: read it, then "
+                "give --trust-remote-code"
+            ) from error
+        is_away = isinstance(error, OSError) and not Path(source).exists()
+        kind = EnvironmentFault if is_away or isinstance(error, ImportError) else IncompatibleError
+        raise kind(f"model {name!r} cannot be loaded: {part}: {describe_fault(error)}") from error
+
+
+def _require_all(name: str, info: Mapping[str, Any]) -> None:
+    """Refuse a model some of whose weights transformers has made up, as they were missing or of another shape."""
+    if missing := sorted(info["missing_keys"]):
+        listed = ", ".join(missing[:3])
+        raise IncompatibleError(f"model {name!r} lacks {len(missing)} of its weights, such as {listed}")
+    for weight, stored, wanted in sorted(info.get("mismatched_keys", ())):
+        raise IncompatibleError(
+            f"model {name!r} cannot be loaded: {weight} is {list(stored)} in its files, and {list(wanted)} by its "
+            f"{CONFIG}: one of them belongs to another model"
+        )
 
 
 def _choose_device(name: str, options: LoadOptions) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from kvsearch.core.errors import InternalError, KvsearchWarning, UsageError
-from kvsearch.core.files import TEMPORARY, write_fault
+from kvsearch.core.files import TEMPORARY, resolved, write_fault
 
 LOCK = f"{TEMPORARY}lock"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system
@@ -47,7 +47,7 @@ def locked(directory: Path) -> Iterator[None]:
         UsageError: another process is writing there, which the message names, or it is a file or in one.
         EnvironmentFault: the directory cannot be made or written.
     """
-    if directory.resolve() in _HELD.get():
+    if resolved(directory) in _HELD.get():
         yield
         return
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
@@ -59,7 +59,7 @@ def locked(directory: Path) -> Iterator[None]:
         raise UsageError(f"{place} is a file: give a directory to write to") from None
     except OSError as error:
         raise write_fault(error, directory, "give the same command again") from error
-    token = _HELD.set((*_HELD.get(), directory.resolve()))
+    token = _HELD.set((*_HELD.get(), resolved(directory)))
     try:
         yield
     finally:
@@ -73,7 +73,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 def refuse_locked(directory: Path) -> None:
     """Raise the UsageError of `locked` if another process is writing to `directory`; nothing is written."""
-    if directory.resolve() in _HELD.get():
+    if resolved(directory) in _HELD.get():
         return
     with suppress(OSError), (directory / LOCK).open("rb") as file:
         try:
@@ -84,7 +84,7 @@ def refuse_locked(directory: Path) -> None:
 
 def require_lock(directory: Path) -> None:
     """Raise InternalError unless this process has the lock of `directory` or of one above it."""
-    place = directory.resolve()
+    place = resolved(directory)
     if not any(held == place or held in place.parents for held in _HELD.get()):
         raise InternalError(f"{directory} is written without its lock")
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvsearch.core.errors import IncompatibleError, UsageError
 from kvsearch.models.architecture import describe
+from kvsearch.models.foreign import naming_text
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan.origin import ContextSet, context_hash
 from kvsearch.plan.schema import QUESTION_AGNOSTIC, Protocol
@@ -130,7 +131,8 @@ def encode_tasks(
         check_length(loaded, task, limit)
     made = []
     for task in tasks:
-        examples, left_out = unused(task, samples, seed, count, used or ContextSet())
+        with naming_text(f"task {task.name}"):
+            examples, left_out = unused(task, samples, seed, count, used or ContextSet())
         if sampling is not None:
             if is_forced(task) or (sampling.replies > 1 and any(example.turns for example in examples)):
                 reason = "has texts without replies" if is_forced(task) else "asks in turns, once each"
@@ -166,7 +168,10 @@ def encode(
     """
     form = PromptFormat.of(tokenizer, task)
     excluded = Counter[str]()
-    prompts = tuple(_prompts(form, examples, limit, excluded))
+    prompts: list[Prompt] = []
+    for example in examples:
+        with naming_text(f"task {task.name}, example {example.key}"):
+            prompts += _prompts(form, [example], limit, excluded)
     if not prompts:
         raise UsageError(f"task {task.name} has no usable question ({listed(excluded) or 'it has no examples'})")
     for prompt in prompts:  # before anything is generated: does the metric understand the answers?
@@ -186,7 +191,7 @@ def encode(
         split=getattr(task, "split", None),
         **counts_of(prompts),
     )
-    return TaskPrompts(task, form, prompts, coverage, contexts, recorded)
+    return TaskPrompts(task, form, tuple(prompts), coverage, contexts, recorded)
 
 
 def counts_of(prompts: Sequence[Prompt]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from kvsearch.core.errors import EnvironmentFault, InternalError, KvsearchError, KvsearchWarning
 from kvsearch.core.parsing import shortened
+from kvsearch.models.foreign import blaming
 from kvsearch.models.loading import LoadedModel, LoadOptions, Work, load
 from kvsearch.models.memory import is_out_of_memory
 from kvsearch.workers.base import Outcome
@@ -76,8 +77,9 @@ class ModelWork:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", KvsearchWarning)
             try:
-                made = self.work(self.loaded, job)
-                made = list(made) if isinstance(made, Iterator) else made
+                with blaming(self.loaded.name):
+                    made = self.work(self.loaded, job)
+                    made = list(made) if isinstance(made, Iterator) else made
             except Exception as error:
                 if isinstance(error, KvsearchError) or is_out_of_memory(error):
                     raise

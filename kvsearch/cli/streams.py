@@ -1,0 +1,81 @@
+"""The output streams of a command as they are: closed, full, or of an encoding that does not have all letters."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TextIO
+
+from kvsearch.core.errors import EnvironmentFault
+from kvsearch.core.printed import brief
+
+
+class StandardOutput:
+    """Standard output, whose errors say so; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        if text == "":  # as libraries do to find out what kind of stream it is, and forget the error
+            return 0
+        written: int = self._told(lambda: self._stream.write(text))
+        return written
+
+    def flush(self) -> None:
+        self._told(self._stream.flush)
+
+    def _told(self, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except OSError as error:
+            self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - one error is enough
+            # of the same kind: that of a broken pipe is told from others
+            raise OSError(error.errno, error.strerror, "standard output") from error
+
+
+class StandardError(StandardOutput):
+    """Standard error: who does not read what is said of the work does not end it, or change its exit code."""
+
+    def _told(self, function: Callable[[], Any]) -> Any:
+        with suppress(OSError):
+            return function()
+        return 0
+
+
+def prepare_streams() -> None:
+    """See to it that a command can write to both of its streams, whatever they are.
+
+    A closed one takes everything and keeps nothing. Letters that an encoding does not have become escapes.
+    """
+    for name, kind in (("stdout", StandardOutput), ("stderr", StandardError)):
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - for as long as the process lasts
+        stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, kind(stream))
+
+
+def run_guarded(command: Callable[[], None]) -> None:
+    """Run a command; help that cannot be printed is an error of the environment, as results are."""
+    prepare_streams()
+    try:
+        command()
+    except OSError as error:
+        complain(described(error))
+        sys.exit(EnvironmentFault.exit_code)
+
+
+def described(error: OSError) -> str:
+    """Return what an error of the system says, and of which file."""
+    return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+
+
+def complain(message: str, kind: str = "error") -> None:
+    """Tell what went wrong, on one line, even with `--quiet`."""
+    sys.stderr.write(f"{brief(f'kvsearch: {kind}: {message}')}\n")
