@@ -15,6 +15,7 @@ from kvsearch.jobs.groups import Loading
 from kvsearch.jobs.public import job
 from kvsearch.jobs.reporter import Reporter
 from kvsearch.models.loading import BUNDLED
+from kvsearch.models.real import REAL_MODELS
 from kvsearch.policies.registry import PolicyFacts, catalog, describe_policy
 from kvsearch.report.table import Table
 from kvsearch.tasks.catalog import SETS, describe_tasks
@@ -27,7 +28,7 @@ PACKAGES = (
     "torch", "transformers", "accelerate", "datasets", "scikit-learn", "cma", "pandas", "safetensors", "typer",
     "pydantic",
 )  # fmt: skip
-EXTRAS = ("ray", "lm-eval")
+EXTRAS = ("ray", "lm-eval", "gguf")
 MISSING = "missing"
 OPEN = "depends on its parameters"
 Listing = tuple[dict[str, Any], "Iterable[Part]"]  # for programs, and part by part for people
@@ -145,6 +146,9 @@ def doctor(options: DoctorOptions, reporter: Reporter) -> dict[str, Any]:
         "cores": str(os.cpu_count()),
         "offline": os.environ.get("HF_HUB_OFFLINE", "0"),
     }
+    facts |= {f"{name} model": str(real.path) for name, real in REAL_MODELS.items() if real.is_here}
+    if not REAL_MODELS["smollm2"].is_here:
+        facts["smollm2 model"] = f"not fetched (optional): {REAL_MODELS['smollm2'].advice}"
     if MISSING in facts.values():
         return facts
     from kvsearch.evaluation.answer import answer

@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer: a hub id, a local directory, or the name of a bundled model."""
+"""Load a model and its tokenizer: a hub id, a local directory, a GGUF file, or the name of a model known here."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from kvsearch.core.parsing import describe_fault, read_json
 from kvsearch.core.printed import cut
 from kvsearch.core.resources import resource, version
 from kvsearch.models.foreign import CheckedTokenizer, embedding_rows, require_contract
+from kvsearch.models.gguf import check_gguf, is_gguf, loading_arguments, make_ordinary
 from kvsearch.models.memory import (
     accelerator,
     best_device,
@@ -32,6 +33,7 @@ from kvsearch.models.memory import (
     reading_needs,
     refuse_offloaded,
 )
+from kvsearch.models.real import REAL_MODELS
 from kvsearch.models.speed import Speed
 
 if TYPE_CHECKING:
@@ -168,11 +170,16 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
     if weights and options.device != "auto":
         require_device(options.device)
     is_local = Path(source).exists()
-    common = {
+    common: dict[str, Any] = {
         "revision": options.revision or "main",
         "trust_remote_code": options.trust_remote_code,
         "local_files_only": options.offline or is_local,
     }
+    how: dict[str, Any] = {}
+    file = Path(source) if is_gguf(source) else None
+    if file is not None:
+        source, common["gguf_file"] = str(file.parent), file.name
+        how = loading_arguments(file)
     checkpoint = partial(_part_of, name, source, options)
     with checkpoint(f"its {CONFIG}"):
         config = AutoConfig.from_pretrained(source, **common)
@@ -195,7 +202,7 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
             if options.device_map is None and options.device == "auto":
                 place = _choose_device(name, options)
             model, info = AutoModelForCausalLM.from_pretrained(
-                source, dtype=options.dtype, device_map=place, output_loading_info=True, **common,
+                source, dtype=options.dtype, device_map=place, output_loading_info=True, **common, **how,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
             )  # fmt: skip
             _require_all(name, info)
@@ -207,6 +214,8 @@ def load(name: str, options: LoadOptions | None = None, weights: bool = True) ->
     require_contract(model, name, weights)
     model.eval()
     model.config.name_or_path = name
+    if file is not None:
+        make_ordinary(model)
     if weights:
         refuse_offloaded(model, name)
         supported = getattr(accelerator(model.device), "is_bf16_supported", None)
@@ -298,12 +307,19 @@ def find_source(name: str, options: LoadOptions) -> str:
     if name in BUNDLED:
         return str(resource(f"data/{name}"))
     path = Path(name)
+    if not path.exists() and (real := REAL_MODELS.get(name)) is not None:
+        if not real.is_here:
+            raise EnvironmentFault(f"model {name!r} was not fetched yet: {real.advice}")
+        name, path = str(real.path), real.path
+    if is_gguf(path) and path.is_file():
+        check_gguf(path)
+        return name
     if path.exists():
         _refuse_adapter(name, path)
         if not (path / CONFIG).is_file():
             raise IncompatibleError(f"{name!r} has no {CONFIG}, so it is not the directory of a Hugging Face model")
         return name
-    near = "" if "/" in name else did_you_mean(name, BUNDLED, 0.8)
+    near = "" if "/" in name else did_you_mean(name, [*BUNDLED, *REAL_MODELS], 0.8)
     if near or not _HUB_ID.fullmatch(name):
         raise UsageError(f"there is no model {name!r}{near or ': check the path of its directory'}")
     from huggingface_hub import constants, model_info, try_to_load_from_cache
