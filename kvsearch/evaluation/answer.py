@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsearch.core.errors import UsageError
-from kvsearch.models.architecture import describe, warn_beyond
+from kvsearch.models.architecture import describe, require_same_rotary, warn_beyond
 from kvsearch.models.loading import LoadedModel
 from kvsearch.plan import Plan
 from kvsearch.runtime import PlanCache, Program
@@ -127,5 +127,7 @@ def answer(
         if is_bare:  # a bare continuation: its last token starts it
             questions = [ids[:, -1:]]
             ids = ids[:, :-1]
+        later = max(question.shape[1] for question in questions) + max_new_tokens - 1
+        require_same_rotary(loaded.model, [ids.shape[1]], later)  # before it is read
         held = CompressedContext.read(loaded, plan, ids, chunk=chunk)
     return [held.reply(formatted, question, max_new_tokens) for question in questions]
