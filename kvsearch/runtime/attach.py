@@ -159,6 +159,8 @@ class PlannedModel:
             self._begin(prompt, columns, kwargs.get("attention_mask"))
         with _planned():
             output = self.model(**{CACHE: self.cache}, **{**kwargs, "use_cache": True})
+        if prompt is not None:
+            self._require_read(columns)
         self.cache.check_scores()
         return output
 
@@ -194,7 +196,11 @@ class PlannedModel:
         tokens = asked("max_new_tokens")
         with _planned(), stepping(keeping, self.cache, tokens, self.graphs, self.compiled) as model:
             output = model.generate(input_ids, generation_config, *args, **{CACHE: self.cache}, **kwargs)
-        self._require_read(output, prompt if input_ids is None else None)
+        sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
+        if sequences is not None and prompt is not None:
+            # of embeddings alone, the output has no tokens; beams may have read more than they return
+            before = 0 if input_ids is not None else prompt.shape[1]
+            self._require_read(before + sequences.shape[1] - 1)
         self.cache.check_scores()
         warn_beyond(self.model, self.cache.get_seq_length())
         return output
@@ -278,20 +284,13 @@ class PlannedModel:
                 f"less, or begin with more than {limit:,}"
             )
 
-    def _require_read(self, output: Any, embeds: Tensor | None) -> None:
-        """Refuse what was generated, if not all of it but the last token is in the cache.
-
-        Of a prompt of `embeds` [B, T, D] alone, the output has no tokens. Beams may have read more than they return.
-        """
-        sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
-        if sequences is None:
-            return
-        length = sequences.shape[1] + (0 if embeds is None else embeds.shape[1])
-        read = min((layer.seen for layer in self.cache.planned.values()), default=length)
-        if read < length - 1:
+    def _require_read(self, tokens: int) -> None:
+        """Refuse what was computed if the cache has not read so many tokens of it: the plan did not run."""
+        read = min((layer.seen for layer in self.cache.planned.values()), default=tokens)
+        if read < tokens:
             raise IncompatibleError(
-                f"{type(self.model).__name__} did without the cache that it was given: of {length} tokens it has read "
-                f"{read}, so the plan did not run, and what was generated is not to be had under a plan"
+                f"{type(self.model).__name__} did without the cache that it was given, which has read {read:,} of "
+                f"{tokens:,} tokens: the plan did not run (models drop caches in training with gradient checkpointing)"
             )
 
 
