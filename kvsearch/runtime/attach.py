@@ -146,7 +146,8 @@ class PlannedModel:
             EnvironmentFault: the device has too little memory for what is kept of the prompt.
         """
         self._require_attached()
-        kwargs |= zip(signature(self.model.forward).parameters, args, strict=False)
+        inner = self.model.get_base_model() if is_wrapper(self.model) else self.model
+        kwargs |= zip(signature(inner.forward).parameters, args, strict=False)
         cache = cache_of(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in CACHES}
         if cache is None and kwargs.get("use_cache") is False:
@@ -231,7 +232,9 @@ class PlannedModel:
         drafting = drafting or getattr(config or defaults, "prompt_lookup_num_tokens", None)
         if drafting and self.program.decode is not None:
             raise UsageError(NO_DRAFTS_TAKEN_BACK)
-        return None if config is None else _without_cache(config)
+        if config is None and not is_wrapper(self.model):
+            return None  # that of the model, see `_keeping`
+        return _without_cache(config or defaults)
 
     def _begin(
         self, prompt: Tensor, columns: int, mask: Tensor | None, later: int = 0, chunk: int | None = None
@@ -277,7 +280,14 @@ class PlannedModel:
         config = text_config(self.model)
         limit = getattr(config, "original_max_position_embeddings", None)
         read = self.cache.get_seq_length() or columns
-        if family_of(config) in READ_ANEW and limit and read <= limit < columns + later:
+        if family_of(config) not in READ_ANEW or not limit or columns + later <= limit:
+            return
+        if is_wrapper(self.model) and not self.cache.get_seq_length():
+            raise IncompatibleError(
+                f"transformers' code for {config.model_type} drops an empty cache beyond {limit:,} tokens, and in a "
+                f"{type(self.model).__name__} that is not seen: put the adapter into the weights (merge_and_unload())"
+            )
+        if read <= limit:
             raise IncompatibleError(
                 f"transformers' code for {config.model_type} drops the cache when a sequence passes {limit:,} tokens, "
                 f"padding counted, and this one may come to {columns + later:,}: ask for {columns + later - limit:,} "
@@ -378,8 +388,18 @@ def _keeping_class(kind: Any) -> type[Any]:
     return type(kind.__name__, (kind,), members)
 
 
+def is_wrapper(model: Any) -> bool:
+    """Tell whether it is the code of another model that generates."""
+    return hasattr(model, "get_base_model")
+
+
 def _keeping(model: Any) -> Any:
-    """Return a view of a model, with its very state, whose `generate` keeps the cache of a plan."""
+    """Return a view of a model, with its very state, whose `generate` keeps the cache of a plan.
+
+    A wrapper that leaves `generate` to the model within (peft) is returned as it is.
+    """
+    if is_wrapper(model):
+        return model
     kind: Any = type(model)
     view = object.__new__(_keeping_class(kind))
     object.__setattr__(view, "__dict__", model.__dict__)
